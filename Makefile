@@ -1,0 +1,65 @@
+# `make demo` and `make test` need nothing but Python >= 3.11, a C++20 compiler and a network to fetch packages from.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: demo test bench lint format proto native core-test sanitize clean help packages
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q "$(TORCH)" numpy
+
+SOURCES := $(shell git ls-files -co --exclude-standard csrc src CMakeLists.txt pyproject.toml 2>/dev/null)
+$(VENV)/.installed: $(BIN)/python $(SOURCES)
+	$(BIN)/pip install -q ".[dev]"
+	@touch $@
+
+packages: ## install the Debian packages that the tests use (root only; otherwise those tests skip)
+	@sh scripts/packages.sh
+
+demo: $(VENV)/.installed ## train the demo model and draw its picture (out/demo)
+	$(BIN)/shoal demo --out out/demo
+
+test: $(VENV)/.installed packages core-test ## everything that CI runs
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+bench: $(VENV)/.installed ## the benchmarks behind docs/benchmarks.md
+	$(BIN)/python -m benchmarks
+
+lint: $(VENV)/.installed ## formatters, linters and the type checker, none of which changes a file
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+	$(BIN)/codespell --skip='*_pb2*' src csrc docs README.md CHANGELOG.md
+	$(BIN)/pyrefly check
+
+format: ## rewrite the files in our style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $$(git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h')
+
+proto: ## regenerate src/shoal/proto/*_pb2.py
+	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. shoal/proto/*.proto
+
+native: ## build the extension into src/shoal, for working on the tree with PYTHONPATH=src
+	cmake -S . -B build/dev -G Ninja -DSHOAL_WERROR=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) >/dev/null
+	cmake --build build/dev
+
+core-test: ## the native core's own tests
+	cmake -S . -B build/core -DSHOAL_PYTHON=OFF -DSHOAL_TESTS=ON -DSHOAL_WERROR=ON >/dev/null
+	cmake --build build/core -j $(JOBS) >/dev/null
+	ctest --test-dir build/core --output-on-failure
+
+sanitize: ## the same under address+undefined and thread sanitizers
+	for s in address,undefined thread; do \
+	  cmake -S . -B build/san-$${s%%,*} -DSHOAL_PYTHON=OFF -DSHOAL_TESTS=ON -DSHOAL_SANITIZE=$$s >/dev/null && \
+	  cmake --build build/san-$${s%%,*} -j $(JOBS) >/dev/null && \
+	  ctest --test-dir build/san-$${s%%,*} --output-on-failure || exit 1; done
+
+clean: ## remove everything that was built
+	rm -rf $(VENV) build dist out src/shoal/_core*.so

@@ -1,0 +1,23 @@
+// What the binding files share. Tensors arrive as addresses and sizes; Python has checked dtype, device and shape.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+namespace shoal::bind {
+
+namespace nb = nanobind;
+
+template <class T>
+T* ptr(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+using NoGil = nb::call_guard<nb::gil_scoped_release>;
+
+void core(nb::module_& m);
+void ops(nb::module_& m);
+void table(nb::module_& m);
+void gather(nb::module_& m);
+
+}  // namespace shoal::bind

@@ -1,0 +1,7 @@
+#include "bind/bind.h"
+
+namespace shoal::bind {
+
+void table(nb::module_&) {}
+
+}  // namespace shoal::bind

@@ -1,0 +1,35 @@
+"""Shoal: sparse models that never stop learning, for PyTorch."""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+try:
+    __version__ = version("shoal")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+# Public names and where they live, imported on first use so that `import shoal` stays quick.
+_LAZY = {
+    "Ragged": "shoal.ragged",
+    "set_num_threads": "shoal._core",
+    "num_threads": "shoal._core",
+}
+_MODULES = ("comm", "errors", "fid", "gather", "nn", "ops", "serving", "sharded", "table", "testing", "train")
+
+__all__ = ["__version__", *_LAZY, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"shoal.{name}")
+    else:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Who am I, and how bytes reach the others."""

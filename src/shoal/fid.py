@@ -1,0 +1,77 @@
+"""Feature ids: a 64-bit id made of a slot number and a signature, in two layouts.
+
+==  ========  ================  ===================  ==========
+    reserved  slot bits         signature bits       slots
+==  ========  ================  ===================  ==========
+v1  none      63..54 (10 bits)  53..0 (54 bits)      0..1023
+v2  bit 63    62..48 (15 bits)  47..0 (48 bits)      0..32767
+==  ========  ================  ===================  ==========
+
+Every function takes Python ints and, for a fid, int64 tensors. Results are in the int64 range, so a v1 fid whose slot
+is 512 or more is negative.
+"""
+
+from typing import TypeVar
+
+import torch
+
+from shoal.errors import ConfigError
+
+MAX_SLOT_V1 = 1023
+MAX_SLOT_V2 = 32767
+NUM_SLOTS = MAX_SLOT_V2 + 1
+
+_V1_SIGNATURE = (1 << 54) - 1
+_V2_SIGNATURE = (1 << 48) - 1
+
+Fid = TypeVar("Fid", int, torch.Tensor)
+
+
+def _shift_right(fid: Fid, bits: int) -> Fid:
+    """``uint64(fid) >> bits``."""
+    return (fid >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _check_fid(fid: Fid) -> None:
+    if isinstance(fid, torch.Tensor):
+        if fid.dtype != torch.int64:
+            raise ConfigError(f"a fid tensor is int64, got {fid.dtype}; convert it with .long()")
+    elif not -(1 << 63) <= fid < 1 << 64:
+        raise ConfigError(f"a fid has 64 bits, got {fid}")
+
+
+def slot_v1(fid: Fid) -> Fid:
+    """The slot of a v1 fid: its top 10 bits."""
+    _check_fid(fid)
+    return _shift_right(fid, 54)
+
+
+def slot_v2(fid: Fid) -> Fid:
+    """The slot of a v2 fid: bits 62..48, so -1 is slot 32767."""
+    _check_fid(fid)
+    return (fid >> 48) & MAX_SLOT_V2
+
+
+def _make(slot: int, signature: Fid, bits: int, max_slot: int, version: str) -> Fid:
+    if not 0 <= slot <= max_slot:
+        raise ConfigError(f"a {version} slot is 0..{max_slot}, got {slot}")
+    high = slot << bits
+    if high >= 1 << 63:
+        high -= 1 << 64
+    return (signature & ((1 << bits) - 1)) | high
+
+
+def make_v1(slot: int, signature: Fid) -> Fid:
+    """The v1 fid of a slot (0..1023) and a signature, of which the low 54 bits count."""
+    return _make(slot, signature, 54, MAX_SLOT_V1, "v1")
+
+
+def make_v2(slot: int, signature: Fid) -> Fid:
+    """The v2 fid of a slot (0..32767) and a signature, of which the low 48 bits count."""
+    return _make(slot, signature, 48, MAX_SLOT_V2, "v2")
+
+
+def v1_to_v2(fid: Fid) -> Fid:
+    """The v2 form of a v1 fid; the top 6 bits of its signature are lost."""
+    _check_fid(fid)
+    return (_shift_right(fid, 54) << 48) | (fid & _V2_SIGNATURE)

@@ -1,0 +1,1 @@
+"""Peers' updates: store, gather, merge, outer update."""

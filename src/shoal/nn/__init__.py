@@ -1,0 +1,1 @@
+"""Modules that people write models with."""

@@ -1,0 +1,1 @@
+"""Distribution ops: pure functions on tensors, each with its gradient."""

@@ -1,0 +1,95 @@
+"""`Ragged`: rows of different length as ``(values, row_splits)``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+
+
+class Ragged:
+    """A tensor with one ragged dimension; row ``i`` is ``values[row_splits[i]:row_splits[i + 1]]``.
+
+    ``values`` is ``[n, ...]``, or another `Ragged` with ``n`` rows, which makes a doubly ragged tensor.
+    ``row_splits`` is int64 ``[rows + 1]``, rising from 0 to ``n``; anything else raises here. Both are kept, not copied.
+
+    >>> Ragged.from_lists([[5, 6], [], [7]]).row_splits
+    tensor([0, 2, 2, 3])
+    """
+
+    __slots__ = ("_row_ids", "row_splits", "values")
+
+    def __init__(self, values: Tensor | Ragged | Sequence[Any], row_splits: Tensor | Sequence[int]) -> None:
+        if not isinstance(values, Tensor | Ragged):
+            values = torch.as_tensor(values, dtype=None if len(values) else torch.int64)
+        row_splits = torch.as_tensor(row_splits)
+        if row_splits.dtype not in (torch.int64, torch.int32):
+            raise ConfigError(f"row_splits are int64, got {row_splits.dtype}")
+        row_splits = row_splits.long()
+        if row_splits.dim() != 1 or row_splits.numel() < 1:
+            raise ConfigError(f"row_splits are 1-D with at least one element, got shape {list(row_splits.shape)}")
+        if isinstance(values, Tensor) and values.dim() < 1:
+            raise ConfigError("the values of a ragged tensor have at least one dimension, got a scalar")
+        length = values.nrows() if isinstance(values, Ragged) else values.shape[0]
+        _check_row_splits(row_splits, length)
+        self.values = values
+        self.row_splits = row_splits
+        self._row_ids: Tensor | None = None
+
+    @classmethod
+    def from_row_splits(cls, values: Tensor | Ragged | Sequence[Any], row_splits: Tensor | Sequence[int]) -> Ragged:
+        """The same as the constructor."""
+        return cls(values, row_splits)
+
+    @classmethod
+    def from_row_lengths(cls, values: Tensor | Ragged | Sequence[Any], row_lengths: Tensor | Sequence[int]) -> Ragged:
+        """Rows of the given lengths, whose sum is the number of values."""
+        lengths = torch.as_tensor(row_lengths, dtype=torch.int64)
+        if lengths.numel() and int(lengths.min()) < 0:
+            raise ConfigError(f"row lengths are not negative, got {int(lengths.min())}")
+        return cls(values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Any]) -> Ragged:
+        """From nested lists, ragged in one or two dimensions; no values at all give int64."""
+        lengths = [len(row) for row in rows]
+        flat = [item for row in rows for item in row]
+        if flat and isinstance(flat[0], list | tuple):
+            return cls.from_row_lengths(cls.from_lists(flat), lengths)
+        return cls.from_row_lengths(torch.tensor(flat) if flat else torch.empty(0, dtype=torch.int64), lengths)
+
+    def nrows(self) -> int:
+        """How many rows, empty ones included."""
+        return self.row_splits.numel() - 1
+
+    def row_lengths(self) -> Tensor:
+        """int64 ``[rows]``."""
+        return self.row_splits.diff()
+
+    def to_list(self) -> list[Any]:
+        """Nested Python lists."""
+        values = self.values.to_list() if isinstance(self.values, Ragged) else self.values.tolist()
+        splits = self.row_splits.tolist()
+        return [values[a:b] for a, b in zip(splits, splits[1:], strict=False)]
+
+    def __len__(self) -> int:
+        return self.nrows()
+
+    def __repr__(self) -> str:
+        return f"Ragged({self.to_list()})" if self.nrows() <= 16 else f"Ragged(rows={self.nrows()})"
+
+
+def _check_row_splits(splits: Tensor, length: int) -> None:
+    first, last = int(splits[0]), int(splits[-1])
+    if first != 0:
+        raise ConfigError(f"row_splits start at 0, got {first}")
+    if last != length:
+        raise ConfigError(f"row_splits end at the number of values, {length}, got {last}")
+    steps = splits.diff()
+    if steps.numel() and int(steps.min()) < 0:
+        at = int((steps < 0).nonzero()[0])
+        raise ConfigError(f"row_splits never fall, but entry {at + 1} is {int(splits[at + 1])} after {int(splits[at])}")

@@ -1,0 +1,1 @@
+"""Replicas, and how fresh rows reach them."""

@@ -1,0 +1,1 @@
+"""Tables that span processes."""

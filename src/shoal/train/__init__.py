@@ -1,0 +1,1 @@
+"""Data- and pipeline-parallel training pieces."""

@@ -1,0 +1,22 @@
+"""Settings that every test shares."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "shoal", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.register_profile("thorough", parent=settings.get_profile("shoal"), max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "shoal"))
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan():
+    """torch.empty is filled with NaN (or the largest integer), so a kernel that skips an element is caught."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
