@@ -48,7 +48,9 @@ class AgentHeartbeat:
         if agent_address is None:
             port = os.environ.get("PORT2")
             if not port:
-                raise ConfigError("AgentHeartbeat: PORT2, the local agent's port, is not set; set it or give agent_address")
+                raise ConfigError(
+                    "AgentHeartbeat: PORT2, the local agent's port, is not set; set it or give agent_address"
+                )
             agent_address = f"localhost:{port}"
         self.agent_address = agent_address
         self.interval_secs = interval_secs
@@ -79,7 +81,9 @@ class AgentHeartbeat:
                 try:
                     answer = self._call(HeartBeatRequest(server_type=server_type), timeout=RPC_DEADLINE_SECS)
                 except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed by stop()
-                    log.warning("heartbeat(%s) to %s failed: %s", ServerType.Name(server_type), self.agent_address, error)
+                    log.warning(
+                        "heartbeat(%s) to %s failed: %s", ServerType.Name(server_type), self.agent_address, error
+                    )
                     continue
                 self._halves[server_type] = {key: list(value.address) for key, value in answer.addresses.items()}
             merged = {**self._halves[ServerType.DENSE], **self._halves[ServerType.PS]}

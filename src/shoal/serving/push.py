@@ -67,7 +67,9 @@ class PushClient:
         self._predict = self._channel.unary_unary(PREDICT)
         self._logged = float("-inf")
 
-    def push(self, request: PushRequest | DeltaBatch, touched_at: float | None = None, timeout: float | None = None) -> PushResponse:
+    def push(
+        self, request: PushRequest | DeltaBatch, touched_at: float | None = None, timeout: float | None = None
+    ) -> PushResponse:
         """Sends one part. ``touched_at``: Unix seconds of its oldest gradient; ``timeout`` caps the request's own."""
         batch = DeltaBatch.of(request) if isinstance(request, PushRequest) else request
         payload, total = encode_push(batch)

@@ -159,7 +159,15 @@ def remote_predict_async(*args: Any, **kwargs: Any) -> Future:
 
 
 def _call(
-    table: Any, key: str, sent: str, signature: str, payload: bytes, begin: float, millis: float, retries: int, tags: str
+    table: Any,
+    key: str,
+    sent: str,
+    signature: str,
+    payload: bytes,
+    begin: float,
+    millis: float,
+    retries: int,
+    tags: str,
 ) -> bytes:
     candidates = list(table.addresses.get(key) or ())
     if not candidates:
@@ -197,7 +205,9 @@ def _call(
     raise failure
 
 
-def _outputs(answer: bytes, aliases: Sequence[str], types: Sequence[Any] | None, sent: str, signature: str) -> list[Any]:
+def _outputs(
+    answer: bytes, aliases: Sequence[str], types: Sequence[Any] | None, sent: str, signature: str
+) -> list[Any]:
     where = f"model {sent!r}, signature {signature!r}"
     try:
         _, outputs = decode_response(answer)

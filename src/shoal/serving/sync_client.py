@@ -97,7 +97,8 @@ class SyncClientHandle:
         with self._lock:
             if self._multi is not None:
                 raise StatusError(
-                    Code.ALREADY_EXISTS, f"{self.name}: multi-table {self._multi!r} is attached already; {name!r} cannot be"
+                    Code.ALREADY_EXISTS,
+                    f"{self.name}: multi-table {self._multi!r} is attached already; {name!r} cannot be",
                 )
             if self._tables:
                 names = ", ".join(sorted(self._numbers))
@@ -200,7 +201,9 @@ class SyncClientHandle:
         now = time.time()
         for target in done & touched_at.keys():
             self.freshness[target] = now - touched_at[target]
-            emit_timer("parameter_sync_freshness_seconds", self.freshness[target], f"client={self.name}|target={target}")
+            emit_timer(
+                "parameter_sync_freshness_seconds", self.freshness[target], f"client={self.name}|target={target}"
+            )
 
     def waiting(self) -> dict[str, int]:
         """target -> ids that it missed, and under "" the ids touched since the last round."""
@@ -248,7 +251,9 @@ def reset_sync_clients() -> None:
         handle.manager.close()
 
 
-def parameter_sync_client_from_config(config: ClientConfig | bytes | None = None, name_suffix: str = "") -> SyncClientHandle:
+def parameter_sync_client_from_config(
+    config: ClientConfig | bytes | None = None, name_suffix: str = ""
+) -> SyncClientHandle:
     """The client ``MonolithSyncClient_<suffix>``; asking twice returns the same object.
 
     ``config`` gives the first targets and is used on creation only.

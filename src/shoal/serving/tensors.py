@@ -161,7 +161,9 @@ def decode_tensor(data: memoryview, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
         count *= size
     width = np.dtype(kind.bits).itemsize
     if count * width > max_bytes:
-        raise DataError(f"a {kind.name} tensor of shape {list(shape)} has {count * width} bytes; at most {max_bytes} are taken")
+        raise DataError(
+            f"a {kind.name} tensor of shape {list(shape)} has {count * width} bytes; at most {max_bytes} are taken"
+        )
     lists = [item for item in lists if item[0] == kind.list_field]
     if kind is _STRING:
         return _decode_strings(shape, count, [bytes(value) for _, _, value in lists], content)  # pyrefly: ignore
@@ -230,7 +232,9 @@ def _decode_list(kind: _Kind, lists: list, count: int) -> np.ndarray:
         if kind.wire in ("f4", "f8"):
             width = int(kind.wire[1])
             if wire == 0 or len(value) % width:
-                raise DataError(f"a {kind.name} list has {0 if wire == 0 else len(value)} bytes, not a multiple of {width}")
+                raise DataError(
+                    f"a {kind.name} list has {0 if wire == 0 else len(value)} bytes, not a multiple of {width}"
+                )
             parts.append(np.frombuffer(value, kind.bits))
         else:
             packed = varint(value) if wire == 0 else value

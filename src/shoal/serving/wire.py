@@ -61,7 +61,9 @@ def read_fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]
         else:
             raise DataError(f"the message is not protobuf: wire type {kind} of field {number} at byte {at}")
         if number == 0 or size > end - at:
-            raise DataError(f"the message is cut off: field {number} at byte {at} wants {size} bytes, {end - at} are left")
+            raise DataError(
+                f"the message is cut off: field {number} at byte {at} wants {size} bytes, {end - at} are left"
+            )
         yield number, kind, data[at : at + size]
         at += size
 
