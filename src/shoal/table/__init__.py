@@ -4,7 +4,39 @@ from importlib import import_module
 from typing import Any
 
 # Module under shoal.table -> the public names that live in it; imported on first use.
-_PUBLIC: dict[str, tuple[str, ...]] = {}
+_PUBLIC: dict[str, tuple[str, ...]] = {
+    "compressors": ("FixedR8Compressor", "Fp16Compressor", "Fp32Compressor", "OneBitCompressor"),
+    "entry": ("CombineAsSegment", "CuckooHashTableConfig", "HashTableConfigInstance", "infer_dim_size"),
+    "initializers": (
+        "BatchSoftmaxInitializer",
+        "ConstantsInitializer",
+        "OnesInitializer",
+        "RandomUniformInitializer",
+        "ZerosInitializer",
+    ),
+    "learning_rate": ("LearningRateFunction", "PolynomialDecay", "get_global_step", "set_global_step"),
+    "optimizers": (
+        "AdaGradWithGroupLassoOptimizer",
+        "AdadeltaOptimizer",
+        "AdagradOptimizer",
+        "AdamOptimizer",
+        "AdamWOptimizer",
+        "AmsgradOptimizer",
+        "BatchSoftmaxOptimizer",
+        "DynamicWdAdagradOptimizer",
+        "FTRLWithGroupSparsityOptimizer",
+        "FtrlOptimizer",
+        "LambOptimizer",
+        "MomentumOptimizer",
+        "MovingAverageOptimizer",
+        "Optimizer",
+        "RmspropOptimizer",
+        "RmspropV2Optimizer",
+        "RowwiseAdagradOptimizer",
+        "SgdOptimizer",
+        "StochasticRoundingFloat16OptimizerWrapper",
+    ),
+}
 _WHERE = {name: module for module, names in _PUBLIC.items() for name in names}
 
 
