@@ -6,6 +6,7 @@ from typing import Any
 # Module under shoal.table -> the public names that live in it; imported on first use.
 _PUBLIC: dict[str, tuple[str, ...]] = {
     "compressors": ("FixedR8Compressor", "Fp16Compressor", "Fp32Compressor", "OneBitCompressor"),
+    "dc": ("DcOptimizer",),
     "entry": ("CombineAsSegment", "CuckooHashTableConfig", "HashTableConfigInstance", "infer_dim_size"),
     "initializers": (
         "BatchSoftmaxInitializer",
