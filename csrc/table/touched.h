@@ -1,0 +1,31 @@
+// Ids that were trained since they were last stolen, for the serving replicas to be told of.
+#pragma once
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace shoal {
+
+// Insert-only until stolen. When it already holds MORE than `capacity` keys at an insertion it is emptied first and the
+// keys thrown away are counted. Keys are (id, table number); a lone set uses table 0. Thread-safe, allocates lazily.
+class TouchedKeys {
+ public:
+  explicit TouchedKeys(int64_t capacity);
+  ~TouchedKeys();
+  TouchedKeys(const TouchedKeys&) = delete;
+  TouchedKeys& operator=(const TouchedKeys&) = delete;
+
+  int64_t insert(const int64_t* ids, int64_t n, int32_t table = 0);  // returns how many keys were dropped
+  // Everything, in no particular order, and the set is empty afterwards.
+  void steal(std::vector<int64_t>* ids, std::vector<int32_t>* tables);
+  int64_t size() const;
+  int64_t capacity() const;
+
+ private:
+  struct Impl;
+  Impl* impl_;
+};
+
+}  // namespace shoal
