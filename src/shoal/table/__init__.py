@@ -1,1 +1,57 @@
-"""Local embedding tables."""
+"""Local embedding tables: configuration, tables, admission filters, touched keys, checkpoints."""
+
+from importlib import import_module
+from typing import Any
+
+# Module under shoal.table -> the public names that live in it; imported on first use.
+_PUBLIC: dict[str, tuple[str, ...]] = {
+    "compressors": ("FixedR8Compressor", "Fp16Compressor", "Fp32Compressor", "OneBitCompressor"),
+    "dc": ("DcOptimizer",),
+    "entry": ("CombineAsSegment", "CuckooHashTableConfig", "HashTableConfigInstance", "infer_dim_size"),
+    "initializers": (
+        "BatchSoftmaxInitializer",
+        "ConstantsInitializer",
+        "OnesInitializer",
+        "RandomUniformInitializer",
+        "ZerosInitializer",
+    ),
+    "learning_rate": ("LearningRateFunction", "PolynomialDecay", "get_global_step", "set_global_step"),
+    "optimizers": (
+        "AdaGradWithGroupLassoOptimizer",
+        "AdadeltaOptimizer",
+        "AdagradOptimizer",
+        "AdamOptimizer",
+        "AdamWOptimizer",
+        "AmsgradOptimizer",
+        "BatchSoftmaxOptimizer",
+        "DynamicWdAdagradOptimizer",
+        "FTRLWithGroupSparsityOptimizer",
+        "FtrlOptimizer",
+        "LambOptimizer",
+        "MomentumOptimizer",
+        "MovingAverageOptimizer",
+        "Optimizer",
+        "RmspropOptimizer",
+        "RmspropV2Optimizer",
+        "RowwiseAdagradOptimizer",
+        "SgdOptimizer",
+        "StochasticRoundingFloat16OptimizerWrapper",
+    ),
+}
+_WHERE = {name: module for module, names in _PUBLIC.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(import_module(f"shoal.table.{_WHERE[name]}"), name)
+    else:  # a message: AdamOptimizerConfig, EntryDump, ...
+        messages = import_module("shoal.table.messages")
+        if name not in messages.NAMES:
+            raise AttributeError(f"module 'shoal.table' has no attribute {name!r}")
+        value = getattr(messages, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*_WHERE, *import_module("shoal.table.messages").NAMES])
