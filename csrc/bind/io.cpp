@@ -145,12 +145,11 @@ void io(nb::module_& m) {
         int64_t next = -1;
         {
           const nb::gil_scoped_release release;
-          table.walk(stripe, offset, limit, &rows, &next);
+          next = table.walk(stripe, offset, limit, &rows);
         }
         return std::make_pair(encode(table, rows), next);
       },
       nb::arg("table"), nb::arg("stripe"), nb::arg("offset"), nb::arg("limit"));
-  m.attr("STRIPES") = Table::kStripes;
 }
 
 }  // namespace shoal::bind
