@@ -30,25 +30,44 @@ void translate(const std::exception_ptr& error, void*) {
   } catch (const std::system_error& e) {
     const std::string what = e.what();  // "<path>: <message>"
     const std::string suffix = ": " + e.code().message();
-    const std::string path = what.size() > suffix.size() && what.ends_with(suffix)
-                                 ? what.substr(0, what.size() - suffix.size())
-                                 : what;
+    const std::string path =
+        what.size() > suffix.size() && what.ends_with(suffix) ? what.substr(0, what.size() - suffix.size()) : what;
     const nb::object arguments = nb::make_tuple(e.code().value(), e.code().message(), path);
     PyErr_SetObject(PyExc_OSError, arguments.ptr());
   }
 }
 
-std::vector<nb::bytes> encode(const Table& table, const Rows& rows) {
+// Rows as serialized EntryDumps.
+std::vector<nb::bytes> encode(const Table& table, const Rows& rows, bool with_id) {
   const EntryEncoder encoder(table.layout());
   std::vector<char> buffer(encoder.max_bytes());
   std::vector<nb::bytes> out;
   out.reserve(rows.size());
   for (int64_t i = 0; i < rows.size(); ++i) {
     const char* row = rows.rows.data() + i * table.layout().stride;
-    const char* end = encoder.encode(row, rows.times[i], &rows.ids[i], buffer.data());
+    const char* end = encoder.encode(row, rows.times[i], with_id ? &rows.ids[i] : nullptr, buffer.data());
     out.emplace_back(buffer.data(), end - buffer.data());
   }
   return out;
+}
+
+std::vector<nb::bytes> lookup_entry(const Table& table, const std::vector<int64_t>& ids) {
+  Rows rows;
+  std::vector<uint8_t> found(ids.size());
+  {
+    const nb::gil_scoped_release release;
+    table.fetch(ids.data(), static_cast<int64_t>(ids.size()), &rows, found.data());
+  }
+  std::vector<nb::bytes> present = encode(table, rows, false);
+  std::vector<nb::bytes> out;
+  out.reserve(ids.size());
+  size_t next = 0;
+  for (uint8_t f : found) out.push_back(f ? std::move(present[next++]) : nb::bytes("", 0));
+  return out;
+}
+
+void check_trains(const Table& table) {
+  if (table.layout().serving) throw std::invalid_argument("entries are not supported by serving tables");
 }
 
 std::vector<nb::bytes> read_records(const std::string& path, bool snappy) {
@@ -82,8 +101,7 @@ void write_records(const std::string& temporary, const std::string& path, const 
 void io(nb::module_& m) {
   nb::register_exception_translator(translate, nullptr);
 
-  m.def(
-      "crc32c", [](nb::bytes data) { return crc32c(data.c_str(), data.size()); }, nb::arg("data"));
+  m.def("crc32c", [](nb::bytes data) { return crc32c(data.c_str(), data.size()); }, nb::arg("data"));
   m.def("read_records", &read_records, nb::arg("path"), nb::arg("snappy") = false);
   m.def("write_records", &write_records, nb::arg("temporary"), nb::arg("path"), nb::arg("records"),
         nb::arg("snappy") = false);
@@ -111,19 +129,17 @@ void io(nb::module_& m) {
   nb::class_<Load>(m, "Load")
       .def(
           "__init__",
-          [](Load* self, Table& table, bool strict, int64_t modulus, int64_t residue, const Expiry* expiry,
-             int64_t now) {
+          [](Load* self, Table& table, bool strict, int64_t modulus, int64_t residue) {
             if (modulus < 1) throw std::invalid_argument("the modulus of a shard is at least 1");
-            LoadFilter filter{modulus, residue, std::nullopt, now};
-            if (expiry) filter.expiry = *expiry;
-            new (self) Load(table, strict, std::move(filter));
+            new (self) Load(table, strict, {modulus, residue});
           },
           nb::arg("table"), nb::arg("strict") = true, nb::arg("modulus") = 1, nb::arg("residue") = 0,
-          nb::arg("expiry").none() = nb::none(), nb::arg("now") = 0, nb::keep_alive<1, 2>())
+          nb::keep_alive<1, 2>())
       .def("read", &Load::read, nb::arg("paths"), nb::arg("progress").none(), NoGil())
       .def(
           "erase", [](Load& self, uintptr_t ids, int64_t n) { return self.erase(ptr<const int64_t>(ids), n); },
           nb::arg("ids"), nb::arg("n"), NoGil())
+      .def("evict", &Load::evict, nb::arg("expiry"), nb::arg("now"), NoGil())
       .def("rows", &Load::rows)
       .def("commit", &Load::commit, NoGil());
   m.def(
@@ -141,15 +157,23 @@ void io(nb::module_& m) {
         if (stripe < 0 || stripe >= Table::kStripes || offset < 0 || limit < 0) {
           throw std::invalid_argument("no such place in the table");
         }
+        check_trains(table);
         Rows rows;
         int64_t next = -1;
         {
           const nb::gil_scoped_release release;
           next = table.walk(stripe, offset, limit, &rows);
         }
-        return std::make_pair(encode(table, rows), next);
+        return std::make_pair(encode(table, rows, true), next);
       },
       nb::arg("table"), nb::arg("stripe"), nb::arg("offset"), nb::arg("limit"));
+  m.def(
+      "lookup_entry",
+      [](const Table& table, const std::vector<int64_t>& ids) {
+        check_trains(table);
+        return lookup_entry(table, ids);
+      },
+      nb::arg("table"), nb::arg("ids"));
 }
 
 }  // namespace shoal::bind

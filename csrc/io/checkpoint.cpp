@@ -199,7 +199,7 @@ std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, c
 class Load::Worker {
  public:
   Worker(Load& load, const std::string& path)
-      : load_(load), path_(path), layout_(load.fresh_->layout()), decoder_(layout_, load.strict_) {}
+      : load_(load), path_(path), layout_(load.fresh().layout()), decoder_(layout_, load.strict_) {}
 
   // Records [begin, end) of the chunk. Returns how many were taken.
   int64_t take(const Chunk& chunk, size_t begin, size_t end) {
@@ -218,7 +218,7 @@ class Load::Worker {
         throw DataError(path_ + ": record " + std::to_string(chunk.first + static_cast<int64_t>(i)) + ": " +
                         error.what());
       }
-      if (!load_.filter_.takes(head.id, head.time)) continue;
+      if (!load_.shard_.owns(head.id)) continue;
       latest = std::max<int64_t>(latest, head.time);
       if (!head.keep) continue;
       rows_.ids[n] = head.id;
@@ -241,10 +241,15 @@ class Load::Worker {
   Rows rows_;
 };
 
-Load::Load(Table& table, bool strict, LoadFilter filter)
-    : table_(table), strict_(strict), filter_(std::move(filter)), fresh_(std::make_unique<Table>(table.layout(), 0)) {}
+Load::Load(Table& table, bool strict, ShardRule shard)
+    : table_(table), strict_(strict), shard_(shard), fresh_(std::make_unique<Table>(table.layout(), 0)) {}
 
 Load::~Load() = default;
+
+Table& Load::fresh() const {
+  if (!fresh_) throw std::invalid_argument("this load was committed already");
+  return *fresh_;
+}
 
 int64_t Load::read(const std::vector<std::string>& paths, Progress* progress) {
   std::vector<std::unique_ptr<ChunkReader>> files;
@@ -273,12 +278,14 @@ int64_t Load::read(const std::vector<std::string>& paths, Progress* progress) {
   return taken;
 }
 
-int64_t Load::erase(const int64_t* ids, int64_t n) { return fresh_->erase(ids, n); }
+int64_t Load::erase(const int64_t* ids, int64_t n) { return fresh().erase(ids, n); }
 
-int64_t Load::rows() const { return fresh_->size(); }
+int64_t Load::evict(const Expiry& expiry, int64_t now) { return fresh().evict(expiry, now); }
+
+int64_t Load::rows() const { return fresh().size(); }
 
 void Load::commit() {
-  const int64_t latest = fresh_->max_update_time();
+  const int64_t latest = fresh().max_update_time();
   table_.swap_contents(*fresh_);
   table_.raise_max_update_time(latest);
   fresh_.reset();

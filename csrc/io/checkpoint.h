@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,18 +38,13 @@ struct SaveTarget {
 std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, const SaveTarget& target,
                                        Progress* progress);
 
-// Which of the records a load takes.
-struct LoadFilter {
-  int64_t modulus = 1;  // those with id mod modulus == residue (floor-mod)
+// The records that a load takes: those with id mod modulus == residue, rounding down.
+struct ShardRule {
+  int64_t modulus = 1;
   int64_t residue = 0;
-  std::optional<Expiry> expiry;  // those that are not stale at `now`
-  int64_t now = 0;
-  bool takes(int64_t id, uint32_t time) const {
-    if (modulus > 1) {
-      const int64_t r = id % modulus;
-      if ((r < 0 ? r + modulus : r) != residue) return false;
-    }
-    return !(expiry && expiry->stale(id, time, now));
+  bool owns(int64_t id) const {
+    const int64_t r = id % modulus;
+    return (r < 0 ? r + modulus : r) == residue;
   }
 };
 
@@ -58,12 +52,14 @@ struct LoadFilter {
 // leaves the table as it was.
 class Load {
  public:
-  Load(Table& table, bool strict, LoadFilter filter);
+  Load(Table& table, bool strict, ShardRule shard);
   ~Load();
   // Reads whole files of this table's records in parallel. Rows that are already here are replaced. Returns how many
   // records were taken. Throws DataError, std::system_error or Cancelled.
   int64_t read(const std::vector<std::string>& paths, Progress* progress);
+  // What later files take back, and what has expired by then.
   int64_t erase(const int64_t* ids, int64_t n);
+  int64_t evict(const Expiry& expiry, int64_t now);
   int64_t rows() const;
   // The table now has what was read, and nothing else. Not to be used afterwards.
   void commit();
@@ -71,9 +67,11 @@ class Load {
  private:
   friend void load_multi(const std::string&, const std::vector<Load*>&, const std::vector<int64_t>&, Progress*);
   class Worker;
+  Table& fresh() const;  // throws std::invalid_argument after commit()
+
   Table& table_;
   const bool strict_;
-  const LoadFilter filter_;
+  const ShardRule shard_;
   std::unique_ptr<Table> fresh_;
 };
 
