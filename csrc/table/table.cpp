@@ -1,0 +1,803 @@
+#include "table/table.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "core/hash.h"
+#include "core/thread_pool.h"
+#include "table/codec.h"
+#include "table/index.h"
+#include "table/memory.h"
+
+namespace shoal {
+namespace {
+
+constexpr int kGroup = 32;             // ids whose cache lines are on their way at once
+constexpr int64_t kReadChunk = 8192;   // ids between two chances for a writer
+constexpr int64_t kWriteChunk = 2048;  // ids between two chances for a reader
+constexpr uint64_t kAllStripes = ~uint64_t{0};
+
+uint64_t hash_of(int64_t id) { return hash_id(static_cast<uint64_t>(id)); }
+int stripe_of(uint64_t hash) { return static_cast<int>(hash >> 58); }
+
+void prefetch(const void* address, int32_t bytes) {
+  for (int32_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(address) + at);
+}
+
+// A short chunk locks the stripes it needs, a long one all of them.
+uint64_t stripes_of(const int64_t* ids, const uint32_t* positions, int64_t n) {
+  uint64_t stripes = 0;
+  for (int64_t i = 0; i < n; ++i) stripes |= uint64_t{1} << stripe_of(hash_of(ids[positions ? positions[i] : i]));
+  return stripes;
+}
+
+}  // namespace
+
+bool Expiry::stale(int64_t id, uint32_t time, int64_t now) const {
+  uint32_t days = days_of_slot.empty() ? default_days : days_of_slot[static_cast<uint64_t>(id) >> 48 & 0x7FFF];
+  return now - static_cast<int64_t>(time) >= static_cast<int64_t>(days) * 86400;
+}
+
+struct Table::Stripe {
+  explicit Stripe(BlockArena* blocks) : index(blocks) {}
+  Index index;
+  std::vector<uint32_t> spare;                        // rows of removed ids
+  uint32_t next_row = 0, rows_left = 0;               // fresh rows reserved for this stripe
+  std::vector<std::pair<uint32_t, int64_t>> removed;  // (epoch, id), while changes are tracked
+};
+
+struct Table::Contents {
+  explicit Contents(int32_t stride) : rows(stride), blocks(Index::kBlockBytes), stripes(make_stripes()) {}
+
+  uint32_t allocate_row(Stripe& stripe) {
+    if (!stripe.spare.empty()) {
+      uint32_t row = stripe.spare.back();
+      stripe.spare.pop_back();
+      return row;
+    }
+    if (stripe.rows_left == 0) {
+      stripe.rows_left = static_cast<uint32_t>(std::clamp<int64_t>(stripe.index.size() / 8, 1, 64));
+      stripe.next_row = rows.allocate(stripe.rows_left);
+    }
+    --stripe.rows_left;
+    return stripe.next_row++;
+  }
+
+  RowArena rows;
+  BlockArena blocks;
+  std::array<Stripe, kStripes> stripes;
+
+ private:
+  template <size_t... I>
+  std::array<Stripe, kStripes> make_stripes(std::index_sequence<I...>) {
+    return {((void)I, Stripe(&blocks))...};
+  }
+  std::array<Stripe, kStripes> make_stripes() { return make_stripes(std::make_index_sequence<kStripes>{}); }
+};
+
+// The locks of a set of stripes, taken in rising order, so that two holders never wait for each other.
+template <bool kExclusive>
+class Table::Locks {
+ public:
+  Locks(const Table& table, uint64_t stripes) : locks_(table.locks_), stripes_(stripes) {
+    for (uint64_t s = stripes_; s; s &= s - 1) {
+      RwLock& lock = locks_[std::countr_zero(s)];
+      kExclusive ? lock.lock() : lock.lock_shared();
+    }
+  }
+  ~Locks() {
+    for (uint64_t s = stripes_; s; s &= s - 1) {
+      RwLock& lock = locks_[std::countr_zero(s)];
+      kExclusive ? lock.unlock() : lock.unlock_shared();
+    }
+  }
+  Locks(const Locks&) = delete;
+
+ private:
+  RwLock* locks_;
+  uint64_t stripes_;
+};
+
+struct Table::Write {
+  Kind kind;
+  const int64_t* ids;
+  int64_t n;
+  const float* values = nullptr;
+  uint32_t time = 0;
+  const uint8_t* drop = nullptr;  // positions to pass over
+  const float* rates = nullptr;
+  int64_t global_step = 0;
+  bool dedup = false;
+  const Rows* rows = nullptr;
+  int32_t* existed = nullptr;
+  float* out = nullptr;
+  uint64_t noise = 0;
+};
+
+Table::Table(Layout layout, uint64_t seed)
+    : layout_(std::move(layout)),
+      seed_(hash_id(seed + 0x9E3779B97F4A7C15ULL)),
+      contents_(std::make_unique<Contents>(layout_.stride)),
+      scales_(layout_.segments.size()) {
+  plain_ = !layout_.serving;
+  for (size_t i = 0; i < layout_.segments.size(); ++i) {
+    const Segment& s = layout_.segments[i];
+    steps_.push_back(step_function(s.opt));
+    plain_ &= s.codec == Codec::fp32 || s.codec == Codec::fp16;
+    scales_[i] = s.init_scale;
+  }
+}
+
+Table::~Table() = default;
+
+int64_t Table::size() const {
+  int64_t total = 0;
+  for (int i = 0; i < kStripes; ++i) {
+    Locks<false> lock(*this, uint64_t{1} << i);
+    total += contents_->stripes[i].index.size();
+  }
+  return total;
+}
+
+int64_t Table::bytes() const {
+  Locks<false> lock(*this, kAllStripes);
+  int64_t total = contents_->rows.bytes() + contents_->blocks.bytes() + static_cast<int64_t>(sizeof(Contents));
+  for (const Stripe& s : contents_->stripes)
+    total += s.index.bytes() + static_cast<int64_t>(s.spare.capacity() * 4 + s.removed.capacity() * 16);
+  return total;
+}
+
+void Table::raise_max_update_time(int64_t time) {
+  int64_t seen = max_update_time_.load();
+  while (seen < time && !max_update_time_.compare_exchange_weak(seen, time)) {
+  }
+}
+
+// --- reading --------------------------------------------------------------------------------------------------------
+
+void Table::read_row(const char* row, float* out) const {
+  if (layout_.serving) return decode_row(layout_, row, out);
+  std::memcpy(out, row, 4 * static_cast<size_t>(layout_.dim));
+  if (plain_) return;
+  for (size_t i = 0; i < layout_.segments.size(); ++i) {
+    const Segment& s = layout_.segments[i];
+    if (s.codec == Codec::fixed_r8) SHOAL_DISPATCH(fake_quantize)(out + s.weight, s.dim, s.r);
+    if (s.codec == Codec::one_bit)
+      SHOAL_DISPATCH(hash_net)(out + s.weight, s.dim, s.amplitude, scales_[i].load(std::memory_order_relaxed));
+  }
+}
+
+// kDim > 0: rows are copies of that many floats. kDim = 0: any row.
+template <int kDim>
+void Table::copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found) const {
+  const Contents& contents = *contents_;
+  const int32_t dim = kDim ? kDim : layout_.dim;
+  const int32_t bytes = kDim ? kDim * 4 : layout_.serving ? layout_.row_bytes : 4 * layout_.dim;
+  uint64_t hashes[kGroup];
+  const char* rows[kGroup];
+  for (int64_t begin = 0; begin < n; begin += kGroup) {
+    const int m = static_cast<int>(std::min<int64_t>(kGroup, n - begin));
+    for (int j = 0; j < m; ++j) {
+      hashes[j] = hash_of(ids[begin + j]);
+      __builtin_prefetch(contents.stripes[stripe_of(hashes[j])].index.home(hashes[j]));
+    }
+    for (int j = 0; j < m; ++j) {
+      Slot slot = contents.stripes[stripe_of(hashes[j])].index.find(hashes[j], static_cast<uint64_t>(ids[begin + j]));
+      rows[j] = nullptr;
+      if (slot) {
+        rows[j] = contents.rows.row(slot.row());
+        prefetch(rows[j], bytes);
+      }
+      if (found) found[begin + j] = static_cast<bool>(slot);
+    }
+    for (int j = 0; j < m; ++j) {
+      float* to = out + (begin + j) * dim;
+      if (!rows[j]) {
+        std::memset(to, 0, 4 * static_cast<size_t>(dim));
+      } else if (kDim) {
+        std::memcpy(to, rows[j], 4 * kDim);
+      } else {
+        read_row(rows[j], to);
+      }
+    }
+  }
+}
+
+void Table::find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found) const {
+  Locks<false> lock(*this, n < 256 ? stripes_of(ids, nullptr, n) : kAllStripes);
+  switch (plain_ ? layout_.dim : 0) {
+    case 4:
+      return copy_chunk<4>(ids, n, out, found);
+    case 8:
+      return copy_chunk<8>(ids, n, out, found);
+    case 16:
+      return copy_chunk<16>(ids, n, out, found);
+    case 32:
+      return copy_chunk<32>(ids, n, out, found);
+    case 64:
+      return copy_chunk<64>(ids, n, out, found);
+    case 128:
+      return copy_chunk<128>(ids, n, out, found);
+    default:
+      return copy_chunk<0>(ids, n, out, found);
+  }
+}
+
+void Table::lookup(const int64_t* ids, int64_t n, float* out, uint8_t* found) const {
+  const int64_t dim = layout_.dim;
+  parallel_for(n, 2048, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kReadChunk)
+      find_chunk(ids + at, std::min(kReadChunk, end - at), out + at * dim, found ? found + at : nullptr);
+  });
+}
+
+void Table::contains(const int64_t* ids, int64_t n, uint8_t* out) const {
+  parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kReadChunk) {
+      const int64_t stop = std::min(end, at + kReadChunk);
+      Locks<false> lock(*this, stop - at < 256 ? stripes_of(ids + at, nullptr, stop - at) : kAllStripes);
+      for (int64_t i = at; i < stop; ++i) {
+        if (i + 16 < stop) {
+          uint64_t ahead = hash_of(ids[i + 16]);
+          __builtin_prefetch(contents_->stripes[stripe_of(ahead)].index.home(ahead));
+        }
+        uint64_t hash = hash_of(ids[i]);
+        out[i] = static_cast<bool>(contents_->stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i])));
+      }
+    }
+  });
+}
+
+// --- writing --------------------------------------------------------------------------------------------------------
+
+void Table::fresh_row(int64_t id, char* row) const {
+  if (layout_.serving) {
+    std::vector<float> zeros(static_cast<size_t>(layout_.dim), 0.0f);
+    return encode_row(layout_, zeros.data(), row);
+  }
+  auto* w = reinterpret_cast<float*>(row);
+  const uint64_t noise = seed_ ^ hash_of(id);
+  for (size_t i = 0; i < layout_.segments.size(); ++i) {
+    const Segment& s = layout_.segments[i];
+    SHOAL_DISPATCH(init_weights)(s, static_cast<int32_t>(i), noise, w + s.weight);
+    init_state(s, row + s.state);
+  }
+}
+
+void Table::step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const {
+  auto* w = reinterpret_cast<float*>(row);
+  for (size_t i = 0; i < layout_.segments.size(); ++i) {
+    const Segment& s = layout_.segments[i];
+    const float* g = grads + s.weight;
+    if (s.codec == Codec::one_bit) {
+      const float scale = scales_[i].load(std::memory_order_relaxed);
+      SHOAL_DISPATCH(hash_net_gradient)(w + s.weight, g, s.dim, s.amplitude, scale, scratch);
+      g = scratch;
+    }
+    steps_[i](s, w + s.weight, row + s.state, g, write.rates[i], write.global_step);
+    if (s.stochastic_rounding) SHOAL_DISPATCH(round_to_half)(w + s.weight, s.dim, hash_id(noise + i));
+  }
+}
+
+char* Table::find_or_insert(uint64_t hash, int64_t id, uint32_t time, bool* created) {
+  Contents& contents = *contents_;
+  Stripe& stripe = contents.stripes[stripe_of(hash)];
+  Slot slot = stripe.index.find(hash, static_cast<uint64_t>(id));
+  *created = !slot;
+  if (!slot) {
+    uint32_t row = contents.allocate_row(stripe);
+    try {
+      slot = stripe.index.insert(hash, static_cast<uint64_t>(id));
+    } catch (...) {
+      stripe.spare.push_back(row);
+      throw;
+    }
+    slot.row() = row;
+  }
+  slot.time() = time;
+  if (uint32_t epoch = epoch_.load(std::memory_order_relaxed)) contents.rows.set_epoch(slot.row(), epoch);
+  return contents.rows.row(slot.row());
+}
+
+template <Table::Kind kKind>
+void Table::write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const {
+  const int32_t dim = layout_.dim;
+  const float* value = write.values ? write.values + position * dim : nullptr;
+  if constexpr (kKind == Kind::load) {
+    std::memcpy(row, write.rows->rows.data() + position * layout_.stride, static_cast<size_t>(layout_.row_bytes));
+    return;
+  }
+  if (layout_.serving) {
+    if constexpr (kKind == Kind::assign) encode_row(layout_, value, row);
+    if constexpr (kKind == Kind::reinitialize) fresh_row(write.ids[position], row);
+    if constexpr (kKind == Kind::assign_add) {
+      if (created) return encode_row(layout_, value, row);
+      decode_row(layout_, row, scratch);
+      SHOAL_DISPATCH(add)(value, dim, scratch);
+      encode_row(layout_, scratch, row);
+    }
+    return;
+  }
+  if (created || kKind == Kind::reinitialize) fresh_row(write.ids[position], row);
+  auto* w = reinterpret_cast<float*>(row);
+  if constexpr (kKind == Kind::assign) std::memcpy(w, value, 4 * static_cast<size_t>(dim));
+  if constexpr (kKind == Kind::assign_add) SHOAL_DISPATCH(add)(value, dim, w);
+  if constexpr (kKind == Kind::gradients)
+    step_row(write, row, value, write.noise ^ hash_id(static_cast<uint64_t>(position)), scratch);
+  if constexpr (kKind == Kind::insert) read_row(row, write.out + position * dim);
+}
+
+// The positions (all, if null) are handled in order; every id's stripe belongs to this part alone.
+template <Table::Kind kKind>
+void Table::write_part(const Write& write, const uint32_t* positions, int64_t n) {
+  std::vector<float> scratch(static_cast<size_t>(layout_.dim));
+  const bool erase_zeros = kKind == Kind::assign && layout_.skip_zero;
+  uint64_t hashes[kGroup];
+  int64_t at[kGroup];
+  char* rows[kGroup];
+  bool created[kGroup];
+  for (int64_t chunk = 0; chunk < n; chunk += kWriteChunk) {
+    const int64_t stop = std::min(n, chunk + kWriteChunk);
+    Locks<true> lock(*this, stripes_of(positions ? write.ids : write.ids + chunk,
+                                       positions ? positions + chunk : nullptr, stop - chunk));
+    for (int64_t begin = chunk; begin < stop; begin += kGroup) {
+      int m = 0;
+      for (int64_t i = begin; i < std::min(stop, begin + kGroup); ++i) {
+        const int64_t position = positions ? positions[i] : i;
+        if (write.drop && write.drop[position]) continue;
+        at[m] = position;
+        hashes[m] = hash_of(write.ids[position]);
+        __builtin_prefetch(contents_->stripes[stripe_of(hashes[m])].index.home(hashes[m]), 1);
+        if (write.values) prefetch(write.values + position * layout_.dim, 4 * layout_.dim);
+        ++m;
+      }
+      for (int j = 0; j < m; ++j) {
+        const int64_t id = write.ids[at[j]];
+        rows[j] = nullptr;
+        if (erase_zeros && is_zero(write.values + at[j] * layout_.dim, layout_.dim)) {
+          Stripe& stripe = contents_->stripes[stripe_of(hashes[j])];
+          if (Slot slot = stripe.index.find(hashes[j], static_cast<uint64_t>(id))) {
+            forget(stripe_of(hashes[j]), id, slot.row());
+            stripe.index.erase(hashes[j], slot);
+          }
+          continue;
+        }
+        const uint32_t time = kKind == Kind::load ? write.rows->times[at[j]] : write.time;
+        rows[j] = find_or_insert(hashes[j], id, time, &created[j]);
+        prefetch(rows[j], layout_.row_bytes);
+        if constexpr (kKind == Kind::reinitialize) write.existed[at[j]] = !created[j];
+      }
+      for (int j = 0; j < m; ++j)
+        if (rows[j]) write_row<kKind>(write, at[j], rows[j], created[j], scratch.data());
+    }
+  }
+}
+
+// Gradients with dedup: those of equal ids are summed in input order and stepped once.
+void Table::write_groups(const Write& write, const uint32_t* positions, int64_t n) {
+  const int32_t dim = layout_.dim;
+  // group_of[k] is the group of the k-th position that is not dropped; groups are numbered by first occurrence.
+  std::vector<uint32_t> kept, group_of, first, count;
+  kept.reserve(static_cast<size_t>(n));
+  group_of.reserve(static_cast<size_t>(n));
+  size_t mask = std::bit_ceil(static_cast<size_t>(2 * n + 1)) - 1;
+  std::vector<uint32_t> table(mask + 1, 0);  // group number + 1
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t position = positions ? positions[i] : static_cast<uint32_t>(i);
+    if (write.drop && write.drop[position]) continue;
+    const int64_t id = write.ids[position];
+    size_t slot = hash_of(id) & mask;
+    while (table[slot] && write.ids[first[table[slot] - 1]] != id) slot = (slot + 1) & mask;
+    if (!table[slot]) {
+      first.push_back(position);
+      count.push_back(0);
+      table[slot] = static_cast<uint32_t>(first.size());
+    }
+    kept.push_back(position);
+    group_of.push_back(table[slot] - 1);
+    ++count[table[slot] - 1];
+  }
+  const int64_t groups = static_cast<int64_t>(first.size());
+  std::vector<uint32_t> start(static_cast<size_t>(groups) + 1, 0);
+  for (int64_t g = 0; g < groups; ++g) start[g + 1] = start[g] + count[g];
+  std::vector<uint32_t> members(kept.size()), fill(start.begin(), start.end() - 1);
+  for (size_t k = 0; k < kept.size(); ++k) members[fill[group_of[k]]++] = kept[k];
+
+  std::vector<float> scratch(static_cast<size_t>(dim)), sum(static_cast<size_t>(dim));
+  uint64_t hashes[kGroup];
+  char* rows[kGroup];
+  bool created[kGroup];
+  for (int64_t chunk = 0; chunk < groups; chunk += kWriteChunk) {
+    const int64_t stop = std::min(groups, chunk + kWriteChunk);
+    Locks<true> lock(*this, stripes_of(write.ids, first.data() + chunk, stop - chunk));
+    for (int64_t begin = chunk; begin < stop; begin += kGroup) {
+      const int m = static_cast<int>(std::min<int64_t>(kGroup, stop - begin));
+      for (int j = 0; j < m; ++j) {
+        hashes[j] = hash_of(write.ids[first[begin + j]]);
+        __builtin_prefetch(contents_->stripes[stripe_of(hashes[j])].index.home(hashes[j]), 1);
+        prefetch(write.values + int64_t{first[begin + j]} * dim, 4 * dim);
+      }
+      for (int j = 0; j < m; ++j) {
+        rows[j] = find_or_insert(hashes[j], write.ids[first[begin + j]], write.time, &created[j]);
+        prefetch(rows[j], layout_.row_bytes);
+      }
+      for (int j = 0; j < m; ++j) {
+        const int64_t g = begin + j;
+        const float* grads = write.values + int64_t{first[g]} * dim;
+        if (count[g] > 1) {
+          std::memcpy(sum.data(), grads, 4 * static_cast<size_t>(dim));
+          for (uint32_t k = start[g] + 1; k < start[g + 1]; ++k)
+            SHOAL_DISPATCH(add)(write.values + int64_t{members[k]} * dim, dim, sum.data());
+          grads = sum.data();
+        }
+        if (created[j]) fresh_row(write.ids[first[g]], rows[j]);
+        step_row(write, rows[j], grads, write.noise ^ hash_id(first[g]), scratch.data());
+      }
+    }
+  }
+}
+
+void Table::write(const Write& write) {
+  if (write.n > (int64_t{1} << 31)) throw std::invalid_argument("one call takes at most 2147483648 ids");
+  auto part = [&](const uint32_t* positions, int64_t n) {
+    switch (write.kind) {
+      case Kind::assign:
+        return write_part<Kind::assign>(write, positions, n);
+      case Kind::assign_add:
+        return write_part<Kind::assign_add>(write, positions, n);
+      case Kind::gradients:
+        return write.dedup ? write_groups(write, positions, n) : write_part<Kind::gradients>(write, positions, n);
+      case Kind::reinitialize:
+        return write_part<Kind::reinitialize>(write, positions, n);
+      case Kind::load:
+        return write_part<Kind::load>(write, positions, n);
+      case Kind::insert:
+        return write_part<Kind::insert>(write, positions, n);
+    }
+  };
+  const int threads = num_threads();
+  if (threads == 1 || write.n < 4096) return part(nullptr, write.n);
+
+  // Stable partition of the positions by stripe: blocks of the input count first, then write where they know they may.
+  const int parts = static_cast<int>(std::min<unsigned>(std::bit_ceil(static_cast<unsigned>(4 * threads)), kStripes));
+  const int shift = 64 - std::countr_zero(static_cast<unsigned>(parts));
+  const int64_t blocks = std::min<int64_t>(4 * threads, (write.n + 4095) / 4096);
+  std::vector<int64_t> offsets(static_cast<size_t>(blocks * parts));
+  auto range = [&](int64_t block) { return write.n / blocks * block + std::min(block, write.n % blocks); };
+  parallel_parts(blocks, [&](int64_t block) {
+    int64_t* counts = &offsets[block * parts];
+    for (int64_t i = range(block); i < range(block + 1); ++i) ++counts[hash_of(write.ids[i]) >> shift];
+  });
+  std::vector<int64_t> begins(static_cast<size_t>(parts) + 1, 0);
+  for (int p = 0; p < parts; ++p) {
+    int64_t at = begins[p];
+    for (int64_t block = 0; block < blocks; ++block) at += std::exchange(offsets[block * parts + p], at);
+    begins[p + 1] = at;
+  }
+  std::unique_ptr<uint32_t[]> positions(new uint32_t[static_cast<size_t>(write.n)]);
+  parallel_parts(blocks, [&](int64_t block) {
+    int64_t* next = &offsets[block * parts];
+    for (int64_t i = range(block); i < range(block + 1); ++i)
+      positions[next[hash_of(write.ids[i]) >> shift]++] = static_cast<uint32_t>(i);
+  });
+  parallel_parts(parts, [&](int64_t p) { part(positions.get() + begins[p], begins[p + 1] - begins[p]); });
+}
+
+// Which positions the filter drops. Empty: none. With dedup an id is asked about once, with its number of occurrences;
+// with remember_admitted an id that came in is in for the rest of the call.
+std::vector<uint8_t> Table::filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted) {
+  if (!filter_ || !filter_->active() || n == 0) return {};
+  std::vector<uint8_t> drop(static_cast<size_t>(n));
+  contains(ids, n, drop.data());
+  for (auto& d : drop) d = !d;
+  if (dedup) {
+    std::unordered_map<int64_t, uint32_t> counts;
+    std::vector<int64_t> order;
+    for (int64_t i = 0; i < n; ++i)
+      if (drop[i] && counts[ids[i]]++ == 0) order.push_back(ids[i]);
+    std::unordered_set<int64_t> out;
+    for (int64_t id : order)
+      if (filter_->should_be_filtered(id, counts[id])) out.insert(id);
+    for (int64_t i = 0; i < n; ++i) drop[i] = drop[i] && out.contains(ids[i]);
+    return drop;
+  }
+  std::unordered_set<int64_t> admitted;
+  for (int64_t i = 0; i < n; ++i) {
+    if (!drop[i]) continue;
+    drop[i] = !(remember_admitted && admitted.contains(ids[i])) && filter_->should_be_filtered(ids[i], 1);
+    if (remember_admitted && !drop[i]) admitted.insert(ids[i]);
+  }
+  return drop;
+}
+
+std::vector<uint8_t> Table::bad_gradients(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const {
+  if (bad == BadGradient::ignore) return {};
+  const int64_t dim = layout_.dim;
+  std::atomic<bool> clean{true};
+  parallel_for(n, std::max<int64_t>(1, 65536 / dim), [&](int64_t begin, int64_t end) {
+    if (!SHOAL_DISPATCH(all_finite)(grads + begin * dim, (end - begin) * dim)) clean = false;
+  });
+  if (clean) return {};
+  std::vector<uint8_t> drop(static_cast<size_t>(n), 0);
+  for (int64_t i = 0; i < n; ++i) {
+    drop[i] = !SHOAL_DISPATCH(all_finite)(grads + i * dim, dim);
+    if (drop[i] && bad == BadGradient::raise) throw NonFiniteGradient{i, ids[i]};
+  }
+  return drop;
+}
+
+void Table::update_scales(int64_t global_step) {
+  for (size_t i = 0; i < layout_.segments.size(); ++i) {
+    const Segment& s = layout_.segments[i];
+    if (s.codec != Codec::one_bit || s.step_size <= 0 || global_step % s.step_size != 0) continue;
+    double grown = s.init_scale * std::sqrt(1 + 0.005 * static_cast<double>(global_step));
+    scales_[i].store(std::min(static_cast<float>(grown), s.max_scale));
+  }
+}
+
+void Table::assign(const int64_t* ids, int64_t n, const float* values, uint32_t time) {
+  raise_max_update_time(time);
+  auto drop = filtered(ids, n, false, false);
+  write({.kind = Kind::assign,
+         .ids = ids,
+         .n = n,
+         .values = values,
+         .time = time,
+         .drop = drop.empty() ? nullptr : drop.data()});
+}
+
+void Table::assign_add(const int64_t* ids, int64_t n, const float* values, uint32_t time) {
+  raise_max_update_time(time);
+  auto drop = filtered(ids, n, false, true);
+  write({.kind = Kind::assign_add,
+         .ids = ids,
+         .n = n,
+         .values = values,
+         .time = time,
+         .drop = drop.empty() ? nullptr : drop.data()});
+}
+
+int64_t Table::apply_gradients(const int64_t* ids, int64_t n, const float* grads, const float* rates,
+                               int64_t global_step, uint32_t time, bool dedup, BadGradient bad) {
+  auto skip = bad_gradients(ids, n, grads, bad);
+  const int64_t skipped = std::count(skip.begin(), skip.end(), 1);
+  raise_max_update_time(time);
+  std::vector<int64_t> good;  // a skipped occurrence does not reach the filter
+  std::vector<uint8_t> drop;
+  if (skipped == 0) {
+    drop = filtered(ids, n, dedup, false);
+  } else {
+    for (int64_t i = 0; i < n; ++i)
+      if (!skip[i]) good.push_back(ids[i]);
+    auto of_good = filtered(good.data(), static_cast<int64_t>(good.size()), dedup, false);
+    drop = std::move(skip);
+    if (!of_good.empty())
+      for (int64_t i = 0, k = 0; i < n; ++i)
+        if (!drop[i]) drop[i] = of_good[k++];
+  }
+  const int64_t dropped = std::count(drop.begin(), drop.end(), 1);
+  if (dropped == n) return skipped;
+  update_scales(global_step);
+  write({.kind = Kind::gradients,
+         .ids = ids,
+         .n = n,
+         .values = grads,
+         .time = time,
+         .drop = dropped ? drop.data() : nullptr,
+         .rates = rates,
+         .global_step = global_step,
+         .dedup = dedup,
+         .noise = hash_id(seed_ + calls_.fetch_add(1))});
+  if (touched_) {
+    if (!dropped) {
+      touched_->insert(ids, n, touched_number_);
+    } else {
+      std::vector<int64_t> passed;
+      for (int64_t i = 0; i < n; ++i)
+        if (!drop[i]) passed.push_back(ids[i]);
+      touched_->insert(passed.data(), static_cast<int64_t>(passed.size()), touched_number_);
+    }
+  }
+  return skipped;
+}
+
+void Table::reinitialize(const int64_t* ids, int64_t n, uint32_t now, int32_t* existed) {
+  write({.kind = Kind::reinitialize, .ids = ids, .n = n, .time = now, .existed = existed});
+  if (touched_) touched_->insert(ids, n, touched_number_);
+}
+
+void Table::lookup_or_insert(const int64_t* ids, int64_t n, uint32_t time, float* out) {
+  std::vector<uint8_t> found(static_cast<size_t>(n));
+  lookup(ids, n, out, found.data());
+  std::vector<int64_t> missing, where;
+  for (int64_t i = 0; i < n; ++i) {
+    if (found[i]) continue;
+    missing.push_back(ids[i]);
+    where.push_back(i);
+  }
+  if (missing.empty()) return;
+  raise_max_update_time(time);
+  const int64_t m = static_cast<int64_t>(missing.size());
+  auto drop = filtered(missing.data(), m, false, true);
+  std::vector<float> rows(static_cast<size_t>(m) * layout_.dim, 0.0f);
+  write({.kind = Kind::insert,
+         .ids = missing.data(),
+         .n = m,
+         .time = time,
+         .drop = drop.empty() ? nullptr : drop.data(),
+         .out = rows.data()});
+  for (int64_t i = 0; i < m; ++i)
+    std::memcpy(out + where[i] * layout_.dim, &rows[static_cast<size_t>(i) * layout_.dim], 4 * size_t(layout_.dim));
+}
+
+// --- removal --------------------------------------------------------------------------------------------------------
+
+void Table::forget(int stripe, int64_t id, uint32_t row) {
+  Stripe& s = contents_->stripes[stripe];
+  s.spare.push_back(row);
+  if (uint32_t epoch = epoch_.load(std::memory_order_relaxed)) s.removed.emplace_back(epoch, id);
+}
+
+int64_t Table::evict(const Expiry& expiry, int64_t now) {
+  std::atomic<int64_t> total{0};
+  parallel_parts(kStripes, [&](int64_t stripe) {
+    Locks<true> lock(*this, uint64_t{1} << stripe);
+    total += contents_->stripes[stripe].index.erase_if([&](Slot slot) {
+      const auto id = static_cast<int64_t>(slot.id());
+      if (!expiry.stale(id, slot.time(), now)) return false;
+      forget(static_cast<int>(stripe), id, slot.row());
+      return true;
+    });
+  });
+  return total;
+}
+
+int64_t Table::erase(const int64_t* ids, int64_t n) {
+  int64_t erased = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t hash = hash_of(ids[i]);
+    const int stripe = stripe_of(hash);
+    Locks<true> lock(*this, uint64_t{1} << stripe);
+    Index& index = contents_->stripes[stripe].index;
+    if (Slot slot = index.find(hash, static_cast<uint64_t>(ids[i]))) {
+      forget(stripe, ids[i], slot.row());
+      index.erase(hash, slot);
+      ++erased;
+    }
+  }
+  return erased;
+}
+
+void Table::clear() {
+  Table empty(layout_, 0);
+  swap_contents(empty);
+}
+
+void Table::swap_contents(Table& other) {
+  if (other.layout_.stride != layout_.stride || other.layout_.row_bytes != layout_.row_bytes)
+    throw std::invalid_argument("swap_contents needs a table of the same layout");
+  Locks<true> lock(*this, kAllStripes);
+  std::swap(contents_, other.contents_);
+  if (epoch_.load()) {
+    contents_->rows.track();
+    oldest_epoch_.store(epoch_.fetch_add(1) + 1);
+  }
+}
+
+// --- copies of rows -------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Rows of the slots, appended in their order.
+void copy_rows(const RowArena& arena, const std::vector<uint32_t>& numbers, int32_t stride, int32_t row_bytes,
+               std::vector<char>* out) {
+  const size_t begin = out->size();
+  out->resize(begin + numbers.size() * static_cast<size_t>(stride));
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (i + 16 < numbers.size()) prefetch(arena.row(numbers[i + 16]), row_bytes);
+    std::memcpy(out->data() + begin + i * stride, arena.row(numbers[i]), static_cast<size_t>(row_bytes));
+  }
+}
+
+}  // namespace
+
+void Table::snapshot(int stripe, uint32_t changed_since, Rows* out) const {
+  std::vector<uint32_t> numbers;
+  Locks<false> lock(*this, uint64_t{1} << stripe);
+  const Contents& contents = *contents_;
+  contents.stripes[stripe].index.each([&](Slot slot) {
+    if (changed_since && contents.rows.epoch(slot.row()) < changed_since) return;
+    out->ids.push_back(static_cast<int64_t>(slot.id()));
+    out->times.push_back(slot.time());
+    numbers.push_back(slot.row());
+  });
+  copy_rows(contents.rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
+}
+
+int64_t Table::walk(int stripe, int64_t place, int64_t limit, Rows* out) const {
+  std::vector<uint32_t> numbers;
+  Locks<false> lock(*this, uint64_t{1} << stripe);
+  uint64_t next = contents_->stripes[stripe].index.visit(static_cast<uint64_t>(place), limit, [&](Slot slot) {
+    out->ids.push_back(static_cast<int64_t>(slot.id()));
+    out->times.push_back(slot.time());
+    numbers.push_back(slot.row());
+  });
+  copy_rows(contents_->rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
+  return static_cast<int64_t>(next);
+}
+
+void Table::fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) const {
+  std::vector<uint32_t> numbers;
+  Locks<false> lock(*this, kAllStripes);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t hash = hash_of(ids[i]);
+    Slot slot = contents_->stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i]));
+    found[i] = static_cast<bool>(slot);
+    if (!slot) continue;
+    out->ids.push_back(ids[i]);
+    out->times.push_back(slot.time());
+    numbers.push_back(slot.row());
+  }
+  copy_rows(contents_->rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
+}
+
+void Table::load(const Rows& rows) {
+  if (rows.times.size() != rows.ids.size() || rows.rows.size() != rows.ids.size() * static_cast<size_t>(layout_.stride))
+    throw std::invalid_argument("load got ids, times and rows of different lengths");
+  if (rows.ids.empty()) return;
+  raise_max_update_time(*std::max_element(rows.times.begin(), rows.times.end()));
+  write({.kind = Kind::load, .ids = rows.ids.data(), .n = rows.size(), .rows = &rows});
+}
+
+// --- changes --------------------------------------------------------------------------------------------------------
+
+uint32_t Table::begin_epoch() {
+  Locks<true> lock(*this, kAllStripes);
+  contents_->rows.track();
+  uint32_t epoch = epoch_.load() + 1;
+  epoch_.store(epoch);
+  uint32_t none = 0;
+  oldest_epoch_.compare_exchange_strong(none, epoch);
+  return epoch;
+}
+
+std::vector<int64_t> Table::removed_since(uint32_t since) const {
+  std::vector<int64_t> ids;
+  for (int i = 0; i < kStripes; ++i) {
+    Locks<false> lock(*this, uint64_t{1} << i);
+    const Stripe& stripe = contents_->stripes[i];
+    for (auto [epoch, id] : stripe.removed)
+      if (epoch >= since && !stripe.index.find(hash_of(id), static_cast<uint64_t>(id))) ids.push_back(id);
+  }
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  return ids;
+}
+
+void Table::forget_before(uint32_t epoch) {
+  Locks<true> lock(*this, kAllStripes);
+  for (Stripe& stripe : contents_->stripes)
+    std::erase_if(stripe.removed, [&](const auto& entry) { return entry.first < epoch; });
+  if (oldest_epoch_.load() < epoch) oldest_epoch_.store(epoch);
+}
+
+std::vector<float> Table::scales() const {
+  std::vector<float> out;
+  for (const auto& scale : scales_) out.push_back(scale.load());
+  return out;
+}
+
+void Table::set_scales(const std::vector<float>& scales) {
+  if (scales.size() != scales_.size()) throw std::invalid_argument("one scale per segment is needed");
+  for (size_t i = 0; i < scales.size(); ++i) scales_[i].store(scales[i]);
+}
+
+}  // namespace shoal
