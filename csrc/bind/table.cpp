@@ -137,6 +137,8 @@ void table(nb::module_& m) {
           "erase", [](Table& t, uintptr_t ids, int64_t n) { return t.erase(ptr<int64_t>(ids), n); }, NoGil())
       .def("clear", &Table::clear, NoGil())
       .def("swap_contents", &Table::swap_contents, NoGil())
+      .def("set_filter", &Table::set_filter)
+      .def("set_touched", &Table::set_touched)
       .def("begin_epoch", &Table::begin_epoch, NoGil())
       .def("oldest_epoch", &Table::oldest_epoch)
       .def("removed_since", &Table::removed_since, NoGil())

@@ -30,6 +30,7 @@ _LAZY = {
     "RmsPropV2": "shoal.table.optim",
     "RowwiseAdagrad": "shoal.table.optim",
     "Sgd": "shoal.table.optim",
+    "HashTable": "shoal.table.table",
 }
 _MODULES = ("comm", "errors", "fid", "gather", "nn", "ops", "serving", "sharded", "table", "testing", "train")
 

@@ -15,6 +15,16 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "RandomUniformInitializer",
         "ZerosInitializer",
     ),
+    "export_mode": (
+        "ExportContext",
+        "ExportMode",
+        "enter_export_mode",
+        "get_current_export_ctx",
+        "is_dry_run_or_exporting",
+        "is_exporting",
+        "is_exporting_distributed",
+        "is_exporting_standalone",
+    ),
     "learning_rate": ("LearningRateFunction", "PolynomialDecay", "get_global_step", "set_global_step"),
     "optimizers": (
         "AdaGradWithGroupLassoOptimizer",
@@ -37,8 +47,13 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "SgdOptimizer",
         "StochasticRoundingFloat16OptimizerWrapper",
     ),
+    "registry": ("reset_registry",),
+    "small": ("test_hash_table", "vocab_hash_table"),
+    "table": ("HashTable", "hash_table_from_config"),
 }
 _WHERE = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = list(_WHERE)  # and the messages, by name
 
 
 def __getattr__(name: str) -> Any:
