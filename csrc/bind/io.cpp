@@ -12,6 +12,7 @@
 #include "io/crc32c.h"
 #include "io/entry_dump.h"
 #include "io/error.h"
+#include "io/filter_dump.h"
 #include "io/out_file.h"
 #include "io/record.h"
 
@@ -105,6 +106,26 @@ void io(nb::module_& m) {
   m.def("read_records", &read_records, nb::arg("path"), nb::arg("snappy") = false);
   m.def("write_records", &write_records, nb::arg("temporary"), nb::arg("path"), nb::arg("records"),
         nb::arg("snappy") = false);
+
+  m.def(
+      "write_filter_block",
+      [](const std::string& temporary, const std::string& path, nb::bytes meta, uintptr_t cells, int64_t n) {
+        const std::string copy(meta.c_str(), meta.size());
+        const nb::gil_scoped_release release;
+        write_filter_block(temporary, path, copy, ptr<const uint16_t>(cells), n);
+      },
+      nb::arg("temporary"), nb::arg("path"), nb::arg("meta"), nb::arg("cells"), nb::arg("n"));
+  m.def(
+      "read_filter_meta",
+      [](const std::string& path) {
+        const std::string meta = read_filter_meta(path);
+        return nb::bytes(meta.data(), meta.size());
+      },
+      nb::arg("path"));
+  m.def(
+      "read_filter_cells",
+      [](const std::string& path, uintptr_t cells, int64_t n) { read_filter_cells(path, ptr<uint16_t>(cells), n); },
+      nb::arg("path"), nb::arg("cells"), nb::arg("n"), NoGil());
 
   nb::class_<Progress>(m, "Progress")
       .def(nb::init<>())

@@ -77,9 +77,8 @@ def find_shards(basename: StrPath) -> list[str]:
         raise CheckpointNotFoundError(f"there is no checkpoint {base!r}: no file matches {base}-?????-of-?????")
     counts = sorted({count for _, count in found})
     if len(counts) > 1:
-        raise DataError(
-            f"checkpoint {base!r} mixes shards of {' and '.join(map(str, counts))} files; remove those of the older save"
-        )
+        mixed = " and ".join(map(str, counts))
+        raise DataError(f"checkpoint {base!r} mixes shards of {mixed} files; remove those of the older save")
     count = counts[0]
     beyond = sorted(index for index, _ in found if index >= count)
     if beyond:

@@ -1,4 +1,4 @@
-"""The quantisation scales of one_bit segments, in a small file beside the records, whose format has no room for them."""
+"""The quantisation scales of one_bit segments, in a small file beside the records, which have no room for them."""
 
 from __future__ import annotations
 
