@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 from google.protobuf.message import DecodeError
 
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushResult
-from shoal.serving.export_context import is_exporting_standalone
 from shoal.serving.manager import SyncClientManager
 from shoal.serving.metrics import emit_timer
 from shoal.serving.push import result_json
 from shoal.serving.split import Delta, DeltaBatch
 from shoal.serving.status import Code, StatusError, invalid_argument
 from shoal.serving.touched import Groups, Missed, TouchedPairs, merge
+from shoal.table.export_mode import is_exporting_standalone
+from shoal.table.touched import TouchedKeySet
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ class SyncClientHandle:
 
     def attach_table(
         self, name: str, dim: int, lookup: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Callable[[torch.Tensor], int] | None:
-        """Adds a single table; returns what it calls with the ids that training changed. None: nothing is tracked.
+    ) -> tuple[TouchedKeySet, int] | None:
+        """Adds a single table; returns the set that its trained ids go to and its number there.
 
         Raises:
             StatusError: invalid argument beside a multi-table, already exists for a name that is taken.
@@ -84,12 +85,14 @@ class SyncClientHandle:
                 raise StatusError(Code.ALREADY_EXISTS, f"{self.name}: a table named {name!r} is attached already")
             number = self._numbers[name] = len(self._tables)
             self._tables.append(_Attached(name, dim, lookup))
-        return lambda ids: self.touched.insert(ids, number)
+        return self.touched.keys, number
 
     def attach_multi_table(
-        self, name: str, tables: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]]
-    ) -> Callable[[str, torch.Tensor], int] | None:
-        """Adds the one multi-table: sub-table name -> (dim, lookup). Returns what it calls with (sub-table, ids).
+        self, name: str, tables: Mapping[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]]
+    ) -> dict[str, tuple[TouchedKeySet, int]] | None:
+        """Adds the one multi-table, given as sub-table name -> (dim, lookup).
+
+        Returns, per sub-table, the set that its trained ids go to and its number there.
 
         Raises:
             StatusError: invalid argument beside single tables, already exists for a second multi-table.
@@ -97,8 +100,7 @@ class SyncClientHandle:
         with self._lock:
             if self._multi is not None:
                 raise StatusError(
-                    Code.ALREADY_EXISTS,
-                    f"{self.name}: multi-table {self._multi!r} is attached already; {name!r} cannot be",
+                    Code.ALREADY_EXISTS, f"{self.name}: {name!r} cannot join, multi-table {self._multi!r} is attached"
                 )
             if self._tables:
                 names = ", ".join(sorted(self._numbers))
@@ -107,7 +109,7 @@ class SyncClientHandle:
             for sub in sorted(tables):
                 self._numbers[sub] = len(self._tables)
                 self._tables.append(_Attached(sub, *tables[sub]))
-        return lambda sub, ids: self.touched.insert(ids, self._numbers[sub])
+            return {sub: (self.touched.keys, number) for sub, number in self._numbers.items()}
 
     def detach_all(self) -> None:
         """Forgets every table and what they touched; for processes that build their tables anew."""

@@ -1,15 +1,13 @@
 """Which (id, table) pairs wait to be pushed: those trained since the last round, and those that a target missed."""
 
 import logging
-import threading
 import time
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 
-from shoal import _core
 from shoal.serving.metrics import emit_counter
+from shoal.table.touched import TouchedKeySet
 
 log = logging.getLogger(__name__)
 
@@ -21,44 +19,34 @@ Groups = dict[int, np.ndarray]
 
 
 class TouchedPairs:
-    """The trained pairs of one client, and when the oldest of them was trained."""
+    """The trained pairs of one client, and since when they have been collected."""
 
     def __init__(self, name: str, capacity: int = CAPACITY) -> None:
         self.name = name
-        self.capacity = capacity
-        self._set = _core.TouchedPairs(capacity)
-        self._oldest: float | None = None
+        self.keys = TouchedKeySet(capacity, CONCURRENCY_LEVEL)
+        """Where tables insert; shared with native code."""
+        self._since = time.time()
+        self._dropped = 0
         self._logged = float("-inf")
-        self._lock = threading.Lock()
 
-    def insert(self, ids: torch.Tensor, table: int) -> int:
-        """Marks ids of a table; returns how many pairs were dropped because the set was full."""
-        ids = ids.detach().reshape(-1).to(torch.int64).contiguous()
-        if self._oldest is None and ids.numel():
-            self._oldest = time.time()
-        dropped = self._set.insert(ids.data_ptr(), ids.numel(), table)
-        if dropped:
-            self._report(dropped)
-        return dropped
-
-    def steal(self) -> tuple[Groups, float | None]:
-        """(all pairs by table, Unix time of the oldest mark); the set is empty afterwards."""
-        oldest, self._oldest = self._oldest, None  # before stealing: a mark in between only looks older than it is
-        stolen = self._set.steal()
-        ids, tables = np.empty(len(stolen), np.int64), np.empty(len(stolen), np.int32)
-        stolen.copy_to(ids.ctypes.data, tables.ctypes.data)
-        return {int(table): ids[tables == table] for table in np.unique(tables)}, oldest
+    def steal(self) -> tuple[Groups, float]:
+        """(all pairs by table, Unix time before which none of them was trained); the set is empty afterwards."""
+        since, self._since = self._since, time.time()  # before stealing: a pair in between only looks older than it is
+        ids, tables = (each.numpy() for each in self.keys.steal_pairs())
+        self._report(self.keys.dropped - self._dropped)
+        return {int(table): ids[tables == table] for table in np.unique(tables)}, since
 
     def __len__(self) -> int:
-        return len(self._set)
+        return len(self.keys)
 
     def _report(self, dropped: int) -> None:
+        if not dropped:
+            return
+        self._dropped += dropped
         emit_counter("touched_key_set_dropped", dropped, f"client={self.name}")
-        with self._lock:
-            if time.monotonic() - self._logged < 60:
-                return
+        if time.monotonic() - self._logged > 60:
             self._logged = time.monotonic()
-        log.warning("%s: more than %d ids wait to be pushed; %d were dropped", self.name, self.capacity, dropped)
+            log.warning("%s: more ids waited to be pushed than are kept; %d were dropped", self.name, dropped)
 
 
 class Missed:

@@ -163,8 +163,10 @@ class HashTable:
         )
         self._native = _core.Table(layout, (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1))
         self.dim_size: int = layout.dim
-        native_filter = getattr(hash_filter, "native", None)
-        if native_filter is not None:
+        if hash_filter is not None:
+            native_filter = getattr(hash_filter, "native", None)
+            if not isinstance(native_filter, _core.Filter):
+                raise ConfigError(f"table {name!r}: hash_filter is one of create_hash_filters(), got {hash_filter!r}")
             self._native.set_filter(native_filter)
         if sync_client is not None:
             client = getattr(sync_client, "handle", sync_client)
