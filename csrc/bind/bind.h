@@ -20,10 +20,7 @@ void ops(nb::module_& m);
 void filter(nb::module_& m);
 void table(nb::module_& m);
 void gather(nb::module_& m);
-<<<<<<< HEAD
 void serving(nb::module_& m);
-=======
 void io(nb::module_& m);
->>>>>>> tableio
 
 }  // namespace shoal::bind
