@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_rows
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import registry
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time, check_rates
@@ -194,7 +195,7 @@ class HashTable:
         """
         ids = as_ids(ids, self.name)
         n = ids.numel()
-        out = torch.empty(n, self.dim_size, dtype=torch.float32)
+        out = empty_rows(n, self.dim_size)
         if insert_missing:
             self._check_trains("lookup with insert_missing")
             self._native.lookup_or_insert(ids.data_ptr(), n, as_time(req_time, self.name), out.data_ptr())
