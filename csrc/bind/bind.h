@@ -21,5 +21,6 @@ void filter(nb::module_& m);
 void table(nb::module_& m);
 void fused(nb::module_& m);
 void gather(nb::module_& m);
+void io(nb::module_& m);
 
 }  // namespace shoal::bind

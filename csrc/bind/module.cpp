@@ -19,4 +19,5 @@ NB_MODULE(_core, m) {
   shoal::bind::table(m);
   shoal::bind::fused(m);
   shoal::bind::gather(m);
+  shoal::bind::io(m);
 }
