@@ -19,6 +19,7 @@ void core(nb::module_& m);
 void ops(nb::module_& m);
 void filter(nb::module_& m);
 void table(nb::module_& m);
+void fused(nb::module_& m);
 void gather(nb::module_& m);
 void io(nb::module_& m);
 

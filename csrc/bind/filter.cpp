@@ -113,6 +113,7 @@ void filter(nb::module_& m) {
           NoGil())
       .def("_steal", &steal)
       .def("_size", &TouchedKeys::size, NoGil())
+      .def("_dropped", &TouchedKeys::dropped, NoGil())
       .def("_capacity", &TouchedKeys::capacity);
 }
 

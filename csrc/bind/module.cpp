@@ -17,6 +17,7 @@ NB_MODULE(_core, m) {
   shoal::bind::ops(m);
   shoal::bind::filter(m);  // before table, which takes filters
   shoal::bind::table(m);
+  shoal::bind::fused(m);
   shoal::bind::gather(m);
   shoal::bind::io(m);
 }

@@ -41,6 +41,7 @@ int64_t TouchedKeys::insert(const int64_t* ids, int64_t n, int32_t table) {
     if (size_ * 2 >= static_cast<int64_t>(slots_.size())) grow();
     place({ids[i], table, true});
   }
+  dropped_ += dropped;
   return dropped;
 }
 
@@ -65,6 +66,11 @@ void TouchedKeys::steal(std::vector<int64_t>* ids, std::vector<int32_t>* tables)
 int64_t TouchedKeys::size() const {
   std::lock_guard lock(mutex_);
   return size_;
+}
+
+int64_t TouchedKeys::dropped() const {
+  std::lock_guard lock(mutex_);
+  return dropped_;
 }
 
 }  // namespace shoal

@@ -17,6 +17,7 @@ class TouchedKeys {
   void steal(std::vector<int64_t>* ids, std::vector<int32_t>* tables);
   int64_t size() const;
   int64_t capacity() const { return capacity_; }
+  int64_t dropped() const;  // keys lost since the beginning
 
  private:
   struct Key {
@@ -31,6 +32,7 @@ class TouchedKeys {
   mutable std::mutex mutex_;
   std::vector<Key> slots_;  // open addressing; the size is a power of two, or 0 before the first key
   int64_t size_ = 0;
+  int64_t dropped_ = 0;
 };
 
 }  // namespace shoal

@@ -42,6 +42,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "create_probabilistic_filter",
         "intercept_gradient",
     ),
+    "fused": ("extract_slot_from_entry", "fused_apply_gradient", "fused_lookup", "hash_table_lookup_gradient"),
     "initializers": (
         "BatchSoftmaxInitializer",
         "ConstantsInitializer",
@@ -60,6 +61,9 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "is_exporting_standalone",
     ),
     "learning_rate": ("LearningRateFunction", "PolynomialDecay", "get_global_step", "set_global_step"),
+    "merged": ("MergedMultiTypeHashTable",),
+    "multi": ("CachedConfig", "MultiHashTable", "convert_to_cached_config"),
+    "multi_type": ("MultiTypeHashTable",),
     "optimizers": (
         "AdaGradWithGroupLassoOptimizer",
         "AdadeltaOptimizer",

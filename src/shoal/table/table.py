@@ -271,10 +271,7 @@ class HashTable:
 
     def _apply(self, ids: Tensor, grads: Tensor, rates: Sequence[float], step: int, dedup: bool, seconds: int) -> None:
         """`apply_gradients` with checked arguments and given rates."""
-        if step < 0 and self._has_batch_softmax:
-            raise ConfigError(
-                f"table {self.name!r}: batch_softmax needs a global_step that is not negative, got {step}"
-            )
+        self._check_step(step)
         try:
             self.skipped_gradients += self._native.apply_gradients(
                 ids.data_ptr(), ids.numel(), grads.data_ptr(), rates, step, seconds, dedup, self._bad_gradient
@@ -370,6 +367,12 @@ class HashTable:
     ) -> tuple[Tensor, Tensor, int]:
         ids = as_ids(ids, self.name)
         return ids, as_rows(values, ids.numel(), self.dim_size, self.name, what), as_time(req_time, self.name)
+
+    def _check_step(self, step: int) -> None:
+        if step < 0 and self._has_batch_softmax:
+            raise ConfigError(
+                f"table {self.name!r}: batch_softmax needs a global_step that is not negative, got {step}"
+            )
 
     def _check_trains(self, operation: str) -> None:
         if self.serving:

@@ -21,11 +21,12 @@ class TouchedKeySet(_core.TouchedKeys):
     4
     """
 
-    def __init__(self, capacity: int = 2097152, concurrency_level: int = 1024) -> None:
+    def __init__(self, capacity: int = 2097152, concurrency_level: int = 1024, name_suffix: str = "") -> None:
         if concurrency_level < 1:
             raise ConfigError(f"TouchedKeySet: concurrency_level must be at least 1, got {concurrency_level}")
         super().__init__(int(capacity))
         self.concurrency_level = int(concurrency_level)
+        self.name = f"TouchedKeySet_{name_suffix}"
 
     def insert(self, ids: Any, table: int = 0) -> int:
         """Adds keys one by one; returns how many keys were dropped to make room."""
@@ -53,6 +54,16 @@ class TouchedKeySet(_core.TouchedKeys):
 
     def __len__(self) -> int:
         return self._size()
+
+    @property
+    def touched_key_set_dropped(self) -> int:
+        """Keys lost to the capacity since the beginning."""
+        return self._dropped()
+
+    @property
+    def handle(self) -> "TouchedKeySet":
+        """What native tables hold."""
+        return self
 
     @property
     def capacity(self) -> int:
