@@ -45,8 +45,7 @@ def reorder_by_indices(input: Any, shard_ids: Any, num_of_shards: int) -> tuple[
     op = "reorder_by_indices"
     if not isinstance(input, Tensor):
         input = torch.as_tensor(input, device="cpu")
-        if input.numel() == 0 and input.dim() == 1:
-            input = input.long()
+        input = input.float() if input.dim() == 2 else input.long() if input.numel() == 0 else input
     if input.dim() not in (1, 2):
         raise ConfigError(f"{op}: input is 1-D or 2-D, got shape {list(input.shape)}")
     if input.dim() == 2 and input.shape[1] == 0:
