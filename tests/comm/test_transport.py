@@ -11,7 +11,7 @@ from tests.comm import conformance as suite
 
 from shoal.comm import InProcessTransport, ProcessGroupTransport, Transport
 from shoal.errors import ConfigError, DistributedError, TransportError
-from shoal.testing import run_ranks, run_threads
+from shoal.testing import mpi_unavailable, run_mpi, run_ranks, run_threads
 
 
 @pytest.mark.parametrize("case", suite.CASES, ids=suite.NAMES)
@@ -254,3 +254,11 @@ def last_message(rank, world):
 
 def test_a_message_sent_just_before_the_process_ends_arrives():
     assert run_ranks(2, last_message, timeout_s=30)[1] == b"x" * 1000
+
+
+# mpirun
+
+
+@pytest.mark.skipif(mpi_unavailable() is not None, reason=str(mpi_unavailable()))
+def test_mpi_transport_keeps_the_rules_under_mpirun():
+    assert run_mpi(suite.WORLD, suite.mpi_ranks, timeout_s=90) == [suite.NAMES] * suite.WORLD

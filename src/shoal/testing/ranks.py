@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
