@@ -90,9 +90,7 @@ def run_ranks(
                 pipe.close()
 
 
-def _collect(
-    processes: list, pipes: list, end: float, timeout_s: float, lost: set[int], folder: Path
-) -> list[Any]:
+def _collect(processes: list, pipes: list, end: float, timeout_s: float, lost: set[int], folder: Path) -> list[Any]:
     results: list[Any] = [None] * len(processes)
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
@@ -110,7 +108,9 @@ def _collect(
                 processes[rank].join(10)
                 if rank in lost:
                     continue
-                raise RankFailed(rank, len(pipes), f"its process ended with {_ending(processes[rank].exitcode)}") from None
+                raise RankFailed(
+                    rank, len(pipes), f"its process ended with {_ending(processes[rank].exitcode)}"
+                ) from None
             if error is not None:
                 raise RankFailed(rank, len(pipes), text) from error
             results[rank] = result
@@ -161,7 +161,11 @@ def _work(rank: int, world_size: int, setup: dict[str, Any], call: bytes) -> Any
         timeout = timedelta(seconds=setup["group_timeout_s"])
         store = dist.TCPStore("127.0.0.1", setup["port"], is_master=False, timeout=timeout)
         dist.init_process_group(
-            setup["backend"], store=dist.PrefixStore("run_ranks", store), rank=rank, world_size=world_size, timeout=timeout
+            setup["backend"],
+            store=dist.PrefixStore("run_ranks", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
         )
     fn, args, kwargs = unpack_call(call)
     return fn(rank, world_size, *args, **kwargs)
