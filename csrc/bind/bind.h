@@ -19,5 +19,6 @@ void core(nb::module_& m);
 void ops(nb::module_& m);
 void table(nb::module_& m);
 void gather(nb::module_& m);
+void nn(nb::module_& m);
 
 }  // namespace shoal::bind

@@ -17,4 +17,5 @@ NB_MODULE(_core, m) {
   shoal::bind::ops(m);
   shoal::bind::table(m);
   shoal::bind::gather(m);
+  shoal::bind::nn(m);
 }
