@@ -39,4 +39,5 @@ NB_MODULE(_core, m) {
   shoal::bind::gather(m);
   shoal::bind::io(m);
   shoal::bind::train(m);
+  shoal::bind::nn(m);
 }

@@ -162,7 +162,8 @@ class HashTable:
         self._has_batch_softmax = any(
             s.opt_config.WhichOneof("type") == "batch_softmax" for s in message.entry_config.segments
         )
-        self._native = _core.Table(layout, (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1))
+        self.seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
+        self._native = _core.Table(layout, self.seed)
         self.dim_size: int = layout.dim
         if hash_filter is not None:
             native_filter = getattr(hash_filter, "native", None)
