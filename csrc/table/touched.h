@@ -16,8 +16,8 @@ class TouchedKeys {
   // Everything, in no particular order, and the set is empty afterwards.
   void steal(std::vector<int64_t>* ids, std::vector<int32_t>* tables);
   int64_t size() const;
-  int64_t dropped() const;  // keys dropped since the set was made
   int64_t capacity() const { return capacity_; }
+  int64_t dropped() const;  // keys lost since the beginning
 
  private:
   struct Key {

@@ -124,7 +124,7 @@ def export_tables(
             where = "assets"
         else:
             where = os.path.relpath(shared_assets.resolve(), (final or directory).resolve())
-        configs = [serving_config(each, codec, skip_zero_embedding) for each in _configs(view)]
+        configs = [serving_config(each, codec, skip_zero_embedding) for each in view.configs()]
         specs.append(
             TableSpec(
                 name=view.name,
@@ -138,12 +138,6 @@ def export_tables(
             )
         )
     return specs
-
-
-def _configs(view: TableView) -> list[EmbeddingHashTableConfig]:
-    if not view.multi:
-        return [view.table.table_config]
-    return [view.table.tables[name].table_config for name in view.sub_tables]
 
 
 def export_ps(

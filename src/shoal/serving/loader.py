@@ -10,6 +10,7 @@ from shoal.serving.program import load_program
 from shoal.serving.servable import Servable, TableView, table_signatures
 from shoal.table import HashTable, HashTableConfigInstance
 from shoal.table.messages import EmbeddingHashTableConfig
+from shoal.table.multi import MultiHashTable, convert_to_cached_config
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +54,8 @@ def load_table(directory: Path, spec: TableSpec, root: Path) -> TableView:
     if spec.kind == "hash":
         table = HashTable.from_config(instances[0], name=spec.name)
     elif spec.kind == "multi":
-        from shoal.table import MultiHashTable
-        from shoal.table.registry import unregistered
-
-        with unregistered():
-            table = MultiHashTable.from_configs(dict(zip(spec.sub_tables, instances, strict=True)))
-        table.name = spec.name
+        cached = convert_to_cached_config(dict(zip(spec.sub_tables, instances, strict=True)))
+        table = MultiHashTable(cached, name=spec.name)
     else:
         raise DataError(f"{directory}: table {spec.name!r} is of kind {spec.kind!r}; hash and multi are known")
     table.restore(str(basename))

@@ -113,10 +113,11 @@ class TableView:
         self.name: str = table.name
         self.multi = hasattr(table, "raw_assign")
         if self.multi:
-            self.sub_tables = list(table.table_names)
-            self.dims = [int(dim) for dim in table.dims]
+            self._subs = list(table.tables.values())
+            self.sub_tables = list(table.tables)
         else:
-            self.sub_tables, self.dims = [table.name], [int(table.dim_size)]
+            self._subs, self.sub_tables = [table], [table.name]
+        self.dims = [int(sub.dim_size) for sub in self._subs]
         self.slots = dict(slots) if slots else {name: name for name in self.sub_tables}
         self.pushes = 0
         self.pushed_rows = 0
@@ -126,27 +127,21 @@ class TableView:
         self._pushed = TouchedKeySet()
 
     def rows(self) -> int:
-        if not self.multi:
-            return int(self.table.size())
-        sizes = self.table.size()
-        return int(sum(sizes.values()) if isinstance(sizes, dict) else sizes)
+        return sum(sub.size() for sub in self._subs)
 
     def memory_bytes(self) -> int:
-        return int(self.table.memory_bytes()) if hasattr(self.table, "memory_bytes") else 0
+        return sum(sub.memory_bytes() for sub in self._subs)
+
+    def configs(self) -> list[Any]:
+        """The ``EmbeddingHashTableConfig`` of each sub-table."""
+        return [sub.table_config for sub in self._subs]
 
     def lookup_sub(self, number: int, ids: torch.Tensor) -> torch.Tensor:
-        if not self.multi:
-            return self.table.lookup(ids)
-        name = self.sub_tables[number]
-        return self.table.lookup({name: ids})[name]
+        return self._subs[number].lookup(ids)
 
     def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, req_time: int | None) -> None:
         """Writes rows, stamped now unless a time is given, and remembers that they were pushed."""
-        req_time = int(time.time()) if req_time is None else req_time
-        if self.multi:
-            self.table.assign({self.sub_tables[number]: (ids, values)}, req_time)
-        else:
-            self.table.assign(ids, values, req_time)
+        self._subs[number].assign(ids, values, int(time.time()) if req_time is None else req_time)
         self._pushed.insert(ids, number)
 
     def pushed_ids(self) -> dict[int, torch.Tensor]:

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +88,9 @@ class SyncClientHandle:
         return self.touched.keys, number
 
     def attach_multi_table(
-        self, name: str, tables: Mapping[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]]
-    ) -> dict[str, tuple[TouchedKeySet, int]] | None:
-        """Adds the one multi-table, given as sub-table name -> (dim, lookup).
+        self, name: str, tables: Sequence[tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]]
+    ) -> list[tuple[TouchedKeySet, int]] | None:
+        """Adds the one multi-table, given as (sub-table name, dim, lookup) in the order of names.
 
         Returns, per sub-table, the set that its trained ids go to and its number there.
 
@@ -106,10 +106,10 @@ class SyncClientHandle:
                 names = ", ".join(sorted(self._numbers))
                 raise invalid_argument(f"{self.name}: multi-table {name!r} cannot join single tables ({names})")
             self._multi = name
-            for sub in sorted(tables):
+            for sub, dim, lookup in tables:
                 self._numbers[sub] = len(self._tables)
-                self._tables.append(_Attached(sub, *tables[sub]))
-            return {sub: (self.touched.keys, number) for sub, number in self._numbers.items()}
+                self._tables.append(_Attached(sub, dim, lookup))
+            return [(self.touched.keys, number) for number in range(len(self._tables))]
 
     def detach_all(self) -> None:
         """Forgets every table and what they touched; for processes that build their tables anew."""

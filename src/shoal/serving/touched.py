@@ -33,7 +33,7 @@ class TouchedPairs:
         """(all pairs by table, Unix time before which none of them was trained); the set is empty afterwards."""
         since, self._since = self._since, time.time()  # before stealing: a pair in between only looks older than it is
         ids, tables = (each.numpy() for each in self.keys.steal_pairs())
-        self._report(self.keys.dropped - self._dropped)
+        self._report(self.keys.touched_key_set_dropped - self._dropped)
         return {int(table): ids[tables == table] for table in np.unique(tables)}, since
 
     def __len__(self) -> int:

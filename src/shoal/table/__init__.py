@@ -5,6 +5,29 @@ from typing import Any
 
 # Module under shoal.table -> the public names that live in it; imported on first use.
 _PUBLIC: dict[str, tuple[str, ...]] = {
+    "checkpoint": (
+        "Checkpoint",
+        "CheckpointNotFoundError",
+        "HashFilterCheckpointRestorerListener",
+        "HashFilterCheckpointSaverListener",
+        "HashTableCheckpointRestorerListener",
+        "HashTableCheckpointSaverListener",
+        "HashTableRestorerSaverListener",
+        "MultiHashTableCheckpointRestorerListener",
+        "MultiHashTableCheckpointSaverListener",
+        "MultiHashTableRestorerSaverListener",
+        "Progress",
+        "iterate_table_and_apply",
+        "latest_checkpoint",
+        "list_checkpoints",
+        "prune_checkpoints",
+        "restore_hash_filter",
+        "restore_incremental",
+        "restore_table",
+        "save_hash_filter",
+        "save_incremental",
+        "save_table",
+    ),
     "compressors": ("FixedR8Compressor", "Fp16Compressor", "Fp32Compressor", "OneBitCompressor"),
     "dc": ("DcOptimizer",),
     "entry": ("CombineAsSegment", "CuckooHashTableConfig", "HashTableConfigInstance", "infer_dim_size"),
@@ -19,6 +42,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "create_probabilistic_filter",
         "intercept_gradient",
     ),
+    "fused": ("extract_slot_from_entry", "fused_apply_gradient", "fused_lookup", "hash_table_lookup_gradient"),
     "initializers": (
         "BatchSoftmaxInitializer",
         "ConstantsInitializer",
@@ -37,6 +61,9 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "is_exporting_standalone",
     ),
     "learning_rate": ("LearningRateFunction", "PolynomialDecay", "get_global_step", "set_global_step"),
+    "merged": ("MergedMultiTypeHashTable",),
+    "multi": ("CachedConfig", "MultiHashTable", "convert_to_cached_config"),
+    "multi_type": ("MultiTypeHashTable",),
     "optimizers": (
         "AdaGradWithGroupLassoOptimizer",
         "AdadeltaOptimizer",

@@ -26,7 +26,7 @@ class TouchedKeySet(_core.TouchedKeys):
             raise ConfigError(f"TouchedKeySet: concurrency_level must be at least 1, got {concurrency_level}")
         super().__init__(int(capacity))
         self.concurrency_level = int(concurrency_level)
-        self.name = f"MonolithTouchedKeySet_{name_suffix}"
+        self.name = f"TouchedKeySet_{name_suffix}"
 
     def insert(self, ids: Any, table: int = 0) -> int:
         """Adds keys one by one; returns how many keys were dropped to make room."""
@@ -56,14 +56,14 @@ class TouchedKeySet(_core.TouchedKeys):
         return self._size()
 
     @property
-    def handle(self) -> "TouchedKeySet":
-        """Itself: what takes a touched set by handle takes the object."""
-        return self
+    def touched_key_set_dropped(self) -> int:
+        """Keys lost to the capacity since the beginning."""
+        return self._dropped()
 
     @property
-    def dropped(self) -> int:
-        """How many keys were dropped since the set was made, also by inserts from tables."""
-        return self._dropped()
+    def handle(self) -> "TouchedKeySet":
+        """What native tables hold."""
+        return self
 
     @property
     def capacity(self) -> int:
