@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +125,7 @@ class SyncLoop:
         ps_index: which shard this process trains.
         client: the client that its tables are attached to; None = that of ``ps_index``.
         period_secs: from the start of one round to the start of the next.
+        before_round: called first in every round.
     """
 
     def __init__(
@@ -132,7 +134,9 @@ class SyncLoop:
         ps_index: int,
         client: SyncClientHandle | None = None,
         period_secs: float = SYNC_PERIOD_SECS,
+        before_round: Callable[[], Any] | None = None,
     ) -> None:
+        self._before_round = before_round
         handle = client if client is not None else create_parameter_sync_clients(ps_index + 1)[ps_index]
         self.client = ParameterSyncClient(handle)
         self.last_result = ""
@@ -147,6 +151,8 @@ class SyncLoop:
 
     def run_once(self) -> str:
         """One round; the result as JSON."""
+        if self._before_round is not None:
+            self._before_round()
         self.last_result = self.client.create_sync_op(refresh_sync_config(self._backend, self._index))[0]
         self.rounds += 1
         return self.last_result

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from shoal.errors import DataError
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
 from shoal.serving.tensors import MAX_TENSOR_BYTES, decode_tensor, encode_tensor
@@ -52,7 +54,10 @@ def decode_request(data: bytes) -> PredictCall:
         if wire != 2:
             continue
         if number == 1:
-            spec.MergeFromString(bytes(value))  # pyrefly: ignore
+            try:
+                spec.MergeFromString(bytes(value))  # pyrefly: ignore
+            except DecodeError as error:
+                raise DataError(f"model_spec is not a ModelSpec: {error}") from None
         elif number == 2:
             alias, tensor = _map_entry(value)  # pyrefly: ignore
             inputs[alias] = tensor

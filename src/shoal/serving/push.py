@@ -9,8 +9,10 @@ import numpy as np
 from google.protobuf import json_format
 
 from shoal.proto.serving.parameter_sync_pb2 import PushRequest, PushResponse, PushResult
-from shoal.proto.serving.tf_serving_pb2 import PredictRequest
-from shoal.serving.predict import PREDICT, encode_request, model_spec
+from shoal.errors import DataError
+from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, PredictRequest
+from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, encode_request, model_spec
+from shoal.serving.quantise import asked_by
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_channel
 from shoal.serving.split import DeltaBatch
 from shoal.serving.status import from_rpc_error, invalid_argument
@@ -61,8 +63,10 @@ def encode_push(batch: DeltaBatch, codecs: dict[str, Any] | None = None) -> tupl
 class PushClient:
     """Pushes to one target over gRPC; a failed RPC becomes a response, never an exception."""
 
-    def __init__(self, target: str, security: ClientSecurity | None = None) -> None:
+    def __init__(self, target: str, security: ClientSecurity | None = None, quantise: bool = False) -> None:
         self.target = target
+        self._quantise = quantise
+        self._codecs: dict[tuple[str, str], dict[str, Any]] = {}
         self._channel = open_channel(target, PUSH_MESSAGE_BYTES, security)
         self._predict = self._channel.unary_unary(PREDICT)
         self._logged = float("-inf")
@@ -72,7 +76,7 @@ class PushClient:
     ) -> PushResponse:
         """Sends one part. ``touched_at``: Unix seconds of its oldest gradient; ``timeout`` caps the request's own."""
         batch = DeltaBatch.of(request) if isinstance(request, PushRequest) else request
-        payload, total = encode_push(batch)
+        payload, total = encode_push(batch, self._asked(batch.model_name, batch.signature_name))
         seconds = batch.timeout_in_ms / 1000
         metadata = [(TOUCHED_AT, str(int(touched_at * 1000)))] if touched_at is not None else None
         try:
@@ -84,6 +88,23 @@ class PushClient:
                 log.warning("push to %s failed: %d %s", self.target, status.code, status.message)
             return PushResponse(status_code=status.code, error_message=status.message, update_num=0)
         return PushResponse(status_code=0, error_message="", update_num=total)
+
+    def _asked(self, model: str, signature: str) -> dict[str, Any]:
+        """How the replica wants values, asked once; plain floats where it does not answer."""
+        if not self._quantise:
+            return {}
+        if (model, signature) not in self._codecs:
+            request = GetModelMetadataRequest(metadata_field=["signature_def"])
+            request.model_spec.name = model
+            call = self._channel.unary_unary(
+                GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
+            )
+            try:
+                self._codecs[model, signature] = asked_by(call(request, timeout=1.0), signature)
+            except (grpc.RpcError, DataError) as error:
+                log.info("%s did not say how it wants rows (%r); they go as floats", self.target, error)
+                return {}
+        return self._codecs[model, signature]
 
     def close(self) -> None:
         self._channel.close()

@@ -11,9 +11,13 @@ import numpy as np
 import torch
 
 from shoal.serving.manifest import SignatureSpec, TensorSpec
+from shoal.serving.quantise import asked, decode, wire_dtype
 from shoal.serving.status import invalid_argument
 from shoal.serving.tensors import dtype_name
+from shoal.table.messages import EntryConfig
 from shoal.table.touched import TouchedKeySet
+
+SERVING = EntryConfig.SERVING
 
 Tensors = dict[str, Any]
 
@@ -31,6 +35,8 @@ class Signature:
     batch: bool = False
     accepts: Mapping[str, tuple[str, ...]] | None = None
     """Further dtypes that an input takes beside the one in the specification."""
+    hints: Mapping[str, str] | None = None
+    """alias -> the form that this replica would rather get, told in its metadata."""
 
     def check(self, where: str, inputs: Tensors) -> None:
         """Raises invalid argument where the inputs are not those of the signature."""
@@ -194,11 +200,16 @@ def _apply(owner: Callable[[], Servable], write: Callable[[Servable], None]) -> 
 def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable]) -> Signature:
     spec = SignatureSpec()
     accepts: dict[str, tuple[str, ...]] = {}
+    codecs: dict[str, str] = {}
+    hints: dict[str, str] = {}
     for view in views:
         spec.inputs[f"{view.name}_id"] = TensorSpec("int64", [None])
         spec.inputs[f"{view.name}_value"] = TensorSpec("float", [None, view.dims[0]])
         spec.outputs[f"{view.name}_result"] = TensorSpec("int32", [])
-        accepts[f"{view.name}_value"] = ("half",)
+        codec = codecs[view.name] = asked(view.configs()[0]) if view.configs()[0].entry_config.entry_type == SERVING else ""
+        if codec:
+            accepts[f"{view.name}_value"] = (wire_dtype(codec),)
+            hints[f"{view.name}_value"] = codec
 
     def assign(inputs: Tensors) -> Tensors:
         work = []
@@ -206,7 +217,7 @@ def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable])
             ids, values = inputs[f"{view.name}_id"], inputs[f"{view.name}_value"]
             if len(ids) != len(values):
                 raise invalid_argument(f"table {view.name!r}: {len(ids)} ids for {len(values)} rows of values")
-            work.append((view.name, ids, values.float()))
+            work.append((view.name, ids, decode(codecs[view.name], values)))
 
         def write(servable: Servable) -> None:
             for name, ids, values in work:
@@ -218,7 +229,7 @@ def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable])
             view.count_push(len(ids), touched_at.get())
         return {f"{name}_result": torch.tensor(len(ids), dtype=torch.int32) for name, ids, _ in work}
 
-    return Signature(spec, assign, push=True, accepts=accepts)
+    return Signature(spec, assign, push=True, accepts=accepts, hints=hints)
 
 
 def _splits(view: TableView, ids: torch.Tensor, splits: torch.Tensor, repeats: bool) -> None:

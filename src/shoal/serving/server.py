@@ -79,6 +79,7 @@ class ModelServer:
         self._model_root = Path(model_root) if model_root is not None else None
         self._max_batch_rows = max_batch_rows
         self._models: dict[str, Model] = {}
+        self._aliases: dict[str, str] = {}
         self._lock = threading.RLock()
         self._loading = threading.Lock()
         self._stop = threading.Event()
@@ -149,8 +150,14 @@ class ModelServer:
         with self._lock:
             return list(self._models.values())
 
+    def alias(self, name: str, model_name: str) -> None:
+        """Requests for ``name`` are answered by ``model_name``."""
+        with self._lock:
+            self._aliases[name] = model_name
+
     def model(self, name: str) -> Model:
         with self._lock:
+            name = self._aliases.get(name, name)
             if name not in self._models:
                 raise not_found(f"there is no model {name!r}; this server has {sorted(self._models) or 'none'}")
             return self._models[name]
@@ -268,7 +275,9 @@ class ModelServer:
                 for into, specs in ((definition.inputs, signature.spec.inputs), (definition.outputs, signature.spec.outputs)):
                     for alias, each in specs.items():
                         info = into[alias]
-                        info.name, info.dtype = f"{alias}:0", dtype_code(each.dtype)
+                        hint = (signature.hints or {}).get(alias)
+                        info.name = f"{alias}:0|{hint}" if hint else f"{alias}:0"
+                        info.dtype = dtype_code(each.dtype)
                         if each.shape is None:
                             info.tensor_shape.unknown_rank = True
                         else:

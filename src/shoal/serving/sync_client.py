@@ -58,6 +58,7 @@ class SyncClientHandle:
         self._multi: str | None = None
         self._lock = threading.Lock()
         self._round = threading.Lock()
+        self._logged: dict[str, float] = {}
 
     @property
     def is_dummy(self) -> bool:
@@ -111,6 +112,24 @@ class SyncClientHandle:
                 self._tables.append(_Attached(sub, dim, lookup))
             return [(self.touched.keys, number) for number in range(len(self._tables))]
 
+    @property
+    def table_order(self) -> list[str]:
+        """The attached tables, or sub-tables, by number."""
+        return [table.name for table in self._tables]
+
+    @property
+    def table_names(self) -> dict[str, int]:
+        """name -> dim of the attached tables, or sub-tables."""
+        return {table.name: table.dim for table in self._tables}
+
+    @property
+    def multi_table_name(self) -> str | None:
+        return self._multi
+
+    def lookup(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """The current rows of an attached table."""
+        return self._tables[self._numbers[name]].lookup(ids)
+
     def detach_all(self) -> None:
         """Forgets every table and what they touched; for processes that build their tables anew."""
         with self._round, self._lock:
@@ -153,8 +172,16 @@ class SyncClientHandle:
                 self._since_export = merge(self._since_export, groups)
             self._seen = set(targets)
             if not groups and not self._missed:
+                self._log("No updated FIDs!", 600)
                 return PushResult()
             return self._push(config, targets, groups, oldest)
+
+    def _log(self, text: str, every_secs: float, *args: Any) -> None:
+        """One line, at most once in a while for each text."""
+        now = time.monotonic()
+        if now - self._logged.get(text, float("-inf")) >= every_secs:
+            self._logged[text] = now
+            log.info(text, *args)
 
     def _push(self, config: ClientConfig, targets: list[str], groups: Groups, oldest: float | None) -> PushResult:
         plan: dict[str, tuple[Groups, float | None]] = {}
@@ -174,7 +201,10 @@ class SyncClientHandle:
             raise invalid_argument(f"{self.name}: cannot build the push: {error}") from error
         signature = next(iter(batches.values())).signature_name
         touched_at = {target: since for target, (_, since) in plan.items() if since is not None}
+        fids = sum(sum(batch.counts()) for batch in batches.values())
+        self._log("pushing %d rows to %d targets of %s", 60, fids, len(targets), config.model_name)
         result, failed = self.manager.push_each(batches, config.model_name, signature, touched_at)
+        self._log("responses: %s", 600, result)
         for target, parts in failed.items():
             self._missed.add(target, self._groups_of(parts), plan[target][1])
         self._measure({response.target for response in result.responses} - set(failed), touched_at)

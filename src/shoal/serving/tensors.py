@@ -110,6 +110,12 @@ def encode_tensor(tensor: Any) -> bytes:
     return head + field(kind.list_field, encode_varints(array.astype(np.int64, copy=False)))
 
 
+def encode_content(dtype: str, shape: tuple[int, ...], content: bytes) -> bytes:
+    """A serialised ``TensorProto`` with ``tensor_content``, little-endian, for receivers that asked for it."""
+    dims = b"".join(field(2, b"\x08" + varint(size) if size else b"") for size in shape)
+    return b"\x08" + varint(dtype_code(dtype)) + field(2, dims) + (field(4, content) if content else b"")
+
+
 def _as_bytes(value: Any) -> bytes:
     if isinstance(value, str):
         return value.encode()
@@ -118,9 +124,15 @@ def _as_bytes(value: Any) -> bytes:
     raise DataError(f"a string tensor holds bytes or str, got {type(value).__name__}")
 
 
+def _first_leaf(value: Any) -> Any:
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value
+
+
 def _as_array(tensor: Any) -> tuple[_Kind, tuple[int, ...], np.ndarray]:
     if not isinstance(tensor, torch.Tensor):
-        array = np.asarray(tensor)
+        array = np.array(tensor, object) if isinstance(_first_leaf(tensor), str | bytes) else np.asarray(tensor)
         if array.dtype.kind in "OSU":
             return _STRING, array.shape, array.reshape(-1)
         if not isinstance(tensor, np.ndarray | np.generic) and array.dtype == np.float64:
