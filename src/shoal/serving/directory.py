@@ -139,7 +139,8 @@ class DirectoryClient:
                     file.unlink(missing_ok=True)
                 else:
                     alive.add(file.name)
-        for owner in self.root.rglob(_OWNER):
+        owners = [Path(folder) / _OWNER for folder, _, files in os.walk(self.root) if _OWNER in files]
+        for owner in owners:
             with contextlib.suppress(FileNotFoundError):
                 if owner.read_text() not in alive:
                     shutil.rmtree(owner.parent)
