@@ -173,7 +173,8 @@ class AgentConfig:
             if name not in known:
                 raise ConfigError(f"{where}: unknown key {key!r}; known are {', '.join(sorted(known))}")
             try:
-                given[name] = _convert(str(known[name].type), values)
+                kind = known[name].type
+                given[name] = _convert(kind.__name__ if isinstance(kind, type) else str(kind), values)
             except ValueError as error:
                 raise ConfigError(f"{where}: {key}: {error}") from None
         return cls(**given)
