@@ -34,7 +34,7 @@ class Feature:
 def pool(feature: Feature, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """``rows`` of ``ids.flatten()``, pooled: ``[B, D]``, or ``[B, L, D]`` for ``none``."""
     batch, length = ids.shape
-    rows = rows.reshape(batch, length, -1)
+    rows = rows.reshape(batch, length, rows.shape[-1])
     present = None
     if feature.padding is not None:
         present = (ids != feature.padding).unsqueeze(-1)

@@ -18,7 +18,7 @@ from shoal.errors import DataError
 from shoal.serving.addresses import address_table, route
 from shoal.serving.metrics import emit_counter, emit_timer
 from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
-from shoal.serving.security import open_channel
+from shoal.serving.security import client_security, open_channel
 from shoal.serving.status import Code, StatusError, from_rpc_error, invalid_argument, unavailable
 from shoal.serving.tensors import decode_tensor, encode_tensor
 
@@ -41,10 +41,15 @@ class _Channels:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._table: Any = None
+        self._security: Any = None
         self._open: dict[str, tuple[Any, Any]] = {}
 
     def call(self, address: str, table: Any) -> Any:
         with self._lock:
+            if client_security() is not self._security:  # what channels show has changed
+                self._security = client_security()
+                while self._open:
+                    self._open.popitem()[1][0].close()
             if table.addresses is not self._table:
                 self._table = table.addresses
                 known = {each for group in self._table.values() for each in group}

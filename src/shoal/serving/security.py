@@ -105,6 +105,11 @@ def set_client_security(security: ClientSecurity | None) -> None:
     _client_security = security
 
 
+def client_security() -> ClientSecurity | None:
+    """The process's setting."""
+    return _client_security
+
+
 def open_channel(address: str, max_bytes: int = MAX_MESSAGE_BYTES, security: ClientSecurity | None = None) -> Any:
     """A gRPC channel to ``address``, secured by ``security`` or by the process's setting."""
     security = security or _client_security
