@@ -71,7 +71,7 @@ def run(config, draw, steps=3):
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.data())
 def test_each_optimizer_matches_its_reference(kind, data):
     config = data.draw(instances(max_segments=1, kinds=[kind], compressors=st.none()))
