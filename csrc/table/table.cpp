@@ -588,7 +588,7 @@ std::vector<uint8_t> Table::bad_gradients(const int64_t* ids, int64_t n, const f
 void Table::update_scales(int64_t global_step) {
   for (size_t i = 0; i < layout_.segments.size(); ++i) {
     const Segment& s = layout_.segments[i];
-    if (s.codec != Codec::one_bit || s.step_size <= 0 || global_step % s.step_size != 0) continue;
+    if (s.codec != Codec::one_bit || s.step_size <= 0 || global_step < 0 || global_step % s.step_size != 0) continue;
     double grown = s.init_scale * std::sqrt(1 + 0.005 * static_cast<double>(global_step));
     scales_[i].store(std::min(static_cast<float>(grown), s.max_scale));
   }

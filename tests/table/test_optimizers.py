@@ -101,6 +101,19 @@ def test_group_optimizers_give_zero_for_a_zero_direction(optimizer):
     assert t.lookup(torch.tensor([1])).tolist() == [[0, 0, 0]]
 
 
+def test_group_ftrl_without_beta_or_accumulator_keeps_untouched_lanes_at_zero():
+    t = one(table.FTRLWithGroupSparsityOptimizer(beta=0.0, initial_accumulator_value=0.0), 3)
+    t.apply_gradients(torch.tensor([1]), torch.tensor([[0.0, 3.0, 4.0]]), 0)
+    torch.testing.assert_close(t.lookup(torch.tensor([1])), torch.tensor([[0.0, -0.1, -0.1]]))
+
+
+@pytest.mark.parametrize("optimizer", [table.FtrlOptimizer(), table.FTRLWithGroupSparsityOptimizer()])
+def test_a_rate_of_zero_leaves_ftrl_rows_alone(optimizer):
+    t = one(optimizer, 3, rate=0.0, initializer=ConstantsInitializer(0.5))
+    t.apply_gradients(torch.tensor([1]), torch.ones(1, 3), 0)
+    assert t.lookup(torch.tensor([1])).tolist() == [[0.5] * 3]
+
+
 def test_group_adagrad_leaves_weights_alone_when_nothing_was_accumulated():
     t = one(
         table.AdaGradWithGroupLassoOptimizer(initial_accumulator_value=0.0), 3, initializer=ConstantsInitializer(0.5)

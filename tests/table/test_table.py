@@ -458,7 +458,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestTableMachine.settings = settings(stateful_step_count=25)
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------
