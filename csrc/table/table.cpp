@@ -32,8 +32,11 @@ constexpr uint64_t kAllStripes = ~uint64_t{0};
 uint64_t hash_of(int64_t id) { return hash_id(static_cast<uint64_t>(id)); }
 int stripe_of(uint64_t hash) { return static_cast<int>(hash >> 58); }
 
+// Every cache line of the range, whatever it is aligned to.
 void prefetch(const void* address, int32_t bytes) {
-  for (int32_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(address) + at);
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  for (uintptr_t line = begin & ~uintptr_t{63}; line < begin + static_cast<uintptr_t>(bytes); line += 64)
+    __builtin_prefetch(reinterpret_cast<const void*>(line));
 }
 
 // Runs start(i), find(i) and finish(i) for every i in [0, n), each in order, kAhead apart: the memory that one stage
@@ -378,7 +381,12 @@ void Table::write_row(const Write& write, int64_t position, char* row, bool crea
     }
     return;
   }
-  if (created || kKind == Kind::reinitialize) fresh_row(write.ids[position], row);
+  if constexpr (kKind == Kind::assign) {
+    if (created)
+      for (const Segment& s : layout_.segments) init_state(s, row + s.state);
+  } else if (created || kKind == Kind::reinitialize) {
+    fresh_row(write.ids[position], row);
+  }
   auto* w = reinterpret_cast<float*>(row);
   if constexpr (kKind == Kind::assign) std::memcpy(w, value, 4 * static_cast<size_t>(dim));
   if constexpr (kKind == Kind::assign_add) SHOAL_DISPATCH(add)(value, dim, w);
@@ -588,7 +596,7 @@ std::vector<uint8_t> Table::bad_gradients(const int64_t* ids, int64_t n, const f
 void Table::update_scales(int64_t global_step) {
   for (size_t i = 0; i < layout_.segments.size(); ++i) {
     const Segment& s = layout_.segments[i];
-    if (s.codec != Codec::one_bit || s.step_size <= 0 || global_step % s.step_size != 0) continue;
+    if (s.codec != Codec::one_bit || s.step_size <= 0 || global_step < 0 || global_step % s.step_size != 0) continue;
     double grown = s.init_scale * std::sqrt(1 + 0.005 * static_cast<double>(global_step));
     scales_[i].store(std::min(static_cast<float>(grown), s.max_scale));
   }
