@@ -285,8 +285,8 @@ def test_nothing_is_lost_across_a_replica_restart(tmp_path, commands):
     arguments = ("serve", tmp_path, "--port", port, "--threads", 1, "--json")
     serving = commands(*arguments)
     target = serving.line()["grpc"]
-    loop = SyncLoop(Fixed(target), 0, handle, period_secs=0.1).start()
     handle.catch_up()
+    loop = SyncLoop(Fixed(target), 0, handle, period_secs=0.1).start()
     step(table, [1, 2])
     eventually(lambda: handle.freshness)
     serving.end(signal.SIGKILL)
@@ -297,7 +297,7 @@ def test_nothing_is_lost_across_a_replica_restart(tmp_path, commands):
     step(table, [5])
     eventually(lambda: handle.waiting() == {"": 0, target: 0} and not json.loads(loop.last_result or "{}").get("responses"), 20)
     set_address_table({"m:ps_0": [target]})
-    ids = torch.tensor([3, 4, 5])
+    ids = torch.tensor([1, 2, 3, 4, 5])
     (got,) = remote_predict(["u"], [ids], ["u"], "m:ps_0", 0, None, max_rpc_deadline_millis=5000, signature_name="lookup")
     assert torch.equal(got, table.lookup(ids))
     loop.stop()

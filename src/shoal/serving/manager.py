@@ -122,6 +122,10 @@ class SyncClientManager:
                     work[target] = split[id(batch)]
             return self._push(work, model_name, signature_name, touched_at)  # pyrefly: ignore
 
+    def instance(self, target: str) -> str:
+        """Which process answered the last push to a target; "" where it does not say."""
+        return getattr(self._clients.get(target), "instance", "")
+
     def close(self) -> None:
         self.try_replace([])
 

@@ -24,6 +24,10 @@ TOUCHED_AT = "shoal-touched-at-ms"
 """Metadata key: Unix milliseconds of the oldest gradient in a push, from which a replica tells its lag."""
 
 
+INSTANCE = "shoal-instance"
+"""Trailing metadata of an answer to a push: the process that took it."""
+
+
 def push_request_to_predict(request: PushRequest) -> tuple[PredictRequest, int]:
     """(the Predict call that carries a push, its number of fids).
 
@@ -65,6 +69,8 @@ class PushClient:
 
     def __init__(self, target: str, security: ClientSecurity | None = None, quantise: bool = False) -> None:
         self.target = target
+        self.instance = ""
+        """Which process answered last, when it says so."""
         self._quantise = quantise
         self._codecs: dict[tuple[str, str], dict[str, Any]] = {}
         self._channel = open_channel(target, PUSH_MESSAGE_BYTES, security)
@@ -80,7 +86,9 @@ class PushClient:
         seconds = batch.timeout_in_ms / 1000
         metadata = [(TOUCHED_AT, str(int(touched_at * 1000)))] if touched_at is not None else None
         try:
-            self._predict(payload, timeout=seconds if timeout is None else min(seconds, timeout), metadata=metadata)
+            limit = seconds if timeout is None else min(seconds, timeout)
+            _, call = self._predict.with_call(payload, timeout=limit, metadata=metadata)
+            self.instance = dict(call.trailing_metadata() or ()).get(INSTANCE, "")
         except grpc.RpcError as error:
             status = from_rpc_error(error)
             if time.monotonic() - self._logged > 10:

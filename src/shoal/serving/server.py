@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
@@ -28,7 +29,7 @@ from shoal.proto.serving.tf_serving_pb2 import (
 from shoal.serving.grpc_server import add_health_and_reflection, set_not_serving, unary
 from shoal.serving.metrics import emit_counter, emit_timer
 from shoal.serving.predict import PredictCall, decode_request, encode_response
-from shoal.serving.push import TOUCHED_AT
+from shoal.serving.push import INSTANCE, TOUCHED_AT
 from shoal.serving.remote import request_deadline
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
 from shoal.serving.servable import Tensors, live_servable, touched_at
@@ -75,6 +76,7 @@ class ModelServer:
         self.security = security if security is not None else ServerSecurity()
         self.max_message_bytes = max_message_bytes
         self.started_at = time.time()
+        self.instance = uuid.uuid4().hex
         self._rest_address = rest_address
         self._model_root = Path(model_root) if model_root is not None else None
         self._max_batch_rows = max_batch_rows
@@ -246,8 +248,10 @@ class ModelServer:
         left = context.time_remaining()
         try:
             call: PredictCall = decode_request(data)
-            since = _touched_at(context) if call.spec.signature_name.endswith("assign") else 0.0
-            token = touched_at.set(since)
+            pushing = call.spec.signature_name.endswith("assign")
+            if pushing:
+                context.set_trailing_metadata(((INSTANCE, self.instance),))
+            token = touched_at.set(_touched_at(context) if pushing else 0.0)
             try:
                 with request_deadline(left if left is not None and left < 1e6 else None):
                     spec, outputs = self.predict(call.spec, lambda: self._tensors(call), call.output_filter, identity)

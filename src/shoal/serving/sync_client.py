@@ -17,7 +17,7 @@ from shoal.serving.metrics import emit_timer
 from shoal.serving.push import result_json
 from shoal.serving.split import Delta, DeltaBatch
 from shoal.serving.status import Code, StatusError, invalid_argument
-from shoal.serving.touched import Groups, Missed, TouchedPairs, merge
+from shoal.serving.touched import Groups, History, Missed, TouchedPairs, merge
 from shoal.table.export_mode import is_exporting_standalone
 from shoal.table.touched import TouchedKeySet
 
@@ -51,7 +51,8 @@ class SyncClientHandle:
         self.freshness: dict[str, float] = {}
         """target -> seconds from the oldest gradient of the last push to its being servable."""
         self._missed = Missed(name)
-        self._since_export: Groups | None = None  # pairs pushed since the last full export, when catching up
+        self._history: History | None = None  # pairs pushed since the last full export, when catching up
+        self._instances: dict[str, str] = {}  # target -> the process that last answered there
         self._seen: set[str] = set()
         self._tables: list[_Attached] = []
         self._numbers: dict[str, int] = {}
@@ -140,15 +141,18 @@ class SyncClientHandle:
     # --- catching up ------------------------------------------------------------------------------------------------
 
     def catch_up(self, enable: bool = True) -> None:
-        """Keeps the ids touched since the last full export and pushes them once to each target that newly appears."""
+        """Keeps the ids touched since the last full export and pushes them once to each target that newly appears.
+
+        A target that was restarted at the same address counts as new.
+        """
         with self._round:
-            self._since_export = {} if enable else None
+            self._history = History() if enable else None
 
     def exported(self) -> None:
         """A full export has been made: what a new replica must catch up on starts from here."""
         with self._round:
-            if self._since_export is not None:
-                self._since_export = {}
+            if self._history is not None:
+                self._history = History()
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -166,10 +170,12 @@ class SyncClientHandle:
                 self._seen.clear()
                 return PushResult()
             groups, oldest = self.touched.steal()
-            if self._since_export is not None:
-                for target in set(targets) - self._seen:
-                    self._missed.add(target, self._since_export, None)
-                self._since_export = merge(self._since_export, groups)
+            if self._history is not None:
+                if fresh := set(targets) - self._seen:
+                    former = self._history.groups()
+                    for target in fresh:
+                        self._missed.add(target, former, None)
+                self._history.add(groups)
             self._seen = set(targets)
             if not groups and not self._missed:
                 self._log("No updated FIDs!", 600)
@@ -207,8 +213,21 @@ class SyncClientHandle:
         self._log("responses: %s", 600, result)
         for target, parts in failed.items():
             self._missed.add(target, self._groups_of(parts), plan[target][1])
-        self._measure({response.target for response in result.responses} - set(failed), touched_at)
+        done = {response.target for response in result.responses} - set(failed)
+        self._measure(done, touched_at)
+        self._notice_restarts(done)
         return result
+
+    def _notice_restarts(self, done: set[str]) -> None:
+        """A target that answers as another process than before has only its export: it catches up next round."""
+        for target in done:
+            instance = self.manager.instance(target)
+            before = self._instances.get(target)
+            if instance:
+                self._instances[target] = instance
+            if self._history is not None and before and instance and before != instance:
+                log.info("%s: %s was restarted; it catches up", self.name, target)
+                self._missed.add(target, self._history.groups(), None)
 
     def _build(self, config: ClientConfig, groups: Groups) -> DeltaBatch:
         multi = self._multi is not None

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 
 from shoal.serving.metrics import emit_counter
 from shoal.table.touched import TouchedKeySet
@@ -47,6 +48,24 @@ class TouchedPairs:
         if time.monotonic() - self._logged > 60:
             self._logged = time.monotonic()
             log.warning("%s: more ids waited to be pushed than are kept; %d were dropped", self.name, dropped)
+
+
+class History:
+    """Every pair pushed since the last full export, for targets that must catch up. Bounded like the touched set."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._keys = TouchedKeySet(capacity, CONCURRENCY_LEVEL)
+
+    def add(self, groups: Groups) -> None:
+        for table, ids in groups.items():
+            self._keys.insert(torch.from_numpy(ids), table)
+
+    def groups(self) -> Groups:
+        """All of them; they are kept."""
+        ids, tables = (each.numpy() for each in self._keys.steal_pairs())
+        found = {int(table): ids[tables == table] for table in np.unique(tables)}
+        self.add(found)
+        return found
 
 
 class Missed:
