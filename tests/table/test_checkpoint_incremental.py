@@ -156,7 +156,7 @@ def test_several_tables_are_one_checkpoint(tmp_path):
     other = [make("a/x"), make("b:y")]
     restore_incremental(other, tmp_path)
     assert [all_rows(t) for t in other] == [all_rows(t) for t in tables]
-    with pytest.raises(CheckpointNotFoundError, match="unable to find table checkpoint.*'c'"):
+    with pytest.raises(CheckpointNotFoundError, match=r"unable to find table checkpoint.*'c'"):
         restore_incremental([other[0], make("c")], tmp_path)
     with pytest.raises(ConfigError, match="different file names"):
         save_incremental([make("a:x"), make("a/x")], tmp_path)
