@@ -22,5 +22,7 @@ void table(nb::module_& m);
 void fused(nb::module_& m);
 void gather(nb::module_& m);
 void io(nb::module_& m);
+void train(nb::module_& m);
+void nn(nb::module_& m);
 
 }  // namespace shoal::bind
