@@ -24,6 +24,8 @@ namespace shoal {
 
 namespace {
 
+[[maybe_unused]] constexpr int kNiceness = 10;
+
 void check_cancelled(const Progress* progress) {
   if (progress && progress->cancelled.load(std::memory_order_relaxed)) throw Cancelled("cancelled");
 }
@@ -31,7 +33,8 @@ void check_cancelled(const Progress* progress) {
 // The threads of a save yield to everybody else. A thread cannot raise its priority again, so they are its own.
 void lower_priority() {
 #if defined(__linux__)
-  ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), 10);
+  const auto self = static_cast<id_t>(::syscall(SYS_gettid));
+  if (::getpriority(PRIO_PROCESS, self) < kNiceness) ::setpriority(PRIO_PROCESS, self, kNiceness);
 #endif
 }
 

@@ -343,6 +343,19 @@ class Chain(RuleBasedStateMachine):
         grads = torch.arange(len(ids) * 2, dtype=torch.float32).view(-1, 2) - 3
         self.table.apply_gradients(torch.tensor(ids), grads, 1, req_time=seconds)
 
+    @rule(ids=ids, how=st.sampled_from(["assign", "assign_add", "reinitialize", "insert"]))
+    def write(self, ids, how):
+        ids = torch.tensor(ids)
+        values = torch.full((len(ids), 2), 0.5)
+        if how == "assign":
+            self.table.assign(ids, values, self.now)
+        elif how == "assign_add":
+            self.table.assign_add(ids, values, self.now)
+        elif how == "reinitialize":
+            self.table.reinitialize(ids)
+        else:
+            self.table.lookup(ids, insert_missing=True, req_time=self.now)
+
     @rule(ids=ids)
     def erase(self, ids):
         self.table.erase(torch.tensor(ids))
