@@ -24,7 +24,7 @@ namespace shoal {
 
 namespace {
 
-[[maybe_unused]] constexpr int kNiceness = 10;
+[[maybe_unused]] constexpr int kNiceness = 7;
 
 void check_cancelled(const Progress* progress) {
   if (progress && progress->cancelled.load(std::memory_order_relaxed)) throw Cancelled("cancelled");
