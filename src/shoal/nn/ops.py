@@ -37,9 +37,7 @@ def hash_rows(
 
 
 @hash_rows.register_fake
-def _(
-    ids: Tensor, anchor: Tensor, tape: Tensor, handle: int, dim: int, create: bool, padding: int | None
-) -> Tensor:
+def _(ids: Tensor, anchor: Tensor, tape: Tensor, handle: int, dim: int, create: bool, padding: int | None) -> Tensor:
     return anchor.new_empty(ids.shape[0], dim)
 
 

@@ -100,14 +100,18 @@ def _cut(name: str, sizes: Tensor, requests: int, total: int) -> list[tuple[int,
     return starts
 
 
-def _version_1(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]) -> list[Block]:
+def _version_1(
+    plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]
+) -> list[Block]:
     for i, tensor in enumerate(embeddings):
         if tensor.dim() != 2:
             raise ConfigError(f"{_OP}: version 1 takes tensors [rows, width], got {list(tensor.shape)} at {i}")
     return [Block(i, 0, tensor.numel(), tensor.shape[1]) for i, tensor in enumerate(embeddings)]
 
 
-def _version_2(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]) -> list[Block]:
+def _version_2(
+    plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]
+) -> list[Block]:
     _check_count(embeddings, len(plan.tables) * ps_num)
     if len(row_splits) != len(embeddings):
         raise ConfigError(f"{_OP}: fid_list_row_split holds {len(embeddings)} vectors, got {len(row_splits)}")
@@ -133,12 +137,16 @@ def _version_2(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: li
     return blocks
 
 
-def _version_3(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]) -> list[Block]:
+def _version_3(
+    plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]
+) -> list[Block]:
     _check_count(embeddings, len(plan.tables) * ps_num)
     return [Block(i, 0, tensor.numel(), 1) for i, tensor in enumerate(embeddings)]
 
 
-def _version_4(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]) -> list[Block]:
+def _version_4(
+    plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]
+) -> list[Block]:
     _check_count(embeddings, 1)
     tables = len(plan.tables)
     lengths = _counts("fid_list_emb_row_lenth", sizes[0], ps_num * tables)
