@@ -69,9 +69,7 @@ def test_bad_arguments_are_refused():
 def test_gather_and_gradient_match_the_reference(data):
     size = data.draw(st.integers(1, 40))
     dims = data.draw(st.lists(st.integers(0, min(size, 9)), max_size=4))
-    offsets = [
-        torch.tensor(data.draw(st.lists(st.integers(0, size - d), max_size=9)), dtype=torch.int32) for d in dims
-    ]
+    offsets = [torch.tensor(data.draw(st.lists(st.integers(0, size - d), max_size=9)), dtype=torch.int32) for d in dims]
     buffer = torch.randn(size, dtype=torch.float64)
     outs = gather(buffer, offsets, dims)
     for out, want in zip(outs, reference.fused_gather_embeddings_by_input(buffer, offsets, dims), strict=True):
@@ -99,7 +97,9 @@ def test_heavy_collisions_sum_exactly_enough():
 def test_large_overlapping_tables_are_the_same_for_any_thread_count(same_for_any_thread_count):
     torch.manual_seed(0)
     size, dims = 50_000, [3, 17, 1, 700]
-    offsets = [torch.randint(0, size - d, (n,), dtype=torch.int32) for n, d in zip([60_000, 20_000, 9, 50], dims, strict=True)]
+    offsets = [
+        torch.randint(0, size - d, (n,), dtype=torch.int32) for n, d in zip([60_000, 20_000, 9, 50], dims, strict=True)
+    ]
     grads = [torch.randn(o.numel(), d) for o, d in zip(offsets, dims, strict=True)]
     out = same_for_any_thread_count(lambda: gather_gradient(size, grads, offsets, dims, 2.0))
     want = reference.fused_gather_embeddings_by_input_gradient(size, grads, offsets, dims, 2.0)

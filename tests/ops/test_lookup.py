@@ -73,7 +73,7 @@ def test_bad_arguments_are_refused(ids, embeddings, message):
 
 
 def test_bad_gradients_are_refused():
-    with pytest.raises(ValueError, match="input.shape"):
+    with pytest.raises(ValueError, match=r"input\.shape"):
         map_id_to_embedding_gradient_back_prop([[1]], [1, 1], [[1.0]])
     with pytest.raises(ValueError, match="got 3"):
         gather_embeddings_by_ids_gradient_back_prop([1, 2, 3], [[1.0]], [3])
@@ -92,7 +92,10 @@ def test_worked_example_of_gather():
     upstream = torch.tensor([[1.0, 1], [2, 2], [4, 4]])
     out.backward(upstream)
     assert embeddings.grad.tolist() == [[4, 4], [3, 3], [0, 0]]
-    assert gather_embeddings_by_ids_gradient_back_prop([30, 10, 20], upstream, mapping).tolist() == embeddings.grad.tolist()
+    assert (
+        gather_embeddings_by_ids_gradient_back_prop([30, 10, 20], upstream, mapping).tolist()
+        == embeddings.grad.tolist()
+    )
 
 
 def test_gather_refuses_another_number_of_rows():
@@ -126,7 +129,10 @@ def test_looking_up_what_was_split_is_the_identity(shards):
 
 
 def test_gradcheck():
-    embeddings = [torch.randn(2, 2, dtype=torch.float64, requires_grad=True), torch.randn(1, 2, dtype=torch.float64, requires_grad=True)]
+    embeddings = [
+        torch.randn(2, 2, dtype=torch.float64, requires_grad=True),
+        torch.randn(1, 2, dtype=torch.float64, requires_grad=True),
+    ]
     assert torch.autograd.gradcheck(lambda *e: map_id_to_embedding([[5, 9], [4]], list(e), [9, 4, 9]), embeddings)
     assert torch.autograd.gradcheck(lambda e: gather_embeddings_by_input([5, 9], e, [9, 9])[0], embeddings[0])
 

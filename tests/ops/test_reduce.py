@@ -130,8 +130,13 @@ def test_sums_run_in_input_order():
 
 
 def test_worked_example_of_segment_sum():
-    values = [torch.tensor([[1.0], [2]], requires_grad=True), torch.tensor([[1.0, 2], [3, 4], [5, 6]], requires_grad=True)]
-    outs = fused_sorted_segment_sum([[0, 2], torch.tensor([1, 1, 1], dtype=torch.int32)], values, [[3, 1], torch.tensor([2, 2])])
+    values = [
+        torch.tensor([[1.0], [2]], requires_grad=True),
+        torch.tensor([[1.0, 2], [3, 4], [5, 6]], requires_grad=True),
+    ]
+    outs = fused_sorted_segment_sum(
+        [[0, 2], torch.tensor([1, 1, 1], dtype=torch.int32)], values, [[3, 1], torch.tensor([2, 2])]
+    )
     assert [o.tolist() for o in outs] == [[[1], [0], [2]], [[0, 0], [9, 12]]]
     (outs[0] * torch.tensor([[5.0], [6], [7]])).sum().backward()
     assert values[0].grad.tolist() == [[5], [7]]
@@ -226,7 +231,11 @@ def test_the_reductions_agree(data):
     assert torch.equal(by_splits[-1], whole)
     upstream = torch.randn_like(whole)
     want = upstream.repeat_interleave(torch.tensor(lengths, dtype=torch.int64), 0)
-    for outs, grads in ((by_splits[:-1], upstream.split(cut, 1)), (by_index, upstream.split(cut, 1)), ([whole], [upstream])):
+    for outs, grads in (
+        (by_splits[:-1], upstream.split(cut, 1)),
+        (by_index, upstream.split(cut, 1)),
+        ([whole], [upstream]),
+    ):
         assert torch.equal(torch.autograd.grad(outs, rows, grads)[0], want)
 
 

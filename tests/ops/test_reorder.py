@@ -143,7 +143,10 @@ def test_fused_reorder_matches_the_reference(data):
 @pytest.mark.parametrize("n", [3_000, 150_000, 600_000])
 def test_large_tables_are_the_same_for_any_thread_count(n, same_for_any_thread_count):
     torch.manual_seed(0)
-    inputs = [torch.randint(-(2**62), 2**62, (n // 3,)).repeat(3)[torch.randperm(n // 3 * 3)], torch.randint(0, 9, (n,))]
+    inputs = [
+        torch.randint(-(2**62), 2**62, (n // 3,)).repeat(3)[torch.randperm(n // 3 * 3)],
+        torch.randint(0, 9, (n,)),
+    ]
     inputs.append(inputs[0][::2])
     got = same_for_any_thread_count(lambda: fused_reorder_by_indices(inputs, 7, [2, 1, 3]))
     for out, want in zip(got, reference.fused_reorder_by_indices(inputs, 7, [2, 1, 3], 1), strict=True):

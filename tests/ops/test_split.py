@@ -50,7 +50,9 @@ def test_one_part_is_a_copy():
 def test_rows_of_any_dtype_and_shape_are_copied(dtype, shape):
     tensor = torch.randint(0, 2, shape).to(dtype)
     indices = torch.tensor([3, 0, 0, 1, 3, 0, 1])
-    for out, want in zip(split_by_indices(indices, tensor, 5), reference.split_by_indices(indices, tensor, 5), strict=True):
+    for out, want in zip(
+        split_by_indices(indices, tensor, 5), reference.split_by_indices(indices, tensor, 5), strict=True
+    ):
         assert out.dtype == dtype
         assert torch.equal(out, want)
 
