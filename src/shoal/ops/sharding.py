@@ -19,7 +19,7 @@ _EXAMPLE_BATCH = 2
 
 
 class ShardedFids(NamedTuple):
-    """What `sharding_sparse_fids` returns. A *list* is one table's ids for one shard, number ``table * ps_num + shard``."""
+    """What `sharding_sparse_fids` returns. List ``table * ps_num + shard`` holds one table's ids for one shard."""
 
     shards: dict[str, Tensor]
     """``"<table>:<shard>"`` -> int64 ids: feature by feature in sorted order, each in order of first occurrence."""
