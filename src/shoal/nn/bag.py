@@ -103,7 +103,7 @@ class HashEmbeddingBag(TableModule):
         values, offsets, weights = bags
         assert offsets is not None
         weights = None if weights is None else weights.to("cpu").contiguous()
-        out, _ = hash_bag(
+        out = hash_bag(
             values.to("cpu").contiguous(),
             offsets.to("cpu").contiguous(),
             weights,
