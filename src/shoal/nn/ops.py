@@ -84,7 +84,7 @@ class _Rows(torch.autograd.Function):
         _rows_context(ctx, args, out)
         return out
 
-    backward = staticmethod(_rows_backward)
+    backward = staticmethod(_rows_backward)  # pyrefly: ignore[bad-override]
 
 
 def hash_rows(*args: Any) -> Tensor:
@@ -138,7 +138,7 @@ def _bag_gradient(
     length: int,
     padding: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Hands the gradients of the rows to the table's slot; returns those of the anchor and, with ``rows``, of weights."""
+    """Hands the gradients of rows to the table's slot; returns those of the anchor and, with ``rows``, of weights."""
     n = ids.shape[0]
     ids, offsets, weights, keep = _without_padding(ids, offsets, weights, padding)
     grad = grad.float().contiguous()
@@ -206,10 +206,8 @@ def _bag_backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tens
     if grad is None:
         return (None,) * 12
     ids, offsets, weights, rows = ctx.saved_tensors
-    gradient = _bag_gradient if _is_plain() else _bag_gradient_op
-    anchor, grad_weights = gradient(
-        grad, ids, offsets, weights, rows, ctx.tape, ctx.handle, *ctx.shape, ctx.padding
-    )
+    gradient: Any = _bag_gradient if _is_plain() else _bag_gradient_op
+    anchor, grad_weights = gradient(grad, ids, offsets, weights, rows, ctx.tape, ctx.handle, *ctx.shape, ctx.padding)
     return None, None, grad_weights if ctx.keep_rows else None, anchor, *(None,) * 8
 
 
@@ -223,7 +221,7 @@ class _Bag(torch.autograd.Function):
         _bag_context(ctx, args, out)
         return out
 
-    backward = staticmethod(_bag_backward)
+    backward = staticmethod(_bag_backward)  # pyrefly: ignore[bad-override]
 
 
 def hash_bag(*args: Any) -> Tensor:

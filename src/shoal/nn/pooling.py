@@ -55,7 +55,15 @@ def pool(rows: Tensor, offsets: Tensor, weights: Tensor | None, kind: int, lengt
     out = torch.empty(pooled_shape(bags, rows.shape[1], kind, length))
     weights_at = 0 if weights is None else weights.data_ptr()
     _core.pool(
-        offsets.data_ptr(), bags, rows.data_ptr(), rows.shape[0], rows.shape[1], kind, length, weights_at, out.data_ptr()
+        offsets.data_ptr(),
+        bags,
+        rows.data_ptr(),
+        rows.shape[0],
+        rows.shape[1],
+        kind,
+        length,
+        weights_at,
+        out.data_ptr(),
     )
     return out
 
