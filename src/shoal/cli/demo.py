@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     config = stream_config(options)
     from shoal.demo.run import compare
 
-    with _one_thread(), _progress(Console(stderr=True), config) as progress:
+    with _progress(Console(stderr=True), config) as progress:
         comparison = compare(config, progress=progress)
     report = summary(comparison)
     write(comparison, report, options.out)
@@ -164,16 +164,3 @@ def _progress(console: Console, config: StreamConfig) -> Iterator[Callable[[str,
             bars.update(tasks[name], completed=done, auc=auc)
 
         yield advance
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The dense part is too small for threads; the table has its own."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +50,11 @@ def compare(config: StreamConfig, *, progress: Callable[[str, int, int, float], 
     seconds follows from ``config``.
     """
     truth = Truth()
-    first = train(Collisionless(EXPIRE_DAYS, config.seed), config, progress, truth)
-    # torch asks for a decision about its checks of sparse gradients, and warns without one.
-    with torch.sparse.check_sparse_tensor_invariants(False):
-        second = train(Hashed(first.memory_bytes, config.seed), config, progress)
+    with _one_thread():
+        first = train(Collisionless(EXPIRE_DAYS, config.seed), config, progress, truth)
+        # torch asks for a decision about its checks of sparse gradients, and warns without one.
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            second = train(Hashed(first.memory_bytes, config.seed), config, progress)
     return Comparison(config, truth.best_auc, truth.ids, [first, second], config.days // 3)
 
 
@@ -100,7 +102,7 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     >>> auc(torch.tensor([0.1, 0.4, 0.4, 0.8]), torch.tensor([0.0, 0.0, 1.0, 1.0]))
     0.875
     """
-    values, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
+    _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
     rank = (ends - (counts.double() - 1) / 2)[inverse]  # ties share the mean of their ranks
     positive = labels > 0.5
@@ -130,3 +132,14 @@ class Truth:
         values = [values for batch in today for values, _ in batch.ids.values()]
         self._seen = torch.unique(torch.cat([self._seen, *values]))
         self.ids.append(len(self._seen))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For torch: the dense part is too small for more, and one thread adds up in one order. The table has its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
