@@ -5,6 +5,7 @@
 // one segment that doubles until it has the full size. The hash's top 6 bits choose the stripe, the next `depth` bits
 // the segment, the low bits the bucket.
 #pragma once
+#include <bit>
 #include <cstdint>
 #include <cstdlib>
 #include <utility>
@@ -22,8 +23,10 @@ struct alignas(64) Bucket {
 };
 static_assert(sizeof(Bucket) == 64);
 
-constexpr uint32_t kFreeRow = 0xFFFFFFFF;    // the slot was never used since the segment was built
-constexpr uint32_t kErasedRow = 0xFFFFFFFE;  // it was, so a probe goes on behind it
+// Row numbers start behind these two, so that fresh zeroed memory is a segment of free slots.
+constexpr uint32_t kFreeRow = 0;    // the slot was never used since the segment was built
+constexpr uint32_t kErasedRow = 1;  // it was, so a probe goes on behind it
+constexpr uint32_t kFirstRow = 2;
 
 struct Slot {
   Bucket* bucket = nullptr;
@@ -54,12 +57,16 @@ class Index {
     Bucket* first = segment(hash);
     for (uint32_t b = hash & mask_;; b = (b + 1) & mask_) {
       Bucket* bucket = first + b;
-      uint32_t free = 0;
-      for (int lane = 0; lane < 4; ++lane) {
-        if (bucket->id[lane] == id && bucket->row[lane] < kErasedRow) return {bucket, lane};
-        free |= bucket->row[lane] == kFreeRow;
+      // All four lanes at once: where an id lies in its bucket is nothing a branch predictor can learn.
+      const uint64_t* ids = bucket->id;
+      uint32_t equal = uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
+                       uint32_t{ids[3] == id} << 3;
+      for (; equal; equal &= equal - 1) {
+        int lane = std::countr_zero(equal);
+        if (bucket->row[lane] >= kFirstRow) return {bucket, lane};
       }
-      if (free) return {};
+      const uint32_t* rows = bucket->row;
+      if ((rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow)) return {};
     }
   }
 
@@ -87,7 +94,7 @@ class Index {
       for (; in < slots; ++in) {
         if (limit <= 0) return at * slots + in;
         Slot slot{first + in / 4, static_cast<int>(in % 4)};
-        if (slot.row() < kErasedRow) {
+        if (slot.row() >= kFirstRow) {
           fn(slot);
           --limit;
         }
@@ -105,7 +112,7 @@ class Index {
       int64_t here = 0;
       for (uint32_t in = 0; in < 4 * (mask_ + 1); ++in) {
         Slot slot{first + in / 4, static_cast<int>(in % 4)};
-        if (slot.row() < kErasedRow && gone(slot)) {
+        if (slot.row() >= kFirstRow && gone(slot)) {
           slot.row() = kErasedRow;
           ++here;
         }
@@ -133,8 +140,13 @@ class Index {
   Bucket* segment(uint64_t hash) const { return directory_[((hash << 6) >> 1) >> (63 - depth_)]; }
   uint32_t limit() const { return static_cast<uint32_t>(uint64_t{4} * (mask_ + 1) * 85 / 100); }
 
+  struct Entry {
+    uint64_t id;
+    uint32_t row, time;
+  };
   Bucket* make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix);
   static Slot place(Bucket* first, uint32_t mask, uint64_t hash, uint64_t id);
+  static void put(Bucket* first, uint32_t mask, const Entry& entry);
   void grow(Bucket* first);
   void rebuild(Bucket* first);
   void enlarge(Bucket* first);

@@ -5,11 +5,9 @@
 #include <mutex>
 #include <vector>
 
-namespace shoal {
+#include "core/pages.h"
 
-// Zeroed pages from the kernel, aligned to 2 MiB when large. Throws std::bad_alloc.
-void* map_pages(size_t bytes, bool huge);
-void unmap_pages(void* pages, size_t bytes);
+namespace shoal {
 
 // Rows by number: they never move, and a number that was given back is reused by its stripe.
 class RowArena {
@@ -46,7 +44,7 @@ class RowArena {
   std::atomic<char*>* slabs_;  // lazily backed arrays of slab_count_ pointers
   std::atomic<uint32_t*>* epochs_;
   mutable std::mutex mutex_;
-  uint64_t next_ = 0;  // rows handed out
+  uint64_t next_ = 2;  // rows handed out; 0 and 1 mean something else in the index
   uint32_t mapped_ = 0;
   bool tracking_ = false;
 };

@@ -75,6 +75,7 @@ class Table {
   void raise_max_update_time(int64_t time);
 
   void set_filter(std::shared_ptr<Filter> filter) { filter_ = std::move(filter); }
+  bool has_filter() const { return filter_ && filter_->active(); }
   void set_touched(std::shared_ptr<TouchedKeys> touched, int32_t number) {
     touched_ = std::move(touched);
     touched_number_ = number;
@@ -118,9 +119,9 @@ class Table {
   class Locks;
   enum class Kind { assign, assign_add, gradients, reinitialize, load, insert };
 
-  void find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found) const;
+  void find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const;
   template <int kDim>
-  void copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found) const;
+  void copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const;
   void read_row(const char* row, float* out) const;
   void fresh_row(int64_t id, char* row) const;
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;

@@ -7,6 +7,7 @@ from typing import Any
 _PUBLIC: dict[str, tuple[str, ...]] = {
     "bag": ("HashEmbeddingBag",),
     "clip": ("clip_grad_norm", "clip_grad_value"),
+    "combiners": ("Combiner", "FirstN", "ReduceMean", "ReduceSum"),
     "embedding": ("HashEmbedding",),
     "optimizer": ("SparseOptimizer",),
     "protocol": ("EmbeddingTable",),
