@@ -11,6 +11,7 @@ from torch import nn
 import shoal
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.nn import EmbeddingTable, HashEmbedding, HashEmbeddingBag, SparseOptimizer, clip_grad_norm, clip_grad_value
+from shoal.table import SlotOccurrenceThresholdConfig
 
 
 def make_table(dim=1, lr=1.0, **options):
@@ -59,18 +60,19 @@ def test_insert_missing_can_be_turned_off():
     assert len(table) == 1
 
 
-class EveryOther:
-    """A filter as `HashTable` takes it, as far as the modules look at it."""
-
-    def __init__(self, active):
-        self.active = active
-
-
-@pytest.mark.parametrize("active", [True, False])
-def test_an_active_filter_leaves_creation_to_updates(active):
-    table = make_table(hash_filter=EveryOther(active))
-    HashEmbeddingBag(table)([[1]])
-    assert len(table) == (0 if active else 1)
+@pytest.mark.parametrize("threshold", [0, 2])
+def test_an_active_filter_counts_updates_once_and_forward_creates_nothing(threshold):
+    config = SlotOccurrenceThresholdConfig(default_occurrence_threshold=threshold)
+    hash_filter = shoal.table.create_hash_filter(1000, 1, config.SerializeToString())
+    table = make_table(hash_filter=hash_filter)
+    bag = HashEmbeddingBag(table)
+    out = bag([[1]])
+    assert len(table) == (0 if threshold else 1)
+    out.sum().backward()
+    assert len(table) == (0 if threshold else 1)
+    for _ in range(3):
+        bag([[1]]).sum().backward()
+    assert len(table) == 1
 
 
 def test_rows_carry_the_time_of_their_update():

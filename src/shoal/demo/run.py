@@ -54,7 +54,7 @@ def compare(config: StreamConfig, *, progress: Callable[[str, int, int, float], 
         first = train(Collisionless(EXPIRE_DAYS, config.seed), config, progress, truth)
         # torch asks for a decision about its checks of sparse gradients, and warns without one.
         with torch.sparse.check_sparse_tensor_invariants(False):
-            second = train(Hashed(first.memory_bytes, config.seed), config, progress)
+            second = train(Hashed(first.memory_bytes >> 16 << 16, config.seed), config, progress)
     return Comparison(config, truth.best_auc, truth.ids, [first, second], config.days // 3)
 
 

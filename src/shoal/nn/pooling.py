@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
 
 SUM, MEAN, FIRSTN = 0, 1, 2  # as in csrc/nn/bag.h
@@ -102,7 +103,7 @@ def pool_gradient(
     grad: Tensor, n: int, dim: int, offsets: Tensor, weights: Tensor | None, rows: Tensor | None, kind: int, length: int
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the ``n`` rows and, if ``rows`` are given, of their weights (else an empty tensor)."""
-    grad_rows = torch.empty(n, dim)
+    grad_rows = empty_rows(n, dim)
     grad_weights = torch.empty(0 if rows is None else n)
     _core.pool_gradient(
         offsets.data_ptr(),

@@ -200,5 +200,5 @@ def _filters(table: Any) -> bool:
     hash_filter = getattr(table, "hash_filter", None)
     if hash_filter is None:
         return False
-    active = getattr(hash_filter, "active", True)
-    return bool(active() if callable(active) else active)
+    active = getattr(hash_filter, "_active", None)  # a filter of the user's own is taken to be
+    return True if active is None else bool(active())
