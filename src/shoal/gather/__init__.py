@@ -24,4 +24,6 @@ from shoal.gather.plan import GatherPlan, assign, chunk_ranges, select_reserves
 from shoal.gather.protocol import agather, gather
 from shoal.gather.spec import GradientSpec, ParamSpec, QuantSpec
 from shoal.gather.stores import BucketRef, LocalDirStore, MemoryObject, MemoryStore, ObjectInfo, PayloadStore, S3Store
+from shoal.gather.tiles import TilePlan, UpdateLedger, clip_factors, tile_plan
+from shoal.gather.update import UpdateReport, outer_update
 from shoal.gather.validate import PayloadInfo, payload_digest, validate_payload
