@@ -51,10 +51,7 @@ class TileSum:
     def _add_native(self, slots: Sequence[Slot], factors: Tensor, first: bool, last: bool) -> None:
         param, region = self.param, self.region
         rows = torch.tensor(
-            [
-                [s.idxs.data_ptr(), s.vals.data_ptr(), s.table.data_ptr(), VALUE_KINDS[CODES[s.code][0]]]
-                for s in slots
-            ],
+            [[s.idxs.data_ptr(), s.vals.data_ptr(), s.table.data_ptr(), VALUE_KINDS[CODES[s.code][0]]] for s in slots],
             dtype=torch.int64,
         ).reshape(-1, 4)
         factors = factors.to(torch.float32).contiguous()

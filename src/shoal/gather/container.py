@@ -184,7 +184,15 @@ def _load_pt(data: Any, size: int, spec: GradientSpec) -> Any:
                 raise _corrupt("no pickle in the archive")
             for member in pickles:
                 _refuse_globals(archive.read(member))
-    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, struct.error, ValueError, EOFError) as error:
+    except (
+        zipfile.BadZipFile,
+        OSError,
+        NotImplementedError,
+        RuntimeError,
+        struct.error,
+        ValueError,
+        EOFError,
+    ) as error:
         if isinstance(error, PayloadRejected):
             raise
         raise _corrupt(f"not a readable archive ({type(error).__name__})") from None

@@ -18,6 +18,8 @@ from shoal.gather.errors import RankFailure
 log = logging.getLogger("shoal.gather")
 
 _GROUP_TIMEOUT = timedelta(days=1)  # waits have their own, shorter deadlines
+_SLICE_S = 0.2
+_FAILED = "shoal/failed"
 _groups: "WeakKeyDictionary[Any, _Shared]" = WeakKeyDictionary()
 
 
@@ -64,15 +66,30 @@ class Control:
     def pg(self) -> Any:
         return self._shared.pg if self._shared is not None else None
 
-    def _run(self, what: str, start: Callable[[], Any]) -> None:
-        """One collective; its wait ends in time for the roll call to fit into ``timeout_s``."""
+    def _run(self, what: str, start: Callable[[], Any], *, sliced: bool = True) -> None:
+        """One collective; its wait ends in time for the roll call to fit into ``timeout_s``.
+
+        Waits in slices, between which it looks whether another rank has given up: that one may be the only rank that
+        can tell. A point-to-point wait cannot be sliced, since its timeout breaks the connection.
+        """
         assert self._shared is not None
         begin = time.monotonic()
         grace = min(2.0, self.timeout_s / 4)
+        end = begin + max(self.timeout_s - grace, 0.05)
         try:
             if self._shared.broken:
                 raise RuntimeError("the group failed before")
-            start().wait(timedelta(seconds=max(self.timeout_s - grace, 0.05)))
+            work = start()
+            while True:
+                left = max(end - time.monotonic(), 0.001)
+                try:
+                    work.wait(timedelta(seconds=min(left, _SLICE_S) if sliced else left))
+                    return
+                except RuntimeError:
+                    if not sliced or work.is_completed() or time.monotonic() >= end:
+                        raise
+                    if self._shared.store.check([_FAILED]):
+                        raise RuntimeError("another rank gave up") from None
         except RuntimeError as error:
             deadline = min(time.monotonic() + grace, begin + self.timeout_s)
             self._fail(what, error, deadline)
@@ -91,6 +108,7 @@ class Control:
         others = [r for r in range(self.world) if r != self.rank]
         try:
             shared.store.set(key(self.rank), b"1")
+            shared.store.set(_FAILED, b"1")
             self.close()
             while others and time.monotonic() < deadline:
                 others = [r for r in others if not shared.store.check([key(r)])]
@@ -107,6 +125,7 @@ class Control:
             self._shared.broken = True
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(self._shared.pg)
+            self._shared.pg = None
 
     # ---- collectives
 
@@ -183,4 +202,4 @@ class Control:
 
     def wait(self, works: list[Any], what: str) -> None:
         for work in works:
-            self._run(what, lambda work=work: work)
+            self._run(what, lambda work=work: work, sliced=False)

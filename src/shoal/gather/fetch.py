@@ -154,7 +154,9 @@ class Fetcher:
                 return Skipped(uid, _AT_DEADLINE[again.state], again.detail or f"{tries} tries")
             await asyncio.sleep(pause)
 
-    async def _try(self, uid: int, seconds: float) -> "Skipped | _Again | tuple[ObjectInfo, Landing | tuple[Path, str]]":
+    async def _try(
+        self, uid: int, seconds: float
+    ) -> "Skipped | _Again | tuple[ObjectInfo, Landing | tuple[Path, str]]":
         names = {"version": self.plan.version, "key": self.plan.key}
         clock = asyncio.timeout(seconds)
         try:

@@ -83,9 +83,7 @@ def region_of(param: ParamSpec, tensor: Tensor) -> Region:
     inner = shape[2:]
     if local[2:] == inner:
         block = math.prod(inner)
-        return Region(
-            param, offset[0], offset[0] + local[0], offset[1] * block, (offset[1] + local[1]) * block, local
-        )
+        return Region(param, offset[0], offset[0] + local[0], offset[1] * block, (offset[1] + local[1]) * block, local)
     block = math.prod(inner)
     cuts = tuple(zip(offset[2:], local[2:], strict=True))
     return Region(

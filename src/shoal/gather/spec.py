@@ -196,7 +196,9 @@ class GradientSpec:
         return sum(p.chunks for p in self.params)
 
     def to_json(self) -> str:
-        quant = None if self.quant is None else {"bins": self.quant.bins, "range_sigmas": float(self.quant.range_sigmas)}
+        quant = (
+            None if self.quant is None else {"bins": self.quant.bins, "range_sigmas": float(self.quant.range_sigmas)}
+        )
         return canonical_json({"format": FORMAT_VERSION, "params": [p.to_dict() for p in self.params], "quant": quant})
 
     @classmethod

@@ -138,7 +138,9 @@ class _Snapshot:
     def keep(self, p: Tensor) -> None:
         local = p.detach()
         state = self.optimizer.state.get(p)
-        self.saved.append((p, local.clone().cpu() if not hasattr(p, "placements") else local.clone(), copy.deepcopy(state)))
+        self.saved.append(
+            (p, local.clone().cpu() if not hasattr(p, "placements") else local.clone(), copy.deepcopy(state))
+        )
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -191,9 +193,7 @@ class _Update:
             said["applied"] = ledger is not None and ledger.applied(self.report.window)
             self.parameters = self._parameters()
             self.regions = [region_of(p, t) for p, t in zip(self.spec.params, self.parameters, strict=True)]
-            said["regions"] = [
-                [*r.key, r.numel] if not self._whole(i) else [] for i, r in enumerate(self.regions)
-            ]
+            said["regions"] = [[*r.key, r.numel] if not self._whole(i) else [] for i, r in enumerate(self.regions)]
             said["needed"] = self._needed()
         except Exception as caught:
             error, said["reason"] = caught, f"{type(caught).__name__}: {caught}"
@@ -337,7 +337,7 @@ class _Update:
         self._account(index, work)
         if keeper is not None:
             keeper.keep(tensor)
-        tensor.grad = _as_gradient(tensor, region.cut(work.gradient) if region.numel else work.gradient)
+        tensor.grad = _as_gradient(tensor, region.cut(work.gradient) if region.numel else work.gradient.reshape(region.local_shape))
         work.gradient = None  # type: ignore[assignment]  # pyrefly: ignore
         self.optimizer.step()
         tensor.grad = None
@@ -353,7 +353,9 @@ class _Update:
         if not self.replicated[index]:
             self.control.reduce_tensor(sums, dist.ReduceOp.SUM)
         numel = math.prod(param.shape)
-        report.param_norms[param.name] = math.sqrt(float(sums[0])) if not self.replicated[index] else math.sqrt(work.squares)
+        report.param_norms[param.name] = (
+            math.sqrt(float(sums[0])) if not self.replicated[index] else math.sqrt(work.squares)
+        )
         total = float(sums[1]) if not self.replicated[index] else work.total
         report.param_means[param.name] = total / numel
         report.total_elements += numel
@@ -365,7 +367,12 @@ def _as_gradient(p: Tensor, local: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()  # pyrefly: ignore
+        local,
+        p.device_mesh,
+        p.placements,
+        run_check=False,
+        shape=p.shape,
+        stride=p.stride(),  # pyrefly: ignore
     )
 
 
@@ -426,7 +433,9 @@ class _Work:
         for ids in self.region.chunks.split(max(plan.tile_chunks, 1)):
             for piece in self._pieces(ids):
                 begin = time.perf_counter()
-                pending = update.exchange.start(self.index, [piece] * update.control.world, update.uids, replicated=True)
+                pending = update.exchange.start(
+                    self.index, [piece] * update.control.world, update.uids, replicated=True
+                )
                 slots = update.exchange.finish(pending)
                 tile = self._tile_sum(piece, one_call=True)
                 tile.add(slots, self.factors, first=True, last=True)

@@ -157,7 +157,14 @@ class S3Store:
                 raise ObjectChanged(f"{location} was removed") from None
 
     async def put(
-        self, window: int, uid: int, data: bytes, *, version: str = "0", key: str = "gradient", format: str = "safetensors"
+        self,
+        window: int,
+        uid: int,
+        data: bytes,
+        *,
+        version: str = "0",
+        key: str = "gradient",
+        format: str = "safetensors",
     ) -> None:
         """A peer's upload to its own bucket."""
         location = f"{payload_name(window, uid, version, key)}.{format}"
