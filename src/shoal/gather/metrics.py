@@ -57,7 +57,7 @@ def _mean(scores: Mapping[int, float] | None, uids: Iterable[int]) -> float:
 
 def quality_metrics(source: Source, plan: GatherPlan, scores: Mapping[int, float] | None = None) -> dict[str, Any]:
     """How well the gather went: rates, counts by reason, and the mean scores of who was meant and who came."""
-    manifest = merge(source, plan).manifest if source is not None else merge([], None).manifest
+    manifest = merge(source).manifest
     intended, skipped = set(plan.intended), set(manifest.skipped_uids)
     return {
         "success_rate": len(manifest.uids) / len(intended) if intended else 0.0,

@@ -1,4 +1,4 @@
-"""The outer update: every accepted payload, streamed in one fixed order inside a byte budget, one parameter at a time."""
+"""The outer update: accepted payloads, streamed in one fixed order inside a byte budget, one parameter at a time."""
 
 import copy
 import json
@@ -105,7 +105,7 @@ def outer_update(
     report = UpdateReport(window=holding.manifest.window, duplicates_dropped=holding.manifest.duplicates_dropped)
     if holding.decision == SKIP:
         return report
-    update = _Update(model, optimizer, holding, control, report, budget_bytes, wave_peers, prefetch, clip, reduction)
+    update = _Update(model, optimizer, holding, control, report, budget_bytes, wave_peers, prefetch, clip, reduction, verify)
     report.unready = update.ready(ledger)
     if report.unready:
         log.warning("window %d: not applied, ranks are not ready: %s", report.window, report.unready)
@@ -172,7 +172,9 @@ class _Update:
         prefetch: int,
         clip: str,
         reduction: str,
+        verify: bool,
     ) -> None:
+        self.verify = verify
         self.model, self.optimizer, self.holding, self.control, self.report = model, optimizer, holding, control, report
         self.budget_bytes, self.wave_peers, self.prefetch = budget_bytes, wave_peers, prefetch
         self.clip, self.reduction = clip, reduction
@@ -180,7 +182,7 @@ class _Update:
         self.uids = holding.manifest.uids
         self.exchange = Exchange(holding, control)
         self.hash = blake2b(digest_size=32)
-        self.shared_hash = blake2b(digest_size=32)  # of the parameters that every rank holds whole
+        self.shared_hash = blake2b(digest_size=32)  # of the whole parameters, when others are sharded
         self.accumulate_s = self.step_s = 0.0
 
     # ---- S7: ready, or not at all
@@ -312,7 +314,9 @@ class _Update:
         }  # fmt: skip
 
     def replica_hash(self) -> int:
-        return int.from_bytes(self.shared_hash.digest()[:8], "little") >> 1
+        """63 bits over what ranks have in common: everything, or the parameters that are not sharded."""
+        digest = self.hash if all(self.replicated) else self.shared_hash
+        return int.from_bytes(digest.digest()[:8], "little") >> 1
 
     def _param(self, index: int, factors: Tensor, hasher: ThreadPoolExecutor, keeper: _Snapshot | None) -> None:
         param, tensor, region = self.spec.params[index], self.parameters[index], self.regions[index]
@@ -347,8 +351,8 @@ class _Update:
     def _account(self, index: int, work: "_Work") -> None:
         param, report = self.spec.params[index], self.report
         self.hash = work.digest
-        if self.replicated[index]:
-            self.shared_hash.update(work.own_digest())
+        if self.verify and self.replicated[index] and not all(self.replicated):
+            self.shared_hash.update(raw_bytes(work.gradient.cpu()))
         sums = torch.tensor([work.squares, work.total] if self.counted[index] else [0.0, 0.0], dtype=torch.float64)
         if not self.replicated[index]:
             self.control.reduce_tensor(sums, dist.ReduceOp.SUM)
@@ -411,9 +415,6 @@ class _Work:
 
     def finite(self) -> bool:
         return math.isfinite(self.squares)
-
-    def own_digest(self) -> bytes:
-        return self.digest.digest()
 
     def _tile_sum(self, ids: Tensor, one_call: bool) -> TileSum:
         return TileSum(

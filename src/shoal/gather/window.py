@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from shoal.gather.artifact import write_artifact
 from shoal.gather.config import GatherConfig
 from shoal.gather.control import Control
 from shoal.gather.errors import AlreadyApplied, GatherError, RankFailure, StoreError
+from shoal.gather.folder import Folder
 from shoal.gather.merge import APPLY, SKIP, GatherResult
 from shoal.gather.metrics import Sink, emit
 from shoal.gather.overlap import OverlapReport, index_overlap
@@ -135,8 +135,8 @@ def _publish(
 ) -> None:
     result = report.result
     assert result is not None
-    folder = tempfile.TemporaryDirectory(prefix="shoal-artifact-", ignore_cleanup_errors=True)
-    path = Path(folder.name) / artifact_name(result.window, result.version)
+    folder = Folder("shoal-artifact-")
+    path = folder.path / artifact_name(result.window, result.version)
     try:
         report.artifact_sha256 = write_artifact(
             result, path, spec=spec, group=group, budget_bytes=budget_bytes, control_timeout_s=timeout_s
@@ -146,7 +146,7 @@ def _publish(
     except GatherError:
         log.exception("window %d: the artifact was not written; the update stands", result.window)
     if report.artifact_sha256 is None:
-        folder.cleanup()
+        folder.remove()
         return
     upload = report.upload = Upload()
     upload.thread = threading.Thread(
@@ -170,7 +170,7 @@ def _upload(upload: Upload, store: PayloadStore, result: GatherResult, path: Pat
                     return
                 time.sleep(0.2 * 2**attempt)
     finally:
-        folder.cleanup()
+        folder.remove()
 
 
 def _observe(
