@@ -96,7 +96,8 @@ class Fetcher:
         self._gate = _ByteGate(self.config.max_inflight_bytes)
         self._deadline = time.monotonic() + self.plan.timeout_s
         self._downloaded: set[int] = set()
-        tasks = {asyncio.create_task(self._fetch(uid)): uid for uid in fresh}
+        self._broken = False
+        tasks = {asyncio.create_task(self._guarded(uid)): uid for uid in fresh}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
@@ -125,11 +126,20 @@ class Fetcher:
         limit = self.plan.time_max_us
         return limit is not None and time.time() * 1e6 > limit + self.config.late_grace_s * 1e6
 
+    async def _guarded(self, uid: int) -> Accepted | Skipped:
+        try:
+            return await self._fetch(uid)
+        except Exception:
+            self._broken = True
+            raise
+
     async def _fetch(self, uid: int) -> Accepted | Skipped:
         tries = absences = changes = 0
         again = _Again("absent")
         while True:
             async with self._slots:
+                if self._broken:
+                    raise asyncio.CancelledError
                 now = time.monotonic()
                 if tries and now >= self._deadline:
                     return Skipped(uid, _AT_DEADLINE[again.state], again.detail)
