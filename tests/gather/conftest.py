@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gather.ranks import run_ranks as _run_ranks  # noqa: E402
+from tests.gather.ranks import run_ranks as _run_ranks
 
 
 @pytest.fixture

@@ -88,10 +88,7 @@ def group_of(world):
     return torch.distributed.group.WORLD if world > 1 else None
 
 
-RESULT_FIELDS = (
-    "uids global_steps skipped_uids skip_reasons intended_uids missing_uids reserve_used_uids success_rate timestamps "
-    "digests download_bytes upload_bytes window version spec_hash decision"
-).split()
+RESULT_FIELDS = ["uids", "global_steps", "skipped_uids", "skip_reasons", "intended_uids", "missing_uids", "reserve_used_uids", "success_rate", "timestamps", "digests", "download_bytes", "upload_bytes", "window", "version", "spec_hash", "decision"]
 
 
 def result_fields(result):

@@ -41,7 +41,7 @@ def test_both_containers_give_the_same_payload(format, where, tmp_path):
     path = tmp_path / "odd name"
     path.write_bytes(data)
     loaded = load_payload(data if where == "memory" else path, spec)
-    assert validate(loaded, spec, window=WINDOW) .digest == validate(made, spec).digest
+    assert validate(loaded, spec, window=WINDOW).digest == validate(made, spec).digest
     assert loaded["global_step"] == 103
 
 
@@ -54,7 +54,10 @@ def test_our_safetensors_are_everybodys(tmp_path):
     with safe_open(path, "pt") as file:
         assert torch.equal(file.get_tensor("p0idxs"), made["state_dict"]["p0idxs"])
         shift, scale, offset, dtype = file.metadata()["p0quant_params"].split()
-        assert (float(shift), float(scale), int(offset), dtype) == (*made["state_dict"]["p0quant_params"][:3], "float32")
+        assert (float(shift), float(scale), int(offset), dtype) == (
+            *made["state_dict"]["p0quant_params"][:3],
+            "float32",
+        )
         assert file.metadata()["global_step"] == "103"
         assert file.metadata()["window"] == str(WINDOW)
 

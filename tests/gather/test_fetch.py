@@ -120,7 +120,7 @@ def test_an_absent_object_is_waited_for():
     def appear(op, uid, n):
         if uid == 2 and n == 3:
             store.objects[WINDOW, 2] = late
-        return None
+        return
 
     store.fail = appear
     assert run(store, [1, 2]).uids == [1, 2]
@@ -178,7 +178,7 @@ def test_fewer_bytes_than_announced_are_retried_and_more_are_oversize():
     def heal(op, uid, n):
         if uid == 1 and op == "head" and n == 2:
             store.objects[WINDOW, 1].size = None
-        return None
+        return
 
     store.fail = heal
     result = run(store, [1, 2])
@@ -194,7 +194,7 @@ def test_an_object_that_changes_is_read_again_once(times, accepted):
     def replace(op, uid, n):
         if op == "stream" and n < times:
             store.objects[WINDOW, 1] = MemoryObject(DATA[2 + n], 5 + n)
-        return None
+        return
 
     store.fail = replace
     result = run(store, [1])
@@ -314,8 +314,7 @@ def test_reports_are_small_and_round_trip():
 def test_one_record_per_window_has_every_field():
     record = gather(small_plan(), SPEC, small_store(), config=QUICK).record
     assert set(record) == set(
-        "window rank assigned accepted skipped_by_reason bytes fetch_s validate_s report_s overlap_s exchange_s "
-        "accumulate_s step_s peak_bytes retries duplicates_dropped conflicts repaired".split()
+        ["window", "rank", "assigned", "accepted", "skipped_by_reason", "bytes", "fetch_s", "validate_s", "report_s", "overlap_s", "exchange_s", "accumulate_s", "step_s", "peak_bytes", "retries", "duplicates_dropped", "conflicts", "repaired"]
     )
 
 

@@ -46,7 +46,7 @@ def partials(draw, count=3):
                 global_steps=[uid * 10 + versions[uid] for uid in accepted],
                 timestamps={uid: versions[uid] // 2 for uid in accepted},
                 digests={uid: f"{uid}-{versions[uid]}" for uid in accepted},
-                sizes={uid: 5 for uid in accepted},
+                sizes=dict.fromkeys(accepted, 5),
                 norms=torch.tensor([[float(uid), versions[uid]] for uid in accepted]).reshape(-1, 2),
             )
         )

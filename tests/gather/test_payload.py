@@ -64,7 +64,12 @@ def test_spec_keeps_trainable_parameters_in_registration_order():
 
 
 def test_spec_hash_changes_with_everything_that_decides_a_payload():
-    hashes = [small_spec().hash, small_spec(topk=4).hash, small_spec(quant=None).hash, small_spec(quant=QuantSpec(8)).hash]
+    hashes = [
+        small_spec().hash,
+        small_spec(topk=4).hash,
+        small_spec(quant=None).hash,
+        small_spec(quant=QuantSpec(8)).hash,
+    ]
     assert len(set(hashes)) == 4
     assert all(len(h) == 32 for h in hashes)
     assert small_spec().hash == hashes[0] == GradientSpec.from_json(small_spec().to_json()).hash

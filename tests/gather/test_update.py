@@ -68,9 +68,7 @@ def dense_reference(spec, payloads, norms, clip="median", reduction="count_mean"
 
 def applied(spec, result, shapes=None, dtype=torch.float32, **kwargs):
     """(what SGD of rate 1 subtracted from zeros, report)."""
-    model = torch.nn.ParameterDict(
-        {p.name: torch.nn.Parameter(torch.zeros(p.shape, dtype=dtype)) for p in spec.params}
-    )
+    model = torch.nn.ParameterDict({p.name: torch.nn.Parameter(torch.zeros(p.shape, dtype=dtype)) for p in spec.params})
     report = outer_update(model, sgd(model), result, spec=spec, **kwargs)
     return {name: -p.detach() for name, p in model.items()}, report
 
@@ -146,7 +144,11 @@ def example_payload(i0, v0, i1, v1):
 
 @pytest.mark.parametrize(
     ("reduction", "row"),
-    [("count_mean", [7 / 3, 2.0, 0.0, 2 / 3]), ("peer_mean", [7 / 3, 2 / 3, 0.0, 2 / 3]), ("sum", [7.0, 2.0, 0.0, 2.0])],
+    [
+        ("count_mean", [7 / 3, 2.0, 0.0, 2 / 3]),
+        ("peer_mean", [7 / 3, 2 / 3, 0.0, 2 / 3]),
+        ("sum", [7.0, 2.0, 0.0, 2.0]),
+    ],
 )
 def test_worked_example(reduction, row):
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(4, 4))})
@@ -244,7 +246,10 @@ def test_nesterov_steps_one_parameter_at_a_time():
     spec, result = small_spec(), gathered(small_spec())
     model, plain = model_of(), model_of()
     options = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-    optimizer, reference = torch.optim.SGD(model.parameters(), **options), torch.optim.SGD(plain.parameters(), **options)
+    optimizer, reference = (
+        torch.optim.SGD(model.parameters(), **options),
+        torch.optim.SGD(plain.parameters(), **options),
+    )
     update, _ = applied(spec, result)
     for _ in range(3):
         outer_update(model, optimizer, result, spec=spec)

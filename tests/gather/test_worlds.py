@@ -32,7 +32,6 @@ from tests.gather.helpers import (
     PRIMARIES,
     QUICK,
     REASONS,
-    RESERVES,
     WINDOW,
     group_of,
     model_of,
@@ -59,7 +58,14 @@ def everything(rank, world, *, folder):
         for budget in (1 << 30, 60_000, 24_000):
             model = model_of()
             report = outer_update(
-                model, sgd(model), result, spec=spec, group=group, wave_peers=wave_peers, budget_bytes=budget, verify=True
+                model,
+                sgd(model),
+                result,
+                spec=spec,
+                group=group,
+                wave_peers=wave_peers,
+                budget_bytes=budget,
+                verify=True,
             )
             assert report.peak_bytes <= budget
             hashes.append(report.update_hash)
@@ -230,6 +236,103 @@ def test_a_rank_that_dies_while_fetching_is_named_by_all_others(run_ranks, world
         assert ranks == [1]
         assert seconds < 8.0
         assert unchanged
+
+
+def unreadable(rank, world, *, at):
+    """Rank 1's own payloads cannot be read from its ``at``-th read of the update on."""
+    from shoal.gather import UpdateInterrupted
+    from shoal.gather.payload_ref import PayloadRef
+
+    model = model_of()
+    before = [p.detach().clone() for p in model.values()]
+    config = GatherConfig(retry_interval_s=0.02, spill="disk")
+    result = gather(small_plan(), small_spec(), small_store(), group=group_of(world), config=config)
+    reads = 0
+
+    def check(self):
+        nonlocal reads
+        reads += 1
+        if rank == 1 and reads > at:
+            raise OSError("the disk is gone")
+
+    PayloadRef.check_readable = check
+    with pytest.raises(UpdateInterrupted) as caught:
+        outer_update(model, sgd(model), result, spec=small_spec(), group=group_of(world), snapshot="cpu", wave_peers=2)
+    restored = all(torch.equal(a, b) for a, b in zip(before, model.values(), strict=True))
+    return caught.value.applied_params, restored
+
+
+@pytest.mark.parametrize(("at", "params"), [(0, []), (7, ["p0"])])
+def test_all_ranks_leave_an_update_together_when_one_cannot_read(run_ranks, at, params):
+    runs = run_ranks(3, unreadable, at=at)
+    assert runs == [(params, True)] * 3
+
+
+def dies_in_update(rank, world):
+    from shoal.gather import UpdateInterrupted
+    from shoal.gather.payload_ref import PayloadRef
+
+    result = gather(small_plan(), small_spec(), small_store(), group=group_of(world), config=QUICK)
+    if rank == 1:
+        PayloadRef.check_readable = lambda self: os._exit(1)
+    model = model_of()
+    with pytest.raises(UpdateInterrupted):
+        outer_update(model, sgd(model), result, spec=small_spec(), group=group_of(world), control_timeout_s=6.0)
+    return True
+
+
+def test_survivors_of_a_death_in_the_update_are_interrupted(run_ranks):
+    assert run_ranks(3, dies_in_update, may_die=(1,)) == [True, KILLED, True]
+
+
+def replay_in_group(rank, world, *, path):
+    spec, group = small_spec(), group_of(world)
+    model = model_of()
+    report = outer_update(model, sgd(model), ArtifactReader(path), spec=spec, group=group, verify=True)
+    overlap = index_overlap(ArtifactReader(path), spec=spec, group=group)
+    sha = write_artifact(ArtifactReader(path), f"{path}.{world}", spec=spec, group=group, artifact_rank=1)
+    return report.update_hash, report.bytes_exchanged, overlap.counts.tolist(), sha
+
+
+def test_an_artifact_on_every_rank_needs_no_exchange(run_ranks, worlds):
+    folder, runs = worlds
+    base = runs[1][0]
+    for rank, (digest, moved, counts, sha) in enumerate(run_ranks(2, replay_in_group, path=str(folder / "2.pga"))):
+        assert (digest, moved, counts) == (base["hashes"][0], 0, base["overlap"].counts.tolist())
+        assert sha == (base["sha"] if rank == 1 else None)
+
+
+def budgets(rank, world):
+    from shoal.gather import BudgetTooSmall
+
+    result = gather(small_plan(), small_spec(), small_store(), group=group_of(world), config=QUICK)
+    model = model_of()
+    with pytest.raises(BudgetTooSmall) as caught:
+        outer_update(model, sgd(model), result, spec=small_spec(), group=group_of(world), budget_bytes=100)
+    return caught.value.needed
+
+
+def test_a_budget_that_is_too_small_is_told_to_all_ranks(run_ranks):
+    assert len(set(run_ranks(2, budgets))) == 1
+
+
+def fetch_ranks(rank, world):
+    config = GatherConfig(
+        retry_interval_s=0.02, fetch_ranks=(1,) if rank == 0 else (0,), min_peers=1 if rank == 0 else 99
+    )
+    store = small_store()
+    result = gather(small_plan(), small_spec(), store, group=group_of(world), config=config)
+    model = model_of()
+    report = outer_update(model, sgd(model), result, spec=small_spec(), group=group_of(world))
+    return result_fields(result), sum(store.head_calls.values()) > 0, report.update_hash
+
+
+def test_only_rank_0s_fetch_ranks_fetch(run_ranks, worlds):
+    base = worlds[1][1][0]
+    runs = run_ranks(2, fetch_ranks)
+    assert [fields for fields, _, _ in runs] == [base["fields"]] * 2
+    assert [asked for _, asked, _ in runs] == [False, True]
+    assert {digest for _, _, digest in runs} == set(base["hashes"])
 
 
 def all_bad(rank, world):
@@ -456,7 +559,3 @@ def test_fetching_gets_faster_with_ranks(run_ranks):  # A6, with a shorter laten
     times = {w: max(run_ranks(w, slow)) for w in (1, 2, 4)}
     assert times[2] <= 0.6 * times[1]
     assert times[4] <= 0.35 * times[1]
-
-
-def test_reserve_list_is_longer_than_what_is_short():
-    assert len(RESERVES) > 4

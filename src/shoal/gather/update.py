@@ -105,7 +105,9 @@ def outer_update(
     report = UpdateReport(window=holding.manifest.window, duplicates_dropped=holding.manifest.duplicates_dropped)
     if holding.decision == SKIP:
         return report
-    update = _Update(model, optimizer, holding, control, report, budget_bytes, wave_peers, prefetch, clip, reduction, verify)
+    update = _Update(
+        model, optimizer, holding, control, report, budget_bytes, wave_peers, prefetch, clip, reduction, verify
+    )
     report.unready = update.ready(ledger)
     if report.unready:
         log.warning("window %d: not applied, ranks are not ready: %s", report.window, report.unready)
@@ -341,7 +343,9 @@ class _Update:
         self._account(index, work)
         if keeper is not None:
             keeper.keep(tensor)
-        tensor.grad = _as_gradient(tensor, region.cut(work.gradient) if region.numel else work.gradient.reshape(region.local_shape))
+        tensor.grad = _as_gradient(
+            tensor, region.cut(work.gradient) if region.numel else work.gradient.reshape(region.local_shape)
+        )
         work.gradient = None  # type: ignore[assignment]  # pyrefly: ignore
         self.optimizer.step()
         tensor.grad = None
