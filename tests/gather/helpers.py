@@ -88,7 +88,24 @@ def group_of(world):
     return torch.distributed.group.WORLD if world > 1 else None
 
 
-RESULT_FIELDS = ["uids", "global_steps", "skipped_uids", "skip_reasons", "intended_uids", "missing_uids", "reserve_used_uids", "success_rate", "timestamps", "digests", "download_bytes", "upload_bytes", "window", "version", "spec_hash", "decision"]
+RESULT_FIELDS = [
+    "uids",
+    "global_steps",
+    "skipped_uids",
+    "skip_reasons",
+    "intended_uids",
+    "missing_uids",
+    "reserve_used_uids",
+    "success_rate",
+    "timestamps",
+    "digests",
+    "download_bytes",
+    "upload_bytes",
+    "window",
+    "version",
+    "spec_hash",
+    "decision",
+]
 
 
 def result_fields(result):

@@ -63,7 +63,20 @@ def test_layout(written):
 def test_the_reader_has_the_headers_fields(written):
     result, path, _ = written
     reader = ArtifactReader(path)
-    for name in ["uids", "tiers", "global_steps", "skipped_uids", "skip_reasons", "intended_uids", "success_rate", "timestamps", "digests", "window", "version", "spec_hash"]:  # fmt: skip
+    for name in [
+        "uids",
+        "tiers",
+        "global_steps",
+        "skipped_uids",
+        "skip_reasons",
+        "intended_uids",
+        "success_rate",
+        "timestamps",
+        "digests",
+        "window",
+        "version",
+        "spec_hash",
+    ]:
         assert getattr(reader, name) == getattr(result, name), name
     assert torch.equal(reader.norms, result.norms)
     assert reader.params == SPEC.params

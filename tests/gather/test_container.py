@@ -183,10 +183,12 @@ def anonymous_kib():
 def test_bombs_are_skipped_with_their_reason_and_cost_little_memory():  # A13
     spec = small_spec()
     bomb = io.BytesIO()
-    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
-        with file.open("a/data.pkl", "w", force_zip64=True) as member:
-            for _ in range(1024):
-                member.write(bytes(1 << 20))
+    with (
+        zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file,
+        file.open("a/data.pkl", "w", force_zip64=True) as member,
+    ):
+        for _ in range(1024):
+            member.write(bytes(1 << 20))
     good = dump_payload(payload(spec, 1))
     objects = {
         1: MemoryObject(bomb.getvalue()),

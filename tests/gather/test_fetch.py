@@ -313,9 +313,26 @@ def test_reports_are_small_and_round_trip():
 
 def test_one_record_per_window_has_every_field():
     record = gather(small_plan(), SPEC, small_store(), config=QUICK).record
-    assert set(record) == set(
-        ["window", "rank", "assigned", "accepted", "skipped_by_reason", "bytes", "fetch_s", "validate_s", "report_s", "overlap_s", "exchange_s", "accumulate_s", "step_s", "peak_bytes", "retries", "duplicates_dropped", "conflicts", "repaired"]
-    )
+    assert set(record) == {
+        "window",
+        "rank",
+        "assigned",
+        "accepted",
+        "skipped_by_reason",
+        "bytes",
+        "fetch_s",
+        "validate_s",
+        "report_s",
+        "overlap_s",
+        "exchange_s",
+        "accumulate_s",
+        "step_s",
+        "peak_bytes",
+        "retries",
+        "duplicates_dropped",
+        "conflicts",
+        "repaired",
+    }
 
 
 # ---- spill

@@ -1,4 +1,4 @@
-"""One conformance suite for every store, and what each adds: files on disk, S3 over HTTP with faults (moto's server)."""
+"""One conformance suite for every store, and what each adds: files on disk, S3 over HTTP with faults (moto)."""
 
 import asyncio
 import os

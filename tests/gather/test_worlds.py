@@ -262,7 +262,7 @@ def unreadable(rank, world, *, at):
     return caught.value.applied_params, restored
 
 
-@pytest.mark.parametrize(("at", "params"), [(0, []), (7, ["p0"])])
+@pytest.mark.parametrize(("at", "params"), [(0, []), (3, ["p0"])])
 def test_all_ranks_leave_an_update_together_when_one_cannot_read(run_ranks, at, params):
     runs = run_ranks(3, unreadable, at=at)
     assert runs == [(params, True)] * 3
@@ -446,8 +446,8 @@ def sharded(rank, world, *, placement, budget):
                 net[name] = torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(placement)]))
     momentum = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
     report = outer_update(
-        net, torch.optim.SGD(net.parameters(), **momentum), result, spec=spec, group=group_of(world), budget_bytes=budget,
-        verify=True,
+        net, torch.optim.SGD(net.parameters(), **momentum), result, spec=spec, group=group_of(world),
+        budget_bytes=budget, verify=True,
     )  # fmt: skip
     plain = outer_update(
         whole, torch.optim.SGD(whole.parameters(), **momentum), result, spec=spec, group=group_of(world)

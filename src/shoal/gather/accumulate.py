@@ -66,7 +66,8 @@ class TileSum:
 
     def _add_reference(self, slots: Sequence[Slot], factors: Tensor, first: bool, last: bool) -> None:
         """The meaning, on any device: read, add, write; a peer has no position twice, so no order is left to chance."""
-        assert self.values is not None and self.counts is not None
+        assert self.values is not None
+        assert self.counts is not None
         if first:
             self.values.zero_()
             self.counts.zero_()

@@ -1,4 +1,4 @@
-"""Index overlap: which peers chose the same positions far too often, as exact counts that any split of work adds up to."""
+"""Index overlap: which peers chose the same positions far too often, as exact counts that add up over any split."""
 
 import itertools
 import random
