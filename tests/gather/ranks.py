@@ -1,5 +1,6 @@
 """Real gloo processes for tests: a deadline, everybody's end when one fails, and that rank's traceback."""
 
+import faulthandler
 import importlib.util
 import multiprocessing
 import pickle
@@ -26,6 +27,7 @@ def _child(rank, world, file, name, kwargs, folder, connection, timeout_s):
     import torch
     import torch.distributed as dist
 
+    faulthandler.dump_traceback_later(0.8 * timeout_s)
     sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -43,6 +45,7 @@ def _child(rank, world, file, name, kwargs, folder, connection, timeout_s):
     except BaseException:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
+        faulthandler.cancel_dump_traceback_later()
         if world > 1 and dist.is_initialized():
             try:
                 dist.destroy_process_group()

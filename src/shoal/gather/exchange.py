@@ -43,6 +43,7 @@ class Pending:
     index: int
     ids: Tensor
     uids: Sequence[int]
+    replicated: bool
     works: list[Any] = field(default_factory=list)
     buffers: dict[int, Tensor] = field(default_factory=dict)
     poison: str = ""
@@ -62,7 +63,7 @@ class Exchange:
         """Begins to bring chunks ``ids[rank]`` of a parameter of some peers to each rank; the same on every rank."""
         begin = time.perf_counter()
         mine = ids[self.control.rank]
-        pending = Pending(index, mine, uids)
+        pending = Pending(index, mine, uids, replicated)
         if not self.local:
             for uid in uids:
                 owner = self.holding.owners[uid]
@@ -110,7 +111,7 @@ class Exchange:
         if self.local:
             return [self._local_slot(uid, pending) for uid in pending.uids]
         begin = time.perf_counter()
-        self.control.wait(pending.works, "exchange")
+        self.control.wait(pending.works, "exchange", sliced=pending.replicated)
         pending.keep.clear()
         slots = []
         for uid in pending.uids:
@@ -127,7 +128,7 @@ class Exchange:
     def drain(self, pending: Sequence[Pending]) -> None:
         """Waits for waves that nobody will use, so that no rank is left inside one."""
         for wave in pending:
-            self.control.wait(wave.works, "exchange")
+            self.control.wait(wave.works, "exchange", sliced=wave.replicated)
 
     def _local_slot(self, uid: int, pending: Pending) -> Slot:
         ref = self.holding.refs[uid]
