@@ -1,5 +1,10 @@
 """Data- and pipeline-parallel training pieces."""
 
+from shoal.comm.config import DistributedConfig
+from shoal.comm.in_process import InProcessTransport
+from shoal.comm.process_group import ProcessGroupTransport
+from shoal.comm.serialization import deserialize_tensors, serialize_tensors
+from shoal.comm.transport import Transport
 from shoal.errors import (
     AggregationError,
     CompressionError,
