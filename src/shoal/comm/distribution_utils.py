@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm import bps_env, device_utils, hvd_lib
+from shoal.comm import bps_env, device_utils, flags, hvd_lib
 from shoal.comm.bps_bench import A2aPlan, bps_comm_benchmark, byteps_a2a_plan, byteps_benchmark_a2a, byteps_benchmark_ar
 from shoal.comm.flags import FLAGS
 from shoal.comm.hooks import BroadcastGlobalVariablesHook, ByteCCLTelemetryHook, RunContext, SessionRunHook
@@ -65,7 +65,7 @@ def reset_for_testing() -> None:
     global _SYNC_TRAIN_INITED
     _SYNC_TRAIN_INITED = False
     device_utils._GPU_PLACEMENT_ALLOWED = False
-    FLAGS.reset()
+    flags.FLAGS.reset()
     hvd_lib._foreign = None
     hvd_lib._job_uuid = ""
     TELEMETRY.clear()
