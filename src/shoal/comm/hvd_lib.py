@@ -70,7 +70,7 @@ def init(backend: str | None = None, lazy: bool = False) -> None:
         module.init()
         _foreign = module
     if not lazy:
-        _start_group()
+        start_group()
 
 
 def require() -> None:
@@ -91,7 +91,7 @@ def _profile_module(profile: str) -> Any:
     return None
 
 
-def _start_group() -> None:
+def start_group() -> None:
     """The default process group, unless somebody made it already."""
     require()
     if dist.is_initialized():
@@ -144,7 +144,7 @@ def _hide_missing_interfaces() -> None:
 
 def _group() -> Any:
     if not dist.is_available() or not dist.is_initialized():
-        _start_group()
+        start_group()
     return dist.group.WORLD
 
 

@@ -69,7 +69,8 @@ def run_ranks(
             "backend": backend,
             "group_timeout_s": group_timeout_s or timeout_s,
             "folder": folder,
-            "env": {**os.environ, **(env or {})},
+            "env": dict(os.environ),
+            "own_env": dict(env or {}),
         }
         pipes, processes = [], []
         try:
@@ -144,6 +145,7 @@ def _child(rank: int, world_size: int, setup: dict[str, Any], call: bytes, pipe:
         MASTER_PORT=str(setup["port"]),
         TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then joins the parent's store in place of opening one
     )
+    os.environ.update(setup["own_env"])
     stack = open(f"{setup['folder']}/stack-{rank}", "w")  # noqa: SIM115 - faulthandler writes to it at any time
     faulthandler.register(signal.SIGUSR1, file=stack)
     pipe.send_bytes(outcome(lambda: _work(rank, world_size, setup, call)))
