@@ -1,6 +1,6 @@
 """The figures of communication and training primitives: ours and what they are measured against, interleaved.
 
-    python -m benchmarks.comm [--quick] [--json FILE]
+python -m benchmarks.comm [--quick] [--json FILE]
 """
 
 import argparse
@@ -102,7 +102,9 @@ def top_k(n: int, rounds: int) -> dict[str, float]:
 def serialisation(megabytes: int, rounds: int) -> dict[str, float]:
     tensors = [torch.randn(megabytes * 1_000_000 // 4 // 8) for _ in range(8)]
     data = serialize_tensors(tensors)
-    times = interleaved({"serialize": lambda: serialize_tensors(tensors), "deserialize": lambda: deserialize_tensors(data)}, rounds)
+    times = interleaved(
+        {"serialize": lambda: serialize_tensors(tensors), "deserialize": lambda: deserialize_tensors(data)}, rounds
+    )
     return {name: len(data) / seconds / 1e9 for name, seconds in times.items()}
 
 
@@ -195,7 +197,11 @@ def main(argv: list[str] | None = None) -> int:
         rows.append({"what": what, "value": value, "bound": bound, "note": note})
         print(f"{what:<58} {value:8.3f}  {bound:<8} {note}", flush=True)
 
-    machine = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "torch": torch.__version__,
+    }
     print(machine, f"median of {rounds} interleaved rounds", flush=True)
     for world in (2, 4):
         got = run_ranks(world, reduction, 10 if quick else 100, 200, rounds, timeout_s=550)[0]
@@ -213,8 +219,18 @@ def main(argv: list[str] | None = None) -> int:
     row("torch.topk / compress_gradients", got["torch.topk"] / got["compress_gradients"], ">= 1.2", "")
     row("compressed / dense bytes, W=2, ratio 0.01", run_ranks(2, compressed, timeout_s=100)[0], "<= 0.03", "")
     got = overlap(rounds)
-    row("share of the reduction that is hidden", got["hidden share"], ">= 0.70", f"step {got['overlapped'] * 1e3:.0f} ms, blocking {got['blocking'] * 1e3:.0f} ms")
-    row("pipeline step / ideal, 2 stages, 8 micro-batches", max(run_ranks(2, pipeline, rounds, timeout_s=200)), "<= 1.25", "")
+    row(
+        "share of the reduction that is hidden",
+        got["hidden share"],
+        ">= 0.70",
+        f"step {got['overlapped'] * 1e3:.0f} ms, blocking {got['blocking'] * 1e3:.0f} ms",
+    )
+    row(
+        "pipeline step / ideal, 2 stages, 8 micro-batches",
+        max(run_ranks(2, pipeline, rounds, timeout_s=200)),
+        "<= 1.25",
+        "",
+    )
     got = serialisation(16 if quick else 256, rounds)
     for name, rate in got.items():
         row(f"{name}, GB/s", rate, ">= 1", "")

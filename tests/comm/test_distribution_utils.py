@@ -17,7 +17,6 @@ from shoal.errors import ConfigError
 from shoal.testing import mpi_unavailable, run_mpi, run_ranks
 
 
-
 def product(*axes):
     return list(itertools.product(*axes))
 
@@ -56,9 +55,19 @@ def starts(monkeypatch):
 
 # Helpers and switches
 
-OMPI = {"rank": "OMPI_COMM_WORLD_RANK", "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK", "size": "OMPI_COMM_WORLD_SIZE", "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE"}
+OMPI = {
+    "rank": "OMPI_COMM_WORLD_RANK",
+    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "size": "OMPI_COMM_WORLD_SIZE",
+    "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
 TORCH = {"rank": "RANK", "local_rank": "LOCAL_RANK", "size": "WORLD_SIZE", "local_size": "LOCAL_WORLD_SIZE"}
-GETTERS = {"rank": du.get_mpi_rank, "local_rank": du.get_mpi_local_rank, "size": du.get_mpi_size, "local_size": du.get_mpi_local_size}
+GETTERS = {
+    "rank": du.get_mpi_rank,
+    "local_rank": du.get_mpi_local_rank,
+    "size": du.get_mpi_size,
+    "local_size": du.get_mpi_local_size,
+}
 
 
 @pytest.mark.parametrize("quantity", GETTERS)
@@ -89,7 +98,18 @@ def test_only_the_size_is_known(env, caplog):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [(None, 5), ("", 5), ("true", 1), ("Yes", 1), ("ON", 1), ("False", 0), ("no", 0), ("off", 0), ("-1", -1), (" 12 ", 12)],
+    [
+        (None, 5),
+        ("", 5),
+        ("true", 1),
+        ("Yes", 1),
+        ("ON", 1),
+        ("False", 0),
+        ("no", 0),
+        ("off", 0),
+        ("-1", -1),
+        (" 12 ", 12),
+    ],
 )
 def test_switches_are_integers_or_words(env, text, value):
     if text is not None:
@@ -126,7 +146,10 @@ def test_unreadable_flags_mean_no_sync_training(env, monkeypatch):
 
 
 def test_flags_have_defaults_and_are_parsed(env):
-    assert du.FLAGS.parse(["--enable_sync_training", "--num_ps=2", "--is_local=false", "in.toml", "--other"]) == ["in.toml", "--other"]
+    assert du.FLAGS.parse(["--enable_sync_training", "--num_ps=2", "--is_local=false", "in.toml", "--other"]) == [
+        "in.toml",
+        "--other",
+    ]
     assert du.FLAGS.enable_sync_training is True
     assert (du.FLAGS.num_ps, du.FLAGS.is_local, du.FLAGS.enable_alltoall_metrics_for_slot) == (2, False, None)
     du.reset_for_testing()
@@ -388,7 +411,12 @@ def test_bps_init_leaves_exactly_the_listed_variables(env, starts, monkeypatch):
 
 
 def test_bps_init_keeps_what_is_default_and_sets_the_rest(env, starts, monkeypatch):
-    mine = {"BYTEPS_LOG_LEVEL": "debug", "DMLC_INTERFACE": "bond0", "GLOO_SOCKET_IFNAME": "lo", "BYTEPS_PARTITION_BYTES": "1"}
+    mine = {
+        "BYTEPS_LOG_LEVEL": "debug",
+        "DMLC_INTERFACE": "bond0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "BYTEPS_PARTITION_BYTES": "1",
+    }
     got = written(env, starts, monkeypatch, **RANK21, **mine, DMLC_ROLE="worker", MONOLITH_WITH_BYTEPS_FWD_GDR=1)
     want = {**BASE, **on("bond0")}
     for name in mine:
@@ -515,7 +543,9 @@ def test_bps_comm_benchmark_runs_the_kinds_that_are_asked_for(env, monkeypatch, 
         return [1.0, 3.0] if total_len == 64 else []
 
     monkeypatch.setattr(du, "byteps_benchmark_a2a", a2a)
-    monkeypatch.setattr(du, "byteps_benchmark_ar", lambda n, it, use_cpu=False, op="pushpull": calls.append((n, it, use_cpu)) or [4.0])
+    monkeypatch.setattr(
+        du, "byteps_benchmark_ar", lambda n, it, use_cpu=False, op="pushpull": calls.append((n, it, use_cpu)) or [4.0]
+    )
     for bad in (None, "none", "x"):
         if bad is not None:
             env(MONOLITH_BENCHMARK_BPS=bad)
@@ -542,7 +572,11 @@ class Context:
 
 
 def test_telemetry_fires_strictly_after_the_interval(env, monkeypatch, caplog):
-    rows = [("a.AllToAll.x", 1.234, 0.5, 7), *((f"PushPull.{i}", 2.0, 0.0, 1) for i in range(5)), ("broadcast", 1, 1, 1)]
+    rows = [
+        ("a.AllToAll.x", 1.234, 0.5, 7),
+        *((f"PushPull.{i}", 2.0, 0.0, 1) for i in range(5)),
+        ("broadcast", 1, 1, 1),
+    ]
     monkeypatch.setattr(hvd_lib, "get_telemetry", lambda: rows)
     monkeypatch.setattr(hvd_lib, "rank", lambda: 0)
     hook = du.ByteCCLTelemetryHook(20)

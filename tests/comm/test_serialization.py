@@ -18,14 +18,15 @@ def same(a, b):
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
-        and a.contiguous().reshape(-1).view(torch.uint8).tolist() == b.contiguous().reshape(-1).view(torch.uint8).tolist()
+        and a.contiguous().reshape(-1).view(torch.uint8).tolist()
+        == b.contiguous().reshape(-1).view(torch.uint8).tolist()
     )
 
 
 def test_the_worked_example_byte_for_byte():
     data = serialize_tensors([torch.tensor([[1.0, -2.0]]), torch.tensor(3.0)])
     assert len(data) == 196
-    assert data[:32].hex() == "54504b31" "02000000" "4000000000000000" "4400000000000000" "87b0f43c" "00000000"
+    assert data[:32].hex() == "54504b31020000004000000000000000440000000000000087b0f43c00000000"
     assert struct.unpack_from("<I", data, 32 + 4) == (0xC3872656,)
     assert struct.unpack_from("<I", data, 32 + 40 + 4) == (0xA7E1D189,)
     assert data[96:128] == bytes(32)

@@ -45,7 +45,11 @@ def test_counts_are_exact_on_the_decimal_that_was_written(n, ratio, count):
 
 
 def test_nan_ratio_is_refused():
-    for call in (lambda: topk_count(1, math.nan), lambda: TopKCompressor(math.nan), lambda: compress_gradients([torch.ones(1)], math.nan)):
+    for call in (
+        lambda: topk_count(1, math.nan),
+        lambda: TopKCompressor(math.nan),
+        lambda: compress_gradients([torch.ones(1)], math.nan),
+    ):
         with pytest.raises(CompressionError):
             call()
 
@@ -81,7 +85,10 @@ def test_any_floats_are_ranked_nan_first_then_by_magnitude_then_index(values, da
     x = torch.tensor(values)
     k = data.draw(st.integers(1, len(values)))
     flat = x.tolist()
-    want = sorted(range(len(flat)), key=lambda i: (0 if math.isnan(flat[i]) else 1, 0 if math.isnan(flat[i]) else -abs(flat[i]), i))[:k]
+    want = sorted(
+        range(len(flat)),
+        key=lambda i: (0 if math.isnan(flat[i]) else 1, 0 if math.isnan(flat[i]) else -abs(flat[i]), i),
+    )[:k]
     for select in (topk_indices, topk_indices_reference):
         assert select(x, k, nonfinite="keep").tolist() == want
         assert select(x, k, nonfinite="keep", order="index").tolist() == sorted(want)
@@ -245,7 +252,9 @@ def aggregate_processes(rank, world):
 
 def test_all_ranks_hold_the_bits_of_a_plain_loop():
     want = loop_over_ranks(3, 0.05, grads_of)
-    by_thread = run_threads(3, lambda t: CompressedAggregator(config(t), t, TopKCompressor(0.05)).aggregate(grads_of(t.rank)))
+    by_thread = run_threads(
+        3, lambda t: CompressedAggregator(config(t), t, TopKCompressor(0.05)).aggregate(grads_of(t.rank))
+    )
     for got in by_thread:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     for got, sent in run_ranks(3, aggregate_processes, timeout_s=40):

@@ -109,7 +109,13 @@ def test_reduction_hides_behind_backward():
 def make_model():
     torch.manual_seed(0)
     return nn.ModuleDict(
-        {"a": nn.Linear(4, 8), "b": nn.Linear(8, 8), "unused": nn.Linear(2, 2), "sometimes": nn.Linear(8, 1), "c": nn.Linear(8, 1)}
+        {
+            "a": nn.Linear(4, 8),
+            "b": nn.Linear(8, 8),
+            "unused": nn.Linear(2, 2),
+            "sometimes": nn.Linear(8, 1),
+            "c": nn.Linear(8, 1),
+        }
     )
 
 
@@ -135,7 +141,10 @@ def equals_blocking(rank, world):
             run_model(other, x, use).backward()
             parameters = list(other.parameters())
             for bucket in reducer.buckets:
-                grads = [parameters[i].grad if parameters[i].grad is not None else torch.zeros_like(parameters[i]) for i in bucket]
+                grads = [
+                    parameters[i].grad if parameters[i].grad is not None else torch.zeros_like(parameters[i])
+                    for i in bucket
+                ]
                 flat = torch.cat([g.reshape(-1) for g in grads])
                 dist.all_reduce(flat)
                 flat /= world

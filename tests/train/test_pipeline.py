@@ -30,7 +30,7 @@ def full_batch(x, y, weights=None, parts=1):
     out = nn.Sequential(*layers)(x)
     sizes = [len(x) // parts + (i < len(x) % parts) for i in range(parts)]
     losses = [mse(o, t) for o, t in zip(out.split(sizes), y.split(sizes), strict=True)]
-    loss = sum(l * n for l, n in zip(losses, sizes, strict=True)) / len(x)
+    loss = sum(one * n for one, n in zip(losses, sizes, strict=True)) / len(x)
     loss.backward()
     return layers, loss.detach(), out.detach()
 
@@ -100,7 +100,12 @@ def test_splits_are_the_users_choice():
     assert [len(runner.stage_layers(s)) for s in range(2)] == [1, 5]
     runner.step(x, y)
     check_gradients(layers, full_batch(x, y)[0])
-    for bad in ({"splits": split_by_cost([1] * 5, 2)}, {"devices": ["cpu"]}, {"return_loss": "none"}, {"schedule_class": object}):
+    for bad in (
+        {"splits": split_by_cost([1] * 5, 2)},
+        {"devices": ["cpu"]},
+        {"return_loss": "none"},
+        {"schedule_class": object},
+    ):
         with pytest.raises(ConfigError):
             PipelineRunner(layers, PipelineParallelConfig(2, 2), loss_fn=mse, **bad)
 
@@ -156,7 +161,11 @@ def ranks_case(rank, world):
         for parts in (1, 2, 4):
             layers = make_layers()
             runner = PipelineRunner(
-                layers, PipelineParallelConfig(world, parts, kind), loss_fn=mse, group=dist.group.WORLD, return_loss="all"
+                layers,
+                PipelineParallelConfig(world, parts, kind),
+                loss_fn=mse,
+                group=dist.group.WORLD,
+                return_loss="all",
             )
             for _ in range(2):
                 for layer in layers:
@@ -296,9 +305,7 @@ class Sleep(torch.autograd.Function):
 
 
 def timed_case(rank, world):
-    runner = PipelineRunner(
-        [Busy(), Busy()], PipelineParallelConfig(2, 8), loss_fn=mse, group=dist.group.WORLD
-    )
+    runner = PipelineRunner([Busy(), Busy()], PipelineParallelConfig(2, 8), loss_fn=mse, group=dist.group.WORLD)
     x = torch.ones(8, 4)
     times = []
     for _ in range(4):

@@ -13,7 +13,12 @@ from shoal.train import full_tensor, gather_shards, local_shard, shard_module, s
 
 @pytest.mark.parametrize(
     ("n", "parts", "balanced", "dtensor"),
-    [(10, 4, [3, 3, 2, 2], [3, 3, 3, 1]), (5, 4, [2, 1, 1, 1], [2, 2, 1, 0]), (8, 3, [3, 3, 2], [3, 3, 2]), (0, 2, [0, 0], [0, 0])],
+    [
+        (10, 4, [3, 3, 2, 2], [3, 3, 3, 1]),
+        (5, 4, [2, 1, 1, 1], [2, 2, 1, 0]),
+        (8, 3, [3, 3, 2], [3, 3, 2]),
+        (0, 2, [0, 0], [0, 0]),
+    ],
 )
 def test_the_table_of_sizes(n, parts, balanced, dtensor):
     assert shard_sizes(n, parts) == balanced
@@ -121,7 +126,7 @@ def fsdp_case(rank, world):
         steps(model, rank, world)
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(full_tensor(p), q, rtol=1e-5, atol=1e-6, msg=name)
-            assert list(local_shard(p).shape)[0] == shard_sizes(q.shape[0], world, "dtensor")[rank]
+            assert local_shard(p).shape[0] == shard_sizes(q.shape[0], world, "dtensor")[rank]
     assert full_tensor(torch.ones(1)) is not None
 
 

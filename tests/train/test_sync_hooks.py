@@ -202,7 +202,9 @@ def ranks_case(rank, world, folder):
         ctx, {"req_time": 55 if rank == world - 1 else 1}
     )
     results["time"] = ctx.stop_requested
-    SyncTrainingSaverControlHook(folder if rank == 0 else "/nowhere", timer).after_run(RunContext(global_step=100), None)
+    SyncTrainingSaverControlHook(folder if rank == 0 else "/nowhere", timer).after_run(
+        RunContext(global_step=100), None
+    )
     results["online"] = timer.log[-1]
     if rank == 0:
         time.sleep(0.3)

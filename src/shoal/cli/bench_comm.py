@@ -70,7 +70,9 @@ def main(argv: list[str]) -> int:
             for column in ("operation", "bytes", "calls", "median µs", "GB/s"):
                 table.add_column(column, justify="left" if column == "operation" else "right")
             for p in points:
-                table.add_row(p.operation, f"{p.nbytes:,}", str(p.calls), f"{p.latency_us:,.1f}", f"{p.goodput_gbps:.3f}")
+                table.add_row(
+                    p.operation, f"{p.nbytes:,}", str(p.calls), f"{p.latency_us:,.1f}", f"{p.goodput_gbps:.3f}"
+                )
             Console(width=None if sys.stdout.isatty() else 100).print(table)
             if options.json:
                 Path(options.json).write_text(json.dumps(found, indent=1))

@@ -1,7 +1,7 @@
 """`shoal launch`: N local ranks under torchrun's own agent, with a console that shows who says what.
 
-Every line is prefixed with its rank. When a rank fails the others are ended and the first failure's last lines are shown
-at the end, where you look first. Ctrl-C ends all ranks.
+Every line is prefixed with its rank. When a rank fails the others are ended and the first failure's last lines are
+shown at the end, where you look first. Ctrl-C ends all ranks.
 """
 
 import argparse
@@ -99,7 +99,12 @@ def _run(options: argparse.Namespace, folder: str) -> tuple[int, dict[str, Any] 
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode > 0 else 1
-        return code, {"rank": rank, "exit_code": failure.exitcode, "signal": _signal(failure), "tail": _tail(folder, rank)}
+        return code, {
+            "rank": rank,
+            "exit_code": failure.exitcode,
+            "signal": _signal(failure),
+            "tail": _tail(folder, rank),
+        }
     except SignalException as stop:
         print(f"shoal launch: {stop.sigval.name}, all ranks ended", file=sys.stderr)
         return 128 + stop.sigval, None
@@ -122,6 +127,8 @@ def _tail(folder: str, rank: int) -> list[str]:
 
 def _show(failure: dict[str, Any]) -> None:
     how = failure["signal"] or f"exit code {failure['exit_code']}"
-    print(f"\nshoal launch: rank {failure['rank']} failed first, with {how}; the other ranks were ended", file=sys.stderr)
+    print(
+        f"\nshoal launch: rank {failure['rank']} failed first, with {how}; the other ranks were ended", file=sys.stderr
+    )
     for line in failure["tail"]:
         print(f"  {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Small agreements between ranks (flags, steps), always on gloo so that they work on the CPU, always with a deadline."""
+"""Small agreements between ranks (flags, steps), always on gloo so that they work on the CPU, with a deadline."""
 
 from datetime import timedelta
 

@@ -37,9 +37,9 @@ def is_gpu_training() -> bool:
 
 def get_visible_gpus(local_rank: int, processes_per_gpu: int = 1) -> str:
     """The GPU of a local rank when ``processes_per_gpu`` of them share one, as text."""
-    assert isinstance(processes_per_gpu, int) and not isinstance(processes_per_gpu, bool) and processes_per_gpu >= 1, (
-        f"processes_per_gpu must be an int of at least 1, got {processes_per_gpu!r}"
-    )
+    whole = isinstance(processes_per_gpu, int) and not isinstance(processes_per_gpu, bool)
+    assert whole, f"processes_per_gpu must be an int, got {processes_per_gpu!r}"
+    assert processes_per_gpu >= 1, f"processes_per_gpu must be at least 1, got {processes_per_gpu}"
     return str(local_rank // processes_per_gpu)
 
 

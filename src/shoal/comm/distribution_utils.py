@@ -165,7 +165,9 @@ def try_init_cuda() -> None:
         return
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         if torch.cuda.is_initialized():
-            logger.warning("CUDA is already initialised, so CUDA_VISIBLE_DEVICES comes too late; call try_init_cuda first")
+            logger.warning(
+                "CUDA is already initialised, so CUDA_VISIBLE_DEVICES comes too late; call try_init_cuda first"
+            )
         os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         os.environ["CUDA_VISIBLE_DEVICES"] = str(get_mpi_local_rank())
     if _SYNC_TRAIN_INITED or not FLAGS.enable_sync_training:

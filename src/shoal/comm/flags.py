@@ -44,7 +44,9 @@ class Flags:
             if isinstance(default, bool):
                 parser.add_argument(f"--{name}", nargs="?", const=True, type=_bool, default=argparse.SUPPRESS)
             else:
-                parser.add_argument(f"--{name}", type=int if isinstance(default, int) else str, default=argparse.SUPPRESS)
+                parser.add_argument(
+                    f"--{name}", type=int if isinstance(default, int) else str, default=argparse.SUPPRESS
+                )
         known, rest = parser.parse_known_args(argv)
         self.__dict__.update(vars(known))
         return rest

@@ -87,7 +87,9 @@ def _profile_module(profile: str) -> Any:
         pass
     if profile not in _warned:
         _warned.add(profile)
-        logger.warning("%s is not installed; the %s profile runs on torch.distributed alone", PROFILES[profile], profile)
+        logger.warning(
+            "%s is not installed; the %s profile runs on torch.distributed alone", PROFILES[profile], profile
+        )
     return None
 
 
@@ -120,8 +122,8 @@ def _rendezvous(size_: int, local_size_: int) -> dict[str, Any]:
         return {"store": dist.HashStore()}
     if not address and local_size_ != size_:
         raise RuntimeError(
-            f"MASTER_ADDR is not set and only {local_size_} of {size_} ranks are on this node; tell every rank where rank 0 "
-            "is, as in: mpirun -x MASTER_ADDR=<host of rank 0> ..."
+            f"MASTER_ADDR is not set and only {local_size_} of {size_} ranks are on this node; tell every rank where "
+            "rank 0 is, as in: mpirun -x MASTER_ADDR=<host of rank 0> ..."
         )
     uuid = os.environ.get("BYTEPS_UUID") or _job_uuid or os.environ.get("PMIX_NAMESPACE", "")
     port = port or str(29500 + zlib.crc32(str(uuid).encode()) % 1000)
@@ -138,7 +140,9 @@ def _hide_missing_interfaces() -> None:
         names = os.environ.get(variable, "")
         wanted = [n.strip().lstrip("^=") for n in names.split(",") if n.strip()]
         if wanted and not any(n == h or h.startswith(n) for n in wanted for h in have):
-            logger.warning("%s=%s names no interface of this host; it is left to the library to choose", variable, names)
+            logger.warning(
+                "%s=%s names no interface of this host; it is left to the library to choose", variable, names
+            )
             os.unsetenv(variable)
 
 
@@ -242,7 +246,10 @@ def _check_partition(t: Tensor, rows: list[int], name: str | None) -> None:
     most = max(rows, default=0) * row_bytes
     if limit and most > limit:
         logger.warning(
-            "alltoall %s sends %d bytes to one peer, more than BYTEPS_P2P_PARTITION_BYTES=%d", name or "unnamed", most, limit
+            "alltoall %s sends %d bytes to one peer, more than BYTEPS_P2P_PARTITION_BYTES=%d",
+            name or "unnamed",
+            most,
+            limit,
         )
 
 
@@ -251,14 +258,14 @@ def _device() -> torch.device:
 
 
 def alltoall_cpu2gpu(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:
-    """Rows on the CPU arrive on the GPU: exchanged by gloo and copied, or with FWD_GDR=1 copied and exchanged by NCCL."""
+    """Rows on the CPU arrive on the GPU: exchanged by gloo, then copied; with FWD_GDR=1 copied, then by NCCL."""
     if is_one("MONOLITH_WITH_BYTEPS_FWD_GDR"):
         return alltoall(t.to(_device(), non_blocking=True), splits, recv_splits, name)
     return _staged(alltoall(t, splits, recv_splits, name)).to(_device(), non_blocking=True)
 
 
 def alltoall_gpu2cpu(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:
-    """Rows on the GPU arrive on the CPU: copied and exchanged by gloo, or with BWD_GDR=1 exchanged by NCCL and copied."""
+    """Rows on the GPU arrive on the CPU: copied, then exchanged by gloo; with BWD_GDR=1 by NCCL, then copied."""
     if is_one("MONOLITH_WITH_BYTEPS_BWD_GDR"):
         return alltoall(t, splits, recv_splits, name).cpu()
     return alltoall(t.cpu(), splits, recv_splits, name)

@@ -47,7 +47,7 @@ def launcher_value(quantity: str) -> int:
 
 
 def is_mpi_mode() -> bool:
-    """Whether ranks were started together: Open MPI's local rank is there, even empty, or torchrun's three variables."""
+    """Whether ranks were started together: Open MPI's local rank is set, even empty, or torchrun's three variables."""
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
         return True
     return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))

@@ -75,4 +75,6 @@ def device_index(visible_device_list: str, count: int) -> int | None:
         return index
     if count == 1:
         return 0
-    raise ConfigError(f"visible_device_list names device {index}, this process sees {count}; check CUDA_VISIBLE_DEVICES")
+    raise ConfigError(
+        f"visible_device_list names device {index}, this process sees {count}; check CUDA_VISIBLE_DEVICES"
+    )

@@ -53,8 +53,8 @@ class AllReduceAggregator(ExchangingAggregator):
         collectives = isinstance(self._exchange, GroupExchange)
         if algorithm == "native" and config.world_size > 1 and not collectives:
             raise ConfigError(
-                f"AllReduceAggregator: algorithm 'native' needs a transport with collectives, {type(transport).__name__} "
-                "has none; use 'ring' or 'ordered'"
+                f"AllReduceAggregator: algorithm 'native' needs a transport with collectives, "
+                f"{type(transport).__name__} has none; use 'ring' or 'ordered'"
             )
         self.algorithm = algorithm
         self.average = average

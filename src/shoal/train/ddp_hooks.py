@@ -107,7 +107,9 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 def make_hook(name: str, **kw: Any) -> tuple[Any, Callable[[Any, "dist.GradBucket"], "torch.futures.Future[Tensor]"]]:
-    """``(state, hook)`` for ``register_comm_hook``: ``topk | powersgd | fp16 | bf16 | allreduce``; ``kw`` are the state's.
+    """``(state, hook)`` for ``register_comm_hook``; ``kw`` are the state's arguments.
+
+    ``name`` is one of ``topk``, ``powersgd``, ``fp16``, ``bf16``, ``allreduce``.
 
     Example:
         >>> state, hook = make_hook("topk", ratio=0.01)

@@ -71,7 +71,7 @@ class SyncHelper:
 
 
 class ChiefSyncHook(SessionRunHook):
-    """Says that the restore is done; at the end waits for the workers, at most ``timeout_seconds``, and never raises."""
+    """Says that the restore is done; at the end waits ``timeout_seconds`` at most for the workers; never raises."""
 
     def __init__(self, helper: SyncHelper, timeout_seconds: float = 1800) -> None:
         self.helper = helper
@@ -112,7 +112,7 @@ class WorkerSyncHook(SessionRunHook):
         while not self.helper.get_restore_status():
             if time.monotonic() > end:
                 raise DeadlineError(
-                    f"worker {self.index} waited {self.timeout_seconds:g} s for the chief's restore; see the chief's log"
+                    f"worker {self.index} waited {self.timeout_seconds:g} s for the restore; see the chief's log"
                 )
             time.sleep(0.1)
 

@@ -59,7 +59,7 @@ class _EveryInterval(SessionRunHook):
 class SyncTrainingForceDumpHook(_EveryInterval):
     """Files ``dump_<step>`` and ``stop_<step>`` in ``model_dir`` make all ranks dump, or dump and stop.
 
-    Rank 0 looks, for the steps since its last look, and broadcasts; the timer is on only in the hours of ``DUMP_HOURS``.
+    Rank 0 looks, for the steps since its last look, and broadcasts; the timer is on in the ``DUMP_HOURS`` only.
     """
 
     def __init__(self, model_dir: str, timer: Any, step_interval: int = 100) -> None:
