@@ -62,7 +62,7 @@ def measure(
     return points
 
 
-def _time(operation: str, nbytes: int, call: Callable[[], None], seconds: float) -> Point:
+def _time(operation: str, nbytes: int, call: Callable[[], Any], seconds: float) -> Point:
     call()
     began = time.perf_counter()
     call()
@@ -78,7 +78,7 @@ def _time(operation: str, nbytes: int, call: Callable[[], None], seconds: float)
     return Point(operation, nbytes, len(times), median * 1e6, nbytes / median / 1e9)
 
 
-def _send_recv(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], None]:
+def _send_recv(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], Any]:
     """A message round the ring of ranks (to itself when alone); the time is that of one hop both ways at once."""
     data = bytes(nbytes)
     after, before = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
@@ -90,19 +90,19 @@ def _send_recv(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], No
     return call
 
 
-def _all_reduce(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], None]:
+def _all_reduce(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], Any]:
     data = torch.ones(max(1, nbytes // 4))
     return lambda: dist.all_reduce(data, group=transport.group)
 
 
-def _all_to_all(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], None]:
+def _all_to_all(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], Any]:
     rows = max(1, nbytes // 4 // transport.world_size)
     data = torch.ones(transport.world_size * rows)
     out = torch.empty_like(data)
     return lambda: dist.all_to_all_single(out, data, group=transport.group)
 
 
-_CALLS: dict[str, Callable[[ProcessGroupTransport, int], Callable[[], None]]] = {
+_CALLS: dict[str, Callable[[ProcessGroupTransport, int], Callable[[], Any]]] = {
     "send_recv": _send_recv,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,

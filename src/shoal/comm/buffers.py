@@ -14,7 +14,7 @@ def writable_bytes(n: int) -> tuple[bytes, np.ndarray]:
     if n == 0:
         return b"", np.empty(0, np.uint8)
     data = _core.new_bytes(n)
-    raw = (ctypes.c_uint8 * n).from_address(_core.bytes_address(data))
+    raw: Any = (ctypes.c_uint8 * n).from_address(_core.bytes_address(data))
     return data, np.frombuffer(raw, np.uint8)
 
 

@@ -1,14 +1,15 @@
 """Small agreements between ranks (flags, steps), always on gloo so that they work on the CPU, with a deadline."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import all_gather_single
 
-_group = None
-_group_of = None
+_group: Any = None
+_group_of: Any = None
 
 
 def world_size() -> int:
@@ -20,10 +21,10 @@ def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
-def _gloo() -> "dist.ProcessGroup | None":
+def _gloo() -> Any:
     """The default group where it speaks gloo, else a gloo group beside it (made by all ranks in their first call)."""
     global _group, _group_of
-    default = dist.group.WORLD
+    default: Any = dist.group.WORLD
     if any(t.type == "cpu" for t in default._device_types):
         return default
     if _group_of is not default:
@@ -36,7 +37,7 @@ def broadcast_ints(values: list[int], root_rank: int = 0, timeout_s: float | Non
     if world_size() == 1:
         return values
     data = torch.tensor(values, dtype=torch.int64)
-    work = dist.broadcast(data, group=_gloo(), group_src=root_rank, async_op=True)
+    work: Any = dist.broadcast(data, group=_gloo(), group_src=root_rank, async_op=True)
     work.wait(timedelta(seconds=timeout_s)) if timeout_s is not None else work.wait()
     return data.tolist()
 

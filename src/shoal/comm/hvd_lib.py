@@ -12,7 +12,7 @@ import sys
 import types
 import zlib
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from shoal.comm.collectives import all_gather_single
 from shoal.comm.launch_env import env_int, is_one, launcher_value
 from shoal.comm.telemetry import TELEMETRY
 from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.comm.hooks import BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook
 
 logger = logging.getLogger(__name__)
 

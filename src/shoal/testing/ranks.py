@@ -95,7 +95,7 @@ def _collect(processes: list, pipes: list, end: float, timeout_s: float, lost: s
     results: list[Any] = [None] * len(processes)
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
-        ready = wait(list(open_pipes), timeout=max(0.0, end - time.monotonic()))
+        ready: list[Any] = wait(list(open_pipes), timeout=max(0.0, end - time.monotonic()))
         if not ready:
             running = sorted(open_pipes.values())
             raise DeadlineError(
@@ -150,7 +150,8 @@ def _child(rank: int, world_size: int, setup: dict[str, Any], call: bytes, pipe:
     faulthandler.register(signal.SIGUSR1, file=stack)
     pipe.send_bytes(outcome(lambda: _work(rank, world_size, setup, call)))
     pipe.close()
-    multiprocessing.util._exit_function()  # flush what was sent but not yet taken
+    util: Any = multiprocessing.util
+    util._exit_function()  # flush what was sent but not yet taken
     os._exit(0)  # no destructors: gloo's abort the process after a failed collective
 
 
