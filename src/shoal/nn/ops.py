@@ -36,13 +36,6 @@ def _rows(
     return out
 
 
-@hash_rows.register_fake
-def _(ids: Tensor, anchor: Tensor, tape: Tensor, handle: int, dim: int, create: bool, padding: int | None) -> Tensor:
-    return anchor.new_empty(ids.shape[0], dim)
-
-
-@torch.library.custom_op("shoal::hash_rows_gradient", mutates_args=("tape",), device_types="cpu")
-def hash_rows_gradient(grad: Tensor, ids: Tensor, tape: Tensor, handle: int, padding: int | None) -> Tensor:
 def _rows_gradient(grad: Tensor, ids: Tensor, tape: Tensor, handle: int, padding: int | None) -> Tensor:
     """Hands a gradient ``[N, D]`` to the table's slot; returns the (empty) gradient of the anchor."""
     if padding is not None:
