@@ -15,6 +15,9 @@ void core(nb::module_& m) {
 NB_MODULE(_core, m) {
   shoal::bind::core(m);
   shoal::bind::ops(m);
+  shoal::bind::filter(m);  // before table, which takes filters
   shoal::bind::table(m);
+  shoal::bind::fused(m);
   shoal::bind::gather(m);
+  shoal::bind::io(m);
 }

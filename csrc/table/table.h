@@ -75,6 +75,7 @@ class Table {
   void raise_max_update_time(int64_t time);
 
   void set_filter(std::shared_ptr<Filter> filter) { filter_ = std::move(filter); }
+  bool has_filter() const { return filter_ && filter_->active(); }
   void set_touched(std::shared_ptr<TouchedKeys> touched, int32_t number) {
     touched_ = std::move(touched);
     touched_number_ = number;

@@ -21,6 +21,10 @@ class DeadlineError(ShoalError, TimeoutError):
     """A wait ended without its event; the message says who waited how long for whom."""
 
 
+class CancelledError(ShoalError, RuntimeError):
+    """Another thread cancelled the work; it left nothing behind."""
+
+
 class PeerError(ShoalError, ConnectionError):
     """Another process died, disconnected or answered with an error."""
 

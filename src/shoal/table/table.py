@@ -163,8 +163,10 @@ class HashTable:
         )
         self._native = _core.Table(layout, (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1))
         self.dim_size: int = layout.dim
-        native_filter = getattr(hash_filter, "native", None)
-        if native_filter is not None:
+        if hash_filter is not None:
+            native_filter = getattr(hash_filter, "native", None)
+            if not isinstance(native_filter, _core.Filter):
+                raise ConfigError(f"table {name!r}: hash_filter is one of create_hash_filters(), got {hash_filter!r}")
             self._native.set_filter(native_filter)
         if sync_client is not None:
             client = getattr(sync_client, "handle", sync_client)
@@ -269,10 +271,7 @@ class HashTable:
 
     def _apply(self, ids: Tensor, grads: Tensor, rates: Sequence[float], step: int, dedup: bool, seconds: int) -> None:
         """`apply_gradients` with checked arguments and given rates."""
-        if step < 0 and self._has_batch_softmax:
-            raise ConfigError(
-                f"table {self.name!r}: batch_softmax needs a global_step that is not negative, got {step}"
-            )
+        self._check_step(step)
         try:
             self.skipped_gradients += self._native.apply_gradients(
                 ids.data_ptr(), ids.numel(), grads.data_ptr(), rates, step, seconds, dedup, self._bad_gradient
@@ -368,6 +367,12 @@ class HashTable:
     ) -> tuple[Tensor, Tensor, int]:
         ids = as_ids(ids, self.name)
         return ids, as_rows(values, ids.numel(), self.dim_size, self.name, what), as_time(req_time, self.name)
+
+    def _check_step(self, step: int) -> None:
+        if step < 0 and self._has_batch_softmax:
+            raise ConfigError(
+                f"table {self.name!r}: batch_softmax needs a global_step that is not negative, got {step}"
+            )
 
     def _check_trains(self, operation: str) -> None:
         if self.serving:
