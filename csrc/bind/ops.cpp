@@ -1,7 +1,234 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
 #include "bind/bind.h"
+#include "ops/fused_gather.h"
+#include "ops/lookup.h"
+#include "ops/ragged.h"
+#include "ops/reduce.h"
+#include "ops/reorder.h"
+#include "ops/rows.h"
+#include "ops/split.h"
+#include "ops/unique.h"
 
 namespace shoal::bind {
+namespace {
 
-void ops(nb::module_&) {}
+using Addresses = std::vector<uintptr_t>;
+using Sizes = std::vector<int64_t>;
+using i64 = const int64_t;
+
+void ragged_ops(nb::module_& m) {
+  m.def("check_row_splits",
+        [](uintptr_t splits, int64_t rows, int64_t length) { ops::check_row_splits(ptr<i64>(splits), rows, length); });
+  m.def(
+      "row_ids",
+      [](uintptr_t splits, int64_t rows, int64_t length, uintptr_t out) {
+        ops::row_ids(ptr<i64>(splits), rows, length, ptr<int64_t>(out));
+      },
+      NoGil());
+  m.def(
+      "normalize_merged_split",
+      [](uintptr_t row_split, int64_t n, uintptr_t sizes, int64_t k, uintptr_t out) {
+        ops::normalize_merged_split(ptr<i64>(row_split), n, ptr<i64>(sizes), k, ptr<int64_t>(out));
+      },
+      NoGil());
+}
+
+void split_ops(nb::module_& m) {
+  m.def("split_pieces", &ops::split_pieces);
+  m.def(
+      "split_count",
+      [](uintptr_t indices, int64_t n, int64_t parts, uintptr_t histogram, uintptr_t counts) {
+        ops::split_count(ptr<i64>(indices), n, parts, ptr<int64_t>(histogram), ptr<int64_t>(counts));
+      },
+      NoGil());
+  m.def(
+      "split_rows",
+      [](uintptr_t indices, int64_t n, int64_t parts, uintptr_t histogram, uintptr_t rows, int64_t row_bytes,
+         const Addresses& outs) {
+        ops::split_rows(ptr<i64>(indices), n, parts, ptr<i64>(histogram), ptr<const char>(rows), row_bytes, outs);
+      },
+      NoGil());
+  m.def(
+      "unsplit_rows",
+      [](uintptr_t indices, int64_t n, int64_t parts, uintptr_t histogram, const Addresses& ins, int64_t row_bytes,
+         uintptr_t rows) {
+        ops::unsplit_rows(ptr<i64>(indices), n, parts, ptr<i64>(histogram), ins, row_bytes, ptr<char>(rows));
+      },
+      NoGil());
+  m.def(
+      "split_ragged",
+      [](uintptr_t indices, int64_t n, int64_t parts, uintptr_t histogram, uintptr_t values, uintptr_t splits,
+         int64_t rows, const Addresses& out_values, const Addresses& out_pos, const Addresses& out_splits) {
+        ops::split_ragged(ptr<i64>(indices), n, parts, ptr<i64>(histogram), ptr<i64>(values), ptr<i64>(splits), rows,
+                          out_values, out_pos, out_splits);
+      },
+      NoGil());
+  m.def(
+      "gather_rows",
+      [](uintptr_t src, int64_t src_rows, int64_t row_bytes, uintptr_t index, int64_t n, uintptr_t dst,
+         const std::string& what) {
+        ops::gather_rows(ptr<const char>(src), src_rows, row_bytes, ptr<i64>(index), n, ptr<char>(dst), what.c_str());
+      },
+      NoGil());
+}
+
+void reorder_ops(nb::module_& m) {
+  m.def(
+      "reorder_by_indices",
+      [](uintptr_t keys, int64_t n, uintptr_t shard_ids, int64_t shards, uintptr_t order, uintptr_t sizes) {
+        return ops::reorder_by_indices(ptr<i64>(keys), n, ptr<i64>(shard_ids), shards, ptr<int64_t>(order),
+                                       ptr<int32_t>(sizes));
+      },
+      NoGil());
+  nb::class_<ops::FusedReorder>(m, "FusedReorder")
+      .def(nb::init<Addresses, Sizes, int64_t, int64_t, Sizes>(), NoGil())
+      .def_prop_ro("size", &ops::FusedReorder::size)
+      .def(
+          "finish",
+          [](ops::FusedReorder& self, uintptr_t output, uintptr_t shard_sizes, uintptr_t slot_sizes,
+             uintptr_t offsets) {
+            self.finish(ptr<int64_t>(output), ptr<int32_t>(shard_sizes), ptr<int32_t>(slot_sizes),
+                        ptr<int32_t>(offsets));
+          },
+          NoGil());
+  nb::class_<ops::UniqueKeys>(m, "UniqueKeys")
+      .def(
+          "__init__",
+          [](ops::UniqueKeys* self, uintptr_t keys, uintptr_t splits, int64_t rows, Sizes dims) {
+            new (self) ops::UniqueKeys(ptr<i64>(keys), ptr<i64>(splits), rows, std::move(dims));
+          },
+          NoGil())
+      .def_prop_ro("size", &ops::UniqueKeys::size)
+      .def_prop_ro("floats", &ops::UniqueKeys::floats)
+      .def(
+          "finish",
+          [](const ops::UniqueKeys& self, uintptr_t ids, uintptr_t id_splits, uintptr_t offset_splits,
+             uintptr_t offsets) {
+            self.finish(ptr<int64_t>(ids), ptr<int64_t>(id_splits), ptr<int64_t>(offset_splits), ptr<int64_t>(offsets));
+          },
+          NoGil());
+  // map: pos, pos_splits, rows, offset splits, keys, offsets, offset count
+  m.def(
+      "fill_with_offset_map",
+      [](uintptr_t pos, uintptr_t pos_splits, const Sizes& dims, uintptr_t splits, int64_t keys, uintptr_t offsets,
+         int64_t offset_count, uintptr_t value, int64_t value_size, uintptr_t buffer, int64_t floats, bool disjoint) {
+        ops::fill_with_offset_map({ptr<i64>(pos), ptr<i64>(pos_splits), dims.data(), static_cast<int64_t>(dims.size()),
+                                   ptr<i64>(splits), ptr<i64>(offsets), keys, offset_count},
+                                  ptr<const float>(value), value_size, ptr<float>(buffer), floats, disjoint);
+      },
+      NoGil());
+  m.def(
+      "fill_with_offset_map_gradient",
+      [](uintptr_t pos, uintptr_t pos_splits, const Sizes& dims, uintptr_t splits, int64_t keys, uintptr_t offsets,
+         int64_t offset_count, uintptr_t grad, int64_t floats, uintptr_t out, int64_t out_size) {
+        ops::fill_with_offset_map_gradient(
+            {ptr<i64>(pos), ptr<i64>(pos_splits), dims.data(), static_cast<int64_t>(dims.size()), ptr<i64>(splits),
+             ptr<i64>(offsets), keys, offset_count},
+            ptr<const float>(grad), floats, ptr<float>(out), out_size);
+      },
+      NoGil());
+}
+
+void lookup_ops(nb::module_& m) {
+  m.def(
+      "map_id_to_embedding",
+      [](const Addresses& ids, const Sizes& lengths, const Addresses& embeddings, int64_t row_bytes, uintptr_t input,
+         int64_t n, uintptr_t out, uintptr_t place, bool parallel) {
+        ops::map_id_to_embedding(ids, lengths, embeddings, row_bytes, ptr<i64>(input), n, ptr<char>(out),
+                                 ptr<int64_t>(place), parallel);
+      },
+      NoGil());
+  auto tables = [](const Addresses& offsets, const std::vector<bool>& wide, const Addresses& rows, const Sizes& lengths,
+                   const Sizes& widths) {
+    std::vector<ops::OffsetTable> out(offsets.size());
+    for (size_t t = 0; t < out.size(); ++t) out[t] = {offsets[t], rows[t], lengths[t], widths[t], wide[t]};
+    return out;
+  };
+  m.def(
+      "fused_gather",
+      [tables](uintptr_t buffer, int64_t size, int64_t element_bytes, const Addresses& offsets,
+               const std::vector<bool>& wide, const Addresses& rows, const Sizes& lengths, const Sizes& widths) {
+        ops::fused_gather(ptr<const char>(buffer), size, element_bytes, tables(offsets, wide, rows, lengths, widths));
+      },
+      NoGil());
+  m.def(
+      "fused_gather_gradient",
+      [tables](uintptr_t out, int64_t size, int64_t element_bytes, double scale, const Addresses& offsets,
+               const std::vector<bool>& wide, const Addresses& rows, const Sizes& lengths, const Sizes& widths) {
+        auto all = tables(offsets, wide, rows, lengths, widths);
+        if (element_bytes == 4) {
+          ops::fused_gather_gradient(ptr<float>(out), size, static_cast<float>(scale), all);
+        } else {
+          ops::fused_gather_gradient(ptr<double>(out), size, scale, all);
+        }
+      },
+      NoGil());
+}
+
+template <class T>
+void reduce_ops(nb::module_& m, const char* suffix) {
+  auto name = [suffix](const char* base) { return std::string(base) + suffix; };
+  m.def(
+      name("reduce_by_index").c_str(),
+      [](uintptr_t values, uintptr_t index, int64_t stride, int64_t n, int64_t d, int64_t rows, int how,
+         uintptr_t out) {
+        ops::reduce_by_index(ptr<const T>(values), ptr<i64>(index), stride, n, d, rows, static_cast<Reduce>(how),
+                             ptr<T>(out));
+      },
+      NoGil());
+  m.def(
+      name("reduce_by_index_gradient").c_str(),
+      [](uintptr_t grad, uintptr_t index, int64_t stride, int64_t n, int64_t d, int64_t rows, int how, uintptr_t values,
+         uintptr_t norm, uintptr_t out) {
+        ops::reduce_by_index_gradient(ptr<const T>(grad), ptr<i64>(index), stride, n, d, rows, static_cast<Reduce>(how),
+                                      ptr<const T>(values), ptr<const T>(norm), ptr<T>(out));
+      },
+      NoGil());
+  auto tables = [](const Addresses& rows, const Addresses& splits, const Sizes& n, const Sizes& d,
+                   const std::vector<Sizes>& slices) {
+    std::vector<ops::SplitTable> out(rows.size());
+    for (size_t t = 0; t < out.size(); ++t) out[t] = {rows[t], splits[t], n[t], d[t], slices[t]};
+    return out;
+  };
+  m.def(
+      name("reduce_and_split").c_str(),
+      [tables](const Addresses& rows, const Addresses& splits, const Sizes& n, const Sizes& d,
+               const std::vector<Sizes>& slices, int64_t segments,
+               const Addresses& outs) { ops::reduce_and_split<T>(tables(rows, splits, n, d, slices), segments, outs); },
+      NoGil());
+  m.def(
+      name("reduce_and_split_gradient").c_str(),
+      [tables](const Addresses& rows, const Addresses& splits, const Sizes& n, const Sizes& d,
+               const std::vector<Sizes>& slices, int64_t segments, const Addresses& ins) {
+        ops::reduce_and_split_gradient<T>(tables(rows, splits, n, d, slices), segments, ins);
+      },
+      NoGil());
+  m.def(
+      name("first_n").c_str(),
+      [](uintptr_t values, uintptr_t splits, int64_t rows, int64_t n, int64_t d, int64_t limit, uintptr_t out) {
+        ops::first_n(ptr<const T>(values), ptr<i64>(splits), rows, n, d, limit, ptr<T>(out));
+      },
+      NoGil());
+  m.def(
+      name("first_n_gradient").c_str(),
+      [](uintptr_t grad, uintptr_t splits, int64_t rows, int64_t n, int64_t d, int64_t limit, uintptr_t out) {
+        ops::first_n_gradient(ptr<const T>(grad), ptr<i64>(splits), rows, n, d, limit, ptr<T>(out));
+      },
+      NoGil());
+}
+
+}  // namespace
+
+void ops(nb::module_& m) {
+  ragged_ops(m);
+  split_ops(m);
+  reorder_ops(m);
+  lookup_ops(m);
+  reduce_ops<float>(m, "_f32");
+  reduce_ops<double>(m, "_f64");
+}
 
 }  // namespace shoal::bind

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from shoal import _core
 from shoal.errors import ConfigError
 
 
@@ -16,6 +18,8 @@ class Ragged:
 
     ``values`` is ``[n, ...]``, or another `Ragged` with ``n`` rows, which makes a doubly ragged tensor.
     ``row_splits`` is int64 ``[rows + 1]``, rising from 0 to ``n``; anything else raises here. Both are kept, not copied.
+
+    While `torch.compile` or `torch.export` traces, the splits hold no numbers yet: the op that uses them checks them.
 
     >>> Ragged.from_lists([[5, 6], [], [7]]).row_splits
     tensor([0, 2, 2, 3])
@@ -34,8 +38,8 @@ class Ragged:
             raise ConfigError(f"row_splits are 1-D with at least one element, got shape {list(row_splits.shape)}")
         if isinstance(values, Tensor) and values.dim() < 1:
             raise ConfigError("the values of a ragged tensor have at least one dimension, got a scalar")
-        length = values.nrows() if isinstance(values, Ragged) else values.shape[0]
-        _check_row_splits(row_splits, length)
+        if not torch.compiler.is_compiling() and type(row_splits) is Tensor:
+            _check_row_splits(row_splits, values.nrows() if isinstance(values, Ragged) else values.shape[0])
         self.values = values
         self.row_splits = row_splits
         self._row_ids: Tensor | None = None
@@ -46,10 +50,21 @@ class Ragged:
         return cls(values, row_splits)
 
     @classmethod
+    def trusted(cls, values: Tensor | Ragged, row_splits: Tensor) -> Ragged:
+        """Without the check, for splits that an op has just made; wrong ones are found when they are used."""
+        self = cls.__new__(cls)
+        self.values = values
+        self.row_splits = row_splits
+        self._row_ids = None
+        return self
+
+    @classmethod
     def from_row_lengths(cls, values: Tensor | Ragged | Sequence[Any], row_lengths: Tensor | Sequence[int]) -> Ragged:
         """Rows of the given lengths, whose sum is the number of values."""
         lengths = torch.as_tensor(row_lengths, dtype=torch.int64)
-        if lengths.numel() and int(lengths.min()) < 0:
+        if lengths.dim() != 1:
+            raise ConfigError(f"row lengths are 1-D, got shape {list(lengths.shape)}")
+        if not torch.compiler.is_compiling() and lengths.numel() and int(lengths.min()) < 0:
             raise ConfigError(f"row lengths are not negative, got {int(lengths.min())}")
         return cls(values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
 
@@ -84,12 +99,28 @@ class Ragged:
 
 
 def _check_row_splits(splits: Tensor, length: int) -> None:
-    first, last = int(splits[0]), int(splits[-1])
-    if first != 0:
-        raise ConfigError(f"row_splits start at 0, got {first}")
-    if last != length:
-        raise ConfigError(f"row_splits end at the number of values, {length}, got {last}")
-    steps = splits.diff()
-    if steps.numel() and int(steps.min()) < 0:
-        at = int((steps < 0).nonzero()[0])
-        raise ConfigError(f"row_splits never fall, but entry {at + 1} is {int(splits[at + 1])} after {int(splits[at])}")
+    if splits.device.type != "cpu":
+        splits = splits.cpu()
+    splits = splits.contiguous()
+    try:
+        _core.check_row_splits(splits.data_ptr(), splits.numel() - 1, length)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _flatten(ragged: Ragged) -> tuple[list[Any], None]:
+    return [ragged.values, ragged.row_splits], None
+
+
+def _flatten_with_keys(ragged: Ragged) -> tuple[list[Any], None]:
+    return [(pytree.GetAttrKey("values"), ragged.values), (pytree.GetAttrKey("row_splits"), ragged.row_splits)], None
+
+
+# Compiled and exported programs take and return it like any container of tensors.
+pytree.register_pytree_node(
+    Ragged,
+    _flatten,
+    lambda children, _: Ragged.trusted(*children),
+    serialized_type_name="shoal.Ragged",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

@@ -1,0 +1,62 @@
+// What the distribution kernels share: scratch memory, row copies with the width known, errors with the value that
+// came.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "core/thread_pool.h"
+
+namespace shoal::ops {
+
+template <class T>
+std::unique_ptr<T[]> scratch(int64_t n) {
+  return std::make_unique_for_overwrite<T[]>(static_cast<size_t>(n > 0 ? n : 0));
+}
+
+[[noreturn]] inline void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+[[noreturn]] inline void fail_range(const char* what, int64_t value, int64_t at, int64_t limit) {
+  fail(std::string(what) + " must lie in [0, " + std::to_string(limit) + "), got " + std::to_string(value) +
+       " at position " + std::to_string(at));
+}
+
+inline bool outside(int64_t value, int64_t limit) {
+  return static_cast<uint64_t>(value) >= static_cast<uint64_t>(limit);
+}
+
+// f(copy) with copy(dst, src) moving `bytes` bytes; common widths become plain vector moves.
+template <class F>
+void with_row_copy(int64_t bytes, F&& f) {
+#define SHOAL_WIDTH(n) \
+  case n:              \
+    return f([](void* dst, const void* src) { std::memcpy(dst, src, n); });
+  switch (bytes) {
+    SHOAL_WIDTH(4)
+    SHOAL_WIDTH(8)
+    SHOAL_WIDTH(12)
+    SHOAL_WIDTH(16)
+    SHOAL_WIDTH(20)
+    SHOAL_WIDTH(24)
+    SHOAL_WIDTH(32)
+    SHOAL_WIDTH(48)
+    SHOAL_WIDTH(64)
+    SHOAL_WIDTH(96)
+    SHOAL_WIDTH(128)
+    default:
+      break;
+  }
+#undef SHOAL_WIDTH
+  f([bytes](void* dst, const void* src) { std::memcpy(dst, src, static_cast<size_t>(bytes)); });
+}
+
+// Rows per piece so that a piece moves about 256 KiB.
+inline int64_t rows_per_piece(int64_t row_bytes) {
+  constexpr int64_t kPieceBytes = 256 << 10;
+  int64_t rows = kPieceBytes / (row_bytes > 0 ? row_bytes : 1);
+  return rows < 256 ? 256 : rows > 16384 ? 16384 : rows;
+}
+
+}  // namespace shoal::ops

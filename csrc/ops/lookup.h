@@ -1,0 +1,14 @@
+// The embedding of each id, found among the ids it was given with.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+namespace shoal::ops {
+
+// out[j] = the row of embeddings[k] at the place of input[j] in ids[k]; place[j], where wanted, is that row's number
+// counted over all lists. Throws on an absent id.
+void map_id_to_embedding(const std::vector<uintptr_t>& ids, const std::vector<int64_t>& lengths,
+                         const std::vector<uintptr_t>& embeddings, int64_t row_bytes, const int64_t* input, int64_t n,
+                         char* out, int64_t* place, bool parallel);
+
+}  // namespace shoal::ops

@@ -1,0 +1,11 @@
+// Moving whole rows by index.
+#pragma once
+#include <cstdint>
+
+namespace shoal::ops {
+
+// dst[i] = src[index[i]]; throws on an index outside [0, src_rows), whose message starts with `what`.
+void gather_rows(const char* src, int64_t src_rows, int64_t row_bytes, const int64_t* index, int64_t n, char* dst,
+                 const char* what);
+
+}  // namespace shoal::ops

@@ -1,0 +1,96 @@
+"""What the ops accept at the door: tensors or nested lists, converted to the documented dtype, or an error by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.ragged import Ragged
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+_FLOATS = (torch.float32, torch.float64)
+
+
+def int64(value: Any, op: str, name: str) -> Tensor:
+    """An int64 tensor; narrower integers and lists are converted."""
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value, device="cpu")
+        if value.numel() == 0:
+            return value.long()
+    if value.dtype is torch.int64:
+        return value
+    if value.dtype not in _INTEGERS:
+        raise ConfigError(f"{op}: {name} is a tensor of int64, got {value.dtype}")
+    return value.long()
+
+
+def integers(value: Any, op: str, name: str) -> Tensor:
+    """An int32 or int64 tensor as it is; a list becomes int64."""
+    if isinstance(value, Tensor) and value.dtype is torch.int32:
+        return value
+    return int64(value, op, name)
+
+
+def vector(value: Any, op: str, name: str) -> Tensor:
+    """An int64 tensor of one dimension."""
+    value = int64(value, op, name)
+    if value.dim() != 1:
+        raise ConfigError(f"{op}: {name} is 1-D, got shape {list(value.shape)}")
+    return value
+
+
+def floats(value: Any, op: str, name: str) -> Tensor:
+    """A float32 or float64 tensor; a list becomes float32."""
+    if not isinstance(value, Tensor):
+        return torch.as_tensor(value, dtype=torch.float32, device="cpu")
+    if value.dtype not in _FLOATS:
+        raise ConfigError(f"{op}: {name} is float32 or float64, got {value.dtype}; convert with .float()")
+    return value
+
+
+def number(value: Any, op: str, name: str) -> int:
+    """A Python int out of an int or of a tensor (or list) with one element; a symbolic one while tracing."""
+    if isinstance(value, int | torch.SymInt):
+        return value  # type: ignore[return-value]
+    value = int64(value, op, name)
+    if value.numel() != 1:
+        raise ConfigError(f"{op}: {name} is one number, got shape {list(value.shape)}")
+    return value.reshape(()).item()  # type: ignore[return-value]
+
+
+def int_list(values: Any, op: str, name: str, *, least: int = 0) -> list[int]:
+    """A list of Python ints out of a sequence or a 1-D tensor."""
+    if isinstance(values, Tensor):
+        values = values.tolist()
+    out = [int(v) for v in values]
+    for at, value in enumerate(out):
+        if value < least:
+            raise ConfigError(f"{op}: {name}[{at}] must be at least {least}, got {value}")
+    return out
+
+
+def tensors(values: Any, op: str, name: str) -> Sequence[Any]:
+    """A list (or tuple) of whatever the caller converts next."""
+    if not isinstance(values, list | tuple):
+        raise ConfigError(f"{op}: {name} is a list of tensors, got {type(values).__name__}")
+    return values
+
+
+def ragged(value: Any, op: str, name: str) -> Ragged:
+    """A `Ragged` of int64; nested lists are converted."""
+    if not isinstance(value, Ragged):
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{op}: {name} is a shoal.Ragged, got {type(value).__name__}")
+        value = Ragged.from_lists(value)
+    if isinstance(value.values, Ragged):
+        raise ConfigError(f"{op}: {name} has one ragged dimension, got two")
+    values = int64(value.values, op, name)
+    return value if values is value.values else Ragged(values, value.row_splits)
+
+
+def check_same(op: str, what: str, got: int, rule: str, wanted: int) -> None:
+    """Raises unless two sizes agree: ``op: what is got, but rule is wanted``."""
+    if got != wanted:
+        raise ConfigError(f"{op}: {what} is {got}, but {rule} is {wanted}")

@@ -1,0 +1,53 @@
+"""`aligned_flat_concat` and `aligned_flat_split`: many tensors as one flat buffer, for one all-reduce."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.ops import _inputs
+
+ALIGN = 16
+"""Floats (64 bytes) to which each tensor's place is padded."""
+
+
+def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
+    """Flattens, scales and stores tensors one after another, each padded with zeros to a multiple of ``ALIGN``.
+
+    Gradients flow to the inputs. ``scale`` is a number or a tensor with one element.
+
+    >>> aligned_flat_concat([[1, 2], [3]], 2).nonzero().flatten().tolist()
+    [0, 1, 16]
+    """
+    op = "aligned_flat_concat"
+    parts = [_inputs.floats(x, op, f"inputs[{i}]") for i, x in enumerate(_inputs.tensors(inputs, op, "inputs"))]
+    if not parts:
+        return torch.zeros(0)
+    if any(part.dtype != parts[0].dtype for part in parts):
+        raise ConfigError(f"{op}: all inputs have one dtype, got {sorted({str(p.dtype) for p in parts})}")
+    zeros = parts[0].new_zeros(ALIGN)
+    pieces = []
+    for part in parts:
+        pieces += [part.reshape(-1), zeros[: -part.numel() % ALIGN]]
+    flat = torch.cat(pieces)
+    if isinstance(scale, Tensor):
+        return flat * scale.reshape(()).to(flat)
+    return flat if scale == 1 else flat * scale
+
+
+def aligned_flat_split(inputs: Any, flat: Any) -> list[Tensor]:
+    """The inverse: views of ``flat`` with the shapes of ``inputs``, of which only the shapes are used."""
+    op = "aligned_flat_split"
+    flat = _inputs.floats(flat, op, "flat")
+    if flat.dim() != 1:
+        raise ConfigError(f"{op}: flat is 1-D, got shape {list(flat.shape)}")
+    outs, at = [], 0
+    for x in _inputs.tensors(inputs, op, "inputs"):
+        shape = x.shape if isinstance(x, Tensor) else torch.as_tensor(x).shape
+        count = shape.numel()
+        if at + count > flat.shape[0]:
+            raise ConfigError(f"{op}: the inputs need {at + count} floats or more, but flat has {flat.shape[0]}")
+        outs.append(flat[at : at + count].view(shape))
+        at += -(-count // ALIGN) * ALIGN
+    return outs

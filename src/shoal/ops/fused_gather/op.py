@@ -1,0 +1,148 @@
+"""`fused_gather_embeddings_by_input` and its gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError
+from shoal.ops import _inputs
+from shoal.ops._op import Op
+from shoal.ops.fused_gather import reference
+
+_OP = "fused_gather_embeddings_by_input"
+
+
+def fused_gather_embeddings_by_input(
+    fused_embeddings: Any, fused_embedding_offsets: Any, embedding_dims: Any
+) -> list[Tensor]:
+    """Cuts each table's vectors out of one flat buffer.
+
+    Args:
+        fused_embeddings: float buffer of any shape, read flat; a gradient flows to it.
+        fused_embedding_offsets: M int32 vectors of float offsets, which may repeat and overlap.
+        embedding_dims: M widths.
+
+    Returns:
+        Per table ``[len(offsets), dim]``; row ``j`` starts at ``offsets[j]``.
+
+    >>> fused_gather_embeddings_by_input([0, 1, 2, 3], [[2, 0]], [2])[0].tolist()
+    [[2.0, 3.0], [0.0, 1.0]]
+    """
+    fused = _inputs.floats(fused_embeddings, _OP, "fused_embeddings")
+    offsets = _offsets(_OP, fused_embedding_offsets, "fused_embedding_offsets")
+    return _gather(fused, offsets, _inputs.int_list(embedding_dims, _OP, "embedding_dims"))
+
+
+def fused_gather_embeddings_by_input_gradient(
+    fused_embeddings_size: Any, grads: Any, embedding_offsets: Any, embedding_dims: Any, scale: float = 1
+) -> Tensor:
+    """Sums ``scale * grads`` back into a flat buffer.
+
+    Args:
+        fused_embeddings_size: the length of the buffer, an int or a tensor with one element.
+        grads: M tensors ``[len(offsets[m]), dims[m]]``.
+        embedding_offsets: M int32 vectors of float offsets; tables may overlap.
+        embedding_dims: M widths.
+        scale: multiplies every gradient, on every device.
+
+    Returns:
+        ``[fused_embeddings_size]``; zero where nothing was added. Sums run in table order, then row order.
+    """
+    op = "fused_gather_embeddings_by_input_gradient"
+    size = _inputs.number(fused_embeddings_size, op, "fused_embeddings_size")
+    grads = [_inputs.floats(g, op, f"grads[{m}]") for m, g in enumerate(_inputs.tensors(grads, op, "grads"))]
+    offsets = _offsets(op, embedding_offsets, "embedding_offsets")
+    dims = _inputs.int_list(embedding_dims, op, "embedding_dims")
+    # An empty list says nothing of its rows' width.
+    grads = [g.reshape(0, d) if g.shape == (0,) else g for g, d in zip(grads, dims, strict=False)] + grads[len(dims) :]
+    return _gradient(size, grads, offsets, dims, float(scale))
+
+
+def _offsets(op: str, offsets: Any, name: str) -> list[Tensor]:
+    return [_inputs.integers(o, op, f"{name}[{m}]") for m, o in enumerate(_inputs.tensors(offsets, op, name))]
+
+
+def _check_offsets(op: str, offsets: list[Tensor], dims: list[int]) -> None:
+    _inputs.check_same(op, "the number of widths", len(dims), "the number of offset vectors", len(offsets))
+    for m, o in enumerate(offsets):
+        if o.dim() != 1:
+            raise ConfigError(f"{op}: offsets[{m}] is 1-D, got shape {list(o.shape)}")
+
+
+def _tables(offsets: list[Tensor], rows: list[Tensor], dims: list[int]) -> tuple[Any, ...]:
+    return (
+        [o.data_ptr() for o in offsets],
+        [o.dtype is torch.int64 for o in offsets],
+        [r.data_ptr() for r in rows],
+        [o.numel() for o in offsets],
+        dims,
+    )
+
+
+def _gather_cpu(fused: Tensor, offsets: list[Tensor], dims: list[int]) -> list[Tensor]:
+    fused, offsets = fused.detach().contiguous(), [o.contiguous() for o in offsets]
+    outs = [fused.new_empty((o.numel(), dim)) for o, dim in zip(offsets, dims, strict=True)]
+    _core.fused_gather(fused.data_ptr(), fused.numel(), fused.element_size(), *_tables(offsets, outs, list(dims)))
+    return outs
+
+
+def _check_gradient(size: int, grads: list[Tensor], offsets: list[Tensor], dims: list[int], scale: float) -> None:
+    op = "fused_gather_embeddings_by_input_gradient"
+    if size < 0:
+        raise ConfigError(f"{op}: fused_embeddings_size is not negative, got {size}")
+    _inputs.check_same(op, "the number of grads", len(grads), "the number of offset vectors", len(offsets))
+    _check_offsets(op, offsets, dims)
+    for m, (grad, o, dim) in enumerate(zip(grads, offsets, dims, strict=True)):
+        if grad.shape != (o.shape[0], dim) or grad.dtype != grads[0].dtype:
+            raise ConfigError(
+                f"{op}: grads[{m}] is {grads[0].dtype} [{o.shape[0]}, {dim}], got {grad.dtype} {list(grad.shape)}"
+            )
+
+
+def _gradient_cpu(size: int, grads: list[Tensor], offsets: list[Tensor], dims: list[int], scale: float) -> Tensor:
+    grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
+    out = grads[0].new_empty(size) if grads else torch.zeros(size, device="cpu")
+    _core.fused_gather_gradient(
+        out.data_ptr(), size, out.element_size(), scale, *_tables(offsets, grads, list(dims))
+    )
+    return out
+
+
+_gradient = Op(
+    "fused_gather_embeddings_by_input_gradient(SymInt size, Tensor[] grads, Tensor[] offsets, int[] dims, float scale)"
+    " -> Tensor",
+    check=_check_gradient,
+    cpu=_gradient_cpu,
+    reference=reference.fused_gather_embeddings_by_input_gradient,
+    fake=lambda size, grads, offsets, dims, scale: grads[0].new_empty(size),
+)
+_gather = Op(
+    "fused_gather_embeddings_by_input(Tensor fused, Tensor[] offsets, int[] dims) -> Tensor[]",
+    check=lambda fused, offsets, dims: _check_offsets(_OP, offsets, dims),
+    cpu=_gather_cpu,
+    reference=reference.fused_gather_embeddings_by_input,
+    fake=lambda fused, offsets, dims: [
+        fused.new_empty((o.shape[0], dim)) for o, dim in zip(offsets, dims, strict=True)
+    ],
+)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    fused, offsets, dims = inputs
+    ctx.save_for_backward(*offsets)
+    ctx.dims, ctx.shape = dims, fused.shape
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> Any:
+    offsets = list(ctx.saved_tensors)
+    size = 1
+    for length in ctx.shape:
+        size *= length
+    if not offsets:
+        return None, [], None
+    return _gradient(size, list(grads), offsets, ctx.dims, 1.0).view(ctx.shape), [None] * len(offsets), None
+
+
+_gather.register_gradient(_backward, _setup)

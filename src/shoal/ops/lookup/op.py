@@ -1,0 +1,166 @@
+"""`map_id_to_embedding`, `gather_embeddings_by_input` and their gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError
+from shoal.ops import _inputs
+from shoal.ops._op import Op
+from shoal.ops.lookup import reference
+from shoal.ops.reduce.by_index import sum_by_index
+
+
+def map_id_to_embedding(ids: Any, embeddings: Any, input: Any, use_multi_threads: bool = True) -> Tensor:
+    """The embedding of each id of ``input``, found among several lists of ids.
+
+    Args:
+        ids: K int64 vectors. Of an id given more than once the first occurrence counts.
+        embeddings: K tensors ``[len(ids[k]), d]``; gradients flow to them.
+        input: int64 of any shape; an id that is in no list raises.
+        use_multi_threads: the result is the same either way.
+
+    Returns:
+        ``input.shape + [d]``.
+
+    >>> map_id_to_embedding([[5, 9], [4]], [[[1, 2], [3, 4]], [[5, 6]]], [9, 4]).tolist()
+    [[3.0, 4.0], [5.0, 6.0]]
+    """
+    op = "map_id_to_embedding"
+    ids = _id_lists(op, ids)
+    rows = [_inputs.floats(e, op, f"embeddings[{k}]") for k, e in enumerate(_inputs.tensors(embeddings, op, "embeddings"))]
+    return _map(ids, rows, _inputs.int64(input, op, "input"), bool(use_multi_threads))[0]
+
+
+def map_id_to_embedding_gradient_back_prop(ids: Any, input: Any, grads: Any) -> list[Tensor]:
+    """The gradient of `map_id_to_embedding` with respect to each of its embeddings; ``grads`` is ``input.shape + [d]``."""
+    op = "map_id_to_embedding_gradient_back_prop"
+    ids = _id_lists(op, ids)
+    input = _inputs.int64(input, op, "input")
+    grads = _inputs.floats(grads, op, "grads")
+    if grads.shape[:-1] != input.shape or grads.dim() != input.dim() + 1:
+        raise ConfigError(f"{op}: grads have shape input.shape + [d], got {list(grads.shape)} for {list(input.shape)}")
+    return _sum_into(_places(ids, input), grads, [i.shape[0] for i in ids])
+
+
+def gather_embeddings_by_input(
+    ids: Any, embeddings: Any, input: Any, use_multi_threads: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The embedding of each id of ``input`` out of one table, and where it was found.
+
+    Args:
+        ids: int64 ``[m]``. embeddings: ``[m, d]``; a gradient flows to it.
+        input: int64 of any shape; an id that is not in ``ids`` raises.
+        use_multi_threads: the result is the same either way.
+
+    Returns:
+        ``output`` of shape ``input.shape + [d]`` and ``index_mapping``, int64 ``input.shape``: positions in ``ids``.
+    """
+    op = "gather_embeddings_by_input"
+    ids = [_inputs.vector(ids, op, "ids")]
+    rows = [_inputs.floats(embeddings, op, "embeddings")]
+    return tuple(_map(ids, rows, _inputs.int64(input, op, "input"), bool(use_multi_threads)))
+
+
+def gather_embeddings_by_ids_gradient_back_prop(ids: Any, grads: Any, index_mapping: Any) -> Tensor:
+    """The gradient of `gather_embeddings_by_input`: ``out[index_mapping[k]] += grads[k]``, ``[len(ids), d]``."""
+    op = "gather_embeddings_by_ids_gradient_back_prop"
+    ids = _inputs.vector(ids, op, "ids")
+    grads = _inputs.floats(grads, op, "grads")
+    index = _inputs.int64(index_mapping, op, "index_mapping").reshape(-1)
+    if grads.dim() < 1 or grads.numel() != index.numel() * grads.shape[-1]:
+        raise ConfigError(
+            f"{op}: grads hold one row per entry of index_mapping, got shape {list(grads.shape)} for {index.numel()}"
+        )
+    return sum_by_index(index, grads.reshape(index.numel(), grads.shape[-1]), ids.shape[0])
+
+
+def _id_lists(op: str, ids: Any) -> list[Tensor]:
+    return [_inputs.vector(i, op, f"ids[{k}]") for k, i in enumerate(_inputs.tensors(ids, op, "ids"))]
+
+
+def _sum_into(place: Tensor, grads: Tensor, lengths: list[int]) -> list[Tensor]:
+    total = sum_by_index(place.reshape(-1), grads.reshape(place.numel(), grads.shape[-1]), sum(lengths))
+    return list(total.split(lengths))
+
+
+def _check_map(ids: list[Tensor], embeddings: list[Tensor], input: Tensor, multi_threads: bool) -> None:
+    op = "map_id_to_embedding"
+    _inputs.check_same(op, "the number of embeddings", len(embeddings), "the number of id lists", len(ids))
+    if not ids:
+        raise ConfigError(f"{op}: ids holds at least one list, got none")
+    for k, (i, rows) in enumerate(zip(ids, embeddings, strict=True)):
+        if rows.dim() != 2 or rows.shape[0] != i.shape[0]:
+            raise ConfigError(f"{op}: embeddings[{k}] has a row per id, {i.shape[0]}, got shape {list(rows.shape)}")
+        if rows.shape[1] != embeddings[0].shape[1] or rows.dtype != embeddings[0].dtype:
+            raise ConfigError(
+                f"{op}: all embeddings have one width and dtype, but embeddings[{k}] is {rows.dtype}"
+                f" {list(rows.shape)} and embeddings[0] is {embeddings[0].dtype} {list(embeddings[0].shape)}"
+            )
+
+
+def _map_cpu(
+    ids: list[Tensor], embeddings: list[Tensor], input: Tensor, multi_threads: bool
+) -> tuple[Tensor, Tensor]:
+    ids = [i.contiguous() for i in ids]
+    embeddings = [e.detach().contiguous() for e in embeddings]
+    input = input.contiguous()
+    d = embeddings[0].shape[1]
+    out = embeddings[0].new_empty((*input.shape, d))
+    place = torch.empty_like(input)
+    _core.map_id_to_embedding(
+        [i.data_ptr() for i in ids], [i.numel() for i in ids], [e.data_ptr() for e in embeddings],
+        d * out.element_size(), input.data_ptr(), input.numel(), out.data_ptr(), place.data_ptr(), multi_threads,
+    )  # fmt: skip
+    return out, place
+
+
+_map = Op(
+    "map_id_to_embedding(Tensor[] ids, Tensor[] embeddings, Tensor input, bool multi_threads) -> (Tensor, Tensor)",
+    check=_check_map,
+    cpu=_map_cpu,
+    reference=reference.map_id_to_embedding,
+    fake=lambda ids, embeddings, input, multi_threads: (
+        embeddings[0].new_empty((*input.shape, embeddings[0].shape[1])),
+        input.new_empty(input.shape),
+    ),
+)
+
+
+def _setup_map(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.lengths = [i.shape[0] for i in inputs[0]]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward_map(ctx: Any, grad: Tensor, _: Any) -> Any:
+    return [None] * len(ctx.lengths), _sum_into(ctx.saved_tensors[0], grad, ctx.lengths), None, None
+
+
+_map.register_gradient(_backward_map, _setup_map)
+
+
+def _check_places(ids: list[Tensor], input: Tensor) -> None:
+    if not ids:
+        raise ConfigError("map_id_to_embedding: ids holds at least one list, got none")
+
+
+def _places_cpu(ids: list[Tensor], input: Tensor) -> Tensor:
+    ids, input = [i.contiguous() for i in ids], input.contiguous()
+    place = torch.empty_like(input)
+    _core.map_id_to_embedding(
+        [i.data_ptr() for i in ids], [i.numel() for i in ids], [0] * len(ids), 0,
+        input.data_ptr(), input.numel(), 0, place.data_ptr(), True,
+    )  # fmt: skip
+    return place
+
+
+_places = Op(
+    "id_places(Tensor[] ids, Tensor input) -> Tensor",
+    check=_check_places,
+    cpu=_places_cpu,
+    reference=reference.id_places,
+    fake=lambda ids, input: input.new_empty(input.shape),
+)

@@ -1,0 +1,90 @@
+"""Helpers on row splits: `fused_value_rowids` and `normalize_merged_split`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError
+from shoal.ops import _inputs
+from shoal.ops._op import Op
+from shoal.ragged import Ragged
+
+
+def fused_value_rowids(rt: Ragged) -> Tensor:
+    """The row that holds each flat position of a ragged tensor, int64; kept on ``rt`` and made once.
+
+    >>> fused_value_rowids(Ragged.from_lists([[], [7, 8], [9]])).tolist()
+    [1, 1, 2]
+    """
+    if not isinstance(rt, Ragged):
+        raise ConfigError(f"fused_value_rowids: rt is a shoal.Ragged, got {type(rt).__name__}")
+    if rt._row_ids is None:
+        length = rt.values.nrows() if isinstance(rt.values, Ragged) else rt.values.shape[0]
+        rt._row_ids = _row_ids(rt.row_splits, length)
+    return rt._row_ids
+
+
+def normalize_merged_split(row_split: Any, row_split_size: Any) -> Tensor:
+    """Row splits of several ragged tensors concatenated.
+
+    Args:
+        row_split: int64 ``[n]``: their row splits glued end to end, each starting at 0.
+        row_split_size: int32 ``[k]``: the length of each, at least 1, adding up to ``n``.
+
+    Returns:
+        int64 ``[n + 1 - k]``.
+
+    >>> normalize_merged_split([0, 1, 4, 0, 2], [3, 2]).tolist()
+    [0, 1, 4, 6]
+    """
+    op = "normalize_merged_split"
+    return _normalize(_inputs.vector(row_split, op, "row_split"), _inputs.vector(row_split_size, op, "row_split_size"))
+
+
+def row_ids_reference(row_splits: Tensor, length: int) -> Tensor:
+    """The meaning of `fused_value_rowids`, in plain torch."""
+    return torch.arange(row_splits.shape[0] - 1, device=row_splits.device).repeat_interleave(row_splits.diff())
+
+
+def normalize_merged_split_reference(row_split: Tensor, row_split_size: Tensor) -> Tensor:
+    """The meaning of `normalize_merged_split`, in plain torch."""
+    if row_split_size.numel() < 1 or int(row_split_size.min()) < 1 or int(row_split_size.sum()) != row_split.numel():
+        raise ConfigError(f"normalize_merged_split: sizes {row_split_size.tolist()} do not cut {row_split.numel()} entries")
+    pieces, base = [], 0
+    for i, piece in enumerate(row_split.split(row_split_size.tolist())):
+        pieces.append(piece[min(i, 1) :] + base)
+        base += int(piece[-1])
+    return torch.cat(pieces)
+
+
+def _row_ids_cpu(row_splits: Tensor, length: int) -> Tensor:
+    row_splits = row_splits.contiguous()
+    out = row_splits.new_empty(length)
+    _core.row_ids(row_splits.data_ptr(), row_splits.numel() - 1, length, out.data_ptr())
+    return out
+
+
+def _normalize_cpu(row_split: Tensor, row_split_size: Tensor) -> Tensor:
+    row_split, sizes = row_split.contiguous(), row_split_size.contiguous()
+    # Too many sizes cannot fit: the kernel says so before it writes.
+    out = row_split.new_empty(max(0, row_split.numel() + 1 - sizes.numel()))
+    _core.normalize_merged_split(
+        row_split.data_ptr(), row_split.numel(), sizes.data_ptr(), sizes.numel(), out.data_ptr()
+    )
+    return out
+
+
+_row_ids = Op(
+    "value_rowids(Tensor row_splits, SymInt length) -> Tensor",
+    cpu=_row_ids_cpu,
+    reference=row_ids_reference,
+    fake=lambda row_splits, length: row_splits.new_empty(length),
+)
+_normalize = Op(
+    "normalize_merged_split(Tensor row_split, Tensor row_split_size) -> Tensor",
+    cpu=_normalize_cpu,
+    reference=normalize_merged_split_reference,
+    fake=lambda row_split, row_split_size: row_split.new_empty(row_split.shape[0] + 1 - row_split_size.shape[0]),
+)

@@ -1,0 +1,5 @@
+"""De-duplicating ids and dealing them out to shards."""
+
+from shoal.ops.reorder.op import FusedReorder, fused_reorder_by_indices, reorder_by_indices
+
+__all__ = ["FusedReorder", "fused_reorder_by_indices", "reorder_by_indices"]

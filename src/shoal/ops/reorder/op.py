@@ -1,0 +1,190 @@
+"""`reorder_by_indices` and `fused_reorder_by_indices`."""
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError
+from shoal.ops import _inputs
+from shoal.ops._op import Op, new_size
+from shoal.ops.reorder import reference
+
+EMPTY_RANK0_VARIABLE = "MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD"
+
+
+def empty_shards(num_of_shards: int, rank0_empty_shard: bool | None = None) -> int:
+    """How many shards, from number 0, stay empty: 1 if wished, or by default with more than four shards.
+
+    The environment variable ``MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD`` (``'1'`` unless set) switches the default off.
+    """
+    if rank0_empty_shard is None:
+        return int(num_of_shards > 4 and os.environ.get(EMPTY_RANK0_VARIABLE, "1") == "1")
+    if rank0_empty_shard and num_of_shards < 2:
+        raise ConfigError(f"rank0_empty_shard needs at least 2 shards, got {num_of_shards}")
+    return int(rank0_empty_shard)
+
+
+def reorder_by_indices(input: Any, shard_ids: Any, num_of_shards: int) -> tuple[Tensor, Tensor]:
+    """Drops repeated elements and groups the rest by shard.
+
+    Args:
+        input: int64 ``[n]``, or float32 ``[n, d]`` whose column 0 alone decides what is equal.
+        shard_ids: int32 ``[n]``; that of the first occurrence counts.
+        num_of_shards: how many shards, at least 1.
+
+    Returns:
+        ``output``: shard 0's elements, then shard 1's ...; inside a shard the last first occurrence comes first.
+        ``shard_sizes``: int32 ``[num_of_shards]``.
+
+    >>> [out.tolist() for out in reorder_by_indices([10, 11, 12, 10], [0, 1, 0, 0], 2)]
+    [[12, 10, 11], [2, 1]]
+    """
+    op = "reorder_by_indices"
+    if not isinstance(input, Tensor):
+        input = torch.as_tensor(input, device="cpu")
+        input = input.float() if input.dim() == 2 else input.long() if input.numel() == 0 else input
+    if input.dim() not in (1, 2):
+        raise ConfigError(f"{op}: input is 1-D or 2-D, got shape {list(input.shape)}")
+    if input.dim() == 2 and input.shape[1] == 0:
+        raise ConfigError(f"{op}: a 2-D input has at least one column, got shape {list(input.shape)}")
+    keys = _keys(input if input.dim() == 1 else input[:, 0])
+    order, sizes = _reorder(keys, _inputs.vector(shard_ids, op, "shard_ids"), int(num_of_shards))
+    return input.index_select(0, order), sizes
+
+
+def _keys(column: Tensor) -> Tensor:
+    """int64 keys that are equal exactly when the elements are: -0.0 is 0.0, and no NaN equals another."""
+    if not column.is_floating_point():
+        return _inputs.int64(column, "reorder_by_indices", "input")
+    column = column.double()
+    keys = torch.where(column == 0, 0.0, column).view(torch.int64)
+    nans = torch.arange(column.shape[0], device=column.device) + (0x7FF8 << 48) + 1
+    return torch.where(column.isnan(), nans, keys)
+
+
+def _check_reorder(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> None:
+    if num_of_shards < 1:
+        raise ConfigError(f"reorder_by_indices: num_of_shards must be at least 1, got {num_of_shards}")
+    _inputs.check_same(
+        "reorder_by_indices", "the number of shard ids", shard_ids.shape[0], "the number of elements", keys.shape[0]
+    )
+
+
+def _reorder_cpu(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> tuple[Tensor, Tensor]:
+    keys, shard_ids = keys.contiguous(), shard_ids.contiguous()
+    order = torch.empty_like(keys)
+    sizes = keys.new_empty(num_of_shards, dtype=torch.int32)
+    kept = _core.reorder_by_indices(
+        keys.data_ptr(), keys.numel(), shard_ids.data_ptr(), num_of_shards, order.data_ptr(), sizes.data_ptr()
+    )
+    return order[:kept], sizes
+
+
+_reorder = Op(
+    "reorder_by_indices(Tensor keys, Tensor shard_ids, int num_of_shards) -> (Tensor, Tensor)",
+    check=_check_reorder,
+    cpu=_reorder_cpu,
+    reference=reference.reorder_by_indices,
+    fake=lambda keys, shard_ids, num_of_shards: (
+        keys.new_empty(new_size()),
+        keys.new_empty(num_of_shards, dtype=torch.int32),
+    ),
+)
+
+
+class FusedReorder(NamedTuple):
+    """What `fused_reorder_by_indices` returns."""
+
+    output: Tensor
+    """int64: the distinct ids, shard by shard, inside a shard table by table."""
+    shard_sizes: Tensor
+    """int32 ``[S]``: ids per shard."""
+    sharded_slot_sizes: Tensor
+    """int32 ``[S * M]``: ids per shard and table."""
+    emb_offset_sz: Tensor
+    """int32 ``[M]``: ids given per table; cuts ``fused_embedding_offsets``."""
+    fused_embedding_offsets: Tensor
+    """int32: per id given, where its vector starts in the flat buffer of all vectors of ``output``."""
+
+
+def fused_reorder_by_indices(
+    inputs: Any, num_of_shards: int, dim_sizes: Any, rank0_empty_shard: bool | None = None
+) -> FusedReorder:
+    """De-duplicates the ids of several tables and deals them out to shards, in one pass.
+
+    Args:
+        inputs: M int64 vectors, one per table, any of them empty. Equal ids of different tables stay apart.
+        num_of_shards: S. An id's shard is its floor-mod; see ``rank0_empty_shard``.
+        dim_sizes: M ints, the width of each table's embeddings.
+        rank0_empty_shard: keep shard 0 empty (True) or use it (False). None: empty when S > 4, unless the environment
+            variable ``MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD``, read at every call, is set to something other than ``1``.
+
+    Inside a shard and table the ids stay in order of first occurrence.
+
+    >>> fused_reorder_by_indices([[9, 4, 9, 7], [4, 5]], 2, [2, 3]).output.tolist()
+    [4, 4, 9, 7, 5]
+    """
+    op = "fused_reorder_by_indices"
+    ids = [_inputs.vector(x, op, f"inputs[{m}]") for m, x in enumerate(_inputs.tensors(inputs, op, "inputs"))]
+    wish = -1 if rank0_empty_shard is None else int(rank0_empty_shard)
+    return FusedReorder(*_fused_reorder(ids, int(num_of_shards), _inputs.int_list(dim_sizes, op, "dim_sizes"), wish))
+
+
+def _check_fused(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int) -> None:
+    op = "fused_reorder_by_indices"
+    if not inputs:
+        raise ConfigError(f"{op}: inputs holds at least one table, got none")
+    if num_of_shards < 1:
+        raise ConfigError(f"{op}: num_of_shards must be at least 1, got {num_of_shards}")
+    _inputs.check_same(op, "the number of dim_sizes", len(dim_sizes), "the number of inputs", len(inputs))
+    if wish == 1 and num_of_shards < 2:
+        raise ConfigError(f"{op}: rank0_empty_shard needs at least 2 shards, got {num_of_shards}")
+
+
+def _empty(num_of_shards: int, wish: int) -> int:
+    # Read inside the op: a compiled program looks at the environment at every call, too.
+    return empty_shards(num_of_shards, None if wish < 0 else bool(wish))
+
+
+def _fused_cpu(
+    inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = [ids.contiguous() for ids in inputs]
+    lengths = [ids.numel() for ids in inputs]
+    work = _core.FusedReorder(
+        [ids.data_ptr() for ids in inputs], lengths, num_of_shards, _empty(num_of_shards, wish), list(dim_sizes)
+    )
+    output = inputs[0].new_empty(work.size)
+    shard_sizes = output.new_empty(num_of_shards, dtype=torch.int32)
+    slot_sizes = output.new_empty(num_of_shards * len(inputs), dtype=torch.int32)
+    offsets = output.new_empty(sum(lengths), dtype=torch.int32)
+    work.finish(output.data_ptr(), shard_sizes.data_ptr(), slot_sizes.data_ptr(), offsets.data_ptr())
+    return output, shard_sizes, slot_sizes, torch.tensor(lengths, dtype=torch.int32, device="cpu"), offsets
+
+
+def _fused_reference(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int) -> Any:
+    return reference.fused_reorder_by_indices(inputs, num_of_shards, dim_sizes, _empty(num_of_shards, wish))
+
+
+def _fused_fake(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int) -> Any:
+    like = inputs[0]
+    return (
+        like.new_empty(new_size()),
+        like.new_empty(num_of_shards, dtype=torch.int32),
+        like.new_empty(num_of_shards * len(inputs), dtype=torch.int32),
+        like.new_empty(len(inputs), dtype=torch.int32),
+        like.new_empty(sum(ids.shape[0] for ids in inputs), dtype=torch.int32),
+    )
+
+
+_fused_reorder = Op(
+    "fused_reorder_by_indices(Tensor[] inputs, int num_of_shards, int[] dim_sizes, int rank0_empty_shard)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    check=_check_fused,
+    cpu=_fused_cpu,
+    reference=_fused_reference,
+    fake=_fused_fake,
+)
