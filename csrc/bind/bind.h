@@ -22,5 +22,6 @@ void table(nb::module_& m);
 void fused(nb::module_& m);
 void gather(nb::module_& m);
 void io(nb::module_& m);
+void train(nb::module_& m);
 
 }  // namespace shoal::bind

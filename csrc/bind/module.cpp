@@ -20,4 +20,5 @@ NB_MODULE(_core, m) {
   shoal::bind::fused(m);
   shoal::bind::gather(m);
   shoal::bind::io(m);
+  shoal::bind::train(m);
 }
