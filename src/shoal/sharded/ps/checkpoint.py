@@ -12,6 +12,10 @@ from shoal.errors import DataError
 from shoal.sharded.ps.log import sync_directory
 from shoal.sharded.ps.shard import Shard, build_table
 from shoal.sharded.ps.streams import Streams
+from shoal.table.checkpoint import naming, restore_table
+from shoal.table.checkpoint.scales import has_scales, save_scales
+from shoal.table.checkpoint.single import save_shards
+from shoal.table.table import HashTable
 
 FORMAT = 1
 
@@ -91,7 +95,7 @@ class Checkpoints:
             )
         for name, entry in manifest["tables"].items():
             table = build_table(entry["spec"])
-            load_rows(table, str(path / entry["file"]))
+            restore_table(table, path / entry["file"])
             table._native.raise_max_update_time(entry["max_update_time"])
             table._native.set_calls(entry["calls"])
             shard.tables[name] = table
@@ -111,9 +115,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def save_rows(table: Any, basename: str) -> None:
-    table.save(basename)
-
-
-def load_rows(table: Any, basename: str) -> None:
-    table.restore(basename)
+def save_rows(table: HashTable, basename: str) -> None:
+    """All rows, stale ones too: what is loaded again is what was there."""
+    count = naming.shard_count(table.saver_parallel, table.size())
+    save_shards([(table._native, None, 0)], basename, count)
+    save_scales(basename, {table.name: table._native.scales()} if has_scales(table.table_config) else {})

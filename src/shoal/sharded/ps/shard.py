@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, Op, Request, Status, as_tensor
 from shoal.table.entry import HashTableConfigInstance
+from shoal.table.fused import apply_blocks, lookup_blocks
 from shoal.table.messages import EmbeddingHashTableConfig
 from shoal.table.table import HashTable
 
@@ -71,6 +72,9 @@ class Shard:
         ids, counts = request.ids_tensor(), request.counts
         tables = self._find(request.names, missing_ok=bool(request.flags & NATIVE))
         sizes = [n * table.dim_size if table is not None else 0 for n, table in zip(counts, tables, strict=True)]
+        if len(tables) > 1 and None not in tables:
+            flat = lookup_blocks(tables, ids, torch.tensor(counts, dtype=torch.int64), 1, sum(sizes))
+            return flat.half() if request.flags & FLOAT16 else flat
         flat = torch.empty(sum(sizes), dtype=torch.float32)
         at_id = at = 0
         for table, n, size in zip(tables, counts, sizes, strict=True):
@@ -96,28 +100,15 @@ class Shard:
             if not 0 <= request.req_time < 1 << 32:
                 raise DataError(f"req_time is 0..{(1 << 32) - 1} seconds, got {request.req_time}")
             if request.op == Op.APPLY:
-                self._check_gradients(request, tables, values)
+                self._check_rates(request, tables)
         if request.op in (Op.APPLY, Op.INSERT):
             for table in tables:
                 table._check_trains(request.op.name.lower())
 
-    def _check_gradients(self, request: Request, tables: Sequence[HashTable], values: Tensor) -> None:
+    def _check_rates(self, request: Request, tables: Sequence[HashTable]) -> None:
         wanted = sum(len(table.table_config.entry_config.segments) for table in tables)
         if len(request.rates) != wanted:
             raise DataError(f"the tables have {wanted} segments, the request brings {len(request.rates)} learning rates")
-        if len(tables) < 2:
-            return  # one table checks its own gradients before it changes
-        at = 0
-        for table, n in zip(tables, request.counts, strict=True):
-            part = values[at : at + n * table.dim_size]
-            at += part.numel()
-            if table.on_bad_gradient == "raise" and part.numel() and not torch.isfinite(part.sum()):
-                bad = (~torch.isfinite(part)).nonzero()
-                if bad.numel():
-                    raise ConfigError(
-                        f"table {table.name!r}: the gradient of row {int(bad[0]) // table.dim_size} holds NaN or "
-                        "infinity; nothing was applied. Clip it, or set on_bad_gradient='skip'"
-                    )
 
     def write(self, request: Request) -> list[Any]:
         """Applies a request that `check` passed; the payload of its reply."""
@@ -151,19 +142,16 @@ class Shard:
     def _write_rows(self, request: Request) -> None:
         tables = self._find(request.names)
         ids, values, time = request.ids_tensor(), request.values_tensor(), request.req_time
-        at_id = at = at_rate = 0
+        if request.op == Op.APPLY:
+            counts = torch.tensor(request.counts, dtype=torch.int64)
+            step, dedup = request.global_step, bool(request.flags & DEDUP)
+            apply_blocks(tables, ids, counts, 1, values, list(request.rates), step, time, dedup)
+            return
+        at_id = at = 0
         for table, n in zip(tables, request.counts, strict=True):
-            i, v = ids[at_id : at_id + n], values[at : at + n * table.dim_size]
+            write = table._native.assign if request.op == Op.ASSIGN else table._native.assign_add
+            write(ids.data_ptr() + 8 * at_id, n, values.data_ptr() + 4 * at, time)
             at_id, at = at_id + n, at + n * table.dim_size
-            if request.op == Op.ASSIGN:
-                table._native.assign(i.data_ptr(), n, v.data_ptr(), time)
-            elif request.op == Op.ASSIGN_ADD:
-                table._native.assign_add(i.data_ptr(), n, v.data_ptr(), time)
-            else:
-                segments = len(table.table_config.entry_config.segments)
-                rates = list(request.rates[at_rate : at_rate + segments])
-                at_rate += segments
-                table._apply(i, v, rates, request.global_step, bool(request.flags & DEDUP), time)
 
     def _insert(self, request: Request) -> Tensor:
         parts = []
