@@ -23,5 +23,6 @@ void fused(nb::module_& m);
 void gather(nb::module_& m);
 void io(nb::module_& m);
 void train(nb::module_& m);
+void nn(nb::module_& m);
 
 }  // namespace shoal::bind

@@ -4,6 +4,7 @@
 
 #include "bind/bind.h"
 #include "ops/fused_gather.h"
+#include "ops/layout.h"
 #include "ops/lookup.h"
 #include "ops/ragged.h"
 #include "ops/reduce.h"
@@ -220,9 +221,64 @@ void reduce_ops(nb::module_& m, const char* suffix) {
       NoGil());
 }
 
+void layout_ops(nb::module_& m) {
+  m.attr("LAYOUT_TASK_FIELDS") = ops::kTaskFields;
+  // Offsets arrive as (address, count) pairs of one request.
+  auto request = [](uintptr_t tasks, int64_t task_count, int64_t features, uintptr_t nfl, int64_t nfl_count,
+                    uintptr_t rows, int64_t row_count, uintptr_t fids, int64_t fid_count, int64_t batch,
+                    int64_t first_row, const Addresses& blocks, const Sizes& sizes, const Sizes& strides, bool flat) {
+    return ops::LayoutRequest{ptr<const ops::LayoutTask>(tasks),
+                              task_count,
+                              features,
+                              ptr<i64>(nfl),
+                              nfl_count,
+                              ptr<i64>(rows),
+                              row_count,
+                              ptr<const uint64_t>(fids),
+                              fid_count,
+                              batch,
+                              first_row,
+                              blocks,
+                              sizes,
+                              strides,
+                              flat};
+  };
+  m.def(
+      "embedding_to_layout",
+      [request](uintptr_t tasks, int64_t task_count, int64_t features, uintptr_t nfl, int64_t nfl_count, uintptr_t rows,
+                int64_t row_count, uintptr_t fids, int64_t fid_count, int64_t batch, int64_t first_row,
+                const Addresses& blocks, const Sizes& sizes, const Sizes& strides, bool flat, const Addresses& outputs,
+                bool wide) {
+        auto q = request(tasks, task_count, features, nfl, nfl_count, rows, row_count, fids, fid_count, batch,
+                         first_row, blocks, sizes, strides, flat);
+        if (wide) {
+          ops::embedding_to_layout<double>(q, outputs);
+        } else {
+          ops::embedding_to_layout<float>(q, outputs);
+        }
+      },
+      NoGil());
+  m.def(
+      "embedding_to_layout_gradient",
+      [request](uintptr_t tasks, int64_t task_count, int64_t features, uintptr_t nfl, int64_t nfl_count, uintptr_t rows,
+                int64_t row_count, uintptr_t fids, int64_t fid_count, int64_t batch, int64_t first_row,
+                const Addresses& blocks, const Sizes& sizes, const Sizes& strides, bool flat, const Addresses& grads,
+                bool wide, double scale) {
+        auto q = request(tasks, task_count, features, nfl, nfl_count, rows, row_count, fids, fid_count, batch,
+                         first_row, blocks, sizes, strides, flat);
+        if (wide) {
+          ops::embedding_to_layout_gradient<double>(q, grads, scale);
+        } else {
+          ops::embedding_to_layout_gradient<float>(q, grads, static_cast<float>(scale));
+        }
+      },
+      NoGil());
+}
+
 }  // namespace
 
 void ops(nb::module_& m) {
+  layout_ops(m);
   ragged_ops(m);
   split_ops(m);
   reorder_ops(m);

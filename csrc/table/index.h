@@ -5,6 +5,7 @@
 // one segment that doubles until it has the full size. The hash's top 6 bits choose the stripe, the next `depth` bits
 // the segment, the low bits the bucket.
 #pragma once
+#include <bit>
 #include <cstdint>
 #include <cstdlib>
 #include <utility>
@@ -54,12 +55,16 @@ class Index {
     Bucket* first = segment(hash);
     for (uint32_t b = hash & mask_;; b = (b + 1) & mask_) {
       Bucket* bucket = first + b;
-      uint32_t free = 0;
-      for (int lane = 0; lane < 4; ++lane) {
-        if (bucket->id[lane] == id && bucket->row[lane] < kErasedRow) return {bucket, lane};
-        free |= bucket->row[lane] == kFreeRow;
+      // All four lanes at once: where an id lies in its bucket is nothing a branch predictor can learn.
+      const uint64_t* ids = bucket->id;
+      uint32_t equal = uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
+                       uint32_t{ids[3] == id} << 3;
+      for (; equal; equal &= equal - 1) {
+        int lane = std::countr_zero(equal);
+        if (bucket->row[lane] < kErasedRow) return {bucket, lane};
       }
-      if (free) return {};
+      const uint32_t* rows = bucket->row;
+      if ((rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow)) return {};
     }
   }
 

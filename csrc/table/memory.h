@@ -5,11 +5,9 @@
 #include <mutex>
 #include <vector>
 
-namespace shoal {
+#include "core/pages.h"
 
-// Zeroed pages from the kernel, aligned to 2 MiB when large. Throws std::bad_alloc.
-void* map_pages(size_t bytes, bool huge);
-void unmap_pages(void* pages, size_t bytes);
+namespace shoal {
 
 // Rows by number: they never move, and a number that was given back is reused by its stripe.
 class RowArena {

@@ -11,6 +11,10 @@
 #include <unordered_set>
 #include <utility>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "core/hash.h"
 #include "core/thread_pool.h"
 #include "table/codec.h"
@@ -20,9 +24,9 @@
 namespace shoal {
 namespace {
 
-constexpr int kGroup = 32;             // ids whose cache lines are on their way at once
-constexpr int64_t kReadChunk = 8192;   // ids between two chances for a writer
-constexpr int64_t kWriteChunk = 2048;  // ids between two chances for a reader
+constexpr int64_t kReadChunk = 8192;        // ids between two chances for a writer
+constexpr int64_t kWriteChunk = 2048;       // ids between two chances for a reader
+constexpr int64_t kStreamBytes = 16 << 20;  // results larger than this do not stay in any cache
 constexpr uint64_t kAllStripes = ~uint64_t{0};
 
 uint64_t hash_of(int64_t id) { return hash_id(static_cast<uint64_t>(id)); }
@@ -30,6 +34,28 @@ int stripe_of(uint64_t hash) { return static_cast<int>(hash >> 58); }
 
 void prefetch(const void* address, int32_t bytes) {
   for (int32_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(address) + at);
+}
+
+// Runs start(i), find(i) and finish(i) for every i in [0, n), each in order, kAhead apart: the memory that one stage
+// asks for is on its way while the others work. If find throws, what it has found so far is finished first.
+constexpr int kAhead = 16;
+constexpr int kRing = 16;  // what a stage leaves for the next one, by i % kRing
+template <class Start, class Find, class Finish>
+void pipeline(int64_t n, Start start, Find find, Finish finish) {
+  int64_t found = 0, finished = 0;
+  try {
+    for (int64_t i = 0; finished < n; ++i) {
+      if (i >= 2 * kAhead) finish(finished++);
+      if (i >= kAhead && found < n) {
+        find(found);
+        ++found;
+      }
+      if (i < n) start(i);
+    }
+  } catch (...) {
+    while (finished < found) finish(finished++);
+    throw;
+  }
 }
 
 // A short chunk locks the stripes it needs, a long one all of them.
@@ -175,67 +201,93 @@ void Table::read_row(const char* row, float* out) const {
   }
 }
 
-// kDim > 0: rows are copies of that many floats. kDim = 0: any row.
+namespace {
+
+// Copies whole rows past the cache when the result is too large to be in it anyway.
 template <int kDim>
-void Table::copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found) const {
-  const Contents& contents = *contents_;
-  const int32_t dim = kDim ? kDim : layout_.dim;
-  const int32_t bytes = kDim ? kDim * 4 : layout_.serving ? layout_.row_bytes : 4 * layout_.dim;
-  uint64_t hashes[kGroup];
-  const char* rows[kGroup];
-  for (int64_t begin = 0; begin < n; begin += kGroup) {
-    const int m = static_cast<int>(std::min<int64_t>(kGroup, n - begin));
-    for (int j = 0; j < m; ++j) {
-      hashes[j] = hash_of(ids[begin + j]);
-      __builtin_prefetch(contents.stripes[stripe_of(hashes[j])].index.home(hashes[j]));
-    }
-    for (int j = 0; j < m; ++j) {
-      Slot slot = contents.stripes[stripe_of(hashes[j])].index.find(hashes[j], static_cast<uint64_t>(ids[begin + j]));
-      rows[j] = nullptr;
-      if (slot) {
-        rows[j] = contents.rows.row(slot.row());
-        prefetch(rows[j], bytes);
-      }
-      if (found) found[begin + j] = static_cast<bool>(slot);
-    }
-    for (int j = 0; j < m; ++j) {
-      float* to = out + (begin + j) * dim;
-      if (!rows[j]) {
-        std::memset(to, 0, 4 * static_cast<size_t>(dim));
-      } else if (kDim) {
-        std::memcpy(to, rows[j], 4 * kDim);
-      } else {
-        read_row(rows[j], to);
-      }
-    }
+void copy_row(float* to, const char* row, bool stream) {
+#if defined(__SSE2__)
+  if (kDim % 4 == 0 && stream) {
+    for (int i = 0; i < kDim; i += 4)
+      _mm_stream_ps(to + i, row ? _mm_loadu_ps(reinterpret_cast<const float*>(row) + i) : _mm_setzero_ps());
+    return;
+  }
+#endif
+  if (row) {
+    std::memcpy(to, row, 4 * kDim);
+  } else {
+    std::memset(to, 0, 4 * kDim);
   }
 }
 
-void Table::find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found) const {
+}  // namespace
+
+// kDim > 0: rows are copies of that many floats. kDim = 0: any row.
+template <int kDim>
+void Table::copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const {
+  const Contents& contents = *contents_;
+  const int32_t dim = kDim ? kDim : layout_.dim;
+  const int32_t bytes = kDim ? kDim * 4 : layout_.serving ? layout_.row_bytes : 4 * layout_.dim;
+  uint64_t hashes[kRing];
+  const char* rows[kRing];
+  auto start = [&](int64_t i) {
+    uint64_t hash = hash_of(ids[i]);
+    hashes[i % kRing] = hash;
+    __builtin_prefetch(contents.stripes[stripe_of(hash)].index.home(hash));
+  };
+  auto find = [&](int64_t i) {
+    uint64_t hash = hashes[i % kRing];
+    Slot slot = contents.stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i]));
+    rows[i % kRing] = nullptr;
+    if (slot) {
+      rows[i % kRing] = contents.rows.row(slot.row());
+      prefetch(rows[i % kRing], bytes);
+    }
+    if (found) found[i] = static_cast<bool>(slot);
+  };
+  auto copy = [&](int64_t i) {
+    const char* row = rows[i % kRing];
+    float* to = out + i * dim;
+    if constexpr (kDim > 0) {
+      copy_row<kDim>(to, row, stream);
+    } else if (row) {
+      read_row(row, to);
+    } else {
+      std::memset(to, 0, 4 * static_cast<size_t>(dim));
+    }
+  };
+  pipeline(n, start, find, copy);
+#if defined(__SSE2__)
+  if (stream) _mm_sfence();
+#endif
+}
+
+void Table::find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const {
   Locks<false> lock(*this, n < 256 ? stripes_of(ids, nullptr, n) : kAllStripes);
   switch (plain_ ? layout_.dim : 0) {
     case 4:
-      return copy_chunk<4>(ids, n, out, found);
+      return copy_chunk<4>(ids, n, out, found, stream);
     case 8:
-      return copy_chunk<8>(ids, n, out, found);
+      return copy_chunk<8>(ids, n, out, found, stream);
     case 16:
-      return copy_chunk<16>(ids, n, out, found);
+      return copy_chunk<16>(ids, n, out, found, stream);
     case 32:
-      return copy_chunk<32>(ids, n, out, found);
+      return copy_chunk<32>(ids, n, out, found, stream);
     case 64:
-      return copy_chunk<64>(ids, n, out, found);
+      return copy_chunk<64>(ids, n, out, found, stream);
     case 128:
-      return copy_chunk<128>(ids, n, out, found);
+      return copy_chunk<128>(ids, n, out, found, stream);
     default:
-      return copy_chunk<0>(ids, n, out, found);
+      return copy_chunk<0>(ids, n, out, found, stream);
   }
 }
 
 void Table::lookup(const int64_t* ids, int64_t n, float* out, uint8_t* found) const {
   const int64_t dim = layout_.dim;
+  const bool stream = n * dim * 4 > kStreamBytes && reinterpret_cast<uintptr_t>(out) % 16 == 0;
   parallel_for(n, 2048, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += kReadChunk)
-      find_chunk(ids + at, std::min(kReadChunk, end - at), out + at * dim, found ? found + at : nullptr);
+      find_chunk(ids + at, std::min(kReadChunk, end - at), out + at * dim, found ? found + at : nullptr, stream);
   });
 }
 
@@ -302,7 +354,7 @@ char* Table::find_or_insert(uint64_t hash, int64_t id, uint32_t time, bool* crea
     }
     slot.row() = row;
   }
-  slot.time() = time;
+  if (slot.time() != time) slot.time() = time;  // a line that did not change need not be written back
   if (uint32_t epoch = epoch_.load(std::memory_order_relaxed)) contents.rows.set_epoch(slot.row(), epoch);
   return contents.rows.row(slot.row());
 }
@@ -338,46 +390,45 @@ void Table::write_row(const Write& write, int64_t position, char* row, bool crea
 // The positions (all, if null) are handled in order; every id's stripe belongs to this part alone.
 template <Table::Kind kKind>
 void Table::write_part(const Write& write, const uint32_t* positions, int64_t n) {
-  std::vector<float> scratch(static_cast<size_t>(layout_.dim));
   const bool erase_zeros = kKind == Kind::assign && layout_.skip_zero;
-  uint64_t hashes[kGroup];
-  int64_t at[kGroup];
-  char* rows[kGroup];
-  bool created[kGroup];
+  std::vector<float> scratch(static_cast<size_t>(layout_.dim));
+  uint64_t hashes[kRing];
+  char* rows[kRing];  // null: nothing to write
+  bool created[kRing];
   for (int64_t chunk = 0; chunk < n; chunk += kWriteChunk) {
-    const int64_t stop = std::min(n, chunk + kWriteChunk);
-    Locks<true> lock(*this, stripes_of(positions ? write.ids : write.ids + chunk,
-                                       positions ? positions + chunk : nullptr, stop - chunk));
-    for (int64_t begin = chunk; begin < stop; begin += kGroup) {
-      int m = 0;
-      for (int64_t i = begin; i < std::min(stop, begin + kGroup); ++i) {
-        const int64_t position = positions ? positions[i] : i;
-        if (write.drop && write.drop[position]) continue;
-        at[m] = position;
-        hashes[m] = hash_of(write.ids[position]);
-        __builtin_prefetch(contents_->stripes[stripe_of(hashes[m])].index.home(hashes[m]), 1);
-        if (write.values) prefetch(write.values + position * layout_.dim, 4 * layout_.dim);
-        ++m;
-      }
-      for (int j = 0; j < m; ++j) {
-        const int64_t id = write.ids[at[j]];
-        rows[j] = nullptr;
-        if (erase_zeros && is_zero(write.values + at[j] * layout_.dim, layout_.dim)) {
-          Stripe& stripe = contents_->stripes[stripe_of(hashes[j])];
-          if (Slot slot = stripe.index.find(hashes[j], static_cast<uint64_t>(id))) {
-            forget(stripe_of(hashes[j]), id, slot.row());
-            stripe.index.erase(hashes[j], slot);
-          }
-          continue;
+    const int64_t size = std::min(n - chunk, kWriteChunk);
+    auto position = [&](int64_t i) { return positions ? int64_t{positions[chunk + i]} : chunk + i; };
+    auto start = [&](int64_t i) {
+      const uint64_t hash = hash_of(write.ids[position(i)]);
+      hashes[i % kRing] = hash;
+      __builtin_prefetch(contents_->stripes[stripe_of(hash)].index.home(hash), 1);
+    };
+    auto find = [&](int64_t i) {
+      const int64_t at = position(i);
+      const int64_t id = write.ids[at];
+      const uint64_t hash = hashes[i % kRing];
+      rows[i % kRing] = nullptr;
+      if (write.drop && write.drop[at]) return;
+      if (erase_zeros && is_zero(write.values + at * layout_.dim, layout_.dim)) {
+        Stripe& stripe = contents_->stripes[stripe_of(hash)];
+        if (Slot slot = stripe.index.find(hash, static_cast<uint64_t>(id))) {
+          forget(stripe_of(hash), id, slot.row());
+          stripe.index.erase(hash, slot);
         }
-        const uint32_t time = kKind == Kind::load ? write.rows->times[at[j]] : write.time;
-        rows[j] = find_or_insert(hashes[j], id, time, &created[j]);
-        prefetch(rows[j], layout_.row_bytes);
-        if constexpr (kKind == Kind::reinitialize) write.existed[at[j]] = !created[j];
+        return;
       }
-      for (int j = 0; j < m; ++j)
-        if (rows[j]) write_row<kKind>(write, at[j], rows[j], created[j], scratch.data());
-    }
+      const uint32_t time = kKind == Kind::load ? write.rows->times[at] : write.time;
+      rows[i % kRing] = find_or_insert(hash, id, time, &created[i % kRing]);
+      prefetch(rows[i % kRing], layout_.row_bytes);
+      if (write.values) prefetch(write.values + at * layout_.dim, 4 * layout_.dim);
+      if constexpr (kKind == Kind::reinitialize) write.existed[at] = !created[i % kRing];
+    };
+    auto finish = [&](int64_t i) {
+      if (rows[i % kRing]) write_row<kKind>(write, position(i), rows[i % kRing], created[i % kRing], scratch.data());
+    };
+    Locks<true> lock(
+        *this, stripes_of(positions ? write.ids : write.ids + chunk, positions ? positions + chunk : nullptr, size));
+    pipeline(size, start, find, finish);
   }
 }
 
@@ -412,36 +463,36 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
   for (size_t k = 0; k < kept.size(); ++k) members[fill[group_of[k]]++] = kept[k];
 
   std::vector<float> scratch(static_cast<size_t>(dim)), sum(static_cast<size_t>(dim));
-  uint64_t hashes[kGroup];
-  char* rows[kGroup];
-  bool created[kGroup];
+  uint64_t hashes[kRing];
+  char* rows[kRing];
+  bool created[kRing];
   for (int64_t chunk = 0; chunk < groups; chunk += kWriteChunk) {
-    const int64_t stop = std::min(groups, chunk + kWriteChunk);
-    Locks<true> lock(*this, stripes_of(write.ids, first.data() + chunk, stop - chunk));
-    for (int64_t begin = chunk; begin < stop; begin += kGroup) {
-      const int m = static_cast<int>(std::min<int64_t>(kGroup, stop - begin));
-      for (int j = 0; j < m; ++j) {
-        hashes[j] = hash_of(write.ids[first[begin + j]]);
-        __builtin_prefetch(contents_->stripes[stripe_of(hashes[j])].index.home(hashes[j]), 1);
-        prefetch(write.values + int64_t{first[begin + j]} * dim, 4 * dim);
+    const int64_t size = std::min(groups - chunk, kWriteChunk);
+    auto start_group = [&](int64_t i) {
+      const uint64_t hash = hash_of(write.ids[first[chunk + i]]);
+      hashes[i % kRing] = hash;
+      __builtin_prefetch(contents_->stripes[stripe_of(hash)].index.home(hash), 1);
+    };
+    auto find = [&](int64_t i) {
+      const int64_t at = first[chunk + i];
+      rows[i % kRing] = find_or_insert(hashes[i % kRing], write.ids[at], write.time, &created[i % kRing]);
+      prefetch(rows[i % kRing], layout_.row_bytes);
+      prefetch(write.values + at * dim, 4 * dim);
+    };
+    auto finish = [&](int64_t i) {
+      const int64_t g = chunk + i;
+      const float* grads = write.values + int64_t{first[g]} * dim;
+      if (count[g] > 1) {
+        std::memcpy(sum.data(), grads, 4 * static_cast<size_t>(dim));
+        for (uint32_t k = start[g] + 1; k < start[g + 1]; ++k)
+          SHOAL_DISPATCH(add)(write.values + int64_t{members[k]} * dim, dim, sum.data());
+        grads = sum.data();
       }
-      for (int j = 0; j < m; ++j) {
-        rows[j] = find_or_insert(hashes[j], write.ids[first[begin + j]], write.time, &created[j]);
-        prefetch(rows[j], layout_.row_bytes);
-      }
-      for (int j = 0; j < m; ++j) {
-        const int64_t g = begin + j;
-        const float* grads = write.values + int64_t{first[g]} * dim;
-        if (count[g] > 1) {
-          std::memcpy(sum.data(), grads, 4 * static_cast<size_t>(dim));
-          for (uint32_t k = start[g] + 1; k < start[g + 1]; ++k)
-            SHOAL_DISPATCH(add)(write.values + int64_t{members[k]} * dim, dim, sum.data());
-          grads = sum.data();
-        }
-        if (created[j]) fresh_row(write.ids[first[g]], rows[j]);
-        step_row(write, rows[j], grads, write.noise ^ hash_id(first[g]), scratch.data());
-      }
-    }
+      if (created[i % kRing]) fresh_row(write.ids[first[g]], rows[i % kRing]);
+      step_row(write, rows[i % kRing], grads, write.noise ^ hash_id(first[g]), scratch.data());
+    };
+    Locks<true> lock(*this, stripes_of(write.ids, first.data() + chunk, size));
+    pipeline(size, start_group, find, finish);
   }
 }
 
@@ -467,7 +518,7 @@ void Table::write(const Write& write) {
   if (threads == 1 || write.n < 4096) return part(nullptr, write.n);
 
   // Stable partition of the positions by stripe: blocks of the input count first, then write where they know they may.
-  const int parts = static_cast<int>(std::min<unsigned>(std::bit_ceil(static_cast<unsigned>(4 * threads)), kStripes));
+  const int parts = static_cast<int>(std::min<unsigned>(std::bit_ceil(static_cast<unsigned>(1 * threads)), kStripes));
   const int shift = 64 - std::countr_zero(static_cast<unsigned>(parts));
   const int64_t blocks = std::min<int64_t>(4 * threads, (write.n + 4095) / 4096);
   std::vector<int64_t> offsets(static_cast<size_t>(blocks * parts));

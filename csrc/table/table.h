@@ -122,9 +122,9 @@ class Table {
   class Locks;
   enum class Kind { assign, assign_add, gradients, reinitialize, load, insert };
 
-  void find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found) const;
+  void find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const;
   template <int kDim>
-  void copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found) const;
+  void copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const;
   void read_row(const char* row, float* out) const;
   void fresh_row(int64_t id, char* row) const;
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;

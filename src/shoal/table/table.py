@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_rows
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import registry
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time, check_rates
@@ -161,7 +162,8 @@ class HashTable:
         self._has_batch_softmax = any(
             s.opt_config.WhichOneof("type") == "batch_softmax" for s in message.entry_config.segments
         )
-        self._native = _core.Table(layout, (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1))
+        self.seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
+        self._native = _core.Table(layout, self.seed)
         self.dim_size: int = layout.dim
         if hash_filter is not None:
             native_filter = getattr(hash_filter, "native", None)
@@ -196,7 +198,7 @@ class HashTable:
         """
         ids = as_ids(ids, self.name)
         n = ids.numel()
-        out = torch.empty(n, self.dim_size, dtype=torch.float32)
+        out = empty_rows(n, self.dim_size)
         if insert_missing:
             self._check_trains("lookup with insert_missing")
             self._native.lookup_or_insert(ids.data_ptr(), n, as_time(req_time, self.name), out.data_ptr())

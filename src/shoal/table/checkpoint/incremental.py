@@ -12,7 +12,15 @@ import torch
 from shoal import _core
 from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.table.checkpoint import naming
-from shoal.table.checkpoint.chain import MANIFEST, Checkpoint, describe, list_checkpoints, next_name, read_chain, table_in
+from shoal.table.checkpoint.chain import (
+    MANIFEST,
+    Checkpoint,
+    describe,
+    list_checkpoints,
+    next_name,
+    read_chain,
+    table_in,
+)
 from shoal.table.checkpoint.manifest import Manifest, file_sizes, new_folder
 from shoal.table.checkpoint.naming import CheckpointNotFoundError, StrPath
 from shoal.table.checkpoint.scales import has_scales
@@ -249,8 +257,8 @@ def _parent(members: Sequence[HashTable], directory: str, since: Checkpoint | st
     for table in members:
         if not _tracks(table, known[name].id):
             raise ConfigError(
-                f"table {table.name!r}: what changed since {name!r} is not known here (it was neither saved to nor restored "
-                "from it, or was cleared or restored since); save a full checkpoint with since=None"
+                f"table {table.name!r}: what changed since {name!r} is not known here (the table was not saved to it, "
+                "or was cleared or restored since); save a full checkpoint with since=None"
             )
     return known[name]
 

@@ -16,6 +16,9 @@ from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales
 if TYPE_CHECKING:
     from shoal.table.table import HashTable
 
+Progress = _core.Progress
+"""Watches a long save or load from another thread: ``rows`` and ``bytes`` so far; ``cancel()`` ends it."""
+
 Source = tuple[_core.Table, _core.Expiry | None, int]
 """What a save takes of a table: the table, what makes a row stale, and the epoch that changes are wanted since."""
 

@@ -112,6 +112,7 @@ class DynamicWdAdagrad(Adagrad):
         return self.initial if name == "norm" else 0
 
     def step(self, state, w, g, lr, global_step=0):
+        state["last_update_step"] = int(global_step)
         if not self.decouple_weight_decay:
             return super().step(state, w, g, lr, global_step)
         state["norm"] = norm = state["norm"] + g * g
