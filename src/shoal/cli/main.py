@@ -8,6 +8,7 @@ from shoal.errors import ShoalError
 # name -> (module with `main(argv) -> int`, one line of help). Modules are imported only when they are called.
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("shoal.cli.demo", "train a click model on a drifting stream and draw what collisions cost"),
+    "ps": ("shoal.cli.ps", "serve one shard of tables to workers: a parameter server, its keys, its checkpoints"),
 }
 
 

@@ -67,6 +67,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "shoal.sharded.ps.security": ("ClientKeys", "ServerKeys"),
     "shoal.sharded.ps.server": ("Limits", "ParameterServer"),
     "shoal.sharded.ps.shard": ("Shard",),
+    "shoal.sharded.ps.tables": ("load_tables", "ps_table"),
+    "shoal.sharded.reshard": ("load_shard", "reshard_servers"),
     "shoal.table.export_mode": (
         "ExportContext",
         "ExportMode",

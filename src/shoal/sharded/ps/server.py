@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -64,6 +64,7 @@ class ParameterServer:
         read_threads: int = 2,
         checkpoint_every: timedelta | None = None,
         evict_every: timedelta | None = None,
+        tables: Sequence[Request] = (),
     ) -> None:
         check_bind(host, keys, insecure)
         self.engine = engine
@@ -77,6 +78,7 @@ class ParameterServer:
         self._read_threads = read_threads
         self._checkpoint_every = checkpoint_every
         self._evict_every = evict_every
+        self._tables = tables
         self._reads: SimpleQueue[Any] = SimpleQueue()
         self._writes: SimpleQueue[Any] = SimpleQueue()
         self._syncs: SimpleQueue[Any] = SimpleQueue()
@@ -96,6 +98,9 @@ class ParameterServer:
         """Recovers, binds and serves; returns when requests can come."""
         zmq = self._zmq
         self.engine.recover()
+        for reply in self.engine.apply(list(self._tables)):
+            if reply.status != Status.OK:
+                raise ConfigError(reply.text())
         self._context = zmq.Context()
         self._authenticator = self._start_authenticator()
         router = self._context.socket(zmq.ROUTER)
