@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -276,12 +277,17 @@ class ParameterServer:
             self._queued_bytes -= size
             self._pending -= 1
 
-    def _pusher(self) -> Any:
+    @contextlib.contextmanager
+    def _pusher(self) -> Iterator[Any]:
+        """A thread's way to the thread that owns the network socket."""
         socket = self._context.socket(self._zmq.PUSH)
         socket.setsockopt(self._zmq.SNDHWM, 0)
         socket.setsockopt(self._zmq.LINGER, 1000)
         socket.connect("inproc://replies")
-        return socket
+        try:
+            yield socket
+        finally:
+            socket.close()
 
     # --- reads ----------------------------------------------------------------------------------------------------
 
@@ -303,39 +309,37 @@ class ParameterServer:
         return reply
 
     def _read_loop(self) -> None:
-        socket = self._pusher()
-        while (item := self._reads.get()) is not None:
-            target, request, size = item
-            self._send(socket, target, request, _expired(request) or self._read(request), size)
-            del item, request  # frees the request's frames before the next wait
-        socket.close()
+        with self._pusher() as socket:
+            while (item := self._reads.get()) is not None:
+                target, request, size = item
+                self._send(socket, target, request, _expired(request) or self._read(request), size)
+                del item, request  # frees the request's frames before the next wait
 
     # --- writes ---------------------------------------------------------------------------------------------------
 
     def _write_loop(self) -> None:
-        socket = self._pusher()
-        while (item := self._writes.get()) is not None:
-            batch = [item]
-            while len(batch) < self.limits.batch_writes:
-                try:
-                    following = self._writes.get_nowait()
-                except Empty:
-                    break
-                batch.append(following)
-                if following is None:
-                    break
-            last = batch[-1] is None
-            if last:
-                batch.pop()
-                self._writes.put(None)
-            done = [(*item, self._write(item[1])) for item in batch]
-            if self.engine.log is not None:
-                self._syncs.put(done)
-            else:
-                for target, request, size, reply in done:
-                    self._send(socket, target, request, reply, size)
-            del item, batch, done
-        socket.close()
+        with self._pusher() as socket:
+            while (item := self._writes.get()) is not None:
+                batch = [item]
+                while len(batch) < self.limits.batch_writes:
+                    try:
+                        following = self._writes.get_nowait()
+                    except Empty:
+                        break
+                    batch.append(following)
+                    if following is None:
+                        break
+                last = batch[-1] is None
+                if last:
+                    batch.pop()
+                    self._writes.put(None)
+                done = [(*item, self._write(item[1])) for item in batch]
+                if self.engine.log is not None:
+                    self._syncs.put(done)
+                else:
+                    for target, request, size, reply in done:
+                        self._send(socket, target, request, reply, size)
+                del item, batch, done
 
     def _write(self, request: Request) -> Reply:
         expired = _expired(request)
@@ -353,24 +357,23 @@ class ParameterServer:
         return self.engine.apply([request])[0]
 
     def _sync_loop(self) -> None:
-        socket = self._pusher()
-        while (done := self._syncs.get()) is not None:
-            while True:
-                try:
-                    more = self._syncs.get_nowait()
-                except Empty:
-                    break
-                if more is None:
-                    self._syncs.put(None)
-                    break
-                done += more
-            begin = time.perf_counter()
-            self.engine.log.sync()  # an error here ends the server: what is on the disk is not known any more
-            self.metrics.sync_seconds.add(time.perf_counter() - begin)
-            for target, request, size, reply in done:
-                self._send(socket, target, request, reply, size)
-            del done
-        socket.close()
+        with self._pusher() as socket:
+            while (done := self._syncs.get()) is not None:
+                while True:
+                    try:
+                        more = self._syncs.get_nowait()
+                    except Empty:
+                        break
+                    if more is None:
+                        self._syncs.put(None)
+                        break
+                    done += more
+                begin = time.perf_counter()
+                self.engine.log.sync()  # an error here ends the server: what is on the disk is not known any more
+                self.metrics.sync_seconds.add(time.perf_counter() - begin)
+                for target, request, size, reply in done:
+                    self._send(socket, target, request, reply, size)
+                del done
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
