@@ -73,6 +73,9 @@ class Table {
   int64_t bytes() const;
   int64_t max_update_time() const { return max_update_time_.load(); }
   void raise_max_update_time(int64_t time);
+  // Gradient batches so far. Stochastic rounding follows from it, so that the same batches give the same bits again.
+  uint64_t calls() const { return calls_.load(); }
+  void set_calls(uint64_t calls) { calls_.store(calls); }
 
   void set_filter(std::shared_ptr<Filter> filter) { filter_ = std::move(filter); }
   bool has_filter() const { return filter_ && filter_->active(); }

@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "agent": ("shoal.cli.agent", "run one process of a serving cluster, or operate its registry"),
     "demo": ("shoal.cli.demo", "train a click model on a drifting stream and draw what collisions cost"),
     "launch": ("shoal.cli.launch", "start N local ranks of a script, with a console that shows who says what"),
+    "ps": ("shoal.cli.ps", "serve one shard of tables to workers: a parameter server, its keys, its checkpoints"),
 }
 
 
