@@ -203,7 +203,9 @@ def load_program(
         lookup = local_lookup(views, max(1, num_ps))
     program = Program(net, features, outputs, lookup)
     spec = manifest.signatures["serving_default"]
-    return Signature(SignatureSpec(dict(spec.inputs), dict(spec.outputs)), program, batch=True)
+    # An entry waits for its shards: its requests run side by side instead of being joined.
+    batch = not given.get("remote")
+    return Signature(SignatureSpec(dict(spec.inputs), dict(spec.outputs)), program, batch=batch)
 
 
 def input_specs(features: Mapping[str, Feature], dense: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:

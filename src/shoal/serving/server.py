@@ -26,6 +26,7 @@ from shoal.proto.serving.tf_serving_pb2 import (
     ReloadConfigResponse,
     SignatureDefMap,
 )
+from shoal.serving.batching import Batcher
 from shoal.serving.grpc_server import add_health_and_reflection, set_not_serving, unary
 from shoal.serving.metrics import emit_counter, emit_timer
 from shoal.serving.predict import PredictCall, decode_request, encode_response
@@ -203,9 +204,17 @@ class ModelServer:
     # --- Predict ----------------------------------------------------------------------------------------------------
 
     def predict(
-        self, spec: ModelSpec, read_inputs: Callable[[], Tensors], output_filter: list[str], identity: str = ""
-    ) -> tuple[bytes, Tensors]:
-        """Answers one request: (the model spec as it was resolved, serialised; outputs)."""
+        self,
+        spec: ModelSpec,
+        read_inputs: Callable[[], Tensors],
+        output_filter: list[str],
+        identity: str = "",
+        finish: Callable[[bytes, Tensors], Any] = lambda spec, outputs: (spec, outputs),
+    ) -> Any:
+        """Answers one request: ``finish(the model spec as it was resolved, serialised; outputs)``.
+
+        Reading inputs and finishing may happen on the thread of another request, with which this one was joined.
+        """
         name = spec.signature_name or "serving_default"
         begin = time.perf_counter()
         code, label = 0, ("", "")  # names that do not exist are not kept: callers could make any number of them
@@ -219,12 +228,21 @@ class ModelServer:
                 outputs = signature.spec.outputs
                 if unknown := [alias for alias in output_filter if alias not in outputs]:
                     raise invalid_argument(f"{where}, {name!r} has no output {unknown}; it has {sorted(outputs)}")
-                inputs = read_inputs()
-                signature.check(f"{where}, signature {name!r}", inputs)
-                results = call(inputs)
-                if output_filter:
-                    results = {alias: results[alias] for alias in output_filter}
-                return version.resolved(spec.name, name), results
+                resolved = version.resolved(spec.name, name)
+
+                def prepare() -> Tensors:
+                    inputs = read_inputs()
+                    signature.check(f"{where}, signature {name!r}", inputs)
+                    return inputs
+
+                def complete(results: Tensors) -> Any:
+                    if output_filter:
+                        results = {alias: results[alias] for alias in output_filter}
+                    return finish(resolved, results)
+
+                if isinstance(call, Batcher):
+                    return call.submit(prepare, complete)
+                return complete(call(prepare()))
         except StatusError as error:
             code = error.code
             raise
@@ -252,10 +270,10 @@ class ModelServer:
             token = touched_at.set(_touched_at(context) if pushing else 0.0)
             try:
                 with request_deadline(left if left is not None and left < 1e6 else None):
-                    spec, outputs = self.predict(call.spec, lambda: self._tensors(call), call.output_filter, identity)
+                    read = lambda: self._tensors(call)  # noqa: E731
+                    return self.predict(call.spec, read, call.output_filter, identity, encode_response)
             finally:
                 touched_at.reset(token)
-            return encode_response(spec, outputs)
         except DataError as error:
             return self._abort(context, invalid_argument(f"the request is no PredictRequest: {error}"))
         except StatusError as error:
