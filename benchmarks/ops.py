@@ -29,7 +29,7 @@ from shoal.ops.reorder.reference import fused_reorder_by_indices as reorder_comp
 from shoal.ops.unique import reference as unique_reference
 
 try:
-    import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
+    import fbgemm_gpu  # registers torch.ops.fbgemm
 except ImportError:
     fbgemm_gpu = None
 
@@ -381,10 +381,14 @@ def layout() -> None:
             compare(f"layout {name}, {features} features", ours, {"torch ops": composed}, 5)
             continue
         upstream = [torch.ones_like(o) for o in mine]
+
+        def grad(outs: list[torch.Tensor], e: Any = embeddings, u: Any = upstream) -> Any:
+            return torch.autograd.grad(outs, e, u, retain_graph=True)
+
         compare(
             f"layout {name}, {features} features",
-            lambda: torch.autograd.grad(mine, embeddings, upstream, retain_graph=True),
-            {"autograd of torch ops": lambda: torch.autograd.grad(theirs, embeddings, upstream, retain_graph=True)},
+            lambda g=grad, o=mine: g(o),
+            {"autograd of torch ops": lambda g=grad, o=theirs: g(o)},
             5,
         )
 

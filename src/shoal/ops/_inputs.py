@@ -78,6 +78,38 @@ def tensors(values: Any, op: str, name: str) -> Sequence[Any]:
     return values
 
 
+def float_list(values: Any, op: str, name: str) -> list[Tensor]:
+    """A list of `floats`."""
+    return [
+        v if isinstance(v, Tensor) and v.dtype in _FLOATS else floats(v, op, f"{name}[{i}]")
+        for i, v in enumerate(tensors(values, op, name))
+    ]
+
+
+def int64_list(values: Any, op: str, name: str) -> list[Tensor]:
+    """A list of `int64`."""
+    return [
+        v if isinstance(v, Tensor) and v.dtype is torch.int64 else int64(v, op, f"{name}[{i}]")
+        for i, v in enumerate(tensors(values, op, name))
+    ]
+
+
+def vector_list(values: Any, op: str, name: str) -> list[Tensor]:
+    """A list of `vector`."""
+    return [
+        v if isinstance(v, Tensor) and v.dtype is torch.int64 and v.dim() == 1 else vector(v, op, f"{name}[{i}]")
+        for i, v in enumerate(tensors(values, op, name))
+    ]
+
+
+def integer_list(values: Any, op: str, name: str) -> list[Tensor]:
+    """A list of `integers`."""
+    return [
+        v if isinstance(v, Tensor) and v.dtype is torch.int32 else integers(v, op, f"{name}[{i}]")
+        for i, v in enumerate(tensors(values, op, name))
+    ]
+
+
 def ragged(value: Any, op: str, name: str) -> Ragged:
     """A `Ragged` of int64; nested lists are converted."""
     if not isinstance(value, Ragged):

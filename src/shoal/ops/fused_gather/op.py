@@ -52,16 +52,16 @@ def fused_gather_embeddings_by_input_gradient(
     """
     op = "fused_gather_embeddings_by_input_gradient"
     size = _inputs.number(fused_embeddings_size, op, "fused_embeddings_size")
-    grads = [_inputs.floats(g, op, f"grads[{m}]") for m, g in enumerate(_inputs.tensors(grads, op, "grads"))]
+    grads = _inputs.float_list(grads, op, "grads")
     offsets = _offsets(op, embedding_offsets, "embedding_offsets")
     dims = _inputs.int_list(embedding_dims, op, "embedding_dims")
-    # An empty list says nothing of its rows' width.
-    grads = [g.reshape(0, d) if g.shape == (0,) else g for g, d in zip(grads, dims, strict=False)] + grads[len(dims) :]
+    if len(grads) == len(dims):  # an empty list says nothing of its rows' width
+        grads = [g.view(0, d) if g.dim() == 1 and g.shape[0] == 0 else g for g, d in zip(grads, dims, strict=True)]
     return _gradient(size, grads, offsets, dims, float(scale))
 
 
 def _offsets(op: str, offsets: Any, name: str) -> list[Tensor]:
-    return [_inputs.integers(o, op, f"{name}[{m}]") for m, o in enumerate(_inputs.tensors(offsets, op, name))]
+    return _inputs.integer_list(offsets, op, name)
 
 
 def _check_offsets(op: str, offsets: list[Tensor], dims: list[int]) -> None:
