@@ -11,6 +11,13 @@ namespace {
 template <class Offset>
 void check_offsets(const OffsetTable& table, int64_t begin, int64_t end, int64_t size) {
   const auto* offsets = reinterpret_cast<const Offset*>(table.offsets);
+  // One pass that vectorises; the culprit is looked for only when there is one.
+  Offset low = 0, high = 0;
+  for (int64_t j = begin; j < end; ++j) {
+    low = std::min(low, offsets[j]);
+    high = std::max(high, offsets[j]);
+  }
+  if (begin == end || (low >= 0 && high <= size - table.width)) return;
   for (int64_t j = begin; j < end; ++j) {
     if (offsets[j] < 0 || table.width > size - offsets[j]) {
       fail("offset " + std::to_string(offsets[j]) + " (row " + std::to_string(j) + ") + width " +

@@ -65,9 +65,8 @@ def int_list(values: Any, op: str, name: str, *, least: int = 0) -> list[int]:
     if isinstance(values, Tensor):
         values = values.tolist()
     out = [int(v) for v in values]
-    for at, value in enumerate(out):
-        if value < least:
-            raise ConfigError(f"{op}: {name}[{at}] must be at least {least}, got {value}")
+    if out and min(out) < least:
+        raise ConfigError(f"{op}: {name}[{out.index(min(out))}] must be at least {least}, got {min(out)}")
     return out
 
 

@@ -78,10 +78,14 @@ def _is_plain(args: Sequence[Any]) -> bool:
                 return False
         elif kind is list:
             for item in arg:
-                if isinstance(item, Tensor) and (
-                    not item.is_cpu or (grad and item.requires_grad) or type(item) not in (Tensor, Parameter)
-                ):
+                kind = type(item)
+                if kind is Tensor or kind is Parameter:
+                    if not item.is_cpu or (grad and item.requires_grad):
+                        return False
+                elif isinstance(item, Tensor):
                     return False
+                else:
+                    break  # a list holds one kind of thing
         elif isinstance(arg, Tensor):
             return False
     return True
