@@ -192,17 +192,27 @@ def fused_gather() -> None:
         {"index_select": lambda: wide.view(-1, 16).index_select(0, index)},
         1,
     )
-    offsets = [torch.randint(0, 20, (888,), dtype=torch.int32) for _ in range(13)]
-    grads = [torch.randn(888, 2) for _ in offsets]
+    # Two tables, four rows of 3 floats and five of 2, each hit 888 x 13 times.
+    rows = [torch.randint(0, 4, (888 * 13,)), torch.randint(0, 5, (888 * 13,))]
+    offsets = [(rows[0] * 3).int(), (12 + rows[1] * 2).int()]
+    grads = [torch.randn(888 * 13, 3), torch.randn(888 * 13, 2)]
 
-    def index_add() -> torch.Tensor:
-        places = (torch.cat(offsets).long()[:, None] + torch.arange(2)).flatten()
-        return torch.zeros(22).index_add_(0, places, torch.cat(grads).flatten())
+    def per_table() -> torch.Tensor:
+        out = torch.zeros(22)
+        out[:12].view(4, 3).index_add_(0, rows[0], grads[0])
+        out[12:].view(5, 2).index_add_(0, rows[1], grads[1])
+        return out
 
+    def flat() -> torch.Tensor:
+        places = [(o.long()[:, None] + torch.arange(d)).flatten() for o, d in zip(offsets, (3, 2), strict=True)]
+        return torch.zeros(22).index_add_(0, torch.cat(places), torch.cat([g.flatten() for g in grads]))
+
+    ours = ops.fused_gather_embeddings_by_input_gradient(22, grads, offsets, [3, 2])
+    torch.testing.assert_close(ours, per_table(), rtol=8.88e-5, atol=1e-3)
     compare(
         "fused gather gradient, 888 x 13 rows into 22 floats",
-        lambda: ops.fused_gather_embeddings_by_input_gradient(22, grads, offsets, [2] * 13),
-        {"cat + index_add_": index_add},
+        lambda: ops.fused_gather_embeddings_by_input_gradient(22, grads, offsets, [3, 2]),
+        {"index_add_ per table": per_table, "flat index_add_": flat},
         2,
         scale=False,
     )

@@ -1,6 +1,8 @@
 #include "ops/fused_gather.h"
 
 #include <algorithm>
+#include <limits>
+#include <type_traits>
 
 #include "ops/common.h"
 #include "ops/sum.h"
@@ -8,16 +10,19 @@
 namespace shoal::ops {
 namespace {
 
+constexpr int64_t kCached = 512 << 10;  // bytes that stay in the second-level cache without help
+
 template <class Offset>
 void check_offsets(const OffsetTable& table, int64_t begin, int64_t end, int64_t size) {
   const auto* offsets = reinterpret_cast<const Offset*>(table.offsets);
   // One pass that vectorises; the culprit is looked for only when there is one.
-  Offset low = 0, high = 0;
-  for (int64_t j = begin; j < end; ++j) {
-    low = std::min(low, offsets[j]);
-    high = std::max(high, offsets[j]);
+  using Unsigned = std::make_unsigned_t<Offset>;
+  if (table.width <= size) {
+    const auto last = static_cast<Unsigned>(std::min<int64_t>(size - table.width, std::numeric_limits<Offset>::max()));
+    Unsigned bad = 0;
+    for (int64_t j = begin; j < end; ++j) bad |= static_cast<Unsigned>(static_cast<Unsigned>(offsets[j]) > last);
+    if (!bad) return;
   }
-  if (begin == end || (low >= 0 && high <= size - table.width)) return;
   for (int64_t j = begin; j < end; ++j) {
     if (offsets[j] < 0 || table.width > size - offsets[j]) {
       fail("offset " + std::to_string(offsets[j]) + " (row " + std::to_string(j) + ") + width " +
@@ -65,10 +70,14 @@ void gather_piece(const char* buffer, int64_t size, int64_t element_bytes, const
   const int64_t row_bytes = table.width * element_bytes;
   char* rows = reinterpret_cast<char*>(table.rows);
   with_row_copy(row_bytes, [&](auto copy) {
-    for (int64_t j = begin; j < end; ++j) {
-      __builtin_prefetch(buffer + offsets[std::min(j + 8, end - 1)] * element_bytes);
-      copy(rows + j * row_bytes, buffer + offsets[j] * element_bytes);
+    int64_t j = begin;
+    if (size * element_bytes > kCached) {
+      for (; j + 8 < end; ++j) {
+        __builtin_prefetch(buffer + offsets[j + 8] * element_bytes);
+        copy(rows + j * row_bytes, buffer + offsets[j] * element_bytes);
+      }
     }
+    for (; j < end; ++j) copy(rows + j * row_bytes, buffer + offsets[j] * element_bytes);
   });
 }
 
