@@ -102,21 +102,11 @@ void reduce_by_index(const T* values, const int64_t* index, int64_t stride, int6
   }
   const bool squares = how == Reduce::sqrtn;
   const int64_t row_bytes = d * static_cast<int64_t>(sizeof(T));
-  // Every part reads all indices and adds what it owns, in input order: a range of columns where rows span several
-  // cache lines, a range of rows otherwise.
-  const int64_t lines = row_bytes / 64;
-  const int64_t parts = !parallel ? 1 : std::min<int64_t>(num_threads(), lines >= 2 ? lines : 8);
-  const bool by_column = lines >= 2;
-  const std::vector<int64_t> bounds = by_column ? std::vector<int64_t>() : row_bounds(index, stride, n, rows, parts);
+  // Every part owns a range of rows, reads all indices and adds what is its own, in input order.
+  const int64_t parts = parallel ? std::min<int64_t>(num_threads(), 8) : 1;
+  const std::vector<int64_t> bounds = row_bounds(index, stride, n, rows, parts);
   auto counts = how == Reduce::mean ? std::make_unique<int64_t[]>(static_cast<size_t>(rows)) : nullptr;
   auto body = [&](int64_t part) {
-    if (by_column) {
-      const int64_t step = ((d + parts - 1) / parts + 15) / 16 * 16;
-      const int64_t begin = std::min(d, part * step), end = part + 1 == parts ? d : std::min(d, begin + step);
-      for (int64_t r = 0; r < rows; ++r) std::fill(out + r * d + begin, out + r * d + end, T(0));
-      if (begin < end) SHOAL_CALL(scatter_columns, values, index, stride, n, d, begin, end, squares, out);
-      return;
-    }
     const int64_t begin = bounds[part], end = bounds[part + 1];
     std::fill(out + begin * d, out + end * d, T(0));
     SHOAL_CALL(scatter_rows, values, index, stride, n, d, begin, end, squares, out);

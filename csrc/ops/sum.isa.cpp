@@ -140,38 +140,10 @@ inline void scatter_rows_any(const T* rows, const int64_t* index, int64_t stride
     SHOAL_WIDTH(4)
     SHOAL_WIDTH(8)
     SHOAL_WIDTH(16)
-    default:
-      return scatter_rows_with(add_any<T>, rows, index, stride, n, d, begin, end, squares, out);
-  }
-#undef SHOAL_WIDTH
-}
-
-template <class T, class Add>
-inline void scatter_columns_with(Add add, const T* rows, const int64_t* index, int64_t stride, int64_t n, int64_t d,
-                                 int64_t begin, int64_t end, bool squares, T* out) {
-  constexpr int64_t kAhead = 6;
-  for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) {
-      T* ahead = out + index[(i + kAhead) * stride] * d + begin;
-      for (int64_t c = 0; c < end - begin; c += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(ahead + c, 1);
-    }
-    add(rows + i * d + begin, out + index[i * stride] * d + begin, end - begin, squares);
-  }
-}
-
-template <class T>
-inline void scatter_columns_any(const T* rows, const int64_t* index, int64_t stride, int64_t n, int64_t d,
-                                int64_t begin, int64_t end, bool squares, T* out) {
-#define SHOAL_WIDTH(w) \
-  case w:              \
-    return scatter_columns_with(add_fixed<w, T>, rows, index, stride, n, d, begin, end, squares, out);
-  switch (end - begin) {
-    SHOAL_WIDTH(16)
     SHOAL_WIDTH(32)
     SHOAL_WIDTH(64)
-    SHOAL_WIDTH(128)
     default:
-      return scatter_columns_with(add_any<T>, rows, index, stride, n, d, begin, end, squares, out);
+      return scatter_rows_with(add_any<T>, rows, index, stride, n, d, begin, end, squares, out);
   }
 #undef SHOAL_WIDTH
 }
@@ -278,10 +250,6 @@ inline void scatter_floats_any(const T* grads, const Offset* offsets, int64_t n,
   void sorted_reduce(const T* rows, const int64_t* index, int64_t stride, int64_t begin, int64_t end, int64_t d, \
                      Reduce how, int64_t row_begin, int64_t row_end, T* out) {                                   \
     sorted_reduce_any(rows, index, stride, begin, end, d, how, row_begin, row_end, out);                         \
-  }                                                                                                              \
-  void scatter_columns(const T* rows, const int64_t* index, int64_t stride, int64_t n, int64_t d, int64_t begin, \
-                       int64_t end, bool squares, T* out) {                                                      \
-    scatter_columns_any(rows, index, stride, n, d, begin, end, squares, out);                                    \
   }                                                                                                              \
   void scatter_rows(const T* rows, const int64_t* index, int64_t stride, int64_t n, int64_t d, int64_t begin,    \
                     int64_t end, bool squares, T* out) {                                                         \

@@ -28,7 +28,7 @@ TEST(floor_mod_is_pythons_remainder) {
   for (int64_t n :
        {int64_t{1}, int64_t{2}, int64_t{3}, int64_t{7}, int64_t{255}, int64_t{256}, int64_t{1000003}, INT64_MAX}) {
     const FloorMod mod(n);
-    for (int64_t id : ids) CHECK(mod(id) == ((id % n) + n) % n);
+    for (int64_t id : ids) CHECK(mod(id) == static_cast<int64_t>((__int128{id % n} + n) % n));
   }
 }
 
