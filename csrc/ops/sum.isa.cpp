@@ -103,11 +103,26 @@ inline void add_any(const T* row, T* to, int64_t d, bool squares) {
   }
 }
 
+// How many rows ahead to fetch a row that the hardware cannot foresee, and how much of it.
+template <class T>
+struct Ahead {
+  explicit Ahead(int64_t width) {
+    const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
+    rows = bytes >= 1024 ? 2 : bytes <= 64 ? 32 : 2048 / bytes;
+    span = bytes < 256 ? bytes : 256;
+  }
+  void fetch(const T* row) const {
+    for (int64_t at = 0; at < span; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(row) + at);
+  }
+  int64_t rows, span;
+};
+
 template <class T, class Add>
 inline void scatter_rows_with(Add add, const T* rows, const int64_t* index, int64_t stride, int64_t n, int64_t d,
                               int64_t begin, int64_t end, bool squares, T* out) {
   constexpr int64_t kBlock = 512, kAhead = 8;
-  int64_t mine[kBlock + kAhead];
+  int64_t mine[kBlock];
+  const Ahead<T> ahead(d);
   const uint64_t span = static_cast<uint64_t>(end - begin);
   for (int64_t from = 0; from < n; from += kBlock) {
     const int64_t to = from + kBlock < n ? from + kBlock : n;
@@ -121,8 +136,8 @@ inline void scatter_rows_with(Add add, const T* rows, const int64_t* index, int6
       const int64_t i = mine[k];
       if (k + kAhead < count) {
         __builtin_prefetch(out + index[mine[k + kAhead] * stride] * d, 1);
-        __builtin_prefetch(rows + mine[k + kAhead] * d);
       }
+      if (k + ahead.rows < count) ahead.fetch(rows + mine[k + ahead.rows] * d);
       add(rows + i * d, out + index[i * stride] * d, d, squares);
     }
   }
@@ -196,6 +211,7 @@ inline void scatter_floats_with(const T* grads, const Offset* offsets, int64_t n
     return;
   }
   int64_t mine[kBlock];
+  const Ahead<T> ahead(width);
   for (int64_t from = 0; from < n; from += kBlock) {
     const int64_t to = from + kBlock < n ? from + kBlock : n;
     // The rows that this part owns, collected without a branch.
@@ -208,8 +224,8 @@ inline void scatter_floats_with(const T* grads, const Offset* offsets, int64_t n
       const int64_t i = mine[k], at = offsets[i];
       if (k + kAhead < count) {
         __builtin_prefetch(out + offsets[mine[k + kAhead]], 1);
-        __builtin_prefetch(grads + mine[k + kAhead] * width);
       }
+      if (k + ahead.rows < count) ahead.fetch(grads + mine[k + ahead.rows] * width);
       if (at >= lo && at + width <= hi) {
         add_scaled<W>(out + at, grads + i * width, width, scale);
       } else {
