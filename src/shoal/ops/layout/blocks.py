@@ -1,5 +1,6 @@
 """How each version of the layout op addresses memory: embedding tensors cut into blocks, per request."""
 
+import itertools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -123,7 +124,7 @@ def _version_2(
                 f"{_OP}: fid_list_row_split[{i}] has {len(features) + 1} entries, got shape {list(splits.shape)}"
             )
         rows = splits.tolist()
-        if rows[0] != 0 or any(b < a for a, b in zip(rows, rows[1:], strict=False)):
+        if rows[0] != 0 or any(b < a for a, b in itertools.pairwise(rows)):
             raise ConfigError(f"{_OP}: fid_list_row_split[{i}] starts at 0 and never falls, got {rows}")
         start = 0
         for j, f in enumerate(features):
@@ -152,7 +153,8 @@ def _version_4(
     lengths = _counts("fid_list_emb_row_lenth", sizes[0], ps_num * tables)
     if sum(lengths) != embeddings[0].numel():
         raise ConfigError(
-            f"{_OP}: fid_list_emb_row_lenth adds up to {sum(lengths)}, but the tensor has {embeddings[0].numel()} floats"
+            f"{_OP}: fid_list_emb_row_lenth adds up to {sum(lengths)},"
+            f" but the tensor has {embeddings[0].numel()} floats"
         )
     blocks: list[Block | None] = [None] * (ps_num * tables)
     start = 0

@@ -152,6 +152,7 @@ def _arguments(
     )
 
 
+@torch.compiler.assume_constant_result
 def plan_key(feature_cfgs: Any) -> str:
     """The string that stands for a configuration in a traced program."""
     return plan_of(feature_cfgs).key

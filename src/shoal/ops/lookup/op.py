@@ -37,7 +37,7 @@ def map_id_to_embedding(ids: Any, embeddings: Any, input: Any, use_multi_threads
 
 
 def map_id_to_embedding_gradient_back_prop(ids: Any, input: Any, grads: Any) -> list[Tensor]:
-    """The gradient of `map_id_to_embedding` with respect to each of its embeddings; ``grads`` is ``input.shape + [d]``."""
+    """The gradient of `map_id_to_embedding` for each of its embeddings; ``grads`` is ``input.shape + [d]``."""
     op = "map_id_to_embedding_gradient_back_prop"
     ids = _id_lists(op, ids)
     input = _inputs.int64(input, op, "input")
