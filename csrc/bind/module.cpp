@@ -39,6 +39,7 @@ NB_MODULE(_core, m) {
   shoal::bind::table(m);
   shoal::bind::fused(m);
   shoal::bind::gather(m);
+  shoal::bind::serving(m);
   shoal::bind::io(m);
   shoal::bind::train(m);
   shoal::bind::nn(m);
