@@ -88,11 +88,9 @@ def main() -> None:
     for bags, length, dim in ((64, 1, 16), (2048, 10, 16), (4096, 50, 16), (4096, 50, 64)):
         one = compare(options.rows, bags, length, dim, options.repeats)
         results.append(one)
-        print(
-            f"{bags:6} x {length:3}  {dim:4} | {one['forward_ms']:11.3f} {one['torch_forward_ms']:7.3f} "
-            f"{one['forward_ratio']:6.2f}x | {one['step_ms']:10.3f} {one['torch_step_ms']:7.2f} {one['step_ratio']:6.2f}x",
-            flush=True,
-        )
+        forward = f"{one['forward_ms']:11.3f} {one['torch_forward_ms']:7.3f} {one['forward_ratio']:6.2f}x"
+        step = f"{one['step_ms']:10.3f} {one['torch_step_ms']:7.2f} {one['step_ratio']:6.2f}x"
+        print(f"{bags:6} x {length:3}  {dim:4} | {forward} | {step}", flush=True)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(results, file, indent=2)
