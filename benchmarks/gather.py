@@ -1,6 +1,6 @@
 """Peer gather against what people write by hand in torch and numpy: codec, validation, update, compression, overlap, A6.
 
-    python -m benchmarks.gather [--json FILE] [--quick]
+python -m benchmarks.gather [--json FILE] [--quick]
 """
 
 import argparse
@@ -83,8 +83,18 @@ def bench_codec(made: dict[str, Any], spec: GradientSpec, repeat: int) -> dict[s
     e, f = interleaved(lambda: validate_payload(made, spec), rival, repeat)
     return {
         "unpack+dequantise": {"ours_ms": a * 1e3, "torch_ms": b * 1e3, "ratio": b / a, "figure": ">= 5"},
-        "validate / native unpack+dequantise": {"ours_ms": c * 1e3, "once_ms": d * 1e3, "ratio": c / d, "figure": "<= 1.5"},
-        "validate / torch unpack+dequantise": {"ours_ms": e * 1e3, "once_ms": f * 1e3, "ratio": e / f, "figure": "<= 1.5"},
+        "validate / native unpack+dequantise": {
+            "ours_ms": c * 1e3,
+            "once_ms": d * 1e3,
+            "ratio": c / d,
+            "figure": "<= 1.5",
+        },
+        "validate / torch unpack+dequantise": {
+            "ours_ms": e * 1e3,
+            "once_ms": f * 1e3,
+            "ratio": e / f,
+            "figure": "<= 1.5",
+        },
     }
 
 
@@ -106,7 +116,9 @@ def one_shot(model: torch.nn.Module, optimizer: Any, result: Any, spec: Gradient
     optimizer.zero_grad()
 
 
-def bench_update(made: dict[int, dict[str, Any]], model: torch.nn.Module, spec: GradientSpec, repeat: int) -> dict[str, Any]:
+def bench_update(
+    made: dict[int, dict[str, Any]], model: torch.nn.Module, spec: GradientSpec, repeat: int
+) -> dict[str, Any]:
     objects = {(0, uid): MemoryObject(dump_payload(p)) for uid, p in made.items()}
     result = gather(GatherPlan(0, made), spec, MemoryStore(objects), config=GatherConfig(spill="disk"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -7,6 +7,7 @@ from shoal.errors import ShoalError
 
 # name -> (module with `main(argv) -> int`, one line of help). Modules are imported only when they are called.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "gather": ("shoal.cli.gather", "gather, inspect, replay or simulate a window of peers' updates"),
     "demo": ("shoal.cli.demo", "train a click model on a drifting stream and draw what collisions cost"),
 }
 
