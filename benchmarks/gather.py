@@ -269,7 +269,8 @@ def main(argv: list[str] | None = None) -> int:
     repeat = 3 if args.quick else 9
     torch.manual_seed(0)
     machine = {
-        "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
+        "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "python": platform.python_version(),
         "torch": torch.__version__, "numpy": np.__version__, "shoal": shoal.__version__, "isa": shoal._core.isa(),
         "threads": shoal.num_threads(),
     }  # fmt: skip

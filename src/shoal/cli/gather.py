@@ -240,7 +240,8 @@ def run(args: Run) -> int:
     config = GatherConfig(min_peers=args.min_peers, spill_dir=args.spill_dir)
     report = run_window(
         model, optimizer, plan, spec=spec, store=store, group=group, config=config,
-        overlap_threshold=args.overlap_threshold, budget_bytes=args.budget_mib << 20, emit_artifact=not args.no_artifact,
+        overlap_threshold=args.overlap_threshold, budget_bytes=args.budget_mib << 20,
+        emit_artifact=not args.no_artifact,
     )  # fmt: skip
     record, result, update = report.record, report.result, report.update
     assert result is not None

@@ -1,4 +1,4 @@
-"""Synthetic peers with faults, latencies and copycats, gathered by real processes: scaling, memory, and a projection."""
+"""Synthetic peers with faults, latencies and copycats, gathered by real processes: scaling, memory, a projection."""
 
 import math
 import multiprocessing
