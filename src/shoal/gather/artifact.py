@@ -84,6 +84,7 @@ def _header(holding: Holding, table: list[list[Any]]) -> bytes:
         "version": m.version,
         "spec_hash": m.spec_hash or holding.spec.hash,
         "params": [p.to_dict() for p in holding.spec.params],
+        "quant": json.loads(holding.spec.to_json())["quant"],
         "uids": m.uids,
         "tiers": by_uid(m.tiers),
         "global_steps": m.global_steps,
@@ -294,6 +295,10 @@ class ArtifactReader:
         self.version: str = fields["version"]
         self.spec_hash: str = fields["spec_hash"]
         self.params = tuple(ParamSpec.from_dict(p) for p in fields["params"])
+        quant = fields["quant"]
+        self.spec = GradientSpec(
+            self.params, None if quant is None else QuantSpec(quant["bins"], quant["range_sigmas"])
+        )
         self.uids: list[int] = fields["uids"]
         self.tiers: dict[int, int] = by_uid("tiers")
         self.global_steps: list[int] = fields["global_steps"]
@@ -310,10 +315,6 @@ class ArtifactReader:
         limit = size - TRAILER_BYTES
         if any(self._data + at + idxs + vals + quant > limit for at, idxs, vals, quant, _ in self._table):
             raise GatherError(f"{self._name()} is damaged: a block lies outside the file")
-
-    def _spec(self) -> GradientSpec:
-        bins = next(((entry[3] - 17 - len(CODES[entry[4]][1])) // 4 for entry in self._table if entry[3]), None)
-        return GradientSpec(self.params, None if bins is None else QuantSpec(bins))
 
     def _param_data(self, index: int, row: int) -> ParamData:
         at, n_idxs, n_vals, n_quant, code = self._table[index * len(self.uids) + row]
@@ -336,7 +337,7 @@ class ArtifactReader:
 
     def as_partials(self) -> list[PartialGatherResult]:
         """One partial with everything in it."""
-        spec = self._spec()
+        spec = self.spec
         refs = {
             uid: PayloadRef(
                 spec,
