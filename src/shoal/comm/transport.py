@@ -21,8 +21,8 @@ class Transport(ABC):
     """Complete messages between ranks, in order per pair.
 
     A subclass sets ``rank`` and ``world_size`` and writes the four methods; every algorithm of the library then runs
-    on it, and calls nothing else. ``collectives`` is True where a ``group`` attribute holds a process group that can
-    do the same work faster.
+    on it, and calls nothing else. ``collectives`` is True where a process group (its ``group``) or MPI can do the same
+    work faster.
     """
 
     rank: int
