@@ -64,6 +64,7 @@ class MpiTransport(BaseTransport):
 
     def _send(self, dest: int, view: memoryview) -> None:
         with self.calls:
+            self._look_for_closed()
             if dest in self._gone:
                 raise self._lost(dest, "it closed its transport")
             self._reap()
