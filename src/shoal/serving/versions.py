@@ -19,6 +19,7 @@ from shoal.serving.status import Code, StatusError, not_found, unavailable
 log = logging.getLogger(__name__)
 
 State = ModelVersionStatus.State
+AVAILABLE = State.AVAILABLE  # looked up once: the enum's attributes are slow
 MAX_LOAD_RETRIES = 5
 RETRY_SECS = 60.0
 
@@ -93,7 +94,7 @@ class Model:
 
     def _find(self, spec: ModelSpec) -> Version:
         choice = spec.WhichOneof("version_choice")
-        available = [v for v in self.versions.values() if v.state == State.AVAILABLE]
+        available = [v for v in self.versions.values() if v.state == AVAILABLE]
         if choice is None:
             if not available:
                 states = {v.number: State.Name(v.state) for v in self.versions.values()}
@@ -120,7 +121,7 @@ class Model:
 
     def current(self) -> Version | None:
         with self._lock:
-            available = [v for v in self.versions.values() if v.state == State.AVAILABLE]
+            available = [v for v in self.versions.values() if v.state == AVAILABLE]
             return max(available, key=lambda version: version.number) if available else None
 
     # --- coming and going -------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ class Model:
         with self._lock:
             ready = [number for number in wanted if self.versions[number].state == State.AVAILABLE]
             surplus = [
-                v for v in self.versions.values() if v.state == State.AVAILABLE and v.number not in wanted
+                v for v in self.versions.values() if v.state == AVAILABLE and v.number not in wanted
             ]
         if ready:  # until a wanted version answers, the old one goes on
             for version in surplus:
@@ -195,7 +196,7 @@ class Model:
 
     def unload_all(self) -> None:
         for version in list(self.versions.values()):
-            if version.state == State.AVAILABLE:
+            if version.state == AVAILABLE:
                 self._unload(version)
 
 
