@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, DataError, UnsupportedError
+from shoal.sharded.buffers import pool
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, Op, Request, Status, as_tensor
 from shoal.table.entry import HashTableConfigInstance
 from shoal.table.fused import apply_blocks, lookup_blocks
@@ -75,7 +76,7 @@ class Shard:
         if len(tables) > 1 and None not in tables:
             flat = lookup_blocks(tables, ids, torch.tensor(counts, dtype=torch.int64), 1, sum(sizes))
             return flat.half() if request.flags & FLOAT16 else flat
-        flat = torch.empty(sum(sizes), dtype=torch.float32)
+        flat = pool.take(sum(sizes))
         at_id = at = 0
         for table, n, size in zip(tables, counts, sizes, strict=True):
             if n and table is not None:
