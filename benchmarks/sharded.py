@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,8 +26,21 @@ ROWS: list[dict[str, Any]] = []
 
 
 def report(what: str, ours: float, unit: str, against: str, theirs: float, ratio: float, wanted: str) -> None:
-    ROWS.append({"what": what, "ours": ours, "unit": unit, "against": against, "theirs": theirs, "ratio": ratio, "wanted": wanted})
-    print(f"{what:58} {ours:10.4g} {unit:10} {against:34} {theirs:10.4g}   ratio {ratio:6.2f}   wanted {wanted}", flush=True)
+    ROWS.append(
+        {
+            "what": what,
+            "ours": ours,
+            "unit": unit,
+            "against": against,
+            "theirs": theirs,
+            "ratio": ratio,
+            "wanted": wanted,
+        }
+    )
+    print(
+        f"{what:58} {ours:10.4g} {unit:10} {against:34} {theirs:10.4g}   ratio {ratio:6.2f}   wanted {wanted}",
+        flush=True,
+    )
 
 
 def median_of(call, rounds: int) -> float:
@@ -180,7 +192,10 @@ def bench_ps(args) -> None:
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         channels = [grpc.insecure_channel(a, options=options) for a in grpcs.addresses]
         stubs = [c.unary_unary("/bench.Echo/Call") for c in channels]
-        small = [(2 * n * dim).to_bytes(8, "little") + bytes(4 * n - 8), (8).to_bytes(8, "little") + bytes(both.nbytes - 8)]
+        small = [
+            (2 * n * dim).to_bytes(8, "little") + bytes(4 * n - 8),
+            (8).to_bytes(8, "little") + bytes(both.nbytes - 8),
+        ]
 
         def grpc_call(data):
             for future in [stub.future(data) for stub in stubs]:
@@ -195,8 +210,24 @@ def bench_ps(args) -> None:
             args.rounds,
         )
         rate = n / lookup["ours"] / 1e6
-        report(f"ps lookup, {n} ids, dim 16, 2 servers", rate, "M ids/s", "bare ZeroMQ echo of the bytes", n / lookup["zmq"] / 1e6, lookup["zmq"] / lookup["ours"], ">= 0.5")
-        report(f"ps lookup, {n} ids, dim 16, 2 servers", rate, "M ids/s", "bare gRPC echo of the bytes", n / lookup["grpc"] / 1e6, lookup["grpc"] / lookup["ours"], ">= 2")
+        report(
+            f"ps lookup, {n} ids, dim 16, 2 servers",
+            rate,
+            "M ids/s",
+            "bare ZeroMQ echo of the bytes",
+            n / lookup["zmq"] / 1e6,
+            lookup["zmq"] / lookup["ours"],
+            ">= 0.5",
+        )
+        report(
+            f"ps lookup, {n} ids, dim 16, 2 servers",
+            rate,
+            "M ids/s",
+            "bare gRPC echo of the bytes",
+            n / lookup["grpc"] / 1e6,
+            lookup["grpc"] / lookup["ours"],
+            ">= 2",
+        )
         update = in_turns(
             {
                 "ours": lambda: table.apply_gradients(ids, grads, 1),
@@ -206,8 +237,24 @@ def bench_ps(args) -> None:
             args.rounds,
         )
         rate = n / update["ours"] / 1e6
-        report(f"ps update, {n} ids, dim 16, 2 servers", rate, "M ids/s", "bare ZeroMQ echo of the bytes", n / update["zmq"] / 1e6, update["zmq"] / update["ours"], ">= 0.5")
-        report(f"ps update, {n} ids, dim 16, 2 servers", rate, "M ids/s", "bare gRPC echo of the bytes", n / update["grpc"] / 1e6, update["grpc"] / update["ours"], ">= 2")
+        report(
+            f"ps update, {n} ids, dim 16, 2 servers",
+            rate,
+            "M ids/s",
+            "bare ZeroMQ echo of the bytes",
+            n / update["zmq"] / 1e6,
+            update["zmq"] / update["ours"],
+            ">= 0.5",
+        )
+        report(
+            f"ps update, {n} ids, dim 16, 2 servers",
+            rate,
+            "M ids/s",
+            "bare gRPC echo of the bytes",
+            n / update["grpc"] / 1e6,
+            update["grpc"] / update["ours"],
+            ">= 2",
+        )
         echo.close()
         for channel in channels:
             channel.close()
@@ -225,7 +272,15 @@ def bench_latency(args) -> None:
         echo = Echo(echoes.addresses)
         data = ids.numpy()
         found = in_turns({"ours": lambda: table.lookup(ids), "zmq": lambda: echo.call(data, 4096)}, 60 * args.rounds)
-        report("ps lookup of 64 ids, one server", found["ours"] * 1e6, "us", "bare ZeroMQ echo", found["zmq"] * 1e6, found["ours"] / found["zmq"], "<= 2")
+        report(
+            "ps lookup of 64 ids, one server",
+            found["ours"] * 1e6,
+            "us",
+            "bare ZeroMQ echo",
+            found["zmq"] * 1e6,
+            found["ours"] / found["zmq"],
+            "<= 2",
+        )
         echo.close()
         client.close()
 
@@ -248,7 +303,15 @@ def bench_log(args) -> None:
 
         found = in_turns({"none": lambda: run(tables[0]), "log": lambda: run(tables[1])}, args.rounds)
         rate = 64 * 8192
-        report("updates of 8192 ids, durability log, 4 in flight", rate / found["log"] / 1e6, "M ids/s", "durability none", rate / found["none"] / 1e6, found["none"] / found["log"], ">= 0.5")
+        report(
+            "updates of 8192 ids, durability log, 4 in flight",
+            rate / found["log"] / 1e6,
+            "M ids/s",
+            "durability none",
+            rate / found["none"] / 1e6,
+            found["none"] / found["log"],
+            ">= 0.5",
+        )
         for client in clients:
             client.close()
 
@@ -285,7 +348,15 @@ def bench_memory(args) -> None:
         for thread in threads:
             thread.join()
         late = resident(pid)
-        report(f"server's memory after {sum(done)} mixed requests", late, "MB", "after a fifth of them", early, late / early, "flat (10 M)")
+        report(
+            f"server's memory after {sum(done)} mixed requests",
+            late,
+            "MB",
+            "after a fifth of them",
+            early,
+            late / early,
+            "flat (10 M)",
+        )
         for client in clients:
             client.close()
 
@@ -310,7 +381,11 @@ def _sync_rank(rank, world, dim, n, rounds):
     grads = torch.randn(n, dim)
     half = [n // 2, n // 2]
     rows, sizes = torch.empty(n * dim), torch.zeros(2, dtype=torch.int32)
-    got, got_sizes, id_buffer = torch.empty(n * dim), torch.zeros(2, dtype=torch.int32), torch.empty(n, dtype=torch.int64)
+    got, got_sizes, id_buffer = (
+        torch.empty(n * dim),
+        torch.zeros(2, dtype=torch.int32),
+        torch.empty(n, dtype=torch.int64),
+    )
 
     def step(i):
         table.lookup(batches[i % 4])
@@ -341,7 +416,15 @@ def bench_sync(args) -> None:
     n = 100_000
     for dim in (16, 64):
         found = run_ranks(2, _sync_rank, dim, n, 3 * args.rounds, timeout_s=300)[0]
-        report(f"all-to-all lookup + update, 2 ranks, {n} ids, dim {dim}", found["ours"] * 1e3, "ms", "local work + bare all_to_all", found["bare"] * 1e3, found["ours"] / found["bare"], "<= 1.4")
+        report(
+            f"all-to-all lookup + update, 2 ranks, {n} ids, dim {dim}",
+            found["ours"] * 1e3,
+            "ms",
+            "local work + bare all_to_all",
+            found["bare"] * 1e3,
+            found["ours"] / found["bare"],
+            "<= 1.4",
+        )
 
 
 def _pipeline_rank(rank, world, rounds):
@@ -432,7 +515,15 @@ def bench_pipeline(args) -> None:
 
     found = run_ranks(2, _pipeline_rank, args.rounds, timeout_s=300)[0]
     rate = found["samples"] / 1e3
-    report("pipelined (prefetch + async update), 2 ranks", rate / found["pipelined"], "k rows/s", "the same in sequence", rate / found["plain"], found["plain"] / found["pipelined"], ">= 1.2")
+    report(
+        "pipelined (prefetch + async update), 2 ranks",
+        rate / found["pipelined"],
+        "k rows/s",
+        "the same in sequence",
+        rate / found["plain"],
+        found["plain"] / found["pipelined"],
+        ">= 1.2",
+    )
 
 
 # --- partitioned ------------------------------------------------------------------------------------------------------
@@ -450,11 +541,17 @@ def bench_partitioned(args) -> None:
     outs = {"all": OutConfig([SliceConfig(f, 0, dim) for f in features], OutType.CONCAT, [[-1, dim * len(features)]])}
     ctx = ParserCtx()
     sums = dict.fromkeys(features, snn.ReduceSum())
-    ctx.sharding_sparse_fids_op_params = gen_feature_configs(2, configs, outs, dict.fromkeys(features, [dim]), sums, True)
-    table = PartitionedHashTable(2, lambda i, c: MultiHashTable.from_configs(c, name_suffix=f"bench{i}"), True, parser_ctx=ctx)
+    ctx.sharding_sparse_fids_op_params = gen_feature_configs(
+        2, configs, outs, dict.fromkeys(features, [dim]), sums, True
+    )
+    table = PartitionedHashTable(
+        2, lambda i, c: MultiHashTable.from_configs(c, name_suffix=f"bench{i}"), True, parser_ctx=ctx
+    )
     from shoal.sharded import DistributedHashTable
 
-    single = {f: DistributedHashTable(2, make, lambda i, c, f=f: HashTable.from_config(c, name=f"{f}_{i}")) for f in features}
+    single = {
+        f: DistributedHashTable(2, make, lambda i, c, f=f: HashTable.from_config(c, name=f"{f}_{i}")) for f in features
+    }
     g = torch.Generator().manual_seed(0)
     batch = {}
     for f in features:
@@ -475,7 +572,15 @@ def bench_partitioned(args) -> None:
 
     torch.testing.assert_close(ours(), theirs())
     found = in_turns({"ours": ours, "theirs": theirs}, 3 * args.rounds)
-    report("partitioned lookup to layouts, 100 features, 2 parts", found["ours"] * 1e3, "ms", "per-feature lookups + combiners", found["theirs"] * 1e3, found["theirs"] / found["ours"], ">= 3")
+    report(
+        "partitioned lookup to layouts, 100 features, 2 parts",
+        found["ours"] * 1e3,
+        "ms",
+        "per-feature lookups + combiners",
+        found["theirs"] * 1e3,
+        found["theirs"] / found["ours"],
+        ">= 3",
+    )
 
 
 # --- TorchRec ---------------------------------------------------------------------------------------------------------
@@ -536,14 +641,13 @@ def _torchrec_step(rank, world, names, rows, dim, b, ids, grads):
 
     collection = torchrec.EmbeddingBagCollection(
         tables=[
-            torchrec.EmbeddingBagConfig(name=n, embedding_dim=dim, num_embeddings=rows, feature_names=[n]) for n in names
+            torchrec.EmbeddingBagConfig(name=n, embedding_dim=dim, num_embeddings=rows, feature_names=[n])
+            for n in names
         ],
         device=torch.device("meta"),
     )
     device = torch.device("cpu")
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
-    )
+    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world, compute_device="cpu"),
         constraints={n: ParameterConstraints(sharding_types=[ShardingType.TABLE_WISE.value]) for n in names},
@@ -576,7 +680,15 @@ def bench_torchrec(args) -> None:
     if "error" in found:
         print(f"TorchRec did not run: {found['error']}")
         return
-    report("4 tables x 500 k, dim 64, batch 4096 per rank, 2 ranks", 8192 / found["ours"] / 1e3, "k samples/s", "TorchRec on gloo, table-wise", 8192 / found["torchrec"] / 1e3, found["torchrec"] / found["ours"], ">= 3")
+    report(
+        "4 tables x 500 k, dim 64, batch 4096 per rank, 2 ranks",
+        8192 / found["ours"] / 1e3,
+        "k samples/s",
+        "TorchRec on gloo, table-wise",
+        8192 / found["torchrec"] / 1e3,
+        found["torchrec"] / found["ours"],
+        ">= 3",
+    )
 
 
 BENCHES = {
@@ -594,7 +706,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dir", default=None, help="where the log benchmark writes; a real disk")
     parser.add_argument("--json")
     args = parser.parse_args(argv)
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}")
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+    )
     for name in args.only.split(","):
         BENCHES[name](args)
     if args.json:

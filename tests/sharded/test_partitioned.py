@@ -233,7 +233,9 @@ def test_negative_ids_are_refused(build):
 
 def test_features_map_to_their_tables(build):
     table = build(2)
-    expected = {"user": "user", "price": "price", "shop": "shop"} if build.native else {"user": U, "price": P, "shop": P}
+    expected = (
+        {"user": "user", "price": "price", "shop": "shop"} if build.native else {"user": U, "price": P, "shop": P}
+    )
     assert table.slot_mapping == expected
     hook = object()
     table.add_queue_hook(hook)

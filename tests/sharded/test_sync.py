@@ -188,7 +188,9 @@ def random_steps(rank, world, kind_name, dtype):
         every = []
         for r in range(world):
             g = torch.Generator().manual_seed(100 * step + r)
-            ids = {n: torch.randint(-20, 20, (int(torch.randint(0, 30, (1,), generator=g)),), generator=g) for n in "abc"}
+            ids = {
+                n: torch.randint(-20, 20, (int(torch.randint(0, 30, (1,), generator=g)),), generator=g) for n in "abc"
+            }
             grads = {n: torch.randn(ids[n].numel(), d, generator=g) for n, d in [("a", 1), ("b", 3), ("c", 8)]}
             if dtype == torch.float16:
                 grads = {n: v.mul(4).round() / 4 for n, v in grads.items()}
@@ -204,7 +206,9 @@ def random_steps(rank, world, kind_name, dtype):
     return True
 
 
-@pytest.mark.parametrize(("world", "kind_name", "dtype"), [(2, "native", torch.float32), (3, "multi_type", torch.float16)])
+@pytest.mark.parametrize(
+    ("world", "kind_name", "dtype"), [(2, "native", torch.float32), (3, "multi_type", torch.float16)]
+)
 def test_ranks_give_what_one_table_would(world, kind_name, dtype):
     assert all(run_ranks(world, random_steps, kind_name, dtype))
 

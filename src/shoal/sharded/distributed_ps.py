@@ -301,7 +301,9 @@ class DistributedMultiTypeHashTable:
 
     def get_queue_hooks(self) -> list[Any]:
         """The hooks of the parts."""
-        return [h for part in self._tables for h in (part.get_queue_hooks() if hasattr(part, "get_queue_hooks") else ())]
+        return [
+            h for part in self._tables for h in (part.get_queue_hooks() if hasattr(part, "get_queue_hooks") else ())
+        ]
 
     def size(self) -> int:
         return sum(part.size() for part in self._tables)

@@ -72,9 +72,7 @@ def create_multi_type_hash_table(
                 return RemoteMultiTypeHashTable(client, i, configs)
             return MultiTypeHashTable(configs, lambda name, config: table(name, config, i, f"{name}_{i}"))
 
-        return DistributedMultiTypeHashTable(
-            num_ps, merged, part, max_rpc_deadline_millis=max_rpc_deadline_millis
-        )
+        return DistributedMultiTypeHashTable(num_ps, merged, part, max_rpc_deadline_millis=max_rpc_deadline_millis)
 
     return MergedMultiTypeHashTable(slot_to_config, behind)
 
@@ -101,9 +99,7 @@ def create_native_multi_hash_table(
             return RemoteMultiHashTable(client, i, configs)
         return MultiHashTable.from_cached_config(cached, filters[i], clients[i], str(i))
 
-    return DistributedMultiTypeHashTable(
-        num_ps, slot_to_config, part, max_rpc_deadline_millis=max_rpc_deadline_millis
-    )
+    return DistributedMultiTypeHashTable(num_ps, slot_to_config, part, max_rpc_deadline_millis=max_rpc_deadline_millis)
 
 
 def create_in_worker_multi_type_hash_table(

@@ -195,7 +195,9 @@ class DistributedMultiTypeHashTableMpi:
         flat = fused_gather_embeddings_by_input_gradient(size, grads, offsets, self._dims, float(scale))
         bundle["global_step"], bundle["req_time"] = step, seconds
         if flags.enable_alltoall_metrics and self.shard_num > 1:
-            backward_metrics(self._backend, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"])
+            backward_metrics(
+                self._backend, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"]
+            )
         bundle.pop("shard_sizes")
         work = {key: bundle.pop(key) for key in CONSUMED}
         work["grad_flat"] = self._exchange.cast(flat)
@@ -247,5 +249,3 @@ class DistributedMultiTypeHashTableMpi:
 
     def __repr__(self) -> str:
         return f"DistributedMultiTypeHashTableMpi(rank={self.rank} of {self.shard_num}, {self._table!r})"
-
-

@@ -94,8 +94,7 @@ def reshard_servers(source: str | os.PathLike[str], target: str | os.PathLike[st
         shard, streams = Shard(index, of), Streams()
         for name in names:
             spec = next(m["tables"][name]["spec"] for _, m in found if name in m["tables"])
-            shard.specs[name] = spec
-            shard.tables[name] = load_shard(build_table(spec), source, name, (index, of))
+            shard.add(spec, load_shard(build_table(spec), source, name, (index, of)))
             rows[name] += shard.tables[name].size()
         shard.version = max(manifest["version"] for _, manifest in found)
         Checkpoints(target / f"shard-{index:05d}").save(shard, streams, 0)

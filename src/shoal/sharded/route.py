@@ -36,7 +36,9 @@ class Route:
         self.floats = [slice(a, b) for a, b in itertools.pairwise(edges)]
         self.size = edges[-1]
         self._edges = edges
-        self._offsets = [o.contiguous() for o in torch.split(fused.fused_embedding_offsets, fused.emb_offset_sz.tolist())]
+        self._offsets = [
+            o.contiguous() for o in torch.split(fused.fused_embedding_offsets, fused.emb_offset_sz.tolist())
+        ]
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Per list ``[n, dim]``, repeated ids included; ``parts[s]`` are the flat rows of shard ``s``."""
@@ -108,5 +110,7 @@ def check_slots(slots: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 def one_dim(parts: Sequence[Any], what: str) -> int:
     dims = {part.dim_size for part in parts}
     if len(dims) != 1:
-        raise ConfigError(f"{what}: its parts have different dimensions, {sorted(dims)}; build them all from one config")
+        raise ConfigError(
+            f"{what}: its parts have different dimensions, {sorted(dims)}; build them all from one config"
+        )
     return dims.pop()

@@ -93,13 +93,12 @@ class Checkpoints:
                 f"checkpoint {path} is of shard {manifest['shard']} of {manifest['of']}, this server is shard "
                 f"{shard.index} of {shard.of}; use `shoal ps reshard`"
             )
-        for name, entry in manifest["tables"].items():
+        for entry in manifest["tables"].values():
             table = build_table(entry["spec"])
             restore_table(table, path / entry["file"])
             table._native.raise_max_update_time(entry["max_update_time"])
             table._native.set_calls(entry["calls"])
-            shard.tables[name] = table
-            shard.specs[name] = entry["spec"]
+            shard.add(entry["spec"], table)
         shard.version = manifest["version"]
         streams.load(manifest["streams"])
         return manifest["number"]

@@ -51,7 +51,8 @@ class Log:
         Raises:
             OSError: the disk refused, as when it is full. The file then ends where it ended before.
         """
-        header, ids, values = (memoryview(f).cast("B") if nbytes_of(f) else b"" for f in frames)
+        given = [memoryview(f).cast("B") if nbytes_of(f) else b"" for f in frames]
+        header, ids, values = (*given, b"", b"")[:3]
         lengths = _LENGTHS.pack(len(header), 0, len(ids), len(values), self.next_number, self._durable)
         crc = zlib.crc32(lengths)
         for frame in (header, ids, values):

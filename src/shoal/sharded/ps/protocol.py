@@ -104,7 +104,11 @@ class Request:
         return fixed + struct.pack(f"<{k}q{r}f", *self.counts, *self.rates) + names
 
     def frames(self) -> list[Any]:
-        return [self.header(), buffer_of(self.ids), buffer_of(self.values)]
+        """What goes over the wire: frames at the end that are empty are left out."""
+        frames = [self.header(), buffer_of(self.ids), buffer_of(self.values)]
+        while len(frames) > 1 and not nbytes_of(frames[-1]):
+            frames.pop()
+        return frames
 
     def ids_tensor(self) -> Tensor:
         return as_tensor(self.ids, torch.int64)
@@ -113,6 +117,25 @@ class Request:
         if self.flags & FLOAT16:
             return as_tensor(self.values, torch.float16).float()
         return as_tensor(self.values, torch.float32)
+
+
+def plain_lookup(header: memoryview) -> tuple[int, int, bytes] | None:
+    """Request number, number of ids and table of the commonest request, a lookup in one table; None for any other."""
+    if header.nbytes < _REQUEST.size + 9:
+        return None
+    magic, version, op, flags, request, _, _, _, _, _, _, _, k, r = _REQUEST.unpack_from(header)
+    if magic != MAGIC or version != VERSION or op != 2 or flags or k != 1 or r:
+        return None
+    return (
+        request,
+        int.from_bytes(header[_REQUEST.size : _REQUEST.size + 8], "little"),
+        bytes(header[_REQUEST.size + 8 :]),
+    )
+
+
+def reply_header(request: int, version: int) -> bytes:
+    """The header of a reply that all is well."""
+    return _REPLY.pack(MAGIC, VERSION, 0, request, version)
 
 
 def parse_request(header: Any, ids: Any = b"", values: Any = b"") -> Request:

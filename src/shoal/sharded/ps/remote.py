@@ -54,9 +54,7 @@ class RemoteTables:
 
     def rates(self, names: Sequence[str], step: int) -> list[float]:
         """The worker's step decides the rates, so that all servers use the same."""
-        return [
-            rate for n in names for rate in check_rates(self.configs[n].call_learning_rate_fns_fewer_ops(step), n)
-        ]
+        return [rate for n in names for rate in check_rates(self.configs[n].call_learning_rate_fns_fewer_ops(step), n)]
 
     def _read(self, request: Request, deadline: timedelta | None = None) -> Reply:
         return self.client.read({self.shard: request}, deadline)[self.shard]
