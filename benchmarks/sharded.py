@@ -8,6 +8,7 @@ Every figure is a ratio of two things measured in turns in the same run; medians
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -132,10 +133,8 @@ class Processes:
 
     def __exit__(self, *exc):
         for pipe, process in zip(self.pipes, self.processes, strict=True):
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send("end")
-            except OSError:
-                pass
             process.join(3)
             if process.is_alive():
                 process.kill()
@@ -542,7 +541,7 @@ def bench_partitioned(args) -> None:
     ctx = ParserCtx()
     sums = dict.fromkeys(features, snn.ReduceSum())
     ctx.sharding_sparse_fids_op_params = gen_feature_configs(
-        2, configs, outs, dict.fromkeys(features, [dim]), sums, True
+        2, configs, outs, {key: [dim] for key in features}, sums, True
     )
     table = PartitionedHashTable(
         2, lambda i, c: MultiHashTable.from_configs(c, name_suffix=f"bench{i}"), True, parser_ctx=ctx
@@ -611,7 +610,7 @@ def _torchrec_rank(rank, world, rounds):
     grads = {name: torch.randn(b, dim) for name in names}
 
     def step_ours():
-        found, bundle = ours.lookup(ids, {}, ours.reorder(ids))
+        _found, bundle = ours.lookup(ids, {}, ours.reorder(ids))
         ours.apply_gradients(grads, bundle, 0)
 
     calls = {"ours": step_ours}
@@ -707,7 +706,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json")
     args = parser.parse_args(argv)
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
     )
     for name in args.only.split(","):
         BENCHES[name](args)

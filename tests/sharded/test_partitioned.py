@@ -255,7 +255,7 @@ def test_all_kinds_of_layouts_and_combiners(is_native):
     ctx = ParserCtx()
     ctx.parser_type = "example_batch"
     ctx.sharding_sparse_fids_op_params = gen_feature_configs(
-        3, configs, outs, dict.fromkeys(configs, [2]), combiners, is_native
+        3, configs, outs, {key: [2] for key in configs}, combiners, is_native
     )
     table = PartitionedHashTable(3, native if is_native else multi_type, is_native, parser_ctx=ctx)
     values = {v: T([float(v), v + 0.5]) for v in range(1, 9)}

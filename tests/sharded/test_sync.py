@@ -65,7 +65,7 @@ def test_scale_multiplies_gradients_and_time_reaches_the_rows():
         return part[0]
 
     table = DistributedMultiTypeHashTableMpi(1, build)
-    rows, bundle = table.lookup({"a": None}, {}, early_reorder_pack({"a": T([3])}, 1, [1]))
+    _rows, bundle = table.lookup({"a": None}, {}, early_reorder_pack({"a": T([3])}, 1, [1]))
     table.apply_gradients({"a": T([[4.0]])}, bundle, 0, req_time=99, scale=0.25)
     assert part[0].lookup({"a": T([3])})["a"].item() == -1
     assert part[0].tables["a"].max_update_time == 99

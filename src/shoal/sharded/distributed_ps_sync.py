@@ -75,8 +75,8 @@ class DistributedMultiTypeHashTableMpi:
     ranks use makes one optimizer step per rank, rank 0's first; with SGD that is the sum.
 
     ``queue_configs`` may hold ``embedding_prefetch_capacity``, ``enable_async_optimize``, ``enable_pipelined_fwda2a``
-    and ``enable_pipelined_bwda2a``. With ``enable_async_optimize`` an update is exchanged and applied one call later, or
-    by the hook of `get_queue_hooks`.
+    and ``enable_pipelined_bwda2a``. With ``enable_async_optimize`` an update is exchanged and applied one call later,
+    or by the hook of `get_queue_hooks`.
     """
 
     def __init__(

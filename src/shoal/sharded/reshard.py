@@ -39,8 +39,8 @@ def _check_logs(found: Sequence[tuple[Path, dict[str, Any]]]) -> None:
     for path, manifest in found:
         for number, *_ in replay(path.parent, manifest["number"]):
             raise DataError(
-                f"shard {manifest['shard']}: its log goes on to record {number} behind the checkpoint; start the server "
-                "once and end it with SIGTERM, so that its last checkpoint holds everything"
+                f"shard {manifest['shard']}: its log goes on to record {number} behind the checkpoint; start the "
+                "server once and end it with SIGTERM, so that its last checkpoint holds everything"
             )
 
 

@@ -45,7 +45,7 @@ class Route:
         for s, part in enumerate(parts):
             if part.numel() != self._edges[s + 1] - self._edges[s]:
                 raise ConfigError(
-                    f"shard {s} gave {part.numel()} floats for {self._edges[s + 1] - self._edges[s]} that were asked for"
+                    f"shard {s} gave {part.numel()} floats, asked for were {self._edges[s + 1] - self._edges[s]}"
                 )
         addresses = [part.data_ptr() for part in parts]
         result = []

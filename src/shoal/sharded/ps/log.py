@@ -12,6 +12,7 @@ durable: then the disk has lost something that was acknowledged, and opening ref
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import struct
@@ -100,7 +101,7 @@ class Log:
     def drop_before(self, number: int) -> None:
         """Removes the files whose records all have smaller numbers."""
         files = log_files(self.directory)
-        for (_, path), (following, _) in zip(files, files[1:], strict=False):
+        for (_, path), (following, _) in itertools.pairwise(files):
             if following <= number:
                 path.unlink()
 

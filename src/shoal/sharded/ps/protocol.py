@@ -37,7 +37,6 @@ class Op(IntEnum):
     CONTAINS = 3
     ENTRIES = 4
     SIZES = 5
-    WALK = 6
     CHECKPOINT = 7
     ASSIGN = 32
     ASSIGN_ADD = 33
@@ -48,11 +47,15 @@ class Op(IntEnum):
     CLEAR = 38
     EVICT = 39
     ERASE = 40
-    LOAD = 41
 
     @property
     def writes(self) -> bool:
         return self >= Op.ASSIGN
+
+
+WITH_IDS = frozenset(
+    (Op.LOOKUP, Op.CONTAINS, Op.ENTRIES, Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY, Op.REINITIALIZE, Op.INSERT, Op.ERASE)
+)  # the ids frame holds the ids that the header counts
 
 
 class Status(IntEnum):
@@ -164,9 +167,8 @@ def parse_request(header: Any, ids: Any = b"", values: Any = b"") -> Request:
         op = Op(op)
     except ValueError:
         raise DataError(f"there is no operation {op}") from None
-    if op < Op.CHECKPOINT or Op.ASSIGN <= op < Op.CREATE or op == Op.ERASE:
-        if (op not in (Op.INFO, Op.SIZES, Op.WALK)) and 8 * sum(counts) != memoryview(ids).nbytes:
-            raise DataError(f"the header counts {sum(counts)} ids, the ids frame has {memoryview(ids).nbytes} bytes")
+    if op in WITH_IDS and 8 * sum(counts) != memoryview(ids).nbytes:
+        raise DataError(f"the header counts {sum(counts)} ids, the ids frame has {memoryview(ids).nbytes} bytes")
     return Request(
         op, request, stream, seq, acked, flags, step, time, read, deadline, counts, numbers[k:], names, ids, values
     )  # fmt: skip

@@ -387,6 +387,9 @@ class ParameterServer:
         return self.engine.apply([request])[0]
 
     def _sync_loop(self) -> None:
+        log_file = self.engine.log
+        if log_file is None:
+            return
         with self._pusher() as socket:
             while (done := self._syncs.get()) is not None:
                 while True:
@@ -399,7 +402,7 @@ class ParameterServer:
                         break
                     done += more
                 begin = time.perf_counter()
-                self.engine.log.sync()  # an error here ends the server: what is on the disk is not known any more
+                log_file.sync()  # an error here ends the server: what is on the disk is not known any more
                 self.metrics.sync_seconds.add(time.perf_counter() - begin)
                 for target, request, size, reply in done:
                     self._send(socket, target, request, reply, size)

@@ -1,4 +1,4 @@
-"""The state of one parameter server: its tables, and what each request does to them. No sockets, no threads, no files."""
+"""The state of one parameter server: its tables, and what each request does to them. No sockets, threads or files."""
 
 from __future__ import annotations
 
