@@ -34,7 +34,8 @@ def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_pa
 
     source = os.path.abspath("src")
     ray.init(
-        num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": f"{source}:{os.getcwd()}"}},
+        num_cpus=4, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": f"{source}:{os.getcwd()}"}},
     )  # fmt: skip
     try:
         with RayServers(2, durability="log", directory=str(tmp_path / "rows")) as servers:

@@ -356,6 +356,28 @@ def test_log_and_checkpoint_bring_back_every_bit(tmp_path):
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2
 
 
+def test_what_a_filter_counted_comes_back(tmp_path):
+    from shoal.table import SlotOccurrenceThresholdConfig
+
+    thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=2).SerializeToString().hex()
+    judge, subject = engine(None, "none"), engine(tmp_path)
+    options = {"name": "t", "filter": {"type": "sliding_hash_filter", "capacity": 1000, "config": thresholds}}
+    message = adagrad(1).table_config.SerializeToString()
+    sizes = []
+    for target in (judge, subject):
+        assert target.apply([Request(Op.CREATE, ids=message, values=json.dumps(options).encode())])[0].status == 0
+    for seq in range(1, 6):
+        for target in (judge, subject):
+            write(target, seq, counts=[2], ids=T([7, 10 + seq]), values=T([1.0, 1.0]))
+        if seq == 2:
+            subject.checkpoint()
+        subject.log.sync()
+        subject = engine(tmp_path)
+        sizes.append(subject.shard.tables["t"].size())
+        assert entries(subject) == entries(judge)
+    assert sizes == [0, 0, 1, 1, 1]
+
+
 def test_checkpoints_alone_bring_back_the_last_one(tmp_path):
     subject = engine(tmp_path, "checkpoint")
     make(subject, adagrad(1))

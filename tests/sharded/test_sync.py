@@ -234,6 +234,66 @@ def one_table(rank, world):
     return owned, table.size(), judge.size()
 
 
+def save_rows(rank, world, folder):
+    table = AllToAllHashTable(2, optimizer="sgd", lr=0.5, initializer="zeros")
+    ids = torch.arange(-20, 40)[rank::world]
+    table.assign(ids, torch.stack([ids, 2 * ids], 1).float())
+    table.save(folder)
+    return table.table.size()
+
+
+def load_rows(rank, world, folder):
+    table = AllToAllHashTable(2, optimizer="sgd", lr=0.5, initializer="zeros")
+    table.restore(folder)
+    ids = torch.arange(-20, 40)
+    torch.testing.assert_close(table.lookup(ids), torch.stack([ids, 2 * ids], 1).float())
+    assert bool((table.owner(ids)[table.table.contains(ids)] == rank).all())
+    return table.table.size()
+
+
+def test_ranks_load_what_another_number_of_ranks_saved(tmp_path):
+    assert sum(run_ranks(2, save_rows, str(tmp_path))) == 60
+    assert sum(run_ranks(3, load_rows, str(tmp_path))) == 60
+    table = AllToAllHashTable(2, optimizer="sgd", lr=0.5, initializer="zeros")
+    assert table.restore(tmp_path).size() == 60
+    with pytest.raises(ValueError, match="no checkpoint of ranks"):
+        table.restore(tmp_path / "nothing")
+
+
+def test_spread_over_ranks_is_measured():
+    from types import SimpleNamespace
+
+    from shoal.sharded import alltoall_metrics as metrics
+
+    seen = {}
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: seen.__setitem__(name, value),
+        add_histogram=lambda name, values, step: seen.__setitem__(name, values.tolist()),
+    )
+    metrics.set_alltoall_writer(writer)
+    metrics.flags.enable_alltoall_metrics, metrics.flags.enable_alltoall_metrics_for_slot = True, "b"
+    try:
+        table = DistributedMultiTypeHashTableMpi(1, lambda r: native(r, {"a": config(1), "b": config(2)}))
+        ids = {"a": T([1, 1, 2]), "b": T([5, 6, 7])}
+        table.lookup(ids, {}, table.reorder(ids))
+        assert seen == {
+            "b_size": 3, "all_fids_size": 5, "shard_sizes": [5], "sharded_slot_sizes": [2, 3],
+            "fused_embedding_splits": [8],
+        }  # fmt: skip
+        seen.clear()
+        backend = SimpleNamespace(rank=0, gather_totals=lambda value: [value, 10])
+        metrics.backward_metrics(backend, T([9, 4, 6]), T([90, 40, 60]), T([1, 2, 3]))
+        assert seen["Alltoall_id_dist"] == [10, 10]
+        assert seen["Alltoall_emb_dist"] == [100, 10]
+        assert (seen["Alltoall_id_min_idx"], seen["Alltoall_id_max_idx"]) == (0, 1)
+        assert (seen["Alltoall_emb_min_size"], seen["Alltoall_emb_max_size"]) == (40, 60)
+        assert (seen["Alltoall_id_sizes"], seen["Alltoall_grad_sizes"], seen["Alltoall_emb_sizes"]) == (10, 6, 100)
+        assert seen["Alltoall_grad_splits"] == [1, 2, 3]
+    finally:
+        metrics.set_alltoall_writer(None)
+        metrics.flags.enable_alltoall_metrics, metrics.flags.enable_alltoall_metrics_for_slot = False, None
+
+
 def test_one_table_over_ranks_is_one_table():
     for owned, size, expected in run_ranks(2, one_table):
         assert size == expected

@@ -254,8 +254,8 @@ class PartitionedHashTable:
                 shapes = [torch.empty_like(s, device="cuda") for s in shapes]
             more = {name: bundle[PREFIX + name] for name in SIZES if name != "batch_size"} | {"version": 5}
         flat = fused_embedding_to_layout_grad(
-            nfl_offset, feature_offset, fid_offset, bundle[PREFIX + "batch_size"], shapes, None, grads, self._ctx.parser_type, self._configs,
-            self._shards, layout_tensors_grad_scale=grad_scale, **more,
+            nfl_offset, feature_offset, fid_offset, bundle[PREFIX + "batch_size"], shapes, None, grads,
+            self._ctx.parser_type, self._configs, self._shards, layout_tensors_grad_scale=grad_scale, **more,
         )  # fmt: skip
         flat = [f.cpu() for f in flat]
         if self._exchange is not None:
