@@ -5,20 +5,6 @@
 #include <stdexcept>
 
 namespace shoal {
-namespace {
-
-void free_slots(Bucket* first, uint32_t buckets) {
-  for (uint32_t b = 0; b < buckets; ++b) {
-    for (int lane = 0; lane < 4; ++lane) {
-      first[b].id[lane] = 0;
-      first[b].row[lane] = kFreeRow;
-      first[b].time[lane] = 0;
-    }
-  }
-}
-
-}  // namespace
-
 Index::Index(BlockArena* blocks) : blocks_(blocks) {
   directory_ = static_cast<Bucket**>(std::malloc(sizeof(Bucket*)));
   if (!directory_) throw std::bad_alloc();
@@ -31,11 +17,12 @@ Index::~Index() {
 }
 
 Bucket* Index::make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix) {
-  void* memory = buckets == kFullBuckets ? blocks_->allocate() : std::aligned_alloc(64, (buckets + 1) * sizeof(Bucket));
+  const size_t bytes = (buckets + 1) * sizeof(Bucket);
+  void* memory = buckets == kFullBuckets ? blocks_->allocate() : std::aligned_alloc(64, bytes);
   if (!memory) throw std::bad_alloc();
+  if (buckets < kFullBuckets) std::memset(memory, 0, bytes);  // the arena's blocks are zeroed already
   auto* first = static_cast<Bucket*>(memory) + 1;
   head(first) = {0, 0, depth, prefix};
-  free_slots(first, buckets);
   return first;
 }
 
@@ -55,7 +42,7 @@ int64_t Index::bytes() const {
 Slot Index::place(Bucket* first, uint32_t mask, uint64_t hash, uint64_t id) {
   for (uint32_t b = hash & mask;; b = (b + 1) & mask) {
     for (int lane = 0; lane < 4; ++lane) {
-      if (first[b].row[lane] >= kErasedRow) {
+      if (first[b].row[lane] < kFirstRow) {
         Slot slot{first + b, lane};
         if (slot.row() == kErasedRow) --head(first).erased;
         ++head(first).count;
@@ -95,30 +82,37 @@ void Index::grow(Bucket* first) {
   }
 }
 
+// Takes ids out of a segment and puts them back where a probe that starts at home finds them.
 void Index::rebuild(Bucket* first) {
-  std::vector<Bucket> old(first, first + mask_ + 1);
-  head(first).count = head(first).erased = 0;
-  free_slots(first, mask_ + 1);
-  for (const Bucket& bucket : old) {
+  std::vector<Entry> displaced;
+  for (uint32_t b = 0; b <= mask_; ++b) {
     for (int lane = 0; lane < 4; ++lane) {
-      if (bucket.row[lane] >= kErasedRow) continue;
-      Slot slot = place(first, mask_, hash_id(bucket.id[lane]), bucket.id[lane]);
-      slot.row() = bucket.row[lane];
-      slot.time() = bucket.time[lane];
+      Slot slot{first + b, lane};
+      if (slot.row() >= kFirstRow && (hash_id(slot.id()) & mask_) != b) {
+        displaced.push_back({slot.id(), slot.row(), slot.time()});
+        --head(first).count;
+        slot.row() = kFreeRow;
+      } else if (slot.row() == kErasedRow) {
+        slot.row() = kFreeRow;
+      }
     }
   }
+  head(first).erased = 0;
+  for (const Entry& entry : displaced) put(first, mask_, entry);
+}
+
+void Index::put(Bucket* first, uint32_t mask, const Entry& entry) {
+  Slot slot = place(first, mask, hash_id(entry.id), entry.id);
+  slot.row() = entry.row;
+  slot.time() = entry.time;
 }
 
 void Index::enlarge(Bucket* first) {
   uint32_t buckets = 2 * (mask_ + 1);
   Bucket* larger = make_segment(buckets, 0, 0);
-  for (uint32_t b = 0; b <= mask_; ++b) {
-    for (int lane = 0; lane < 4; ++lane) {
-      if (first[b].row[lane] >= kErasedRow) continue;
-      Slot slot = place(larger, buckets - 1, hash_id(first[b].id[lane]), first[b].id[lane]);
-      slot.row() = first[b].row[lane];
-      slot.time() = first[b].time[lane];
-    }
+  for (uint32_t in = 0; in < 4 * (mask_ + 1); ++in) {
+    Slot slot{first + in / 4, static_cast<int>(in % 4)};
+    if (slot.row() >= kFirstRow) put(larger, buckets - 1, {slot.id(), slot.row(), slot.time()});
   }
   std::free(first - 1);
   directory_[0] = larger;
@@ -129,8 +123,6 @@ void Index::split(Bucket* first) {
   uint32_t depth = head(first).depth;
   // Only ids chosen to share a hash prefix come here: 2^26 segments of one stripe would hold 10^11 ids.
   if (depth >= 26) throw std::length_error("too many ids share one hash prefix");
-  uint64_t prefix = head(first).prefix;
-  std::vector<Bucket> old(first, first + mask_ + 1);
   if (depth == depth_) {
     auto** wider = static_cast<Bucket**>(std::malloc(sizeof(Bucket*) << (depth_ + 1)));
     if (!wider) throw std::bad_alloc();
@@ -139,18 +131,18 @@ void Index::split(Bucket* first) {
     directory_ = wider;
     ++depth_;
   }
+  uint64_t prefix = head(first).prefix;
   Bucket* other = make_segment(kFullBuckets, depth + 1, 2 * prefix + 1);
-  head(first) = {0, 0, depth + 1, 2 * prefix};
-  free_slots(first, kFullBuckets);
-  for (const Bucket& bucket : old) {
-    for (int lane = 0; lane < 4; ++lane) {
-      if (bucket.row[lane] >= kErasedRow) continue;
-      uint64_t hash = hash_id(bucket.id[lane]);
-      Slot slot = place(hash >> (57 - depth) & 1 ? other : first, mask_, hash, bucket.id[lane]);
-      slot.row() = bucket.row[lane];
-      slot.time() = bucket.time[lane];
-    }
+  for (uint32_t in = 0; in < 4 * kFullBuckets; ++in) {
+    Slot slot{first + in / 4, static_cast<int>(in % 4)};
+    if (slot.row() < kFirstRow || !(hash_id(slot.id()) >> (63 - kStripeBits - depth) & 1)) continue;
+    put(other, mask_, {slot.id(), slot.row(), slot.time()});
+    slot.row() = kErasedRow;
+    --head(first).count;
   }
+  head(first).depth = depth + 1;
+  head(first).prefix = 2 * prefix;
+  rebuild(first);
   uint64_t share = uint64_t{1} << (depth_ - depth - 1);  // directory entries that now lead to `other`
   uint64_t begin = (2 * prefix + 1) * share;
   for (uint64_t at = begin; at < begin + share; ++at) directory_[at] = other;

@@ -44,7 +44,7 @@ class RowArena {
   std::atomic<char*>* slabs_;  // lazily backed arrays of slab_count_ pointers
   std::atomic<uint32_t*>* epochs_;
   mutable std::mutex mutex_;
-  uint64_t next_ = 0;  // rows handed out
+  uint64_t next_ = 2;  // rows handed out; 0 and 1 mean something else in the index
   uint32_t mapped_ = 0;
   bool tracking_ = false;
 };

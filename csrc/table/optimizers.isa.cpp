@@ -180,8 +180,9 @@ void group_ftrl(const Segment& s, float* __restrict w, char* state, const float*
   for (int i = 0; i < s.dim; ++i) squares += double{zero[i]} * zero[i];
   const float length = static_cast<float>(std::sqrt(squares));
   const float shrink = length < s.l1 || length == 0 ? 0.0f : (s.l1 - length) / length;
+  // A lane that never saw a gradient may have nothing to divide by.
   for (int i = 0; i < s.dim; ++i)
-    w[i] = shrink == 0 ? 0.0f : lr * zero[i] * shrink / (s.beta + std::sqrt(norm[i]) + s.l2 * lr);
+    w[i] = shrink == 0 || zero[i] == 0 ? 0.0f : lr * zero[i] * shrink / (s.beta + std::sqrt(norm[i]) + s.l2 * lr);
 }
 
 void group_adagrad(const Segment& s, float* __restrict w, char* state, const float* __restrict g, float lr, int64_t) {

@@ -134,6 +134,7 @@ class Table {
   template <Kind kKind>
   void write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const;
   void write_groups(const Write& write, const uint32_t* positions, int64_t n);
+  void peek_row(uint64_t hash, int64_t id) const;
   char* find_or_insert(uint64_t hash, int64_t id, uint32_t time, bool* created);
   void forget(int stripe, int64_t id, uint32_t row);
   std::vector<uint8_t> filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted);

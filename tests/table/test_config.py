@@ -261,6 +261,7 @@ BAD = {
     "batch softmax": (lambda: config([segment(2, table.BatchSoftmaxOptimizer())]), "dim_size"),
     "dc": (lambda: config([segment(2, OptimizerConfig(dc=table.DcOptimizerConfig()))]), "dc"),
     "nan": (lambda: config([segment(2, table.AdamOptimizer(beta1=float("nan")))]), "beta1"),
+    "beta": (lambda: config([segment(2, table.AdamOptimizer(beta1=1.0))]), "beta1"),
     "r": (lambda: config([segment(2, compressor=table.FixedR8Compressor(0.0))]), "fixed_r8.r"),
     "step size": (lambda: config([segment(2, compressor=table.OneBitCompressor(step_size=0))]), "step_size"),
     "slot": (

@@ -71,7 +71,7 @@ def run(config, draw, steps=3):
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.data())
 def test_each_optimizer_matches_its_reference(kind, data):
     config = data.draw(instances(max_segments=1, kinds=[kind], compressors=st.none()))
@@ -99,6 +99,19 @@ def test_group_optimizers_give_zero_for_a_zero_direction(optimizer):
     t = one(optimizer, 3)
     t.apply_gradients(torch.tensor([1]), torch.zeros(1, 3), 0)
     assert t.lookup(torch.tensor([1])).tolist() == [[0, 0, 0]]
+
+
+def test_group_ftrl_without_beta_or_accumulator_keeps_untouched_lanes_at_zero():
+    t = one(table.FTRLWithGroupSparsityOptimizer(beta=0.0, initial_accumulator_value=0.0), 3)
+    t.apply_gradients(torch.tensor([1]), torch.tensor([[0.0, 3.0, 4.0]]), 0)
+    torch.testing.assert_close(t.lookup(torch.tensor([1])), torch.tensor([[0.0, -0.1, -0.1]]))
+
+
+@pytest.mark.parametrize("optimizer", [table.FtrlOptimizer(), table.FTRLWithGroupSparsityOptimizer()])
+def test_a_rate_of_zero_leaves_ftrl_rows_alone(optimizer):
+    t = one(optimizer, 3, rate=0.0, initializer=ConstantsInitializer(0.5))
+    t.apply_gradients(torch.tensor([1]), torch.ones(1, 3), 0)
+    assert t.lookup(torch.tensor([1])).tolist() == [[0.5] * 3]
 
 
 def test_group_adagrad_leaves_weights_alone_when_nothing_was_accumulated():

@@ -19,7 +19,7 @@ _EXAMPLE_BATCH = 2
 
 
 class ShardedFids(NamedTuple):
-    """What `sharding_sparse_fids` returns; a list is one table's ids for one shard, number ``table * ps_num + shard``."""
+    """What `sharding_sparse_fids` returns. List ``table * ps_num + shard`` holds one table's ids for one shard."""
 
     shards: dict[str, Tensor]
     """``"<table>:<shard>"`` -> int64 ids: feature by feature in sorted order, each in order of first occurrence."""
@@ -86,7 +86,9 @@ def sharding_sparse_fids(
     floats = work.list_floats
     lists = [torch.empty(n, dtype=torch.int64, device="cpu") for n in work.list_lengths]
     splits = [
-        torch.empty(len(features) + 1, dtype=torch.int64, device="cpu") for features in plan.tables for _ in range(shards)
+        torch.empty(len(features) + 1, dtype=torch.int64, device="cpu")
+        for features in plan.tables
+        for _ in range(shards)
     ]
     fid_offset = torch.empty(work.fids, dtype=torch.int64, device="cpu")
     feature_offset = torch.empty(work.rows + 1, dtype=torch.int32, device="cpu")

@@ -65,7 +65,7 @@ def as_time(time: Any, name: str, what: str = "req_time") -> int:
 
 def as_int(value: Any, name: str, what: str) -> int:
     """A Python int from an int, a whole float or a tensor with one element."""
-    if type(value) is int:
+    if type(value) is int and -(1 << 63) <= value < 1 << 63:
         return value
     try:
         number = value.item() if isinstance(value, Tensor) else value

@@ -71,6 +71,10 @@ def _validate_segment(segment: EntryConfig.Segment, serving: bool, where: str) -
     if optimizer is None:
         raise ConfigError(f"{where}opt_config is not set; choose an optimizer such as adagrad")
     _finite(getattr(segment.opt_config, optimizer), f"{where}opt_config.{optimizer}.")
+    message = getattr(segment.opt_config, optimizer)
+    for name in ("beta1", "beta2"):
+        if name in message.DESCRIPTOR.fields_by_name and not 0 <= getattr(message, name) < 1:
+            raise ConfigError(f"{where}opt_config.{optimizer}.{name} must be in [0, 1), got {getattr(message, name):g}")
     if optimizer == "dc":
         raise ConfigError(f"{where}opt_config.dc cannot be built from a table config; use DcOptimizer")
     if optimizer == "batch_softmax" and segment.dim_size != 1:

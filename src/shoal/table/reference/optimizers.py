@@ -253,7 +253,7 @@ class RmspropV2(Rmsprop):
 
 
 class Ftrl(ReferenceOptimizer):
-    """The weight is recomputed from ``zero`` and ``norm`` at each step."""
+    """The weight is recomputed from ``zero`` and ``norm`` at each step. A rate of 0 changes nothing."""
 
     kind = "ftrl"
     vectors = ("norm", "zero")
@@ -268,6 +268,8 @@ class Ftrl(ReferenceOptimizer):
         state["norm"] = norm
 
     def step(self, state, w, g, lr, global_step=0):
+        if lr == 0:
+            return w.copy()
         self.accumulate(state, w, g, lr)
         zero = state["zero"]
         below = np.sqrt(state["norm"]) + self.beta + self.l2 * lr
@@ -281,12 +283,15 @@ class GroupFtrl(Ftrl):
     kind = "group_ftrl"
 
     def step(self, state, w, g, lr, global_step=0):
+        if lr == 0:
+            return w.copy()
         self.accumulate(state, w, g, lr)
         length = _norm(state["zero"])
         if length < self.l1 or length == 0:
             return np.zeros_like(w)
         below = self.beta + np.sqrt(state["norm"]) + self.l2 * lr
-        return lr * state["zero"] * ((self.l1 - length) / length) / below
+        shrunk = lr * state["zero"] * ((self.l1 - length) / length)
+        return np.divide(shrunk, below, out=np.zeros_like(w), where=state["zero"] != 0)
 
 
 class GroupAdagrad(ReferenceOptimizer):

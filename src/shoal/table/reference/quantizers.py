@@ -86,7 +86,7 @@ class HashNet:
 
     def advance(self, global_step: int) -> None:
         """Before the optimizer step of any row."""
-        if global_step % self.step_size == 0:
+        if global_step >= 0 and global_step % self.step_size == 0:
             self.scale = F(min(self.init_scale * (1 + 0.005 * global_step) ** 0.5, self.max_scale))
 
     def value(self, w: np.ndarray) -> np.ndarray:
