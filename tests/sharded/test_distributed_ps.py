@@ -11,7 +11,7 @@ from shoal.sharded import (
     RemoteMultiTypeHashTable,
 )
 from shoal.table import PolynomialDecay, SgdOptimizer, StochasticRoundingFloat16OptimizerWrapper
-from tests.sharded.helpers import adagrad, config, local, multi_type, native
+from tests.sharded.helpers import adagrad, config, local, native
 
 T = torch.tensor
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.errors import DataError
 from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
 from shoal.ops.reorder import fused_reorder_by_indices
+from shoal.ops.reorder.op import empty_shards
 from shoal.sharded import environment as env
 from shoal.sharded.backend import AllToAll, default_backend
 from shoal.sharded.distributed_ps_sync import Exchange
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.checkpoint import restore_table
+from shoal.table.checkpoint.naming import write_whole
 from shoal.table.fused import apply_blocks
 from shoal.table.table import HashTable
 
@@ -118,14 +125,42 @@ class AllToAllHashTable:
 
     def owner(self, ids: Tensor) -> Tensor:
         """The rank of each id."""
-        from shoal.ops.reorder.op import empty_shards
-
         empty = empty_shards(self.world_size)
         return torch.remainder(ids, self.world_size - empty) + empty
 
     def size(self) -> int:
         """Rows of all ranks; all of them call it together."""
         return sum(self._backend.gather_totals(self.table.size()))
+
+    def save(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
+        """Writes every rank's rows to a folder that all ranks reach; all of them call it together."""
+        path = Path(folder)
+        self.table.save(str(path / f"rank-{self.rank:05d}" / "rows"))
+        self._backend.gather_totals(0)  # all ranks have written before the folder counts as whole
+        if self.rank == 0:
+            manifest = {"format": 1, "world_size": self.world_size, "empty_rank0": self._empty(), "dim": self.dim_size}
+            write_whole(path / "manifest.json", json.dumps(manifest))
+        self._backend.gather_totals(0)
+        return self
+
+    def restore(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
+        """Replaces all rows with those of `save`, whatever number of ranks wrote them."""
+        path = Path(folder)
+        try:
+            manifest = json.loads((path / "manifest.json").read_text())
+            ranks = int(manifest["world_size"])
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"table {self.name!r}: {path} is no checkpoint of ranks ({error})") from error
+        bases = [str(path / f"rank-{rank:05d}" / "rows") for rank in range(ranks)]
+        same = (ranks, bool(manifest.get("empty_rank0"))) == (self.world_size, self._empty())
+        if same:
+            restore_table(self.table, bases[self.rank])
+        else:
+            restore_table(self.table, bases, shard=(self.rank, self.world_size, self._empty()))
+        return self
+
+    def _empty(self) -> bool:
+        return bool(empty_shards(self.world_size))
 
     def as_op(self) -> AllToAllHashTable:
         self.table.as_op()

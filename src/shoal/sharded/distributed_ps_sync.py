@@ -75,8 +75,8 @@ class DistributedMultiTypeHashTableMpi:
     ranks use makes one optimizer step per rank, rank 0's first; with SGD that is the sum.
 
     ``queue_configs`` may hold ``embedding_prefetch_capacity``, ``enable_async_optimize``, ``enable_pipelined_fwda2a``
-    and ``enable_pipelined_bwda2a``. With ``enable_async_optimize`` an update is exchanged and applied one call later, or
-    by the hook of `get_queue_hooks`.
+    and ``enable_pipelined_bwda2a``. With ``enable_async_optimize`` an update is exchanged and applied one call later,
+    or by the hook of `get_queue_hooks`.
     """
 
     def __init__(
@@ -195,7 +195,9 @@ class DistributedMultiTypeHashTableMpi:
         flat = fused_gather_embeddings_by_input_gradient(size, grads, offsets, self._dims, float(scale))
         bundle["global_step"], bundle["req_time"] = step, seconds
         if flags.enable_alltoall_metrics and self.shard_num > 1:
-            backward_metrics(self._backend, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"])
+            backward_metrics(
+                self._backend, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"]
+            )
         bundle.pop("shard_sizes")
         work = {key: bundle.pop(key) for key in CONSUMED}
         work["grad_flat"] = self._exchange.cast(flat)
@@ -247,5 +249,3 @@ class DistributedMultiTypeHashTableMpi:
 
     def __repr__(self) -> str:
         return f"DistributedMultiTypeHashTableMpi(rank={self.rank} of {self.shard_num}, {self._table!r})"
-
-
