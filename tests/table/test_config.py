@@ -147,7 +147,16 @@ def test_a_segment_takes_objects_and_messages():
         3, ZerosInitializer().as_proto(), SgdOptimizer(0.5).as_proto(), Fp32Compressor().as_proto()
     )
     assert by_object.SerializeToString() == by_message.SerializeToString()
+    by_choice = CombineAsSegment(
+        3,
+        table.ZerosInitializerConfig(),
+        table.SgdOptimizerConfig(learning_rate=0.5),
+        table.FloatCompressorConfig.Fp32(),
+    )
+    assert by_object == by_choice
     assert not CombineAsSegment(3, ZerosInitializer(), SgdOptimizer(), None).HasField("comp_config")
+    with pytest.raises(ValueError, match="compressor must be"):
+        CombineAsSegment(3, ZerosInitializer(), SgdOptimizer(), table.SgdOptimizerConfig())
     with pytest.raises(ValueError, match="optimizer must be"):
         CombineAsSegment(3, ZerosInitializer(), ZerosInitializer(), None)
 
