@@ -228,7 +228,7 @@ def as_config(given: Any, kind: type[Config], what: str) -> Config:
         return given
     if isinstance(given, Message):  # AdagradOptimizerConfig in place of OptimizerConfig(adagrad=...)
         for field in kind.DESCRIPTOR.oneofs_by_name["type"].fields:
-            if field.message_type.full_name == given.DESCRIPTOR.full_name:
+            if field.message_type is given.DESCRIPTOR:
                 return kind(**{field.name: given})
     config = given.as_proto() if hasattr(given, "as_proto") else None
     if not isinstance(config, kind):
