@@ -21,6 +21,7 @@ void filter(nb::module_& m);
 void table(nb::module_& m);
 void fused(nb::module_& m);
 void gather(nb::module_& m);
+void serving(nb::module_& m);
 void io(nb::module_& m);
 void train(nb::module_& m);
 void nn(nb::module_& m);

@@ -31,12 +31,15 @@ void core(nb::module_& m) {
 }  // namespace shoal::bind
 
 NB_MODULE(_core, m) {
+  // A table that an autograd graph or a compiled function still holds when the interpreter ends is no leak of ours.
+  nanobind::set_leak_warnings(false);
   shoal::bind::core(m);
   shoal::bind::ops(m);
   shoal::bind::filter(m);  // before table, which takes filters
   shoal::bind::table(m);
   shoal::bind::fused(m);
   shoal::bind::gather(m);
+  shoal::bind::serving(m);
   shoal::bind::io(m);
   shoal::bind::train(m);
   shoal::bind::nn(m);

@@ -34,6 +34,14 @@ void nn(nb::module_& m) {
         pool(bags(offsets, count, n, dim, how, length, weights), ptr<float>(rows), ptr<float>(out));
       },
       NoGil());
+  m.def(
+      "lookup_pool",
+      [](Table& table, uintptr_t ids, int64_t n, uintptr_t offsets, int64_t count, int32_t how, int64_t length,
+         uintptr_t weights, bool create, uint32_t time, uintptr_t out) {
+        lookup_pool(table, ptr<int64_t>(ids), bags(offsets, count, n, table.layout().dim, how, length, weights), create,
+                    time, ptr<float>(out));
+      },
+      NoGil());
   m.def("check_offsets", [](uintptr_t offsets, int64_t count, int64_t n) { bags(offsets, count, n, 1, 0, 0, 0); });
   m.def(
       "pool_gradient",

@@ -1,8 +1,8 @@
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
+#include "ops/example_wire.h"
 #include "ops/fused_gather.h"
 #include "ops/layout.h"
 #include "ops/lookup.h"
@@ -10,6 +10,7 @@
 #include "ops/reduce.h"
 #include "ops/reorder.h"
 #include "ops/rows.h"
+#include "ops/shard_fids.h"
 #include "ops/split.h"
 #include "ops/unique.h"
 
@@ -275,9 +276,60 @@ void layout_ops(nb::module_& m) {
       NoGil());
 }
 
+void sharding_ops(nb::module_& m) {
+  nb::class_<ops::WireBatch>(m, "WireBatch")
+      .def("__init__",
+           [](ops::WireBatch* self, int kind, nb::list messages, const std::vector<std::string>& features) {
+             std::vector<std::string_view> views;
+             for (nb::handle message : messages) {
+               auto bytes = nb::cast<nb::bytes>(message);
+               views.emplace_back(bytes.c_str(), bytes.size());  // the list keeps them alive
+             }
+             nb::gil_scoped_release release;
+             new (self) ops::WireBatch(ops::read_wire(static_cast<ops::WireKind>(kind), views, features));
+           })
+      .def_prop_ro("batch", [](const ops::WireBatch& self) { return self.batch; })
+      // Per feature: address of the ids, address of the splits, rows, shared.
+      .def("columns", [](const ops::WireBatch& self) {
+        nb::list out;
+        for (const auto& column : self.columns) {
+          out.append(nb::make_tuple(reinterpret_cast<uintptr_t>(column.ids.data()),
+                                    reinterpret_cast<uintptr_t>(column.splits.data()), column.splits.size() - 1,
+                                    column.shared));
+        }
+        return out;
+      });
+  nb::class_<ops::ShardFids>(m, "ShardFids")
+      .def(
+          "__init__",
+          [](ops::ShardFids* self, const Addresses& ids, const Addresses& splits, const Sizes& rows,
+             const std::vector<bool>& shared, const Sizes& table, const Sizes& width, int64_t tables, int64_t shards,
+             bool unique) {
+            std::vector<ops::FeatureIds> features(ids.size());
+            for (size_t f = 0; f < features.size(); ++f) {
+              features[f] = {ptr<i64>(ids[f]), ptr<i64>(splits[f]), rows[f], shared[f], table[f], width[f]};
+            }
+            new (self) ops::ShardFids(std::move(features), tables, shards, unique);
+          },
+          NoGil())
+      .def_prop_ro("fids", &ops::ShardFids::fids)
+      .def_prop_ro("rows", &ops::ShardFids::rows)
+      .def_prop_ro("list_lengths", &ops::ShardFids::list_lengths)
+      .def_prop_ro("list_floats", &ops::ShardFids::list_floats)
+      .def(
+          "finish",
+          [](const ops::ShardFids& self, int version, const Addresses& lists, const Addresses& list_splits,
+             uintptr_t fid_offset, uintptr_t feature_offset, uintptr_t nfl_offset) {
+            self.finish(version, lists, list_splits, ptr<int64_t>(fid_offset), ptr<int32_t>(feature_offset),
+                        ptr<int64_t>(nfl_offset));
+          },
+          NoGil());
+}
+
 }  // namespace
 
 void ops(nb::module_& m) {
+  sharding_ops(m);
   layout_ops(m);
   ragged_ops(m);
   split_ops(m);

@@ -81,6 +81,8 @@ void table(nb::module_& m) {
       .def("bytes", &Table::bytes, NoGil())
       .def("max_update_time", &Table::max_update_time)
       .def("raise_max_update_time", &Table::raise_max_update_time)
+      .def("calls", &Table::calls)
+      .def("set_calls", &Table::set_calls)
       .def(
           "lookup",
           [](const Table& t, uintptr_t ids, int64_t n, uintptr_t out, uintptr_t found) {

@@ -1,6 +1,7 @@
 #include "io/checkpoint.h"
 
 #include <algorithm>
+#include <array>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -8,6 +9,7 @@
 #include <random>
 #include <thread>
 
+#include "core/hash.h"
 #include "core/thread_pool.h"
 #include "io/entry_dump.h"
 #include "io/error.h"
@@ -24,6 +26,8 @@ namespace shoal {
 
 namespace {
 
+[[maybe_unused]] constexpr int kNiceness = 7;
+
 void check_cancelled(const Progress* progress) {
   if (progress && progress->cancelled.load(std::memory_order_relaxed)) throw Cancelled("cancelled");
 }
@@ -31,7 +35,8 @@ void check_cancelled(const Progress* progress) {
 // The threads of a save yield to everybody else. A thread cannot raise its priority again, so they are its own.
 void lower_priority() {
 #if defined(__linux__)
-  ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), 10);
+  const auto self = static_cast<id_t>(::syscall(SYS_gettid));
+  if (::getpriority(PRIO_PROCESS, self) < kNiceness) ::setpriority(PRIO_PROCESS, self, kNiceness);
 #endif
 }
 
@@ -195,50 +200,67 @@ std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, c
   return counts;
 }
 
-// One thread's part of a load: decodes chunks into rows and hands them to the table.
+// One thread's part of a load: decodes records and hands their rows to the table, by stripe and many at a time, so that
+// two threads seldom want the same lock and each batch stays in a small part of the index.
 class Load::Worker {
  public:
   Worker(Load& load, const std::string& path)
-      : load_(load), path_(path), layout_(load.fresh().layout()), decoder_(layout_, load.strict_) {}
+      : load_(load),
+        path_(path),
+        layout_(load.fresh().layout()),
+        decoder_(layout_, load.strict_),
+        row_(layout_.stride),
+        batch_(std::clamp<int64_t>((int64_t{1} << 20) / std::max(1, layout_.stride), 1, 2048)) {}
 
   // Records [begin, end) of the chunk. Returns how many were taken.
   int64_t take(const Chunk& chunk, size_t begin, size_t end) {
-    const size_t stride = layout_.stride;
-    rows_.ids.resize(end - begin);
-    rows_.times.resize(end - begin);
-    rows_.rows.resize((end - begin) * stride);
-    size_t n = 0;
-    int64_t latest = 0;
+    int64_t taken = 0;
     for (size_t i = begin; i < end; ++i) {
       const Chunk::Payload payload = chunk.payload(i, path_);
       EntryHead head;
       try {
-        head = decoder_.decode(payload.data, payload.size, rows_.rows.data() + n * stride);
+        head = decoder_.decode(payload.data, payload.size, row_.data());
       } catch (const DataError& error) {
         throw DataError(path_ + ": record " + std::to_string(chunk.first + static_cast<int64_t>(i)) + ": " +
                         error.what());
       }
       if (!load_.shard_.owns(head.id)) continue;
-      latest = std::max<int64_t>(latest, head.time);
+      latest_ = std::max<int64_t>(latest_, head.time);
       if (!head.keep) continue;
-      rows_.ids[n] = head.id;
-      rows_.times[n] = head.time;
-      ++n;
+      ++taken;
+      Rows& rows = rows_[hash_id(static_cast<uint64_t>(head.id)) >> (64 - kBits)];  // the top bits choose the stripe
+      rows.ids.push_back(head.id);
+      rows.times.push_back(head.time);
+      rows.rows.insert(rows.rows.end(), row_.begin(), row_.end());
+      if (rows.size() == batch_) flush(&rows);
     }
-    rows_.ids.resize(n);
-    rows_.times.resize(n);
-    rows_.rows.resize(n * stride);
-    load_.fresh_->load(rows_);
-    load_.fresh_->raise_max_update_time(latest);
-    return static_cast<int64_t>(n);
+    return taken;
+  }
+
+  // After the last record.
+  void finish() {
+    for (Rows& rows : rows_) flush(&rows);
+    load_.fresh().raise_max_update_time(latest_);
   }
 
  private:
+  static constexpr int kBits = 4;
+
+  void flush(Rows* rows) {
+    load_.fresh().load(*rows);
+    rows->ids.clear();
+    rows->times.clear();
+    rows->rows.clear();
+  }
+
   Load& load_;
   const std::string& path_;
   const Layout& layout_;
   EntryDecoder decoder_;
-  Rows rows_;
+  std::vector<char> row_;
+  const int64_t batch_;
+  std::array<Rows, 1 << kBits> rows_;
+  int64_t latest_ = 0;
 };
 
 Load::Load(Table& table, bool strict, ShardRule shard)
@@ -269,6 +291,7 @@ int64_t Load::read(const std::vector<std::string>& paths, Progress* progress) {
           taken += worker.take(chunk, 0, chunk.starts.size());
           if (progress) progress->rows += static_cast<int64_t>(chunk.starts.size());
         }
+        worker.finish();
       }
     } catch (...) {
       failed = true;
@@ -327,6 +350,9 @@ void load_multi(const std::string& path, const std::vector<Load*>& loads, const 
           i = std::max(i, end);
         }
         if (progress) progress->rows += n;
+      }
+      for (auto& worker : workers) {
+        if (worker) worker->finish();
       }
     } catch (...) {
       failed = true;

@@ -106,13 +106,17 @@ bool read_floats(Reader* in, uint32_t field_tag, char* out, int64_t room, int64_
     for (; !packed.done(); packed.p += 4) take(packed.p);
     return true;
   }
+  const uint8_t* p = in->p;
   if (in->left() < 4) return false;
-  take(in->p);
-  in->p += 4;
-  while (in->left() >= 5 && *in->p == field_tag) {  // field numbers here are below 16: the tag is one byte
-    take(in->p + 1);
-    in->p += 5;
+  take(p);
+  p += 4;
+  int64_t n = *count;                                    // locals: `out` might alias anything
+  for (; in->end - p >= 5 && *p == field_tag; p += 5) {  // field numbers here are below 16: the tag is one byte
+    if (n < room) std::memcpy(out + 4 * n, p + 1, 4);
+    ++n;
   }
+  *count = n;
+  in->p = p;
   return true;
 }
 

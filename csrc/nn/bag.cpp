@@ -40,6 +40,28 @@ void pool(const Bags& bags, const float* rows, float* out) {
                [&](int64_t begin, int64_t end) { SHOAL_DISPATCH(pool_bags)(bags, begin, end, rows, out); });
 }
 
+void lookup_pool(Table& table, const int64_t* ids, const Bags& bags, bool create, uint32_t time, float* out) {
+  constexpr int64_t kPiece = 2048;  // ids; one such lookup runs on the calling thread
+  const int64_t per_bag = bags.bags ? bags.offsets[bags.bags] / bags.bags + 1 : 1;
+  parallel_for(bags.bags, std::max<int64_t>(1, kPiece / per_bag), [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> rows;
+    for (int64_t next; begin < end; begin = next) {
+      const int64_t first = bags.offsets[begin];
+      for (next = begin + 1; next < end && bags.offsets[next + 1] - first <= kPiece;) ++next;
+      const int64_t n = bags.offsets[next] - first;
+      if (rows.size() < static_cast<size_t>(n * bags.dim)) rows.resize(static_cast<size_t>(n * bags.dim));
+      if (create) {
+        table.lookup_or_insert(ids + first, n, time, rows.data());
+      } else {
+        table.lookup(ids + first, n, rows.data());
+      }
+      // Row i of the batch is row i - first of the piece.
+      SHOAL_DISPATCH(pool_bags)(bags, begin, next, rows.data() - first * bags.dim, out);
+    }
+    if (rows.size() > static_cast<size_t>(4 * kPiece * bags.dim)) rows = {};
+  });
+}
+
 void pool_gradient(const Bags& bags, const float* grad, const float* rows, float* grad_rows, float* grad_weights) {
   parallel_for(bags.bags, grain(bags), [&](int64_t begin, int64_t end) {
     SHOAL_DISPATCH(pool_bags_gradient)(bags, begin, end, grad, rows, grad_rows, grad_weights);

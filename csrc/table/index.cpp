@@ -135,7 +135,7 @@ void Index::split(Bucket* first) {
   Bucket* other = make_segment(kFullBuckets, depth + 1, 2 * prefix + 1);
   for (uint32_t in = 0; in < 4 * kFullBuckets; ++in) {
     Slot slot{first + in / 4, static_cast<int>(in % 4)};
-    if (slot.row() < kFirstRow || !(hash_id(slot.id()) >> (57 - depth) & 1)) continue;
+    if (slot.row() < kFirstRow || !(hash_id(slot.id()) >> (63 - kStripeBits - depth) & 1)) continue;
     put(other, mask_, {slot.id(), slot.row(), slot.time()});
     slot.row() = kErasedRow;
     --head(first).count;

@@ -2,7 +2,7 @@
 //
 // A bucket is one cache line of four ids; a full bucket overflows into the next one of its segment. A segment that is
 // 85 % full is split in two, so growth moves a few thousand ids at a time and never the whole table. A small stripe has
-// one segment that doubles until it has the full size. The hash's top 6 bits choose the stripe, the next `depth` bits
+// one segment that doubles until it has the full size. The hash's top 10 bits choose the stripe, the next `depth` bits
 // the segment, the low bits the bucket.
 #pragma once
 #include <bit>
@@ -39,6 +39,7 @@ struct Slot {
 
 class Index {
  public:
+  static constexpr int kStripeBits = 10;  // top bits of the hash that are not the index's
   static constexpr uint32_t kFullBuckets = 1024;
   static constexpr size_t kBlockBytes =
       (kFullBuckets + 1) * sizeof(Bucket);  // one more in front for the segment's counts
@@ -68,6 +69,18 @@ class Index {
       const uint32_t* rows = bucket->row;
       if ((rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow)) return {};
     }
+  }
+
+  // A first look at a bucket that was prefetched: asks for the memory that find() will need next.
+  // Returns the row if the id is in its home bucket, else kFreeRow.
+  uint32_t peek(uint64_t hash, uint64_t id) const {
+    Bucket* first = segment(hash);
+    const Bucket* bucket = first + (hash & mask_);
+    for (int lane = 0; lane < 4; ++lane) {
+      if (bucket->id[lane] == id && bucket->row[lane] >= kFirstRow) return bucket->row[lane];
+    }
+    if (bucket->row[3] != kFreeRow) __builtin_prefetch(first + ((hash + 1) & mask_));  // lanes fill in order
+    return kFreeRow;
   }
 
   // The slot of an id that find() did not find; its row and time are for the caller to set, at once.
@@ -137,7 +150,7 @@ class Index {
   };
   static Head& head(Bucket* first) { return *reinterpret_cast<Head*>(first - 1); }
   uint64_t first_entry(Bucket* first) const { return head(first).prefix << (depth_ - head(first).depth); }
-  Bucket* segment(uint64_t hash) const { return directory_[((hash << 6) >> 1) >> (63 - depth_)]; }
+  Bucket* segment(uint64_t hash) const { return directory_[((hash << kStripeBits) >> 1) >> (63 - depth_)]; }
   uint32_t limit() const { return static_cast<uint32_t>(uint64_t{4} * (mask_ + 1) * 85 / 100); }
 
   struct Entry {

@@ -28,7 +28,28 @@ constexpr int64_t kStreamBytes = 16 << 20;  // results larger than this do not s
 constexpr uint64_t kAllStripes = ~uint64_t{0};
 
 uint64_t hash_of(int64_t id) { return hash_id(static_cast<uint64_t>(id)); }
-int stripe_of(uint64_t hash) { return static_cast<int>(hash >> 58); }
+
+// Stripes have different shares of the ids, from one to two in equal ratios: so at any time some of them grow, and
+// never all at once.
+struct Stripes {
+  static constexpr int kCells = 1 << Index::kStripeBits;
+  uint8_t of_cell[kCells];
+  int first_cell[Table::kStripes];
+  Stripes() {
+    double total = 0, sum = 0;
+    for (int s = 0; s < Table::kStripes; ++s) total += std::exp2(s / double{Table::kStripes});
+    for (int s = 0, cell = 0; s < Table::kStripes; ++s) {
+      sum += std::exp2(s / double{Table::kStripes});
+      first_cell[s] = cell;
+      for (; cell < std::lround(kCells * sum / total); ++cell) of_cell[cell] = static_cast<uint8_t>(s);
+    }
+  }
+  // The part, of `parts`, that owns the stripe of a cell.
+  int part(int cell, int parts) const { return first_cell[of_cell[cell]] * parts / kCells; }
+};
+const Stripes kStripesOfCells;
+
+int stripe_of(uint64_t hash) { return kStripesOfCells.of_cell[hash >> (64 - Index::kStripeBits)]; }
 
 // Every cache line of the range, whatever it is aligned to.
 void prefetch(const void* address, int32_t bytes) {
@@ -37,20 +58,21 @@ void prefetch(const void* address, int32_t bytes) {
     __builtin_prefetch(reinterpret_cast<const void*>(line));
 }
 
-// Runs start(i), find(i) and finish(i) for every i in [0, n), each in order, kAhead apart: the memory that one stage
-// asks for is on its way while the others work. If find throws, what it has found so far is finished first.
-constexpr int kAhead = 16;
-constexpr int kRing = 16;  // what a stage leaves for the next one, by i % kRing
-template <class Start, class Find, class Finish>
-void pipeline(int64_t n, Start start, Find find, Finish finish) {
-  int64_t found = 0, finished = 0;
+// Runs start(i), peek(i), find(i) and finish(i) for every i in [0, n), each in order, kAhead apart: the memory that one
+// stage asks for is on its way while the others work. If find throws, what it has found so far is finished first.
+constexpr int kAhead = 12;
+constexpr int kRing = 64;  // what a stage leaves for later ones, by i % kRing
+template <class Start, class Peek, class Find, class Finish>
+void pipeline(int64_t n, Start start, Peek peek, Find find, Finish finish) {
+  int64_t peeked = 0, found = 0, finished = 0;
   try {
     for (int64_t i = 0; finished < n; ++i) {
-      if (i >= 2 * kAhead) finish(finished++);
-      if (i >= kAhead && found < n) {
+      if (i >= 3 * kAhead) finish(finished++);
+      if (i >= 2 * kAhead && found < n) {
         find(found);
         ++found;
       }
+      if (i >= kAhead && peeked < n) peek(peeked++);
       if (i < n) start(i);
     }
   } catch (...) {
@@ -236,15 +258,23 @@ void Table::copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found
     hashes[i % kRing] = hash;
     __builtin_prefetch(contents.stripes[stripe_of(hash)].index.home(hash));
   };
-  auto find = [&](int64_t i) {
-    uint64_t hash = hashes[i % kRing];
-    Slot slot = contents.stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i]));
+  auto use_row = [&](int64_t i, uint32_t row) {
+    rows[i % kRing] = contents.rows.row(row);
+    prefetch(rows[i % kRing], bytes);
+  };
+  auto peek = [&](int64_t i) {
+    const uint64_t hash = hashes[i % kRing];
     rows[i % kRing] = nullptr;
-    if (slot) {
-      rows[i % kRing] = contents.rows.row(slot.row());
-      prefetch(rows[i % kRing], bytes);
+    const uint32_t row = contents.stripes[stripe_of(hash)].index.peek(hash, static_cast<uint64_t>(ids[i]));
+    if (row != kFreeRow) use_row(i, row);
+  };
+  auto find = [&](int64_t i) {
+    const uint64_t hash = hashes[i % kRing];
+    if (!rows[i % kRing]) {
+      Slot slot = contents.stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i]));
+      if (slot) use_row(i, slot.row());
     }
-    if (found) found[i] = static_cast<bool>(slot);
+    if (found) found[i] = rows[i % kRing] != nullptr;
   };
   auto copy = [&](int64_t i) {
     const char* row = rows[i % kRing];
@@ -257,7 +287,7 @@ void Table::copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found
       std::memset(to, 0, 4 * static_cast<size_t>(dim));
     }
   };
-  pipeline(n, start, find, copy);
+  pipeline(n, start, peek, find, copy);
 #if defined(__SSE2__)
   if (stream) _mm_sfence();
 #endif
@@ -340,6 +370,12 @@ void Table::step_row(const Write& write, char* row, const float* grads, uint64_t
   }
 }
 
+// Asks for a row before it is needed.
+void Table::peek_row(uint64_t hash, int64_t id) const {
+  const uint32_t row = contents_->stripes[stripe_of(hash)].index.peek(hash, static_cast<uint64_t>(id));
+  if (row != kFreeRow) prefetch(contents_->rows.row(row), layout_.row_bytes);
+}
+
 char* Table::find_or_insert(uint64_t hash, int64_t id, uint32_t time, bool* created) {
   Contents& contents = *contents_;
   Stripe& stripe = contents.stripes[stripe_of(hash)];
@@ -409,6 +445,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n)
       hashes[i % kRing] = hash;
       __builtin_prefetch(contents_->stripes[stripe_of(hash)].index.home(hash), 1);
     };
+    auto peek = [&](int64_t i) { peek_row(hashes[i % kRing], write.ids[position(i)]); };
     auto find = [&](int64_t i) {
       const int64_t at = position(i);
       const int64_t id = write.ids[at];
@@ -434,7 +471,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n)
     };
     Locks<true> lock(
         *this, stripes_of(positions ? write.ids : write.ids + chunk, positions ? positions + chunk : nullptr, size));
-    pipeline(size, start, find, finish);
+    pipeline(size, start, peek, find, finish);
   }
 }
 
@@ -479,6 +516,7 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
       hashes[i % kRing] = hash;
       __builtin_prefetch(contents_->stripes[stripe_of(hash)].index.home(hash), 1);
     };
+    auto peek = [&](int64_t i) { peek_row(hashes[i % kRing], write.ids[first[chunk + i]]); };
     auto find = [&](int64_t i) {
       const int64_t at = first[chunk + i];
       rows[i % kRing] = find_or_insert(hashes[i % kRing], write.ids[at], write.time, &created[i % kRing]);
@@ -498,7 +536,7 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
       step_row(write, rows[i % kRing], grads, write.noise ^ hash_id(first[g]), scratch.data());
     };
     Locks<true> lock(*this, stripes_of(write.ids, first.data() + chunk, size));
-    pipeline(size, start_group, find, finish);
+    pipeline(size, start_group, peek, find, finish);
   }
 }
 
@@ -524,14 +562,18 @@ void Table::write(const Write& write) {
   if (threads == 1 || write.n < 4096) return part(nullptr, write.n);
 
   // Stable partition of the positions by stripe: blocks of the input count first, then write where they know they may.
-  const int parts = static_cast<int>(std::min<unsigned>(std::bit_ceil(static_cast<unsigned>(1 * threads)), kStripes));
-  const int shift = 64 - std::countr_zero(static_cast<unsigned>(parts));
+  const int parts = std::min(threads, kStripes);
+  // Neighbouring stripes with about equal shares of the ids.
+  uint8_t part_of_cell[Stripes::kCells];
+  for (int cell = 0; cell < Stripes::kCells; ++cell)
+    part_of_cell[cell] = static_cast<uint8_t>(kStripesOfCells.part(cell, parts));
+  auto part_of = [&](int64_t i) { return part_of_cell[hash_of(write.ids[i]) >> (64 - Index::kStripeBits)]; };
   const int64_t blocks = std::min<int64_t>(4 * threads, (write.n + 4095) / 4096);
   std::vector<int64_t> offsets(static_cast<size_t>(blocks * parts));
   auto range = [&](int64_t block) { return write.n / blocks * block + std::min(block, write.n % blocks); };
   parallel_parts(blocks, [&](int64_t block) {
     int64_t* counts = &offsets[block * parts];
-    for (int64_t i = range(block); i < range(block + 1); ++i) ++counts[hash_of(write.ids[i]) >> shift];
+    for (int64_t i = range(block); i < range(block + 1); ++i) ++counts[part_of(i)];
   });
   std::vector<int64_t> begins(static_cast<size_t>(parts) + 1, 0);
   for (int p = 0; p < parts; ++p) {
@@ -542,8 +584,7 @@ void Table::write(const Write& write) {
   std::unique_ptr<uint32_t[]> positions(new uint32_t[static_cast<size_t>(write.n)]);
   parallel_parts(blocks, [&](int64_t block) {
     int64_t* next = &offsets[block * parts];
-    for (int64_t i = range(block); i < range(block + 1); ++i)
-      positions[next[hash_of(write.ids[i]) >> shift]++] = static_cast<uint32_t>(i);
+    for (int64_t i = range(block); i < range(block + 1); ++i) positions[next[part_of(i)]++] = static_cast<uint32_t>(i);
   });
   parallel_parts(parts, [&](int64_t p) { part(positions.get() + begins[p], begins[p + 1] - begins[p]); });
 }

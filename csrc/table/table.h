@@ -73,6 +73,9 @@ class Table {
   int64_t bytes() const;
   int64_t max_update_time() const { return max_update_time_.load(); }
   void raise_max_update_time(int64_t time);
+  // Gradient batches so far. Stochastic rounding follows from it, so that the same batches give the same bits again.
+  uint64_t calls() const { return calls_.load(); }
+  void set_calls(uint64_t calls) { calls_.store(calls); }
 
   void set_filter(std::shared_ptr<Filter> filter) { filter_ = std::move(filter); }
   bool has_filter() const { return filter_ && filter_->active(); }
@@ -131,6 +134,7 @@ class Table {
   template <Kind kKind>
   void write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const;
   void write_groups(const Write& write, const uint32_t* positions, int64_t n);
+  void peek_row(uint64_t hash, int64_t id) const;
   char* find_or_insert(uint64_t hash, int64_t id, uint32_t time, bool* created);
   void forget(int stripe, int64_t id, uint32_t row);
   std::vector<uint8_t> filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted);

@@ -1,6 +1,5 @@
 """The exceptions that Shoal raises; each also derives from the built-in that a caller would expect."""
 
-
 from collections.abc import Iterable
 
 

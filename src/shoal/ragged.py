@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ class Ragged:
     """A tensor with one ragged dimension; row ``i`` is ``values[row_splits[i]:row_splits[i + 1]]``.
 
     ``values`` is ``[n, ...]``, or another `Ragged` with ``n`` rows, which makes a doubly ragged tensor.
-    ``row_splits`` is int64 ``[rows + 1]``, rising from 0 to ``n``; anything else raises here. Both are kept, not copied.
+    ``row_splits`` is int64 ``[rows + 1]``, rising from 0 to ``n``; anything else raises here. Both are kept,
+    not copied.
 
     While `torch.compile` or `torch.export` traces, the splits hold no numbers yet: the op that uses them checks them.
 
@@ -89,7 +91,7 @@ class Ragged:
         """Nested Python lists."""
         values = self.values.to_list() if isinstance(self.values, Ragged) else self.values.tolist()
         splits = self.row_splits.tolist()
-        return [values[a:b] for a, b in zip(splits, splits[1:], strict=False)]
+        return [values[a:b] for a, b in itertools.pairwise(splits)]
 
     def __len__(self) -> int:
         return self.nrows()

@@ -188,5 +188,6 @@ def mpi_ranks(rank, world):
     from shoal.comm import MpiTransport
 
     t = MpiTransport(default_timeout_s=30)
-    assert (t.rank, t.world_size) == (rank, world) and "OMPI_COMM_WORLD_RANK" in os.environ
+    assert (t.rank, t.world_size) == (rank, world)
+    assert "OMPI_COMM_WORLD_RANK" in os.environ
     return run_all(t)

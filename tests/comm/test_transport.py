@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.comm import conformance as suite
 
 from shoal.comm import InProcessTransport, ProcessGroupTransport, Transport
 from shoal.errors import ConfigError, DistributedError, TransportError
 from shoal.testing import mpi_unavailable, run_mpi, run_ranks, run_threads
+from tests.comm import conformance as suite
 
 
 @pytest.mark.parametrize("case", suite.CASES, ids=suite.NAMES)
@@ -143,14 +143,14 @@ def forged_headers(rank, world):
     t = ProcessGroupTransport(default_timeout_s=10)
     if rank == 0:
         dist.send(torch.tensor([1 << 60, 0]), 1)
-        return None
+        return
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert suite.kind(lambda: t.recv(0)) == "too_large"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096
     assert suite.kind(lambda: t.recv(0)) == "too_large"
-    return None
+    return
 
 
 def sequence_gap(rank, world):
@@ -158,10 +158,10 @@ def sequence_gap(rank, world):
     if rank == 0:
         dist.send(torch.tensor([0, 0]), 1)
         dist.send(torch.tensor([0, 2]), 1)
-        return None
+        return
     assert t.recv(0) == b""
     assert suite.kind(lambda: t.recv(0)) == "protocol"
-    return None
+    return
 
 
 def negative_length(rank, world):

@@ -384,7 +384,7 @@ def test_a_checkpoint_without_a_scale_is_restored_and_a_damaged_one_is_refused(t
     sidecar = tmp_path / "t.scale.json"
     for content in ("", "{}", "[]", '{"format": "shoal.scales", "version": 1, "scales": {"h": [1]}}', "\udcff"):
         sidecar.write_bytes(content.encode("utf-8", "surrogateescape"))
-        with pytest.raises(DataError, match="table 'g': .*scale"):
+        with pytest.raises(DataError, match=r"table 'g': .*scale"):
             hash_net_table("g").restore(str(tmp_path / "t"))
     sidecar.unlink()
     assert hash_net_table("g").restore(str(tmp_path / "t")).size() == 1

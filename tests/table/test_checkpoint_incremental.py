@@ -156,7 +156,7 @@ def test_several_tables_are_one_checkpoint(tmp_path):
     other = [make("a/x"), make("b:y")]
     restore_incremental(other, tmp_path)
     assert [all_rows(t) for t in other] == [all_rows(t) for t in tables]
-    with pytest.raises(CheckpointNotFoundError, match="unable to find table checkpoint.*'c'"):
+    with pytest.raises(CheckpointNotFoundError, match=r"unable to find table checkpoint.*'c'"):
         restore_incremental([other[0], make("c")], tmp_path)
     with pytest.raises(ConfigError, match="different file names"):
         save_incremental([make("a:x"), make("a/x")], tmp_path)
@@ -342,6 +342,19 @@ class Chain(RuleBasedStateMachine):
         seconds = max(0, self.now - 10 * DAY) if back else self.now
         grads = torch.arange(len(ids) * 2, dtype=torch.float32).view(-1, 2) - 3
         self.table.apply_gradients(torch.tensor(ids), grads, 1, req_time=seconds)
+
+    @rule(ids=ids, how=st.sampled_from(["assign", "assign_add", "reinitialize", "insert"]))
+    def write(self, ids, how):
+        ids = torch.tensor(ids)
+        values = torch.full((len(ids), 2), 0.5)
+        if how == "assign":
+            self.table.assign(ids, values, self.now)
+        elif how == "assign_add":
+            self.table.assign_add(ids, values, self.now)
+        elif how == "reinitialize":
+            self.table.reinitialize(ids)
+        else:
+            self.table.lookup(ids, insert_missing=True, req_time=self.now)
 
     @rule(ids=ids)
     def erase(self, ids):

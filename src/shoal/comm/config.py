@@ -115,8 +115,8 @@ class DistributedConfig:
         if self.world_size == 1:
             return {"store": dist.HashStore()}
         raise ConfigError(
-            "DistributedConfig.init: the ranks have nowhere to meet; give coordinator_addr='host:port', start them with "
-            "torchrun, or set MASTER_ADDR and MASTER_PORT"
+            "DistributedConfig.init: the ranks have nowhere to meet; give coordinator_addr='host:port', start them "
+            "with torchrun, or set MASTER_ADDR and MASTER_PORT"
         )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shoal.comm.buffers import writable_bytes
 from shoal.comm.transport import Deadline
 from shoal.errors import TransportError
 
@@ -217,14 +218,20 @@ class Inbox:
                 raise
             self._tensor(length, torch.uint8)
             raise _Drained(error) from error
-        if length <= PIECE_BYTES:
-            return self._tensor(length, torch.uint8).cpu().numpy().tobytes() if length else b""
-        pieces = (min(PIECE_BYTES, length - start) for start in range(0, length, PIECE_BYTES))
-        return b"".join(self._tensor(n, torch.uint8).cpu().numpy() for n in pieces)
+        data, view = writable_bytes(length)
+        for start in range(0, length, PIECE_BYTES):
+            piece = torch.from_numpy(view[start : start + PIECE_BYTES])
+            if owner.cuda:
+                piece.copy_(self._tensor(len(piece), torch.uint8))
+            else:
+                self._fill(piece)
+        return data
 
     def _tensor(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._fill(torch.empty(n, dtype=dtype, device=self.transport.device))
+
+    def _fill(self, tensor: torch.Tensor) -> torch.Tensor:
         owner = self.transport
-        tensor = torch.empty(n, dtype=dtype, device=owner.device)
         _finish(owner.group.recv([tensor], self.src, self.tag), owner.cuda)
         return tensor
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.comm.buffers import writable_bytes
 from shoal.comm.transport import DEFAULT_TIMEOUT_S, MAX_MESSAGE_BYTES, BaseTransport, Deadline
 from shoal.errors import TransportError, missing_extra
 
@@ -118,10 +119,10 @@ class MpiTransport(BaseTransport):
         except TransportError:
             self._drain(src, length)
             raise
-        data = np.empty(length, np.uint8)
+        data, view = writable_bytes(length)
         for start in range(0, length, PIECE_BYTES):
-            self._wait(lambda piece=data[start : start + PIECE_BYTES]: self.comm.Irecv(piece, src, PAYLOAD_TAG))
-        return data.tobytes()
+            self._wait(lambda piece=view[start : start + PIECE_BYTES]: self.comm.Irecv(piece, src, PAYLOAD_TAG))
+        return data
 
     def _drain(self, src: int, length: int) -> None:
         """Takes the refused payload out of the way; only what was really sent is allocated."""

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections import defaultdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,19 +39,20 @@ class ProcessGroupTransport(BaseTransport):
             raise ConfigError(
                 "ProcessGroupTransport: no process group exists; call DistributedConfig.init() or init_process_group()"
             )
-        self.group = dist.group.WORLD if group is None else group
-        rank = dist.get_rank(self.group)
+        members: Any = dist.group.WORLD if group is None else group
+        self.group: Any = members
+        rank = dist.get_rank(members)
         if rank < 0:
             raise ConfigError("ProcessGroupTransport: this process is not in the group; make it on the group's members")
         super().__init__(rank, dist.get_world_size(self.group), default_timeout_s, max_message_bytes)
         if device is None:
-            types = {t.type for t in self.group._device_types}
+            types = {t.type for t in members._device_types}
             device = "cpu" if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
-        name = self.group.group_name
+        name = members.group_name
         self._store = self._open_store(f"shoal.transport/{name}/{_transports_of_group[name]}")
         _transports_of_group[name] += 1
         self._barriers = 0
@@ -60,7 +62,7 @@ class ProcessGroupTransport(BaseTransport):
             for peer in (range(1, self.world_size) if rank == 0 else [0])
         }
 
-    def _open_store(self, prefix: str) -> "dist.Store | None":
+    def _open_store(self, prefix: str) -> Any:
         try:
             return dist.PrefixStore(prefix, self.group.get_group_store())
         except (RuntimeError, AttributeError):  # a backend without a store, as MPI's

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.comm.buffers import crc32, writable_bytes
 from shoal.errors import SerializationError
 
 MAGIC = b"TPK1"
@@ -66,7 +67,7 @@ def serialize_tensors(tensors: Sequence[Tensor]) -> bytes:
         raw = _raw(tensor)
         offset = _aligned(offset)
         descriptors.append(
-            FIXED.pack(CODES[tensor.dtype], tensor.ndim, 0, zlib.crc32(raw))
+            FIXED.pack(CODES[tensor.dtype], tensor.ndim, 0, crc32(raw))
             + struct.pack(f"<{tensor.ndim + 2}Q", *tensor.shape, offset, raw.nbytes)
         )
         raws.append((offset, raw))
@@ -75,12 +76,16 @@ def serialize_tensors(tensors: Sequence[Tensor]) -> bytes:
     head = HEAD.pack(MAGIC, len(raws), len(table), offset, 0, 0)[:24]
     head += struct.pack("<II", zlib.crc32(table, zlib.crc32(head)), 0)
     start = _aligned(len(head) + len(table))
-    parts: list[Any] = [head, table, bytes(start - len(head) - len(table))]
-    at = 0
+    data, view = writable_bytes(start + offset)
+    header = np.frombuffer(head + table, np.uint8)
+    view[: len(header)] = header
+    at = len(header)
     for offset, raw in raws:
-        parts += [bytes(offset - at), raw]
-        at = offset + raw.nbytes
-    return b"".join(parts)
+        view[at : start + offset] = 0
+        at = start + offset + raw.nbytes
+        view[start + offset : at] = raw
+    view[at:] = 0
+    return data
 
 
 def deserialize_tensors(data: Any, *, max_bytes: int | None = None) -> list[Tensor]:
@@ -119,7 +124,7 @@ def deserialize_tensors(data: Any, *, max_bytes: int | None = None) -> list[Tens
     for i, (_, _, offset, nbytes, crc) in enumerate(plan):
         if any(payload[at:offset]):
             raise SerializationError(f"message has bytes other than zero between tensors {i - 1} and {i}")
-        if zlib.crc32(payload[offset : offset + nbytes]) != crc:
+        if crc32(np.frombuffer(payload[offset : offset + nbytes], np.uint8)) != crc:
             raise SerializationError(f"tensor {i} does not match its crc32; it was damaged on the way")
         at = offset + nbytes
     return [_tensor(dtype, shape, payload[offset : offset + nbytes]) for dtype, shape, offset, nbytes, _ in plan]

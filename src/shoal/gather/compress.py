@@ -56,12 +56,12 @@ class Compressor:
         if hasattr(gradient, "full_tensor"):  # a DTensor
             gradient = gradient.full_tensor()
         if tuple(gradient.shape) != param.shape:
-            raise ConfigError(f"compress: {param.name!r} has shape {tuple(gradient.shape)}, the spec says {param.shape}")
+            raise ConfigError(
+                f"compress: {param.name!r} has shape {tuple(gradient.shape)}, the spec says {param.shape}"
+            )
         return gradient.to("cpu", torch.float32).contiguous()
 
-    def _compress_param(
-        self, param: ParamSpec, gradient: Tensor, memory: Tensor | None, state: dict[str, Any]
-    ) -> None:
+    def _compress_param(self, param: ParamSpec, gradient: Tensor, memory: Tensor | None, state: dict[str, Any]) -> None:
         indices = torch.empty(*param.grid, param.k, dtype=torch.int32)
         values = torch.empty(*param.grid, param.k)
         address = 0 if memory is None else memory.data_ptr()

@@ -1,6 +1,7 @@
 """Payload files of peers we do not trust: safetensors and ``.pt``, read without running or inflating anything."""
 
 import io
+import itertools
 import json
 import math
 import os
@@ -153,7 +154,7 @@ def _span(name: str, entry: Any, body_bytes: int) -> tuple[torch.dtype, list[int
 
 def _refuse_overlaps(spans: list[tuple[int, int]]) -> None:
     spans.sort()
-    for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+    for (_, end), (begin, _) in itertools.pairwise(spans):
         if begin < end:
             raise _unsafe("two tensors overlap")
 
@@ -184,7 +185,15 @@ def _load_pt(data: Any, size: int, spec: GradientSpec) -> Any:
                 raise _corrupt("no pickle in the archive")
             for member in pickles:
                 _refuse_globals(archive.read(member))
-    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, struct.error, ValueError, EOFError) as error:
+    except (
+        zipfile.BadZipFile,
+        OSError,
+        NotImplementedError,
+        RuntimeError,
+        struct.error,
+        ValueError,
+        EOFError,
+    ) as error:
         if isinstance(error, PayloadRejected):
             raise
         raise _corrupt(f"not a readable archive ({type(error).__name__})") from None

@@ -1,6 +1,5 @@
 """Small messages between ranks: a gloo group of our own, deadlines on every wait, and the names of who is missing."""
 
-import contextlib
 import logging
 import re
 import time
@@ -17,12 +16,15 @@ from shoal.gather.errors import RankFailure
 
 log = logging.getLogger("shoal.gather")
 
-_GROUP_TIMEOUT = timedelta(days=1)  # waits have their own, shorter deadlines
+_SLICE_S = 0.2
+_FAILED = "shoal/failed"
 _groups: "WeakKeyDictionary[Any, _Shared]" = WeakKeyDictionary()
+# Groups that failed. Ending one waits for its operations, with the interpreter locked; they end by their own timeout.
+_abandoned: list[Any] = []
 
 
 class _Shared:
-    """A gloo group made once for a user's group, and how many roll calls it has seen."""
+    """A gloo group made once for a user's group."""
 
     def __init__(self, pg: Any, store: Any) -> None:
         self.pg = pg
@@ -30,13 +32,15 @@ class _Shared:
         self.broken = False
 
 
-def _control_group(group: Any) -> _Shared:
-    shared = _groups.get(group)
-    if shared is None or shared.broken:
+def _control_group(group: Any, timeout_s: float) -> _Shared:
+    shared, timeout = _groups.get(group), timedelta(seconds=timeout_s)
+    if shared is None or shared.broken:  # on every rank alike: ranks must make groups in the same order
         ranks = dist.get_process_group_ranks(group)
-        pg = dist.new_group(ranks, backend="gloo", timeout=_GROUP_TIMEOUT, use_local_synchronization=True)
+        pg = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
         store = dist.distributed_c10d._world.pg_map[pg][1]
         shared = _groups[group] = _Shared(pg, store)
+    else:
+        shared.pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
     return shared
 
 
@@ -44,7 +48,7 @@ class Control:
     """The collectives of a gather over one group; ``group=None`` is this process alone and every call is local.
 
     All methods block and belong on a worker thread. A failure becomes RankFailure with the ranks that do not answer a
-    roll call; the group is then closed, so that ranks which wait for a survivor learn of it at once.
+    roll call, after this rank said in the group's store that it gave up: who waits for a survivor looks there.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 240.0) -> None:
@@ -56,7 +60,7 @@ class Control:
             if self.world > 1:
                 self._ranks = dist.get_process_group_ranks(group)
                 try:
-                    self._shared = _control_group(group)
+                    self._shared = _control_group(group, max(timeout_s, 1.0))
                 except Exception as error:
                     raise RankFailure((), f"the control group could not be made ({error})") from error
 
@@ -64,15 +68,30 @@ class Control:
     def pg(self) -> Any:
         return self._shared.pg if self._shared is not None else None
 
-    def _run(self, what: str, start: Callable[[], Any]) -> None:
-        """One collective; its wait ends in time for the roll call to fit into ``timeout_s``."""
+    def _run(self, what: str, start: Callable[[], Any], *, sliced: bool = True) -> None:
+        """One collective; its wait ends in time for the roll call to fit into ``timeout_s``.
+
+        Waits in slices, between which it looks whether another rank has given up: that one may be the only rank that
+        can tell. A point-to-point wait cannot be sliced, since its timeout breaks the connection.
+        """
         assert self._shared is not None
         begin = time.monotonic()
         grace = min(2.0, self.timeout_s / 4)
+        end = begin + max(self.timeout_s - grace, 0.05)
         try:
             if self._shared.broken:
                 raise RuntimeError("the group failed before")
-            start().wait(timedelta(seconds=max(self.timeout_s - grace, 0.05)))
+            work = start()
+            while True:
+                left = max(end - time.monotonic(), 0.001)
+                try:
+                    work.wait(timedelta(seconds=min(left, _SLICE_S) if sliced else left))
+                    return
+                except RuntimeError:
+                    if not sliced or work.is_completed() or time.monotonic() >= end:
+                        raise
+                    if self._shared.store.check([_FAILED]):
+                        raise RuntimeError("another rank gave up") from None
         except RuntimeError as error:
             deadline = min(time.monotonic() + grace, begin + self.timeout_s)
             self._fail(what, error, deadline)
@@ -91,6 +110,7 @@ class Control:
         others = [r for r in range(self.world) if r != self.rank]
         try:
             shared.store.set(key(self.rank), b"1")
+            shared.store.set(_FAILED, b"1")
             self.close()
             while others and time.monotonic() < deadline:
                 others = [r for r in others if not shared.store.check([key(r)])]
@@ -102,11 +122,11 @@ class Control:
             return [0] if self.rank != 0 else others
 
     def close(self) -> None:
-        """Gives the group up, which ends the waits of every rank connected to this one."""
+        """Gives the group up; the next gather makes a new one."""
         if self._shared is not None and not self._shared.broken:
             self._shared.broken = True
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(self._shared.pg)
+            _abandoned.append(self._shared.pg)
+            self._shared.pg = None
 
     # ---- collectives
 
@@ -181,6 +201,7 @@ class Control:
     def start_recv(self, tensor: Tensor, src: int) -> Any:
         return dist.irecv(tensor, self._ranks[src], group=self.pg)
 
-    def wait(self, works: list[Any], what: str) -> None:
+    def wait(self, works: list[Any], what: str, *, sliced: bool = False) -> None:
+        """Waits for started pieces; ``sliced`` for broadcasts, not for sends and receives."""
         for work in works:
-            self._run(what, lambda work=work: work)
+            self._run(what, lambda work=work: work, sliced=sliced)

@@ -95,12 +95,15 @@ class Fetcher:
         self._slots = asyncio.Semaphore(self.config.max_concurrent_fetches)
         self._gate = _ByteGate(self.config.max_inflight_bytes)
         self._deadline = time.monotonic() + self.plan.timeout_s
-        tasks = {asyncio.create_task(self._fetch(uid)): uid for uid in fresh}
+        self._downloaded: set[int] = set()
+        self._broken = False
+        tasks = {asyncio.create_task(self._guarded(uid)): uid for uid in fresh}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            for task in tasks:
-                task.cancel()
+            for task, uid in tasks.items():
+                if uid not in self._downloaded:  # what is here already is settled by its validation
+                    task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         settled: list[Accepted | Skipped] = []
         for task, uid in tasks.items():
@@ -123,17 +126,26 @@ class Fetcher:
         limit = self.plan.time_max_us
         return limit is not None and time.time() * 1e6 > limit + self.config.late_grace_s * 1e6
 
+    async def _guarded(self, uid: int) -> Accepted | Skipped:
+        try:
+            return await self._fetch(uid)
+        except Exception:
+            self._broken = True
+            raise
+
     async def _fetch(self, uid: int) -> Accepted | Skipped:
         tries = absences = changes = 0
         again = _Again("absent")
         while True:
             async with self._slots:
+                if self._broken:
+                    raise asyncio.CancelledError
                 now = time.monotonic()
-                queued_out = tries == 0 and now >= self._deadline  # still gets one try, with time of its own
                 if tries and now >= self._deadline:
                     return Skipped(uid, _AT_DEADLINE[again.state], again.detail)
                 last_chance = absences > 0 and self._nothing_can_come()
-                outcome = await self._try(uid, self.plan.timeout_s if queued_out else self._deadline - now)
+                # The first try has the whole time, also when it waited in the queue until the deadline or past it.
+                outcome = await self._try(uid, self._deadline - now if tries else self.plan.timeout_s)
             tries += 1
             if not isinstance(outcome, _Again):
                 return await self._settle(uid, outcome)
@@ -144,17 +156,18 @@ class Fetcher:
                 changes += 1
                 if changes > 1:
                     return Skipped(uid, "changed_during_read", again.detail)
-                if not queued_out:
-                    continue
+                continue
             limit = self.config.not_found_limit
             if again.state == "absent" and (last_chance or (limit is not None and absences >= limit)):
                 return Skipped(uid, "not_found", f"absent in {absences} tries")
             pause = self.config.retry_interval_s
-            if queued_out or again.state == "cut" or time.monotonic() + pause >= self._deadline:
+            if again.state == "cut" or time.monotonic() + pause >= self._deadline:
                 return Skipped(uid, _AT_DEADLINE[again.state], again.detail or f"{tries} tries")
             await asyncio.sleep(pause)
 
-    async def _try(self, uid: int, seconds: float) -> "Skipped | _Again | tuple[ObjectInfo, Landing | tuple[Path, str]]":
+    async def _try(
+        self, uid: int, seconds: float
+    ) -> "Skipped | _Again | tuple[ObjectInfo, Landing | tuple[Path, str]]":
         names = {"version": self.plan.version, "key": self.plan.key}
         clock = asyncio.timeout(seconds)
         try:
@@ -212,6 +225,7 @@ class Fetcher:
     async def _settle(self, uid: int, outcome: Any) -> Accepted | Skipped:
         if isinstance(outcome, Skipped):
             return outcome
+        self._downloaded.add(uid)
         info, landed = outcome
         run = asyncio.get_running_loop().run_in_executor
         if isinstance(landed, Landing):
@@ -221,6 +235,7 @@ class Fetcher:
         if isinstance(accepted, Accepted) and accepted.info.digest == digest:
             return accepted
         self.spill.forget(path)  # not what was validated: as if it had never been there
+        self._downloaded.discard(uid)
         return await self._fetch(uid)
 
     def _validate(self, uid: int, info: ObjectInfo, landing: Landing) -> Accepted | Skipped:

@@ -58,7 +58,9 @@ class RankReport:
         if not isinstance(other, RankReport):
             return NotImplemented
         return all(
-            torch.equal(self.norms, other.norms) if f.name == "norms" else getattr(self, f.name) == getattr(other, f.name)
+            torch.equal(self.norms, other.norms)
+            if f.name == "norms"
+            else getattr(self, f.name) == getattr(other, f.name)
             for f in fields(RankReport)
         )
 

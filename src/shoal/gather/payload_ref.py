@@ -50,7 +50,9 @@ class PayloadRef:
         self.params = params
         self.digest = digest
         self.path = path
-        self._size = path.stat().st_size if path is not None else 0
+        stat = path.stat() if path is not None else None
+        self._size = stat.st_size if stat is not None else 0
+        self._mtime_ns = stat.st_mtime_ns if stat is not None else 0
         self._keep = keep  # what must live as long as the data: a temporary folder, a buffer
         self._tables: dict[int, Tensor] = {}
 
@@ -126,6 +128,9 @@ class PayloadRef:
             if self.path is None:
                 found = payload_digest({"state_dict": self._state()}, self.spec)
             else:
+                stat = os.stat(self.path)
+                if (stat.st_size, stat.st_mtime_ns) != (self._size, self._mtime_ns):
+                    raise GatherError("the spill file was written to after its validation")
                 found = payload_digest(load_payload(self.path, self.spec), self.spec)
         except PayloadRejected as error:
             raise GatherError(f"the spilled payload can no longer be read ({error.reason})") from error

@@ -186,7 +186,8 @@ class _Gather:
 
     async def _fetch_share(self, shares: list[list[int]], uids: list[int], tier: int) -> Manifest:
         dealt = [uid for share in shares for uid in share]
-        assert len(dealt) == len(set(dealt)) and set(dealt) == set(uids)
+        assert len(dealt) == len(set(dealt))
+        assert set(dealt) == set(uids)
         mine = shares[self.control.rank]
         begin = time.perf_counter()
         for outcome in await self.fetcher.round(mine):

@@ -157,7 +157,7 @@ class GradientSpec:
         *,
         target_chunk: int = 64,
         topk: int = 64,
-        quant: QuantSpec | None = QuantSpec(bins=4, range_sigmas=6),
+        quant: QuantSpec | None = QuantSpec(bins=4, range_sigmas=6),  # noqa: B008 (frozen)
         params: Iterable[str] | None = None,
     ) -> "GradientSpec":
         """One ParamSpec per trainable parameter (meta tensors are fine); with ``params``, only these names.
@@ -196,7 +196,9 @@ class GradientSpec:
         return sum(p.chunks for p in self.params)
 
     def to_json(self) -> str:
-        quant = None if self.quant is None else {"bins": self.quant.bins, "range_sigmas": float(self.quant.range_sigmas)}
+        quant = (
+            None if self.quant is None else {"bins": self.quant.bins, "range_sigmas": float(self.quant.range_sigmas)}
+        )
         return canonical_json({"format": FORMAT_VERSION, "params": [p.to_dict() for p in self.params], "quant": quant})
 
     @classmethod

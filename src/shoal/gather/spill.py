@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 import threading
 from hashlib import blake2b
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from shoal.gather.config import GatherConfig
 from shoal.gather.errors import PayloadRejected
+from shoal.gather.folder import Folder
 from shoal.gather.plan import GatherPlan
 from shoal.gather.spec import GradientSpec, canonical_json
 from shoal.gather.stores.base import ObjectInfo
@@ -67,8 +67,8 @@ class Spill:
         with self._lock:
             if self._root is None:
                 if self._config.spill_dir is None:
-                    self._folder = tempfile.TemporaryDirectory(prefix="shoal-gather-", ignore_cleanup_errors=True)
-                    self._root = Path(self._folder.name)
+                    self._folder = Folder("shoal-gather-")
+                    self._root = self._folder.path
                 else:
                     self._root = Path(self._config.spill_dir)
                     self._root.mkdir(parents=True, exist_ok=True)

@@ -42,15 +42,15 @@ def validate_payload(
     _check_window(payload, window)
     _check_leftovers(state, spec)
     digest = blake2b(digest_size=32)
-    norms = torch.empty(len(spec.params))
+    norms: list[float] = []
     size = 0
-    for i, param in enumerate(spec.params):
+    for param in spec.params:
         idxs, vals, quant = checked_param(state, param, spec)
-        norms[i] = _check_data(param, idxs, vals, quant, spec, max_abs_value)
+        norms.append(_check_data(param, idxs, vals, quant, spec, max_abs_value))
         for part in digest_parts(param.name, idxs, vals, quant):
             digest.update(part)
         size += nbytes(idxs) + nbytes(vals)
-    return PayloadInfo(step, digest.hexdigest(), norms, size)
+    return PayloadInfo(step, digest.hexdigest(), torch.tensor(norms, dtype=torch.float64).to(torch.float32), size)
 
 
 def payload_digest(payload: Mapping[str, Any], spec: GradientSpec) -> str:

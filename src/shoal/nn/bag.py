@@ -30,8 +30,8 @@ class HashEmbeddingBag(TableModule):
             [-1., -1.],
             [ 0.,  0.]])
 
-    Where gradients go: into the rows when ``backward`` ends, by the table's own optimizer, one step per pass and id; or,
-    once a `SparseOptimizer` holds the table, nowhere until its ``step``. ``fused`` makes this explicit.
+    Where gradients go: into the rows when ``backward`` ends, by the table's own optimizer, one step per pass and id.
+    Once a `SparseOptimizer` holds the table they wait for its ``step`` instead. ``fused`` makes the choice explicit.
 
     In training mode an unknown id gets a row from the table's initializer (unless the table has an active admission
     filter, which counts updates); in evaluation mode it counts as a row of zeros and the table stays as it was.
@@ -42,10 +42,10 @@ class HashEmbeddingBag(TableModule):
             sequence, padded with zeros; or a `Combiner` that means one of these.
         output: of ids by key: ``"concat"``, side by side in the order of the keys, or ``"dict"``.
         padding_idx: an id that stands for none: it does not count, has no row and no gradient.
-        include_last_offset: False if offsets are those of `torch.nn.EmbeddingBag` by default: ``[B]``, the end left out.
+        include_last_offset: False if offsets are ``[B]``, the end left out, which is `torch.nn.EmbeddingBag`'s default.
         insert_missing: False: never create rows in forward; the first update of an id does.
-        fused: True: rows are updated in backward, always; a `SparseOptimizer` that is given them refuses. False:
-            gradients wait for a `SparseOptimizer`, always. All modules of a table agree.
+        fused: True: rows are updated in backward, always; a `SparseOptimizer` over the model leaves the table out.
+            False: gradients wait for a `SparseOptimizer`, always. All modules of a table agree.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class HashEmbeddingBag(TableModule):
     def forward(self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Any = None) -> Any:
         """The pooled rows of each bag: ``[B, D]``, or ``[B, max_length, D]`` for firstn.
 
-        ``ids`` are ``(values, offsets)`` (as one argument or two), lists of lists, a `Ragged`, a ``torch.nested`` tensor
-        in the jagged layout, a dense ``[B, L]`` tensor, or an object shaped like a JaggedTensor. ``offsets`` are int64
+        ``ids`` are ``(values, offsets)`` (as one argument or two), lists of lists, a `Ragged`, a ``torch.nested``
+        jagged tensor, a dense ``[B, L]`` tensor, or an object shaped like a JaggedTensor. ``offsets`` are int64
         ``[B + 1]``, rising from 0 to the number of values. ``per_sample_weights``, shaped like the ids, multiply their
         rows and get gradients.
 
@@ -103,7 +103,7 @@ class HashEmbeddingBag(TableModule):
         values, offsets, weights = bags
         assert offsets is not None
         weights = None if weights is None else weights.to("cpu").contiguous()
-        out, _ = hash_bag(
+        out = hash_bag(
             values.to("cpu").contiguous(),
             offsets.to("cpu").contiguous(),
             weights,

@@ -70,8 +70,8 @@ class HashEmbedding(TableModule):
         values, offsets, _ = jagged
         if offsets is None:
             return self._rows(slot, values.reshape(-1)).view(*values.shape, slot.dim)
-        Ragged(values, offsets)  # offsets that do not fit are refused before a row is made
-        return Ragged(self._rows(slot, values), offsets)
+        checked = Ragged(values, offsets)  # offsets that do not fit are refused before a row is made
+        return Ragged.trusted(self._rows(slot, values), checked.row_splits)
 
     def _rows(self, slot: TableSlot, values: Tensor) -> Tensor:
         create = self.training and self.insert_missing

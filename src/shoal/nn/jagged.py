@@ -41,7 +41,7 @@ def as_jagged(ids: Any, offsets: Any = None, weights: Any = None) -> Jagged:
         weights = weights.values() if isinstance(weights, Tensor) and weights.is_nested else weights
         if ids.layout != torch.jagged or ids.dim() != 2:
             raise ConfigError(f"nested ids are [B, j] in the jagged layout, got {ids.dim()} dimensions, {ids.layout}")
-        ids, offsets = ids.values(), ids.offsets()
+        ids, offsets = ids.values(), ids.offsets()  # pyrefly: ignore[missing-attribute]
     values = as_id_values(ids)
     return Jagged(values, _as_offsets(offsets, values), _as_weights(weights, values))
 
@@ -151,8 +151,8 @@ def _from_object(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
     if hasattr(ids, "__array__"):
         return torch.as_tensor(ids), offsets, weights
     raise ConfigError(
-        "ids are an int64 tensor, (values, offsets), lists of lists, Ragged, a nested tensor, or have values and offsets; "
-        f"got {type(ids).__name__}"
+        "ids are an int64 tensor, (values, offsets), lists of lists, Ragged, a nested tensor, or an object with values "
+        f"and offsets; got {type(ids).__name__}"
     )
 
 

@@ -56,6 +56,19 @@ class TableModule(nn.Module):
         """By key; empty if there is one table for everything."""
         return {key: slot.table for key, slot in self._slots.items()}
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Tells the seconds that rows are stamped with, from which expiry counts; ``time.time`` at first.
+
+        Set it to the time of your events when you train on a log. It belongs to the tables, with all their modules.
+        """
+        return self.slots()[0].clock
+
+    @clock.setter
+    def clock(self, clock: Callable[[], float]) -> None:
+        for slot in self.slots():
+            slot.clock = clock
+
     def slots(self) -> list[TableSlot]:
         """The distinct slots of this module's tables."""
         return list(dict.fromkeys([self._slot, *self._slots.values()] if self._slot else self._slots.values()))

@@ -28,13 +28,13 @@ class SparseOptimizer(torch.optim.Optimizer):
     >>> table.lookup(torch.tensor([7, 8])).tolist()
     [[-2.0], [-1.0]]
 
-    From the moment it is made, backward no longer changes the rows of its tables. Gradients of equal ids are summed over
-    all backwards since the last step, over all modules on a table and all threads; an id makes one step. `zero_grad`
-    drops what waits. Tables of modules made with ``fused=True`` look after themselves and are left out.
+    From the moment it is made, backward no longer changes the rows of its tables. The gradients of an id are summed
+    over all backwards since the last step, over all modules on its table and all threads, and make one step.
+    `zero_grad` drops what waits. Tables of modules made with ``fused=True`` look after themselves and are left out.
 
     There is one parameter group per table: ``{"table": name, "lr": …}``. ``lr`` begins as the table's own rate; setting
-    it, by hand or by any ``torch.optim.lr_scheduler``, multiplies the table's rates (of all segments, and of a schedule)
-    by ``lr`` over what it was.
+    it, by hand or by any ``torch.optim.lr_scheduler``, multiplies the table's rates (those of all segments, and what a
+    schedule gives) by ``lr`` over what it was.
 
     Args:
         modules: a model, modules or tables; whatever holds the tables to step.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
 
 SUM, MEAN, FIRSTN = 0, 1, 2  # as in csrc/nn/bag.h
@@ -55,7 +56,45 @@ def pool(rows: Tensor, offsets: Tensor, weights: Tensor | None, kind: int, lengt
     out = torch.empty(pooled_shape(bags, rows.shape[1], kind, length))
     weights_at = 0 if weights is None else weights.data_ptr()
     _core.pool(
-        offsets.data_ptr(), bags, rows.data_ptr(), rows.shape[0], rows.shape[1], kind, length, weights_at, out.data_ptr()
+        offsets.data_ptr(),
+        bags,
+        rows.data_ptr(),
+        rows.shape[0],
+        rows.shape[1],
+        kind,
+        length,
+        weights_at,
+        out.data_ptr(),
+    )
+    return out
+
+
+def lookup_pool(
+    native: _core.Table,
+    dim: int,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    kind: int,
+    length: int,
+    create: bool,
+    time_s: int,
+) -> Tensor:
+    """`pool` of the rows of ``ids``, which are never all in memory at once."""
+    bags = offsets.numel() - 1
+    out = torch.empty(pooled_shape(bags, dim, kind, length))
+    _core.lookup_pool(
+        native,
+        ids.data_ptr(),
+        ids.numel(),
+        offsets.data_ptr(),
+        bags,
+        kind,
+        length,
+        0 if weights is None else weights.data_ptr(),
+        create,
+        time_s,
+        out.data_ptr(),
     )
     return out
 
@@ -64,7 +103,7 @@ def pool_gradient(
     grad: Tensor, n: int, dim: int, offsets: Tensor, weights: Tensor | None, rows: Tensor | None, kind: int, length: int
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the ``n`` rows and, if ``rows`` are given, of their weights (else an empty tensor)."""
-    grad_rows = torch.empty(n, dim)
+    grad_rows = empty_rows(n, dim)
     grad_weights = torch.empty(0 if rows is None else n)
     _core.pool_gradient(
         offsets.data_ptr(),

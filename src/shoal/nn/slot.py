@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.nn.gradients import Gradients, sum_by_id
+from shoal.nn.pooling import lookup_pool, pool
 from shoal.nn.protocol import EmbeddingTable, check_table, keywords
 from shoal.nn.state import copy_table
 from shoal.table.table import HashTable
@@ -72,14 +73,29 @@ class TableSlot:
             )
         self.held = True
 
+    def creates(self) -> bool:
+        """Whether a training forward makes rows: not while a filter counts how often an id is updated."""
+        return "insert_missing" in self._lookup_keywords and not _filters(self.table)
+
     def lookup(self, ids: Tensor, create: bool) -> Tensor:
-        """The rows of ``ids``. With ``create`` unknown ids get one, unless admission is to be counted first."""
+        """The rows of ``ids``. With ``create`` unknown ids get one, if this table `creates`."""
         extra: dict[str, Any] = {}
-        if create and "insert_missing" in self._lookup_keywords and not _filters(self.table):
+        if create and self.creates() and not getattr(self.table, "serving", False):
             extra["insert_missing"] = True
             if "req_time" in self._lookup_keywords:
                 extra["req_time"] = int(self.clock())
         return self.table.lookup(ids, **extra)
+
+    def lookup_pooled(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, kind: int, length: int, create: bool
+    ) -> Tensor:
+        """`pool` of `lookup`."""
+        table = self.table
+        if not isinstance(table, HashTable):
+            return pool(self.lookup(ids, create), offsets, weights, kind, length)
+        create = create and not table.serving and self.creates()
+        time_s = int(self.clock()) if create else 0
+        return lookup_pool(table._native, self.dim, ids, offsets, weights, kind, length, create, time_s)
 
     def add_gradient(self, ids: Tensor, grads: Tensor) -> None:
         """Takes a gradient from a backward pass and keeps it, or applies it when that pass ends.
@@ -184,5 +200,5 @@ def _filters(table: Any) -> bool:
     hash_filter = getattr(table, "hash_filter", None)
     if hash_filter is None:
         return False
-    active = getattr(hash_filter, "active", True)
-    return bool(active() if callable(active) else active)
+    active = getattr(hash_filter, "_active", None)  # a filter of the user's own is taken to be
+    return True if active is None else bool(active())

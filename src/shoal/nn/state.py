@@ -55,7 +55,9 @@ def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
     n = ids.numel()
     _check(table, "ids", ids, torch.int64, [n])
     _check(table, "times", times, torch.int64, [n])
-    _check(table, "rows", rows, *((torch.uint8, [n, head_bytes]) if table.serving else (torch.float32, [n, layout.dim])))
+    _check(
+        table, "rows", rows, *((torch.uint8, [n, head_bytes]) if table.serving else (torch.float32, [n, layout.dim]))
+    )
     _check(table, "state", states, torch.uint8, [n, layout.row_bytes - head_bytes])
     _check(table, "scales", scales, torch.float32, [len(table._native.scales())])
     if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:

@@ -22,6 +22,7 @@ from shoal.ops.reduce import (
     reduce_sum,
 )
 from shoal.ops.reorder import FusedReorder, fused_reorder_by_indices, reorder_by_indices
+from shoal.ops.sharding import ShardedFids, sharding_sparse_fids
 from shoal.ops.split import ragged_split_by_indices, split_by_indices
 from shoal.ops.unique import (
     SharedTensor,
@@ -54,6 +55,7 @@ __all__ = [
     "OutType",
     "PoolingType",
     "Ragged",
+    "ShardedFids",
     "SharedTensor",
     "SliceConfig",
     "TensorShape",
@@ -86,6 +88,7 @@ __all__ = [
     "reduce_sqrtn",
     "reduce_sum",
     "reorder_by_indices",
+    "sharding_sparse_fids",
     "slot_v1",
     "slot_v2",
     "split_by_indices",

@@ -51,7 +51,9 @@ def row_ids_reference(row_splits: Tensor, length: int) -> Tensor:
 def normalize_merged_split_reference(row_split: Tensor, row_split_size: Tensor) -> Tensor:
     """The meaning of `normalize_merged_split`, in plain torch."""
     if row_split_size.numel() < 1 or int(row_split_size.min()) < 1 or int(row_split_size.sum()) != row_split.numel():
-        raise ConfigError(f"normalize_merged_split: sizes {row_split_size.tolist()} do not cut {row_split.numel()} entries")
+        raise ConfigError(
+            f"normalize_merged_split: sizes {row_split_size.tolist()} do not cut {row_split.numel()} entries"
+        )
     pieces, base = [], 0
     for i, piece in enumerate(row_split.split(row_split_size.tolist())):
         pieces.append(piece[min(i, 1) :] + base)

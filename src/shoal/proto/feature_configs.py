@@ -102,7 +102,9 @@ class FeatureConfigs(_Message):
         for name, out in self.out_configs.items():
             message.out_configs[name].CopyFrom(
                 pb.OutConfig(
-                    slice_configs=[pb.SliceConfig(**vars(s) | {"pooling_type": int(s.pooling_type)}) for s in out.slice_configs],
+                    slice_configs=[
+                        pb.SliceConfig(**vars(s) | {"pooling_type": int(s.pooling_type)}) for s in out.slice_configs
+                    ],
                     out_type=int(out.out_type),  # type: ignore[arg-type]
                     shape=[pb.TensorShape(dims=shape_dims(shape)) for shape in out.shape],
                 )

@@ -39,7 +39,8 @@ def _module(name: str, qualname: str, file: str | None) -> Any:
         raise ImportError(f"run_ranks: module {name} of {qualname} has no file that another process could load")
     alias = "__shoal_main__" if name == "__main__" else name
     spec = importlib.util.spec_from_file_location(alias, file)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"run_ranks: {file} cannot be loaded as a module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[alias] = module
     spec.loader.exec_module(module)

@@ -37,7 +37,7 @@ def run_mpi(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """``run_ranks`` under ``mpirun``: the same ``fn(rank, world_size, ...)``, no process group, Open MPI's variables."""
+    """``run_ranks`` under ``mpirun``: the same ``fn(rank, world_size, ...)``, no group, Open MPI's variables."""
     with tempfile.TemporaryDirectory(prefix="shoal-mpi-") as folder:
         (Path(folder) / "call").write_bytes(pack_call(fn, args, kwargs))
         command = [_mpirun() or "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(world_size)]

@@ -69,7 +69,8 @@ def run_ranks(
             "backend": backend,
             "group_timeout_s": group_timeout_s or timeout_s,
             "folder": folder,
-            "env": {**os.environ, **(env or {})},
+            "env": dict(os.environ),
+            "own_env": dict(env or {}),
         }
         pipes, processes = [], []
         try:
@@ -94,7 +95,7 @@ def _collect(processes: list, pipes: list, end: float, timeout_s: float, lost: s
     results: list[Any] = [None] * len(processes)
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
-        ready = wait(list(open_pipes), timeout=max(0.0, end - time.monotonic()))
+        ready: list[Any] = wait(list(open_pipes), timeout=max(0.0, end - time.monotonic()))
         if not ready:
             running = sorted(open_pipes.values())
             raise DeadlineError(
@@ -144,11 +145,13 @@ def _child(rank: int, world_size: int, setup: dict[str, Any], call: bytes, pipe:
         MASTER_PORT=str(setup["port"]),
         TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then joins the parent's store in place of opening one
     )
+    os.environ.update(setup["own_env"])
     stack = open(f"{setup['folder']}/stack-{rank}", "w")  # noqa: SIM115 - faulthandler writes to it at any time
     faulthandler.register(signal.SIGUSR1, file=stack)
     pipe.send_bytes(outcome(lambda: _work(rank, world_size, setup, call)))
     pipe.close()
-    multiprocessing.util._exit_function()  # flush what was sent but not yet taken
+    util: Any = multiprocessing.util
+    util._exit_function()  # flush what was sent but not yet taken
     os._exit(0)  # no destructors: gloo's abort the process after a failed collective
 
 

@@ -14,8 +14,8 @@ from shoal.errors import AggregationError, ConfigError
 from shoal.train.exchange import Exchange, agree, check_world, make_exchange
 
 REDUCIBLE = frozenset(
-    (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-    + (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
 
 
@@ -107,8 +107,8 @@ class ExchangingAggregator(GradientAggregator):
         integers = [i for i, g in enumerate(gradients) if not g.is_floating_point()]
         if average and integers:
             raise AggregationError(
-                f"{type(self).__name__}: gradient {integers[0]} has dtype {gradients[integers[0]].dtype}; integers have no "
-                "mean, use average=False or convert them"
+                f"{type(self).__name__}: gradient {integers[0]} has dtype {gradients[integers[0]].dtype}; integers "
+                "have no mean, use average=False or convert them"
             )
 
     @contextmanager

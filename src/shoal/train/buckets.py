@@ -5,6 +5,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from shoal.comm.buffers import BufferPool, fresh
+
 BUCKET_BYTES = 25 << 20
 
 
@@ -28,14 +30,16 @@ def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, by_dtype: bool
     return buckets
 
 
-def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """One flat copy of ``tensors``, in ``dtype`` if given."""
-    if len(tensors) == 1:
-        flat = tensors[0].detach().reshape(-1)
-        return flat.to(dtype or flat.dtype, copy=True)
-    if dtype is None or dtype == tensors[0].dtype:
-        return torch.cat([t.detach().reshape(-1) for t in tensors])
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=tensors[0].device)
+def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, pool: BufferPool | None = None) -> Tensor:
+    """One flat copy of ``tensors``, in ``dtype`` if given, in memory of ``pool`` if given."""
+    dtype = dtype or tensors[0].dtype
+    count = sum(t.numel() for t in tensors)
+    if tensors[0].device.type == "cpu":
+        flat = pool.get(count, dtype) if pool is not None else fresh(count, dtype)
+    else:
+        flat = torch.empty(count, dtype=dtype, device=tensors[0].device)
+    if dtype == tensors[0].dtype:
+        return torch.cat([t.detach().reshape(-1) for t in tensors], out=flat)
     for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
         part.copy_(tensor.detach().reshape(-1))
     return flat

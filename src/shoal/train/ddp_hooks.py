@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shoal.comm.collectives import all_gather_single
 from shoal.errors import ConfigError
 from shoal.train.compressed import pack, unpack
 from shoal.train.compression import CompressedGradient, compress_with_feedback, topk_count
@@ -59,7 +60,7 @@ class TopKState:
         return sent
 
 
-def topk_hook(state: TopKState, bucket: "dist.GradBucket") -> "torch.futures.Future[Tensor]":
+def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The mean over ranks of each gradient's largest values, for ``DistributedDataParallel.register_comm_hook``."""
     group = state.group or dist.group.WORLD
     world = dist.get_world_size(group)
@@ -81,7 +82,7 @@ def topk_hook(state: TopKState, bucket: "dist.GradBucket") -> "torch.futures.Fut
     compressed = [state.compress(p, g) for p, g in large]
     mine = pack(compressed)
     everyone = torch.empty(world * len(mine), dtype=torch.uint8, device=mine.device)
-    running = [dist.all_gather_into_tensor(everyone, mine, group=group, async_op=True).get_future()]
+    running = [all_gather_single(everyone, mine, group=group, async_op=True).get_future()]
     if small:
         dense = torch.cat([g.reshape(-1) for g in small])
         running.append(dist.all_reduce(dense, group=group, async_op=True).get_future())
@@ -106,7 +107,9 @@ def topk_hook(state: TopKState, bucket: "dist.GradBucket") -> "torch.futures.Fut
 
 
 def make_hook(name: str, **kw: Any) -> tuple[Any, Callable[[Any, "dist.GradBucket"], "torch.futures.Future[Tensor]"]]:
-    """``(state, hook)`` for ``register_comm_hook``: ``topk | powersgd | fp16 | bf16 | allreduce``; ``kw`` are the state's.
+    """``(state, hook)`` for ``register_comm_hook``; ``kw`` are the state's arguments.
+
+    ``name`` is one of ``topk``, ``powersgd``, ``fp16``, ``bf16``, ``allreduce``.
 
     Example:
         >>> state, hook = make_hook("topk", ratio=0.01)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.config import DistributedConfig
@@ -141,8 +140,9 @@ def agree(exchange: Exchange, gradients: Sequence[Tensor], extra: Any = None, pr
         shapes = ", ".join(f"{tuple(g.shape)} {str(g.dtype).removeprefix('torch.')}" for g in gradients[:8])
         more = f" and {len(gradients) - 8} more" if len(gradients) > 8 else ""
         raise AggregationError(
-            f"rank {exchange.rank} of {exchange.world_size}: the ranks disagree on what is reduced (count, shapes, dtypes), "
-            f"or one of them failed before; this rank has {len(gradients)} tensors: {shapes}{more}. Nothing was reduced."
+            f"rank {exchange.rank} of {exchange.world_size}: the ranks disagree on what is reduced (count, shapes, "
+            f"dtypes), or one of them failed before; this rank has {len(gradients)} tensors: {shapes}{more}. "
+            "Nothing was reduced."
         )
 
 

@@ -4,6 +4,7 @@ In every ring step even ranks send first and odd ranks receive first. One rank t
 this holds even where ``send`` waits until the message is received.
 """
 
+import itertools
 import struct
 from collections.abc import Sequence
 
@@ -39,8 +40,8 @@ class ByteExchange(Exchange):
         data = self.transport.recv(src)
         if nbytes is not None and len(data) != nbytes:
             raise TransportError(
-                f"rank {self.rank}: rank {src} sent {len(data)} bytes where {nbytes} were due; the ranks do not run the "
-                "same program, or another use of this transport came between",
+                f"rank {self.rank}: rank {src} sent {len(data)} bytes where {nbytes} were due; the ranks do not run "
+                "the same program, or another use of this transport came between",
                 kind="protocol",
                 peer=src,
             )
@@ -89,7 +90,7 @@ class ByteExchange(Exchange):
         values = as_numpy(flat)
         sizes = shard_sizes(len(values), self.world_size)
         ends = np.cumsum([0, *sizes])
-        chunks = [values[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        chunks = [values[a:b] for a, b in itertools.pairwise(ends)]
         rank, world = self.rank, self.world_size
         for s in range(world - 1):
             out, into = chunks[(rank - s) % world], chunks[(rank - s - 1) % world]

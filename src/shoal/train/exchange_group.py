@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.collectives import all_gather_single
 from shoal.comm.serialization import DTYPES
 from shoal.errors import AggregationError
 from shoal.train.buckets import flatten, make_buckets, unflatten
@@ -38,7 +39,7 @@ class GroupExchange(Exchange):
         mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(self.device)
         everyone = torch.empty(self.world_size * len(value), dtype=torch.uint8, device=self.device)
         with named_errors("an exchange of flags", self.rank), self.waiting():
-            dist.all_gather_into_tensor(everyone, mine, group=self.group)
+            all_gather_single(everyone, mine, group=self.group)
         return [bytes(part) for part in everyone.cpu().reshape(self.world_size, -1).tolist()]
 
     def to_wire(self, tensor: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ class GroupExchange(Exchange):
         device, data = data.device, self.to_wire(data)
         everyone = torch.empty(self.world_size * len(data), dtype=torch.uint8, device=data.device)
         with named_errors("all_gather", self.rank), self.waiting():
-            dist.all_gather_into_tensor(everyone, data, group=self.group)
+            all_gather_single(everyone, data, group=self.group)
         self._count((self.world_size - 1) * len(data), (self.world_size - 1) * len(data), self.world_size - 1)
         return list(everyone.to(device).reshape(self.world_size, -1))
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from shoal.comm.collectives import all_gather_single, reduce_scatter_single
 from shoal.errors import AggregationError, ConfigError
 from shoal.train.aggregate import GradientAggregator, accumulator, find_problem, new_stats
 from shoal.train.buckets import BUCKET_BYTES, flatten, make_buckets, unflatten
@@ -86,12 +87,12 @@ class HierarchicalAggregator(GradientAggregator):
         padded = functional.pad(flat, (0, -size % local))
         share = padded.new_empty(len(padded) // local)
         with named_errors("reduce_scatter inside the node", intra.rank), intra.waiting():
-            dist.reduce_scatter_tensor(share, padded, group=intra.group)
+            reduce_scatter_single(share, padded, group=intra.group)
         if inter.world_size > 1:
             inter.finish(inter.all_reduce(share))
         divide_(share, self.world_size if self.average else None)
         with named_errors("all_gather inside the node", intra.rank), intra.waiting():
-            dist.all_gather_into_tensor(padded, share, group=intra.group)
+            all_gather_single(padded, share, group=intra.group)
         moved = 2 * (local - 1) * share.nbytes
         intra._count(moved, moved, 2)
         return padded[:size]

@@ -22,7 +22,7 @@ class ParameterServer(ExchangingAggregator):
         self.servers = servers
 
     def broadcast_params(self, params: Sequence[Tensor] | None) -> list[Tensor]:
-        """Rank 0's ``params``, on every rank. Others give None, ``[]`` or templates, which are checked (``ShapeError``)."""
+        """Rank 0's ``params``, on every rank; others give None, ``[]`` or templates, checked (``ShapeError``)."""
         exchange = self._exchange
         if exchange is None:
             if params is None:
@@ -39,8 +39,8 @@ class ParameterServer(ExchangingAggregator):
                 (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got))
             )
             raise ShapeError(
-                f"ParameterServer: rank {self.config.rank} expected {len(want)} parameters and rank 0 sent {len(got)}; the "
-                f"first difference is at {first}: {want[first : first + 1]} expected, {got[first : first + 1]} sent"
+                f"ParameterServer: rank {self.config.rank} expected {len(want)} parameters and rank 0 sent {len(got)}; "
+                f"the first difference is at {first}: {want[first : first + 1]} expected, {got[first : first + 1]} sent"
             )
         return [tensor.to(template.device) for tensor, template in zip(arrived, params, strict=True)]
 

@@ -120,8 +120,8 @@ class PipelineRunner:
             raise PipelineError(f"PipelineRunner.step: a batch of {rows} rows cannot fill {parts} micro-batches")
         if rows % parts and not self.allow_uneven:
             raise PipelineError(
-                f"PipelineRunner.step: a batch of {rows} rows is not divisible by {parts} micro-batches; pad it, or pass "
-                "allow_uneven=True"
+                f"PipelineRunner.step: a batch of {rows} rows is not divisible by {parts} micro-batches; pad it, or "
+                "pass allow_uneven=True"
             )
         return shard_sizes(rows, parts)
 

@@ -115,7 +115,8 @@ def shard_module(
     for _, sub in sorted(units, key=lambda unit: -unit[0].count(".")):
         if not isinstance(sub, nn.ModuleList | nn.ModuleDict) and any(True for _ in sub.parameters()):
             fully_shard(sub, **options)
-    return fully_shard(module, **options)
+    fully_shard(module, **options)
+    return module
 
 
 def local_shard(param: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def distributed_train_step(
         raise ConfigError(f"distributed_train_step: nonfinite must be 'apply', 'skip' or 'raise', got {nonfinite!r}")
     try:
         loss, gradients = compute_gradients_fn()
-        loss, gradients = float(loss), list(gradients)
+        loss, gradients = float(loss.detach() if isinstance(loss, Tensor) else loss), list(gradients)
     except BaseException:
         if agree:
             _share(aggregator, "int", 1)

@@ -61,7 +61,14 @@ class LocalDirStore:
                 raise StoreError(f"{name}: {error.strerror}") from error
 
     def put(
-        self, window: int, uid: int, data: bytes, *, version: str = "0", key: str = "gradient", format: str = "safetensors"
+        self,
+        window: int,
+        uid: int,
+        data: bytes,
+        *,
+        version: str = "0",
+        key: str = "gradient",
+        format: str = "safetensors",
     ) -> Path:
         """A peer's upload: written beside its place and renamed."""
         path = self.root / f"{payload_name(window, uid, version, key)}.{format}"

@@ -35,7 +35,8 @@ class MemoryStore:
     """``objects``: ``{(window, uid): MemoryObject}``, may be changed at any time. ``latency_s`` sleeps in every call.
 
     ``fail(op, uid, n)``, with op ``"head"`` or ``"stream"`` and ``n`` earlier calls of it for the UID, returns None or
-    an exception to raise. ``head_calls`` and ``stream_calls`` count by UID; ``artifacts``: ``{(window, version): bytes}``.
+    an exception to raise. ``head_calls`` and ``stream_calls`` count by UID; ``artifacts`` maps (window, version) to
+    bytes.
     """
 
     def __init__(

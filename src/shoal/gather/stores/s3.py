@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import re
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, missing_extra
 from shoal.gather.errors import ObjectChanged, StoreError
+from shoal.gather.folder import Folder
 from shoal.gather.stores.base import EXTENSIONS, ObjectInfo, artifact_name, payload_name
 
 if TYPE_CHECKING:
@@ -157,7 +157,14 @@ class S3Store:
                 raise ObjectChanged(f"{location} was removed") from None
 
     async def put(
-        self, window: int, uid: int, data: bytes, *, version: str = "0", key: str = "gradient", format: str = "safetensors"
+        self,
+        window: int,
+        uid: int,
+        data: bytes,
+        *,
+        version: str = "0",
+        key: str = "gradient",
+        format: str = "safetensors",
     ) -> None:
         """A peer's upload to its own bucket."""
         location = f"{payload_name(window, uid, version, key)}.{format}"
@@ -191,13 +198,12 @@ class S3Store:
         from shoal.gather.artifact import ArtifactReader
 
         location, client = artifact_name(window, version), self._client(self._artifacts())
-        folder = tempfile.TemporaryDirectory(prefix="shoal-artifact-")
-        path = Path(folder.name) / location
+        folder = Folder("shoal-artifact-")
+        path = folder.path / location
         with _errors(location):
             try:
                 response = await client.get_async(location)
             except FileNotFoundError:
-                folder.cleanup()
                 return None
             with open(path, "wb") as file:
                 async for block in response.stream():

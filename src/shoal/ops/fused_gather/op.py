@@ -104,9 +104,7 @@ def _check_gradient(size: int, grads: list[Tensor], offsets: list[Tensor], dims:
 def _gradient_cpu(size: int, grads: list[Tensor], offsets: list[Tensor], dims: list[int], scale: float) -> Tensor:
     grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
     out = grads[0].new_empty(size) if grads else torch.zeros(size, device="cpu")
-    _core.fused_gather_gradient(
-        out.data_ptr(), size, out.element_size(), scale, *_tables(offsets, grads, list(dims))
-    )
+    _core.fused_gather_gradient(out.data_ptr(), size, out.element_size(), scale, *_tables(offsets, grads, list(dims)))
     return out
 
 

@@ -1,5 +1,6 @@
 """How each version of the layout op addresses memory: embedding tensors cut into blocks, per request."""
 
+import itertools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -100,14 +101,18 @@ def _cut(name: str, sizes: Tensor, requests: int, total: int) -> list[tuple[int,
     return starts
 
 
-def _version_1(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]) -> list[Block]:
+def _version_1(
+    plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]
+) -> list[Block]:
     for i, tensor in enumerate(embeddings):
         if tensor.dim() != 2:
             raise ConfigError(f"{_OP}: version 1 takes tensors [rows, width], got {list(tensor.shape)} at {i}")
     return [Block(i, 0, tensor.numel(), tensor.shape[1]) for i, tensor in enumerate(embeddings)]
 
 
-def _version_2(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]) -> list[Block]:
+def _version_2(
+    plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]
+) -> list[Block]:
     _check_count(embeddings, len(plan.tables) * ps_num)
     if len(row_splits) != len(embeddings):
         raise ConfigError(f"{_OP}: fid_list_row_split holds {len(embeddings)} vectors, got {len(row_splits)}")
@@ -119,7 +124,7 @@ def _version_2(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: li
                 f"{_OP}: fid_list_row_split[{i}] has {len(features) + 1} entries, got shape {list(splits.shape)}"
             )
         rows = splits.tolist()
-        if rows[0] != 0 or any(b < a for a, b in zip(rows, rows[1:], strict=False)):
+        if rows[0] != 0 or any(b < a for a, b in itertools.pairwise(rows)):
             raise ConfigError(f"{_OP}: fid_list_row_split[{i}] starts at 0 and never falls, got {rows}")
         start = 0
         for j, f in enumerate(features):
@@ -133,18 +138,23 @@ def _version_2(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: li
     return blocks
 
 
-def _version_3(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]) -> list[Block]:
+def _version_3(
+    plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]
+) -> list[Block]:
     _check_count(embeddings, len(plan.tables) * ps_num)
     return [Block(i, 0, tensor.numel(), 1) for i, tensor in enumerate(embeddings)]
 
 
-def _version_4(plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]) -> list[Block]:
+def _version_4(
+    plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]
+) -> list[Block]:
     _check_count(embeddings, 1)
     tables = len(plan.tables)
     lengths = _counts("fid_list_emb_row_lenth", sizes[0], ps_num * tables)
     if sum(lengths) != embeddings[0].numel():
         raise ConfigError(
-            f"{_OP}: fid_list_emb_row_lenth adds up to {sum(lengths)}, but the tensor has {embeddings[0].numel()} floats"
+            f"{_OP}: fid_list_emb_row_lenth adds up to {sum(lengths)},"
+            f" but the tensor has {embeddings[0].numel()} floats"
         )
     blocks: list[Block | None] = [None] * (ps_num * tables)
     start = 0

@@ -130,7 +130,8 @@ def _arguments(
         tensors = [_inputs.int64(row_lengths, op, "fid_list_emb_row_lenth")]
     elif version == 5:
         tensors = [
-            _inputs.int64(_required(op, s, name, version), op, name).reshape(-1) for s, name in zip(sizes, _SIZES, strict=True)
+            _inputs.int64(_required(op, s, name, version), op, name).reshape(-1)
+            for s, name in zip(sizes, _SIZES, strict=True)
         ]
     else:
         tensors = []
@@ -151,6 +152,7 @@ def _arguments(
     )
 
 
+@torch.compiler.assume_constant_result
 def plan_key(feature_cfgs: Any) -> str:
     """The string that stands for a configuration in a traced program."""
     return plan_of(feature_cfgs).key
@@ -241,9 +243,7 @@ def _layout_grad_cpu(grads: list[Tensor], scale: float, *args: Any) -> list[Tens
     grads = [g.contiguous() for g in grads]
     outs = [torch.zeros_like(e, memory_format=torch.contiguous_format) for e in args[0]]
     wide = bool(outs) and outs[0].dtype is torch.float64
-    _native(
-        _core.embedding_to_layout_gradient, plan, requests, outs, args, [g.data_ptr() for g in grads], wide, scale
-    )
+    _native(_core.embedding_to_layout_gradient, plan, requests, outs, args, [g.data_ptr() for g in grads], wide, scale)
     return outs
 
 
@@ -257,9 +257,7 @@ def _layout_grad_reference(grads: list[Tensor], scale: float, *args: Any) -> lis
         pairs = [(o, g * scale) for o, g in zip(outs, grads, strict=True) if o.requires_grad]
         if not pairs:
             return [torch.zeros_like(e) for e in args[0]]
-        return list(
-            torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], materialize_grads=True)
-        )
+        return list(torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], materialize_grads=True))
 
 
 _SCHEMA = (

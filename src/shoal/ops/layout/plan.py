@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.proto.feature_configs import FeatureConfigs, OutConfig, OutType, PoolingType, SliceConfig, _Message, shape_dims
+from shoal.proto.feature_configs import (
+    FeatureConfigs,
+    OutConfig,
+    OutType,
+    PoolingType,
+    SliceConfig,
+    _Message,
+    shape_dims,
+)
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ class _Layout:
         for i, (s, w) in enumerate(zip(slices, widths, strict=True)):
             if kind == OutType.STACK:
                 place = i * w * (length or 1)
-            step = (tail[-1] if length else 0)
+            step = tail[-1] if length else 0
             tasks.append(self._task(s, len(shapes), place, shape, step, kind == OutType.ADDN))
             if kind == OutType.CONCAT:
                 place += w
@@ -199,7 +207,9 @@ class _Layout:
             self._fail(f"the first size of a shape is -1 for the batch, or a number of rows, got {shape}")
         for size, want in zip(shape[1:], expected, strict=True):
             if want is not None and size != want:
-                self._fail(f"the shape must be [-1, {', '.join('L' if e is None else str(e) for e in expected)}], got {shape}")
+                self._fail(
+                    f"the shape must be [-1, {', '.join('L' if e is None else str(e) for e in expected)}], got {shape}"
+                )
         if not longest:
             return 0
         length = shape[-2]

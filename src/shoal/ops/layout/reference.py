@@ -41,7 +41,9 @@ def output_shape(shape: tuple[int, ...], batch: int) -> list[int]:
 class _Part:
     """One request's offsets."""
 
-    def __init__(self, plan: Plan, request: Request, starts: list[int], fids: Tensor, rows: Tensor, nfl: Tensor) -> None:
+    def __init__(
+        self, plan: Plan, request: Request, starts: list[int], fids: Tensor, rows: Tensor, nfl: Tensor
+    ) -> None:
         self.request, self.features = request, len(plan.feature_names)
         self.nfl = nfl.narrow(0, *request.nfl)
         self.rows = rows.narrow(0, *request.rows)
@@ -66,7 +68,9 @@ class _Part:
         if count < (1 if shared else batch):
             raise ConfigError(f"fused_embedding_to_layout: feature {task.feature} has {count} rows, the batch {batch}")
         ends = torch.cat([self.rows, self.rows.new_tensor([self.fids.shape[0]])])
-        row = torch.full((batch,), first, device=flat.device) + (0 if shared else torch.arange(batch, device=flat.device))
+        row = torch.full((batch,), first, device=flat.device) + (
+            0 if shared else torch.arange(batch, device=flat.device)
+        )
         begin, lengths = ends[row], ends[row + 1] - ends[row]
         # One entry per (sample, fid): its sample, its position in the row, its fid.
         sample = torch.arange(batch, device=flat.device).repeat_interleave(lengths)

@@ -30,12 +30,14 @@ def map_id_to_embedding(ids: Any, embeddings: Any, input: Any, use_multi_threads
     """
     op = "map_id_to_embedding"
     ids = _id_lists(op, ids)
-    rows = [_inputs.floats(e, op, f"embeddings[{k}]") for k, e in enumerate(_inputs.tensors(embeddings, op, "embeddings"))]
+    rows = [
+        _inputs.floats(e, op, f"embeddings[{k}]") for k, e in enumerate(_inputs.tensors(embeddings, op, "embeddings"))
+    ]
     return _map(ids, rows, _inputs.int64(input, op, "input"), bool(use_multi_threads))[0]
 
 
 def map_id_to_embedding_gradient_back_prop(ids: Any, input: Any, grads: Any) -> list[Tensor]:
-    """The gradient of `map_id_to_embedding` with respect to each of its embeddings; ``grads`` is ``input.shape + [d]``."""
+    """The gradient of `map_id_to_embedding` for each of its embeddings; ``grads`` is ``input.shape + [d]``."""
     op = "map_id_to_embedding_gradient_back_prop"
     ids = _id_lists(op, ids)
     input = _inputs.int64(input, op, "input")
@@ -101,9 +103,7 @@ def _check_map(ids: list[Tensor], embeddings: list[Tensor], input: Tensor, multi
             )
 
 
-def _map_cpu(
-    ids: list[Tensor], embeddings: list[Tensor], input: Tensor, multi_threads: bool
-) -> tuple[Tensor, Tensor]:
+def _map_cpu(ids: list[Tensor], embeddings: list[Tensor], input: Tensor, multi_threads: bool) -> tuple[Tensor, Tensor]:
     ids = [i.contiguous() for i in ids]
     embeddings = [e.detach().contiguous() for e in embeddings]
     input = input.contiguous()

@@ -93,7 +93,9 @@ def fused_reduce_sum_and_split(
     values = _rows(op, id_values)
     dims = _inputs.int_list(split_dims, op, "split_dims")
     _inputs.check_same(op, "the sum of split_dims", sum(dims), "the width of id_values", values.shape[1])
-    total = sum_by_index(_inputs.vector(id_indices, op, "id_indices"), values, _inputs.number(id_length, op, "id_length"))
+    total = sum_by_index(
+        _inputs.vector(id_indices, op, "id_indices"), values, _inputs.number(id_length, op, "id_length")
+    )
     return [part.contiguous() for part in total.split(dims, 1)]
 
 

@@ -37,7 +37,9 @@ def fused_reduce_and_split_gpu(splits: Any, embeddings: Any, slice_dims: Any, na
     [[[4.0], [0.0]], [[6.0], [0.0]]]
     """
     splits = [_inputs.int64(s, _OP, f"splits[{i}]") for i, s in enumerate(_inputs.tensors(splits, _OP, "splits"))]
-    rows = [_inputs.floats(e, _OP, f"embeddings[{i}]") for i, e in enumerate(_inputs.tensors(embeddings, _OP, "embeddings"))]
+    rows = [
+        _inputs.floats(e, _OP, f"embeddings[{i}]") for i, e in enumerate(_inputs.tensors(embeddings, _OP, "embeddings"))
+    ]
     cuts = [_inputs.int_list(s, _OP, f"slice_dims[{i}]") for i, s in enumerate(slice_dims)]
     if not splits and not rows and not cuts:
         return []
@@ -63,7 +65,9 @@ def _check(splits: list[Tensor], embeddings: list[Tensor], slices: list[int], co
                 f" and {list(splits[0].shape)} for table 0"
             )
         if rows.dim() != 2 or rows.dtype != embeddings[0].dtype:
-            raise ConfigError(f"{_OP}: embeddings[{i}] is 2-D of one dtype for all, got {rows.dtype} {list(rows.shape)}")
+            raise ConfigError(
+                f"{_OP}: embeddings[{i}] is 2-D of one dtype for all, got {rows.dtype} {list(rows.shape)}"
+            )
         width = sum(next(cut) for _ in range(count))
         _inputs.check_same(_OP, f"the sum of slice_dims[{i}]", width, f"the width of embeddings[{i}]", rows.shape[1])
 

@@ -27,7 +27,9 @@ def reduce_by_index(index: Tensor, values: Tensor, rows: int, how: int) -> Tenso
     return out.sqrt() if how == SQRTN else out
 
 
-def reduce_by_index_backward(grad: Tensor, index: Tensor, how: int, values: Tensor | None, norm: Tensor | None) -> Tensor:
+def reduce_by_index_backward(
+    grad: Tensor, index: Tensor, how: int, values: Tensor | None, norm: Tensor | None
+) -> Tensor:
     _check(index, grad.shape[0])
     if how == MEAN:
         grad = grad * _scale(index, grad.shape[0], grad)
@@ -40,7 +42,9 @@ def reduce_by_index_backward(grad: Tensor, index: Tensor, how: int, values: Tens
     return out
 
 
-def reduce_and_split(splits: list[Tensor], embeddings: list[Tensor], slices: list[int], counts: list[int]) -> list[Tensor]:
+def reduce_and_split(
+    splits: list[Tensor], embeddings: list[Tensor], slices: list[int], counts: list[int]
+) -> list[Tensor]:
     outs, cut = [], iter(slices)
     for row_splits, rows, count in zip(splits, embeddings, counts, strict=True):
         ids = torch.arange(row_splits.shape[0] - 1, device=rows.device).repeat_interleave(row_splits.diff())

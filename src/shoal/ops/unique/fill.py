@@ -104,8 +104,10 @@ class _Connect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, *(
-            _gradient(f.pos, f.pos_splits, grad, f.offset_splits, f.offsets, f.dims) for f in ctx.fills
+        return (
+            None,
+            None,
+            *(_gradient(f.pos, f.pos_splits, grad, f.offset_splits, f.offsets, f.dims) for f in ctx.fills),
         )
 
 
@@ -113,7 +115,9 @@ def _map_arguments(op: str, pos: Any, value_offset_map: Any, dims: Any) -> tuple
     pos = _inputs.ragged(pos, op, "pos")
     if not isinstance(value_offset_map, Ragged):
         if not isinstance(value_offset_map, list | tuple):
-            raise ConfigError(f"{op}: value_offset_map is a doubly ragged tensor, got {type(value_offset_map).__name__}")
+            raise ConfigError(
+                f"{op}: value_offset_map is a doubly ragged tensor, got {type(value_offset_map).__name__}"
+            )
         rows = [Ragged.from_lists(row) for row in value_offset_map]
         value_offset_map = Ragged.from_row_lengths(
             Ragged.from_row_lengths(
@@ -125,7 +129,12 @@ def _map_arguments(op: str, pos: Any, value_offset_map: Any, dims: Any) -> tuple
     inner = value_offset_map.values
     if not isinstance(inner, Ragged) or isinstance(inner.values, Ragged):
         raise ConfigError(f"{op}: value_offset_map is ragged in two dimensions; pass value_offset as it was returned")
-    return pos, inner.row_splits, _inputs.int64(inner.values, op, "value_offset_map"), _inputs.int_list(dims, op, "dims")
+    return (
+        pos,
+        inner.row_splits,
+        _inputs.int64(inner.values, op, "value_offset_map"),
+        _inputs.int_list(dims, op, "dims"),
+    )
 
 
 def _fill_native(fill: Fill, buffer: Tensor, disjoint: bool) -> None:

@@ -49,7 +49,13 @@ def _places(
 
 
 def fill_with_offset_map(
-    pos: Tensor, pos_splits: Tensor, value: Tensor, offset_splits: Tensor, offsets: Tensor, buffer: Tensor, dims: list[int]
+    pos: Tensor,
+    pos_splits: Tensor,
+    value: Tensor,
+    offset_splits: Tensor,
+    offsets: Tensor,
+    buffer: Tensor,
+    dims: list[int],
 ) -> Tensor:
     source, target = _places(pos, pos_splits, offset_splits, offsets, dims, buffer.shape[0])
     return buffer.index_put((target,), value[source])

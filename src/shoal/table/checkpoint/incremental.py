@@ -26,12 +26,14 @@ from shoal.table.checkpoint.naming import CheckpointNotFoundError, StrPath
 from shoal.table.checkpoint.scales import has_scales
 from shoal.table.checkpoint.single import naming_table, save_shards
 from shoal.table.messages import SlotExpireTimeConfig
+from shoal.table.multi import MultiHashTable
+from shoal.table.multi_type import MultiTypeHashTable
 from shoal.table.table import HashTable, native_expiry
 
 _IDS_PER_RECORD = 65536
 _REMEMBERED = 8  # checkpoints that a table can still write a delta against
 
-Tables: TypeAlias = HashTable | Iterable[HashTable]
+Tables: TypeAlias = HashTable | MultiHashTable | MultiTypeHashTable | Iterable[HashTable]
 
 
 # Table -> checkpoint id -> the epoch that began with it. Rows written later carry that epoch or a newer one.
@@ -65,7 +67,7 @@ def save_incremental(
     of what changes, which costs 4 bytes a row and 16 for each id removed.
 
     Args:
-        tables: one training table or several; their names tell them apart.
+        tables: one training table, several, or a multi table; their names tell them apart.
         directory: where the checkpoints of these tables live; made if it is missing.
         since: a checkpoint, or its name; ``"latest"`` is the newest one that these tables were saved to or restored
             from, and a full checkpoint is written when there is none; ``None`` writes a full one.
@@ -229,6 +231,8 @@ def _read_ids(path: str, count: int) -> torch.Tensor:
 
 
 def _members(tables: Tables, training: bool = True) -> list[HashTable]:
+    if isinstance(tables, MultiHashTable | MultiTypeHashTable):
+        tables = tables.tables.values()
     members = [tables] if isinstance(tables, HashTable) else list(tables)
     names = [table.name for table in members]
     bases = {naming.file_base(name) for name in names}

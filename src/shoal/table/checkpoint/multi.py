@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from shoal.table.checkpoint.naming import StrPath
 from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales
 from shoal.table.checkpoint.single import naming_table, pick_scales, save_shards
 from shoal.table.messages import MultiHashTableMetadata
-from shoal.table.table import HashTable, native_expiry
 
 if TYPE_CHECKING:
     from shoal.table.multi import MultiHashTable
@@ -30,20 +29,19 @@ def save_multi_table(
 ) -> None:
     """Writes all tables of ``multi`` to ``<basename>-00000-of-0000N`` and ``<basename>.meta-00000-of-0000N``.
 
-    Rows that are stale by their table's own expiry are left out; a table whose configuration has none uses that of the
-    first table, by name, that has one. See `save_table` for the rest.
+    The tables come one after another, sorted by name. Rows that are stale by their table's expiry are left out. See
+    `save_table` for the rest.
     """
     base = os.fspath(basename)
-    tables = members(multi)
+    tables = multi.tables
     for table in tables.values():
         if table.serving:
             raise UnsupportedError(f"table {multi.name!r}: save is not supported by serving entries")
-    expiries = _expiries(tables)
     count = naming.shard_count(multi.saver_parallel, sum(table.size() for table in tables.values()))
     scales = {name: table._native.scales() for name, table in tables.items() if has_scales(table.table_config)}
     with naming_table(multi.name):
         counts = save_shards(
-            [(table._native, expiries[name], 0) for name, table in tables.items()],
+            [(table._native, table._expiry, 0) for table in tables.values()],
             base,
             count,
             snappy=True,
@@ -77,7 +75,7 @@ def restore_multi_table(
     as they are, and a warning is logged.
     """
     bases = [basename] if isinstance(basename, str | os.PathLike) else list(basename)
-    tables = members(multi)
+    tables = multi.tables
     with naming_table(multi.name):
         if not bases:
             raise naming.CheckpointNotFoundError("there is no checkpoint to restore: the list of basenames is empty")
@@ -120,21 +118,6 @@ def feature_stat(basename: StrPath) -> dict[str, int]:
         for name, n in _read_meta(path):
             stat[name] = stat.get(name, 0) + n
     return stat
-
-
-def members(multi: MultiHashTable) -> Mapping[str, HashTable]:
-    """The tables of ``multi``, by name, sorted."""
-    return dict(sorted(multi.tables.items()))
-
-
-def _expiries(tables: Mapping[str, HashTable]) -> dict[str, _core.Expiry]:
-    own = {
-        name: table.table_config.slot_expire_time_config
-        for name, table in tables.items()
-        if table.table_config.HasField("slot_expire_time_config")
-    }
-    first = native_expiry(next(iter(own.values()))) if own else None
-    return {name: table._expiry if name in own or first is None else first for name, table in tables.items()}
 
 
 def _shards(base: str) -> list[tuple[str, list[tuple[str, int]]]]:

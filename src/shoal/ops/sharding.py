@@ -1,0 +1,162 @@
+"""`sharding_sparse_fids`: deals the fids of a batch out to tables and shards, and says where each one went."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError
+from shoal.ops import _inputs
+from shoal.ops.layout.plan import Plan, plan_of
+from shoal.proto.feature_configs import FeatureConfigs
+from shoal.ragged import Ragged
+
+_OP = "sharding_sparse_fids"
+_KINDS = {"example": 0, "instance": 1, "example_batch": 2, "examplebatch": 2}
+_EXAMPLE_BATCH = 2
+
+
+class ShardedFids(NamedTuple):
+    """What `sharding_sparse_fids` returns. List ``table * ps_num + shard`` holds one table's ids for one shard."""
+
+    shards: dict[str, Tensor]
+    """``"<table>:<shard>"`` -> int64 ids: feature by feature in sorted order, each in order of first occurrence."""
+    fid_offset: Tensor
+    """int64 bits per id occurrence: list number in the upper half, float offset in the list's buffer in the lower."""
+    feature_offset: Tensor
+    """int32: where each row starts in ``fid_offset``, and the total."""
+    nfl_offset: Tensor
+    """int64 holding uint32: each feature's first row, bit 31 set if it is shared, and ``len(feature_offset)``."""
+    batch_size: Tensor
+    nfl_size: Tensor
+    feature_size: Tensor
+    fid_size: Tensor
+    emb_size: Tensor
+    """int32: floats per list."""
+    shards_row_split: dict[str, Tensor]
+    """Per list, int64: where each of the table's features starts in it."""
+    shards_row_split_size: dict[str, Tensor]
+
+
+def sharding_sparse_fids(
+    batch: Any,
+    ps_num: int,
+    feature_cfgs: Any,
+    unique: bool | Callable[[], bool],
+    input_type: str,
+    *,
+    version: int = 5,
+) -> ShardedFids:
+    """Shards the fids of a batch.
+
+    Args:
+        batch: a dict ``{feature: Ragged or list of B id lists}`` of v2 ids (with ``example_batch``, a 1-D tensor is a
+            feature that all samples share); or a list of B serialized ``Example`` or ``Instance`` messages, or one
+            serialized ``ExampleBatch``. Message objects do, too. Names without a configuration are ignored.
+        ps_num: shards per table; 0 means 1. An id's shard is its remainder.
+        feature_cfgs: `FeatureConfigs`.
+        unique: list an id once per feature (True) or at every occurrence.
+        input_type: ``example``, ``example_batch`` (or ``examplebatch``) or ``instance``.
+        version: of `fused_embedding_to_layout`, for which the offsets are made.
+
+    A negative v2 id raises, and so do lists whose embeddings have 2^31 floats or more.
+    """
+    kind = _KINDS.get(input_type)
+    if kind is None:
+        raise ConfigError(f"{_OP}: input_type is one of {', '.join(_KINDS)}, got {input_type!r}")
+    if ps_num < 0:
+        raise ConfigError(f"{_OP}: ps_num is not negative, got {ps_num}")
+    unique = bool(unique() if callable(unique) else unique)
+    plan = plan_of(feature_cfgs)
+    table_names = _table_names(feature_cfgs)
+    shards = max(1, int(ps_num))
+    # `keep` holds what the addresses in `columns` point into until finish has returned.
+    if isinstance(batch, Mapping):
+        columns, batch_size, keep = _from_dict(batch, plan, kind)
+    else:
+        keep = _core.WireBatch(kind, _serialized(batch, kind), list(plan.feature_names))
+        columns, batch_size = keep.columns(), keep.batch
+    table_of = {f: t for t, features in enumerate(plan.tables) for f in features}
+    work = _core.ShardFids(
+        [c[0] for c in columns], [c[1] for c in columns], [c[2] for c in columns], [c[3] for c in columns],
+        [table_of[f] for f in range(len(columns))], list(plan.widths), len(plan.tables), shards, unique,
+    )  # fmt: skip
+    floats = work.list_floats
+    lists = [torch.empty(n, dtype=torch.int64, device="cpu") for n in work.list_lengths]
+    splits = [
+        torch.empty(len(features) + 1, dtype=torch.int64, device="cpu")
+        for features in plan.tables
+        for _ in range(shards)
+    ]
+    fid_offset = torch.empty(work.fids, dtype=torch.int64, device="cpu")
+    feature_offset = torch.empty(work.rows + 1, dtype=torch.int32, device="cpu")
+    nfl_offset = torch.empty(len(columns) + 1, dtype=torch.int64, device="cpu")
+    work.finish(
+        version if version in (2, 3, 4, 5) else 1, [t.data_ptr() for t in lists], [t.data_ptr() for t in splits],
+        fid_offset.data_ptr(), feature_offset.data_ptr(), nfl_offset.data_ptr(),
+    )  # fmt: skip
+    del keep
+    names = [f"{table}:{p}" for table in table_names for p in range(shards)]
+    return ShardedFids(
+        dict(zip(names, lists, strict=True)), fid_offset, feature_offset, nfl_offset,
+        _int32(batch_size), _int32(nfl_offset.shape[0]), _int32(feature_offset.shape[0]), _int32(fid_offset.shape[0]),
+        _int32(*floats), dict(zip(names, splits, strict=True)),
+        {name: _int32(s.shape[0]) for name, s in zip(names, splits, strict=True)},
+    )  # fmt: skip
+
+
+def _int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cpu")
+
+
+def _table_names(feature_cfgs: Any) -> list[str]:
+    configs = FeatureConfigs.FromString(feature_cfgs) if isinstance(feature_cfgs, bytes) else feature_cfgs
+    return sorted({c.table for c in configs.feature_configs.values()}, key=lambda name: name.encode())
+
+
+def _serialized(batch: Any, kind: int) -> list[bytes]:
+    if isinstance(batch, bytes | bytearray | memoryview) or hasattr(batch, "SerializeToString"):
+        if kind != _EXAMPLE_BATCH:
+            raise ConfigError(f"{_OP}: this input_type takes a list of messages, got one {type(batch).__name__}")
+        batch = [batch]
+    messages = []
+    for message in batch:
+        if hasattr(message, "SerializeToString"):
+            message = message.SerializeToString()
+        if not isinstance(message, bytes | bytearray | memoryview):
+            raise ConfigError(f"{_OP}: a message is bytes or a protobuf message, got {type(message).__name__}")
+        messages.append(bytes(message))
+    return messages
+
+
+def _from_dict(batch: Mapping[str, Any], plan: Plan, kind: int) -> tuple[list[tuple[int, int, int, bool]], int, Any]:
+    """Addresses per configured feature, the batch size, and the tensors that the addresses point into."""
+    size = None
+    given: dict[str, tuple[Tensor, Tensor, bool]] = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor):
+            if kind != _EXAMPLE_BATCH or value.dim() != 1:
+                raise ConfigError(
+                    f"{_OP}: feature {name!r} is a Ragged or a list of id lists"
+                    f" (with example_batch also a 1-D tensor, shared), got a tensor of shape {list(value.shape)}"
+                )
+            ids = _inputs.int64(value, _OP, f"feature {name!r}").contiguous()
+            given[name] = ids, torch.tensor([0, ids.numel()], device="cpu"), True
+            continue
+        if not isinstance(value, Ragged):
+            value = Ragged.from_lists([row.tolist() if isinstance(row, Tensor) else row for row in value])
+        value = _inputs.ragged(value, _OP, f"feature {name!r}")
+        if size is not None and value.nrows() != size:
+            raise ConfigError(f"{_OP}: feature {name!r} has {value.nrows()} samples, others have {size}")
+        size = value.nrows()
+        given[name] = value.values.contiguous(), value.row_splits.contiguous(), False
+    if size is None and given:
+        raise ConfigError(f"{_OP}: all features are shared, so nothing tells the batch size; give one that is not")
+    size = size or 0
+    absent_splits = torch.zeros(2 if kind == _EXAMPLE_BATCH else size + 1, dtype=torch.int64, device="cpu")
+    absent = torch.empty(0, dtype=torch.int64, device="cpu"), absent_splits, kind == _EXAMPLE_BATCH
+    chosen = [given.get(name, absent) for name in plan.feature_names]
+    columns = [(ids.data_ptr(), splits.data_ptr(), splits.numel() - 1, shared) for ids, splits, shared in chosen]
+    return columns, size, chosen
