@@ -7,8 +7,6 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
-#include <unordered_set>
 #include <utility>
 
 #if defined(__SSE2__)
@@ -589,6 +587,32 @@ void Table::write(const Write& write) {
   parallel_parts(parts, [&](int64_t p) { part(positions.get() + begins[p], begins[p + 1] - begins[p], owned[p]); });
 }
 
+namespace {
+
+// Numbers the distinct ids among those with wanted[i] by first occurrence; group[i] is the number of ids[i].
+struct Groups {
+  Groups(const int64_t* ids, int64_t n, const uint8_t* wanted) : group(static_cast<size_t>(n)) {
+    const int64_t asked = n - std::count(wanted, wanted + n, 0);
+    const size_t mask = std::bit_ceil(static_cast<size_t>(2 * asked + 1)) - 1;
+    std::vector<uint32_t> table(mask + 1, 0);  // group number + 1
+    for (int64_t i = 0; i < n; ++i) {
+      if (!wanted[i]) continue;
+      size_t slot = hash_of(ids[i]) & mask;
+      while (table[slot] && ids[first[table[slot] - 1]] != ids[i]) slot = (slot + 1) & mask;
+      if (!table[slot]) {
+        first.push_back(static_cast<uint32_t>(i));
+        count.push_back(0);
+        table[slot] = static_cast<uint32_t>(first.size());
+      }
+      group[i] = table[slot] - 1;
+      ++count[group[i]];
+    }
+  }
+  std::vector<uint32_t> group, first, count;
+};
+
+}  // namespace
+
 // Which positions the filter drops. Empty: none. With dedup an id is asked about once, with its number of occurrences;
 // with remember_admitted an id that came in is in for the rest of the call.
 std::vector<uint8_t> Table::filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted) {
@@ -596,22 +620,23 @@ std::vector<uint8_t> Table::filtered(const int64_t* ids, int64_t n, bool dedup, 
   std::vector<uint8_t> drop(static_cast<size_t>(n));
   contains(ids, n, drop.data());
   for (auto& d : drop) d = !d;
-  if (dedup) {
-    std::unordered_map<int64_t, uint32_t> counts;
-    std::vector<int64_t> order;
-    for (int64_t i = 0; i < n; ++i)
-      if (drop[i] && counts[ids[i]]++ == 0) order.push_back(ids[i]);
-    std::unordered_set<int64_t> out;
-    for (int64_t id : order)
-      if (filter_->should_be_filtered(id, counts[id])) out.insert(id);
-    for (int64_t i = 0; i < n; ++i) drop[i] = drop[i] && out.contains(ids[i]);
+  if (!dedup && !remember_admitted) {
+    for (int64_t i = 0; i < n; ++i) drop[i] = drop[i] && filter_->should_be_filtered(ids[i], 1);
     return drop;
   }
-  std::unordered_set<int64_t> admitted;
+  Groups groups(ids, n, drop.data());
+  std::vector<uint8_t> out(groups.first.size());  // of each group: is it kept out
+  if (dedup) {
+    for (size_t g = 0; g < out.size(); ++g) out[g] = filter_->should_be_filtered(ids[groups.first[g]], groups.count[g]);
+    for (int64_t i = 0; i < n; ++i) drop[i] = drop[i] && out[groups.group[i]];
+    return drop;
+  }
+  std::fill(out.begin(), out.end(), uint8_t{1});
   for (int64_t i = 0; i < n; ++i) {
     if (!drop[i]) continue;
-    drop[i] = !(remember_admitted && admitted.contains(ids[i])) && filter_->should_be_filtered(ids[i], 1);
-    if (remember_admitted && !drop[i]) admitted.insert(ids[i]);
+    uint8_t& kept_out = out[groups.group[i]];
+    kept_out = kept_out && filter_->should_be_filtered(ids[i], 1);
+    drop[i] = kept_out;
   }
   return drop;
 }
