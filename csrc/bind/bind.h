@@ -17,7 +17,14 @@ using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
 void core(nb::module_& m);
 void ops(nb::module_& m);
+void filter(nb::module_& m);
 void table(nb::module_& m);
+void fused(nb::module_& m);
 void gather(nb::module_& m);
+void serving(nb::module_& m);
+void io(nb::module_& m);
+void train(nb::module_& m);
+void nn(nb::module_& m);
+void sharded(nb::module_& m);
 
 }  // namespace shoal::bind

@@ -1,7 +1,153 @@
+#include "table/table.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
 #include "bind/bind.h"
 
 namespace shoal::bind {
+namespace {
 
-void table(nb::module_&) {}
+template <class Enum, Enum Segment::* field>
+void def_enum(nb::class_<Segment>& segment, const char* name, int last) {
+  segment.def_prop_rw(
+      name, [](const Segment& s) { return static_cast<int>(s.*field); },
+      [name, last](Segment& s, int value) {
+        if (value < 0 || value > last)
+          throw std::invalid_argument(std::string(name) + " is 0.." + std::to_string(last) + ", got " +
+                                      std::to_string(value));
+        s.*field = static_cast<Enum>(value);
+      });
+}
+
+}  // namespace
+
+void table(nb::module_& m) {
+  nb::class_<Segment> segment(m, "Segment");
+  segment.def(nb::init<>())
+      .def_rw("dim", &Segment::dim)
+      .def_rw("initial_accumulator", &Segment::initial_accumulator)
+      .def_rw("weight_decay", &Segment::weight_decay)
+      .def_rw("beta1", &Segment::beta1)
+      .def_rw("beta2", &Segment::beta2)
+      .def_rw("epsilon", &Segment::epsilon)
+      .def_rw("beta", &Segment::beta)
+      .def_rw("l1", &Segment::l1)
+      .def_rw("l2", &Segment::l2)
+      .def_rw("nesterov", &Segment::nesterov)
+      .def_rw("decoupled", &Segment::decoupled)
+      .def_rw("stochastic_rounding", &Segment::stochastic_rounding)
+      .def_rw("init_low", &Segment::init_low)
+      .def_rw("init_high", &Segment::init_high)
+      .def_rw("r", &Segment::r)
+      .def_rw("step_size", &Segment::step_size)
+      .def_rw("init_scale", &Segment::init_scale)
+      .def_rw("max_scale", &Segment::max_scale)
+      .def_rw("amplitude", &Segment::amplitude);
+  def_enum<Opt, &Segment::opt>(segment, "opt", static_cast<int>(Opt::lamb));
+  def_enum<Init, &Segment::init>(segment, "init", static_cast<int>(Init::random_uniform));
+  def_enum<Codec, &Segment::codec>(segment, "codec", static_cast<int>(Codec::one_bit));
+
+  nb::class_<Layout>(m, "Layout")
+      .def(nb::init<std::vector<Segment>, bool, bool>(), nb::arg("segments"), nb::arg("serving"), nb::arg("skip_zero"))
+      .def_ro("dim", &Layout::dim)
+      .def_ro("row_bytes", &Layout::row_bytes)
+      .def_ro("stride", &Layout::stride)
+      .def_ro("serving", &Layout::serving);
+
+  nb::class_<Expiry>(m, "Expiry")
+      .def(
+          "__init__",
+          [](Expiry* self, uint32_t default_days, const std::vector<std::pair<uint32_t, uint32_t>>& overrides) {
+            new (self) Expiry{default_days, {}};
+            if (!overrides.empty()) self->days_of_slot.assign(32768, default_days);
+            for (auto [slot, days] : overrides) {
+              if (slot > 32767) throw std::invalid_argument("a slot is 0..32767, got " + std::to_string(slot));
+              self->days_of_slot[slot] = days;
+            }
+          },
+          nb::arg("default_days"), nb::arg("overrides"))
+      .def("stale", &Expiry::stale);
+
+  nb::class_<Table>(m, "Table")
+      .def(nb::init<Layout, uint64_t>(), nb::arg("layout"), nb::arg("seed"))
+      .def_prop_ro("layout", &Table::layout, nb::rv_policy::reference_internal)
+      .def("size", &Table::size, NoGil())
+      .def("bytes", &Table::bytes, NoGil())
+      .def("max_update_time", &Table::max_update_time)
+      .def("raise_max_update_time", &Table::raise_max_update_time)
+      .def("calls", &Table::calls)
+      .def("set_calls", &Table::set_calls)
+      .def(
+          "lookup",
+          [](const Table& t, uintptr_t ids, int64_t n, uintptr_t out, uintptr_t found) {
+            t.lookup(ptr<int64_t>(ids), n, ptr<float>(out), ptr<uint8_t>(found));
+          },
+          NoGil())
+      .def(
+          "lookup_or_insert",
+          [](Table& t, uintptr_t ids, int64_t n, uint32_t time, uintptr_t out) {
+            t.lookup_or_insert(ptr<int64_t>(ids), n, time, ptr<float>(out));
+          },
+          NoGil())
+      .def(
+          "contains",
+          [](const Table& t, uintptr_t ids, int64_t n, uintptr_t out) {
+            t.contains(ptr<int64_t>(ids), n, ptr<uint8_t>(out));
+          },
+          NoGil())
+      .def(
+          "assign",
+          [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time) {
+            t.assign(ptr<int64_t>(ids), n, ptr<float>(values), time);
+          },
+          NoGil())
+      .def(
+          "assign_add",
+          [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time) {
+            t.assign_add(ptr<int64_t>(ids), n, ptr<float>(values), time);
+          },
+          NoGil())
+      .def(
+          "apply_gradients",
+          [](Table& t, uintptr_t ids, int64_t n, uintptr_t grads, const std::vector<float>& rates, int64_t step,
+             uint32_t time, bool dedup, int bad) {
+            if (rates.size() != t.layout().segments.size())
+              throw std::invalid_argument("one learning rate per segment is needed");
+            try {
+              return t.apply_gradients(ptr<int64_t>(ids), n, ptr<float>(grads), rates.data(), step, time, dedup,
+                                       static_cast<BadGradient>(bad));
+            } catch (const NonFiniteGradient& e) {
+              throw std::invalid_argument("the gradient of id " + std::to_string(e.id) + " (row " +
+                                          std::to_string(e.position) + ") holds NaN or infinity");
+            }
+          },
+          NoGil())
+      .def(
+          "reinitialize",
+          [](Table& t, uintptr_t ids, int64_t n, uint32_t now, uintptr_t existed) {
+            t.reinitialize(ptr<int64_t>(ids), n, now, ptr<int32_t>(existed));
+          },
+          NoGil())
+      .def("evict", &Table::evict, NoGil())
+      .def(
+          "erase", [](Table& t, uintptr_t ids, int64_t n) { return t.erase(ptr<int64_t>(ids), n); }, NoGil())
+      .def("clear", &Table::clear, NoGil())
+      .def("swap_contents", &Table::swap_contents, NoGil())
+      .def("set_filter", &Table::set_filter)
+      .def("set_touched", &Table::set_touched)
+      .def("begin_epoch", &Table::begin_epoch, NoGil())
+      .def("oldest_epoch", &Table::oldest_epoch)
+      .def("removed_since", &Table::removed_since, NoGil())
+      .def("forget_before", &Table::forget_before, NoGil())
+      .def("scales", &Table::scales)
+      .def("set_scales", &Table::set_scales)
+      .def_prop_ro_static("num_stripes", [](nb::handle) { return Table::kStripes; });
+}
 
 }  // namespace shoal::bind

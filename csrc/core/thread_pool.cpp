@@ -18,7 +18,8 @@ namespace shoal {
 namespace {
 
 struct Job {
-  Job(FunctionRef<void(int64_t)> body, int64_t parts, int helpers) : body(body), parts(parts), helpers_wanted(helpers) {}
+  Job(FunctionRef<void(int64_t)> body, int64_t parts, int helpers)
+      : body(body), parts(parts), helpers_wanted(helpers) {}
 
   FunctionRef<void(int64_t)> body;
   int64_t parts;

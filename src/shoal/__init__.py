@@ -14,6 +14,23 @@ _LAZY = {
     "Ragged": "shoal.ragged",
     "set_num_threads": "shoal._core",
     "num_threads": "shoal._core",
+    "Adadelta": "shoal.table.optim",
+    "Adagrad": "shoal.table.optim",
+    "Adam": "shoal.table.optim",
+    "AdamW": "shoal.table.optim",
+    "Amsgrad": "shoal.table.optim",
+    "BatchSoftmax": "shoal.table.optim",
+    "Ftrl": "shoal.table.optim",
+    "GroupAdagrad": "shoal.table.optim",
+    "GroupFtrl": "shoal.table.optim",
+    "Lamb": "shoal.table.optim",
+    "Momentum": "shoal.table.optim",
+    "MovingAverage": "shoal.table.optim",
+    "RmsProp": "shoal.table.optim",
+    "RmsPropV2": "shoal.table.optim",
+    "RowwiseAdagrad": "shoal.table.optim",
+    "Sgd": "shoal.table.optim",
+    "HashTable": "shoal.table.table",
 }
 _MODULES = ("comm", "errors", "fid", "gather", "nn", "ops", "serving", "sharded", "table", "testing", "train")
 

@@ -1,12 +1,22 @@
 """The exceptions that Shoal raises; each also derives from the built-in that a caller would expect."""
 
+from collections.abc import Iterable
+
 
 class ShoalError(Exception):
     """Base of every exception that Shoal raises on purpose."""
 
 
-class ConfigError(ShoalError, ValueError):
+class DistributedError(ShoalError, RuntimeError):
+    """Base of what communication and distributed training raise."""
+
+
+class ConfigError(DistributedError, ValueError):
     """A setting or an argument has a value that is not allowed; nothing was changed."""
+
+
+class ShapeError(DistributedError, ValueError):
+    """Tensors whose shapes, dtypes or devices do not fit together."""
 
 
 class DataError(ShoalError, ValueError):
@@ -21,12 +31,68 @@ class DeadlineError(ShoalError, TimeoutError):
     """A wait ended without its event; the message says who waited how long for whom."""
 
 
+class CancelledError(ShoalError, RuntimeError):
+    """Another thread cancelled the work; it left nothing behind."""
+
+
 class PeerError(ShoalError, ConnectionError):
     """Another process died, disconnected or answered with an error."""
 
 
+class DistributedError(ShoalError, RuntimeError):
+    """Base of what goes wrong between the ranks of one job."""
+
+
 class MissingExtraError(ShoalError, ImportError):
     """An optional package is needed; the message holds the exact ``pip install`` line."""
+
+
+class TransportError(DistributedError):
+    """A message or a barrier failed; ``kind`` says how and ``peer`` (a rank, or None) with whom."""
+
+    KINDS = ("closed", "timeout", "peer_lost", "bad_rank", "protocol", "too_large")
+
+    def __init__(self, message: str = "", *, kind: str, peer: int | None = None) -> None:
+        if kind not in self.KINDS:
+            raise ValueError(f"TransportError: kind must be one of {', '.join(self.KINDS)}, got {kind!r}")
+        super().__init__(message or kind)
+        self.kind = kind
+        self.peer = peer
+
+    def __reduce__(self) -> tuple:
+        return _transport_error, (str(self), self.kind, self.peer)
+
+
+def _transport_error(message: str, kind: str, peer: int | None) -> TransportError:
+    return TransportError(message, kind=kind, peer=peer)
+
+
+class SerializationError(DistributedError, DataError):
+    """Tensors cannot be written, or bytes are not the tensors that they claim to be."""
+
+
+class CompressionError(DistributedError, ValueError):
+    """A gradient cannot be compressed, or a compressed one is not consistent."""
+
+
+class AggregationError(DistributedError):
+    """The ranks disagree on what is reduced, or what is reduced cannot be."""
+
+
+class StepAborted(DistributedError):
+    """No rank applied this step because ``failed_ranks`` (ascending) could not compute their gradients."""
+
+    def __init__(self, failed_ranks: Iterable[int]) -> None:
+        self.failed_ranks = sorted(failed_ranks)
+        super().__init__(self.failed_ranks)
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.failed_ranks))
+        return f"step aborted before aggregation: computing gradients failed on rank(s) {ranks}; see their logs"
+
+
+class PipelineError(DistributedError):
+    """A pipeline step could not be run, or a stage failed in it; the message names the stage."""
 
 
 def missing_extra(package: str, extra: str) -> MissingExtraError:

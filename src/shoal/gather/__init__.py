@@ -1,1 +1,109 @@
 """Peers' updates: store, gather, merge, outer update."""
+
+from shoal.gather.artifact import ArtifactReader, write_artifact
+from shoal.gather.codec import dequantize, pack12, quantize, unpack12
+from shoal.gather.compress import Compressor, compress, decompress, pseudo_gradient
+from shoal.gather.config import GatherConfig
+from shoal.gather.container import dump_payload, load_payload, save_payload
+from shoal.gather.errors import (
+    AlreadyApplied,
+    BudgetTooSmall,
+    GatherDivergence,
+    GatherError,
+    ObjectChanged,
+    PayloadRejected,
+    PlanMismatch,
+    RankFailure,
+    StoreError,
+    UpdateInterrupted,
+    fault,
+)
+from shoal.gather.merge import GatherResult, Manifest, as_partials, merge, merge_reports
+from shoal.gather.metrics import param_norms, quality_metrics
+from shoal.gather.overlap import (
+    SEVERITY_MULTIPLIERS,
+    OverlapReport,
+    index_overlap,
+    overlap_severity,
+    overlap_signature,
+)
+from shoal.gather.partial import PartialGatherResult, RankReport
+from shoal.gather.payload_ref import PayloadRef
+from shoal.gather.plan import GatherPlan, assign, chunk_ranges, select_reserves
+from shoal.gather.protocol import agather, gather
+from shoal.gather.spec import GradientSpec, ParamSpec, QuantSpec
+from shoal.gather.stores import BucketRef, LocalDirStore, MemoryObject, MemoryStore, ObjectInfo, PayloadStore, S3Store
+from shoal.gather.tiles import TilePlan, UpdateLedger, clip_factors, tile_plan
+from shoal.gather.update import UpdateReport, outer_update
+from shoal.gather.validate import PayloadInfo, payload_digest, validate_payload
+from shoal.gather.window import WindowReport, run_window
+
+__all__ = [
+    "SEVERITY_MULTIPLIERS",
+    "AlreadyApplied",
+    "ArtifactReader",
+    "BucketRef",
+    "BudgetTooSmall",
+    "Compressor",
+    "GatherConfig",
+    "GatherDivergence",
+    "GatherError",
+    "GatherPlan",
+    "GatherResult",
+    "GradientSpec",
+    "LocalDirStore",
+    "Manifest",
+    "MemoryObject",
+    "MemoryStore",
+    "ObjectChanged",
+    "ObjectInfo",
+    "OverlapReport",
+    "ParamSpec",
+    "PartialGatherResult",
+    "PayloadInfo",
+    "PayloadRef",
+    "PayloadRejected",
+    "PayloadStore",
+    "PlanMismatch",
+    "QuantSpec",
+    "RankFailure",
+    "RankReport",
+    "S3Store",
+    "StoreError",
+    "TilePlan",
+    "UpdateInterrupted",
+    "UpdateLedger",
+    "UpdateReport",
+    "WindowReport",
+    "agather",
+    "as_partials",
+    "assign",
+    "chunk_ranges",
+    "clip_factors",
+    "compress",
+    "decompress",
+    "dequantize",
+    "dump_payload",
+    "fault",
+    "gather",
+    "index_overlap",
+    "load_payload",
+    "merge",
+    "merge_reports",
+    "outer_update",
+    "overlap_severity",
+    "overlap_signature",
+    "pack12",
+    "param_norms",
+    "payload_digest",
+    "pseudo_gradient",
+    "quality_metrics",
+    "quantize",
+    "run_window",
+    "save_payload",
+    "select_reserves",
+    "tile_plan",
+    "unpack12",
+    "validate_payload",
+    "write_artifact",
+]

@@ -1,0 +1,200 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cerrno>
+#include <system_error>
+
+#include "bind/bind.h"
+#include "io/checkpoint.h"
+#include "io/crc32c.h"
+#include "io/entry_dump.h"
+#include "io/error.h"
+#include "io/filter_dump.h"
+#include "io/out_file.h"
+#include "io/record.h"
+
+namespace shoal::bind {
+
+namespace {
+
+// Our errors as Python's: a damaged file is shoal.errors.DataError, the system's own an OSError with number and path.
+void translate(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const DataError& e) {
+    PyErr_SetString(nb::module_::import_("shoal.errors").attr("DataError").ptr(), e.what());
+  } catch (const Cancelled& e) {
+    PyErr_SetString(nb::module_::import_("shoal.errors").attr("CancelledError").ptr(), e.what());
+  } catch (const std::system_error& e) {
+    const std::string what = e.what();  // "<path>: <message>"
+    const std::string suffix = ": " + e.code().message();
+    const std::string path =
+        what.size() > suffix.size() && what.ends_with(suffix) ? what.substr(0, what.size() - suffix.size()) : what;
+    const nb::object arguments = nb::make_tuple(e.code().value(), e.code().message(), path);
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+  }
+}
+
+// Rows as serialized EntryDumps.
+std::vector<nb::bytes> encode(const Table& table, const Rows& rows, bool with_id) {
+  const EntryEncoder encoder(table.layout());
+  std::vector<char> buffer(encoder.max_bytes());
+  std::vector<nb::bytes> out;
+  out.reserve(rows.size());
+  for (int64_t i = 0; i < rows.size(); ++i) {
+    const char* row = rows.rows.data() + i * table.layout().stride;
+    const char* end = encoder.encode(row, rows.times[i], with_id ? &rows.ids[i] : nullptr, buffer.data());
+    out.emplace_back(buffer.data(), end - buffer.data());
+  }
+  return out;
+}
+
+std::vector<nb::bytes> lookup_entry(const Table& table, const std::vector<int64_t>& ids) {
+  Rows rows;
+  std::vector<uint8_t> found(ids.size());
+  {
+    const nb::gil_scoped_release release;
+    table.fetch(ids.data(), static_cast<int64_t>(ids.size()), &rows, found.data());
+  }
+  std::vector<nb::bytes> present = encode(table, rows, false);
+  std::vector<nb::bytes> out;
+  out.reserve(ids.size());
+  size_t next = 0;
+  for (uint8_t f : found) out.push_back(f ? std::move(present[next++]) : nb::bytes("", 0));
+  return out;
+}
+
+void check_trains(const Table& table) {
+  if (table.layout().serving) throw std::invalid_argument("entries are not supported by serving tables");
+}
+
+std::vector<nb::bytes> read_records(const std::string& path, bool snappy) {
+  ChunkReader reader(path, snappy);
+  std::vector<nb::bytes> out;
+  for (Chunk chunk; reader.next(&chunk);) {
+    for (size_t i = 0; i < chunk.starts.size(); ++i) {
+      const Chunk::Payload payload = chunk.payload(i, path);
+      out.emplace_back(payload.data, payload.size);
+    }
+  }
+  return out;
+}
+
+void write_records(const std::string& temporary, const std::string& path, const std::vector<nb::bytes>& records,
+                   bool snappy) {
+  OutFile file(temporary, snappy);
+  for (const nb::bytes& record : records) {
+    char* out = file.room(kRecordHeader + record.size() + kRecordFooter);
+    std::memcpy(out + kRecordHeader, record.c_str(), record.size());
+    frame_record(out, record.size());
+    file.used(kRecordHeader + record.size() + kRecordFooter);
+  }
+  const nb::gil_scoped_release release;
+  file.sync();
+  file.rename_to(path);
+}
+
+}  // namespace
+
+void io(nb::module_& m) {
+  nb::register_exception_translator(translate, nullptr);
+
+  m.def("crc32c", [](nb::bytes data) { return crc32c(data.c_str(), data.size()); }, nb::arg("data"));
+  m.def("read_records", &read_records, nb::arg("path"), nb::arg("snappy") = false);
+  m.def("write_records", &write_records, nb::arg("temporary"), nb::arg("path"), nb::arg("records"),
+        nb::arg("snappy") = false);
+
+  m.def(
+      "write_filter_block",
+      [](const std::string& temporary, const std::string& path, nb::bytes meta, uintptr_t cells, int64_t n) {
+        const std::string copy(meta.c_str(), meta.size());
+        const nb::gil_scoped_release release;
+        write_filter_block(temporary, path, copy, ptr<const uint16_t>(cells), n);
+      },
+      nb::arg("temporary"), nb::arg("path"), nb::arg("meta"), nb::arg("cells"), nb::arg("n"));
+  m.def(
+      "read_filter_meta",
+      [](const std::string& path) {
+        const std::string meta = read_filter_meta(path);
+        return nb::bytes(meta.data(), meta.size());
+      },
+      nb::arg("path"));
+  m.def(
+      "read_filter_cells",
+      [](const std::string& path, uintptr_t cells, int64_t n) { read_filter_cells(path, ptr<uint16_t>(cells), n); },
+      nb::arg("path"), nb::arg("cells"), nb::arg("n"), NoGil());
+
+  nb::class_<Progress>(m, "Progress")
+      .def(nb::init<>())
+      .def_prop_ro("rows", [](const Progress& p) { return p.rows.load(); })
+      .def_prop_ro("bytes", [](const Progress& p) { return p.bytes.load(); })
+      .def_prop_ro("cancelled", [](const Progress& p) { return p.cancelled.load(); })
+      .def("cancel", [](Progress& p) { p.cancelled = true; });
+
+  m.def(
+      "save",
+      [](const std::vector<std::tuple<const Table*, const Expiry*, uint32_t>>& tables,
+         const std::vector<std::string>& temporary, const std::vector<std::string>& paths, bool snappy,
+         int64_t random_sleep_ms, Progress* progress) {
+        std::vector<SaveSource> sources;
+        for (const auto& [table, expiry, since] : tables) sources.push_back({table, expiry, since});
+        const nb::gil_scoped_release release;
+        return save(sources, {temporary, paths, snappy, random_sleep_ms}, progress);
+      },
+      nb::arg("tables"), nb::arg("temporary"), nb::arg("paths"), nb::arg("snappy"), nb::arg("random_sleep_ms"),
+      nb::arg("progress").none());
+
+  nb::class_<Load>(m, "Load")
+      .def(
+          "__init__",
+          [](Load* self, Table& table, bool strict, int64_t modulus, int64_t residue) {
+            if (modulus < 1) throw std::invalid_argument("the modulus of a shard is at least 1");
+            new (self) Load(table, strict, {modulus, residue});
+          },
+          nb::arg("table"), nb::arg("strict") = true, nb::arg("modulus") = 1, nb::arg("residue") = 0,
+          nb::keep_alive<1, 2>())
+      .def("read", &Load::read, nb::arg("paths"), nb::arg("progress").none(), NoGil())
+      .def(
+          "erase", [](Load& self, uintptr_t ids, int64_t n) { return self.erase(ptr<const int64_t>(ids), n); },
+          nb::arg("ids"), nb::arg("n"), NoGil())
+      .def("evict", &Load::evict, nb::arg("expiry"), nb::arg("now"), NoGil())
+      .def("rows", &Load::rows)
+      .def("commit", &Load::commit, NoGil());
+  m.def(
+      "load_multi",
+      [](const std::string& path, const std::vector<Load*>& loads, const std::vector<int64_t>& counts,
+         Progress* progress) {
+        const nb::gil_scoped_release release;
+        load_multi(path, loads, counts, progress);
+      },
+      nb::arg("path"), nb::arg("loads"), nb::arg("counts"), nb::arg("progress").none());
+
+  m.def(
+      "walk_entries",
+      [](const Table& table, int stripe, int64_t offset, int64_t limit) {
+        if (stripe < 0 || stripe >= Table::kStripes || offset < 0 || limit < 0) {
+          throw std::invalid_argument("no such place in the table");
+        }
+        check_trains(table);
+        Rows rows;
+        int64_t next = -1;
+        {
+          const nb::gil_scoped_release release;
+          next = table.walk(stripe, offset, limit, &rows);
+        }
+        return std::make_pair(encode(table, rows, true), next);
+      },
+      nb::arg("table"), nb::arg("stripe"), nb::arg("offset"), nb::arg("limit"));
+  m.def(
+      "lookup_entry",
+      [](const Table& table, const std::vector<int64_t>& ids) {
+        check_trains(table);
+        return lookup_entry(table, ids);
+      },
+      nb::arg("table"), nb::arg("ids"));
+}
+
+}  // namespace shoal::bind

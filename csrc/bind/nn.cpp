@@ -1,0 +1,108 @@
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+
+#include "bind/bind.h"
+#include "nn/bag.h"
+#include "table/table.h"
+
+namespace shoal::bind {
+namespace {
+
+Bags bags(uintptr_t offsets, int64_t count, int64_t rows, int64_t dim, int32_t how, int64_t length, uintptr_t weights) {
+  Bags b{ptr<int64_t>(offsets), count, dim, static_cast<Pool>(how), length, ptr<float>(weights)};
+  b.check(rows);
+  return b;
+}
+
+// All rows of a table, copied out, waiting to be put where Python has room for them.
+struct RowsCopy {
+  Rows rows;
+  int64_t stride, head_bytes, row_bytes;  // head: the weights, or all of a serving row
+};
+
+// Bytes of a row that are its weights.
+int64_t head_bytes(const Layout& layout) { return layout.serving ? layout.row_bytes : 4 * int64_t{layout.dim}; }
+
+}  // namespace
+
+void nn(nb::module_& m) {
+  m.def(
+      "pool",
+      [](uintptr_t offsets, int64_t count, uintptr_t rows, int64_t n, int64_t dim, int32_t how, int64_t length,
+         uintptr_t weights, uintptr_t out) {
+        pool(bags(offsets, count, n, dim, how, length, weights), ptr<float>(rows), ptr<float>(out));
+      },
+      NoGil());
+  m.def(
+      "lookup_pool",
+      [](Table& table, uintptr_t ids, int64_t n, uintptr_t offsets, int64_t count, int32_t how, int64_t length,
+         uintptr_t weights, bool create, uint32_t time, uintptr_t out) {
+        lookup_pool(table, ptr<int64_t>(ids), bags(offsets, count, n, table.layout().dim, how, length, weights), create,
+                    time, ptr<float>(out));
+      },
+      NoGil());
+  m.def("check_offsets", [](uintptr_t offsets, int64_t count, int64_t n) { bags(offsets, count, n, 1, 0, 0, 0); });
+  m.def(
+      "pool_gradient",
+      [](uintptr_t offsets, int64_t count, uintptr_t grad, int64_t n, int64_t dim, int32_t how, int64_t length,
+         uintptr_t weights, uintptr_t rows, uintptr_t grad_rows, uintptr_t grad_weights) {
+        pool_gradient(bags(offsets, count, n, dim, how, length, weights), ptr<float>(grad), ptr<float>(rows),
+                      ptr<float>(grad_rows), ptr<float>(grad_weights));
+      },
+      NoGil());
+  m.def(
+      "sum_by_id",
+      [](uintptr_t ids, int64_t n, uintptr_t rows, int64_t dim, uintptr_t out_ids, uintptr_t out_rows) {
+        return sum_by_id(ptr<int64_t>(ids), n, ptr<float>(rows), dim, ptr<int64_t>(out_ids), ptr<float>(out_rows));
+      },
+      NoGil());
+
+  nb::class_<RowsCopy>(m, "RowsCopy")
+      .def("__len__", [](const RowsCopy& c) { return c.rows.size(); })
+      .def_ro("head_bytes", &RowsCopy::head_bytes)
+      .def_ro("row_bytes", &RowsCopy::row_bytes)
+      .def(
+          "copy_to",
+          [](const RowsCopy& c, uintptr_t ids, uintptr_t times, uintptr_t heads, uintptr_t states) {
+            const int64_t n = c.rows.size(), state = c.row_bytes - c.head_bytes;
+            for (int64_t i = 0; i < n; ++i) {
+              const char* row = c.rows.rows.data() + i * c.stride;
+              ptr<int64_t>(ids)[i] = c.rows.ids[i];
+              ptr<int64_t>(times)[i] = c.rows.times[i];
+              std::memcpy(ptr<char>(heads) + i * c.head_bytes, row, static_cast<size_t>(c.head_bytes));
+              if (state) std::memcpy(ptr<char>(states) + i * state, row + c.head_bytes, static_cast<size_t>(state));
+            }
+          },
+          NoGil());
+  m.def(
+      "copy_rows",
+      [](const Table& t) {
+        RowsCopy copy{{}, t.layout().stride, head_bytes(t.layout()), t.layout().row_bytes};
+        for (int stripe = 0; stripe < Table::kStripes; ++stripe) t.snapshot(stripe, 0, &copy.rows);
+        return copy;
+      },
+      NoGil());
+  m.def(
+      "import_rows",
+      [](Table& t, uintptr_t ids, uintptr_t times, uintptr_t heads, uintptr_t states, int64_t n) {
+        const int64_t head = head_bytes(t.layout()), state = t.layout().row_bytes - head, stride = t.layout().stride;
+        constexpr int64_t kChunk = 1 << 16;
+        for (int64_t begin = 0; begin < n; begin += kChunk) {
+          const int64_t size = std::min(kChunk, n - begin);
+          Rows rows;
+          rows.ids.assign(ptr<int64_t>(ids) + begin, ptr<int64_t>(ids) + begin + size);
+          rows.rows.resize(static_cast<size_t>(size * stride));
+          for (int64_t i = 0; i < size; ++i) {
+            rows.times.push_back(static_cast<uint32_t>(ptr<int64_t>(times)[begin + i]));
+            char* row = rows.rows.data() + i * stride;
+            std::memcpy(row, ptr<char>(heads) + (begin + i) * head, static_cast<size_t>(head));
+            if (state) std::memcpy(row + head, ptr<char>(states) + (begin + i) * state, static_cast<size_t>(state));
+          }
+          t.load(rows);
+        }
+      },
+      NoGil());
+}
+
+}  // namespace shoal::bind

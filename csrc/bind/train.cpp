@@ -1,0 +1,44 @@
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "bind/bind.h"
+#include "train/crc32.h"
+#include "train/topk.h"
+
+namespace shoal::bind {
+namespace {
+
+// An object of n bytes whose content is the caller's to write before anybody else sees it. Large ones ask for huge
+// pages: with small ones the page faults of fresh memory take longer than the copy into it.
+nb::bytes new_bytes(int64_t n) {
+  if (n < 0) throw std::invalid_argument("new_bytes: negative size");
+  PyObject* object = PyBytes_FromStringAndSize(nullptr, n);
+  if (object == nullptr) throw nb::python_error();
+#if defined(__linux__)
+  constexpr uintptr_t kHuge = uintptr_t{2} << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(PyBytes_AsString(object));
+  const uintptr_t first = (begin + kHuge - 1) & ~(kHuge - 1), last = (begin + n) & ~(kHuge - 1);
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+  return nb::steal<nb::bytes>(object);
+}
+
+}  // namespace
+
+void train(nb::module_& m) {
+  m.def(
+      "topk_magnitude",
+      [](uintptr_t x, int64_t n, int64_t k, bool by_index, bool stop_on_nonfinite, uintptr_t indices) {
+        return topk_magnitude(ptr<const float>(x), n, k, by_index, stop_on_nonfinite, ptr<int64_t>(indices));
+      },
+      nb::arg("x"), nb::arg("n"), nb::arg("k"), nb::arg("by_index"), nb::arg("stop_on_nonfinite"), nb::arg("indices"),
+      NoGil());
+  m.def(
+      "crc32", [](uintptr_t data, int64_t n, uint32_t crc) { return crc32(ptr<const uint8_t>(data), n, crc); },
+      nb::arg("data"), nb::arg("n"), nb::arg("crc") = 0, NoGil());
+  m.def("new_bytes", &new_bytes, nb::arg("n"));
+  m.def("bytes_address", [](nb::bytes b) { return reinterpret_cast<uintptr_t>(b.c_str()); }, nb::arg("data"));
+}
+
+}  // namespace shoal::bind

@@ -1,0 +1,11 @@
+// Pages straight from the kernel.
+#pragma once
+#include <cstddef>
+
+namespace shoal {
+
+// Zeroed, aligned to 2 MiB when at least that large, advised to huge pages if asked. Throws std::bad_alloc.
+void* map_pages(size_t bytes, bool huge);
+void unmap_pages(void* pages, size_t bytes);
+
+}  // namespace shoal

@@ -1,0 +1,86 @@
+// Tables to shard files and back.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "table/table.h"
+
+namespace shoal {
+
+// A long save or load may be watched and cancelled from another thread.
+struct Progress {
+  std::atomic<int64_t> rows{0};   // written or read so far
+  std::atomic<int64_t> bytes{0};  // of files, written so far
+  std::atomic<bool> cancelled{false};
+};
+
+// What one table contributes to a save. `table` and `expiry` must outlive it.
+struct SaveSource {
+  const Table* table;
+  const Expiry* expiry;        // null: no row is stale
+  uint32_t changed_since = 0;  // an epoch of the table; 0: all rows
+};
+
+struct SaveTarget {
+  std::vector<std::string> temporary;  // one per shard; their folders exist and the files do not
+  std::vector<std::string> path;       // what they become once all shards are on the disk
+  bool snappy = false;
+  int64_t random_sleep_ms = 0;  // each shard waits a random time below it before it begins
+};
+
+// Writes the tables' rows, table by table, each row once and in one piece, those that are stale left out. The caller's
+// thread copies one stripe after another; threads of low priority encode and write, so lookups and updates that run at
+// the same time keep most of their speed. Returns the rows written, by shard and then by source.
+// Throws std::system_error or Cancelled; then none of the files is there.
+std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, const SaveTarget& target,
+                                       Progress* progress);
+
+// The records that a load takes: those with id mod modulus == residue, rounding down.
+struct ShardRule {
+  int64_t modulus = 1;
+  int64_t residue = 0;
+  bool owns(int64_t id) const {
+    const int64_t r = id % modulus;
+    return (r < 0 ? r + modulus : r) == residue;
+  }
+};
+
+// Reads records into a table that nobody sees yet and swaps it in at the end: a file that turns out to be corrupt
+// leaves the table as it was.
+class Load {
+ public:
+  Load(Table& table, bool strict, ShardRule shard);
+  ~Load();
+  // Reads whole files of this table's records in parallel. Rows that are already here are replaced. Returns how many
+  // records were taken. Throws DataError, std::system_error or Cancelled.
+  int64_t read(const std::vector<std::string>& paths, Progress* progress);
+  // What later files take back, and what has expired by then.
+  int64_t erase(const int64_t* ids, int64_t n);
+  int64_t evict(const Expiry& expiry, int64_t now);
+  int64_t rows() const;
+  // The table now has what was read, and nothing else. Not to be used afterwards.
+  void commit();
+
+ private:
+  friend void load_multi(const std::string&, const std::vector<Load*>&, const std::vector<int64_t>&, Progress*);
+  class Worker;
+  Table& fresh() const;  // throws std::invalid_argument after commit()
+
+  Table& table_;
+  const bool strict_;
+  const ShardRule shard_;
+  std::unique_ptr<Table> fresh_;
+  std::array<std::mutex, Table::kStripes> stripes_;  // which of the workers hands over rows of a stripe
+};
+
+// Reads one data file of a multi table: `counts[i]` records of loads[i], which is null for a table that is skipped,
+// then those of the next. Throws DataError when the file has more or fewer.
+void load_multi(const std::string& path, const std::vector<Load*>& loads, const std::vector<int64_t>& counts,
+                Progress* progress);
+
+}  // namespace shoal

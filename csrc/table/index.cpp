@@ -1,0 +1,146 @@
+#include "table/index.h"
+
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+namespace shoal {
+Index::Index(BlockArena* blocks) : blocks_(blocks) {
+  directory_ = static_cast<Bucket**>(std::malloc(sizeof(Bucket*)));
+  if (!directory_) throw std::bad_alloc();
+  directory_[0] = make_segment(1, 0, 0);
+}
+
+Index::~Index() {
+  if (mask_ + 1 < kFullBuckets) std::free(directory_[0] - 1);
+  std::free(directory_);
+}
+
+Bucket* Index::make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix) {
+  const size_t bytes = (buckets + 1) * sizeof(Bucket);
+  void* memory = buckets == kFullBuckets ? blocks_->allocate() : std::aligned_alloc(64, bytes);
+  if (!memory) throw std::bad_alloc();
+  if (buckets < kFullBuckets) std::memset(memory, 0, bytes);  // the arena's blocks are zeroed already
+  auto* first = static_cast<Bucket*>(memory) + 1;
+  head(first) = {0, 0, depth, prefix};
+  return first;
+}
+
+void Index::clear() {
+  // The blocks themselves go with their arena, which the owner replaces.
+  if (mask_ + 1 < kFullBuckets) std::free(directory_[0] - 1);
+  depth_ = mask_ = 0;
+  size_ = 0;
+  directory_[0] = make_segment(1, 0, 0);
+}
+
+int64_t Index::bytes() const {
+  int64_t small = mask_ + 1 < kFullBuckets ? (mask_ + 2) * sizeof(Bucket) : 0;
+  return small + static_cast<int64_t>(sizeof(Bucket*) << depth_) + static_cast<int64_t>(sizeof *this);
+}
+
+Slot Index::place(Bucket* first, uint32_t mask, uint64_t hash, uint64_t id) {
+  for (uint32_t b = hash & mask;; b = (b + 1) & mask) {
+    for (int lane = 0; lane < 4; ++lane) {
+      if (first[b].row[lane] < kFirstRow) return take(first, {first + b, lane}, id);
+    }
+  }
+}
+
+// The id is not in the index, and its segment is full.
+Slot Index::insert_grown(uint64_t hash, uint64_t id) {
+  Bucket* first = segment(hash);
+  while (head(first).count + head(first).erased >= limit()) {
+    grow(first);
+    first = segment(hash);
+  }
+  Slot slot = place(first, mask_, hash, id);
+  ++size_;
+  return slot;
+}
+
+void Index::erase(uint64_t hash, Slot slot) {
+  Head& h = head(segment(hash));
+  slot.row() = kErasedRow;
+  --h.count;
+  ++h.erased;
+  --size_;
+}
+
+void Index::grow(Bucket* first) {
+  if (head(first).erased > head(first).count / 4) {
+    rebuild(first);
+  } else if (mask_ + 1 < kFullBuckets) {
+    enlarge(first);
+  } else {
+    split(first);
+  }
+}
+
+// Takes ids out of a segment and puts them back where a probe that starts at home finds them.
+void Index::rebuild(Bucket* first) {
+  std::vector<Entry> displaced;
+  for (uint32_t b = 0; b <= mask_; ++b) {
+    for (int lane = 0; lane < 4; ++lane) {
+      Slot slot{first + b, lane};
+      if (slot.row() >= kFirstRow && (hash_id(slot.id()) & mask_) != b) {
+        displaced.push_back({slot.id(), slot.row(), slot.time()});
+        --head(first).count;
+        slot.row() = kFreeRow;
+      } else if (slot.row() == kErasedRow) {
+        slot.row() = kFreeRow;
+      }
+    }
+  }
+  head(first).erased = 0;
+  for (const Entry& entry : displaced) put(first, mask_, entry);
+}
+
+void Index::put(Bucket* first, uint32_t mask, const Entry& entry) {
+  Slot slot = place(first, mask, hash_id(entry.id), entry.id);
+  slot.row() = entry.row;
+  slot.time() = entry.time;
+}
+
+void Index::enlarge(Bucket* first) {
+  uint32_t buckets = 2 * (mask_ + 1);
+  Bucket* larger = make_segment(buckets, 0, 0);
+  for (uint32_t in = 0; in < 4 * (mask_ + 1); ++in) {
+    Slot slot{first + in / 4, static_cast<int>(in % 4)};
+    if (slot.row() >= kFirstRow) put(larger, buckets - 1, {slot.id(), slot.row(), slot.time()});
+  }
+  std::free(first - 1);
+  directory_[0] = larger;
+  mask_ = buckets - 1;
+}
+
+void Index::split(Bucket* first) {
+  uint32_t depth = head(first).depth;
+  // Only ids chosen to share a hash prefix come here: 2^26 segments of one stripe would hold 10^11 ids.
+  if (depth >= 26) throw std::length_error("too many ids share one hash prefix");
+  if (depth == depth_) {
+    auto** wider = static_cast<Bucket**>(std::malloc(sizeof(Bucket*) << (depth_ + 1)));
+    if (!wider) throw std::bad_alloc();
+    for (uint64_t at = 0; at < (uint64_t{1} << depth_); ++at) wider[2 * at] = wider[2 * at + 1] = directory_[at];
+    std::free(directory_);
+    directory_ = wider;
+    ++depth_;
+  }
+  uint64_t prefix = head(first).prefix;
+  Bucket* other = make_segment(kFullBuckets, depth + 1, 2 * prefix + 1);
+  for (uint32_t in = 0; in < 4 * kFullBuckets; ++in) {
+    Slot slot{first + in / 4, static_cast<int>(in % 4)};
+    if (slot.row() < kFirstRow || !(hash_id(slot.id()) >> (63 - kStripeBits - depth) & 1)) continue;
+    put(other, mask_, {slot.id(), slot.row(), slot.time()});
+    slot.row() = kErasedRow;
+    --head(first).count;
+  }
+  head(first).depth = depth + 1;
+  head(first).prefix = 2 * prefix;
+  rebuild(first);
+  uint64_t share = uint64_t{1} << (depth_ - depth - 1);  // directory entries that now lead to `other`
+  uint64_t begin = (2 * prefix + 1) * share;
+  for (uint64_t at = begin; at < begin + share; ++at) directory_[at] = other;
+}
+
+}  // namespace shoal

@@ -1,0 +1,209 @@
+// The index of one stripe: id -> (row number, time), an extendible hash of fixed segments.
+//
+// A bucket is one cache line of four ids; a full bucket overflows into the next one of its segment. A segment that is
+// 85 % full is split in two, so growth moves a few thousand ids at a time and never the whole table. A small stripe has
+// one segment that doubles until it has the full size. The hash's top 10 bits choose the stripe, the next `depth` bits
+// the segment, the low bits the bucket.
+#pragma once
+#include <bit>
+#include <cstdint>
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
+#include "core/hash.h"
+#include "table/memory.h"
+
+namespace shoal {
+
+struct alignas(64) Bucket {
+  uint64_t id[4];
+  uint32_t row[4];
+  uint32_t time[4];
+};
+static_assert(sizeof(Bucket) == 64);
+
+// Row numbers start behind these two, so that fresh zeroed memory is a segment of free slots.
+constexpr uint32_t kFreeRow = 0;    // the slot was never used since the segment was built
+constexpr uint32_t kErasedRow = 1;  // it was, so a probe goes on behind it
+constexpr uint32_t kFirstRow = 2;
+
+struct Slot {
+  Bucket* bucket = nullptr;
+  int lane = 0;
+  explicit operator bool() const { return bucket != nullptr; }
+  uint32_t& row() const { return bucket->row[lane]; }
+  uint32_t& time() const { return bucket->time[lane]; }
+  uint64_t id() const { return bucket->id[lane]; }
+};
+
+class Index {
+ public:
+  static constexpr int kStripeBits = 10;  // top bits of the hash that are not the index's
+  static constexpr uint32_t kFullBuckets = 1024;
+  static constexpr size_t kBlockBytes =
+      (kFullBuckets + 1) * sizeof(Bucket);  // one more in front for the segment's counts
+
+  explicit Index(BlockArena* blocks);
+  ~Index();
+  Index(Index&&) = delete;
+
+  int64_t size() const { return size_; }
+  int64_t bytes() const;  // what it takes outside the block arena
+
+  // Where a probe for the hash begins: prefetch it.
+  Bucket* home(uint64_t hash) const { return segment(hash) + (hash & mask_); }
+
+  Slot find(uint64_t hash, uint64_t id) const {
+    Bucket* first = segment(hash);
+    for (uint32_t b = hash & mask_;; b = (b + 1) & mask_) {
+      Bucket* bucket = first + b;
+      // All four lanes at once: where an id lies in its bucket is nothing a branch predictor can learn.
+      const uint64_t* ids = bucket->id;
+      uint32_t equal = uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
+                       uint32_t{ids[3] == id} << 3;
+      for (; equal; equal &= equal - 1) {
+        int lane = std::countr_zero(equal);
+        if (bucket->row[lane] >= kFirstRow) return {bucket, lane};
+      }
+      const uint32_t* rows = bucket->row;
+      if ((rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow)) return {};
+    }
+  }
+
+  // A first look at a bucket that was prefetched: asks for the memory that find() will need next.
+  // Returns the row if the id is in its home bucket, else kFreeRow.
+  uint32_t peek(uint64_t hash, uint64_t id) const {
+    Bucket* first = segment(hash);
+    const Bucket* bucket = first + (hash & mask_);
+    for (int lane = 0; lane < 4; ++lane) {
+      if (bucket->id[lane] == id && bucket->row[lane] >= kFirstRow) return bucket->row[lane];
+    }
+    if (bucket->row[3] != kFreeRow) __builtin_prefetch(first + ((hash + 1) & mask_));  // lanes fill in order
+    return kFreeRow;
+  }
+
+  // The slot of an id, which is made if there is none: then *created is set, and row and time are for the caller to set
+  // at once.
+  Slot find_or_insert(uint64_t hash, uint64_t id, bool* created) {
+    Bucket* first = segment(hash);
+    Slot open;  // the first slot that a new id may take
+    for (uint32_t b = hash & mask_;; b = (b + 1) & mask_) {
+      Bucket* bucket = first + b;
+      const uint64_t* ids = bucket->id;
+      uint32_t equal = uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
+                       uint32_t{ids[3] == id} << 3;
+      for (; equal; equal &= equal - 1) {
+        int lane = std::countr_zero(equal);
+        if (bucket->row[lane] >= kFirstRow) {
+          *created = false;
+          return {bucket, lane};
+        }
+      }
+      const uint32_t* rows = bucket->row;
+      uint32_t usable = uint32_t{rows[0] < kFirstRow} | uint32_t{rows[1] < kFirstRow} << 1 |
+                        uint32_t{rows[2] < kFirstRow} << 2 | uint32_t{rows[3] < kFirstRow} << 3;
+      if (!usable) continue;
+      if (!open) open = {bucket, std::countr_zero(usable)};
+      if ((rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow)) break;
+    }
+    *created = true;
+    if (head(first).count + head(first).erased >= limit()) return insert_grown(hash, id);
+    ++size_;
+    return take(first, open, id);
+  }
+  // Frees the slot; the row is the caller's to reuse.
+  void erase(uint64_t hash, Slot slot);
+  void clear();
+
+  // fn(Slot) for every id, in an order that stays the same until the next write.
+  template <class Fn>
+  void each(Fn fn) const {
+    for (uint64_t place = 0; (place = visit(place, 1 << 30, fn)) != kEnd;) {
+    }
+  }
+  // The same from `place` on (0 at first) for at least `limit` ids unless the end comes first; returns the place to go
+  // on from, or kEnd.
+  static constexpr uint64_t kEnd = ~uint64_t{0};
+  template <class Fn>
+  uint64_t visit(uint64_t place, int64_t limit, Fn fn) const {
+    uint64_t slots = uint64_t{4} * (mask_ + 1);
+    for (uint64_t at = place / slots, in = place % slots; at < (uint64_t{1} << depth_); ++at, in = 0) {
+      Bucket* first = directory_[at];
+      if (at != first_entry(first)) continue;
+      for (; in < slots; ++in) {
+        if (limit <= 0) return at * slots + in;
+        Slot slot{first + in / 4, static_cast<int>(in % 4)};
+        if (slot.row() >= kFirstRow) {
+          fn(slot);
+          --limit;
+        }
+      }
+    }
+    return kEnd;
+  }
+  // Erases the slots for which gone(Slot) is true and closes the holes they leave.
+  template <class Fn>
+  int64_t erase_if(Fn gone) {
+    int64_t erased = 0;
+    for (uint64_t at = 0; at < (uint64_t{1} << depth_); ++at) {
+      Bucket* first = directory_[at];
+      if (at != first_entry(first)) continue;
+      int64_t here = 0;
+      for (uint32_t in = 0; in < 4 * (mask_ + 1); ++in) {
+        Slot slot{first + in / 4, static_cast<int>(in % 4)};
+        if (slot.row() >= kFirstRow && gone(slot)) {
+          slot.row() = kErasedRow;
+          ++here;
+        }
+      }
+      if (here) {
+        head(first).count -= static_cast<uint32_t>(here);
+        head(first).erased += static_cast<uint32_t>(here);
+        rebuild(first);
+        erased += here;
+      }
+    }
+    size_ -= erased;
+    return erased;
+  }
+
+ private:
+  struct Head {
+    uint32_t count;   // ids
+    uint32_t erased;  // slots of erased ids, gone when the segment is rebuilt
+    uint32_t depth;   // hash bits that all its ids share, behind the stripe's
+    uint64_t prefix;  // those bits
+  };
+  static Head& head(Bucket* first) { return *reinterpret_cast<Head*>(first - 1); }
+  uint64_t first_entry(Bucket* first) const { return head(first).prefix << (depth_ - head(first).depth); }
+  Bucket* segment(uint64_t hash) const { return directory_[((hash << kStripeBits) >> 1) >> (63 - depth_)]; }
+  uint32_t limit() const { return static_cast<uint32_t>(uint64_t{4} * (mask_ + 1) * 85 / 100); }
+
+  struct Entry {
+    uint64_t id;
+    uint32_t row, time;
+  };
+  Bucket* make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix);
+  Slot insert_grown(uint64_t hash, uint64_t id);
+  static Slot take(Bucket* first, Slot slot, uint64_t id) {
+    if (slot.row() == kErasedRow) --head(first).erased;
+    ++head(first).count;
+    slot.bucket->id[slot.lane] = id;
+    return slot;
+  }
+  static Slot place(Bucket* first, uint32_t mask, uint64_t hash, uint64_t id);
+  static void put(Bucket* first, uint32_t mask, const Entry& entry);
+  void grow(Bucket* first);
+  void rebuild(Bucket* first);
+  void enlarge(Bucket* first);
+  void split(Bucket* first);
+
+  Bucket** directory_;
+  uint32_t depth_ = 0;
+  uint32_t mask_ = 0;  // buckets of a segment, less one; all segments have the same
+  int64_t size_ = 0;
+  BlockArena* blocks_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,100 @@
+#include "table/memory.h"
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+
+namespace shoal {
+namespace {
+
+constexpr size_t kHuge = size_t{2} << 20;
+
+template <class T>
+std::atomic<T*>* map_pointers(size_t count) {
+  return static_cast<std::atomic<T*>*>(map_pages(count * sizeof(std::atomic<T*>), false));
+}
+
+}  // namespace
+
+RowArena::RowArena(int32_t stride) : stride_(stride), shift_(6) {
+  // Slabs of about 16 MiB. At least 64 rows, at most what makes one slab hold a million.
+  while (shift_ < 20 && (size_t{1} << (shift_ + 1)) * stride_ <= (size_t{16} << 20)) ++shift_;
+  mask_ = (uint32_t{1} << shift_) - 1;
+  slab_count_ = (uint64_t{1} << 32) >> shift_;
+  slabs_ = map_pointers<char>(slab_count_);
+  epochs_ = map_pointers<uint32_t>(slab_count_);
+}
+
+RowArena::~RowArena() {
+  for (uint32_t i = 0; i < mapped_; ++i) {
+    unmap_pages(slabs_[i].load(), slab_bytes());
+    if (auto* epochs = epochs_[i].load()) unmap_pages(epochs, (size_t(mask_) + 1) * sizeof(uint32_t));
+  }
+  unmap_pages(slabs_, slab_count_ * sizeof(*slabs_));
+  unmap_pages(epochs_, slab_count_ * sizeof(*epochs_));
+}
+
+uint32_t RowArena::allocate(uint32_t count) {
+  std::lock_guard lock(mutex_);
+  if (next_ + count > 0xFFFFFFF0u) throw std::length_error("a table holds at most 4294967280 rows; shard it");
+  uint64_t last = (next_ + count - 1) >> shift_;
+  while (mapped_ <= last) {
+    // The first slab stays on small pages, so that a small table is small.
+    slabs_[mapped_].store(static_cast<char*>(map_pages(slab_bytes(), mapped_ > 0)));
+    ++mapped_;
+  }
+  if (tracking_) {
+    for (uint64_t slab = next_ >> shift_; slab <= last; ++slab) {
+      if (!epochs_[slab].load())
+        epochs_[slab].store(static_cast<uint32_t*>(map_pages((size_t(mask_) + 1) * sizeof(uint32_t), false)));
+    }
+  }
+  uint32_t first = static_cast<uint32_t>(next_);
+  next_ += count;
+  return first;
+}
+
+void RowArena::track() {
+  std::lock_guard lock(mutex_);
+  if (tracking_) return;
+  for (uint32_t slab = 0; slab < mapped_; ++slab)
+    epochs_[slab].store(static_cast<uint32_t*>(map_pages((size_t(mask_) + 1) * sizeof(uint32_t), false)));
+  tracking_ = true;
+}
+
+int64_t RowArena::bytes() const {
+  std::lock_guard lock(mutex_);
+  int64_t touched = static_cast<int64_t>(next_) * stride_;
+  if (mapped_ > 1) touched = (touched + kHuge - 1) / kHuge * kHuge;
+  return touched + (tracking_ ? static_cast<int64_t>(next_) * 4 : 0) + static_cast<int64_t>(mapped_) * 8;
+}
+
+BlockArena::~BlockArena() {
+  for (auto [slab, bytes] : slabs_) unmap_pages(slab, bytes);
+}
+
+void* BlockArena::allocate() {
+  std::lock_guard lock(mutex_);
+  if (left_ < block_bytes_) {
+    // A slab is an eighth of what there is: few mappings in a large table, little waste in a small one.
+    size_t bytes = std::clamp(used_ / 8, size_t{2} << 20, size_t{64} << 20);
+    bytes = (bytes + kHuge - 1) & ~(kHuge - 1);
+    next_ = static_cast<char*>(map_pages(bytes, used_ >= (size_t{8} << 20)));
+    left_ = bytes;
+    slabs_.emplace_back(next_, bytes);
+  }
+  void* block = next_;
+  next_ += block_bytes_;
+  left_ -= block_bytes_;
+  used_ += block_bytes_;
+  return block;
+}
+
+int64_t BlockArena::bytes() const {
+  std::lock_guard lock(mutex_);
+  int64_t total = 0;
+  for (auto [slab, bytes] : slabs_) total += static_cast<int64_t>(bytes);
+  return total;
+}
+
+}  // namespace shoal

@@ -1,0 +1,71 @@
+// Memory for rows and index segments: large slabs, advised to huge pages once a table is no longer small.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "core/pages.h"
+
+namespace shoal {
+
+// Rows by number: they never move, and a number that was given back is reused by its stripe.
+class RowArena {
+ public:
+  explicit RowArena(int32_t stride);
+  ~RowArena();
+  RowArena(const RowArena&) = delete;
+  RowArena& operator=(const RowArena&) = delete;
+
+  char* row(uint32_t number) const {
+    return slabs_[number >> shift_].load(std::memory_order_relaxed) + size_t(number & mask_) * stride_;
+  }
+  // The first of `count` fresh consecutive rows; they may lie in two slabs.
+  uint32_t allocate(uint32_t count);
+  int64_t bytes() const;
+
+  // The epoch in which each row was last written; kept from the first call of track() on.
+  void track();
+  uint32_t epoch(uint32_t number) const {
+    const uint32_t* of_slab = epochs_[number >> shift_].load(std::memory_order_acquire);
+    return of_slab ? of_slab[number & mask_] : 0;
+  }
+  void set_epoch(uint32_t number, uint32_t epoch) {
+    epochs_[number >> shift_].load(std::memory_order_acquire)[number & mask_] = epoch;
+  }
+
+ private:
+  size_t slab_bytes() const { return (size_t(mask_) + 1) * stride_; }
+
+  const int32_t stride_;
+  int shift_;
+  uint32_t mask_;
+  size_t slab_count_;
+  std::atomic<char*>* slabs_;  // lazily backed arrays of slab_count_ pointers
+  std::atomic<uint32_t*>* epochs_;
+  mutable std::mutex mutex_;
+  uint64_t next_ = 2;  // rows handed out; 0 and 1 mean something else in the index
+  uint32_t mapped_ = 0;
+  bool tracking_ = false;
+};
+
+// Fixed-size blocks for full index segments.
+class BlockArena {
+ public:
+  explicit BlockArena(size_t block_bytes) : block_bytes_(block_bytes) {}
+  ~BlockArena();
+  BlockArena(const BlockArena&) = delete;
+  BlockArena& operator=(const BlockArena&) = delete;
+  void* allocate();
+  int64_t bytes() const;
+
+ private:
+  const size_t block_bytes_;
+  mutable std::mutex mutex_;
+  std::vector<std::pair<void*, size_t>> slabs_;
+  char* next_ = nullptr;
+  size_t left_ = 0;
+  size_t used_ = 0;
+};
+
+}  // namespace shoal

@@ -1,0 +1,159 @@
+// The collisionless table: one row per distinct int64 id, growing for ever.
+//
+// Ids are spread by hash over stripes. A stripe owns an index (id -> row number, time) and a reader-writer lock; rows
+// live in slabs shared by all stripes and never move. A batch is cut into parts that own disjoint stripes, so threads
+// never touch the same row and equal ids keep their input order: results do not depend on the number of threads.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "table/filter.h"
+#include "table/layout.h"
+#include "table/optimizers.h"
+#include "table/rwlock.h"
+#include "table/touched.h"
+
+namespace shoal {
+
+// Rows copied out of a table, or on their way in: row i is rows[i * stride .. + row_bytes).
+struct Rows {
+  std::vector<int64_t> ids;
+  std::vector<uint32_t> times;
+  std::vector<char> rows;
+  int64_t size() const { return static_cast<int64_t>(ids.size()); }
+};
+
+// Days after which an id is stale, by the slot of the id.
+struct Expiry {
+  uint32_t default_days = 36500;
+  std::vector<uint32_t> days_of_slot;  // empty, or one for each of the 32768 slots
+  bool stale(int64_t id, uint32_t time, int64_t now) const;
+};
+
+// What to do with a gradient that holds NaN or infinity.
+enum class BadGradient : int32_t { raise, skip, ignore };
+
+// A gradient that holds NaN or infinity, while that raises.
+struct NonFiniteGradient {
+  int64_t position;
+  int64_t id;
+};
+
+class Table {
+ public:
+  Table(Layout layout, uint64_t seed);
+  ~Table();
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
+
+  // All operations are thread-safe, and one row is read or written as a whole. `values`, `out` and `grads` are [n,
+  // dim]. A write sees its filter first: an id that is not in the table and is filtered is passed over.
+
+  // Unknown ids give zeros and, if `found` is given, 0 there.
+  void lookup(const int64_t* ids, int64_t n, float* out, uint8_t* found = nullptr) const;
+  // Unknown ids get a row from the initializer; those that are filtered give zeros.
+  void lookup_or_insert(const int64_t* ids, int64_t n, uint32_t time, float* out);
+  void contains(const int64_t* ids, int64_t n, uint8_t* out) const;
+  void assign(const int64_t* ids, int64_t n, const float* values, uint32_t time);
+  void assign_add(const int64_t* ids, int64_t n, const float* values, uint32_t time);
+  // `rates` has one learning rate per segment. Returns how many occurrences were skipped for a bad gradient; throws
+  // NonFiniteGradient before any effect.
+  int64_t apply_gradients(const int64_t* ids, int64_t n, const float* grads, const float* rates, int64_t global_step,
+                          uint32_t time, bool dedup, BadGradient bad);
+  void reinitialize(const int64_t* ids, int64_t n, uint32_t now, int32_t* existed);
+  int64_t evict(const Expiry& expiry, int64_t now);
+  int64_t erase(const int64_t* ids, int64_t n);
+  void clear();
+
+  const Layout& layout() const { return layout_; }
+  int64_t size() const;
+  int64_t bytes() const;
+  int64_t max_update_time() const { return max_update_time_.load(); }
+  void raise_max_update_time(int64_t time);
+  // Gradient batches so far. Stochastic rounding follows from it, so that the same batches give the same bits again.
+  uint64_t calls() const { return calls_.load(); }
+  void set_calls(uint64_t calls) { calls_.store(calls); }
+
+  void set_filter(std::shared_ptr<Filter> filter) { filter_ = std::move(filter); }
+  bool has_filter() const { return filter_ && filter_->active(); }
+  void set_touched(std::shared_ptr<TouchedKeys> touched, int32_t number) {
+    touched_ = std::move(touched);
+    touched_number_ = number;
+  }
+
+  // --- snapshot and restore ---------------------------------------------------------------------------------------
+  static constexpr int kStripes = 64;  // as many as a lock set has bits
+  // Appends the rows of one stripe, under that stripe's shared lock. With changed_since > 0 only rows written in that
+  // epoch or later.
+  void snapshot(int stripe, uint32_t changed_since, Rows* out) const;
+  // Appends at most `limit` rows of a stripe from `place` (0 at first) on; returns the place to go on from, -1 at the
+  // end.
+  int64_t walk(int stripe, int64_t place, int64_t limit, Rows* out) const;
+  // Appends the rows of the ids that are in the table; found[i] tells which.
+  void fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) const;
+  // Inserts or replaces rows as they are. Raises the max update time to the largest time.
+  void load(const Rows& rows);
+  // Exchanges all rows with a table of the same layout, in one step for every reader of this one. Change tracking
+  // starts over: a delta against an epoch from before is refused.
+  void swap_contents(Table& other);
+
+  // --- changes, for incremental checkpoints ----------------------------------------------------------------------
+  // Starts a new epoch and returns it. Rows written from now on carry it; ids removed from now on are remembered.
+  uint32_t begin_epoch();
+  // The first epoch that changes are known since; 0 while nothing is tracked.
+  uint32_t oldest_epoch() const { return oldest_epoch_.load(); }
+  // Ids removed in `since` or later and not in the table now.
+  std::vector<int64_t> removed_since(uint32_t since) const;
+  // Removals before `epoch` are forgotten; deltas against older epochs are refused from now on.
+  void forget_before(uint32_t epoch);
+
+  // --- quantisation scale of one_bit segments, one per segment -----------------------------------------------------
+  std::vector<float> scales() const;
+  void set_scales(const std::vector<float>& scales);
+
+ private:
+  struct Contents;
+  struct Stripe;
+  struct Write;
+  template <bool kExclusive>
+  class Locks;
+  enum class Kind { assign, assign_add, gradients, reinitialize, load, insert };
+
+  void find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const;
+  template <int kDim>
+  void copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const;
+  void read_row(const char* row, float* out) const;
+  void fresh_row(int64_t id, char* row) const;
+  void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
+  void write(const Write& write);
+  template <Kind kKind>
+  void write_part(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
+  template <Kind kKind>
+  void write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const;
+  void write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
+  void peek_row(uint64_t hash, int64_t id) const;
+  char* find_or_insert(uint64_t hash, int64_t id, uint32_t time, bool* created);
+  void forget(int stripe, int64_t id, uint32_t row);
+  std::vector<uint8_t> filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted);
+  std::vector<uint8_t> bad_gradients(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const;
+  void update_scales(int64_t global_step);
+
+  const Layout layout_;
+  const uint64_t seed_;
+  std::vector<StepFn> steps_;
+  bool plain_;  // lookups are copies of the weights
+  mutable RwLock locks_[kStripes];
+  std::unique_ptr<Contents> contents_;  // replaced only while every lock is held
+  std::atomic<int64_t> max_update_time_{0};
+  std::atomic<uint64_t> calls_{0};
+  std::atomic<uint32_t> epoch_{0}, oldest_epoch_{0};
+  std::vector<std::atomic<float>> scales_;
+  std::shared_ptr<Filter> filter_;
+  std::shared_ptr<TouchedKeys> touched_;
+  int32_t touched_number_ = 0;
+};
+
+}  // namespace shoal

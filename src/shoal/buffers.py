@@ -1,0 +1,27 @@
+"""Uninitialised result tensors; large ones come from memory that is kept warm between calls.
+
+A fresh tensor of some megabytes costs more in page faults than a lookup costs to fill it. Large results of tables and
+ops therefore reuse the blocks of results that were freed. `set_buffer_cache_bytes` limits what lies idle (512 MiB at
+first, or ``SHOAL_BUFFER_CACHE_MB``); 0 turns the cache off.
+"""
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+
+_LARGE_BYTES = 1 << 20
+
+set_buffer_cache_bytes = _core.set_buffer_cache_bytes
+buffer_cache_bytes = _core.buffer_cache_bytes
+idle_buffer_bytes = _core.idle_buffer_bytes
+
+
+def empty_rows(rows: int, columns: int) -> Tensor:
+    """float32 ``[rows, columns]`` on the CPU, uninitialised."""
+    if rows * columns * 4 < _LARGE_BYTES:
+        return torch.empty(rows, columns)
+    out = _core.empty_rows(rows, columns)
+    if torch.utils.deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
+        out.fill_(torch.nan)  # as torch.empty does then
+    return out

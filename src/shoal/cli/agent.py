@@ -1,0 +1,129 @@
+"""`shoal agent`: the process beside model servers that registers them and tells them of each other."""
+
+import json
+import logging
+import signal
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.cli.arguments import parse
+from shoal.cli.security_options import ServeSecurity
+from shoal.errors import ConfigError
+
+DESCRIPTION = """Run one process of a serving cluster from its agent configuration file.
+
+Operators' commands are here, too: --declare, --publish, --unpublish and --show, against the registry of the file.
+
+Example: shoal agent --config agent.conf
+
+or: shoal agent --config agent.conf --declare /models/movie_ctr/exported_models --publish 'movie_ctr:*'"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Flags of `shoal agent`."""
+
+    config: Path
+    """The agent's configuration: 'key value' lines."""
+    host: str = "127.0.0.1"
+    """Where a unified container's ports listen."""
+    declare: Path | None = None
+    """Declare the sub-graphs of this export base, then exit."""
+    overwrite: bool = False
+    """Declare also what is declared already."""
+    publish: str | None = None
+    """Put '<model>:<glob>' into the layout, then exit."""
+    unpublish: str | None = None
+    """Take '<model>:<glob>' out of the layout, then exit."""
+    show: bool = False
+    """Print what the registry knows, as JSON, then exit."""
+    json: bool = False
+    """Print one JSON line with the addresses when ready."""
+    security: ServeSecurity = field(default_factory=ServeSecurity)
+
+
+def main(argv: list[str]) -> int:
+    options = parse(Options, argv, "agent", DESCRIPTION)
+    return options if isinstance(options, int) else run(options)
+
+
+def run(options: Options) -> int:
+    from shoal.serving.agent_config import AgentConfig
+    from shoal.serving.zk_backend import ZKBackend
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    config = AgentConfig.from_file(options.config)
+    if not config.bzid:
+        raise ConfigError(f"{options.config}: bzid is missing")
+    if options.declare or options.publish or options.unpublish or options.show:
+        backend = ZKBackend(config.bzid, config.zk_servers)
+        backend.start()
+        try:
+            return _operate(options, config, backend)
+        finally:
+            backend.stop()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return _unified(options, config, stop) if config.agent_version == 3 else _one_model(options, config, stop)
+
+
+def _operate(options: Options, config, backend) -> int:  # noqa: ANN001
+    from shoal.serving.rollout import declare_saved_model, map_model_to_layout
+
+    if options.declare:
+        print(f"declared {declare_saved_model(backend, options.declare, overwrite=options.overwrite)}")
+    for pattern, action in ((options.publish, "pub"), (options.unpublish, "unpub")):
+        if pattern:
+            if not config.layout_pattern:
+                raise ConfigError(f"{options.config}: layout_pattern is missing")
+            chosen = map_model_to_layout(backend, pattern, config.layout_pattern, action)
+            print(f"{action} {', '.join(map(str, chosen)) or 'nothing'}")
+    if options.show:
+        print(json.dumps(backend.bzid_info(), indent=2))
+    return 0
+
+
+def _unified(options: Options, config, stop: threading.Event) -> int:  # noqa: ANN001
+    from shoal.serving.addresses import AgentHeartbeat, set_address_table
+    from shoal.serving.agent import UnifiedAgent
+    from shoal.serving.server import ModelServer
+    from shoal.serving.zk_backend import ZKBackend
+
+    security = options.security.build()
+    server = ModelServer(
+        f"{options.host}:{config.tfs_port_grpc}",
+        f"{options.host}:{config.tfs_port_http}",
+        poll_wait_seconds=config.file_system_poll_wait_seconds,
+        security=security,
+    ).start()
+    backend = ZKBackend(config.bzid, config.zk_servers)
+    agent = UnifiedAgent(config, backend, server, agent_address=f"{options.host}:{config.agent_port}", security=security)
+    agent.start()
+    heartbeat = AgentHeartbeat(f"{options.host}:{agent.agent_port}")
+    set_address_table(heartbeat)
+    ready = {"grpc": server.port, "rest": server.rest_port, "agent": agent.agent_port, "container": str(agent.container)}
+    print(json.dumps(ready) if options.json else f"container {agent.container} serves on port {server.port}", flush=True)
+    stop.wait()
+    heartbeat.stop()
+    agent.stop()
+    server.stop(10)
+    return 0
+
+
+def _one_model(options: Options, config, stop: threading.Event) -> int:  # noqa: ANN001
+    from shoal.serving.agent import ServingAgent
+    from shoal.serving.zk_types import make_zk_client
+
+    if not config.base_name:
+        raise ConfigError(f"{options.config}: base_name is missing")
+    zk = make_zk_client(config.zk_servers)
+    zk.start()
+    try:
+        agent = ServingAgent(config, zk, agent_address=f"{options.host}:{config.agent_port}")
+        print(json.dumps({"agent": config.agent_port}) if options.json else f"agent on port {config.agent_port}", flush=True)
+        return agent.run(stop)
+    finally:
+        zk.stop()

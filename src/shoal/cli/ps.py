@@ -1,0 +1,184 @@
+"""`shoal ps`: one shard of a parameter server, its keys, and its checkpoints for another number of shards."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.errors import ConfigError, missing_extra
+
+EXAMPLES = """\
+examples:
+  shoal ps --shard 0 --of 2 --config tables.toml --port 7100 --durability log --dir /data/ps
+  shoal ps keygen --out keys --name server
+  shoal ps reshard --source /data/ps --target /data/ps3 --of 3
+  shoal ps status 127.0.0.1:7100 127.0.0.1:7101
+"""
+
+
+@dataclass
+class Serve:
+    """Serves one shard until SIGTERM or SIGINT, which finish what was accepted first."""
+
+    shard: int = 0
+    """Which shard this is."""
+    of: int = 1
+    """How many there are."""
+    config: Path | None = None
+    """tables.toml; workers may make tables, too."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Beyond this machine it needs --keys, or --insecure."""
+    port: int = 0
+    """0 takes a free one."""
+    http_host: str = "127.0.0.1"
+    http_port: int = 0
+    """For /healthz and /metrics."""
+    durability: Literal["none", "checkpoint", "log"] = "none"
+    """What survives a crash: nothing, the last checkpoint, or everything that was acknowledged."""
+    dir: Path | None = None
+    """Where checkpoints and logs are kept; each shard has a folder of its own in it."""
+    checkpoint_every: str = "10m"
+    """Time between checkpoints, such as 30s, 10m or 2h; 0 for none but the last."""
+    evict_every: str = "0"
+    """Time between removals of expired rows; 0 for never."""
+    keys: Path | None = None
+    """The server's .key_secret file: CURVE identity and encryption."""
+    clients: Path | None = None
+    """Folder with the public keys of those who may connect; without it all who have the server's public key may."""
+    insecure: bool = False
+    """Listen beyond this machine without keys."""
+    max_ids: int = 1 << 24
+    """Ids in one request at most."""
+    threads: int = 2
+    """Threads for large lookups."""
+    json: bool = False
+    """Print where the server listens as one line of JSON."""
+
+
+@dataclass
+class Keygen:
+    """Makes a pair of CURVE keys."""
+
+    out: Path
+    """Folder for NAME.key (public) and NAME.key_secret."""
+    name: str = "server"
+
+
+@dataclass
+class Reshard:
+    """Rewrites the newest checkpoints of all shards for another number of shards."""
+
+    source: Path
+    """The --dir of the old servers."""
+    target: Path
+    """The --dir of the new ones; it must be empty."""
+    of: int
+    """How many shards there will be."""
+    json: bool = False
+
+
+def duration(text: str) -> timedelta | None:
+    """``30s``, ``10m``, ``2h``; None for 0."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
+    if not match:
+        raise ConfigError(f"a time is a number with s, m, h or d, such as 10m, got {text!r}")
+    unit = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    seconds = float(match[1]) * unit
+    return timedelta(seconds=seconds) if seconds else None
+
+
+def main(argv: list[str]) -> int:
+    try:
+        import tyro
+    except ImportError:
+        raise missing_extra("tyro", "cli") from None
+    kinds: dict[str, Any] = {"keygen": (Keygen, keygen), "reshard": (Reshard, reshard)}
+    if argv[:1] == ["status"]:
+        return status(argv[1:])
+    if argv[:1] and argv[0] in kinds:
+        kind, call = kinds[argv[0]]
+        return call(tyro.cli(kind, args=argv[1:], prog=f"shoal ps {argv[0]}"))
+    options = tyro.cli(Serve, args=argv, prog="shoal ps", description=f"{Serve.__doc__}\n\n{EXAMPLES}")
+    return serve(options)
+
+
+def serve(options: Serve) -> int:
+    from shoal.sharded.ps.engine import Engine
+    from shoal.sharded.ps.security import ServerKeys
+    from shoal.sharded.ps.server import Limits, ParameterServer
+    from shoal.sharded.ps.shard import Shard
+    from shoal.sharded.ps.tables import create_request, load_tables
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    folder = None if options.dir is None else options.dir / f"shard-{options.shard:05d}"
+    tables = load_tables(options.config) if options.config is not None else {}
+    engine = Engine(Shard(options.shard, options.of), options.durability, folder)
+    periodic = duration(options.checkpoint_every) if folder is not None and options.durability != "none" else None
+    server = ParameterServer(
+        engine,
+        host=options.host,
+        port=options.port,
+        http_host=options.http_host,
+        http_port=options.http_port,
+        keys=None if options.keys is None else ServerKeys(secret=options.keys, clients=options.clients),
+        insecure=options.insecure,
+        limits=Limits(max_ids=options.max_ids),
+        read_threads=options.threads,
+        checkpoint_every=periodic,
+        evict_every=duration(options.evict_every),
+        tables=[create_request(config, spec) for config, spec in tables.values()],
+    )
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    server.start()
+    place = {"shard": options.shard, "of": options.of, "address": server.address, "http": server.http_address}
+    if options.json:
+        print(json.dumps(place), flush=True)
+    else:
+        print(
+            f"shard {options.shard} of {options.of} on {server.address}, status on http://{server.http_address}",
+            flush=True,
+        )
+    while not asked.wait(0.2):
+        if server.wait(0):
+            print(f"shoal ps: shard {options.shard} failed: {server.fatal}", file=sys.stderr)
+            server.stop(drain=timedelta(0))
+            return 1
+    server.stop(checkpoint=folder is not None and options.durability != "none")
+    return 0
+
+
+def keygen(options: Keygen) -> int:
+    from shoal.sharded.ps.security import generate
+
+    public, secret = generate(options.out, options.name)
+    print(f"public key: {public}\nsecret key: {secret} (keep it on its machine)")
+    return 0
+
+
+def reshard(options: Reshard) -> int:
+    from shoal.sharded.reshard import reshard_servers
+
+    rows = reshard_servers(options.source, options.target, options.of)
+    print(json.dumps(rows) if options.json else "\n".join(f"{name}: {n} rows" for name, n in sorted(rows.items())))
+    return 0
+
+
+def status(addresses: list[str]) -> int:
+    from shoal.sharded.ps.client import PsClient
+
+    if not addresses or addresses[0] in ("-h", "--help"):
+        print("usage: shoal ps status ADDRESS...   asks servers what they hold, as JSON")
+        return 0 if addresses else 2
+    with PsClient(addresses, deadline=timedelta(seconds=5)) as client:
+        print(json.dumps(client.info(), indent=2))
+    return 0

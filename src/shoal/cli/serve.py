@@ -1,0 +1,238 @@
+"""`shoal serve`: a model server over exported models."""
+
+import json
+import logging
+import signal
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.arguments import parse
+from shoal.cli.security_options import ServeSecurity
+from shoal.errors import ConfigError
+
+DESCRIPTION = """Serve exported models over TF-Serving's gRPC and REST interfaces, taking pushed rows while serving.
+
+Example: shoal serve out/model --rest-port 8501
+
+then: curl -d '{"instances": [{"user": [7]}]}' http://127.0.0.1:8501/v1/models/NAME:predict
+
+and open http://127.0.0.1:8501/ for the status page."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Flags of `shoal serve`."""
+
+    model_dir: Path | None = None
+    """A model directory, or its exported_models."""
+    name: str | None = None
+    """The model's name; by default the one that the export recorded."""
+    sub_graph: tuple[str, ...] = ()
+    """Serve only these of a distributed export (entry, ps_0, ...)."""
+    config: Path | None = None
+    """A ModelServerConfig in text form instead of a directory; it is read again every minute."""
+    host: str = "127.0.0.1"
+    port: int = 8500
+    """gRPC port; 0 picks a free one."""
+    rest_port: int = -1
+    """HTTP port of REST, /metrics and the status page; 0 picks a free one, -1 turns it off."""
+    poll_seconds: float = 1.0
+    """Time between looks for new versions; 0 = load once."""
+    registry: str | None = None
+    """Where to register: host:port,... of ZooKeeper, or dir:/path for a directory of files."""
+    bzid: str = "shoal"
+    """Business id in the registry."""
+    advertise: str | None = None
+    """host:port that others reach the gRPC port by; by default the address it listens on."""
+    agent_port: int | None = None
+    """Port of the local agent that knows where the other sub-graphs are served."""
+    max_batch_rows: int = 1024
+    """Rows that micro-batching joins at most; 1 turns it off."""
+    max_message_mib: int = 32
+    """Larger requests are refused."""
+    workers: int = 96
+    """Requests that are handled at once."""
+    threads: int = 0
+    """Threads of one native or torch operation; 0 = as many as there are CPUs."""
+    drain_seconds: float = 10.0
+    """After SIGTERM, how long running requests may take."""
+    json: bool = False
+    """Print one JSON line with the addresses when ready."""
+    security: ServeSecurity = field(default_factory=ServeSecurity)
+
+
+def main(argv: list[str]) -> int:
+    options = parse(Options, argv, "serve", DESCRIPTION, positional="model_dir")
+    return options if isinstance(options, int) else serve(options)
+
+
+def serve(options: Options) -> int:
+    """Runs the server until SIGTERM or SIGINT."""
+    import torch
+
+    from shoal import set_num_threads
+    from shoal.serving.server import ModelServer
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if (options.model_dir is None) == (options.config is None):
+        raise ConfigError("shoal serve: give a MODEL_DIR or --config, and not both")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+        set_num_threads(options.threads)
+    root = options.model_dir.resolve() if options.model_dir is not None else None
+    if root is not None and not root.is_dir():
+        raise ConfigError(f"{root} is no directory; give the folder that exports were written to")
+    config, names, bindings = models_of(options)
+    server = ModelServer(
+        f"{options.host}:{options.port}",
+        f"{options.host}:{options.rest_port}" if options.rest_port >= 0 else None,
+        config,
+        options.poll_seconds,
+        security=options.security.build(),
+        model_root=_root(root) if root else None,
+        max_message_bytes=options.max_message_mib * 1024 * 1024,
+        max_batch_rows=options.max_batch_rows,
+        workers=options.workers,
+    )
+    for alias, name in names.items():
+        server.alias(alias, name)
+    _route(options, server, config)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    server.start()
+    registration = _register(options, server, bindings) if options.registry else None
+    ready = {
+        "grpc": f"{options.host}:{server.port}",
+        "rest": f"{options.host}:{server.rest_port}" if server.rest_port else None,
+        "models": sorted(model.name for model in server.models()),
+    }
+    print(json.dumps(ready) if options.json else _text(ready), flush=True)
+    while not stop.wait(60.0 if options.config is not None else None):
+        server.reload(read_config(options.config))
+    if registration is not None:
+        registration.stop()
+    server.stop(options.drain_seconds)
+    return 0
+
+
+def _text(ready: dict) -> str:
+    rest = f", status page http://{ready['rest']}/" if ready["rest"] else ""
+    return f"serving {', '.join(ready['models']) or 'nothing yet'} on {ready['grpc']}{rest}"
+
+
+def read_config(path: Path) -> Any:
+    from google.protobuf import text_format
+
+    from shoal.proto.serving.tf_serving_pb2 import ModelServerConfig
+
+    try:
+        return text_format.Parse(path.read_text(), ModelServerConfig())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except text_format.ParseError as error:
+        raise ConfigError(f"{path} is no ModelServerConfig: {error}") from None
+
+
+def _root(path: Path) -> Path:
+    """Everything that a model directory may refer to: itself, or the folder above ``exported_models``."""
+    for parent in (path, *path.parents):
+        if parent.name == "exported_models":
+            return parent.parent
+    return path
+
+
+def models_of(options: Options) -> tuple[Any, dict[str, str], list[tuple[str, str, str]]]:
+    """(server config, alias -> model, bindings as (model, sub-graph, served name)) of a directory."""
+    from shoal.proto.serving.tf_serving_pb2 import ModelServerConfig
+    from shoal.serving.agent_utils import gen_model_config
+    from shoal.serving.manifest import Manifest
+    from shoal.serving.rollout import newest_version
+
+    config, aliases, bindings = ModelServerConfig(), {}, []
+    if options.config is not None:
+        return read_config(options.config), {}, []
+    assert options.model_dir is not None
+    base = options.model_dir / "exported_models" if (options.model_dir / "exported_models").is_dir() else options.model_dir
+    version = newest_version(base)
+    if version is not None:  # a standalone export
+        name = options.name or Manifest.read(base / str(version)).model_name
+        config.model_config_list.config.append(gen_model_config(name, str(base)))
+        aliases[f"{name}:ps_0"] = aliases["ps_0"] = name
+        return config, aliases, [(name, "ps_0", name)]
+    subs = sorted(each.name for each in base.iterdir() if each.is_dir() and newest_version(each) is not None)
+    if options.sub_graph:
+        if missing := sorted(set(options.sub_graph) - set(subs)):
+            raise ConfigError(f"{base} has no exports of {missing}; it has {subs or 'none'}")
+        subs = [sub for sub in subs if sub in options.sub_graph]
+    if not subs:
+        raise ConfigError(f"{base} holds no exports; write one with shoal.serving.ModelExporter")
+    for sub in subs:
+        newest = newest_version(base / sub)
+        model = options.name or Manifest.read(base / sub / str(newest)).model_name
+        served = sub if options.agent_port is not None else f"{model}:{sub}"
+        policy = "latest" if sub == "entry" or sub.startswith("dense") else "latest_once"
+        config.model_config_list.config.append(gen_model_config(served, str(base / sub), policy))
+        bindings.append((model, sub, served))
+        if sub == "entry":
+            aliases[model] = served
+    return config, aliases, bindings
+
+
+def _route(options: Options, server: Any, config: Any) -> None:
+    """Where an entry finds its embedding shards: the agent's table, or this very process."""
+    from shoal.serving.addresses import AgentHeartbeat, set_address_table
+
+    if options.agent_port is not None:
+        set_address_table(AgentHeartbeat(f"localhost:{options.agent_port}"))
+        return
+    own = f"127.0.0.1:{server.port}" if options.host in ("0.0.0.0", "::") else f"{options.host}:{server.port}"
+    set_address_table({each.name: [own] for each in config.model_config_list.config})
+
+
+class _Registration:
+    """This server in a registry: its address, and which models it can answer for."""
+
+    def __init__(self, options: Options, server: Any, bindings: list[tuple[str, str, str]]) -> None:
+        from shoal.serving.net_utils import get_local_server_addr
+        from shoal.serving.zk_backend import Container, ZKBackend
+
+        self._server, self._bindings = server, bindings
+        own = f"{options.host}:{server.port}"
+        if options.host in ("0.0.0.0", "[::]", "::"):
+            own = get_local_server_addr(server.port)
+        self._address = options.advertise or own
+        self._rest = f"{options.host}:{server.rest_port}" if server.rest_port else None
+        self._container = Container("shoal", self._address)
+        self._backend = ZKBackend(options.bzid, options.registry)
+        self._backend.start()
+        self._stop = threading.Event()
+        self._report()
+        self._thread = threading.Thread(target=self._loop, name="shoal-register", daemon=True)
+        self._thread.start()
+
+    def _report(self) -> None:
+        from shoal.serving.zk_backend import ContainerServiceInfo, SavedModel
+
+        self._backend.report_service_info(self._container, ContainerServiceInfo(grpc=self._address, http=self._rest))
+        ready = {SavedModel(model, sub) for model, sub, name in self._bindings if self._server.model(name).current()}
+        self._backend.sync_available_saved_models(self._container, ready)
+
+    def _loop(self) -> None:
+        while not self._stop.wait(2.0):
+            try:
+                self._report()
+            except Exception:
+                logging.getLogger(__name__).exception("registering failed")
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+        self._backend.stop()
+
+
+def _register(options: Options, server: Any, bindings: list[tuple[str, str, str]]) -> _Registration:
+    return _Registration(options, server, bindings)

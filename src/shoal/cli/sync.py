@@ -1,0 +1,169 @@
+"""`shoal sync`: pushes what a trainer has touched to every replica that discovery names."""
+
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.cli.arguments import parse
+from shoal.cli.security_options import CallSecurity
+from shoal.errors import ConfigError
+
+DESCRIPTION = """Push freshly trained rows from a trainer or parameter server to all serving replicas.
+
+The trainer offers them with shoal.serving.SyncSource; replicas come from a registry, or from --target.
+
+Example: shoal sync --source 127.0.0.1:9000 --model movie_ctr --registry dir:/var/lib/shoal --interval 1
+
+or: shoal sync --source 127.0.0.1:9000 --model movie_ctr --target 127.0.0.1:8500 --once"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Flags of `shoal sync`."""
+
+    source: str
+    """host:port of the trainer's SyncSource."""
+    source_name: str = "trainer"
+    """The name it is offered under."""
+    model: str
+    """The model whose replicas are followed."""
+    target: tuple[str, ...] = ()
+    """Replicas by address instead of a registry; repeatable."""
+    registry: str | None = None
+    """host:port,... of ZooKeeper, or dir:/path."""
+    bzid: str = "shoal"
+    """Business id in the registry."""
+    base_name: str | None = None
+    """Follow a one-model cluster's replica registry under this name, instead of a unified one's bindings."""
+    ps_index: int = 0
+    """Which shard the trainer trains."""
+    interval: float = 1.0
+    """Seconds from one round to the next."""
+    once: bool = False
+    """One round, then exit: 0 if every replica took everything, else 1."""
+    catch_up: bool = False
+    """Push everything touched since the start to replicas that appear later."""
+    full_precision: bool = False
+    """Send floats also to replicas that ask for their storage codec."""
+    json: bool = False
+    """One JSON line per round."""
+    security: CallSecurity = field(default_factory=CallSecurity)
+
+
+def main(argv: list[str]) -> int:
+    options = parse(Options, argv, "sync", DESCRIPTION)
+    return options if isinstance(options, int) else sync(options)
+
+
+class _Fixed:
+    """Targets given by address."""
+
+    def __init__(self, model: str, targets: tuple[str, ...]) -> None:
+        self._model, self._targets = model, list(targets)
+
+    def get_sync_targets(self, sub_graph: str) -> tuple[str, list[str]]:
+        return f"{self._model}:{sub_graph}", self._targets
+
+    def stop(self) -> None:
+        return None
+
+
+def _backend(options: Options) -> Any:
+    from shoal.serving.online import OnlineTrainingConfig, create_sync_backend
+
+    if options.target:
+        return _Fixed(options.model, options.target)
+    config = OnlineTrainingConfig(
+        bzid=options.bzid,
+        base_name=options.base_name or options.model,
+        model_name=options.model,
+        zk_server=options.registry,
+        unified_serving=options.base_name is None,
+        num_ps=options.ps_index + 1,
+    )
+    backend = create_sync_backend(config)
+    backend.start()
+    backend.subscribe_model(options.model)
+    return backend
+
+
+def sync(options: Options) -> int:
+    """Rounds until SIGTERM or SIGINT, or one with ``once``."""
+    from shoal.serving.manager import SyncClientManager
+    from shoal.serving.online import SyncLoop
+    from shoal.serving.push import PushClient
+    from shoal.serving.sync_client import SyncClientHandle
+    from shoal.serving.sync_source import follow_source
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if bool(options.target) == (options.registry is not None):
+        raise ConfigError("shoal sync: give --registry or --target, and not both")
+    security = options.security.build()
+    handle = SyncClientHandle(f"shoal-sync-{options.ps_index}")
+    handle.manager = SyncClientManager(lambda target: PushClient(target, security, not options.full_precision))
+    handle.catch_up(options.catch_up)
+    follower = follow_source(options.source, handle, options.source_name, security)
+    backend = _backend(options)
+    loop = SyncLoop(backend, options.ps_index, handle, options.interval, follower.pull)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    code = 0
+    try:
+        while True:
+            begin = time.monotonic()
+            code = _round(options, loop, handle)
+            if options.once or stop.wait(max(0.0, options.interval - (time.monotonic() - begin))):
+                return code if options.once else 0
+    finally:
+        backend.stop()
+        follower.close()
+        handle.manager.close()
+
+
+def _round(options: Options, loop: Any, handle: Any) -> int:
+    begin = time.time()
+    try:
+        responses = json.loads(loop.run_once()).get("responses", [])
+    except Exception as error:
+        if options.once:
+            raise
+        print(f"shoal sync: {error}", file=sys.stderr)
+        return 1
+    rows: dict[str, dict[str, Any]] = {}
+    for each in responses:
+        row = rows.setdefault(each["target"], {"target": each["target"], "rows": 0, "code": 0, "error": ""})
+        row["rows"] += each.get("update_num", 0)
+        if each.get("status_code"):
+            row["code"], row["error"] = each["status_code"], each["error_message"]
+    for target, row in rows.items():
+        row["freshness_s"] = round(handle.freshness[target], 4) if not row["code"] and target in handle.freshness else None
+    waiting = handle.waiting()
+    report = {
+        "time": begin,
+        "seconds": round(time.time() - begin, 4),
+        "targets": [{**row, "waiting": waiting.get(row["target"], 0)} for row in rows.values()],
+        "replicas": len(handle.manager.targets),
+    }
+    if options.json:
+        print(json.dumps(report), flush=True)
+    elif rows or options.once:
+        _show(report)
+    return int(any(row["code"] for row in rows.values()) or (options.once and not handle.manager.targets))
+
+
+def _show(report: dict[str, Any]) -> None:
+    stamp = time.strftime("%H:%M:%S", time.localtime(report["time"]))
+    if not report["targets"]:
+        print(f"{stamp}  nothing to push to {report['replicas']} replicas", flush=True)
+    for row in report["targets"]:
+        if row["code"]:
+            state = f"failed: {row['code']} {row['error']} ({row['waiting']} rows kept for it)"
+        else:
+            state = f"{row['rows']} rows" + (f", fresh within {row['freshness_s']:.3f} s" if row["freshness_s"] else "")
+        print(f"{stamp}  {row['target']}  {state}", flush=True)

@@ -1,0 +1,62 @@
+"""What the launcher and the user said through the environment, read at the moment it is asked for."""
+
+import os
+
+from shoal.errors import ConfigError
+
+# quantity -> (Open MPI's variable, torchrun's, default)
+LAUNCHER = {
+    "rank": ("OMPI_COMM_WORLD_RANK", "RANK", 0),
+    "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK", 0),
+    "size": ("OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", 1),
+    "local_size": ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", 1),
+}
+_WORDS = {"true": 1, "yes": 1, "on": 1, "false": 0, "no": 0, "off": 0}
+
+
+def env_int(name: str, default: int) -> int:
+    """A switch: ``default`` if unset or empty; true/yes/on, false/no/off or an integer otherwise."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {name} must be an integer, true/yes/on or false/no/off, got {text!r}"
+        ) from None
+
+
+def launcher_int(quantity: str) -> int | None:
+    """The launcher's value of ``rank``, ``local_rank``, ``size`` or ``local_size``; None where it gave none."""
+    for name in LAUNCHER[quantity][:2]:
+        if name in os.environ:
+            try:
+                return int(os.environ[name])
+            except ValueError:
+                raise ConfigError(f"environment variable {name} must be an integer, got {os.environ[name]!r}") from None
+    return None
+
+
+def launcher_value(quantity: str) -> int:
+    """``launcher_int``, or the value of one process alone."""
+    value = launcher_int(quantity)
+    return LAUNCHER[quantity][2] if value is None else value
+
+
+def is_mpi_mode() -> bool:
+    """Whether ranks were started together: Open MPI's local rank is set, even empty, or torchrun's three variables."""
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
+        return True
+    return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def is_one(name: str) -> bool:
+    """Switches that are compared with the exact text ``1``."""
+    return os.environ.get(name, "") == "1"
+
+
+def uses_gdr() -> bool:
+    return is_one("MONOLITH_WITH_BYTEPS_FWD_GDR") or is_one("MONOLITH_WITH_BYTEPS_BWD_GDR")

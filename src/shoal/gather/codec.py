@@ -1,0 +1,154 @@
+"""12-bit index packing and uint8 quantisation: the bytes of a payload, and their plain-torch meaning."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError
+
+QuantParams = tuple[Any, float, int, Tensor, Any]
+"""(shift, scale, offset, lookup, dtype): shift a float or 0-d tensor, dtype a torch.dtype or its name."""
+
+VALUE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in VALUE_DTYPES.items()}
+VALUE_KINDS = {torch.uint8: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # csrc/gather/codec.h
+
+
+def pack12(indices: Tensor) -> Tensor:
+    """Indices 0..4095, an even number of them, two in three bytes: uint8 of ``1.5 * n``.
+
+    Example:
+        >>> pack12(torch.tensor([1, 4095, 256, 7])).tolist()
+        [1, 240, 255, 0, 113, 0]
+    """
+    indices = torch.as_tensor(indices)
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
+        raise ValueError(f"pack12: indices must be integers, got {indices.dtype}")
+    n = indices.numel()
+    if n % 2:
+        raise ValueError(f"pack12: takes an even number of indices, got {n}")
+    flat = indices.reshape(-1).to(torch.int64).contiguous()
+    if not flat.is_cpu:
+        return pack12_reference(flat)
+    out = torch.empty(n // 2 * 3, dtype=torch.uint8)
+    if not _core.gather_pack12(flat.data_ptr(), n, out.data_ptr()):
+        raise ValueError(f"pack12: indices must be in 0..4095, got {int(flat.min())}..{int(flat.max())}")
+    return out
+
+
+def pack12_reference(indices: Tensor) -> Tensor:
+    """The meaning of pack12, on any device."""
+    a, b = indices.reshape(-1, 2).to(torch.int64).unbind(1)
+    if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) > 4095):
+        raise ValueError(f"pack12: indices must be in 0..4095, got {int(indices.min())}..{int(indices.max())}")
+    return torch.stack([a & 255, a >> 8 | (b & 15) << 4, b >> 4], 1).to(torch.uint8).reshape(-1)
+
+
+def unpack12(packed: Tensor, shape: Any) -> Tensor:
+    """The int64 indices that were packed, as ``shape``.
+
+    Example:
+        >>> unpack12(torch.tensor([1, 240, 255, 0, 113, 0], dtype=torch.uint8), (2, 2)).tolist()
+        [[1, 4095], [256, 7]]
+    """
+    if not isinstance(packed, Tensor) or packed.dtype != torch.uint8:
+        raise ValueError(f"unpack12: packed must be a uint8 tensor, got {getattr(packed, 'dtype', type(packed))}")
+    shape = (int(shape),) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    n = math.prod(shape)
+    if n % 2 or packed.numel() != n // 2 * 3:
+        raise ValueError(f"unpack12: {packed.numel()} bytes do not hold the {n} indices of shape {shape}")
+    if not packed.is_cpu:
+        return unpack12_reference(packed).reshape(shape)
+    packed = packed.reshape(-1).contiguous()
+    out = torch.empty(shape, dtype=torch.int64)
+    _core.gather_unpack12(packed.data_ptr(), n, out.data_ptr())
+    return out
+
+
+def unpack12_reference(packed: Tensor) -> Tensor:
+    """The meaning of unpack12, flat, on any device."""
+    b0, b1, b2 = packed.reshape(-1, 3).to(torch.int64).unbind(1)
+    return torch.stack([b0 | (b1 & 15) << 8, b1 >> 4 | b2 << 4], 1).reshape(-1)
+
+
+def quantize(values: Tensor, bins: int = 4, range_sigmas: float = 6) -> tuple[Tensor, QuantParams]:
+    """Values to uint8 bin numbers of the same shape, and what turns them back."""
+    if not 1 <= bins <= 256:
+        raise ConfigError(f"quantize: bins must be in 1..256, got {bins}")
+    v = values.detach().to(torch.float32)
+    n, offset = v.numel(), bins // 2
+    if n == 0:
+        raise ConfigError("quantize: there are no values")
+    shift = v.mean()
+    z = v - shift
+    std = torch.linalg.vector_norm(z) / math.sqrt(n - 1) if n > 1 else z.new_tensor(math.nan)
+    scale = float(range_sigmas * std / bins)
+    if scale == 0 or not math.isfinite(scale):
+        scale = 1.0
+    q, sums, counts = (_bin if z.is_cpu else _bin_reference)(z, scale, offset, bins)
+    lookup = (sums / counts.clamp(min=1)).to(torch.float32)
+    return q, (float(shift), scale, offset, lookup, torch.float32)
+
+
+def _bin(z: Tensor, scale: float, offset: int, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    z = z.contiguous()
+    q = torch.empty(z.shape, dtype=torch.uint8)
+    sums, counts = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.int64)
+    _core.gather_quantize(
+        z.data_ptr(), z.numel(), scale, offset, bins, q.data_ptr(), sums.data_ptr(), counts.data_ptr()
+    )
+    return q, sums, counts
+
+
+def _bin_reference(z: Tensor, scale: float, offset: int, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Bin numbers, and each bin's sum of ``z`` and members, in plain torch."""
+    q = torch.round(z / scale + offset).clamp_(0, bins - 1).to(torch.uint8)
+    flat = q.reshape(-1).long()
+    sums = torch.bincount(flat, weights=z.reshape(-1).double(), minlength=bins)
+    return q, sums.cpu(), torch.bincount(flat, minlength=bins).cpu()
+
+
+def dtype_of(name: Any) -> torch.dtype | None:
+    """The value dtype that a peer named, or None when it is not one of the three allowed."""
+    if isinstance(name, torch.dtype):
+        return name if name in DTYPE_NAMES else None
+    return VALUE_DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+
+
+def value_table(quant_params: QuantParams) -> Tensor:
+    """float32 [256]: what each uint8 value stands for, rounded to the peer's dtype; zeros past the bins."""
+    shift, _, _, lookup, name = quant_params
+    dtype = dtype_of(name)
+    assert dtype is not None
+    table = torch.zeros(256)
+    shift32 = torch.as_tensor(shift, dtype=torch.float64).to(torch.float32)
+    table[: lookup.numel()] = (lookup.cpu() + shift32).to(dtype).to(torch.float32)
+    return table
+
+
+def dequantize(q: Tensor, quant_params: QuantParams) -> Tensor:
+    """``lookup[q] + shift`` in float32, cast to the peer's dtype.
+
+    Example:
+        >>> q, params = quantize(torch.tensor([-1.0, 0.5, 2.0, 0.1, 0.9, -0.3]))
+        >>> q.tolist(), [round(v, 4) for v in dequantize(q, params).tolist()]
+        ([1, 2, 3, 2, 2, 2], [-1.0, 0.3, 2.0, 0.3, 0.3, 0.3])
+    """
+    if q.dtype != torch.uint8:
+        raise ValueError(f"dequantize: q must be uint8, got {q.dtype}")
+    dtype = dtype_of(quant_params[4])
+    if dtype is None:
+        raise ValueError(f"dequantize: dtype must be one of {sorted(VALUE_DTYPES)}, got {quant_params[4]!r}")
+    bins = quant_params[3].numel()
+    if q.numel() and int(q.max()) >= bins:
+        raise ValueError(f"dequantize: values must be below {bins}, got {int(q.max())}")
+    table = value_table(quant_params)
+    if not q.is_cpu:
+        return table.to(q.device)[q.long()].to(dtype)
+    q = q.contiguous()
+    out = torch.empty(q.shape, dtype=torch.float32)
+    _core.gather_dequantize(q.data_ptr(), q.numel(), table.data_ptr(), out.data_ptr())
+    return out.to(dtype)

@@ -1,0 +1,207 @@
+"""Small messages between ranks: a gloo group of our own, deadlines on every wait, and the names of who is missing."""
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.gather.errors import RankFailure
+
+log = logging.getLogger("shoal.gather")
+
+_SLICE_S = 0.2
+_FAILED = "shoal/failed"
+_groups: "WeakKeyDictionary[Any, _Shared]" = WeakKeyDictionary()
+# Groups that failed. Ending one waits for its operations, with the interpreter locked; they end by their own timeout.
+_abandoned: list[Any] = []
+
+
+class _Shared:
+    """A gloo group made once for a user's group."""
+
+    def __init__(self, pg: Any, store: Any) -> None:
+        self.pg = pg
+        self.store = store
+        self.broken = False
+
+
+def _control_group(group: Any, timeout_s: float) -> _Shared:
+    shared, timeout = _groups.get(group), timedelta(seconds=timeout_s)
+    if shared is None or shared.broken:  # on every rank alike: ranks must make groups in the same order
+        ranks = dist.get_process_group_ranks(group)
+        pg = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        store = dist.distributed_c10d._world.pg_map[pg][1]
+        shared = _groups[group] = _Shared(pg, store)
+    else:
+        shared.pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+    return shared
+
+
+class Control:
+    """The collectives of a gather over one group; ``group=None`` is this process alone and every call is local.
+
+    All methods block and belong on a worker thread. A failure becomes RankFailure with the ranks that do not answer a
+    roll call, after this rank said in the group's store that it gave up: who waits for a survivor looks there.
+    """
+
+    def __init__(self, group: Any = None, *, timeout_s: float = 240.0) -> None:
+        self.timeout_s = timeout_s
+        self.rank, self.world = 0, 1
+        self._shared: _Shared | None = None
+        if group is not None:
+            self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+            if self.world > 1:
+                self._ranks = dist.get_process_group_ranks(group)
+                try:
+                    self._shared = _control_group(group, max(timeout_s, 1.0))
+                except Exception as error:
+                    raise RankFailure((), f"the control group could not be made ({error})") from error
+
+    @property
+    def pg(self) -> Any:
+        return self._shared.pg if self._shared is not None else None
+
+    def _run(self, what: str, start: Callable[[], Any], *, sliced: bool = True) -> None:
+        """One collective; its wait ends in time for the roll call to fit into ``timeout_s``.
+
+        Waits in slices, between which it looks whether another rank has given up: that one may be the only rank that
+        can tell. A point-to-point wait cannot be sliced, since its timeout breaks the connection.
+        """
+        assert self._shared is not None
+        begin = time.monotonic()
+        grace = min(2.0, self.timeout_s / 4)
+        end = begin + max(self.timeout_s - grace, 0.05)
+        try:
+            if self._shared.broken:
+                raise RuntimeError("the group failed before")
+            work = start()
+            while True:
+                left = max(end - time.monotonic(), 0.001)
+                try:
+                    work.wait(timedelta(seconds=min(left, _SLICE_S) if sliced else left))
+                    return
+                except RuntimeError:
+                    if not sliced or work.is_completed() or time.monotonic() >= end:
+                        raise
+                    if self._shared.store.check([_FAILED]):
+                        raise RuntimeError("another rank gave up") from None
+        except RuntimeError as error:
+            deadline = min(time.monotonic() + grace, begin + self.timeout_s)
+            self._fail(what, error, deadline)
+
+    def _fail(self, what: str, error: Exception, deadline: float) -> None:
+        assert self._shared is not None
+        missing = self._roll_call(deadline)
+        text = re.sub(r"\s+", " ", str(error))[:200]
+        raise RankFailure(missing, f"rank {self.rank} waited in {what} ({text})") from error
+
+    def _roll_call(self, deadline: float) -> list[int]:
+        """Says that this rank lives, wakes those who wait for it, and lists who did not say so by the deadline."""
+        shared = self._shared
+        assert shared is not None
+        key = "shoal/alive/{}".format
+        others = [r for r in range(self.world) if r != self.rank]
+        try:
+            shared.store.set(key(self.rank), b"1")
+            shared.store.set(_FAILED, b"1")
+            self.close()
+            while others and time.monotonic() < deadline:
+                others = [r for r in others if not shared.store.check([key(r)])]
+                if others:
+                    time.sleep(0.02)
+            return others
+        except RuntimeError:  # the store went down with the rank that served it
+            self.close()
+            return [0] if self.rank != 0 else others
+
+    def close(self) -> None:
+        """Gives the group up; the next gather makes a new one."""
+        if self._shared is not None and not self._shared.broken:
+            self._shared.broken = True
+            _abandoned.append(self._shared.pg)
+            self._shared.pg = None
+
+    # ---- collectives
+
+    def broadcast_bytes(self, data: bytes | None, src: int = 0) -> bytes:
+        """Rank ``src``'s bytes on every rank."""
+        if self.world == 1:
+            return data or b""
+        size = torch.tensor([len(data) if data is not None else 0])
+        root = self._ranks[src]
+        self._run("broadcast", lambda: dist.broadcast(size, root, group=self.pg, async_op=True))
+        buffer = torch.zeros(int(size), dtype=torch.uint8)
+        if self.rank == src and data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if len(buffer):
+            self._run("broadcast", lambda: dist.broadcast(buffer, root, group=self.pg, async_op=True))
+        return buffer.numpy().tobytes()
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank."""
+        if self.world == 1:
+            return [data]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        own = torch.tensor([len(data)])
+        self._run("all_gather", lambda: dist.all_gather(sizes, own, group=self.pg, async_op=True))
+        longest = max(int(s) for s in sizes)
+        if longest == 0:
+            return [b""] * self.world
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        self._run("all_gather", lambda: dist.all_gather(parts, padded, group=self.pg, async_op=True))
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def reduce_ints(self, values: list[int], op: Any) -> list[int]:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        self.reduce_tensor(tensor, op)
+        return tensor.tolist()
+
+    def reduce_tensor(self, tensor: Tensor, op: Any) -> Tensor:
+        """all_reduce in place."""
+        if self.world > 1:
+            self._run("all_reduce", lambda: dist.all_reduce(tensor, op, group=self.pg, async_op=True))
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        return self.reduce_ints([value], dist.ReduceOp.MIN)[0]
+
+    def agree(self, value: int) -> bool:
+        """Whether all ranks hold the same 63-bit value."""
+        low = self.reduce_ints([value], dist.ReduceOp.MIN)[0]
+        high = self.reduce_ints([value], dist.ReduceOp.MAX)[0]
+        return low == high
+
+    def all_to_all(self, out: Tensor, inp: Tensor, out_splits: list[int], in_splits: list[int]) -> None:
+        if self.world == 1:
+            out.copy_(inp)
+            return
+        self._run(
+            "all_to_all",
+            lambda: dist.all_to_all_single(out, inp, out_splits, in_splits, group=self.pg, async_op=True),
+        )
+
+    # ---- pieces of larger exchanges: the caller waits, with the same deadline
+
+    def start_broadcast(self, tensor: Tensor, src: int) -> Any:
+        return dist.broadcast(tensor, self._ranks[src], group=self.pg, async_op=True)
+
+    def start_send(self, tensor: Tensor, dst: int) -> Any:
+        return dist.isend(tensor, self._ranks[dst], group=self.pg)
+
+    def start_recv(self, tensor: Tensor, src: int) -> Any:
+        return dist.irecv(tensor, self._ranks[src], group=self.pg)
+
+    def wait(self, works: list[Any], what: str, *, sliced: bool = False) -> None:
+        """Waits for started pieces; ``sliced`` for broadcasts, not for sends and receives."""
+        for work in works:
+            self._run(what, lambda work=work: work, sliced=sliced)

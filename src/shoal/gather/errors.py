@@ -1,0 +1,115 @@
+"""What a gather raises, and whose fault a skipped peer is."""
+
+from collections.abc import Iterable
+
+from shoal.errors import DistributedError
+
+
+class GatherError(DistributedError):
+    """Base of every error of a gather."""
+
+
+class PayloadRejected(GatherError):
+    """A payload breaks a rule; ``reason`` is the rule's fixed name, ``detail`` one line about this payload."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+class StoreError(GatherError):
+    """A store could not answer. ``permanent`` means that asking again is useless (no rights, no bucket)."""
+
+    def __init__(self, message: str = "", *, permanent: bool = False) -> None:
+        super().__init__(message)
+        self.permanent = permanent
+
+
+class ObjectChanged(StoreError):
+    """The object was replaced between two reads; a reader starts over once."""
+
+
+class PlanMismatch(GatherError):
+    """Ranks, reports or files speak of different windows, versions or gradient specs."""
+
+
+class GatherDivergence(GatherError):
+    """Ranks computed different results from the same reports; nothing may be applied."""
+
+
+class RankFailure(GatherError):
+    """Ranks did not answer in time; ``ranks`` are their numbers, ascending. Nothing was applied."""
+
+    def __init__(self, ranks: Iterable[int] = (), detail: str = "") -> None:
+        self.ranks = sorted(ranks)
+        names = ", ".join(map(str, self.ranks)) or "unknown"
+        super().__init__(f"rank(s) {names} did not take part in the gather{': ' + detail if detail else ''}")
+
+
+class UpdateInterrupted(GatherError):
+    """The outer update stopped half way; restore a snapshot. ``applied_params`` were already stepped."""
+
+    def __init__(self, applied_params: Iterable[str] = (), detail: str = "") -> None:
+        self.applied_params = list(applied_params)
+        super().__init__(
+            f"the outer update stopped after {len(self.applied_params)} parameter(s)"
+            f"{': ' + detail if detail else ''}; restore the model from a snapshot"
+        )
+
+
+class AlreadyApplied(GatherError):
+    """The ledger says that this window, or a later one, was applied before."""
+
+
+class BudgetTooSmall(GatherError, ValueError):
+    """``budget_bytes`` cannot hold one chunk; ``needed`` is the smallest budget that works."""
+
+    def __init__(self, needed: int, detail: str = "") -> None:
+        self.needed = int(needed)
+        super().__init__(f"budget_bytes is too small{': ' + detail if detail else ''}; give at least {self.needed}")
+
+
+_PEER = frozenset(
+    [
+        "corrupt_container",
+        "unsafe_container",
+        "not_a_mapping",
+        "empty_payload",
+        "bad_global_step",
+        "window_mismatch",
+        "unknown_param",
+        "missing_param",
+        "incomplete_param",
+        "bad_value_dtype",
+        "empty_values",
+        "bad_value_shape",
+        "bad_topk",
+        "missing_quant_params",
+        "bad_quant_params",
+        "bad_index_dtype",
+        "bad_index_length",
+        "index_out_of_range",
+        "duplicate_index",
+        "nonfinite_values",
+        "value_too_large",
+        "too_early",
+        "too_late",
+        "oversize",
+    ]
+)
+_UNKNOWN = frozenset({"not_found", "timeout"})
+_LOCAL = frozenset({"store_error", "local_error", "changed_during_read", "rank_failed"})
+REASONS = _PEER | _UNKNOWN | _LOCAL
+FAULT_ORDER = ("peer", "unknown", "local")  # a UID with several reasons keeps the first of these
+
+
+def fault(reason: str) -> str:
+    """Whose fault a skip is: ``"peer"``, ``"unknown"`` (never seen) or ``"local"`` (leave it out of a peer's score)."""
+    if reason in _PEER:
+        return "peer"
+    if reason in _UNKNOWN:
+        return "unknown"
+    if reason in _LOCAL:
+        return "local"
+    raise ValueError(f"there is no skip reason {reason!r}; the reasons are {', '.join(sorted(REASONS))}")

@@ -1,0 +1,120 @@
+"""A directory as a store: one folder per peer and window, files renamed into place."""
+
+import asyncio
+import filecmp
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.gather.errors import ObjectChanged, StoreError
+from shoal.gather.stores.base import EXTENSIONS, READ_BYTES, ObjectInfo, artifact_name, payload_name
+
+if TYPE_CHECKING:
+    from shoal.gather.artifact import ArtifactReader
+
+
+class LocalDirStore:
+    """``root/<uid>/<window>/<key>-<window>-<uid>-v<version>.<safetensors|pt>`` and ``root/aggregator-*.pga``."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    async def head(self, window: int, uid: int, *, version: str = "0", key: str = "gradient") -> ObjectInfo | None:
+        return await asyncio.to_thread(self._head, payload_name(window, uid, version, key))
+
+    def _head(self, name: str) -> ObjectInfo | None:
+        for extension in EXTENSIONS:
+            path = self.root / f"{name}.{extension}"
+            try:
+                return _info(os.stat(path), str(path))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except PermissionError as error:
+                raise StoreError(f"{path.name}: {error.strerror}", permanent=True) from error
+            except OSError as error:
+                raise StoreError(f"{path.name}: {error.strerror}") from error
+        return None
+
+    async def stream(
+        self, window: int, uid: int, info: ObjectInfo, offset: int = 0, *, version: str = "0", key: str = "gradient"
+    ) -> AsyncIterator[bytes]:
+        name = payload_name(window, uid, version, key)
+        path = info.location or next(
+            (p for e in EXTENSIONS if os.path.exists(p := str(self.root / f"{name}.{e}"))), f"{self.root}/{name}"
+        )
+        try:
+            file = await asyncio.to_thread(open, path, "rb")
+        except OSError as error:
+            raise StoreError(f"{name}: {error.strerror}", permanent=isinstance(error, PermissionError)) from error
+        with file:
+            # The open file keeps its contents when another is renamed over it; only the start can be too late.
+            if info.etag and _info(os.fstat(file.fileno()), path).etag != info.etag:
+                raise ObjectChanged(f"{name} was replaced")
+            file.seek(offset)
+            try:
+                while block := await asyncio.to_thread(file.read, READ_BYTES):
+                    yield block
+            except OSError as error:
+                raise StoreError(f"{name}: {error.strerror}") from error
+
+    def put(
+        self,
+        window: int,
+        uid: int,
+        data: bytes,
+        *,
+        version: str = "0",
+        key: str = "gradient",
+        format: str = "safetensors",
+    ) -> Path:
+        """A peer's upload: written beside its place and renamed."""
+        path = self.root / f"{payload_name(window, uid, version, key)}.{format}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary(path)
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+    async def put_artifact(self, window: int, version: str, path: str | os.PathLike[str]) -> None:
+        await asyncio.to_thread(self._put_artifact, self.root / artifact_name(window, version), Path(path))
+
+    def _put_artifact(self, target: Path, path: Path) -> None:
+        try:
+            if target.exists():
+                if filecmp.cmp(path, target, shallow=False):
+                    return
+                raise StoreError(f"{target.name} exists with other bytes", permanent=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = _temporary(target)
+            try:
+                shutil.copyfile(path, temporary)
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"{target.name}: {error.strerror}") from error
+
+    async def open_artifact(self, window: int, version: str) -> "ArtifactReader | None":
+        from shoal.gather.artifact import ArtifactReader
+
+        path = self.root / artifact_name(window, version)
+        if not await asyncio.to_thread(path.exists):
+            return None
+        return await asyncio.to_thread(ArtifactReader, path)
+
+
+def _info(stat: os.stat_result, location: str) -> ObjectInfo:
+    etag = f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
+    return ObjectInfo(stat.st_size, stat.st_mtime_ns // 1000, etag, location)
+
+
+def _temporary(path: Path) -> Path:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    return Path(name)

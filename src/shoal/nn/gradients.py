@@ -1,0 +1,75 @@
+"""Gradients of rows, gathered over one or more backward passes until somebody applies them."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+
+# Parts are summed by id once they hold this many rows and twice what the last sum left, so that a long accumulation
+# takes the memory of its distinct ids.
+_SUM_ROWS = 1 << 20
+
+
+class Gradients:
+    """``(ids, grads)`` parts of one table; an id may occur often. Safe to use from several threads."""
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._lock = threading.Lock()
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        self._rows = 0
+        self._sum_at = _SUM_ROWS
+
+    def add(self, ids: Tensor, grads: Tensor) -> None:
+        """Keeps both tensors, which nobody may change afterwards."""
+        if not ids.numel():
+            return
+        with self._lock:
+            self._parts.append((ids, grads))
+            self._rows += ids.numel()
+            if self._rows > self._sum_at:
+                self._sum()
+                self._sum_at = max(_SUM_ROWS, 2 * self._rows)
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """Everything there is, which is gone from here; None if that is nothing. Equal ids are not summed yet."""
+        with self._lock:
+            parts, self._parts, self._rows = self._parts, [], 0
+            self._sum_at = _SUM_ROWS
+        return _joined(parts) if parts else None
+
+    def sums(self) -> tuple[Tensor, Tensor] | None:
+        """Distinct ids and the sums of their gradients, still kept here: what is done to them in place, counts."""
+        with self._lock:
+            self._sum()
+            return self._parts[0] if self._parts else None
+
+    def clear(self) -> None:
+        self.take()
+
+    def __len__(self) -> int:
+        """Rows waiting, equal ids counted each."""
+        return self._rows
+
+    def _sum(self) -> None:
+        if self._parts:
+            self._parts = [sum_by_id(*_joined(self._parts))]
+            self._rows = self._parts[0][0].numel()
+
+
+def sum_by_id(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct ids, by first occurrence, and the sums of their rows; always new tensors."""
+    n, dim = grads.shape
+    out_ids, out = torch.empty(n, dtype=torch.int64), torch.empty(n, dim)
+    distinct = _core.sum_by_id(ids.data_ptr(), n, grads.data_ptr(), dim, out_ids.data_ptr(), out.data_ptr())
+    return out_ids[:distinct].clone(), out[:distinct].clone()
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([grads for _, grads in parts])

@@ -1,0 +1,160 @@
+"""`SparseOptimizer`: steps the rows of tables when the user says so, as a `torch.optim.Optimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+from shoal.nn.module import TableModule
+from shoal.nn.protocol import EmbeddingTable
+from shoal.nn.slot import TableSlot, slot_of
+
+
+class SparseOptimizer(torch.optim.Optimizer):
+    """Holds the gradients of table rows until `step`, which runs each table's own optimizer on them.
+
+    >>> import shoal, torch
+    >>> from shoal.nn import HashEmbeddingBag, SparseOptimizer
+    >>> table = shoal.HashTable(dim=1, optimizer=shoal.Sgd(lr=1.0), initializer="zeros")
+    >>> bag = HashEmbeddingBag(table)
+    >>> optimizer = SparseOptimizer(bag)
+    >>> for batch in ([[7]], [[7, 8]]):  # two batches, one step
+    ...     bag(batch).sum().backward()
+    >>> optimizer.step()
+    >>> table.lookup(torch.tensor([7, 8])).tolist()
+    [[-2.0], [-1.0]]
+
+    From the moment it is made, backward no longer changes the rows of its tables. The gradients of an id are summed
+    over all backwards since the last step, over all modules on its table and all threads, and make one step.
+    `zero_grad` drops what waits. Tables of modules made with ``fused=True`` look after themselves and are left out.
+
+    There is one parameter group per table: ``{"table": name, "lr": …}``. ``lr`` begins as the table's own rate; setting
+    it, by hand or by any ``torch.optim.lr_scheduler``, multiplies the table's rates (those of all segments, and what a
+    schedule gives) by ``lr`` over what it was.
+
+    Args:
+        modules: a model, modules or tables; whatever holds the tables to step.
+        lr: for every table, in place of its own.
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module | EmbeddingTable | Iterable[nn.Module | EmbeddingTable],
+        *,
+        lr: float | None = None,
+    ) -> None:
+        slots = [slot for slot in _slots(modules) if not slot.fused]
+        if not slots:
+            raise ConfigError("SparseOptimizer: the modules have no table whose gradients wait for a step")
+        groups = []
+        for slot in slots:
+            base = slot.base_lr()
+            group = {"params": [slot.anchor], "lr": base if lr is None else lr, "base_lr": base}
+            groups.append(group | {"table": slot.table.name})
+        self.global_step = 0
+        """Of the next `step`."""
+        super().__init__(groups, {"lr": 0.0})
+        self._slots = slots
+        for slot in slots:
+            slot.hold()
+
+    @torch.no_grad()
+    def step(  # pyrefly: ignore[bad-override]
+        self,
+        global_step: int | None = None,
+        *,
+        req_time: int | None = None,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Applies what waits, and leaves nothing waiting.
+
+        Args:
+            global_step: for learning-rate schedules; by default the number of steps so far.
+            req_time: seconds to stamp the rows with; by default now.
+            closure: computes the loss and its gradients first; its result is returned.
+
+        Raises:
+            ConfigError: a gradient is NaN or infinite and its table's policy is to raise. That table is as it was and
+                its gradients still wait: clip them or call `zero_grad`. Tables before it have been stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number = self.global_step if global_step is None else int(global_step)
+        for slot, group in zip(self._slots, self.param_groups, strict=True):
+            taken = slot.pending.take()
+            if taken is None:
+                continue
+            try:
+                slot.apply(*taken, global_step=number, req_time=req_time, lr_factor=_factor(group))
+            except BaseException:
+                slot.pending.add(*taken)
+                raise
+        self.global_step = number + 1
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients that wait."""
+        super().zero_grad(set_to_none)
+        for slot in self._slots:
+            slot.pending.clear()
+
+    def gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """What waits, by table: distinct ids and their summed gradients. Changing the latter in place counts."""
+        found = {slot.table.name: slot.pending.sums() for slot in self._slots}
+        return {name: sums for name, sums in found.items() if sums is not None}
+
+    def clip_grad_norm(self, max_norm: float, **options: Any) -> Tensor:
+        """`shoal.nn.clip_grad_norm` of what waits here, with ``parameters=`` of the dense part together."""
+        from shoal.nn.clip import clip_grad_norm
+
+        return clip_grad_norm(self, max_norm, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_slots"):
+            raise ConfigError("SparseOptimizer: its tables are those it was made with; make another for further ones")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Learning rates and the step; the rows' optimizer state is with the rows, in the modules' ``state_dict``."""
+        return super().state_dict() | {"global_step": self.global_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = dict(state_dict)
+        step = state_dict.pop("global_step", 0)
+        super().load_state_dict(state_dict)
+        self.global_step = int(step)
+
+
+def _factor(group: dict[str, Any]) -> float:
+    lr, base = float(group["lr"]), float(group["base_lr"])
+    if lr == base:
+        return 1.0
+    if base == 0:
+        raise ConfigError(
+            f"SparseOptimizer: table {group['table']!r} has a learning rate of 0, which lr={lr:g} cannot scale; "
+            "give the table a rate"
+        )
+    return lr / base
+
+
+def _slots(modules: Any) -> list[TableSlot]:
+    def each(thing: Any) -> Iterator[TableSlot]:
+        if isinstance(thing, nn.Module):
+            for module in thing.modules():
+                if isinstance(module, TableModule):
+                    yield from module.slots()
+        elif isinstance(thing, EmbeddingTable):
+            yield slot_of(thing)
+        elif isinstance(thing, Iterable) and not isinstance(thing, str | bytes | Tensor):
+            for one in thing:
+                yield from each(one)
+        else:
+            raise ConfigError(f"SparseOptimizer takes modules and tables, got {type(thing).__name__}")
+
+    return list(dict.fromkeys(each(modules)))

@@ -1,0 +1,112 @@
+"""A table as tensors with fixed names, for ``state_dict``, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import DataError
+from shoal.table.arguments import MAX_TIME
+from shoal.table.messages import EntryConfig
+from shoal.table.table import HashTable
+
+NAMES = ("ids", "rows", "state", "times", "config", "scales")
+
+
+def table_state(table: HashTable) -> dict[str, Tensor]:
+    """All rows, in no particular order.
+
+    ``ids`` int64 ``[n]``; ``rows`` float32 ``[n, dim]`` (the stored bytes of a serving table); ``state`` uint8
+    ``[n, bytes]``, the optimizer's; ``times`` int64 ``[n]``, seconds; ``config`` uint8, the serialized `EntryConfig`;
+    ``scales`` float32, one a segment. Costs two copies of the rows while it runs. Each row is consistent; rows written
+    meanwhile may be in or not.
+    """
+    copied = _core.copy_rows(table._native)
+    n = len(copied)
+    ids, times = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
+    heads = torch.empty(n, copied.head_bytes, dtype=torch.uint8)
+    states = torch.empty(n, copied.row_bytes - copied.head_bytes, dtype=torch.uint8)
+    copied.copy_to(ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr())
+    rows = heads if table.serving else heads.view(torch.float32).view(n, table.dim_size)
+    config = table.table_config.entry_config.SerializeToString(deterministic=True)
+    return {
+        "ids": ids,
+        "rows": rows,
+        "state": states,
+        "times": times,
+        "config": torch.frombuffer(bytearray(config), dtype=torch.uint8),
+        "scales": torch.tensor(table._native.scales()),
+    }
+
+
+def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
+    """Replaces all rows of ``table``, in one step for other threads.
+
+    Raises:
+        DataError: the tensors do not fit together or are of another kind of table; nothing was changed.
+    """
+    ids, rows, states, times, config, scales = (state[name].detach().cpu().contiguous() for name in NAMES)
+    _check_config(table, config)
+    layout = table._native.layout
+    head_bytes = layout.row_bytes if table.serving else 4 * layout.dim
+    if not table.serving and rows.is_floating_point():
+        rows = rows.float()
+    n = ids.numel()
+    _check(table, "ids", ids, torch.int64, [n])
+    _check(table, "times", times, torch.int64, [n])
+    _check(
+        table, "rows", rows, *((torch.uint8, [n, head_bytes]) if table.serving else (torch.float32, [n, layout.dim]))
+    )
+    _check(table, "state", states, torch.uint8, [n, layout.row_bytes - head_bytes])
+    _check(table, "scales", scales, torch.float32, [len(table._native.scales())])
+    if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
+        raise DataError(f"table {table.name!r}: times are 0..{MAX_TIME}, got {int(times.min())}..{int(times.max())}")
+    fresh = _core.Table(layout, 0)
+    _core.import_rows(fresh, ids.data_ptr(), times.data_ptr(), rows.data_ptr(), states.data_ptr(), n)
+    if fresh.size() != n:
+        raise DataError(f"table {table.name!r}: ids are distinct, but {n} of them name {fresh.size()} rows")
+    table._native.swap_contents(fresh)
+    table._native.raise_max_update_time(int(times.max()) if n else 0)
+    table._native.set_scales(scales.tolist())
+
+
+def copy_table(table: HashTable) -> HashTable:
+    """Another table with the same configuration and rows. A filter is shared; a sync client stays with the first."""
+    other = HashTable.from_config(
+        table.config,
+        name=table.name,
+        hash_filter=table.hash_filter,
+        saver_parallel=table.saver_parallel,
+        on_bad_gradient=table.on_bad_gradient,  # pyrefly: ignore[bad-argument-type]
+        seed=table.seed,
+    )
+    load_table_state(other, table_state(table))
+    return other
+
+
+def _check(table: HashTable, name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
+    if tensor.dtype != dtype or list(tensor.shape) != shape:
+        raise DataError(
+            f"table {table.name!r}: {name} of a state dict are {dtype} {shape} here, "
+            f"got {tensor.dtype} {list(tensor.shape)}"
+        )
+
+
+def _check_config(table: HashTable, config: Tensor) -> None:
+    theirs = EntryConfig()
+    try:
+        theirs.ParseFromString(bytes(config.to(torch.uint8).numpy()))
+    except Exception as error:
+        raise DataError(f"table {table.name!r}: config is not a serialized EntryConfig ({error})") from None
+    have, came = (_kinds(entry) for entry in (table.table_config.entry_config, theirs))
+    if have != came:
+        raise DataError(f"table {table.name!r} has rows of {have}, but the state dict is of {came}")
+
+
+def _kinds(entry: EntryConfig) -> list[str]:
+    """What decides how a row is laid out; hyperparameters may differ."""
+    kinds = [f"{segment.dim_size} x {segment.opt_config.WhichOneof('type')}" for segment in entry.segments]
+    if entry.entry_type == EntryConfig.SERVING:
+        return [f"{segment.dim_size} x {segment.comp_config.WhichOneof('type')}" for segment in entry.segments]
+    return kinds

@@ -1,0 +1,241 @@
+"""The agent process beside model servers: it starts them, registers them and tells them of each other."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+
+from shoal.errors import ConfigError, DeadlineError
+from shoal.proto.serving.tf_serving_pb2 import ModelServerConfig, ModelVersionStatus
+from shoal.serving.agent_config import AgentConfig, DeployType
+from shoal.serving.agent_service import AgentDataProvider, AgentService
+from shoal.serving.agent_utils import gen_model_config, parse_sub_model_name
+from shoal.serving.layout_filters import LayoutFilters
+from shoal.serving.net_utils import concat_ip_and_port, get_local_ip, is_open
+from shoal.serving.replica_updater import ReplicaManager
+from shoal.serving.security import ServerSecurity
+from shoal.serving.zk_backend import Container, ContainerServiceInfo, SavedModel
+
+log = logging.getLogger(__name__)
+
+SERVICE_INFO_SECS = 60.0
+BINDINGS_SECS = 30.0
+PORT_CHECK_SECS = 10.0
+START_TIMEOUT_SECS = 3600.0
+
+
+class UnifiedAgent:
+    """A container of a unified cluster: serves the sub-graphs that its layout names (agent version 3).
+
+    Args:
+        config: ``bzid``, ``layout_pattern`` and ``layout_filters`` say what is served.
+        backend: a ``ZKBackend``; it is started here.
+        server: a ``ModelServer`` without models; it is reloaded when the layout changes.
+    """
+
+    service_info_secs = SERVICE_INFO_SECS
+    bindings_secs = BINDINGS_SECS
+
+    def __init__(self, config: AgentConfig, backend: Any, server: Any, *, agent_address: str | None = None,
+                 security: ServerSecurity | None = None) -> None:  # fmt: skip
+        if config.layout_path is None:
+            raise ConfigError("a unified agent needs layout_pattern, the layout that it serves")
+        self.config, self._backend, self._server = config, backend, server
+        self.container = Container(config.container_cluster, config.container_id)
+        self._filters = LayoutFilters(config.layout_filters, config.shard_id, config.num_shard or 1)
+        self._agent = AgentService(
+            AgentDataProvider(self._addresses), config, address=agent_address, security=security
+        )
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.model_config = ModelServerConfig()
+
+    def start(self) -> "UnifiedAgent":
+        self._backend.start()
+        self._agent.start()
+        self._backend.report_service_info(self.container, self._service_info())
+        self._backend.register_layout_callback(self.config.layout_path, self._on_layout)
+        for name, loop in (("info", self._report_info), ("models", self._report_models), ("load", self._load)):
+            thread = threading.Thread(target=loop, name=f"shoal-agent-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(timeout=10)
+        self._agent.stop()
+        self._backend.stop()
+
+    @property
+    def agent_port(self) -> int:
+        return self._agent.port
+
+    def _service_info(self) -> ContainerServiceInfo:
+        ip = get_local_ip()
+        rest = self._server.rest_port
+        return ContainerServiceInfo(
+            grpc=concat_ip_and_port(ip, self._server.port),
+            http=concat_ip_and_port(ip, rest) if rest else None,
+            agent=concat_ip_and_port(ip, self._agent.port),
+            idc=self.config.idc,
+        )
+
+    def _addresses(self) -> dict[str, list[str]]:
+        found = {}
+        for model, subs in self._backend.get_service_map().items():
+            for sub, infos in subs.items():
+                found[f"{model}:{sub}"] = [info.grpc for info in infos if info.grpc]
+        return found
+
+    def _on_layout(self, models: list) -> None:
+        config = ModelServerConfig()
+        config.model_config_list.SetInParent()
+        for saved, deploy in models:
+            if self._filters.accepts(saved.sub_graph):
+                entry = gen_model_config(str(saved), deploy.model_base_path or "", deploy.version_policy or "latest")
+                config.model_config_list.config.append(entry)
+        self.model_config = config
+        self._wake.set()
+
+    def write_model_config(self, path: str | Path) -> None:
+        """The accepted layout as a text ``ModelServerConfig``, for a model server that reads files."""
+        Path(path).write_text(text_format.MessageToString(self.model_config))
+
+    def _load(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            if self._stop.is_set():
+                return
+            try:
+                self._server.reload(self.model_config)
+                self.report_models()
+            except Exception:
+                log.exception("the layout %s could not be applied", self.config.layout_path)
+
+    def report_models(self) -> None:
+        """Binds the container to every configured model with an available version."""
+        available = set()
+        for entry in self.model_config.model_config_list.config:
+            try:
+                states = [status.state for status in self._server.model(entry.name).statuses()]
+            except Exception as error:
+                log.warning("model %s is not there yet: %s", entry.name, error)
+                continue
+            if ModelVersionStatus.AVAILABLE in states:
+                name, _, sub_graph = entry.name.rpartition(":")
+                available.add(SavedModel(name, sub_graph))
+        self._backend.sync_available_saved_models(self.container, available)
+
+    def _report_info(self) -> None:
+        while not self._stop.wait(self.service_info_secs):
+            try:
+                self._backend.report_service_info(self.container, self._service_info())
+            except Exception:
+                log.exception("service info could not be reported")
+
+    def _report_models(self) -> None:
+        while not self._stop.wait(self.bindings_secs):
+            try:
+                self.report_models()
+            except Exception:
+                log.exception("available models could not be reported")
+
+
+class ServingAgent:
+    """A process of a one-model cluster (agent version 1): model servers as children, their registrations, the agent.
+
+    Mixed processes start embedding shards, then dense, then the entry, each when what it needs is available. If a child
+    dies, all are ended.
+    """
+
+    port_check_secs = PORT_CHECK_SECS
+    start_timeout_secs = START_TIMEOUT_SECS
+
+    def __init__(self, config: AgentConfig, zk: Any, *, agent_address: str | None = None) -> None:
+        if not config.base_path:
+            raise ConfigError("an agent needs base_path, the directory of exported_models")
+        self.config = config
+        self._zk = zk
+        self.replicas = ReplicaManager(zk, config)
+        self._agent = AgentService(self.replicas.watcher, config, address=agent_address)
+        self._children: dict[str, subprocess.Popen] = {}
+
+    def command(self, server_type: str) -> list[str]:
+        """The model server of ``ps``, ``dense`` or ``entry``."""
+        conf = self.config
+        names = [name for name in self.replicas.updater.model_names if parse_sub_model_name(name)[0] == server_type]
+        poll = conf.file_system_poll_wait_seconds_ps if server_type == "ps" else conf.file_system_poll_wait_seconds
+        command = [sys.executable, "-m", "shoal", "serve", str(conf.base_path)]
+        command += ["--port", str(conf.grpc_port(server_type)), "--poll-seconds", str(poll)]
+        command += ["--agent-port", str(self._agent.port)]
+        return [*command, "--sub-graph", *names]
+
+    def run(self, stop: threading.Event | None = None) -> int:
+        """Starts everything and waits; the exit code: 0 when asked to stop, 1 when a child died."""
+        stop = stop or threading.Event()
+        self._agent.start()
+        try:
+            self.replicas.start()
+            for server_type, ready in self._order():
+                self._wait(ready, stop, f"what {server_type} needs")
+                if stop.is_set():
+                    return 0
+                self._children[server_type] = subprocess.Popen(self.command(server_type))
+                port = self.config.grpc_port(server_type)
+                self._wait(lambda port=port: is_open(f"127.0.0.1:{port}"), stop, f"{server_type} to listen on {port}")
+            while not stop.wait(1.0):
+                if dead := [name for name, child in self._children.items() if child.poll() is not None]:
+                    log.error("model server %s ended with %s; ending the others", dead, self._children[dead[0]].poll())
+                    return 1
+            return 0
+        finally:
+            self.end()
+
+    def _order(self) -> list[tuple[str, Callable[[], bool]]]:
+        conf, always = self.config, lambda: True
+        if conf.deploy_type != DeployType.MIXED:
+            needs = self._entry_may_start if conf.deploy_type == DeployType.ENTRY else always
+            return [(str(conf.deploy_type), needs)]
+        order: list[tuple[str, Callable[[], bool]]] = [("ps", always)]
+        if conf.dense_alone:
+            order.append(("dense", always))
+        return [*order, ("entry", self._entry_may_start)]
+
+    def _entry_may_start(self) -> bool:
+        ready = self.replicas.is_ps_set_started()
+        return ready and (not self.config.dense_alone or self.replicas.is_dense_set_started())
+
+    def _wait(self, ready: Callable[[], bool], stop: threading.Event, what: str) -> None:
+        end = time.monotonic() + self.start_timeout_secs
+        pause = min(self.port_check_secs, 2 * self.config.update_model_status_interval)
+        while not ready():
+            if any(child.poll() is not None for child in self._children.values()):
+                raise DeadlineError(f"a model server ended while waiting for {what}")
+            if time.monotonic() >= end:
+                raise DeadlineError(f"waited {self.start_timeout_secs:.0f} s for {what}")
+            if stop.wait(pause):
+                return
+
+    def end(self) -> None:
+        """Ends the children, gently first, and the registrations."""
+        for child in self._children.values():
+            if child.poll() is None:
+                child.terminate()
+        for child in self._children.values():
+            try:
+                child.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                child.kill()
+        self.replicas.stop()
+        self._agent.stop()

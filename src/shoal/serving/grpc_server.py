@@ -1,0 +1,58 @@
+"""What every gRPC server of ours has: handlers, health, reflection."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from shoal.errors import missing_extra
+from shoal.proto.serving.pool import POOL
+
+try:
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha import reflection
+except ImportError:
+    raise missing_extra("grpcio-health-checking or grpcio-reflection", "server") from None
+
+
+def unary(handler: Callable, request: Any = None, response: Any = None) -> Any:
+    """A unary handler; message classes None mean raw bytes."""
+    return grpc.unary_unary_rpc_method_handler(
+        handler,
+        request_deserializer=request.FromString if request is not None else None,
+        response_serializer=response.SerializeToString if response is not None else None,
+    )
+
+
+class _BothPools:
+    """Reflection over our private pool and protobuf's own."""
+
+    def __getattr__(self, name: str) -> Callable:
+        from google.protobuf import descriptor_pool
+
+        def find(*args: Any) -> Any:
+            try:
+                return getattr(POOL, name)(*args)
+            except KeyError:
+                return getattr(descriptor_pool.Default(), name)(*args)
+
+        return find
+
+
+def add_health_and_reflection(server: Any, services: Sequence[str]) -> Any:
+    """Adds both services and reports ``services`` (and the server as a whole) as serving; returns the health servicer."""
+    import shoal.proto.serving.agent_service_pb2
+    import shoal.proto.serving.tf_serving_pb2  # noqa: F401  (the descriptors that reflection shows)
+
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(names, server, pool=_BothPools())
+    for name in ("", *services):
+        servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return servicer
+
+
+def set_not_serving(servicer: Any) -> None:
+    """Health answers NOT_SERVING from now on, so that balancers stop sending."""
+    servicer.enter_graceful_shutdown()

@@ -1,0 +1,62 @@
+"""An exported directory as a servable: its tables restored into serving rows, its program loaded."""
+
+import base64
+import logging
+from pathlib import Path
+
+from shoal.errors import DataError
+from shoal.serving.manifest import Manifest, TableSpec, inside
+from shoal.serving.program import load_program
+from shoal.serving.servable import Servable, TableView, table_signatures
+from shoal.table import HashTable, HashTableConfigInstance
+from shoal.table.messages import EmbeddingHashTableConfig
+from shoal.table.multi import MultiHashTable, convert_to_cached_config
+
+log = logging.getLogger(__name__)
+
+
+def load_servable(directory: Path, root: Path) -> Servable:
+    """Loads one version.
+
+    Args:
+        directory: the version's directory.
+        root: no file outside is read.
+
+    Raises:
+        DataError: something is missing, broken or outside of ``root``.
+    """
+    directory = inside(root, directory)
+    manifest = Manifest.read(directory)
+    views: dict[str, TableView] = {}
+    for spec in manifest.tables:
+        views[spec.name] = load_table(directory, spec, root)
+    servable = Servable({}, views)
+    signatures = table_signatures(list(views.values()), lambda: servable)
+    if manifest.program is not None:
+        for name in ("lookup", "raw_lookup"):  # a standalone export answers with its program
+            signatures.pop(name, None)
+        signatures["serving_default"] = load_program(directory, manifest, views, lambda: servable)
+    if manifest.sub_graph.startswith("dense") and "serving_default" in signatures:
+        signatures["gpu_remote_call"] = signatures.pop("serving_default")
+    servable.signatures = signatures
+    return servable
+
+
+def load_table(directory: Path, spec: TableSpec, root: Path) -> TableView:
+    """One table of an export, restored into serving rows."""
+    if not spec.configs or len(spec.configs) != max(1, len(spec.sub_tables)):
+        raise DataError(f"{directory}: table {spec.name!r} has {len(spec.configs)} configurations in the manifest")
+    configs = [EmbeddingHashTableConfig.FromString(base64.b64decode(text)) for text in spec.configs]
+    basename = inside(root, directory / spec.asset_dir) / spec.asset_prefix
+    if basename.name != spec.asset_prefix:
+        raise DataError(f"{directory}: asset_prefix {spec.asset_prefix!r} is not a file name")
+    instances = [HashTableConfigInstance(config, [0.0] * len(config.entry_config.segments)) for config in configs]
+    if spec.kind == "hash":
+        table = HashTable.from_config(instances[0], name=spec.name)
+    elif spec.kind == "multi":
+        cached = convert_to_cached_config(dict(zip(spec.sub_tables, instances, strict=True)))
+        table = MultiHashTable(cached, name=spec.name)
+    else:
+        raise DataError(f"{directory}: table {spec.name!r} is of kind {spec.kind!r}; hash and multi are known")
+    table.restore(str(basename))
+    return TableView(table, spec.slots)

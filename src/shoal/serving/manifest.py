@@ -1,0 +1,114 @@
+"""`manifest.json`: what an exported directory holds, and where its files may be."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import DataError
+
+FORMAT = 1
+FILE = "manifest.json"
+MAX_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class TensorSpec:
+    """dtype by name (``int64``) and shape; a size of None is any."""
+
+    dtype: str
+    shape: list[int | None] | None = None
+
+
+@dataclass(slots=True)
+class SignatureSpec:
+    inputs: dict[str, TensorSpec] = field(default_factory=dict)
+    outputs: dict[str, TensorSpec] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TableSpec:
+    """A table of an export. ``asset_dir`` is relative to the export's directory."""
+
+    name: str
+    kind: str  # hash or multi
+    sub_tables: list[str]
+    dims: list[int]
+    asset_prefix: str
+    asset_dir: str
+    slots: dict[str, str] = field(default_factory=dict)
+    """alias of the lookup signature -> sub-table, for a hash table the table itself."""
+    configs: list[str] = field(default_factory=list)
+    """Serialised ``EmbeddingHashTableConfig`` (base64) of each sub-table: how rows are stored while serving."""
+
+
+@dataclass(slots=True)
+class Manifest:
+    """One exported sub-graph."""
+
+    model_name: str
+    sub_graph: str
+    version: int
+    global_step: int
+    signatures: dict[str, SignatureSpec] = field(default_factory=dict)
+    tables: list[TableSpec] = field(default_factory=list)
+    tags: list[str] = field(default_factory=lambda: ["serve"])
+    format: int = FORMAT
+    program: dict[str, Any] | None = None
+    """The dense program: its file, its features and where their rows come from. None in embedding shards."""
+
+    def write(self, directory: Path) -> None:
+        order = ("format", "model_name", "sub_graph", "version", "global_step", "tags", "signatures", "tables", "program")
+        content = asdict(self)
+        (directory / FILE).write_text(json.dumps({key: content[key] for key in order}, indent=1))
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """Raises DataError, naming the file, for one that is missing, too large or of another form."""
+        file = directory / FILE
+        try:
+            if file.stat().st_size > MAX_BYTES:
+                raise DataError(f"{file} has {file.stat().st_size} bytes; a manifest has at most {MAX_BYTES}")
+            content = json.loads(file.read_text())
+            if content["format"] != FORMAT:
+                raise DataError(f"{file} has format {content['format']}; this version reads format {FORMAT}")
+            signatures = {
+                name: SignatureSpec(_specs(each["inputs"]), _specs(each["outputs"]))
+                for name, each in content["signatures"].items()
+            }
+            tables = [
+                TableSpec(**{key: each[key] for key in TableSpec.__dataclass_fields__ if key in each})
+                for each in content["tables"]
+            ]
+            return cls(
+                model_name=content["model_name"],
+                sub_graph=content["sub_graph"],
+                version=int(content["version"]),
+                global_step=int(content["global_step"]),
+                signatures=signatures,
+                tables=tables,
+                tags=list(content.get("tags", ["serve"])),
+                program=content.get("program"),
+            )
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{file} is no manifest of format {FORMAT}: {error!r}") from None
+
+
+def _specs(given: dict[str, Any]) -> dict[str, TensorSpec]:
+    return {alias: TensorSpec(each["dtype"], each["shape"]) for alias, each in given.items()}
+
+
+def inside(root: Path, path: Path) -> Path:
+    """``path`` resolved, which must lie inside ``root``.
+
+    Raises:
+        DataError: it leads out, by ``..``, an absolute path or a symbolic link.
+    """
+    resolved = path.resolve()
+    if not resolved.is_relative_to(root.resolve()):
+        raise DataError(f"{path} leads out of {root}; a model's files must stay inside its root")
+    return resolved

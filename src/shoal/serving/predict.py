@@ -1,0 +1,117 @@
+"""Predict messages to and from bytes, tensors read and written without message objects in between."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from shoal import _core
+from shoal.errors import DataError
+from shoal.proto.serving.tf_serving_pb2 import ModelSpec
+from shoal.serving.tensors import MAX_TENSOR_BYTES, decode_tensor, tensor_chunks
+from shoal.serving.wire import address_of, field, read_fields, varint
+
+Encoded = bytes | list[Any]
+"""A tensor as bytes, or as the chunks that make them up."""
+
+PREDICT = "/tensorflow.serving.PredictionService/Predict"
+GET_MODEL_METADATA = "/tensorflow.serving.PredictionService/GetModelMetadata"
+GET_MODEL_STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
+RELOAD_CONFIG = "/tensorflow.serving.ModelService/HandleReloadConfigRequest"
+
+
+@dataclass(slots=True)
+class PredictCall:
+    """A parsed PredictRequest; its tensors are still encoded, as slices of the message."""
+
+    spec: ModelSpec
+    inputs: dict[str, memoryview]
+    output_filter: list[str]
+
+    def tensor(self, alias: str, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
+        try:
+            return decode_tensor(self.inputs[alias], max_bytes)
+        except DataError as error:
+            raise DataError(f"input {alias!r}: {error}") from None
+
+
+def model_spec(name: str, signature_name: str = "", version: int | None = None) -> ModelSpec:
+    spec = ModelSpec(name=name, signature_name=signature_name)
+    if version is not None:
+        spec.version.value = version
+    return spec
+
+
+def encode_request(spec: ModelSpec, inputs: Mapping[str, Encoded], output_filter: Iterable[str] = ()) -> bytes:
+    """A PredictRequest; ``inputs`` are what :func:`encode_tensor` or :func:`tensor_chunks` gives."""
+    chunks = [field(1, spec.SerializeToString())]
+    for alias, tensor in inputs.items():
+        _add_entry(chunks, 2, alias, tensor)
+    chunks += [field(3, alias.encode()) for alias in output_filter]
+    return b"".join(chunks)
+
+
+def _add_entry(chunks: list, number: int, alias: str, tensor: Encoded) -> None:
+    """One entry of a map of tensors; the tensor's bytes are not copied yet."""
+    parts = tensor if isinstance(tensor, list) else [tensor]
+    size = sum(map(len, parts))
+    key = field(1, alias.encode())
+    head = b"\x12" + varint(size)
+    chunks += [varint(number << 3 | 2), varint(len(key) + len(head) + size), key, head, *parts]
+
+
+def decode_request(data: bytes) -> PredictCall:
+    """Raises DataError for bytes that are not a PredictRequest."""
+    whole = memoryview(data)
+    try:
+        specs, tensors, filters = _core.predict_parts(address_of(whole), len(whole))
+        spec = ModelSpec()
+        for begin, size in specs:
+            spec.MergeFromString(data[begin : begin + size])
+        inputs = {
+            data[key : key + key_size].decode(): whole[begin : begin + size]
+            for (key, key_size), (begin, size) in tensors
+        }
+        names = [data[begin : begin + size].decode() for begin, size in filters]
+    except (ValueError, DecodeError) as error:
+        raise DataError(f"it is not a PredictRequest: {error}") from None
+    return PredictCall(spec, inputs, names)
+
+
+def encode_response(spec: ModelSpec, outputs: Mapping[str, Any]) -> bytes:
+    """A PredictResponse from tensors."""
+    chunks: list = []
+    for alias, value in outputs.items():
+        _add_entry(chunks, 1, alias, tensor_chunks(value))
+    chunks.append(field(2, spec.SerializeToString()))
+    return b"".join(chunks)
+
+
+def decode_response(data: bytes) -> tuple[ModelSpec, dict[str, memoryview]]:
+    """(model_spec, outputs still encoded)."""
+    spec, outputs = ModelSpec(), {}
+    for number, wire, value in read_fields(memoryview(data)):
+        if wire == 2 and number == 1:
+            alias, tensor = _map_entry(value)  # pyrefly: ignore
+            outputs[alias] = tensor
+        elif wire == 2 and number == 2:
+            spec.MergeFromString(bytes(value))  # pyrefly: ignore
+    return spec, outputs
+
+
+def _map_entry(data: memoryview) -> tuple[str, memoryview]:
+    alias, tensor = "", memoryview(b"")
+    for number, wire, value in read_fields(data):
+        if wire == 2 and number == 1:
+            alias = _text(value)  # pyrefly: ignore
+        elif wire == 2 and number == 2:
+            tensor = value
+    return alias, tensor  # pyrefly: ignore
+
+
+def _text(value: memoryview) -> str:
+    try:
+        return bytes(value).decode()
+    except UnicodeDecodeError:
+        raise DataError("an alias is not UTF-8") from None

@@ -1,0 +1,203 @@
+"""The dense program of an entry or standalone export: look rows up, pool them, run the net."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shoal.errors import ConfigError, DataError
+from shoal.serving.manifest import SignatureSpec, TensorSpec, inside
+from shoal.serving.remote import remote_predict
+from shoal.serving.servable import Servable, Signature, TableView, Tensors
+
+COMBINERS = ("sum", "mean", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """A sparse input of the net: int64 ids ``[B, L]`` whose rows come from ``slot`` and are pooled.
+
+    ``combiner``: sum or mean over L (``[B, D]``), or none (``[B, L, D]``). ``padding``: an id that stands for nothing.
+    """
+
+    slot: str
+    combiner: str = "sum"
+    padding: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.combiner not in COMBINERS:
+            raise ConfigError(f"feature of {self.slot!r}: combiner must be one of {COMBINERS}, got {self.combiner!r}")
+
+
+def pool(feature: Feature, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``rows`` of ``ids.flatten()``, pooled: ``[B, D]``, or ``[B, L, D]`` for ``none``."""
+    batch, length = ids.shape
+    rows = rows.reshape(batch, length, rows.shape[-1])
+    present = None
+    if feature.padding is not None:
+        present = (ids != feature.padding).unsqueeze(-1)
+        rows = rows * present
+    if feature.combiner == "none":
+        return rows
+    total = rows[:, 0] if length == 1 else rows.sum(1)
+    if feature.combiner == "sum":
+        return total
+    count = torch.full((batch, 1), length) if present is None else present.sum(1)
+    return total / count.clamp(min=1)
+
+
+Lookup = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""slot -> ids, to slot -> rows"""
+
+
+def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
+    """Rows from tables of this process; with shards, table ``<name>_<shard>`` holds the ids of its shard."""
+    places: dict[str, list[tuple[TableView, int]]] = {}
+    for view in views.values():
+        for alias, sub in view.slots.items():
+            places.setdefault(alias, []).append((view, view.sub_tables.index(sub)))
+
+    def lookup(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for slot, ids in wanted.items():
+            parts = places[slot]
+            if len(parts) == 1:
+                found[slot] = parts[0][0].lookup_sub(parts[0][1], ids)
+                continue
+            rows = torch.empty(len(ids), parts[0][0].dims[parts[0][1]])
+            owner = torch.remainder(ids, shards)
+            for shard, (view, number) in enumerate(parts):
+                chosen = owner == shard
+                rows[chosen] = view.lookup_sub(number, ids[chosen])
+            found[slot] = rows
+        return found
+
+    return lookup
+
+
+def remote_lookup(model_name: str, num_ps: int, dims: Mapping[str, int], deadline_millis: float) -> Lookup:
+    """Rows from the embedding shards: distinct ids go to shard ``id mod num_ps``, one call each."""
+    slots = sorted(dims)
+
+    def lookup(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        unique = {slot: torch.unique(wanted.get(slot, torch.empty(0, dtype=torch.int64)), return_inverse=True) for slot in slots}
+        rows = {slot: torch.zeros(len(ids), dims[slot]) for slot, (ids, _) in unique.items()}
+        for shard in range(num_ps):
+            chosen = {slot: torch.remainder(ids, num_ps) == shard for slot, (ids, _) in unique.items()}
+            if not any(bool(mask.any()) for mask in chosen.values()):
+                continue
+            answers = remote_predict(
+                slots, [unique[slot][0][chosen[slot]] for slot in slots], slots,
+                model_name=f"{model_name}:ps_{shard}", task=shard, old_model_name=f"ps_{shard}",
+                max_rpc_deadline_millis=deadline_millis, signature_name="lookup",
+                output_types=[torch.float32] * len(slots),
+            )  # fmt: skip
+            for slot, answer in zip(slots, answers, strict=True):
+                rows[slot][chosen[slot]] = answer.reshape(-1, dims[slot])
+        return {slot: rows[slot][unique[slot][1]] for slot in wanted}
+
+    return lookup
+
+
+class Program:
+    """A net with its features: ``{alias: tensor}`` in, ``{alias: tensor}`` out."""
+
+    def __init__(self, net: Callable[..., Any], features: Mapping[str, Feature], outputs: list[str], lookup: Lookup) -> None:
+        self._net, self._features, self._outputs, self._lookup = net, dict(features), outputs, lookup
+
+    def __call__(self, inputs: Tensors) -> Tensors:
+        arguments = dict(inputs)
+        wanted: dict[str, list[torch.Tensor]] = {}
+        for alias, feature in self._features.items():
+            wanted.setdefault(feature.slot, []).append(inputs[alias].reshape(-1))
+        rows = self._lookup({slot: ids[0] if len(ids) == 1 else torch.cat(ids) for slot, ids in wanted.items()})
+        at = dict.fromkeys(wanted, 0)
+        for alias, feature in self._features.items():
+            ids = inputs[alias]
+            begin = at[feature.slot]
+            at[feature.slot] = end = begin + ids.numel()
+            arguments[alias] = pool(feature, ids, rows[feature.slot][begin:end])
+        with torch.inference_mode():
+            return named_outputs(self._net(**arguments), self._outputs)
+
+
+def direct_call(exported: torch.export.ExportedProgram) -> Callable[..., Any]:
+    """The program as a call with keywords, its parameters bound; ten times less overhead than ``exported.module()``.
+
+    Programs that change buffers, or take anything but tensors, are run the ordinary way.
+    """
+    kinds = torch.export.graph_signature.InputKind
+    signature = exported.graph_signature
+    bound = {**exported.state_dict, **exported.constants}
+    places: list[tuple[str | None, torch.Tensor | None]] = []
+    for spec in signature.input_specs:
+        if spec.kind == kinds.USER_INPUT:
+            name = getattr(spec.arg, "name", None)
+            if name is None:
+                return exported.module()
+            places.append((name, None))
+        elif spec.kind in (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR) and spec.target in bound:
+            places.append((None, bound[spec.target]))
+        else:
+            return exported.module()
+    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+        return exported.module()
+    arguments = exported.call_spec.in_spec
+    names = arguments.children()[1].context if hasattr(arguments, "children") else arguments.children_specs[1].context
+    order = [name for name, _ in places if name is not None]
+    if len(names) != len(order):
+        return exported.module()
+    alias_of = dict(zip(order, names, strict=True))
+    graph, out_spec = exported.graph_module, exported.call_spec.out_spec
+
+    def call(**inputs: torch.Tensor) -> Any:
+        flat = [value if name is None else inputs[alias_of[name]] for name, value in places]
+        return pytree.tree_unflatten(graph(*flat), out_spec)
+
+    return call
+
+
+def named_outputs(result: Any, names: list[str] | None = None) -> Tensors:
+    """A net's result as ``{alias: tensor}``; a single tensor is ``output``, a tuple takes ``names``."""
+    if isinstance(result, dict):
+        return result
+    if isinstance(result, tuple | list):
+        return dict(zip(names or [f"output_{i}" for i in range(len(result))], result, strict=True))
+    return {names[0] if names else "output": result}
+
+
+def describe(features: Mapping[str, Feature], outputs: list[str], **more: Any) -> dict[str, Any]:
+    """The manifest's ``program``."""
+    listed = {alias: asdict(feature) for alias, feature in features.items()}
+    return {"file": "variables/program.pt2", "features": listed, "outputs": outputs, **more}
+
+
+def load_program(directory: Path, manifest: Any, views: Mapping[str, TableView], servable: Callable[[], Servable]) -> Signature:
+    """``serving_default`` of an exported directory."""
+    given = manifest.program
+    try:
+        features = {alias: Feature(**each) for alias, each in given["features"].items()}
+        file = inside(directory, directory / given["file"])
+        outputs, num_ps = list(given["outputs"]), int(given.get("num_ps", 0))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
+    net = direct_call(torch.export.load(str(file)))
+    if given.get("remote"):
+        dims = {slot: int(dim) for slot, dim in given["dims"].items()}
+        lookup = remote_lookup(manifest.model_name, num_ps, dims, float(given.get("max_rpc_deadline_millis", 30000)))
+    else:
+        lookup = local_lookup(views, max(1, num_ps))
+    program = Program(net, features, outputs, lookup)
+    spec = manifest.signatures["serving_default"]
+    return Signature(SignatureSpec(dict(spec.inputs), dict(spec.outputs)), program, batch=True)
+
+
+def input_specs(features: Mapping[str, Feature], dense: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    from shoal.serving.servable import dtype_of
+
+    specs = {alias: TensorSpec("int64", [None, None]) for alias in features}
+    specs |= {alias: TensorSpec(dtype_of(value), [None, *value.shape[1:]]) for alias, value in dense.items()}
+    return specs

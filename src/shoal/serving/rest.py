@@ -1,0 +1,302 @@
+"""TF-Serving's REST form, metrics, health and the status page, over plain HTTP or TLS."""
+
+import base64
+import binascii
+import json
+import logging
+import re
+import ssl
+import threading
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from google.protobuf import json_format
+
+from shoal.errors import ConfigError, DataError
+from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataResponse, ModelSpec
+from shoal.serving.net_utils import split_address
+from shoal.serving.servable import Tensors
+from shoal.serving.status import Code, StatusError, invalid_argument, not_found
+from shoal.serving.status_page import PAGE, snapshot
+from shoal.serving.tensors import dtype_code, torch_dtype
+
+log = logging.getLogger(__name__)
+
+_HTTP = {
+    Code.INVALID_ARGUMENT: 400,
+    Code.NOT_FOUND: 404,
+    Code.UNAUTHENTICATED: 401,
+    Code.PERMISSION_DENIED: 403,
+    Code.RESOURCE_EXHAUSTED: 413,
+    Code.UNAVAILABLE: 503,
+    Code.DEADLINE_EXCEEDED: 504,
+    Code.UNIMPLEMENTED: 501,
+}
+_PATH = re.compile(
+    r"/v1/models/(?P<name>[^/]+?)(?:/versions/(?P<version>\d+)|/labels/(?P<label>[^/:]+))?(?P<what>/metadata|:[a-z]+)?"
+)
+
+
+class RestServer:
+    """The HTTP side of a ``ModelServer``."""
+
+    def __init__(self, server: Any, address: str) -> None:
+        server.security.check_bind(address)
+        host, port = split_address(address)
+        handler = type("Handler", (_Handler,), {"owner": server})
+        try:
+            self._http = _Http((host, port), handler)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {address}: {error.strerror}") from None
+        if server.security.certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(server.security.certificate, server.security.key)
+            if server.security.client_ca is not None:
+                context.load_verify_locations(server.security.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+            self._http.socket = context.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
+        self.port: int = self._http.server_address[1]
+        self._thread = threading.Thread(target=self._http.serve_forever, name="shoal-rest", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._http.shutdown()
+            self._thread.join(timeout=10)
+        self._http.server_close()
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a connection from %s ended badly", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: Any
+    protocol_version = "HTTP/1.1"
+    server_version = "shoal"
+    sys_version = ""
+    timeout = 30
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)
+
+    def do_GET(self) -> None:  # noqa: N802 (the base class's name)
+        self._answer(self._get)
+
+    def do_POST(self) -> None:  # noqa: N802
+        self._answer(self._post)
+
+    # --- the frame --------------------------------------------------------------------------------------------------
+
+    def _answer(self, make: Any) -> None:
+        try:
+            status, kind, body = 200, *make()
+        except StatusError as error:
+            status, kind = _HTTP.get(Code(error.code), 500), "application/json"
+            body = json.dumps({"error": error.message}).encode()
+        except Exception as error:
+            log.exception("%s failed", self.path)
+            status, kind, body = 500, "application/json", json.dumps({"error": str(error)}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if kind.startswith("text/html"):
+            self.send_header("Content-Security-Policy", "default-src 'self' 'unsafe-inline'")
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        if status >= 400:  # what is left of the body was not read
+            self.close_connection = True
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _identify(self) -> str:
+        bearer = self.headers.get("Authorization", "")
+        bearer = bearer[len("Bearer ") :] if bearer.startswith("Bearer ") else ""
+        name = ""
+        if isinstance(self.connection, ssl.SSLSocket) and (certificate := self.connection.getpeercert()):
+            subject = dict(pair for group in certificate.get("subject", ()) for pair in group)  # pyrefly: ignore
+            name = subject.get("commonName", "")
+        identity = self.owner.security.identify(bearer, name)
+        if identity is None:
+            raise StatusError(Code.UNAUTHENTICATED, "no known token; send Authorization: Bearer …")
+        return identity
+
+    def _body(self) -> bytes:
+        limit = self.owner.max_message_bytes
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            raise invalid_argument("send the body with a Content-Length")
+        if int(length) > limit:
+            raise StatusError(Code.RESOURCE_EXHAUSTED, f"the body has {length} bytes; at most {limit} are taken")
+        data = self.rfile.read(int(length))
+        encoding = self.headers.get("Content-Encoding", "identity").lower()
+        if encoding == "identity":
+            return data
+        if encoding not in ("gzip", "deflate"):
+            raise invalid_argument(f"Content-Encoding {encoding!r} is not taken; use gzip, deflate or none")
+        unpacker = zlib.decompressobj(wbits=47)
+        try:
+            data = unpacker.decompress(data, limit)
+        except zlib.error as error:
+            raise invalid_argument(f"the body is not {encoding}: {error}") from None
+        if unpacker.unconsumed_tail:
+            raise StatusError(Code.RESOURCE_EXHAUSTED, f"the body unpacks to more than {limit} bytes")
+        return data
+
+    # --- routes -----------------------------------------------------------------------------------------------------
+
+    def _get(self) -> tuple[str, bytes]:
+        path = self.path.partition("?")[0]
+        if path == "/healthz":
+            return "text/plain", b"ok\n"
+        self._identify()
+        if path == "/":
+            return "text/html; charset=utf-8", PAGE
+        if path == "/status.json":
+            return "application/json", json.dumps(snapshot(self.owner)).encode()
+        if path == "/metrics":
+            import prometheus_client
+
+            return prometheus_client.CONTENT_TYPE_LATEST, prometheus_client.generate_latest()
+        spec, what = self._parse(path)
+        if what == "/metadata":
+            response = GetModelMetadataResponse()
+            resolved, signatures = self.owner.metadata(spec)
+            content = {
+                "model_spec": json_format.MessageToDict(resolved, preserving_proto_field_name=True),
+                "metadata": {"signature_def": json_format.MessageToDict(signatures, preserving_proto_field_name=True)},
+            }
+            del response
+            return "application/json", json.dumps(content).encode()
+        if what:
+            raise not_found(f"GET {path} is no route; POST it")
+        status = self.owner.status(spec)
+        rows = [
+            {
+                "version": str(each.version),
+                "state": each.DESCRIPTOR.enum_types_by_name["State"].values_by_number[each.state].name,
+                "status": {"error_code": Code(each.status.error_code).name, "error_message": each.status.error_message},
+            }
+            for each in status.model_version_status
+        ]
+        return "application/json", json.dumps({"model_version_status": rows}).encode()
+
+    def _post(self) -> tuple[str, bytes]:
+        identity = self._identify()
+        spec, what = self._parse(self.path.partition("?")[0])
+        if what != ":predict":
+            raise not_found(f"POST {self.path} is no route; use /v1/models/NAME:predict")
+        try:
+            request = json.loads(self._body())
+        except (ValueError, RecursionError) as error:
+            raise invalid_argument(f"the body is not JSON: {error}") from None
+        if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
+            raise invalid_argument("the body is an object with either instances (rows) or inputs (columns)")
+        spec.signature_name = str(request.get("signature_name", ""))
+        with self.owner.model(spec.name).use(spec) as version:
+            servable = version.servable
+            wanted = servable.signatures.get(spec.signature_name or "serving_default") if servable else None
+        specs = wanted.spec.inputs if wanted is not None else {}
+        rows = "instances" in request
+        columns = _columns(request["instances"]) if rows else request["inputs"]
+        if not isinstance(columns, dict):  # the only input need not be named
+            columns = {next(iter(specs), ""): columns} if len(specs) == 1 else {"": columns}
+        _, outputs = self.owner.predict(spec, lambda: _tensors(columns, specs), [], identity)
+        values = {alias: _plain(value) for alias, value in outputs.items()}
+        only = len(values) == 1
+        if not rows:
+            return "application/json", json.dumps({"outputs": next(iter(values.values())) if only else values}).encode()
+        if only:
+            return "application/json", json.dumps({"predictions": next(iter(values.values()))}).encode()
+        joined = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+        return "application/json", json.dumps({"predictions": joined}).encode()
+
+    def _parse(self, path: str) -> tuple[ModelSpec, str]:
+        from urllib.parse import unquote
+
+        found = _PATH.fullmatch(unquote(path))
+        if found is None:
+            raise not_found(f"{path} is no route; routes are /, /metrics, /healthz and /v1/models/NAME[/versions/N]")
+        spec = ModelSpec(name=found["name"])
+        if found["version"]:
+            spec.version.value = int(found["version"])
+        elif found["label"]:
+            spec.version_label = found["label"]
+        return spec, found["what"] or ""
+
+
+def _columns(instances: Any) -> Any:
+    if not isinstance(instances, list) or not instances:
+        raise invalid_argument("instances is a list of at least one row")
+    if not all(isinstance(row, dict) and not _is_b64(row) for row in instances):
+        return instances
+    names = instances[0].keys()
+    if any(row.keys() != names for row in instances):
+        raise invalid_argument("every instance must have the same keys")
+    return {name: [row[name] for row in instances] for name in names}
+
+
+def _is_b64(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"b64"}
+
+
+def _tensors(columns: dict[str, Any], specs: dict[str, Any]) -> Tensors:
+    tensors: Tensors = {}
+    for alias, value in columns.items():
+        spec = specs.get(alias)
+        try:
+            if spec is not None and spec.dtype == "string":
+                tensors[alias] = np.array(_strings(value), dtype=object)
+            elif spec is not None:
+                tensors[alias] = torch.tensor(value, dtype=torch_dtype(dtype_code(spec.dtype)))
+            else:
+                tensors[alias] = torch.empty(0)  # refused by name when inputs are checked
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise DataError(f"input {alias!r} is not a {spec.dtype if spec else ''} tensor: {error}") from None
+    return tensors
+
+
+def _strings(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_strings(each) for each in value]
+    if _is_b64(value):
+        try:
+            return base64.b64decode(value["b64"], validate=True)
+        except (binascii.Error, TypeError) as error:
+            raise ValueError(f"b64 text is broken: {error}") from None
+    if isinstance(value, str):
+        return value.encode()
+    raise TypeError(f"{type(value).__name__} is not a string")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, np.ndarray):
+        return [_plain(each) for each in value] if value.ndim else _plain(value.item())
+    return {"b64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def token_file(path: Path) -> dict[str, str]:
+    """identity -> token from lines ``identity token``; the file should be readable by its owner only."""
+    tokens = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        parts = line.split()
+        if not parts or parts[0].startswith("#"):
+            continue
+        if len(parts) != 2:
+            raise ConfigError(f"{path}:{number}: a line is 'identity token'")
+        tokens[parts[0]] = parts[1]
+    return tokens

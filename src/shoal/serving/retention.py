@@ -1,0 +1,83 @@
+"""Which exports of a sub-graph exist, and which of them are deleted."""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from google.protobuf import text_format
+
+from shoal.errors import DataError
+from shoal.proto.serving.export_pb2 import ServingModelState
+from shoal.serving.metrics import emit_store
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = "ExportSaverListenerState"
+
+
+def get_global_step(checkpoint_path: str | os.PathLike) -> int:
+    """The number after the final ``model.ckpt-`` of a checkpoint's path; anything else is an assertion error."""
+    found = re.fullmatch(r".*model\.ckpt-(\d+)", os.fspath(checkpoint_path), re.DOTALL)
+    assert found is not None, f"{os.fspath(checkpoint_path)!r} does not end in model.ckpt-<step>"
+    return int(found.group(1))
+
+
+def get_export_saver_listener_state(export_dir_base: str | os.PathLike) -> ServingModelState:
+    """The state of a sub-graph's directory; a missing file reads as empty."""
+    file = Path(export_dir_base) / STATE_FILE
+    state = ServingModelState()
+    try:
+        text_format.Parse(file.read_text(), state)
+    except FileNotFoundError:
+        pass
+    except text_format.ParseError as error:
+        raise DataError(f"{file} is no ServingModelState: {error}") from None
+    return state
+
+
+def overwrite_export_saver_listener_state(export_dir_base: str | os.PathLike, state: ServingModelState) -> None:
+    """Writes the state beside itself and renames it into place."""
+    base = Path(export_dir_base)
+    base.mkdir(parents=True, exist_ok=True)
+    temporary = base / f"{STATE_FILE}-tmp"
+    temporary.write_text(text_format.MessageToString(state))
+    os.replace(temporary, base / STATE_FILE)
+
+
+def add_export(export_dir_base: str | os.PathLike, export_dir: str | os.PathLike, global_step: int) -> None:
+    """Appends an export to the state."""
+    state = get_export_saver_listener_state(export_dir_base)
+    state.entries.add(export_dir=os.fspath(export_dir), global_step=global_step)
+    overwrite_export_saver_listener_state(export_dir_base, state)
+    version = Path(export_dir).name
+    if version.isdecimal():
+        emit_store("export_models.latest_version", int(version), f"export_dir={os.fspath(export_dir_base)}")
+
+
+def delete_old_exports(
+    export_dir_base: str | os.PathLike,
+    existing_steps: Iterable[int],
+    exempt_checkpoint_paths: Iterable[str | os.PathLike] = (),
+) -> list[str]:
+    """Deletes every export whose step is neither among the checkpoints nor exempt; returns their ``export_dir``s.
+
+    A directory that is already gone is no error.
+    """
+    kept_steps = set(existing_steps) | {get_global_step(path) for path in exempt_checkpoint_paths}
+    state = get_export_saver_listener_state(export_dir_base)
+    kept, deleted = ServingModelState(), []
+    for entry in state.entries:
+        if entry.global_step in kept_steps:
+            kept.entries.add().CopyFrom(entry)
+            continue
+        deleted.append(entry.export_dir)
+        try:
+            shutil.rmtree(entry.export_dir)
+        except FileNotFoundError:
+            log.info("export %s was already gone", entry.export_dir)
+    if deleted:
+        overwrite_export_saver_listener_state(export_dir_base, kept)
+    return deleted

@@ -1,0 +1,182 @@
+"""TLS and tokens for every port: what clients present, what servers demand, where servers may listen."""
+
+import hmac
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError, missing_extra
+
+try:
+    import grpc
+except ImportError:
+    raise missing_extra("grpcio", "server") from None
+
+MAX_MESSAGE_BYTES = 2**31 - 1
+PUSH_MESSAGE_BYTES = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSecurity:
+    """What a client presents: a CA to check the server by, its own certificate for mutual TLS, a bearer token."""
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    token: str = field(default="", repr=False)
+    server_name: str = ""
+    """Name that the server's certificate must carry, when it is not the one dialled."""
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("client security: certificate and key come together; give both or neither")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSecurity:
+    """What a server demands. With nothing set it takes anyone, which is allowed on loopback only."""
+
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    """Clients must show a certificate that this CA signed."""
+    tokens: dict[str, str] = field(default_factory=dict, repr=False)
+    """identity -> bearer token; with any set, calls without one of them are refused."""
+    pushers: frozenset[str] | None = None
+    """Identities (token names or certificate common names) that may push rows; None = every accepted one."""
+    allow_insecure: bool = False
+    """Listen off loopback without TLS or without tokens all the same."""
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("server security: certificate and key come together; give both or neither")
+        if self.client_ca is not None and self.certificate is None:
+            raise ConfigError("server security: client_ca needs the server's own certificate and key")
+
+    @property
+    def authenticates(self) -> bool:
+        return bool(self.tokens) or self.client_ca is not None
+
+    def check_bind(self, address: str) -> None:
+        """Raises unless ``host:port`` is loopback, or TLS and identities are both set, or it was asked for by name."""
+        if self.allow_insecure or is_loopback(address) or (self.certificate is not None and self.authenticates):
+            return
+        raise ConfigError(
+            f"refusing to listen on {address}: off loopback a server needs TLS (certificate, key) and tokens or a "
+            "client CA; set them, listen on 127.0.0.1, or pass allow_insecure=True (--allow-insecure)"
+        )
+
+    def identify(self, bearer: str, common_name: str = "") -> str | None:
+        """Who is calling: a token's name, a certificate's common name, "" for anyone where nothing is demanded."""
+        if not self.authenticates:
+            return ""
+        found = None
+        for name, token in self.tokens.items():  # all are compared, so the time taken tells nothing
+            if hmac.compare_digest(token.encode(), bearer.encode()):
+                found = name
+        if found is None and not self.tokens:
+            found = common_name or None
+        return found
+
+    def may_push(self, identity: str) -> bool:
+        return self.pushers is None or identity in self.pushers
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``host:port`` can be reached from this machine only. Unix sockets count."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+_client_security: ClientSecurity | None = None
+
+
+def set_client_security(security: ClientSecurity | None) -> None:
+    """What this process's outgoing serving channels present; ``None`` = plain channels."""
+    global _client_security
+    _client_security = security
+
+
+def client_security() -> ClientSecurity | None:
+    """The process's setting."""
+    return _client_security
+
+
+def open_channel(address: str, max_bytes: int = MAX_MESSAGE_BYTES, security: ClientSecurity | None = None) -> Any:
+    """A gRPC channel to ``address``, secured by ``security`` or by the process's setting."""
+    security = security or _client_security
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_send_message_length", max_bytes),
+        ("grpc.max_receive_message_length", max_bytes),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    if security is None or (security.ca is None and security.certificate is None):
+        channel = grpc.insecure_channel(address, options)
+    else:
+        read = {name: path and Path(path).read_bytes() for name, path in _files(security).items()}
+        if security.server_name:
+            options.append(("grpc.ssl_target_name_override", security.server_name))
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(**read), options)
+    if security is not None and security.token:
+        channel = grpc.intercept_channel(channel, _AddToken(security.token))
+    return channel
+
+
+def _files(security: ClientSecurity) -> dict[str, Path | None]:
+    return {
+        "root_certificates": security.ca,
+        "private_key": security.key,
+        "certificate_chain": security.certificate,
+    }
+
+
+class _AddToken(grpc.UnaryUnaryClientInterceptor):
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        details = _Details(client_call_details, [*(client_call_details.metadata or ()), self._header])
+        return continuation(details, request)
+
+
+class _Details(grpc.ClientCallDetails):
+    def __init__(self, base: Any, metadata: list) -> None:
+        self.method, self.timeout, self.metadata = base.method, base.timeout, metadata
+        self.credentials = base.credentials
+        self.wait_for_ready, self.compression = base.wait_for_ready, base.compression
+
+
+def caller(context: Any, security: ServerSecurity) -> str | None:
+    """The identity behind a gRPC call, None when it must be refused."""
+    bearer = ""
+    for key, value in context.invocation_metadata():
+        if key == "authorization" and value.startswith("Bearer "):
+            bearer = value[len("Bearer ") :]
+    names = context.auth_context().get("x509_common_name", [])
+    return security.identify(bearer, names[0].decode(errors="replace") if names else "")
+
+
+def bind(server: Any, address: str, security: ServerSecurity) -> int:
+    """Opens the server's port under ``security``; returns the port."""
+    security.check_bind(address)
+    if security.certificate is None:
+        port = server.add_insecure_port(address)
+    else:
+        pair = (Path(security.key).read_bytes(), Path(security.certificate).read_bytes())  # pyrefly: ignore
+        roots = Path(security.client_ca).read_bytes() if security.client_ca else None
+        port = server.add_secure_port(address, grpc.ssl_server_credentials([pair], roots, roots is not None))
+    if not port:
+        raise ConfigError(f"cannot listen on {address}: the address is in use or not of this machine")
+    return port

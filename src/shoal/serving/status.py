@@ -1,0 +1,80 @@
+"""The error that carries a gRPC status, and the codes that serving uses."""
+
+from enum import IntEnum
+from typing import Any
+
+from shoal.errors import ShoalError
+
+
+class Code(IntEnum):
+    """gRPC status codes."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+class StatusError(ShoalError):
+    """A call that ended with a status other than OK. With code 3 or 6 it is also a ``ValueError``.
+
+    Attributes:
+        code: the gRPC code, an int.
+        message: what happened, for people.
+    """
+
+    code: int
+    message: str
+
+    def __new__(cls, code: int, message: str = "") -> "StatusError":
+        if cls is StatusError and int(code) in (Code.INVALID_ARGUMENT, Code.ALREADY_EXISTS):
+            cls = _StatusValueError
+        return super().__new__(cls, code, message)
+
+    def __init__(self, code: int, message: str = "") -> None:
+        super().__init__(code, message)
+        self.code = int(code)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class _StatusValueError(StatusError, ValueError):
+    pass
+
+
+_StatusValueError.__name__ = _StatusValueError.__qualname__ = "StatusError"
+
+
+def invalid_argument(message: str) -> StatusError:
+    return StatusError(Code.INVALID_ARGUMENT, message)
+
+
+def not_found(message: str) -> StatusError:
+    return StatusError(Code.NOT_FOUND, message)
+
+
+def unavailable(message: str) -> StatusError:
+    return StatusError(Code.UNAVAILABLE, message)
+
+
+def from_rpc_error(error: Any) -> StatusError:
+    """The :class:`StatusError` of a ``grpc.RpcError``."""
+    code = error.code() if hasattr(error, "code") else None
+    number = code.value[0] if code is not None else int(Code.UNKNOWN)
+    text = error.details() if hasattr(error, "details") else str(error)
+    return StatusError(number, text or (code.name if code is not None else "RPC failed"))

@@ -1,0 +1,161 @@
+"""Touched rows across processes: a trainer offers them, `shoal sync` in another process takes and pushes them.
+
+The trainer's model server gets two signatures under one model name: ``touched`` steals the touched ids, ``lookup``
+reads their current rows. Stolen ids are held until the next call acknowledges them, so a follower that dies loses
+none.
+"""
+
+import threading
+from typing import Any
+
+import grpc
+import torch
+
+from shoal.errors import ConfigError
+from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, ModelConfig, SignatureDefMap
+from shoal.serving.manifest import SignatureSpec, TensorSpec
+from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
+from shoal.serving.security import ClientSecurity, open_channel
+from shoal.serving.servable import Servable, Signature, Tensors
+from shoal.serving.status import from_rpc_error
+from shoal.serving.sync_client import SyncClientHandle
+from shoal.serving.tensors import decode_tensor, encode_tensor
+from shoal.serving.touched import Groups, merge
+from shoal.serving.versions import Model
+
+MULTI = "/touched"
+
+
+class SyncSource:
+    """Offers what the tables of a sync client have trained, on a ``ModelServer`` of this process.
+
+    The client must not have rounds of its own: ids go to whoever takes them first.
+
+    Args:
+        server: where it is offered.
+        handle: the client that the tables are attached to.
+        model_name: the name to follow it by.
+    """
+
+    def __init__(self, server: Any, handle: SyncClientHandle, model_name: str = "trainer") -> None:
+        self._handle = handle
+        self._lock = threading.Lock()
+        self._held: Groups = {}
+        self._sequence = 0
+        names = handle.table_names
+        lookup = SignatureSpec(
+            {name: TensorSpec("int64", [None]) for name in names},
+            {name: TensorSpec("float", [None, dim]) for name, dim in names.items()},
+        )
+        touched = SignatureSpec(
+            {"ack": TensorSpec("int64", [])},
+            {"sequence": TensorSpec("int64", []), **{f"{name}_id": TensorSpec("int64", [None]) for name in names}},
+        )
+        multi = handle.multi_table_name
+        signatures = {
+            "lookup": Signature(lookup, self._lookup),
+            f"{multi or ''}{MULTI}": Signature(touched, self._touched, push=True),
+        }
+        with server._lock:
+            model = server._models.setdefault(model_name, Model(ModelConfig(name=model_name)))
+        model.publish(Servable(signatures), 1)
+
+    def _lookup(self, inputs: Tensors) -> Tensors:
+        return {name: self._handle.lookup(name, ids) for name, ids in inputs.items()}
+
+    def _touched(self, inputs: Tensors) -> Tensors:
+        with self._lock:
+            if int(inputs["ack"]) == self._sequence:
+                self._held = {}
+            self._held = merge(self._held, self._handle.touched.steal()[0])
+            self._sequence += 1
+            result: Tensors = {"sequence": torch.tensor(self._sequence)}
+            for number, name in enumerate(self._handle.table_order):
+                ids = self._held.get(number)
+                result[f"{name}_id"] = torch.from_numpy(ids) if ids is not None else torch.empty(0, dtype=torch.int64)
+            return result
+
+
+class SourceFollower:
+    """The other side of a :class:`SyncSource`: pulls its touched ids into a client of this process."""
+
+    def __init__(self, address: str, handle: SyncClientHandle, model_name: str, security: ClientSecurity | None) -> None:
+        self.address, self._handle, self._model = address, handle, model_name
+        self._channel = open_channel(address, security=security)
+        self._predict = self._channel.unary_unary(PREDICT)
+        self._ack = 0
+        signatures = self._signatures()
+        touched = next((name for name in signatures if name.endswith(MULTI)), None)
+        if touched is None:
+            raise ConfigError(f"{address} serves no touched rows as {model_name!r}; start a SyncSource there")
+        self._touched = touched
+        outputs = signatures["lookup"].outputs
+        self._dims = {name: info.tensor_shape.dim[1].size for name, info in sorted(outputs.items())}
+        multi = touched[: -len(MULTI)]
+        if multi:
+            parts = [(name, dim, self._reader(name)) for name, dim in self._dims.items()]
+            attached = handle.attach_multi_table(multi, parts) or []
+            self._numbers = {name: number for name, (_, number) in zip(self._dims, attached, strict=True)}
+        else:
+            self._numbers = {}
+            for name, dim in self._dims.items():
+                attached_table = handle.attach_table(name, dim, self._reader(name))
+                assert attached_table is not None
+                self._numbers[name] = attached_table[1]
+
+    def pull(self) -> int:
+        """Moves the source's touched ids here; how many they are."""
+        outputs = self._call(self._touched, {"ack": torch.tensor(self._ack)}, 30.0)
+        count = 0
+        for name, number in self._numbers.items():
+            ids = outputs[f"{name}_id"]
+            self._handle.touched.keys.insert(ids, number)
+            count += len(ids)
+        self._ack = int(outputs["sequence"])
+        return count
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _reader(self, name: str) -> Any:
+        empty = torch.empty(0, dtype=torch.int64)
+
+        def lookup(ids: torch.Tensor) -> torch.Tensor:
+            parts = []
+            for part in ids.split(262144) if len(ids) else (ids,):
+                inputs = {other: part if other == name else empty for other in self._dims}
+                parts.append(self._call("lookup", inputs, 30.0)[name])
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+        return lookup
+
+    def _call(self, signature: str, inputs: Tensors, timeout: float) -> Tensors:
+        payload = encode_request(
+            model_spec(self._model, signature), {alias: encode_tensor(value) for alias, value in inputs.items()}
+        )
+        try:
+            answer = self._predict(payload, timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return {alias: decode_tensor(data) for alias, data in decode_response(answer)[1].items()}
+
+    def _signatures(self) -> Any:
+        request = GetModelMetadataRequest(metadata_field=["signature_def"])
+        request.model_spec.name = self._model
+        call = self._channel.unary_unary(
+            GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
+        )
+        try:
+            response = call(request, timeout=10.0, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        signatures = SignatureDefMap()
+        response.metadata["signature_def"].Unpack(signatures)
+        return signatures.signature_def
+
+
+def follow_source(
+    address: str, handle: SyncClientHandle, model_name: str = "trainer", security: ClientSecurity | None = None
+) -> SourceFollower:
+    """Attaches the tables that a trainer at ``address`` offers to ``handle``; call ``pull()`` before each round."""
+    return SourceFollower(address, handle, model_name, security)

@@ -1,0 +1,276 @@
+"""Tensors to and from TensorFlow's ``TensorProto``.
+
+Writers emit the shape and the typed value list. Readers take typed lists or little-endian ``tensor_content``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal import _core
+from shoal.errors import DataError
+from shoal.proto.serving.tensor_pb2 import DataType, TensorProto
+from shoal.serving.wire import address_of, decode_varints, encode_varints, field, read_fields, read_varint, varint
+
+MAX_TENSOR_BYTES = 2**31 - 1
+"""The largest tensor that is decoded, which is also gRPC's largest message."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How one dtype travels: ``list_field`` holds ``wire`` elements; ``bits`` is the numpy dtype of tensor_content."""
+
+    code: int
+    name: str
+    torch: torch.dtype | None
+    list_field: int
+    wire: str  # f4, f8, varint, bits (varints of a bit pattern) or bytes
+    bits: str  # numpy dtype, little-endian
+
+
+_KINDS = (
+    _Kind(1, "float", torch.float32, 5, "f4", "<f4"),
+    _Kind(2, "double", torch.float64, 6, "f8", "<f8"),
+    _Kind(3, "int32", torch.int32, 7, "varint", "<i4"),
+    _Kind(4, "uint8", torch.uint8, 7, "varint", "<u1"),
+    _Kind(5, "int16", torch.int16, 7, "varint", "<i2"),
+    _Kind(6, "int8", torch.int8, 7, "varint", "<i1"),
+    _Kind(7, "string", None, 8, "bytes", "O"),
+    _Kind(9, "int64", torch.int64, 10, "varint", "<i8"),
+    _Kind(10, "bool", torch.bool, 11, "varint", "?"),
+    _Kind(14, "bfloat16", torch.bfloat16, 13, "bits", "<u2"),
+    _Kind(17, "uint16", torch.uint16, 7, "varint", "<u2"),
+    _Kind(19, "half", torch.float16, 13, "bits", "<u2"),
+    _Kind(22, "uint32", torch.uint32, 16, "varint", "<u4"),
+    _Kind(23, "uint64", torch.uint64, 17, "varint", "<u8"),
+)
+_BY_CODE = {kind.code: kind for kind in _KINDS}
+_BY_TORCH = {kind.torch: kind for kind in _KINDS}
+_STRING = _BY_CODE[7]
+
+
+def dtype_name(code: int) -> str:
+    """``int64`` for 9 and so on; ``dtype 99`` for a code that is not known."""
+    return _BY_CODE[code].name if code in _BY_CODE else f"dtype {code}"
+
+
+def dtype_code(dtype: Any) -> int:
+    """The DataType of a torch dtype, of ``bytes``/``str``, or of the name that :func:`dtype_name` gives."""
+    if dtype in (bytes, str):
+        return _STRING.code
+    if isinstance(dtype, str):
+        for kind in _KINDS:
+            if kind.name == dtype:
+                return kind.code
+    if dtype not in _BY_TORCH:
+        raise DataError(f"{dtype} has no tensor form; use one of {', '.join(kind.name for kind in _KINDS)}")
+    return _BY_TORCH[dtype].code
+
+
+def torch_dtype(code: int) -> torch.dtype | None:
+    """The torch dtype of a DataType, None for STRING."""
+    if code not in _BY_CODE:
+        raise DataError(f"tensor dtype {code} is not supported; known are {sorted(_BY_CODE)}")
+    return _BY_CODE[code].torch
+
+
+def tensor_to_proto(tensor: Any) -> TensorProto:
+    """The ``TensorProto`` of a torch tensor, a numpy array (object arrays of bytes or str are STRING) or nested lists.
+
+    Python floats become FLOAT and ints INT64. The tensor is copied.
+    """
+    return TensorProto.FromString(encode_tensor(tensor))
+
+
+def tensor_from_proto(proto: TensorProto) -> Any:
+    """The torch tensor of a ``TensorProto``; a STRING tensor is a numpy object array of ``bytes``.
+
+    A typed list shorter than the shape is extended with its last value, an empty one means zeros.
+
+    Raises:
+        DataError: unknown dtype or rank, a list longer than the shape, or content of the wrong length.
+    """
+    return decode_tensor(memoryview(proto.SerializeToString()))
+
+
+def encode_tensor(tensor: Any) -> bytes:
+    """The serialised ``TensorProto`` of what :func:`tensor_to_proto` takes, without building the message."""
+    return b"".join(tensor_chunks(tensor))
+
+
+def tensor_chunks(tensor: Any) -> list[Any]:
+    """The same as chunks; a float tensor's memory is one of them, not copied."""
+    kind, shape, array = _as_array(tensor)
+    dims = b"".join(field(2, b"\x08" + varint(size) if size else b"") for size in shape)
+    head = b"\x08" + varint(kind.code) + field(2, dims)
+    if kind is _STRING:
+        return [head, *(field(8, _as_bytes(value)) for value in array)]
+    if not array.size:
+        return [head]
+    if kind.wire in ("f4", "f8"):
+        body = memoryview(array).cast("B")
+    elif array.dtype == np.bool_:
+        body = memoryview(array.view(np.uint8))
+    else:
+        body = encode_varints(array.astype(np.int64, copy=False))
+    return [head + varint(kind.list_field << 3 | 2) + varint(len(body)), body]
+
+
+def encode_content(dtype: str, shape: tuple[int, ...], content: bytes) -> bytes:
+    """A serialised ``TensorProto`` with ``tensor_content``, little-endian, for receivers that asked for it."""
+    dims = b"".join(field(2, b"\x08" + varint(size) if size else b"") for size in shape)
+    return b"\x08" + varint(dtype_code(dtype)) + field(2, dims) + (field(4, content) if content else b"")
+
+
+def _as_bytes(value: Any) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytes | bytearray | memoryview | np.bytes_):
+        return bytes(value)
+    raise DataError(f"a string tensor holds bytes or str, got {type(value).__name__}")
+
+
+def _first_leaf(value: Any) -> Any:
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value
+
+
+def _as_array(tensor: Any) -> tuple[_Kind, tuple[int, ...], np.ndarray]:
+    if not isinstance(tensor, torch.Tensor):
+        array = np.array(tensor, object) if isinstance(_first_leaf(tensor), str | bytes) else np.asarray(tensor)
+        if array.dtype.kind in "OSU":
+            return _STRING, array.shape, array.reshape(-1)
+        if not isinstance(tensor, np.ndarray | np.generic) and array.dtype == np.float64:
+            array = array.astype(np.float32)
+        tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), copy=None, order="C"))
+    kind = _BY_TORCH.get(tensor.dtype)
+    if kind is None:
+        raise DataError(f"a tensor of {tensor.dtype} has no TensorProto form; convert it, for example with .float()")
+    shape = tuple(tensor.shape)
+    tensor = tensor.detach().cpu().contiguous().reshape(-1)
+    if kind.wire == "bits":
+        tensor = tensor.view(torch.uint16)
+    return kind, shape, tensor.numpy()
+
+
+def decode_tensor(data: memoryview, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
+    """The tensor of a serialised ``TensorProto``. Float lists are read in place: the result may share ``data``'s memory.
+
+    ``max_bytes`` bounds the tensor, whatever its shape claims, before memory is taken for it.
+    """
+    try:
+        code, shape, unknown_rank, content_at, spans, fields, unpacked = _core.tensor_parts(address_of(data), len(data))
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    kind = _BY_CODE.get(code)
+    if kind is None:
+        raise DataError(f"tensor dtype {code} is not supported; known are {sorted(_BY_CODE)}")
+    if unknown_rank:
+        raise DataError("a tensor's shape has unknown rank; a value needs a shape")
+    content = data[content_at[0] : content_at[0] + content_at[1]]
+    if unpacked:
+        lists = [(wire, value) for number, wire, value in read_fields(data) if number == kind.list_field]
+    else:
+        lists = [(2, data[at : at + size]) for (at, size), number in zip(spans, fields, strict=True) if number == kind.list_field]
+    count = 1
+    for size in shape:
+        if size < 0:
+            raise DataError(f"a tensor's shape has a dimension of size {size}")
+        count *= size
+    width = np.dtype(kind.bits).itemsize
+    if count * width > max_bytes:
+        raise DataError(
+            f"a {kind.name} tensor of shape {list(shape)} has {count * width} bytes; at most {max_bytes} are taken"
+        )
+    if kind is _STRING:
+        return _decode_strings(tuple(shape), count, [bytes(value) for _, value in lists], content)  # pyrefly: ignore
+    if len(content):
+        if len(content) != count * width:
+            raise DataError(
+                f"tensor_content has {len(content)} bytes; shape {list(shape)} of {kind.name} needs {count * width}"
+            )
+        array = np.frombuffer(content, kind.bits)
+    else:
+        array = _decode_list(kind, lists, count)
+    if array.size > count:
+        raise DataError(f"a list of {array.size} values does not fit shape {list(shape)}, which holds {count}")
+    if array.size < count:
+        full = np.zeros(count, array.dtype)
+        if array.size:
+            full[: array.size], full[array.size :] = array, array[-1]
+        array = full
+    tensor = _as_tensor(array)
+    if kind.wire == "bits":
+        tensor = tensor.view(kind.torch)
+    return tensor.reshape(shape)
+
+
+class _Shared:
+    """An array's memory, offered as writable: received bytes are read-only, which torch cannot express."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.owner = array
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def _as_tensor(array: np.ndarray) -> torch.Tensor:
+    if not array.flags.writeable:
+        array = np.asarray(_Shared(array)) if array.size and array.flags.aligned else array.copy()
+    return torch.from_numpy(array)
+
+
+def _decode_list(kind: _Kind, lists: list, count: int) -> np.ndarray:
+    parts = []
+    for wire, value in lists:
+        if kind.wire in ("f4", "f8"):
+            width = int(kind.wire[1])
+            if wire == 0 or len(value) % width:
+                raise DataError(
+                    f"a {kind.name} list has {0 if wire == 0 else len(value)} bytes, not a multiple of {width}"
+                )
+            parts.append(np.frombuffer(value, kind.bits))
+        else:
+            packed = varint(value) if wire == 0 else value
+            parts.append(decode_varints(memoryview(packed), count))
+    if not parts:
+        return np.empty(0, kind.bits)
+    array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if kind.wire == "varint" and array.dtype != np.dtype(kind.bits):
+        array = array != 0 if kind.bits == "?" else array.astype(kind.bits)
+    elif kind.wire == "bits":
+        array = array.astype(np.uint16)
+    return array
+
+
+def _decode_strings(shape: tuple, count: int, values: list[bytes], content: memoryview) -> np.ndarray:
+    if len(content):
+        values = _split_strings(content, count)
+    if len(values) > count:
+        raise DataError(f"a list of {len(values)} strings does not fit shape {list(shape)}, which holds {count}")
+    array = np.empty(count, object)
+    array[:] = values[-1] if values else b""
+    array[: len(values)] = values
+    return array.reshape(shape)
+
+
+def _split_strings(content: memoryview, count: int) -> list[bytes]:
+    """TensorFlow's packed form of strings: all lengths as varints, then all bytes."""
+    at, sizes = 0, []
+    for _ in range(count):
+        size, at = read_varint(content, at)
+        sizes.append(size)
+    if at + sum(sizes) != len(content):
+        raise DataError(f"tensor_content of strings has {len(content)} bytes; its lengths ask for {at + sum(sizes)}")
+    values = []
+    for size in sizes:
+        values.append(bytes(content[at : at + size]))
+        at += size
+    return values
+
+
+__all__ = ["MAX_TENSOR_BYTES", "DataType", "TensorProto", "tensor_from_proto", "tensor_to_proto"]

@@ -1,0 +1,114 @@
+"""Which (id, table) pairs wait to be pushed: those trained since the last round, and those that a target missed."""
+
+import logging
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from shoal.serving.metrics import emit_counter
+from shoal.table.touched import TouchedKeySet
+
+log = logging.getLogger(__name__)
+
+CAPACITY = 64 * 1024 * 1024 // 32
+CONCURRENCY_LEVEL = 1024
+
+Groups = dict[int, np.ndarray]
+"""table number -> distinct int64 ids"""
+
+
+class TouchedPairs:
+    """The trained pairs of one client, and since when they have been collected."""
+
+    def __init__(self, name: str, capacity: int = CAPACITY) -> None:
+        self.name = name
+        self.keys = TouchedKeySet(capacity, CONCURRENCY_LEVEL)
+        """Where tables insert; shared with native code."""
+        self._since = time.time()
+        self._dropped = 0
+        self._logged = float("-inf")
+
+    def steal(self) -> tuple[Groups, float]:
+        """(all pairs by table, Unix time before which none of them was trained); the set is empty afterwards."""
+        since, self._since = self._since, time.time()  # before stealing: a pair in between only looks older than it is
+        ids, tables = (each.numpy() for each in self.keys.steal_pairs())
+        self._report(self.keys.touched_key_set_dropped - self._dropped)
+        return {int(table): ids[tables == table] for table in np.unique(tables)}, since
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def _report(self, dropped: int) -> None:
+        if not dropped:
+            return
+        self._dropped += dropped
+        emit_counter("touched_key_set_dropped", dropped, f"client={self.name}")
+        if time.monotonic() - self._logged > 60:
+            self._logged = time.monotonic()
+            log.warning("%s: more ids waited to be pushed than are kept; %d were dropped", self.name, dropped)
+
+
+class History:
+    """Every pair pushed since the last full export, for targets that must catch up. Bounded like the touched set."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._keys = TouchedKeySet(capacity, CONCURRENCY_LEVEL)
+
+    def add(self, groups: Groups) -> None:
+        for table, ids in groups.items():
+            self._keys.insert(torch.from_numpy(ids), table)
+
+    def groups(self) -> Groups:
+        """All of them; they are kept."""
+        ids, tables = (each.numpy() for each in self._keys.steal_pairs())
+        found = {int(table): ids[tables == table] for table in np.unique(tables)}
+        self.add(found)
+        return found
+
+
+class Missed:
+    """What each target still lacks, after failed pushes or because it has just appeared."""
+
+    def __init__(self, name: str, capacity: int = CAPACITY) -> None:
+        self._name = name
+        self._capacity = capacity
+        self._of: dict[str, tuple[Groups, float]] = {}
+
+    def add(self, target: str, groups: Groups, oldest: float | None) -> None:
+        """Remembers pairs for a target; beyond the capacity everything it missed is dropped, counted and logged."""
+        if not any(len(ids) for ids in groups.values()):
+            return
+        former, since = self._of.get(target, ({}, None))
+        merged = merge(former, groups)
+        total = sum(len(ids) for ids in merged.values())
+        if total > self._capacity + 1:
+            emit_counter("touched_key_set_dropped", total, f"client={self._name}|target={target}")
+            log.warning("%s: %s missed %d ids, more than are kept; they were dropped", self._name, target, total)
+            self._of.pop(target, None)
+            return
+        times = [each for each in (since, oldest) if each is not None]
+        self._of[target] = (merged, min(times) if times else time.time())
+
+    def take(self, target: str) -> tuple[Groups, float | None]:
+        return self._of.pop(target, ({}, None))
+
+    def keep_only(self, targets: Iterable[str]) -> None:
+        """Forgets targets that left the list."""
+        kept = set(targets)
+        self._of = {target: what for target, what in self._of.items() if target in kept}
+
+    def count(self, target: str) -> int:
+        return sum(len(ids) for ids in self._of.get(target, ({}, None))[0].values())
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+
+def merge(one: Groups, two: Groups) -> Groups:
+    """The pairs of both."""
+    merged = dict(one)
+    for table, ids in two.items():
+        merged[table] = np.union1d(merged[table], ids) if table in merged else ids
+    return merged

@@ -1,0 +1,170 @@
+"""`AllToAllHashTable`: a table over all ranks with the methods of one local table."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import DataError
+from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
+from shoal.ops.reorder import fused_reorder_by_indices
+from shoal.ops.reorder.op import empty_shards
+from shoal.sharded import environment as env
+from shoal.sharded.backend import AllToAll, default_backend
+from shoal.sharded.distributed_ps_sync import Exchange
+from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.checkpoint import restore_table
+from shoal.table.checkpoint.naming import write_whole
+from shoal.table.fused import apply_blocks
+from shoal.table.table import HashTable
+
+
+class AllToAllHashTable:
+    """One table whose rows are spread over the ranks of a process group by ``id mod N``; on one rank a plain table.
+
+    It stands where a `shoal.HashTable` stands, in `shoal.nn.HashEmbeddingBag` for one, but every rank must call it
+    together with the others, also a rank that has no ids. Updates are summed over a rank's equal ids; an id that
+    several ranks use makes one step per rank, rank 0's first.
+
+    >>> import torch
+    >>> from shoal.sharded import AllToAllHashTable
+    >>> table = AllToAllHashTable(2, optimizer="sgd", initializer="zeros", lr=1.0)
+    >>> _ = table.apply_gradients(torch.tensor([7, 7]), torch.ones(2, 2))
+    >>> table.lookup(torch.tensor([7])).tolist()
+    [[-2.0, -2.0]]
+
+    Args:
+        dim: width of an embedding; further keywords are those of `shoal.HashTable`.
+        backend: the ranks; the default process group unless given.
+        factory: builds this rank's shard from its rank in place of ``dim`` and the keywords.
+    """
+
+    def __init__(
+        self,
+        dim: int | None = None,
+        *,
+        backend: AllToAll | None = None,
+        factory: Callable[[int], HashTable] | None = None,
+        name: str = "all_to_all",
+        **table: Any,
+    ) -> None:
+        self._backend = backend or default_backend()
+        self.world_size, self.rank = self._backend.world_size, self._backend.rank
+        self.table = factory(self.rank) if factory is not None else HashTable(dim or 1, name=name, **table)
+        self.name = self.table.name
+        self.dim_size = self.table.dim_size
+        self.config = self.table.config
+        self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
+        self._last: tuple[Any, int, tuple[Any, ...]] | None = None
+
+    def _route(self, ids: Tensor) -> tuple[Any, ...]:
+        """Where ids go, and which ids came: worked out in the forward pass, used again in the backward pass."""
+        last = self._last
+        if last is not None and last[0]() is ids and last[1] == ids._version:
+            return last[2]
+        fused = fused_reorder_by_indices([ids.view(-1)], self.world_size, [self.dim_size])
+        came, sizes = self._exchange.ids(fused.output, fused.sharded_slot_sizes, 1)
+        route = fused.shard_sizes.long() * self.dim_size, sizes.long() * self.dim_size, came, fused
+        self._last = weakref.ref(ids), ids._version, route
+        return route
+
+    def lookup(
+        self, ids: Tensor, use_multi_threads: bool = False, enable_dedup: bool = False, *,
+        insert_missing: bool = False, req_time: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``."""
+        ids = as_ids(ids, self.name)
+        mine, theirs, came, fused = self._route(ids)
+        rows = self.table.lookup(came, insert_missing=insert_missing, req_time=req_time).view(-1)
+        flat = self._exchange.rows(rows, theirs, mine)
+        return fused_gather_embeddings_by_input(flat, [fused.fused_embedding_offsets], [self.dim_size])[0]
+
+    def apply_gradients(
+        self, ids: Tensor, grads: Tensor, global_step: Any = 0, use_multi_threads: bool = False,
+        enable_dedup: bool = True, req_time: Any = None,
+    ) -> AllToAllHashTable:  # fmt: skip
+        """One optimizer step per rank and distinct id with the sum of that rank's gradients."""
+        ids = as_ids(ids, self.name)
+        grads = as_rows(grads, ids.numel(), self.dim_size, self.name, "grads").view(-1, self.dim_size)
+        step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
+        mine, theirs, came, fused = self._route(ids)
+        size = int(mine.sum())
+        flat = fused_gather_embeddings_by_input_gradient(
+            size, [grads], [fused.fused_embedding_offsets], [self.dim_size]
+        )
+        flat = self._exchange.gradients(self._exchange.cast(flat), mine, theirs)
+        counts = (theirs // self.dim_size).contiguous()
+        rates = self.table._rates(step)
+        apply_blocks([self.table], came, counts, self.world_size, flat, rates, step, seconds, False)
+        return self
+
+    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> AllToAllHashTable:
+        """Every rank's rows, those of rank 0 first; the last of equal ids wins."""
+        return self._write("assign", ids, values, req_time)
+
+    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> AllToAllHashTable:
+        return self._write("assign_add", ids, values, req_time)
+
+    def _write(self, verb: str, ids: Tensor, values: Tensor, req_time: Any) -> AllToAllHashTable:
+        ids = as_ids(ids, self.name).view(-1)
+        values = as_rows(values, ids.numel(), self.dim_size, self.name).view(-1, self.dim_size)
+        shards = self.owner(ids)
+        order = torch.argsort(shards, stable=True)
+        counts = torch.bincount(shards, minlength=self.world_size)
+        came = self._backend.all_to_all(ids[order], counts.tolist())
+        rows = self._backend.all_to_all(values[order].view(-1), (counts * self.dim_size).tolist())
+        getattr(self.table, verb)(came, rows, req_time=req_time)
+        return self
+
+    def owner(self, ids: Tensor) -> Tensor:
+        """The rank of each id."""
+        empty = empty_shards(self.world_size)
+        return torch.remainder(ids, self.world_size - empty) + empty
+
+    def size(self) -> int:
+        """Rows of all ranks; all of them call it together."""
+        return sum(self._backend.gather_totals(self.table.size()))
+
+    def save(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
+        """Writes every rank's rows to a folder that all ranks reach; all of them call it together."""
+        path = Path(folder)
+        self.table.save(str(path / f"rank-{self.rank:05d}" / "rows"))
+        self._backend.gather_totals(0)  # all ranks have written before the folder counts as whole
+        if self.rank == 0:
+            manifest = {"format": 1, "world_size": self.world_size, "empty_rank0": self._empty(), "dim": self.dim_size}
+            write_whole(path / "manifest.json", json.dumps(manifest))
+        self._backend.gather_totals(0)
+        return self
+
+    def restore(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
+        """Replaces all rows with those of `save`, whatever number of ranks wrote them."""
+        path = Path(folder)
+        try:
+            manifest = json.loads((path / "manifest.json").read_text())
+            ranks = int(manifest["world_size"])
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"table {self.name!r}: {path} is no checkpoint of ranks ({error})") from error
+        bases = [str(path / f"rank-{rank:05d}" / "rows") for rank in range(ranks)]
+        same = (ranks, bool(manifest.get("empty_rank0"))) == (self.world_size, self._empty())
+        if same:
+            restore_table(self.table, bases[self.rank])
+        else:
+            restore_table(self.table, bases, shard=(self.rank, self.world_size, self._empty()))
+        return self
+
+    def _empty(self) -> bool:
+        return bool(empty_shards(self.world_size))
+
+    def as_op(self) -> AllToAllHashTable:
+        self.table.as_op()
+        return self
+
+    def __repr__(self) -> str:
+        return f"AllToAllHashTable({self.name!r}, dim={self.dim_size}, rank {self.rank} of {self.world_size})"

@@ -1,0 +1,73 @@
+"""The one thing that synchronous tables ask of a network: ``all_to_all`` of flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.errors import ConfigError
+
+
+class AllToAll(Protocol):
+    """N ranks that exchange parts of flat tensors; all of them call in the same order."""
+
+    rank: int
+    world_size: int
+
+    def all_to_all(self, flat: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None = None) -> Tensor:
+        """Sends ``send_splits[r]`` elements to rank ``r``; what came, rank 0's part first."""
+        ...
+
+    def gather_totals(self, value: int) -> list[int]:
+        """Every rank's value, by rank."""
+        ...
+
+
+class SingleRank:
+    """No network: one rank that owns everything."""
+
+    rank = 0
+    world_size = 1
+
+    def all_to_all(self, flat: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None = None) -> Tensor:
+        return flat
+
+    def gather_totals(self, value: int) -> list[int]:
+        return [value]
+
+
+class ProcessGroup:
+    """A torch process group (the default one unless given): gloo or NCCL, as it was started."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise ConfigError("a synchronous table needs a process group; call torch.distributed.init_process_group()")
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def all_to_all(self, flat: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None = None) -> Tensor:
+        if recv_splits is None:
+            lengths = torch.empty(self.world_size, dtype=torch.int64)
+            dist.all_to_all_single(lengths, torch.tensor(send_splits, dtype=torch.int64), group=self.group)
+            recv_splits = lengths.tolist()
+        out = flat.new_empty(sum(recv_splits))
+        dist.all_to_all_single(out, flat, list(recv_splits), list(send_splits), group=self.group)
+        return out
+
+    def gather_totals(self, value: int) -> list[int]:
+        mine = torch.full((self.world_size,), value, dtype=torch.int64)
+        out = torch.empty_like(mine)
+        dist.all_to_all_single(out, mine, group=self.group)
+        return out.tolist()
+
+
+def default_backend(group: Any = None) -> AllToAll:
+    """The process group where there is one, else a single rank."""
+    if group is not None or (dist.is_available() and dist.is_initialized()):
+        return ProcessGroup(group)
+    return SingleRank()

@@ -1,0 +1,72 @@
+"""Clipping of dense and sparse gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class GradClipType(IntEnum):
+    """What is kept within ``clip_norm``."""
+
+    ClipByNorm = 1
+    """The norm of each tensor alone."""
+    ClipByGlobalNorm = 2
+    """One norm over all dense and sparse gradients."""
+    ClipByValue = 3
+    """Every element."""
+    ClipByDenseAndSparse = 4
+    """The norm of all dense gradients, and that of all sparse ones."""
+    NoClip = 5
+
+
+def global_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The norm of all tensors as one vector."""
+    if not grads:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+
+
+def scaled(grads: Sequence[Tensor], limit: float | None, norm: Tensor) -> list[Tensor]:
+    """Every gradient times ``limit / max(norm, limit)``."""
+    if limit is None:
+        return list(grads)
+    bound = torch.clamp(norm, min=limit)
+    scale = torch.where(bound > 0, limit / bound, torch.zeros_like(bound))
+    return [g * scale.to(g.device) for g in grads]
+
+
+def sparse_limit(
+    clip_type: GradClipType | int, clip_norm: float | None, sparse_clip_norm: float | None, warmup_steps: int | None,
+    step: int,
+) -> float | None:  # fmt: skip
+    """The norm that sparse gradients may have, smaller while the step is below ``warmup_steps``."""
+    limit = sparse_clip_norm
+    if limit is None and clip_type == GradClipType.ClipByGlobalNorm:
+        limit = clip_norm
+    if limit is not None and warmup_steps and step < warmup_steps:
+        limit = limit * step / warmup_steps
+    return limit
+
+
+def clip_gradients(
+    dense: Sequence[Tensor], sparse: Sequence[Tensor], clip_type: GradClipType, clip_norm: float | None,
+    sparse_norm: float | None,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Both groups clipped; ``sparse_norm`` is what `sparse_limit` gave."""
+    dense, sparse = list(dense), list(sparse)
+    if clip_type == GradClipType.ClipByDenseAndSparse:
+        return scaled(dense, clip_norm, global_norm(dense)), scaled(sparse, sparse_norm, global_norm(sparse))
+    if clip_norm is None or clip_type == GradClipType.NoClip:
+        return dense, sparse
+    if clip_type == GradClipType.ClipByGlobalNorm:
+        norm = global_norm([*dense, *sparse])
+        return scaled(dense, clip_norm, norm), scaled(sparse, sparse_norm, norm)
+    if clip_type == GradClipType.ClipByValue:
+        return [g.clamp(-clip_norm, clip_norm) for g in dense], [g.clamp(-clip_norm, clip_norm) for g in sparse]
+    return [scaled([g], clip_norm, torch.linalg.vector_norm(g))[0] for g in dense], [
+        scaled([g], clip_norm, torch.linalg.vector_norm(g))[0] for g in sparse
+    ]

@@ -1,0 +1,321 @@
+"""Tables whose rows are dealt out to parameter servers, or to parts in this process, by ``id mod num_ps``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.sharded import export
+from shoal.sharded.fan_out import fan_out
+from shoal.sharded.route import RouteCache, check_slots, one_dim, positions_of_shards, split_rows
+from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.entry import HashTableConfigInstance, infer_dim_size
+from shoal.table.export_mode import is_exporting, is_exporting_distributed
+
+RAW_METHODS = ("raw_lookup", "raw_apply_gradients", "raw_assign")
+
+
+class DistributedHashTable:
+    """One table in ``ps_num`` parts; ``hash_table_factory(i, config)`` builds the part of shard ``i``.
+
+    Ids are de-duplicated here: one row per distinct id travels, and gradients of equal ids are summed into one
+    optimizer step. ``assign`` and ``assign_add`` send every occurrence in order. Parts may be local tables or
+    `RemoteHashTable`; the latter are asked all at once. It can stand where a `shoal.HashTable` stands.
+    """
+
+    def __init__(
+        self,
+        ps_num: int,
+        config: HashTableConfigInstance,
+        hash_table_factory: Callable[[int, HashTableConfigInstance], Any],
+    ) -> None:
+        self.config = config
+        self.ps_num = ps_num
+        self._tables = [hash_table_factory(i, config) for i in range(max(1, ps_num))]
+        self.name = getattr(self._tables[0], "name", "distributed")
+        self._dim = one_dim(self._tables, f"table {self.name!r}")
+        self._fan = fan_out(self._tables)
+        self._remote = hasattr(self._fan, "client")
+        self._cache = RouteCache()
+
+    @property
+    def tables(self) -> list[Any]:
+        """The parts, by shard."""
+        return list(self._tables)
+
+    @property
+    def dim_size(self) -> int:
+        return self._dim
+
+    def lookup(
+        self, ids: Tensor, use_multi_threads: bool = False, enable_dedup: bool = False, *,
+        insert_missing: bool = False, req_time: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``. The flags only steer speed."""
+        given = ids
+        ids = as_ids(ids, self.name).view(-1)
+        route = self._route(given, ids)
+        return route.gather(self._read(route, insert_missing, as_time(req_time, self.name)))[0]
+
+    def _route(self, given: Any, ids: Tensor) -> Any:
+        key = given if isinstance(given, Tensor) and given.dim() == 1 and given.is_contiguous() else ids
+        return self._cache.route((), [key], len(self._tables), [self._dim])
+
+    def _read(self, route: Any, insert_missing: bool, seconds: int) -> list[Tensor]:
+        more = {"insert_missing": True, "req_time": seconds} if insert_missing else {}
+        if not self._remote:
+            pairs = zip(self._tables, route.ids, strict=True)
+            return [part.lookup(ids, **more).reshape(-1) for part, ids in pairs]
+        from shoal.sharded.ps.protocol import Op, as_tensor
+
+        op = Op.INSERT if insert_missing else Op.LOOKUP
+        requests = {
+            i: part.request(op, route.ids[i], req_time=seconds)
+            for i, part in enumerate(self._tables)
+            if route.ids[i].numel()
+        }
+        replies = self._fan.client.read(requests)
+        empty = torch.empty(0)
+        return [
+            as_tensor(replies[i].payload[0], torch.float32) if i in replies else empty for i in range(len(self._tables))
+        ]
+
+    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> DistributedHashTable:
+        """The last of equal ids wins."""
+        return self._write("assign", ids, values, req_time)
+
+    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> DistributedHashTable:
+        """Every occurrence is added."""
+        return self._write("assign_add", ids, values, req_time)
+
+    def _write(self, verb: str, ids: Tensor, values: Tensor, req_time: Any) -> DistributedHashTable:
+        ids = as_ids(ids, self.name).view(-1)
+        values = as_rows(values, ids.numel(), self._dim, self.name).view(-1, self._dim)
+        seconds = as_time(req_time, self.name)
+        id_parts, value_parts = split_rows(ids, values, len(self._tables))
+        if not self._remote:
+            for part, i, v in zip(self._tables, id_parts, value_parts, strict=True):
+                getattr(part, verb)(i, v, req_time=seconds)
+            return self
+        from shoal.sharded.ps.protocol import Op
+
+        parts = enumerate(zip(self._tables, id_parts, value_parts, strict=True))
+        self._fan.client.write({s: t.request(Op[verb.upper()], i, v, req_time=seconds) for s, (t, i, v) in parts})
+        return self
+
+    def apply_gradients(
+        self, ids: Tensor, grads: Tensor, global_step: Any = 0, use_multi_threads: bool = False,
+        enable_dedup: bool = True, req_time: Any = None,
+    ) -> DistributedHashTable:  # fmt: skip
+        """One optimizer step per distinct id with the sum of its gradients, whatever ``enable_dedup`` says."""
+        given = ids
+        ids = as_ids(ids, self.name).view(-1)
+        grads = as_rows(grads, ids.numel(), self._dim, self.name, "grads").view(-1, self._dim)
+        step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
+        route = self._route(given, ids)
+        flat = route.scatter([grads])
+        if not self._remote:
+            for part, i, floats in zip(self._tables, route.ids, route.floats, strict=True):
+                rows = flat[floats].view(-1, self._dim)
+                part.apply_gradients(i, rows, step, enable_dedup=False, req_time=seconds)
+            return self
+        from shoal.sharded.ps.protocol import Op
+
+        rates = self._tables[0].rates([self._tables[0].name], step)
+        versions = self._fan.client.versions
+        requests = {
+            i: part.request(
+                Op.APPLY, route.ids[i], flat[route.floats[i]], req_time=seconds, global_step=step, rates=rates,
+                read_version=versions[i],
+            )
+            for i, part in enumerate(self._tables)
+        }  # fmt: skip
+        self._fan.client.write(requests, wait=False)
+        return self
+
+    def contains(self, ids: Tensor) -> Tensor:
+        """bool ``[n]``: which ids have a row."""
+        return self._scatter_back(ids, torch.bool, lambda part, part_ids: part.contains(part_ids))
+
+    def reinitialize(self, ids: Tensor) -> tuple[DistributedHashTable, Tensor]:
+        """Fresh rows; int32 ``[n]`` in input order: 1 existed, 0 inserted."""
+        return self, self._scatter_back(ids, torch.int32, lambda part, part_ids: part.reinitialize(part_ids)[1])
+
+    def _scatter_back(self, ids: Tensor, dtype: torch.dtype, call: Callable[[Any, Tensor], Tensor]) -> Tensor:
+        ids = as_ids(ids, self.name).view(-1)
+        out = torch.empty(ids.numel(), dtype=dtype)
+        for part, at in zip(self._tables, positions_of_shards(ids, len(self._tables)), strict=True):
+            out[at] = call(part, ids[at])
+        return out
+
+    def size(self) -> int:
+        """Rows of all parts."""
+        return sum(part.size() for part in self._tables)
+
+    def __len__(self) -> int:
+        return self.size()
+
+    def as_op(self) -> DistributedHashTable:
+        """Waits until everything asked of this table has been applied."""
+        for part in self._tables:
+            part.as_op()
+        return self
+
+    def __repr__(self) -> str:
+        return f"DistributedHashTable({self.name!r}, dim={self._dim}, parts={len(self._tables)})"
+
+
+class DistributedMultiTypeHashTable:
+    """Tables by slot, each in ``num_ps`` parts; ``table_factory(i, slot_to_config)`` builds part ``i`` of all of them.
+
+    A part is a `MultiTypeHashTable`, a `MultiHashTable`, or one of their remote forms. Where all parts have the raw
+    interface and ``transfer_float16`` is off, a call is one flat request over all tables per part, and lookups leave
+    out slots that do not exist. Otherwise an unknown slot raises ``KeyError``.
+
+    Args:
+        transfer_float16: rows and summed gradients are rounded to float16 on their way, at half the bytes.
+        max_rpc_deadline_millis: how long a remote lookup of an exported model waits.
+    """
+
+    def __init__(
+        self,
+        num_ps: int,
+        slot_to_config: Mapping[str, HashTableConfigInstance],
+        table_factory: Callable[[int, Mapping[str, HashTableConfigInstance]], Any],
+        transfer_float16: bool = False,
+        max_rpc_deadline_millis: int = 30,
+    ) -> None:
+        self.num_ps = num_ps
+        self.transfer_float16 = transfer_float16
+        self.max_rpc_deadline_millis = max_rpc_deadline_millis
+        self._configs = {slot: slot_to_config[slot] for slot in sorted(slot_to_config)}
+        self._dims = {slot: infer_dim_size(config.table_config) for slot, config in self._configs.items()}
+        self._tables = [table_factory(i, slot_to_config) for i in range(max(1, num_ps))]
+        self.native = all(hasattr(part, method) for part in self._tables for method in RAW_METHODS)
+        self._raw = self.native and not transfer_float16
+        self._fan = fan_out(self._tables)
+        self._cache = RouteCache()
+        self._exported = is_exporting_distributed()
+        if self._exported:
+            export.export_parts(self._tables, self._dims, native=self.native)
+
+    @property
+    def tables(self) -> list[Any]:
+        """The parts, by shard."""
+        return list(self._tables)
+
+    def get_table_dim_sizes(self) -> list[int]:
+        """The tables' dimensions, by sorted slot name."""
+        return list(self._dims.values())
+
+    def lookup(self, slot_to_id: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``{slot: ids}`` to ``{slot: [n, dim]}``; one round trip to each part."""
+        if not self._raw:
+            check_slots(slot_to_id, self._dims)
+        known = [slot for slot in slot_to_id if slot in self._dims]
+        if not known:
+            return {}
+        names, route = self._route({slot: slot_to_id[slot] for slot in known})
+        if is_exporting_distributed():
+            parts = export.remote_lookup(self, route, names, model_native=self._raw)
+        else:
+            float16 = self.transfer_float16
+            parts = self._fan.lookup(route, names, raw=self._raw, float16=float16)
+        rows = dict(zip(names, route.gather(parts), strict=True))
+        return {slot: rows[slot] for slot in known}
+
+    def _route(self, slot_to_id: Mapping[str, Tensor]) -> tuple[list[str], Any]:
+        names = list(self._dims) if self._raw else sorted(slot_to_id)
+        lists = []
+        for name in names:
+            ids = slot_to_id.get(name)
+            if ids is None:
+                lists.append(_NO_IDS)
+            else:
+                flat = as_ids(ids, name)
+                lists.append(flat if flat.dim() == 1 else flat.view(-1))
+        dims = [self._dims[name] for name in names]
+        return names, self._cache.route(tuple(names), lists, len(self._tables), dims)
+
+    def assign(
+        self, slot_to_id_and_value: Mapping[str, tuple[Tensor, Tensor]], req_time: Any = None
+    ) -> DistributedMultiTypeHashTable:
+        """``{slot: (ids, values)}``; the last of equal ids wins."""
+        return self._write("assign", slot_to_id_and_value, req_time)
+
+    def assign_add(
+        self, slot_to_id_and_value: Mapping[str, tuple[Tensor, Tensor]], req_time: Any = None
+    ) -> DistributedMultiTypeHashTable:
+        """``{slot: (ids, values)}``; every occurrence is added."""
+        return self._write("assign_add", slot_to_id_and_value, req_time)
+
+    def _write(
+        self, verb: str, writes: Mapping[str, tuple[Tensor, Tensor]], req_time: Any
+    ) -> DistributedMultiTypeHashTable:
+        check_slots(writes, self._dims)
+        self._check_writable(verb)
+        seconds = as_time(req_time, "slots")
+        per_part: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self._tables]
+        for slot in sorted(writes):
+            ids = as_ids(writes[slot][0], slot).view(-1)
+            values = as_rows(writes[slot][1], ids.numel(), self._dims[slot], slot).view(-1, self._dims[slot])
+            id_parts, value_parts = split_rows(ids, values, len(self._tables))
+            for pairs, i, v in zip(per_part, id_parts, value_parts, strict=True):
+                pairs[slot] = (i, v)
+        self._fan.write(verb, per_part, seconds)
+        return self
+
+    def apply_gradients(
+        self, slot_to_id_and_grad: Mapping[str, tuple[Tensor, Tensor]], global_step: Any = 0, req_time: Any = None
+    ) -> DistributedMultiTypeHashTable:
+        """``{slot: (ids, grads)}``: one optimizer step per slot and distinct id with the sum of its gradients."""
+        check_slots(slot_to_id_and_grad, self._dims)
+        self._check_writable("apply_gradients")
+        step, seconds = as_int(global_step, "slots", "global_step"), as_time(req_time, "slots")
+        names, route = self._route({slot: pair[0] for slot, pair in slot_to_id_and_grad.items()})
+        grads = []
+        for name in names:
+            ids, rows = slot_to_id_and_grad.get(name, (_NO_IDS, ()))
+            grads.append(as_rows(rows, torch.as_tensor(ids).numel(), self._dims[name], name, "grads"))
+        flat = route.scatter([g.view(-1, self._dims[n]) for g, n in zip(grads, names, strict=True)])
+        self._fan.apply(route, names, flat, step, seconds, raw=self._raw, float16=self.transfer_float16)
+        return self
+
+    def reinitialize(self, slot: str, ids: Tensor) -> tuple[DistributedMultiTypeHashTable, Tensor]:
+        """Fresh rows; int32 ``[n]`` in input order: 1 existed, 0 inserted, -1 for all if the slot is unknown."""
+        if not self.native:
+            raise NotImplementedError("reinitialize needs native tables (MultiHashTable) on every part")
+        ids = as_ids(ids, slot).view(-1)
+        status = torch.full((ids.numel(),), -1, dtype=torch.int32)
+        if slot in self._dims:
+            for part, at in zip(self._tables, positions_of_shards(ids, len(self._tables)), strict=True):
+                status[at] = part.reinitialize(slot, ids[at])[1]
+        return self, status
+
+    def _check_writable(self, verb: str) -> None:
+        if is_exporting():
+            raise RuntimeError(f"{verb} is not possible while exporting: exported tables are for serving alone")
+
+    def get_queue_hooks(self) -> list[Any]:
+        """The hooks of the parts."""
+        return [
+            h for part in self._tables for h in (part.get_queue_hooks() if hasattr(part, "get_queue_hooks") else ())
+        ]
+
+    def size(self) -> int:
+        return sum(part.size() for part in self._tables)
+
+    def as_op(self) -> DistributedMultiTypeHashTable:
+        """Waits until everything asked of these tables has been applied."""
+        for part in self._tables:
+            part.as_op()
+        return self
+
+    def __repr__(self) -> str:
+        return f"DistributedMultiTypeHashTable({', '.join(self._dims)}; parts={len(self._tables)})"
+
+
+_NO_IDS = torch.empty(0, dtype=torch.int64)

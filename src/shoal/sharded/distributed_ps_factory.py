@@ -1,0 +1,185 @@
+"""Ready-made combinations of tables: merged, distributed over servers, synchronous, partitioned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.errors import ConfigError
+from shoal.sharded.backend import default_backend
+from shoal.sharded.distributed_ps import DistributedHashTable, DistributedMultiTypeHashTable
+from shoal.sharded.distributed_ps_sync import DistributedMultiTypeHashTableMpi
+from shoal.sharded.layout_config import ParserCtx
+from shoal.sharded.partitioned import PartitionedHashTable
+from shoal.table.entry import HashTableConfigInstance
+from shoal.table.merged import MergedMultiTypeHashTable
+from shoal.table.multi import MultiHashTable, convert_to_cached_config
+from shoal.table.multi_type import MultiTypeHashTable
+from shoal.table.table import hash_table_from_config
+
+Configs = Mapping[str, HashTableConfigInstance]
+
+
+def _clients(num_ps: int, sync_clients: Sequence[Any] | None) -> list[Any]:
+    if num_ps > 0 and sync_clients:
+        assert len(sync_clients) == num_ps, f"one sync client per server, {num_ps}, got {len(sync_clients)}"
+    return list(sync_clients) if sync_clients else [None] * max(1, num_ps)
+
+
+def _filters(num_ps: int, hash_filters: Sequence[Any] | None) -> list[Any]:
+    filters = list(hash_filters or ())
+    return filters if len(filters) >= max(1, num_ps) else [*filters, *[None] * (max(1, num_ps) - len(filters))]
+
+
+def _no_filters(client: Any, filters: Sequence[Any]) -> None:
+    """Admission of tables on servers is decided there, so a filter of this process would do nothing."""
+    if client is not None and any(f is not None and type(f).__name__ != "DummyHashFilter" for f in filters):
+        raise ConfigError(
+            "hash_filters are of this process, the tables are on servers; make these tables with "
+            "RemoteHashTable(..., filters={'type': 'sliding_hash_filter', ...}) in place of the factory"
+        )
+
+
+def create_multi_type_hash_table(
+    num_ps: int,
+    slot_to_config: Configs,
+    hash_filters: Sequence[Any] | None,
+    sync_clients: Sequence[Any] | None = None,
+    reduce_network_packets: bool = False,
+    max_rpc_deadline_millis: int = 30,
+    *,
+    client: Any = None,
+) -> MergedMultiTypeHashTable:
+    """Slots of equal configuration merged, over ``num_ps`` parts.
+
+    With ``reduce_network_packets`` all tables of a part share one request. ``client``, a `PsClient`, puts the parts
+    on its servers; otherwise they are in this process.
+    """
+    filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients)
+    _no_filters(client, filters)
+
+    def table(name: str, config: HashTableConfigInstance, i: int, suffix: str) -> Any:
+        if client is not None:
+            from shoal.sharded.ps.remote import RemoteHashTable
+
+            return RemoteHashTable(client, i, f"MonolithHashTable_{suffix}", config)
+        return hash_table_from_config(config, filters[i], suffix, clients[i])
+
+    def behind(merged: dict[str, HashTableConfigInstance]) -> Any:
+        if num_ps == 0:
+            return MultiTypeHashTable(merged, lambda name, config: table(name, config, 0, name))
+        if not reduce_network_packets:
+            return MultiTypeHashTable(
+                merged,
+                lambda name, config: DistributedHashTable(
+                    num_ps, config, lambda i, c: table(name, c, i, f"{name}_{i}")
+                ),
+            )
+
+        def part(i: int, configs: Configs) -> Any:
+            if client is not None:
+                from shoal.sharded.ps.remote import RemoteMultiTypeHashTable
+
+                return RemoteMultiTypeHashTable(client, i, configs)
+            return MultiTypeHashTable(configs, lambda name, config: table(name, config, i, f"{name}_{i}"))
+
+        return DistributedMultiTypeHashTable(num_ps, merged, part, max_rpc_deadline_millis=max_rpc_deadline_millis)
+
+    return MergedMultiTypeHashTable(slot_to_config, behind)
+
+
+def create_native_multi_hash_table(
+    num_ps: int,
+    slot_to_config: Configs,
+    hash_filters: Sequence[Any] | None,
+    sync_clients: Sequence[Any] | None = None,
+    max_rpc_deadline_millis: int = 30,
+    *,
+    client: Any = None,
+) -> Any:
+    """One `MultiHashTable` (``num_ps`` 0), or one per part behind a `DistributedMultiTypeHashTable`."""
+    filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients)
+    _no_filters(client, filters)
+    if num_ps == 0:
+        return MultiHashTable.from_configs(slot_to_config, filters[0], clients[0])
+    cached = convert_to_cached_config(slot_to_config)
+
+    def part(i: int, configs: Configs) -> Any:
+        if client is not None:
+            from shoal.sharded.ps.remote import RemoteMultiHashTable
+
+            return RemoteMultiHashTable(client, i, configs)
+        return MultiHashTable.from_cached_config(cached, filters[i], clients[i], str(i))
+
+    return DistributedMultiTypeHashTable(num_ps, slot_to_config, part, max_rpc_deadline_millis=max_rpc_deadline_millis)
+
+
+def create_in_worker_multi_type_hash_table(
+    shard_num: int,
+    slot_to_config: Configs,
+    hash_filter: Any,
+    sync_client: Any = None,
+    queue_configs: Mapping[str, int] | None = None,
+) -> MergedMultiTypeHashTable:
+    """Synchronous, merged: every rank owns a shard of `MultiTypeHashTable`."""
+
+    def behind(merged: dict[str, HashTableConfigInstance]) -> Any:
+        def shard(rank: int) -> Any:
+            return MultiTypeHashTable(
+                merged, lambda name, c: hash_table_from_config(c, hash_filter, f"{name}_{rank}", sync_client)
+            )
+
+        return DistributedMultiTypeHashTableMpi(shard_num, shard, queue_configs)
+
+    return MergedMultiTypeHashTable(slot_to_config, behind)
+
+
+def create_in_worker_native_multi_hash_table(
+    shard_num: int,
+    slot_to_config: Configs,
+    hash_filter: Any,
+    sync_client: Any = None,
+    queue_configs: Mapping[str, int] | None = None,
+) -> DistributedMultiTypeHashTableMpi:
+    """Synchronous: every rank owns a shard of `MultiHashTable`."""
+    return DistributedMultiTypeHashTableMpi(
+        shard_num,
+        lambda rank: MultiHashTable.from_configs(slot_to_config, hash_filter, sync_client, str(rank)),
+        queue_configs,
+    )
+
+
+def create_partitioned_hash_table(
+    num_ps: int,
+    use_native_multi_hash_table: bool,
+    max_rpc_deadline_millis: int = 30,
+    hash_filters: Sequence[Any] | None = None,
+    sync_clients: Sequence[Any] | None = None,
+    enable_gpu_emb: bool = False,
+    queue_configs: Mapping[str, int] | None = None,
+    *,
+    parser_ctx: ParserCtx | None = None,
+    client: Any = None,
+) -> PartitionedHashTable:
+    """A `PartitionedHashTable` with the settings of the parser context, so it is called inside ``with ctx:``."""
+    filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients)
+    _no_filters(client, filters)
+    rank = default_backend().rank if enable_gpu_emb else None
+
+    def part(i: int, configs: Configs) -> Any:
+        at = 0 if rank is not None else i
+        if client is not None:
+            from shoal.sharded.ps import remote
+
+            kind = remote.RemoteMultiHashTable if use_native_multi_hash_table else remote.RemoteMultiTypeHashTable
+            return kind(client, i, configs)
+        if use_native_multi_hash_table:
+            return MultiHashTable.from_configs(configs, filters[at], clients[at], str(i))
+        suffix = "" if num_ps == 0 else f"_{i}"
+        return MultiTypeHashTable(
+            configs, lambda name, c: hash_table_from_config(c, filters[at], f"{name}{suffix}", clients[at])
+        )
+
+    return PartitionedHashTable(
+        num_ps, part, use_native_multi_hash_table, max_rpc_deadline_millis, queue_configs, parser_ctx
+    )

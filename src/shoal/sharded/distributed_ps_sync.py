@@ -1,0 +1,251 @@
+"""Synchronous tables: every rank owns a shard, and ids, rows and gradients go all-to-all in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
+from shoal.ops.reorder import fused_reorder_by_indices
+from shoal.sharded import environment as env
+from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
+from shoal.sharded.backend import AllToAll, default_backend
+from shoal.sharded.prefetch_queue import AsyncPushHook, Hook, StructureQueue, enqueue_dicts_with_queue_return
+from shoal.table.arguments import as_int, as_time
+
+CONSUMED = (
+    "global_step", "req_time", "id_flat_t", "id_size_flat_t", "embedding_splits", "id_offsets", "emb_offsets",
+    "indices", "recv_emb_splits",
+)  # fmt: skip
+
+
+def early_reorder_pack(
+    slot_to_id: Mapping[str, Tensor], shard_num: int, dims: Sequence[int], req_time: Any = None
+) -> tuple[Any, ...]:
+    """What `DistributedMultiTypeHashTableMpi.lookup` takes: ids de-duplicated and dealt out, in the data pipeline.
+
+    ``dims`` are the tables' dimensions by sorted slot name; ``req_time`` is an int64 scalar or None.
+    """
+    ids = [torch.as_tensor(slot_to_id[slot]).reshape(-1) for slot in sorted(slot_to_id)]
+    return (*fused_reorder_by_indices(ids, shard_num, list(dims)), req_time)
+
+
+class Exchange:
+    """The three exchanges of a step, between a rank's tables and all ranks."""
+
+    def __init__(self, backend: AllToAll, backward_dtype: torch.dtype, fake_cast: bool = False) -> None:
+        self.backend = backend
+        self.backward_dtype = backward_dtype
+        self.fake_cast = fake_cast
+
+    def ids(self, all_fids: Tensor, sharded_slot_sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Ids and their counts by table, ordered by the rank they came from. The counts tell how many ids will come."""
+        n = self.backend.world_size
+        if n == 1:
+            return all_fids, sharded_slot_sizes
+        sizes = self.backend.all_to_all(sharded_slot_sizes, [k] * n, [k] * n)
+        send = sharded_slot_sizes.view(n, k).sum(1).tolist()
+        return self.backend.all_to_all(all_fids, send, sizes.view(n, k).sum(1).tolist()), sizes
+
+    def rows(self, rows: Tensor, send: Tensor, recv: Tensor) -> Tensor:
+        if self.backend.world_size == 1:
+            return rows
+        return self.backend.all_to_all(rows, send.tolist(), recv.tolist())
+
+    def gradients(self, flat: Tensor, send: Tensor, recv: Tensor) -> Tensor:
+        """Gradients to the ranks that own the rows, in ``backward_dtype`` on their way and float32 again after it."""
+        received = self.rows(flat, send, recv)
+        if received.dtype != torch.float32:
+            received = received.float()
+            if self.fake_cast:
+                received = received * 0
+        return received
+
+    def cast(self, flat: Tensor) -> Tensor:
+        return flat.to(self.backward_dtype)
+
+
+class DistributedMultiTypeHashTableMpi:
+    """K tables over N = ``shard_num`` ranks; ``table_factory(rank)`` builds this rank's shard of all of them.
+
+    All ranks call `lookup` and `apply_gradients` together. Gradients are not averaged over ranks: an id that several
+    ranks use makes one optimizer step per rank, rank 0's first; with SGD that is the sum.
+
+    ``queue_configs`` may hold ``embedding_prefetch_capacity``, ``enable_async_optimize``, ``enable_pipelined_fwda2a``
+    and ``enable_pipelined_bwda2a``. With ``enable_async_optimize`` an update is exchanged and applied one call later,
+    or by the hook of `get_queue_hooks`.
+    """
+
+    def __init__(
+        self,
+        shard_num: int,
+        table_factory: Callable[[int], Any],
+        queue_configs: Mapping[str, int] | None = None,
+        *,
+        backend: AllToAll | None = None,
+    ) -> None:
+        self._backend = backend or default_backend()
+        assert shard_num == self._backend.world_size, (
+            f"shard_num is the number of ranks, {self._backend.world_size}, got {shard_num}"
+        )
+        self.shard_num = shard_num
+        self._table = table_factory(self._backend.rank)
+        self._dims = list(self._table.get_table_dim_sizes())
+        self._capacity = {key: int(value) for key, value in (queue_configs or {}).items()}
+        self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
+        self._hooks: list[Hook] = []
+        self._async: StructureQueue | None = None
+        if self._capacity.get("enable_async_optimize", 0):
+            self._async = StructureQueue(
+                self._capacity["enable_async_optimize"], "queue_fusedGatherGrad_to_fusedEmbGradA2A"
+            )
+            self._hooks.append(AsyncPushHook(self._async, self._run_async))
+
+    @property
+    def table(self) -> Any:
+        """This rank's shard."""
+        return self._table
+
+    @property
+    def rank(self) -> int:
+        return self._backend.rank
+
+    def get_table_dim_sizes(self) -> list[int]:
+        """The tables' dimensions, by sorted slot name."""
+        return list(self._dims)
+
+    def reorder(self, slot_to_id: Mapping[str, Tensor], req_time: Any = None) -> tuple[Any, ...]:
+        """The pack that `lookup` takes, for loops without a data pipeline."""
+        return early_reorder_pack(slot_to_id, self.shard_num, self._dims, req_time)
+
+    def lookup(
+        self,
+        slot_to_id: Mapping[str, Any],
+        auxiliary_bundle: dict[str, Any] | None = None,
+        early_reorder_indicies_res_pack: tuple[Any, ...] | None = None,
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """``({slot: [n, dim]}, bundle)``; of ``slot_to_id`` only the keys count, the ids are in the pack.
+
+        The bundle then holds what `apply_gradients` of the same batch needs.
+        """
+        assert early_reorder_indicies_res_pack is not None, (
+            "support for reordering outside the data pipeline is dropped; give early_reorder_indicies_res_pack"
+        )
+        slots = sorted(slot_to_id)
+        assert len(slots) == len(self._dims), f"the tables are {len(self._dims)}, the slots {slots}"
+        bundle = {} if auxiliary_bundle is None else auxiliary_bundle
+        all_fids, shard_sizes, sizes, emb_offset_sz, offsets, req_time = early_reorder_indicies_res_pack
+        k, n = len(slots), self.shard_num
+        id_flat_t, id_size_flat_t = self._exchange.ids(all_fids, sizes, k)
+        rows, splits, id_offsets, emb_offsets, indices = self._table.fused_lookup(
+            id_flat_t, id_size_flat_t, n, req_time
+        )
+        recv = (sizes.view(n, k).long() * torch.tensor(self._dims)).sum(1).int()
+        if flags.enable_alltoall_metrics:
+            forward_metrics(slots, sizes.view(n, k), shard_sizes, splits, all_fids.numel())
+        bundle.update(
+            shard_sizes=shard_sizes,
+            fused_embedding_offsets=list(torch.split(offsets, emb_offset_sz.tolist())),
+            emb_offset_sz=emb_offset_sz,
+            id_flat_t=id_flat_t,
+            id_size_flat_t=id_size_flat_t,
+            embedding_splits=splits,
+            id_offsets=id_offsets,
+            emb_offsets=emb_offsets,
+            indices=indices,
+            recv_emb_splits=recv,
+            recv_embeddings_size=recv.sum(dtype=torch.int64),
+            fused_embeddings=rows,
+        )
+        bundle = self._through("enable_pipelined_fwda2a", "queue_lookup_to_fusedEmbA2A", bundle)
+        bundle["recv_embeddings"] = self._exchange.rows(
+            bundle.pop("fused_embeddings"), bundle["embedding_splits"], bundle["recv_emb_splits"]
+        )
+        bundle = self._through("embedding_prefetch_capacity", "queue_fusedEmbA2A_to_fusedGather", bundle)
+        found = fused_gather_embeddings_by_input(
+            bundle.pop("recv_embeddings"), bundle["fused_embedding_offsets"], self._dims
+        )
+        return dict(zip(slots, found, strict=True)), bundle
+
+    def _through(self, key: str, name: str, bundle: dict[str, Any]) -> dict[str, Any]:
+        """The bundle through a queue stage, if one is configured; the caller's dict stays the one that is used."""
+        passed, queue = enqueue_dicts_with_queue_return(bundle, self._capacity.get(key, 0), name)
+        if queue is not None:
+            bundle.clear()
+            bundle.update(passed)
+        return bundle
+
+    def apply_gradients(
+        self,
+        slot_to_grad: Mapping[str, Tensor],
+        auxiliary_bundle: dict[str, Any],
+        global_step: Any = 0,
+        req_time: Any = None,
+        scale: float = 1,
+    ) -> DistributedMultiTypeHashTableMpi:
+        """``{slot: grads}`` of the batch that the bundle came from; gradients of this rank's equal ids are summed."""
+        bundle = auxiliary_bundle
+        step, seconds = as_int(global_step, "synchronous table", "global_step"), as_time(req_time, "synchronous table")
+        size, offsets = int(bundle.pop("recv_embeddings_size")), bundle.pop("fused_embedding_offsets")
+        grads = [slot_to_grad[slot] for slot in sorted(slot_to_grad)]
+        grads = [g.detach().reshape(-1, d) for g, d in zip(grads, self._dims, strict=True)]
+        flat = fused_gather_embeddings_by_input_gradient(size, grads, offsets, self._dims, float(scale))
+        bundle["global_step"], bundle["req_time"] = step, seconds
+        if flags.enable_alltoall_metrics and self.shard_num > 1:
+            backward_metrics(
+                self._backend, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"]
+            )
+        bundle.pop("shard_sizes")
+        work = {key: bundle.pop(key) for key in CONSUMED}
+        work["grad_flat"] = self._exchange.cast(flat)
+        if self._async is None:
+            self._push(work)
+            return self
+        if self._async.size() >= self._async.capacity:
+            self._run_async()
+        self._async.enqueue(work)
+        return self
+
+    def _run_async(self) -> None:
+        assert self._async is not None
+        self._push(self._async.dequeue())
+
+    def _push(self, work: dict[str, Any]) -> None:
+        work["grad_flat_t"] = self._exchange.gradients(
+            work.pop("grad_flat"), work["recv_emb_splits"], work["embedding_splits"]
+        )
+        work = self._through("enable_pipelined_bwda2a", "queue_fusedEmbGradA2A_to_sparseOptimize", work)
+        self._table.fused_apply_gradient(
+            work["id_flat_t"], work["indices"], work["id_size_flat_t"], work["grad_flat_t"], work["id_offsets"],
+            work["emb_offsets"], work["global_step"], work["req_time"], self.shard_num,
+        )  # fmt: skip
+
+    def flush(self) -> None:
+        """Applies what `enable_async_optimize` has put off. All ranks call it together."""
+        for hook in self._hooks:
+            hook.end()
+
+    def assign(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("synchronous tables have no assign; assign on the local shard (`table`)")
+
+    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("synchronous tables have no assign_add; use the local shard (`table`)")
+
+    def reinitialize(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("synchronous tables have no reinitialize; use the local shard (`table`)")
+
+    def get_queue_hooks(self) -> list[Hook]:
+        """The hooks that a loop calls, those of the local tables included."""
+        inner = self._table.get_queue_hooks() if hasattr(self._table, "get_queue_hooks") else []
+        return [*self._hooks, *inner]
+
+    def as_op(self) -> DistributedMultiTypeHashTableMpi:
+        """Waits for pending enqueues and for the local tables."""
+        self._table.as_op()
+        return self
+
+    def __repr__(self) -> str:
+        return f"DistributedMultiTypeHashTableMpi(rank={self.rank} of {self.shard_num}, {self._table!r})"

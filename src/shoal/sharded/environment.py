@@ -1,0 +1,58 @@
+"""The environment variables of synchronous training, under the names that people's launch scripts set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shoal.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncEnvironment:
+    """What the variables come to: one data type for gradients on their way, and how dense gradients are reduced."""
+
+    backward_dtype: torch.dtype = torch.float32
+    """float16 if ``MONOLITH_WITH_OPTIMIZED_HOROVOD`` is not empty or ``MONOLITH_WITH_BYTEPS_BWD_CAST`` is 16."""
+    fake_cast: bool = False
+    """``MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST`` with cast 16: received gradients count as zero, for debugging."""
+    allreduce_fusion: str = ""
+    allreduce_fp16: bool = False
+    skip_allreduce: bool = False
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> SyncEnvironment:
+        env = os.environ if environ is None else environ
+        for name in (
+            "MONOLITH_WITH_HOROVOD_FID_G2G", "MONOLITH_WITH_HOROVOD_FWD_G2G", "MONOLITH_WITH_HOROVOD_BWD_G2G",
+            "MONOLITH_WITH_BYTEPS", "MONOLITH_WITH_BYTEPS_FID", "MONOLITH_WITH_BYTEPS_FWD", "MONOLITH_WITH_BYTEPS_BWD",
+            "MONOLITH_WITH_BYTEPS_FWD_GDR", "MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", "MONOLITH_WITH_BYTEPS_BWD_GDR",
+            "MONOLITH_WITH_BYTEPS_BWD_GDR_G2G", "MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD",
+        ):  # fmt: skip
+            _int(env, name, 0)  # they only place work on devices, but a typo in them is still told
+        cast = _int(env, "MONOLITH_WITH_BYTEPS_BWD_CAST", 32)
+        half = bool(env.get("MONOLITH_WITH_OPTIMIZED_HOROVOD")) or cast == 16
+        return cls(
+            backward_dtype=torch.float16 if half else torch.float32,
+            fake_cast=cast == 16 and bool(_int(env, "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0)),
+            allreduce_fusion=env.get("MONOLITH_WITH_ALLREDUCE_FUSION", ""),
+            allreduce_fp16=bool(_int(env, "MONOLITH_WITH_ALLREDUCE_FP16", 0)),
+            skip_allreduce=bool(_int(env, "MONOLITH_SKIP_ALLREDUCE", 0)),
+        )
+
+
+def _int(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"environment variable {name} is an integer, got {text!r}") from None
+
+
+environment = SyncEnvironment.read()
+"""As it was when this module was imported."""

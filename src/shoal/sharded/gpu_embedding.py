@@ -1,0 +1,104 @@
+"""A partitioned table whose shards are owned by ranks: lists of ids, rows and gradients go all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.sharded import environment as env
+from shoal.sharded.backend import default_backend
+from shoal.sharded.distributed_ps_sync import Exchange
+from shoal.sharded.prefetch_queue import AsyncPushHook, StructureQueue, enqueue_dicts_with_queue_return
+
+
+class AllToAllLists:
+    """The exchange of `PartitionedHashTable` with ``enable_gpu_emb``; its tables are the slots of the exchange."""
+
+    def __init__(
+        self, table_factory: Callable[[int, Mapping[str, Any]], Any], subs: Mapping[str, Any], shards: int,
+        queue_configs: Mapping[str, int], prefix: str,
+    ) -> None:  # fmt: skip
+        backend = default_backend()
+        assert shards == backend.world_size, f"num_ps is the number of ranks, {backend.world_size}, got {shards}"
+        self.table = table_factory(backend.rank, subs)
+        self.shards = shards
+        self._dims = torch.tensor(self.table.get_table_dim_sizes())
+        self._exchange = Exchange(backend, env.environment.backward_dtype, env.environment.fake_cast)
+        self._capacity = {key: int(value) for key, value in queue_configs.items()}
+        self._prefix = prefix
+        self._async: StructureQueue | None = None
+        self.hooks: list[Any] = []
+        if self._capacity.get("enable_async_optimize", 0):
+            self._async = StructureQueue(
+                self._capacity["enable_async_optimize"], "queue_fusedGatherGrad_to_fusedEmbGradA2A"
+            )
+            self.hooks.append(AsyncPushHook(self._async, lambda: self._push(self._async.dequeue())))
+
+    def begin(self, sharded: dict[str, Any], bundle: dict[str, Any], tables: Sequence[str], req_time: Any) -> None:
+        """Ids of the batch, shard after shard and table after table, into the bundle."""
+        lists = [sharded["shards"][f"{table}:{ps}"] for ps in range(self.shards) for table in tables]
+        sizes = torch.tensor([ids.numel() for ids in lists], dtype=torch.int32)
+        by_shard = sizes.view(self.shards, len(tables))
+        time = 0 if req_time is None else int(torch.as_tensor(req_time).max())
+        self._put(
+            bundle,
+            shards_value=torch.cat(lists),
+            shards_row_lengths=by_shard.sum(1, dtype=torch.int32),
+            shards_table_row_lengths=sizes,
+            fid_list_emb_row_lenth=(by_shard * self._dims).reshape(-1).int(),
+            req_time=time,
+        )
+
+    def read(self, bundle: dict[str, Any]) -> None:
+        p, k = self._prefix, self._dims.numel()
+        sizes = bundle[p + "shards_table_row_lengths"]
+        ids, came = self._exchange.ids(bundle.pop(p + "shards_value"), sizes, k)
+        rows, splits, id_offsets, emb_offsets, indices = self.table.fused_lookup(
+            ids, came, self.shards, bundle[p + "req_time"]
+        )
+        recv = bundle[p + "fid_list_emb_row_lenth"].view(self.shards, k).sum(1, dtype=torch.int32)
+        self._put(
+            bundle, id_flat_t=ids, id_size_flat_t=came, embedding_splits=splits, id_offsets=id_offsets,
+            emb_offsets=emb_offsets, indices=indices, recv_emb_splits=recv, fused_embeddings=rows,
+        )  # fmt: skip
+        passed, queue = enqueue_dicts_with_queue_return(
+            bundle, self._capacity.get("enable_pipelined_fwda2a", 0), "queue_lookup_to_fusedEmbA2A"
+        )
+        if queue is not None:
+            bundle.clear()
+            bundle.update(passed)
+        self._put(bundle, recv_embeddings=self._exchange.rows(bundle.pop(p + "fused_embeddings"), splits, recv))
+
+    def rows(self, bundle: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
+        return [bundle[self._prefix + "recv_embeddings"]], bundle[self._prefix + "fid_list_emb_row_lenth"]
+
+    def size(self, bundle: dict[str, Any]) -> tuple[int, Tensor]:
+        return bundle[self._prefix + "recv_embeddings"].numel(), bundle[self._prefix + "fid_list_emb_row_lenth"]
+
+    def apply(self, flat: Tensor, bundle: dict[str, Any], step: int, seconds: int) -> None:
+        names = (
+            "id_flat_t", "id_size_flat_t", "embedding_splits", "id_offsets", "emb_offsets", "indices",
+            "recv_emb_splits",
+        )  # fmt: skip
+        work = {name: bundle[self._prefix + name] for name in names}
+        work.update(grad_flat=self._exchange.cast(flat), global_step=step)
+        work["req_time"] = seconds or bundle[self._prefix + "req_time"]
+        if self._async is None:
+            self._push(work)
+            return
+        if self._async.size() >= self._async.capacity:
+            self._push(self._async.dequeue())
+        self._async.enqueue(work)
+
+    def _push(self, work: dict[str, Any]) -> None:
+        grads = self._exchange.gradients(work["grad_flat"], work["recv_emb_splits"], work["embedding_splits"])
+        self.table.fused_apply_gradient(
+            work["id_flat_t"], work["indices"], work["id_size_flat_t"], grads, work["id_offsets"], work["emb_offsets"],
+            work["global_step"], work["req_time"], self.shards,
+        )  # fmt: skip
+
+    def _put(self, bundle: dict[str, Any], **values: Any) -> None:
+        bundle.update({self._prefix + name: value for name, value in values.items()})

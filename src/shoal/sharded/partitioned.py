@@ -1,0 +1,349 @@
+"""`PartitionedHashTable`: one lookup turns a batch of features into layout tensors, one update takes them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.ops.layout import flatten_layout, fused_embedding_to_layout, fused_embedding_to_layout_grad, nest_layout
+from shoal.ragged import Ragged
+from shoal.sharded.fan_out import fan_out
+from shoal.sharded.gpu_embedding import AllToAllLists
+from shoal.sharded.layout_config import PREFIX, ParserCtx, as_features, get_default_parser_ctx, params_of, shard_batch
+from shoal.sharded.list_parts import local_apply, local_lookup, remote_apply, remote_lookup
+from shoal.sharded.prefetch_queue import AsyncFunctionMgr, Hook, enqueue_dicts_with_queue_return
+from shoal.table.arguments import as_ids, as_int, as_time
+from shoal.table.entry import infer_dim_size
+from shoal.table.export_mode import get_current_export_ctx, is_exporting, is_exporting_distributed
+
+SPARSE_FEATURES = f"{PREFIX}sparse_features"
+SIZES = ("batch_size", "nfl_size", "feature_size", "fid_size", "emb_size")
+OFFSETS = ("fid_offset", "feature_offset", "nfl_offset")
+
+
+class PartitionedHashTable:
+    """The tables of all features in ``num_ps`` parts, read and updated by whole batches.
+
+    ``table_factory(i, sub_table_name_to_config)`` builds part ``i``: a `MultiHashTable` with native tables, a
+    `MultiTypeHashTable` otherwise, or a remote form of them. Settings come from the parser context. Ids are not
+    negative.
+    """
+
+    def __init__(
+        self,
+        num_ps: int,
+        table_factory: Callable[[int, Mapping[str, Any]], Any],
+        use_native_multi_hash_table: bool,
+        max_rpc_deadline_millis: int = 30,
+        queue_configs: Mapping[str, int] | None = None,
+        parser_ctx: ParserCtx | None = None,
+    ) -> None:
+        self._ctx = get_default_parser_ctx() if parser_ctx is None else parser_ctx
+        self._params = params_of(self._ctx)
+        self.num_ps = num_ps
+        self.max_rpc_deadline_millis = max_rpc_deadline_millis
+        self._shards = max(1, num_ps)
+        if self._shards != self._params.num_ps:
+            raise ConfigError(f"the parser context shards for {self._params.num_ps} servers, the table has {num_ps}")
+        self._native = use_native_multi_hash_table and self._params.use_native_multi_hash_table
+        if self._native != self._params.use_native_multi_hash_table:
+            raise ConfigError("use_native_multi_hash_table differs from that of the parser context")
+        self._queue_configs = dict(queue_configs or {})
+        self._hooks: list[Hook] = []
+        self._configs = self._params.feature_configs
+        self._features = sorted(self._configs.feature_configs)
+        subs = self._params.sub_table_name_to_config
+        self._dims = {name: infer_dim_size(config.table_config) for name, config in subs.items()}
+        self._tables_of_lists = sorted({f.table for f in self._configs.feature_configs.values()})
+        self.slot_mapping: dict[str, str] = {
+            name: name if self._native else self._configs.feature_configs[name].table for name in self._features
+        }
+        """Feature -> its sub-table."""
+        self._exchange: AllToAllLists | None = None
+        if self._params.enable_gpu_emb:
+            self._exchange = AllToAllLists(table_factory, subs, self._shards, self._queue_configs, PREFIX)
+            self._tables = [self._exchange.table]
+        else:
+            self._tables = [table_factory(i, subs) for i in range(self._shards)]
+            self._fan = fan_out(self._tables)
+        if is_exporting_distributed():
+            from shoal.sharded.export import export_parts
+
+            export_parts(self._tables, self._dims, native=self._native)
+
+    @property
+    def tables(self) -> list[Any]:
+        """The parts, by shard."""
+        return list(self._tables)
+
+    # --- lookup ---------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        features: dict[str, Any],
+        auxiliary_bundle: dict[str, Any] | None = None,
+        ret_fused_layout_callable_fn: bool = False,
+        ret_lookup_callable_fn: bool = False,
+        embedding_prefetch_capacity: int = 0,
+    ) -> Any:
+        """``{layout: tensor}``, a list of tensors for layouts of type NONE.
+
+        ``features`` holds what `sharding_sparse_fids_with_context` put there, which is taken out, or the raw batch
+        under ``__sharding_sparse_fids__sparse_features``. The bundle gets what `apply_gradients` needs. With
+        ``ret_fused_layout_callable_fn`` the rows are read and ``f(auxiliary_bundle, features)`` pools them; with
+        ``ret_lookup_callable_fn`` the batch is sharded and ``f`` does the rest.
+        """
+        bundle = {} if auxiliary_bundle is None else auxiliary_bundle
+        sharded = self._take_shards(features)
+        self._keep_offsets(sharded, bundle)
+        if self._exchange is not None:
+            self._exchange.begin(sharded, bundle, self._tables_of_lists, features.get("req_time"))
+        else:
+            for name in ("shards", "shards_row_split", "shards_row_split_size"):
+                for key, value in sharded.get(name, {}).items():
+                    table, ps = key.rsplit(":", 1)
+                    bundle[f"{PREFIX}{name}@{ps}@{table}"] = value
+
+        def finish(bundle: dict[str, Any], features: dict[str, Any]) -> Any:
+            self._read(bundle)
+            if embedding_prefetch_capacity > 0 and self._exchange is None:
+                (_, passed), queue = enqueue_dicts_with_queue_return(
+                    ({k: v for k, v in features.items() if isinstance(v, Tensor | Ragged)}, bundle),
+                    embedding_prefetch_capacity,
+                    "queue_lookup_to_fusedLayout",
+                )
+                if queue is not None:
+                    bundle.clear()
+                    bundle.update(passed)
+            return self._pool(bundle)
+
+        if ret_lookup_callable_fn:
+            return finish
+        if ret_fused_layout_callable_fn:
+            self._read(bundle)
+            return lambda bundle, features: self._pool(bundle)
+        return finish(bundle, features)
+
+    def _take_shards(self, features: dict[str, Any]) -> dict[str, Any]:
+        if SPARSE_FEATURES in features:
+            batch = features.pop(SPARSE_FEATURES)
+            features.update(as_features(shard_batch(batch, self._params, self._ctx.parser_type), self._native))
+        taken: dict[str, Any] = {}
+        for key in [key for key in features if key.startswith(PREFIX)]:
+            name = key.removeprefix(PREFIX)
+            value = features.pop(key)
+            group, slash, rest = name.partition("/")
+            if slash:
+                taken.setdefault(group, {})[rest] = value
+            else:
+                taken[name] = value
+        if "shards" not in taken:
+            raise ConfigError(
+                "features hold no sharded batch; call sharding_sparse_fids_with_context(batch, features) first, or put "
+                f"the batch under {SPARSE_FEATURES!r}"
+            )
+        return taken
+
+    def _keep_offsets(self, sharded: dict[str, Any], bundle: dict[str, Any]) -> None:
+        names = (*OFFSETS, "batch_size") if self._exchange is not None else (*OFFSETS, *SIZES)
+        for name in names:
+            bundle[PREFIX + name] = sharded[name]
+
+    def _read(self, bundle: dict[str, Any]) -> None:
+        """Ids from the bundle to rows in the bundle."""
+        if self._exchange is not None:
+            self._exchange.read(bundle)
+            return
+        lists: list[dict[str, Any]] = []
+        for ps in range(self._shards):
+            ids = {table: bundle.pop(f"{PREFIX}shards@{ps}@{table}") for table in self._tables_of_lists}
+            splits = {t: bundle.pop(f"{PREFIX}shards_row_split@{ps}@{t}", None) for t in self._tables_of_lists}
+            for table in self._tables_of_lists:
+                bundle.pop(f"{PREFIX}shards_row_split_size@{ps}@{table}", None)
+            lists.append({"ids": ids, "splits": splits})
+        look = remote_lookup if hasattr(self._fan, "client") else local_lookup
+        rows = look(self._fan, lists, self._native, self._features, self._params.transfer_float16)
+        for ps, (part, found) in enumerate(zip(lists, rows, strict=True)):
+            for table in self._tables_of_lists:
+                key = f"{PREFIX}{table}:{ps}"
+                bundle[f"{key}:embs"] = found[table]
+                if not is_exporting():
+                    bundle[f"{key}:fids"] = part["ids"][table]
+                    if self._native:
+                        bundle[f"{key}:fids_row_split"] = part["splits"][table]
+
+    def _pool(self, bundle: dict[str, Any]) -> dict[str, Any]:
+        if self._exchange is not None:
+            rows, lengths = self._exchange.rows(bundle)
+            more: dict[str, Any] = {"version": 4, "fid_list_emb_row_lenth": lengths}
+        else:
+            rows = self._lists(bundle, "embs")
+            more = {name: bundle[PREFIX + name] for name in SIZES if name != "batch_size"} | {"version": 5}
+        self._to_device(bundle, rows)
+        fid_offset, feature_offset, nfl_offset = (self._place(bundle[PREFIX + name]) for name in OFFSETS)
+        tensors = fused_embedding_to_layout(
+            self._placed(rows), None, fid_offset, feature_offset, nfl_offset,
+            bundle[PREFIX + "batch_size"], self._ctx.parser_type, self._configs, self._shards, **more,
+        )  # fmt: skip
+        return self.nest_layout(tensors)
+
+    def _lists(self, bundle: Mapping[str, Any], what: str) -> list[Tensor]:
+        return [bundle[f"{PREFIX}{t}:{ps}:{what}"] for t in self._tables_of_lists for ps in range(self._shards)]
+
+    def _on_gpu(self) -> bool:
+        ctx = get_current_export_ctx()
+        wanted = ctx.with_remote_gpu if is_exporting() and ctx is not None else self._params.use_gpu
+        return wanted and torch.cuda.is_available()
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.cuda(non_blocking=True) if self._on_gpu() else tensor
+
+    def _placed(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        return [self._place(r) for r in rows]
+
+    def _to_device(self, bundle: dict[str, Any], rows: Sequence[Tensor]) -> None:
+        if self._on_gpu():
+            for name in OFFSETS:
+                bundle[PREFIX + name] = bundle[PREFIX + name].cuda(non_blocking=True)
+
+    def nest_layout(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        """``{layout: tensor or list}`` from tensors in flattened order."""
+        return nest_layout(self._configs, list(tensors))
+
+    def flatten_layout(self, nested: Mapping[str, Any]) -> list[Any]:
+        """Tensors by sorted layout name, those of a list in slice order."""
+        return flatten_layout(self._configs, dict(nested))
+
+    # --- update ---------------------------------------------------------------------------------------------------
+
+    def apply_gradients(
+        self,
+        layout_grads_and_vars: Sequence[tuple[Tensor | None, Tensor]],
+        global_step: Any = 0,
+        req_time: Any = None,
+        auxiliary_bundle: dict[str, Any] | None = None,
+        async_function_mgr: AsyncFunctionMgr | None = None,
+        async_push: bool = False,
+        grad_scale: Any = None,
+    ) -> PartitionedHashTable:
+        """``(gradient, layout)`` pairs in flattened order, of the batch that the bundle came from.
+
+        A layout without a gradient counts as zeros. Every id of a list makes a step of its own, also where no layout
+        uses a slice.
+        """
+        if auxiliary_bundle is None:
+            raise ConfigError("apply_gradients needs the auxiliary_bundle that lookup filled")
+        bundle = auxiliary_bundle
+        step = as_int(global_step, "partitioned table", "global_step")
+        if isinstance(req_time, Tensor):
+            req_time = int(req_time.max()) if req_time.numel() else 0
+        seconds = as_time(req_time, "partitioned table")
+        grads = [torch.zeros_like(var) if grad is None else grad.detach() for grad, var in layout_grads_and_vars]
+        fid_offset, feature_offset, nfl_offset = (bundle[PREFIX + name] for name in OFFSETS)
+        if self._exchange is not None:
+            size, lengths = self._exchange.size(bundle)
+            shapes = [torch.empty(size, device=fid_offset.device)]
+            more: dict[str, Any] = {"version": 4, "fid_list_emb_row_lenth": lengths}
+        else:
+            shapes = self._lists(bundle, "embs")
+            if self._on_gpu():
+                shapes = [torch.empty_like(s, device="cuda") for s in shapes]
+            more = {name: bundle[PREFIX + name] for name in SIZES if name != "batch_size"} | {"version": 5}
+        flat = fused_embedding_to_layout_grad(
+            nfl_offset, feature_offset, fid_offset, bundle[PREFIX + "batch_size"], shapes, None, grads,
+            self._ctx.parser_type, self._configs, self._shards, layout_tensors_grad_scale=grad_scale, **more,
+        )  # fmt: skip
+        flat = [f.cpu() for f in flat]
+        if self._exchange is not None:
+            self._exchange.apply(flat[0], bundle, step, seconds)
+            return self
+        lists = []
+        for ps in range(self._shards):
+            at = {table: i * self._shards + ps for i, table in enumerate(self._tables_of_lists)}
+            key = {table: f"{PREFIX}{table}:{ps}" for table in self._tables_of_lists}
+            lists.append(
+                {
+                    "ids": {t: bundle[f"{k}:fids"] for t, k in key.items()},
+                    "splits": {t: bundle.get(f"{k}:fids_row_split") for t, k in key.items()},
+                    "grads": {t: flat[i] for t, i in at.items()},
+                }
+            )
+        if async_push and async_function_mgr is not None:
+            async_function_mgr.add_async_function(
+                self._push, (lists, step, seconds), is_async=True, queue_name="postpush_queue"
+            )
+        else:
+            self._push(lists, step, seconds)
+        return self
+
+    def _push(self, lists: list[dict[str, Any]], step: int, seconds: int) -> None:
+        push = remote_apply if hasattr(self._fan, "client") else local_apply
+        push(self._fan, lists, self._native, self._features, self._dims, step, seconds, self._params.transfer_float16)
+
+    # --- direct access --------------------------------------------------------------------------------------------
+
+    def assign(self, data: Mapping[int, Mapping[str, tuple[Tensor, Tensor]]], req_time: Any = None) -> Any:
+        """``{ps: {sub_table: (ids, values)}}``, sharded by the caller: ``id mod num_ps == ps``."""
+        return self._direct("assign", data, req_time)
+
+    def assign_add(self, data: Mapping[int, Mapping[str, tuple[Tensor, Tensor]]], req_time: Any = None) -> Any:
+        """The same, adding."""
+        return self._direct("assign_add", data, req_time)
+
+    def _direct(self, verb: str, data: Mapping[int, Mapping[str, tuple[Tensor, Tensor]]], req_time: Any) -> Any:
+        if self._params.enable_gpu_emb:
+            raise NotImplementedError(f"{verb} is not supported with enable_gpu_emb")
+        for ps, writes in data.items():
+            self._check_part(ps)
+            for name, (ids, _) in writes.items():
+                self._check_ids(ps, name, as_ids(ids, name))
+        for ps, writes in data.items():
+            getattr(self._tables[ps], verb)(dict(writes), req_time=as_time(req_time, "partitioned table"))
+        return self
+
+    def _check_part(self, ps: int) -> None:
+        if not 0 <= ps < self._shards:
+            raise ConfigError(f"parts are 0..{self._shards - 1}, got {ps}")
+
+    def _check_ids(self, ps: int, name: str, ids: Tensor) -> None:
+        if name not in self._dims:
+            raise KeyError(f"there is no sub-table {name!r}; there are {', '.join(self._dims)}")
+        if ids.numel() and (int(ids.min()) < 0 or bool((ids % self._shards != ps).any())):
+            bad = ids[(ids < 0) | (ids % self._shards != ps)][0]
+            raise ConfigError(
+                f"sub-table {name!r}: part {ps} of {self._shards} holds the ids with id mod {self._shards} == {ps} "
+                f"that are not negative, got {int(bad)}"
+            )
+
+    def _lookup_raw(self, data: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+        """``{ps: {sub_table: ids}}`` to ``{ps: {sub_table: [n, dim]}}``."""
+        for ps in data:
+            self._check_part(ps)
+        if self._exchange is not None:
+            return {ps: self._exchange.table.lookup(ids) for ps, ids in data.items()}
+        return {ps: self._tables[ps].lookup(ids) for ps, ids in data.items()}
+
+    def add_queue_hook(self, hook: Hook) -> None:
+        self._hooks.append(hook)
+
+    def get_queue_hooks(self) -> list[Hook]:
+        """Its own hooks and those of the parts."""
+        inner = [h for t in self._tables for h in (t.get_queue_hooks() if hasattr(t, "get_queue_hooks") else ())]
+        exchange = self._exchange.hooks if self._exchange is not None else []
+        return [*self._hooks, *exchange, *inner]
+
+    def get_table_dim_sizes(self) -> list[int]:
+        return [self._dims[name] for name in sorted(self._dims)]
+
+    def as_op(self) -> PartitionedHashTable:
+        """Waits until everything asked of these tables has been applied."""
+        for table in self._tables:
+            table.as_op()
+        return self
+
+    def __repr__(self) -> str:
+        return f"PartitionedHashTable({len(self._features)} features, {len(self._dims)} tables, {self._shards} parts)"

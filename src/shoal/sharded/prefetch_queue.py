@@ -1,0 +1,280 @@
+"""Queues between the stages of a step: whole nested structures of tensors, first in, first out, with an end."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError, DeadlineError, ShoalError
+from shoal.ragged import Ragged
+
+DEADLINE_S = 3600.0  # of a wait that was given no other; long, for a stage may wait for data
+
+
+class EndOfInput(ShoalError, StopIteration):
+    """The producer has ended and everything it made has been taken."""
+
+
+class StructureQueue:
+    """At most ``capacity`` structures. Threads may share it.
+
+    `enqueue` blocks while it is full, `dequeue` while it is empty. After `close` what is left can still be taken, then
+    `dequeue` raises `EndOfInput`, or the error that the producer ended with.
+    """
+
+    def __init__(self, capacity: int = 1, name: str = "prefetch_queue") -> None:
+        if capacity < 1:
+            raise ConfigError(f"queue {name!r}: capacity must be at least 1, got {capacity}")
+        self.capacity, self.name = capacity, name
+        self._items: deque[Any] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def enqueue(self, structure: Any, timeout: float = DEADLINE_S) -> None:
+        """Adds a structure, which is checked and copied (its tensors are not)."""
+        self.put(_copy(structure, {}), timeout)
+
+    def put(self, item: Any, timeout: float = DEADLINE_S) -> None:
+        """Adds any object as it is."""
+        with self._changed:
+            self._wait(lambda: self._closed or len(self._items) < self.capacity, timeout, "room")
+            if self._closed:
+                raise EndOfInput(f"queue {self.name!r} is closed")
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def dequeue(self, timeout: float = DEADLINE_S) -> Any:
+        """Takes the oldest structure."""
+        with self._changed:
+            self._wait(lambda: self._closed or bool(self._items), timeout, "an element")
+            if self._items:
+                item = self._items.popleft()
+                self._changed.notify_all()
+                return item
+            if self._error is not None:
+                raise self._error
+            raise EndOfInput(f"queue {self.name!r}: the input has ended")
+
+    def _wait(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
+        if not self._changed.wait_for(ready, timeout):
+            raise DeadlineError(f"queue {self.name!r}: waited {timeout:g} s for {what}")
+
+    def size(self) -> int:
+        with self._changed:
+            return len(self._items)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """No more elements; ``error`` is raised to the consumer after the last one."""
+        with self._changed:
+            self._closed = True
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+
+def enqueue_dicts_with_queue_return(
+    tensors: Any, capacity: int = 1, queue_name: str = "prefetch_queue"
+) -> tuple[Any, StructureQueue | None]:
+    """Passes a structure through a new queue; returns what came out and the queue, which is empty again.
+
+    ``tensors`` are nested lists, tuples and dicts of tensors and ragged tensors; bool, int, str, None and parameters
+    pass through untouched. Capacity 0: the structure itself and None.
+    """
+    if capacity == 0:
+        return tensors, None
+    queue = StructureQueue(capacity, queue_name)
+    queue.enqueue(tensors)
+    return queue.dequeue(), queue
+
+
+def _copy(value: Any, seen: dict[int, Any]) -> Any:
+    """A copy of the containers with the same tensors, one object for one object."""
+    if isinstance(value, nn.Parameter | bool | int | str) or value is None:
+        return value
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Ragged):
+        if isinstance(value.values, Ragged):
+            raise ConfigError("a queue takes ragged tensors with one ragged dimension, got a doubly ragged one")
+        return seen.setdefault(id(value), value)
+    if isinstance(value, Mapping):
+        copy = {key: _copy(item, seen) for key, item in value.items()}
+        return copy if type(value) is dict else type(value)(copy)  # type: ignore[call-arg]
+    if isinstance(value, tuple):
+        items = [_copy(item, seen) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_copy(item, seen) for item in value]
+    raise ConfigError(
+        f"a queue takes nested lists, tuples and dicts of tensors, and bool, int, str or None beside them, "
+        f"got {type(value).__name__}"
+    )
+
+
+class Stage:
+    """A producer that runs ahead in a thread of its own, up to ``capacity`` elements (and one in its hand).
+
+    ``producer_fn()`` makes the next element; ``StopIteration`` ends the input. An element made ahead has not seen the
+    updates that happen before it is taken: up to ``capacity + 1`` of them.
+    """
+
+    def __init__(self, producer_fn: Callable[[], Any], capacity: int = 1, name: str = "stage") -> None:
+        self.queue = StructureQueue(max(1, capacity), name)
+        self._hook = EnqueueHook(self.queue, producer_fn)
+        self._hook.begin()
+
+    def get(self, timeout: float = DEADLINE_S) -> Any:
+        """The next element; `EndOfInput` (a ``StopIteration``) after the last, or the producer's own error."""
+        return self.queue.dequeue(timeout)
+
+    def close(self) -> None:
+        """Ends the thread; what it made is dropped."""
+        self._hook.end()
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Hook:
+    """What a training loop calls: `begin` before the first step, the middle two around each, `end` after the last."""
+
+    def begin(self) -> None: ...
+
+    def before_run(self) -> None: ...
+
+    def after_run(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class EnqueueHook(Hook):
+    """From `begin` on, a daemon thread enqueues what ``producer_fn`` makes until the input ends or the queue closes."""
+
+    def __init__(self, queue: StructureQueue, producer_fn: Callable[[], Any]) -> None:
+        self.queue, self._producer = queue, producer_fn
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"{self.queue.name}-producer", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while not self.queue.closed:
+                self.queue.put(self._producer())
+        except StopIteration:
+            pass
+        except BaseException as raised:
+            error = raised
+        self.queue.close(error)
+
+    def end(self) -> None:
+        self.queue.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(10)
+
+
+class AsyncPushHook(Hook):
+    """Runs ``run``, which takes one element of ``queue`` and applies it, once a step, one step late.
+
+    The first step only enqueues; after it the hook is armed. `end` runs what is left. So every element is applied
+    exactly once, in order.
+    """
+
+    def __init__(self, queue: StructureQueue, run: Callable[[], Any]) -> None:
+        self.queue, self.run = queue, run
+        self._armed = False
+
+    def before_run(self) -> None:
+        if self._armed and self.queue.size():
+            self.run()
+
+    def after_run(self) -> None:
+        self._armed = self._armed or self.queue.size() > 0
+
+    def end(self) -> None:
+        while self.queue.size():
+            self.run()
+
+
+class AsyncFunctionMgr:
+    """Functions whose calls are put off by one step.
+
+    A synchronous call runs at once. An asynchronous one puts its arguments into a queue of capacity 1 that its
+    ``queue_name`` stands for; the queue's `AsyncPushHook` runs it in the next step. A call that finds the queue full
+    runs the waiting one first, so it also works where no loop calls the hooks.
+    """
+
+    def __init__(self, is_async: bool = True) -> None:
+        self._is_async = is_async
+        self._queues: dict[str, StructureQueue] = {}
+        self._hooks: dict[str, AsyncPushHook] = {}
+        self._running = threading.local()
+
+    @property
+    def hooks(self) -> list[AsyncPushHook]:
+        return list(self._hooks.values())
+
+    def add_async_function(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        is_async: bool | None = None,
+        queue_name: str = "async_queue",
+    ) -> Any:
+        """Calls ``target(*args, **kwargs)``, now or one step later; its result when it is now."""
+        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        if not (self._is_async if is_async is None else is_async):
+            return target(*args, **kwargs)
+        if queue_name in getattr(self._running, "names", ()):
+            raise ConfigError(
+                f"async function in queue {queue_name!r}: it was added by the target itself, so it would wait for its "
+                "own effect; use another queue_name"
+            )
+        if queue_name not in self._queues:
+            queue = self._queues[queue_name] = StructureQueue(1, queue_name)
+            self._hooks[queue_name] = AsyncPushHook(queue, lambda: self._run(queue_name))
+        queue = self._queues[queue_name]
+        if queue.size() >= queue.capacity:
+            self._run(queue_name)
+        queue.put((target, _shallow(args), _shallow(kwargs)))
+        return None
+
+    def _run(self, queue_name: str) -> None:
+        target, args, kwargs = self._queues[queue_name].dequeue()
+        names = self._running.names = [*getattr(self._running, "names", ()), queue_name]
+        try:
+            target(*args, **kwargs)
+        finally:
+            names.pop()
+            self._running.names = names
+
+    def flush(self) -> None:
+        """Runs everything that waits."""
+        for hook in self._hooks.values():
+            hook.end()
+
+
+def _shallow(value: Any) -> Any:
+    """New containers around the same objects, so that a caller may go on using its own."""
+    if isinstance(value, dict):
+        return {key: _shallow(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shallow(item) for item in value]
+    if type(value) is tuple:
+        return tuple(_shallow(item) for item in value)
+    return value

@@ -1,0 +1,148 @@
+"""One shard with its memory of writes and its log: what a server does to a batch of writes, and how it comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError, DataError, ShoalError
+from shoal.sharded.ps.checkpoint import Checkpoints
+from shoal.sharded.ps.log import Log, replay
+from shoal.sharded.ps.protocol import FLOAT16, Op, Reply, Request, Status, error_reply, parse_request
+from shoal.sharded.ps.shard import Shard, status_of
+from shoal.sharded.ps.streams import Streams, Verdict
+
+UNORDERED = bytes(16)
+IDEMPOTENT = (Op.INSERT, Op.CREATE)  # twice is as good as once, so they need no place in a stream
+
+
+class Durability(StrEnum):
+    """What survives a crash of the server."""
+
+    NONE = "none"
+    """Nothing."""
+    CHECKPOINT = "checkpoint"
+    """Everything up to the last checkpoint."""
+    LOG = "log"
+    """Everything that was acknowledged: a write is on the disk before its reply."""
+
+
+class Engine:
+    """The writes of one shard, in one order. One thread at a time calls `apply` and `checkpoint`."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        durability: Durability | str = Durability.NONE,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        keep_checkpoints: int = 2,
+    ) -> None:
+        self.shard = shard
+        self.streams = Streams()
+        self.durability = Durability(durability)
+        self.log: Log | None = None
+        self.checkpoints: Checkpoints | None = None
+        self.duplicates = 0
+        self.recovered_records = 0
+        if directory is not None:
+            self.checkpoints = Checkpoints(Path(directory), keep=keep_checkpoints)
+        elif self.durability != Durability.NONE:
+            raise ConfigError(f"durability {self.durability.value!r} needs a directory to keep its files in")
+
+    def recover(self) -> None:
+        """Loads the newest whole checkpoint and replays the log behind it; then the log goes on."""
+        if self.checkpoints is None:
+            return
+        last = self.checkpoints.load(self.shard, self.streams)
+        if self.durability != Durability.LOG:
+            return
+        for number, header, ids, values in replay(self.checkpoints.directory, last):
+            self._redo(number, parse_request(header, ids, values))
+            last = number
+            self.recovered_records += 1
+        self.log = Log(self.checkpoints.directory, next_number=last + 1)
+
+    def _redo(self, number: int, request: Request) -> None:
+        payload: list[Any] = []
+        try:
+            payload = self.shard.write(request)
+        except (ShoalError, ValueError, NotImplementedError):
+            pass  # it was refused then, too
+        except Exception as error:
+            raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
+        self._remember(request, payload)
+
+    def apply(self, requests: Sequence[Request]) -> list[Reply]:
+        """Judges, logs and applies writes in order; one reply each. They may be told once `Log.sync` has returned."""
+        return [self._apply(request) for request in requests]
+
+    def _apply(self, request: Request) -> Reply:
+        if request.stream == UNORDERED and request.op not in IDEMPOTENT:
+            return error_reply(request.request, Status.BAD_REQUEST, f"{request.op.name} needs a stream and a number")
+        verdict = self._judge(request)
+        if verdict is Verdict.DONE:
+            self.duplicates += 1
+            return Reply(Status.OK, request.request, self.shard.version, self._answer_again(request))
+        if verdict is Verdict.GAP:
+            return error_reply(
+                request.request, Status.GAP, f"write {self.streams.expected(request.stream)} comes first"
+            )
+        if request.op in (Op.REINITIALIZE, Op.INSERT) and not request.req_time:
+            request.req_time = int(time.time()) if request.op == Op.REINITIALIZE else 0
+        try:
+            self.shard.check(request)
+        except Exception as error:
+            return error_reply(request.request, status_of(error), str(error), self.shard.version)
+        if self.log is not None:
+            try:
+                self.log.append(request.frames())
+            except OSError as error:
+                return error_reply(
+                    request.request,
+                    Status.UNAVAILABLE,
+                    f"shard {self.shard.index} cannot write its log ({error}); nothing was applied",
+                )
+        try:
+            payload = self.shard.write(request)
+        except Exception as error:
+            self._remember(request, [])
+            return error_reply(request.request, status_of(error), str(error), self.shard.version)
+        self._remember(request, payload)
+        return Reply(Status.OK, request.request, self.shard.version, payload)
+
+    def _judge(self, request: Request) -> Verdict:
+        if request.stream == UNORDERED:
+            return Verdict.NEW
+        return self.streams.judge(request.stream, request.seq, request.acked)
+
+    def _remember(self, request: Request, payload: list[Any]) -> None:
+        if request.stream == UNORDERED:
+            return
+        self.streams.remember(request.stream, request.seq, [] if request.op == Op.INSERT else payload)
+
+    def _answer_again(self, request: Request) -> list[Any]:
+        if request.op == Op.INSERT:  # its rows are there; how they are now is as good an answer
+            return self.shard.read(Request(Op.LOOKUP, flags=request.flags & FLOAT16, counts=request.counts,
+                                           names=request.names, ids=request.ids))  # fmt: skip
+        return self.streams.answer(request.stream, request.seq)
+
+    def checkpoint(self) -> str:
+        """Writes all tables to a new checkpoint and drops the log behind it; the checkpoint's path."""
+        if self.checkpoints is None:
+            raise ConfigError(f"shard {self.shard.index}: checkpoints need a directory; start the server with one")
+        number = self.log.rotate() - 1 if self.log is not None else self.shard.version
+        path = self.checkpoints.save(self.shard, self.streams, number)
+        if self.log is not None:
+            self.log.drop_before(self.checkpoints.oldest() + 1)
+        return str(path)
+
+    def close(self) -> None:
+        if self.log is not None:
+            with contextlib.suppress(OSError):
+                self.log.close()

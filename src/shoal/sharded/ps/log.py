@@ -1,0 +1,233 @@
+"""The durable log of a parameter server: requests in the order they were applied, checked record by record.
+
+A file ``log-<first number>.shlog`` starts with 16 bytes of magic and the number of its first record. A record is::
+
+    magic u32 | crc u32 | header u32 | (zero) u32 | ids u64 | values u64 | number u64 | durable u64 | frames
+
+where ``crc`` is zlib's CRC-32 of all that follows it and ``durable`` is the length of this file that was known to be on
+the disk when the record was written. A bad record is a torn tail, and is cut, unless a later record says that it was
+durable: then the disk has lost something that was acknowledged, and opening refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import DataError
+from shoal.sharded.ps.protocol import nbytes_of
+
+FILE_MAGIC = b"SHLOG\x001\n"
+RECORD_MAGIC = 0x4C434552
+_HEAD = struct.Struct("<II")
+_LENGTHS = struct.Struct("<IIQQQQ")
+HEAD_BYTES = _HEAD.size + _LENGTHS.size
+FILE_HEAD_BYTES = 16
+
+
+class Log:
+    """Appends records to the newest file of ``directory``. One thread appends; `sync` may run in another."""
+
+    def __init__(self, directory: str | os.PathLike[str], next_number: int = 1) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.next_number = next_number
+        self.bytes_written = 0
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._end = self._durable = 0
+        self.rotate()
+
+    def append(self, frames: Sequence[Any]) -> int:
+        """Writes one request; returns its number. It is durable after the next `sync`.
+
+        Raises:
+            OSError: the disk refused, as when it is full. The file then ends where it ended before.
+        """
+        given = [memoryview(f).cast("B") if nbytes_of(f) else b"" for f in frames]
+        header, ids, values = (*given, b"", b"")[:3]
+        lengths = _LENGTHS.pack(len(header), 0, len(ids), len(values), self.next_number, self._durable)
+        crc = zlib.crc32(lengths)
+        for frame in (header, ids, values):
+            crc = zlib.crc32(frame, crc)
+        parts = [_HEAD.pack(RECORD_MAGIC, crc) + lengths, header, ids, values]
+        self._write(parts, HEAD_BYTES + len(header) + len(ids) + len(values))
+        number, self.next_number = self.next_number, self.next_number + 1
+        return number
+
+    def _write(self, parts: list[Any], total: int) -> None:
+        written = 0
+        try:
+            while written < total:
+                written += os.pwritev(self._fd, _after(parts, written), self._end + written)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._end)
+            raise
+        self._end += total
+        self.bytes_written += total
+
+    def sync(self) -> None:
+        """Everything appended before this call is on the disk when it returns."""
+        with self._lock:
+            end = self._end
+            if end != self._durable:
+                os.fdatasync(self._fd)
+                self._durable = end
+
+    def rotate(self) -> int:
+        """Goes on in a new file; returns the number of its first record. What came before is durable."""
+        if self._fd >= 0:
+            self.sync()
+        path = self.directory / f"log-{self.next_number:016d}.shlog"
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.write(fd, FILE_MAGIC + struct.pack("<Q", self.next_number))
+        os.fdatasync(fd)
+        sync_directory(self.directory)
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._end, self._durable = fd, FILE_HEAD_BYTES, FILE_HEAD_BYTES
+        return self.next_number
+
+    def drop_before(self, number: int) -> None:
+        """Removes the files whose records all have smaller numbers."""
+        files = log_files(self.directory)
+        for (_, path), (following, _) in itertools.pairwise(files):
+            if following <= number:
+                path.unlink()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                os.fdatasync(self._fd)
+                os.close(self._fd)
+                self._fd = -1
+
+
+def _after(parts: list[Any], written: int) -> list[Any]:
+    if not written:
+        return parts
+    rest = []
+    for part in parts:
+        view = memoryview(part)
+        if written < view.nbytes:
+            rest.append(view[written:])
+        written = max(0, written - view.nbytes)
+    return rest
+
+
+def log_files(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """The log's files by the number of their first record."""
+    found = []
+    for path in Path(directory).glob("log-*.shlog"):
+        with contextlib.suppress(ValueError):
+            found.append((int(path.stem.removeprefix("log-")), path))
+    return sorted(found)
+
+
+def replay(directory: str | os.PathLike[str], after: int) -> Iterator[tuple[int, bytes, memoryview, memoryview]]:
+    """The records with a number above ``after``: number, header, ids, values. Views are valid until the next one.
+
+    The torn tail of the last file is cut off.
+
+    Raises:
+        DataError: a record that had been durable is damaged, or records are missing.
+    """
+    files = log_files(directory)
+    expected = None
+    for position, (first, path) in enumerate(files):
+        following = files[position + 1][0] if position + 1 < len(files) else None
+        if following is not None and following <= after + 1:
+            continue
+        if expected is None:
+            if first > after + 1:
+                raise DataError(f"log {path}: starts at record {first}, but the checkpoint ends at {after}")
+        elif first != expected:
+            raise DataError(f"log {path}: starts at record {first}, record {expected} is missing")
+        expected = first
+        for number, header, ids, values in _read_file(path, first, last=following is None):
+            expected = number + 1
+            if number > after:
+                yield number, header, ids, values
+
+
+def _read_file(path: Path, first: int, *, last: bool) -> Iterator[tuple[int, bytes, memoryview, memoryview]]:
+    size = path.stat().st_size
+    if size < FILE_HEAD_BYTES:
+        if last:  # the process died while it made the file
+            return
+        raise DataError(f"log {path}: has {size} bytes, less than a file's head")
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        view = memoryview(data)
+        try:
+            if data[:8] != FILE_MAGIC or struct.unpack_from("<Q", data, 8)[0] != first:
+                raise DataError(f"log {path}: is not a log that starts at record {first}")
+            at, number = FILE_HEAD_BYTES, first
+            while at < size:
+                record = _parse(view, at, number)
+                if record is None:
+                    if not last or _later_says_durable(data, view, at):
+                        raise DataError(
+                            f"log {path}: record {number} at byte {at} is damaged although it had been on the disk; "
+                            "restore the shard from a checkpoint"
+                        )
+                    break
+                header, ids, values, end = record
+                yield number, header, ids, values
+                ids.release(), values.release()
+                at, number = end, number + 1
+        finally:
+            view.release()
+        if at < size:
+            file.truncate(at)
+            os.fsync(file.fileno())
+
+
+def _parse(view: memoryview, at: int, number: int) -> tuple[bytes, memoryview, memoryview, int] | None:
+    if at + HEAD_BYTES > len(view):
+        return None
+    magic, crc = _HEAD.unpack_from(view, at)
+    header, _, ids, values, stored, _ = _LENGTHS.unpack_from(view, at + _HEAD.size)
+    begin = at + HEAD_BYTES
+    end = begin + header + ids + values
+    if magic != RECORD_MAGIC or end > len(view) or stored != number:
+        return None
+    with view[at + _HEAD.size : end] as checked:
+        if zlib.crc32(checked) != crc:
+            return None
+    middle = begin + header
+    return bytes(view[begin:middle]), view[middle : middle + ids], view[middle + ids : end], end
+
+
+def _later_says_durable(data: mmap.mmap, view: memoryview, bad: int) -> bool:
+    """Whether a whole record behind the bad one tells that the bad one had reached the disk."""
+    magic = struct.pack("<I", RECORD_MAGIC)
+    at = data.find(magic, bad + 1)
+    while at >= 0:
+        if at + HEAD_BYTES <= len(view):
+            stored, durable = struct.unpack_from("<QQ", view, at + HEAD_BYTES - 16)
+            record = _parse(view, at, stored)
+            if record is not None:
+                record[1].release(), record[2].release()
+                if durable > bad:
+                    return True
+        at = data.find(magic, at + 1)
+    return False
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,240 @@
+"""The messages between workers and parameter servers: one fixed header, then raw tensor frames.
+
+A request is ``[header, ids, values]`` and a reply ``[header, payload...]``; numbers are little-endian. The layout is
+written out in docs/parameter_server.md, and the durable log keeps requests in exactly this form.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import DataError
+
+MAGIC = b"SHPS"
+VERSION = 1
+
+FLOAT16 = 1  # values and replies are float16 on the wire
+DEDUP = 2  # apply_gradients sums equal ids first
+NATIVE = 4  # unknown table names are no error for lookups
+
+_REQUEST = struct.Struct("<4sHHIQ16sQQqqQIII")
+_REPLY = struct.Struct("<4sHHQQ")
+
+
+class Op(IntEnum):
+    """What a request asks for. From ASSIGN on a request changes the shard: it is ordered, logged and applied once."""
+
+    INFO = 1
+    LOOKUP = 2
+    CONTAINS = 3
+    ENTRIES = 4
+    SIZES = 5
+    CHECKPOINT = 7
+    ASSIGN = 32
+    ASSIGN_ADD = 33
+    APPLY = 34
+    REINITIALIZE = 35
+    INSERT = 36
+    CREATE = 37
+    CLEAR = 38
+    EVICT = 39
+    ERASE = 40
+
+    @property
+    def writes(self) -> bool:
+        return self >= Op.ASSIGN
+
+
+WITH_IDS = frozenset(
+    (Op.LOOKUP, Op.CONTAINS, Op.ENTRIES, Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY, Op.REINITIALIZE, Op.INSERT, Op.ERASE)
+)  # the ids frame holds the ids that the header counts
+
+
+class Status(IntEnum):
+    """How a request ended. Only UNAVAILABLE and GAP are worth another try."""
+
+    OK = 0
+    BAD_REQUEST = 1
+    UNKNOWN_TABLE = 2
+    UNSUPPORTED = 3
+    UNAVAILABLE = 4
+    GAP = 5
+    INTERNAL = 6
+    EXPIRED = 7
+
+
+@dataclass(slots=True)
+class Request:
+    """One request, decoded. ``counts[i]`` ids of ``ids`` belong to table ``names[i]``, in that order."""
+
+    op: Op
+    request: int = 0
+    stream: bytes = bytes(16)
+    """Which ordered stream of writes this belongs to: a worker, and a thread of it."""
+    seq: int = 0
+    """The number of a write in its stream, from 1."""
+    acked: int = 0
+    """Every write of the stream up to this one has been answered."""
+    flags: int = 0
+    global_step: int = 0
+    req_time: int = 0
+    read_version: int = 0
+    """The shard's version when the rows behind this write were read; staleness is measured from it."""
+    deadline_ms: int = 0
+    """How long the worker will wait; 0 for no limit."""
+    counts: Sequence[int] = ()
+    rates: Sequence[float] = ()
+    names: tuple[str, ...] = ()
+    ids: Any = b""
+    values: Any = b""
+    arrived: float = field(default=0.0, compare=False)
+
+    def header(self) -> bytes:
+        names = _join(self.names)
+        k, r = len(self.counts), len(self.rates)
+        fixed = _REQUEST.pack(
+            MAGIC, VERSION, self.op, self.flags, self.request, self.stream, self.seq, self.acked,
+            self.global_step, self.req_time, self.read_version, self.deadline_ms, k, r,
+        )  # fmt: skip
+        return fixed + struct.pack(f"<{k}q{r}f", *self.counts, *self.rates) + names
+
+    def frames(self) -> list[Any]:
+        """What goes over the wire: frames at the end that are empty are left out."""
+        frames = [self.header(), buffer_of(self.ids), buffer_of(self.values)]
+        while len(frames) > 1 and not nbytes_of(frames[-1]):
+            frames.pop()
+        return frames
+
+    def ids_tensor(self) -> Tensor:
+        return as_tensor(self.ids, torch.int64)
+
+    def values_tensor(self) -> Tensor:
+        if self.flags & FLOAT16:
+            return as_tensor(self.values, torch.float16).float()
+        return as_tensor(self.values, torch.float32)
+
+
+def plain_lookup(header: memoryview) -> tuple[int, int, bytes] | None:
+    """Request number, number of ids and table of the commonest request, a lookup in one table; None for any other."""
+    if header.nbytes < _REQUEST.size + 9:
+        return None
+    magic, version, op, flags, request, _, _, _, _, _, _, _, k, r = _REQUEST.unpack_from(header)
+    if magic != MAGIC or version != VERSION or op != 2 or flags or k != 1 or r:
+        return None
+    return (
+        request,
+        int.from_bytes(header[_REQUEST.size : _REQUEST.size + 8], "little"),
+        bytes(header[_REQUEST.size + 8 :]),
+    )
+
+
+def reply_header(request: int, version: int) -> bytes:
+    """The header of a reply that all is well."""
+    return _REPLY.pack(MAGIC, VERSION, 0, request, version)
+
+
+def parse_request(header: Any, ids: Any = b"", values: Any = b"") -> Request:
+    """A request from its frames; `DataError` where they are not one."""
+    header = memoryview(header)
+    if header.nbytes < _REQUEST.size:
+        raise DataError(f"a request's header has at least {_REQUEST.size} bytes, got {header.nbytes}")
+    magic, version, op, flags, request, stream, seq, acked, step, time, read, deadline, k, r = _REQUEST.unpack_from(
+        header
+    )
+    if magic != MAGIC:
+        raise DataError(f"a request starts with {MAGIC!r}, got {magic!r}")
+    if version != VERSION:
+        raise DataError(f"this server speaks protocol version {VERSION}, the request is of version {version}")
+    tail = _REQUEST.size + 8 * k + 4 * r
+    if header.nbytes < tail:
+        raise DataError(f"a header of {k} tables and {r} rates has at least {tail} bytes, got {header.nbytes}")
+    names = _split(bytes(header[tail:]))
+    if len(names) != k:
+        raise DataError(f"the header counts {k} tables and names {len(names)}")
+    numbers = struct.unpack_from(f"<{k}q{r}f", header, _REQUEST.size)
+    counts = numbers[:k]
+    if k and min(counts) < 0:
+        raise DataError(f"a table's number of ids is not negative, got {min(counts)}")
+    try:
+        op = Op(op)
+    except ValueError:
+        raise DataError(f"there is no operation {op}") from None
+    if op in WITH_IDS and 8 * sum(counts) != memoryview(ids).nbytes:
+        raise DataError(f"the header counts {sum(counts)} ids, the ids frame has {memoryview(ids).nbytes} bytes")
+    return Request(
+        op, request, stream, seq, acked, flags, step, time, read, deadline, counts, numbers[k:], names, ids, values
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Reply:
+    """One reply, decoded; ``payload`` holds what the operation gives back, or an error's text."""
+
+    status: Status
+    request: int
+    version: int
+    payload: Sequence[Any] = ()
+
+    def frames(self) -> list[Any]:
+        return [_REPLY.pack(MAGIC, VERSION, self.status, self.request, self.version), *map(buffer_of, self.payload)]
+
+    def text(self) -> str:
+        return bytes(self.payload[0]).decode("utf-8", "replace") if self.payload else self.status.name
+
+
+def parse_reply(frames: Sequence[Any]) -> Reply:
+    if not frames or memoryview(frames[0]).nbytes != _REPLY.size:
+        raise DataError("a reply's header is missing or has another size; is that a parameter server?")
+    magic, version, status, request, shard_version = _REPLY.unpack(frames[0])
+    if magic != MAGIC or version != VERSION:
+        raise DataError(f"this client speaks protocol version {VERSION}, the reply is of {magic!r} version {version}")
+    return Reply(Status(status), request, shard_version, frames[1:])
+
+
+def error_reply(request: int, status: Status, text: str, version: int = 0) -> Reply:
+    return Reply(status, request, version, [text.encode()])
+
+
+@functools.lru_cache(maxsize=1024)
+def _join(names: tuple[str, ...]) -> bytes:
+    return "\n".join(names).encode()
+
+
+@functools.lru_cache(maxsize=1024)
+def _split(names: bytes) -> tuple[str, ...]:
+    try:
+        return tuple(names.decode().split("\n")) if names else ()
+    except UnicodeDecodeError as error:
+        raise DataError(f"table names are UTF-8 ({error})") from None
+
+
+def as_tensor(data: Any, dtype: torch.dtype) -> Tensor:
+    """A flat tensor over a buffer, copied only where the buffer is not aligned for its type."""
+    if isinstance(data, Tensor):
+        return data
+    view = memoryview(data)
+    if not view.nbytes:
+        return torch.empty(0, dtype=dtype)
+    if view.nbytes % dtype.itemsize:
+        raise DataError(f"a frame of {dtype} has a multiple of {dtype.itemsize} bytes, got {view.nbytes}")
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    tensor = torch.frombuffer(view, dtype=dtype)
+    return tensor.clone() if tensor.data_ptr() % dtype.itemsize else tensor
+
+
+def buffer_of(data: Any) -> Any:
+    """What a socket or a file can send: tensors as their memory."""
+    return data.numpy() if isinstance(data, Tensor) else data
+
+
+def nbytes_of(data: Any) -> int:
+    return data.nbytes if isinstance(data, Tensor) else memoryview(data).nbytes

@@ -1,0 +1,83 @@
+"""Who may talk to a parameter server: CURVE keys, and the rule for addresses beyond this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError, missing_extra
+
+
+def zmq_module() -> Any:
+    try:
+        import zmq
+    except ImportError:
+        raise missing_extra("pyzmq", "server") from None
+    return zmq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKeys:
+    """A server's identity and whom it lets in.
+
+    ``secret`` is a file of `generate`; ``clients`` a folder with the public keys of those who may connect. Without
+    ``clients`` everyone who holds the server's public key may.
+    """
+
+    secret: str | os.PathLike[str]
+    clients: str | os.PathLike[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientKeys:
+    """A worker's identity, ``secret``, and ``server``, the public key file of the servers it trusts."""
+
+    secret: str | os.PathLike[str]
+    server: str | os.PathLike[str]
+
+
+def generate(folder: str | os.PathLike[str], name: str) -> tuple[str, str]:
+    """Writes ``<name>.key`` (public) and ``<name>.key_secret`` (mode 0600); their paths."""
+    zmq_module()
+    import zmq.auth
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for ending in ("key", "key_secret"):
+        if (Path(folder) / f"{name}.{ending}").exists():
+            raise ConfigError(f"{Path(folder) / name}.{ending} exists; remove it or choose another name")
+    public, secret = zmq.auth.create_certificates(folder, name)
+    os.chmod(secret, 0o600)
+    return str(public), str(secret)
+
+
+def load_keys(path: str | os.PathLike[str], *, secret: bool) -> tuple[bytes, bytes | None]:
+    import zmq.auth
+
+    try:
+        public, private = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"key file {os.fspath(path)!r} cannot be read: {error}") from error
+    if secret and private is None:
+        raise ConfigError(f"key file {os.fspath(path)!r} holds no secret key; give the .key_secret file")
+    return public, private
+
+
+def is_loopback(host: str) -> bool:
+    if host in ("localhost", ""):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind(host: str, keys: ServerKeys | None, insecure: bool) -> None:
+    """Beyond loopback a server needs keys, unless plaintext was asked for by name."""
+    if keys is None and not insecure and not is_loopback(host):
+        raise ConfigError(
+            f"binding to {host!r} without keys would let anyone on the network read and change the tables; make keys "
+            "with `shoal ps keygen` and give --keys, or say --insecure"
+        )

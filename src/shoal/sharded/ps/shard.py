@@ -1,0 +1,272 @@
+"""The state of one parameter server: its tables, and what each request does to them. No sockets, threads or files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError, DataError, UnsupportedError
+from shoal.sharded.buffers import pool
+from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, Op, Request, Status, as_tensor
+from shoal.table.entry import HashTableConfigInstance
+from shoal.table.fused import apply_blocks, lookup_blocks
+from shoal.table.messages import EmbeddingHashTableConfig
+from shoal.table.table import HashTable
+
+
+class UnknownTable(ConfigError, KeyError):
+    """A request names a table that the shard does not hold."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+def status_of(error: Exception) -> Status:
+    """How an error of a request is told to its sender."""
+    if isinstance(error, UnknownTable):
+        return Status.UNKNOWN_TABLE
+    if isinstance(error, UnsupportedError | NotImplementedError):
+        return Status.UNSUPPORTED
+    if isinstance(error, ConfigError | DataError | ValueError):
+        return Status.BAD_REQUEST
+    return Status.INTERNAL
+
+
+class Shard:
+    """The tables of shard ``index`` of ``of``. Reads may run in any thread beside one thread that writes.
+
+    The same writes in the same order give the same rows to the bit: nothing here reads a clock or draws a number that
+    does not follow from the request.
+    """
+
+    def __init__(self, index: int, of: int) -> None:
+        if not 0 <= index < of:
+            raise ConfigError(f"a shard's index is 0..{of - 1} of {of}, got {index}")
+        self.index = index
+        self.of = of
+        self.tables: dict[str, HashTable] = {}
+        self._by_bytes: dict[bytes, HashTable] = {}
+        self.specs: dict[str, dict[str, Any]] = {}
+        """What each table was created from, for checkpoints: its configuration in hex and its options."""
+        self.version = 0
+        """Writes applied so far."""
+
+    # --- reads ----------------------------------------------------------------------------------------------------
+
+    def read(self, request: Request) -> list[Any]:
+        """The payload of the reply to a request that changes nothing."""
+        if request.op == Op.LOOKUP:
+            return [self._lookup(request)]
+        if request.op == Op.CONTAINS:
+            parts = [table.contains(ids) for table, ids in self._with_ids(request)]
+            return [torch.cat(parts) if parts else torch.empty(0, dtype=torch.bool)]
+        if request.op == Op.ENTRIES:
+            return [e for table, ids in self._with_ids(request) for e in table.lookup_entry(ids)]
+        if request.op == Op.SIZES:
+            return [json.dumps({name: table.size() for name, table in self.tables.items()}).encode()]
+        raise DataError(f"{request.op.name} is not a read of this server")
+
+    def lookup_one(self, name: bytes, ids: Any, n: int) -> Tensor | None:
+        """The rows of ids in one table, without ceremony; None where anything is not as it should be."""
+        table = self._by_bytes.get(name)
+        if table is None or len(ids) != 8 * n:
+            return None
+        tensor = as_tensor(ids, torch.int64)
+        rows = torch.empty(n * table.dim_size)
+        table._native.lookup(tensor.data_ptr(), n, rows.data_ptr(), 0)
+        return rows
+
+    def _lookup(self, request: Request) -> Tensor:
+        ids, counts = request.ids_tensor(), request.counts
+        tables = self._find(request.names, missing_ok=bool(request.flags & NATIVE))
+        sizes = [n * table.dim_size if table is not None else 0 for n, table in zip(counts, tables, strict=True)]
+        if len(tables) > 1 and None not in tables:
+            flat = lookup_blocks(tables, ids, torch.tensor(counts, dtype=torch.int64), 1, sum(sizes))
+            return flat.half() if request.flags & FLOAT16 else flat
+        flat = pool.take(sum(sizes))
+        at_id = at = 0
+        for table, n, size in zip(tables, counts, sizes, strict=True):
+            if n and table is not None:
+                table._native.lookup(ids.data_ptr() + 8 * at_id, n, flat.data_ptr() + 4 * at, 0)
+            at_id, at = at_id + n, at + size
+        return flat.half() if request.flags & FLOAT16 else flat
+
+    # --- writes ---------------------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Refuses a write that could not be applied whole. Nothing has changed yet."""
+        if request.op == Op.CREATE:
+            self._spec(request)
+            return
+        tables = self._find(request.names)
+        dims = [table.dim_size for table in tables]
+        if request.op in (Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY):
+            wanted = sum(n * dim for n, dim in zip(request.counts, dims, strict=True))
+            values = request.values_tensor()
+            if values.numel() != wanted:
+                raise DataError(f"the ids need {wanted} values, the values frame holds {values.numel()}")
+            if not 0 <= request.req_time < 1 << 32:
+                raise DataError(f"req_time is 0..{(1 << 32) - 1} seconds, got {request.req_time}")
+            if request.op == Op.APPLY:
+                self._check_rates(request, tables)
+        if request.op in (Op.APPLY, Op.INSERT):
+            for table in tables:
+                table._check_trains(request.op.name.lower())
+
+    def _check_rates(self, request: Request, tables: Sequence[HashTable]) -> None:
+        wanted = sum(len(table.table_config.entry_config.segments) for table in tables)
+        if len(request.rates) != wanted:
+            raise DataError(
+                f"the tables have {wanted} segments, the request brings {len(request.rates)} learning rates"
+            )
+
+    def write(self, request: Request) -> list[Any]:
+        """Applies a request that `check` passed; the payload of its reply."""
+        op = request.op
+        payload: list[Any] = []
+        if op == Op.CREATE:
+            self._create(self._spec(request))
+        elif op in (Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY):
+            self._write_rows(request)
+        elif op == Op.INSERT:
+            payload = [self._insert(request)]
+        elif op == Op.REINITIALIZE:
+            parts = []
+            for table, ids in self._with_ids(request):
+                existed = torch.empty(ids.numel(), dtype=torch.int32)
+                table._native.reinitialize(ids.data_ptr(), ids.numel(), request.req_time, existed.data_ptr())
+                parts.append(existed)
+            payload = [torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)]
+        elif op == Op.ERASE:
+            payload = [str(sum(table.erase(ids) for table, ids in self._with_ids(request))).encode()]
+        elif op == Op.EVICT:
+            payload = [str(sum(t.evict(request.req_time or None) for t in self._find(request.names))).encode()]
+        elif op == Op.CLEAR:
+            for table in self._find(request.names):
+                table.clear()
+        else:
+            raise DataError(f"{op.name} is not a write of this server")
+        self.version += 1
+        return payload
+
+    def _write_rows(self, request: Request) -> None:
+        tables = self._find(request.names)
+        ids, values, time = request.ids_tensor(), request.values_tensor(), request.req_time
+        if request.op == Op.APPLY:
+            counts = torch.tensor(request.counts, dtype=torch.int64)
+            step, dedup = request.global_step, bool(request.flags & DEDUP)
+            apply_blocks(tables, ids, counts, 1, values, list(request.rates), step, time, dedup)
+            return
+        at_id = at = 0
+        for table, n in zip(tables, request.counts, strict=True):
+            write = table._native.assign if request.op == Op.ASSIGN else table._native.assign_add
+            write(ids.data_ptr() + 8 * at_id, n, values.data_ptr() + 4 * at, time)
+            at_id, at = at_id + n, at + n * table.dim_size
+
+    def _insert(self, request: Request) -> Tensor:
+        parts = []
+        for table, ids in self._with_ids(request):
+            out = torch.empty(ids.numel(), table.dim_size)
+            table._native.lookup_or_insert(ids.data_ptr(), ids.numel(), request.req_time, out.data_ptr())
+            parts.append(out.view(-1))
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return flat.half() if request.flags & FLOAT16 else flat
+
+    # --- tables ---------------------------------------------------------------------------------------------------
+
+    def _spec(self, request: Request) -> dict[str, Any]:
+        """What a CREATE asks for, checked by building nothing but its configuration."""
+        try:
+            options = json.loads(bytes(request.values))
+            EmbeddingHashTableConfig.FromString(bytes(request.ids))
+        except Exception as error:
+            raise DataError(f"CREATE brings a table configuration and JSON options ({error})") from None
+        if not isinstance(options, dict) or not isinstance(options.get("name"), str):
+            raise DataError("the options of CREATE are a JSON object with a name")
+        name = options["name"]
+        if not name or "\n" in name:
+            raise ConfigError(f"a table's name is not empty and holds no line break, got {name!r}")
+        spec = {**options, "config": bytes(request.ids).hex()}
+        if name in self.specs and self.specs[name] != spec:
+            raise ConfigError(
+                f"shard {self.index}: table {name!r} exists with another configuration; use another name, "
+                "or start the server on an empty directory"
+            )
+        build_table(spec)
+        return spec
+
+    def _create(self, spec: dict[str, Any]) -> None:
+        if spec["name"] not in self.tables:
+            self.add(spec, build_table(spec))
+
+    def add(self, spec: dict[str, Any], table: HashTable) -> None:
+        """Takes a table in."""
+        name = spec["name"]
+        self.specs[name] = spec
+        self.tables[name] = self._by_bytes[name.encode()] = table
+
+    def _find(self, names: Sequence[str], missing_ok: bool = False) -> list[Any]:
+        try:
+            return [self.tables[name] for name in names]
+        except KeyError as error:
+            if missing_ok:
+                return [self.tables.get(name) for name in names]
+            raise UnknownTable(
+                f"shard {self.index} holds no table {error.args[0]!r}; it holds {sorted(self.tables)}"
+            ) from None
+
+    def _with_ids(self, request: Request) -> list[tuple[HashTable, Tensor]]:
+        ids = as_tensor(request.ids, torch.int64)
+        result, at = [], 0
+        for table, n in zip(self._find(request.names), request.counts, strict=True):
+            result.append((table, ids[at : at + n]))
+            at += n
+        return result
+
+    def status(self) -> dict[str, Any]:
+        """For people and dashboards."""
+        return {
+            "shard": self.index,
+            "of": self.of,
+            "version": self.version,
+            "tables": {
+                name: {"rows": table.size(), "bytes": table.memory_bytes(), "dim": table.dim_size}
+                for name, table in self.tables.items()
+            },
+        }
+
+
+def build_table(spec: dict[str, Any]) -> HashTable:
+    """A table from what `Shard.specs` keeps of it. Background eviction is the server's work, so that it is logged."""
+    config = EmbeddingHashTableConfig.FromString(bytes.fromhex(spec["config"]))
+    config.enable_feature_eviction = False
+    rates = [0.0] * len(config.entry_config.segments)  # every update brings its own
+    return HashTable.from_config(
+        HashTableConfigInstance(config, rates, spec.get("extra_restore_names")),
+        name=spec["name"],
+        hash_filter=build_filter(spec.get("filter"), spec["name"]),
+        on_bad_gradient=spec.get("on_bad_gradient", "raise"),
+        seed=spec.get("seed", 0),
+        saver_parallel=spec.get("saver_parallel", -1),
+    )
+
+
+def build_filter(spec: dict[str, Any] | None, name: str) -> Any:
+    """An admission filter from its description, or None."""
+    if not spec:
+        return None
+    from shoal.table import filters
+
+    config = bytes.fromhex(spec.get("config", ""))
+    kind = spec.get("type", "sliding_hash_filter")
+    if kind == "sliding_hash_filter":
+        return filters.create_hash_filter(spec.get("capacity", 300_000_000), spec.get("split_num", 7), config, name)
+    if kind == "probabilistic_filter":
+        return filters.create_probabilistic_filter(spec.get("equal_probability", False), config, name)
+    if kind == "no_filter":
+        return None
+    raise ConfigError(f"a filter's type is sliding_hash_filter, probabilistic_filter or no_filter, got {kind!r}")

@@ -1,0 +1,116 @@
+"""Where ids go and how their rows come back: de-duplicated, dealt out to shards, and put at every place again."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError
+from shoal.ops.reorder import fused_reorder_by_indices
+from shoal.ops.split import split_by_indices
+from shoal.sharded.buffers import pool
+
+
+class Route:
+    """One batch of K id lists over S shards.
+
+    ``ids[s]`` holds the distinct ids of shard ``s``, list after list in first-seen order; ``counts[s][k]`` of them are
+    of list ``k``. Their rows, shard after shard, make one flat buffer, of which shard ``s`` fills ``floats[s]``.
+    """
+
+    def __init__(self, id_lists: Sequence[Tensor], num_shards: int, dims: Sequence[int]) -> None:
+        fused = fused_reorder_by_indices(list(id_lists), num_shards, list(dims), rank0_empty_shard=False)
+        k = len(dims)
+        sizes = fused.sharded_slot_sizes.tolist()
+        self.dims = list(dims)
+        self.counts = [sizes[s * k : (s + 1) * k] for s in range(num_shards)]
+        self.ids = list(torch.split(fused.output, [sum(counts) for counts in self.counts]))
+        floats = [sum(n * d for n, d in zip(counts, dims, strict=True)) for counts in self.counts]
+        edges = [0, *itertools.accumulate(floats)]
+        self.floats = [slice(a, b) for a, b in itertools.pairwise(edges)]
+        self.size = edges[-1]
+        self._edges = edges
+        self._offsets = [
+            o.contiguous() for o in torch.split(fused.fused_embedding_offsets, fused.emb_offset_sz.tolist())
+        ]
+
+    def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Per list ``[n, dim]``, repeated ids included; ``parts[s]`` are the flat rows of shard ``s``."""
+        for s, part in enumerate(parts):
+            if part.numel() != self._edges[s + 1] - self._edges[s]:
+                raise ConfigError(
+                    f"shard {s} gave {part.numel()} floats, asked for were {self._edges[s + 1] - self._edges[s]}"
+                )
+        addresses = [part.data_ptr() for part in parts]
+        result = []
+        for offsets, dim in zip(self._offsets, self.dims, strict=True):
+            n = offsets.numel()
+            rows = pool.take(n * dim).view(n, dim)
+            if n:
+                _core.gather_from_parts(addresses, self._edges, offsets.data_ptr(), n, dim, rows.data_ptr())
+            result.append(rows)
+        return result
+
+    def scatter(self, grads: Sequence[Tensor]) -> Tensor:
+        """The flat buffer of gradients, shard after shard: those of equal ids are summed."""
+        grads = [g.contiguous() for g in grads]
+        flat = pool.take(self.size)
+        _core.fused_gather_gradient(
+            flat.data_ptr(), self.size, 4, 1.0, [o.data_ptr() for o in self._offsets],
+            [False] * len(grads), [g.data_ptr() for g in grads], [o.numel() for o in self._offsets], self.dims,
+        )  # fmt: skip
+        return flat
+
+
+class RouteCache:
+    """The last route, for the backward pass of the same ids. Threads may share it; the last one wins."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[Any], list[int], tuple[Any, ...], Route] | None = None
+
+    def route(self, keys: tuple[Any, ...], id_lists: Sequence[Tensor], num_shards: int, dims: Sequence[int]) -> Route:
+        """A route of these very tensors, unless one of them has changed since."""
+        last = self._last
+        if last is not None and last[2] == keys and len(last[0]) == len(id_lists):
+            same = all(ref() is ids for ref, ids in zip(last[0], id_lists, strict=True))
+            if same and last[1] == [ids._version for ids in id_lists]:
+                return last[3]
+        route = Route(id_lists, num_shards, dims)
+        self._last = ([weakref.ref(ids) for ids in id_lists], [ids._version for ids in id_lists], keys, route)
+        return route
+
+
+def split_rows(ids: Tensor, values: Tensor | None, num_shards: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Ids and their rows by shard, nothing dropped, input order kept."""
+    if num_shards == 1:
+        return [ids], [values] if values is not None else []
+    shards = torch.remainder(ids, num_shards)
+    parts = split_by_indices(shards, ids, num_shards)
+    return parts, split_by_indices(shards, values, num_shards) if values is not None else []
+
+
+def positions_of_shards(ids: Tensor, num_shards: int) -> list[Tensor]:
+    """For each shard the positions of its ids."""
+    shards = torch.remainder(ids, num_shards)
+    return [(shards == s).nonzero().view(-1) for s in range(num_shards)]
+
+
+def check_slots(slots: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    for slot in slots:
+        if slot not in known:
+            raise KeyError(f"there is no slot {slot!r}; there are {', '.join(sorted(known)) or 'none'}")
+
+
+def one_dim(parts: Sequence[Any], what: str) -> int:
+    dims = {part.dim_size for part in parts}
+    if len(dims) != 1:
+        raise ConfigError(
+            f"{what}: its parts have different dimensions, {sorted(dims)}; build them all from one config"
+        )
+    return dims.pop()

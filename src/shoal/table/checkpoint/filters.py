@@ -1,0 +1,162 @@
+"""Admission filters to files and back, one file for each block of a sliding filter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from shoal import _core
+from shoal.errors import DataError
+from shoal.table.checkpoint import naming
+from shoal.table.checkpoint.assets import find_assets, save_assets
+from shoal.table.checkpoint.naming import StrPath
+from shoal.table.filters import FilterBlockState, SlidingHashFilter
+from shoal.table.messages import HashFilterSplitMetaDump, SlidingHashFilterMetaDump
+
+_SPARE = 64
+
+
+def save_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter: bool = False) -> None:
+    """Writes the counts of a sliding filter to ``<basename>-%05d-of-%05d``, one file for each block.
+
+    Does nothing when the flag is off; filters without counts (dummy, probabilistic) write no files.
+    """
+    if not enable_hash_filter or not isinstance(hash_filter, SlidingHashFilter):
+        return
+    naming.make_parents(basename)
+    count = hash_filter.split_num
+    for block in range(count):
+        state = hash_filter.get_block(block)
+        meta = HashFilterSplitMetaDump(
+            failure_count=state.failure_count,
+            total_size=state.total_size,
+            num_elements=state.num_elements,
+            fill_rate=state.fill_rate,
+            sliding_hash_filter_meta=_sliding_meta(hash_filter),
+        )
+        path = naming.shard_path(basename, block, count)
+        _core.write_filter_block(
+            naming.temporary_path(path), path, meta.SerializeToString(), state.cells.ctypes.data, len(state.cells)
+        )
+    naming.remove_other_counts(basename, count)
+    naming.sync_folder(os.path.dirname(os.fspath(basename)))
+
+
+def restore_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter: bool = False) -> None:
+    """Brings back what `save_hash_filter` wrote; the filter is as it was if any file is bad.
+
+    Raises:
+        CheckpointNotFoundError: there are no files.
+        DataError: a file is damaged, or is of a filter with another number of blocks or other step limits.
+    """
+    if not enable_hash_filter or not isinstance(hash_filter, SlidingHashFilter):
+        return
+    paths = naming.find_shards(basename)
+    blocks = [_read_block(path, hash_filter) for path in paths]
+    if len(blocks) != hash_filter.split_num:
+        raise DataError(
+            f"filter {hash_filter.name!r} has {hash_filter.split_num} blocks, the checkpoint {os.fspath(basename)!r} "
+            f"has {len(blocks)} files; nothing was restored"
+        )
+    meta = blocks[0][1]
+    for path, (_, other) in zip(paths, blocks, strict=True):
+        if (other.head, other.head_increment) != (meta.head, meta.head_increment):
+            raise DataError(f"{path}: its head differs from that of the first file: they are of two saves")
+    for block, (state, _) in enumerate(blocks):
+        hash_filter.set_block(block, state)
+    hash_filter.set_head(meta.head, meta.head_increment, meta.failure_count)
+
+
+def _sliding_meta(hash_filter: SlidingHashFilter) -> SlidingHashFilterMetaDump:
+    head, head_increment, failures = hash_filter._meta()
+    return SlidingHashFilterMetaDump(
+        split_num=hash_filter.split_num,
+        max_forward_step=hash_filter.max_forward_step,
+        max_backward_step=hash_filter.max_backward_step,
+        max_step=hash_filter.max_step,
+        head=head,
+        head_increment=head_increment,
+        failure_count=failures,
+    )
+
+
+def _read_block(path: str, hash_filter: SlidingHashFilter) -> tuple[FilterBlockState, SlidingHashFilterMetaDump]:
+    try:
+        meta = HashFilterSplitMetaDump.FromString(_core.read_filter_meta(path))
+    except DecodeError as error:
+        raise DataError(f"{path}: the first record is no HashFilterSplitMetaDump message") from error
+    sliding = meta.sliding_hash_filter_meta
+    for name in ("split_num", "max_forward_step", "max_backward_step", "max_step"):
+        if getattr(sliding, name) != getattr(hash_filter, name):
+            raise DataError(
+                f"{path}: {name} is {getattr(sliding, name)}, that of filter {hash_filter.name!r} is "
+                f"{getattr(hash_filter, name)}; nothing was restored"
+            )
+    if sliding.head >= sliding.split_num:
+        raise DataError(f"{path}: the head {sliding.head} is none of the {sliding.split_num} blocks")
+    # Every cell takes a byte of the file at least, so a size that is not there is not believed.
+    if not 1 <= meta.total_size <= os.path.getsize(path) or not 1 <= meta.fill_rate <= 1e6:
+        raise DataError(f"{path}: {meta.total_size} positions with fill rate {meta.fill_rate} cannot be in this file")
+    if meta.num_elements > meta.total_size + _SPARE or meta.failure_count >= 1 << 63:
+        raise DataError(f"{path}: {meta.num_elements} elements cannot be in {meta.total_size} positions")
+    cells = np.empty(meta.total_size + _SPARE, np.uint16)
+    _core.read_filter_cells(path, cells.ctypes.data, len(cells))
+    state = FilterBlockState(meta.failure_count, meta.total_size, meta.num_elements, meta.fill_rate, cells)
+    return state, sliding
+
+
+class _HashFilterListener:
+    def __init__(
+        self,
+        basename: StrPath,
+        hash_filters: Sequence[Any],
+        enable_hash_filter: bool = False,
+        enable_save_restore: bool = True,
+    ) -> None:
+        self.basename = os.fspath(basename)
+        self.hash_filters = list(hash_filters)
+        self.enable_hash_filter = enable_hash_filter
+        self.enable_save_restore = enable_save_restore
+
+    def _kept(self) -> list[tuple[str, Any]]:
+        if not (self.enable_hash_filter and self.enable_save_restore):
+            return []
+        named = [(f"hash_filter_{index}", f) for index, f in enumerate(self.hash_filters)]
+        return [(name, f) for name, f in named if isinstance(f, SlidingHashFilter)]
+
+
+class HashFilterCheckpointSaverListener(_HashFilterListener):
+    """Before the model of a step is saved, saves the filters to ``hash_filter_<ps index>`` in the step's assets."""
+
+    def before_save(self, step: int) -> None:
+        kept = self._kept()
+        if kept:
+            save_assets(self.basename, step, "filters", [name for name, _ in kept], lambda folder: _fill(folder, kept))
+
+
+class HashFilterCheckpointRestorerListener(_HashFilterListener):
+    """Before a model is restored, restores the filters of the newest checkpoint, if there is one."""
+
+    def before_restore(self) -> bool:
+        """Whether there was a checkpoint to restore."""
+        kept = self._kept()
+        folder = find_assets(self.basename, "filters", lambda f: all(_has(f, name) for name, _ in kept))
+        if not kept or folder is None:
+            return False
+        for name, hash_filter in kept:
+            restore_hash_filter(hash_filter, os.path.join(folder, name), True)
+        return True
+
+
+def _fill(folder: str, kept: Sequence[tuple[str, Any]]) -> None:
+    with ThreadPoolExecutor(min(4, len(kept)), "shoal-save") as pool:
+        list(pool.map(lambda pair: save_hash_filter(pair[1], os.path.join(folder, pair[0]), True), kept))
+
+
+def _has(folder: str, name: str) -> bool:
+    return bool(naming.shard_files(os.path.join(folder, name)))

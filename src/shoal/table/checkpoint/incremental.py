@@ -1,0 +1,295 @@
+"""Incremental checkpoints: a full one, then only what changed since, and the chain of both restores the whole state."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from shoal import _core
+from shoal.errors import ConfigError, DataError, UnsupportedError
+from shoal.table.checkpoint import naming
+from shoal.table.checkpoint.chain import (
+    MANIFEST,
+    Checkpoint,
+    describe,
+    list_checkpoints,
+    next_name,
+    read_chain,
+    table_in,
+)
+from shoal.table.checkpoint.manifest import Manifest, file_sizes, new_folder
+from shoal.table.checkpoint.naming import CheckpointNotFoundError, StrPath
+from shoal.table.checkpoint.scales import has_scales
+from shoal.table.checkpoint.single import naming_table, save_shards
+from shoal.table.messages import SlotExpireTimeConfig
+from shoal.table.multi import MultiHashTable
+from shoal.table.multi_type import MultiTypeHashTable
+from shoal.table.table import HashTable, native_expiry
+
+_IDS_PER_RECORD = 65536
+_REMEMBERED = 8  # checkpoints that a table can still write a delta against
+
+Tables: TypeAlias = HashTable | MultiHashTable | MultiTypeHashTable | Iterable[HashTable]
+
+
+# Table -> checkpoint id -> the epoch that began with it. Rows written later carry that epoch or a newer one.
+_epochs: weakref.WeakKeyDictionary[HashTable, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def save_incremental(
+    tables: Tables,
+    directory: StrPath,
+    since: Checkpoint | str | None = "latest",
+    *,
+    step: int = 0,
+    progress: _core.Progress | None = None,
+) -> Checkpoint:
+    """Saves what changed since another checkpoint of the same directory: rows written, and ids removed.
+
+    >>> import shoal, tempfile, torch
+    >>> from shoal.table import restore_incremental, save_incremental
+    >>> table = shoal.HashTable(dim=2, name="item").assign(torch.arange(1000), torch.ones(1000, 2))
+    >>> folder = tempfile.mkdtemp()
+    >>> save_incremental(table, folder).kind
+    'full'
+    >>> delta = save_incremental(table.assign(torch.tensor([7]), torch.zeros(1, 2)), folder)
+    >>> delta.kind, delta.rows
+    ('delta', 1)
+    >>> other = shoal.HashTable(dim=2, name="item")
+    >>> restore_incremental(other, folder).name == delta.name and other.size()
+    1000
+
+    Training may go on meanwhile; each row is then as it was at one moment. From the first call on a table keeps track
+    of what changes, which costs 4 bytes a row and 16 for each id removed.
+
+    Args:
+        tables: one training table, several, or a multi table; their names tell them apart.
+        directory: where the checkpoints of these tables live; made if it is missing.
+        since: a checkpoint, or its name; ``"latest"`` is the newest one that these tables were saved to or restored
+            from, and a full checkpoint is written when there is none; ``None`` writes a full one.
+        step: noted in the manifest.
+        progress: counts rows as they are written; its ``cancel()`` ends the save.
+
+    Raises:
+        ConfigError: changes since that checkpoint are not known: it is another process's, or the tables were cleared or
+            restored since. Take a full one.
+    """
+    members = _members(tables)
+    directory = os.fspath(directory)
+    os.makedirs(directory, exist_ok=True)
+    parent = _parent(members, directory, since)
+    head = Manifest(kind="delta" if parent else "full", step=int(step))
+    began = {table: table._native.begin_epoch() for table in members}
+    while True:
+        name = next_name(directory)
+        try:
+            with new_folder(os.path.join(directory, name)) as folder:
+                described = [_save_member(table, folder, parent, progress) for table in members]
+                content: dict[str, Any] = {"tables": described}
+                if parent:
+                    content["parent"] = {"name": parent.name, "id": parent.id}
+                manifest = Manifest(
+                    kind=head.kind,
+                    id=head.id,
+                    step=head.step,
+                    created=head.created,
+                    files=file_sizes(folder),
+                    content=content,
+                )
+                manifest.write(os.path.join(folder, MANIFEST))
+            break
+        except FileExistsError:  # another process took the number
+            continue
+    for table, epoch in began.items():
+        _remember(table, head.id, epoch)
+    return describe(directory, name, manifest)
+
+
+def restore_incremental(
+    tables: Tables,
+    directory: StrPath,
+    name: str | None = None,
+    *,
+    strict: bool = True,
+    shard: Sequence[int] | None = None,
+    progress: _core.Progress | None = None,
+) -> Checkpoint:
+    """Brings tables to the state of a checkpoint: of its full one and every delta up to it.
+
+    All files are read and checked before the first table changes.
+
+    Args:
+        tables: the tables to restore; each must be in the checkpoint under its name.
+        directory: what `save_incremental` got.
+        name: which checkpoint; None is the newest complete one.
+        strict: see `restore_table`.
+        shard: see `restore_table`.
+        progress: counts records as they are read; its ``cancel()`` ends the load.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint, or none at all.
+        DataError: a file of the chain is missing, damaged or of a table of another shape. All tables are as they were.
+    """
+    members = _members(tables, training=False)
+    directory = os.fspath(directory)
+    chain = read_chain(directory, name)
+    head_name, head = chain[-1]
+    prepared = []
+    for table in members:
+        with naming_table(table.name):
+            prepared.append((table, *_load_member(table, directory, chain, strict, shard, progress)))
+    for table, load, described in prepared:
+        load.commit()
+        table._native.raise_max_update_time(described["max_update_time"])
+        if has_scales(table.table_config):
+            table._native.set_scales(described["scales"])
+        if shard is None and not table.serving:
+            _epochs.pop(table, None)
+            _remember(table, head.id, table._native.begin_epoch())
+    return describe(directory, head_name, head)
+
+
+# --- one table's part -------------------------------------------------------------------------------------------------
+
+
+def _save_member(
+    table: HashTable, folder: str, parent: Checkpoint | None, progress: _core.Progress | None
+) -> dict[str, Any]:
+    native = table._native
+    base = os.path.join(folder, naming.file_base(table.name))
+    since = _epochs[table][parent.id] if parent else 0
+    now = native.max_update_time()
+    scales = native.scales()
+    # Removed ids first: one that comes back before the rows are copied is then in both, and its row wins.
+    removed = native.removed_since(since) if parent else []
+    if removed:
+        _write_ids(base + ".removed", removed)
+    count = naming.shard_count(table.saver_parallel, native.size() if parent is None else 0)
+    # A delta keeps rows that are stale by now: they must replace what the parent has before they are dropped.
+    source = (native, None if parent else table._expiry, since)
+    with naming_table(table.name):
+        rows = save_shards([source], base, count, progress=progress)
+    return {
+        "name": table.name,
+        "file": os.path.basename(base),
+        "shards": count,
+        "rows": sum(map(sum, rows)),
+        "removed": len(removed),
+        "dim": table.dim_size,
+        "max_update_time": now,
+        "scales": scales,
+        "expiry": _expiry_to_json(table.table_config.slot_expire_time_config),
+    }
+
+
+def _load_member(
+    table: HashTable,
+    directory: str,
+    chain: Sequence[tuple[str, Manifest]],
+    strict: bool,
+    shard: Sequence[int] | None,
+    progress: _core.Progress | None,
+) -> tuple[_core.Load, dict[str, Any]]:
+    load = _core.Load(table._native, strict, *naming.shard_rule(shard))
+    described: dict[str, Any] = {}
+    for name, manifest in chain:
+        described = table_in(manifest, table.name, os.path.join(directory, name, MANIFEST))
+        base = os.path.join(directory, name, described["file"])
+        if described["removed"]:
+            ids = _read_ids(base + ".removed", described["removed"])
+            load.erase(ids.data_ptr(), ids.numel())
+        taken = load.read(
+            [naming.shard_path(base, i, described["shards"]) for i in range(described["shards"])], progress
+        )
+        if shard is None and not table.serving and taken != described["rows"]:
+            raise DataError(f"{base}: {taken} rows were read, the manifest says {described['rows']}")
+    load.evict(_expiry_from_json(described["expiry"]), described["max_update_time"])
+    segments = len(table.table_config.entry_config.segments)
+    if has_scales(table.table_config) and len(described["scales"]) != segments:
+        raise DataError(f"the checkpoint has scales of {len(described['scales'])} segments, the table has {segments}")
+    return load, described
+
+
+def _write_ids(path: str, ids: Sequence[int]) -> None:
+    data = torch.tensor(ids, dtype=torch.int64).numpy().astype("<i8")
+    records = [data[i : i + _IDS_PER_RECORD].tobytes() for i in range(0, len(data), _IDS_PER_RECORD)]
+    _core.write_records(naming.temporary_path(path), path, records)
+
+
+def _read_ids(path: str, count: int) -> torch.Tensor:
+    data = b"".join(_core.read_records(path))
+    if len(data) != 8 * count:
+        raise DataError(f"{path}: {len(data)} bytes of removed ids, the manifest says {count} ids")
+    return torch.frombuffer(bytearray(data), dtype=torch.int64)
+
+
+# --- what a table knows of its past -----------------------------------------------------------------------------------
+
+
+def _members(tables: Tables, training: bool = True) -> list[HashTable]:
+    if isinstance(tables, MultiHashTable | MultiTypeHashTable):
+        tables = tables.tables.values()
+    members = [tables] if isinstance(tables, HashTable) else list(tables)
+    names = [table.name for table in members]
+    bases = {naming.file_base(name) for name in names}
+    if not members:
+        raise ConfigError("an incremental checkpoint needs at least one table, got none")
+    if len(bases) != len(names):
+        raise ConfigError(f"tables of one checkpoint have different file names, got {sorted(names)}")
+    for table in members:
+        if training and table.serving:
+            raise UnsupportedError(f"table {table.name!r}: save is not supported by serving entries")
+    return members
+
+
+def _parent(members: Sequence[HashTable], directory: str, since: Checkpoint | str | None) -> Checkpoint | None:
+    if since is None:
+        return None
+    known = {checkpoint.name: checkpoint for checkpoint in list_checkpoints(directory)}
+    if since == "latest":
+        tracked = [c for c in known.values() if all(_tracks(table, c.id) for table in members)]
+        return tracked[-1] if tracked else None
+    name = since.name if isinstance(since, Checkpoint) else since
+    if name not in known:
+        raise CheckpointNotFoundError(
+            f"there is no complete checkpoint {name!r} in {directory!r} to save a delta against"
+        )
+    for table in members:
+        if not _tracks(table, known[name].id):
+            raise ConfigError(
+                f"table {table.name!r}: what changed since {name!r} is not known here (the table was not saved to it, "
+                "or was cleared or restored since); save a full checkpoint with since=None"
+            )
+    return known[name]
+
+
+def _tracks(table: HashTable, checkpoint_id: str) -> bool:
+    epoch = _epochs.get(table, {}).get(checkpoint_id)
+    return epoch is not None and epoch >= table._native.oldest_epoch()
+
+
+def _remember(table: HashTable, checkpoint_id: str, epoch: int) -> None:
+    of_table = _epochs.setdefault(table, {})
+    of_table[checkpoint_id] = epoch
+    while len(of_table) > _REMEMBERED:
+        of_table.pop(next(iter(of_table)))
+    table._native.forget_before(min(of_table.values()))
+
+
+def _expiry_to_json(config: SlotExpireTimeConfig) -> dict[str, Any]:
+    slots = [[item.slot, item.expire_time] for item in config.slot_expire_times]
+    return {"default_days": config.default_expire_time, "slots": slots}
+
+
+def _expiry_from_json(expiry: Any) -> _core.Expiry:
+    try:
+        config = SlotExpireTimeConfig(default_expire_time=expiry["default_days"])
+        for slot, days in expiry["slots"]:
+            config.slot_expire_times.add(slot=slot, expire_time=days)
+        return native_expiry(config)
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(f"the manifest's expiry is not readable: {error}") from error

@@ -1,0 +1,139 @@
+"""Many named tables in one checkpoint: Snappy blocks of records, and meta files that say how many are whose."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+
+from shoal import _core
+from shoal.errors import DataError, UnsupportedError
+from shoal.table.checkpoint import naming
+from shoal.table.checkpoint.naming import StrPath
+from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales
+from shoal.table.checkpoint.single import naming_table, pick_scales, save_shards
+from shoal.table.messages import MultiHashTableMetadata
+
+if TYPE_CHECKING:
+    from shoal.table.multi import MultiHashTable
+
+log = logging.getLogger(__name__)
+
+
+def save_multi_table(
+    multi: MultiHashTable, basename: StrPath, random_sleep_ms: int = 0, *, progress: _core.Progress | None = None
+) -> None:
+    """Writes all tables of ``multi`` to ``<basename>-00000-of-0000N`` and ``<basename>.meta-00000-of-0000N``.
+
+    The tables come one after another, sorted by name. Rows that are stale by their table's expiry are left out. See
+    `save_table` for the rest.
+    """
+    base = os.fspath(basename)
+    tables = multi.tables
+    for table in tables.values():
+        if table.serving:
+            raise UnsupportedError(f"table {multi.name!r}: save is not supported by serving entries")
+    count = naming.shard_count(multi.saver_parallel, sum(table.size() for table in tables.values()))
+    scales = {name: table._native.scales() for name, table in tables.items() if has_scales(table.table_config)}
+    with naming_table(multi.name):
+        counts = save_shards(
+            [(table._native, table._expiry, 0) for table in tables.values()],
+            base,
+            count,
+            snappy=True,
+            random_sleep_ms=random_sleep_ms,
+            progress=progress,
+        )
+    for index in range(count):
+        path = naming.shard_path(base + ".meta", index, count)
+        records = [
+            MultiHashTableMetadata(table_name=name, num_entries=n).SerializeToString()
+            for name, n in zip(tables, counts[index], strict=True)
+        ]
+        _core.write_records(naming.temporary_path(path), path, records)
+    save_scales(base, scales)
+    if multi.saver_parallel < 1:
+        naming.remove_other_counts(base, count)
+        naming.remove_other_counts(base + ".meta", count)
+
+
+def restore_multi_table(
+    multi: MultiHashTable,
+    basename: StrPath | Sequence[StrPath],
+    strict: bool = True,
+    *,
+    shard: Sequence[int] | None = None,
+    progress: _core.Progress | None = None,
+) -> None:
+    """Replaces the rows of every table that the checkpoint has under the same name; see `restore_table`.
+
+    Tables of the checkpoint that ``multi`` does not have are skipped; tables that the checkpoint does not have are left
+    as they are, and a warning is logged.
+    """
+    bases = [basename] if isinstance(basename, str | os.PathLike) else list(basename)
+    tables = multi.tables
+    with naming_table(multi.name):
+        if not bases:
+            raise naming.CheckpointNotFoundError("there is no checkpoint to restore: the list of basenames is empty")
+        shards = [pair for base in bases for pair in _shards(os.fspath(base))]
+        saved = {name for _, meta in shards for name, _ in meta}
+        loads = {
+            name: _core.Load(table._native, strict, *naming.shard_rule(shard))
+            for name, table in tables.items()
+            if name in saved
+        }
+
+        def read(pair: tuple[str, list[tuple[str, int]]]) -> None:
+            path, meta = pair
+            _core.load_multi(path, [loads.get(name) for name, _ in meta], [n for _, n in meta], progress)
+
+        with ThreadPoolExecutor(min(4, len(shards)), "shoal-restore") as pool:
+            list(pool.map(read, shards))
+        for name, load in loads.items():
+            expected = sum(n for _, meta in shards for table, n in meta if table == name)
+            if shard is None and not tables[name].serving and load.rows() != expected:
+                raise DataError(f"table {name!r}: {expected - load.rows()} records have an id that another has, too")
+        scales = next(filter(None, map(load_scales, bases)), {})
+        found = {
+            name: pick_scales(tables[name], {tables[name].name: scales[name]})
+            for name in loads
+            if name in scales and has_scales(tables[name].table_config)
+        }
+        for load in loads.values():
+            load.commit()
+    for name, of_table in found.items():
+        tables[name]._native.set_scales(of_table)
+    for name in sorted(set(tables) - saved):
+        log.warning("table %r: %s has no table %r; its rows are as they were", multi.name, bases[0], name)
+
+
+def feature_stat(basename: StrPath) -> dict[str, int]:
+    """Table name -> rows in the checkpoint, summed over its shards; only the small meta files are read."""
+    stat: dict[str, int] = {}
+    for path in naming.find_shards(os.fspath(basename) + ".meta"):
+        for name, n in _read_meta(path):
+            stat[name] = stat.get(name, 0) + n
+    return stat
+
+
+def _shards(base: str) -> list[tuple[str, list[tuple[str, int]]]]:
+    """Each data file with what its meta file says."""
+    data, meta = naming.find_shards(base), naming.find_shards(base + ".meta")
+    if len(data) != len(meta):
+        raise DataError(f"checkpoint {base!r} has {len(data)} data files and {len(meta)} meta files")
+    return [(path, _read_meta(of_path)) for path, of_path in zip(data, meta, strict=True)]
+
+
+def _read_meta(path: str) -> list[tuple[str, int]]:
+    try:
+        messages = [MultiHashTableMetadata.FromString(record) for record in _core.read_records(path)]
+    except DecodeError as error:
+        raise DataError(f"{path}: a record is no MultiHashTableMetadata message") from error
+    for message in messages:
+        if message.num_entries >= 1 << 62:
+            raise DataError(f"{path}: table {message.table_name!r} cannot have {message.num_entries} entries")
+    return [(message.table_name, message.num_entries) for message in messages]

@@ -1,0 +1,146 @@
+"""One table to files and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shoal import _core
+from shoal.errors import CancelledError, DataError, UnsupportedError
+from shoal.table.checkpoint import naming
+from shoal.table.checkpoint.naming import StrPath
+from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales
+
+if TYPE_CHECKING:
+    from shoal.table.table import HashTable
+
+Progress = _core.Progress
+"""Watches a long save or load from another thread: ``rows`` and ``bytes`` so far; ``cancel()`` ends it."""
+
+Source = tuple[_core.Table, _core.Expiry | None, int]
+"""What a save takes of a table: the table, what makes a row stale, and the epoch that changes are wanted since."""
+
+
+def save_table(
+    table: HashTable, basename: StrPath, random_sleep_ms: int = 0, *, progress: _core.Progress | None = None
+) -> None:
+    """Writes the rows of ``table`` that are not stale to ``<basename>-00000-of-0000N``.
+
+    Each file is written under another name, flushed to the disk and renamed once all of them are complete. Other
+    threads may read and write the table meanwhile; each row is then as it was at one moment of the save. With an
+    automatic number of shards, files that an earlier save left under another number are removed.
+
+    Args:
+        table: a training table.
+        basename: beginning of the file names; missing folders are made.
+        random_sleep_ms: each shard waits a random time below it before it begins, so that many tables do not begin at
+            once.
+        progress: counts rows as they are written; its ``cancel()`` ends the save.
+
+    Raises:
+        UnsupportedError: the table is for serving.
+        OSError: the disk is full or the folder cannot be written; then no file has changed.
+        CancelledError: by ``progress``.
+    """
+    if table.serving:
+        raise UnsupportedError(f"table {table.name!r}: save is not supported by serving entries")
+    base = os.fspath(basename)
+    native = table._native
+    count = naming.shard_count(table.saver_parallel, native.size())
+    scales = native.scales()
+    with naming_table(table.name):
+        save_shards([(native, table._expiry, 0)], base, count, random_sleep_ms=random_sleep_ms, progress=progress)
+    save_scales(base, {table.name: scales} if has_scales(table.table_config) else {})
+    if table.saver_parallel < 1:
+        naming.remove_other_counts(base, count)
+
+
+def save_shards(
+    sources: Sequence[Source],
+    basename: str,
+    count: int,
+    *,
+    snappy: bool = False,
+    random_sleep_ms: int = 0,
+    progress: _core.Progress | None = None,
+) -> list[list[int]]:
+    """Writes ``count`` files with the rows of all sources; the rows in each file, by source."""
+    naming.make_parents(basename)
+    paths = [naming.shard_path(basename, index, count) for index in range(count)]
+    temporary = [naming.temporary_path(path) for path in paths]
+    counts = _core.save(list(sources), temporary, paths, snappy, max(0, int(random_sleep_ms)), progress)
+    naming.sync_folder(os.path.dirname(basename))
+    return counts
+
+
+def restore_table(
+    table: HashTable,
+    basename: StrPath | Sequence[StrPath],
+    strict: bool = True,
+    *,
+    shard: Sequence[int] | None = None,
+    progress: _core.Progress | None = None,
+) -> None:
+    """Replaces all rows of ``table`` with those of a checkpoint.
+
+    Everything is read and checked before the table changes; the change itself is one step for every other thread.
+    While the files are read both the old rows and the new take memory.
+
+    Args:
+        table: a training table of the same shape, or a serving one, which keeps the weights alone.
+        basename: what `save_table` got; several of them for a table that was saved in parts by several processes.
+        strict: False keeps the weights of records whose optimizer state does not fit, and starts that state afresh.
+        shard: ``(index, count)`` takes only the ids with ``id mod count == index``, so that a table saved by W
+            processes is read by any other number of them; ``(index, count, True)`` leaves rank 0 empty.
+        progress: counts records as they are read; its ``cancel()`` ends the load.
+
+    Raises:
+        CheckpointNotFoundError: there are no such files.
+        DataError: a file is missing, damaged or of a table of another shape, or an id comes twice. The table is as it
+            was.
+    """
+    bases = [basename] if isinstance(basename, str | os.PathLike) else list(basename)
+    with naming_table(table.name):
+        if not bases:
+            raise naming.CheckpointNotFoundError("there is no checkpoint to restore: the list of basenames is empty")
+        paths = [path for base in bases for path in naming.find_shards(base)]
+        scales = next(filter(None, map(load_scales, bases)), {}) if has_scales(table.table_config) else {}
+        load = _core.Load(table._native, strict, *naming.shard_rule(shard))
+        taken = load.read(paths, progress)
+        check_distinct(load, taken)
+        set_scales = pick_scales(table, scales)
+        load.commit()
+    if set_scales is not None:
+        table._native.set_scales(set_scales)
+
+
+def check_distinct(load: _core.Load, taken: int) -> None:
+    """Raises when ids came twice: which of their rows is right cannot be known."""
+    if load.rows() != taken:
+        raise DataError(f"{taken - load.rows()} of the {taken} records have an id that another record has, too")
+
+
+def pick_scales(table: HashTable, scales: dict[str, list[float]]) -> list[float] | None:
+    """The scales saved for ``table``, or those of the only table in the file, whatever its name was then."""
+    found = scales.get(table.name) or (next(iter(scales.values())) if len(scales) == 1 else None)
+    if found is None:
+        return None
+    segments = len(table.table_config.entry_config.segments)
+    if len(found) != segments:
+        raise DataError(f"the checkpoint has scales of {len(found)} segments, the table has {segments}")
+    return found
+
+
+@contextmanager
+def naming_table(name: str) -> Iterator[None]:
+    """Puts the table's name before what went wrong with its files."""
+    try:
+        yield
+    except naming.CheckpointNotFoundError as error:
+        raise naming.CheckpointNotFoundError(f"table {name!r}: {error}") from None
+    except DataError as error:
+        raise DataError(f"table {name!r}: {error}; the table is as it was") from None
+    except CancelledError:
+        raise CancelledError(f"table {name!r}: the checkpoint was cancelled") from None

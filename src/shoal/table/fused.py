@@ -1,0 +1,217 @@
+"""Operations over several tables and several sources of ids in one call, and their spread-out gradient."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError, DataError
+from shoal.table.arguments import as_ids, as_int, as_rows, as_time, check_rates
+from shoal.table.messages import EntryDump
+from shoal.table.table import HashTable
+
+INT32_MAX = (1 << 31) - 1
+
+
+def fused_lookup(
+    tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Tensor, num_of_shards: int, req_time: Any = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Looks ids of N shards up in K tables.
+
+    Args:
+        tables: in the order of the blocks, which is that of their sorted names.
+        ids: int64, block after block; block ``s * K + k`` is what shard s brings for table k.
+        fused_slot_size: int32 ``[K * N]``, the number of ids in each block.
+        num_of_shards: N.
+        req_time: has no effect.
+
+    Returns:
+        ``(embeddings, embedding_splits, id_offsets, embedding_offsets, indices)``: the rows in the order of ``ids`` as
+        one flat float32 vector; int32 ``[N]``, the floats of each shard; int32 ``[K * N + 1]``, where each block's ids
+        begin; the same for its floats; and ``ids`` again.
+    """
+    name = _names(tables)
+    ids = as_ids(ids, name).view(-1)
+    sizes, id_offsets, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
+    splits = offsets[:: len(tables)].diff() if tables else torch.zeros(num_of_shards, dtype=torch.int64)
+    out = lookup_blocks(tables, ids, sizes, num_of_shards, int(offsets[-1]))
+    return out, _int32(splits, name), _int32(id_offsets, name), _int32(offsets, name), ids
+
+
+def lookup_blocks(tables: Sequence[HashTable], ids: Tensor, sizes: Tensor, sources: int, floats: int) -> Tensor:
+    """The native part of `fused_lookup`, on arguments that were checked."""
+    out = torch.empty(floats, dtype=torch.float32)
+    _core.fused_lookup(
+        [table._native for table in tables],
+        sizes.data_ptr(),
+        sources,
+        ids.data_ptr(),
+        ids.numel(),
+        out.data_ptr(),
+        floats,
+    )
+    return out
+
+
+def fused_apply_gradient(
+    tables: Sequence[HashTable],
+    ids: Tensor,
+    indices: Tensor | None,
+    fused_slot_size: Tensor,
+    id_grads: Tensor,
+    id_offsets: Tensor | None,
+    grad_offsets: Tensor | None,
+    learning_rate_tensors: Tensor | Sequence[float],
+    req_time: Any,
+    global_step: Any,
+    num_of_shards: int,
+    enable_grad_accumulation: bool = False,
+) -> list[HashTable]:
+    """Does what ``apply_gradients`` does on every block of `fused_lookup`, shard 0 first.
+
+    An id that comes from two shards makes two optimizer steps. ``enable_grad_accumulation`` sums the gradients of equal
+    ids within one block. ``learning_rate_tensors`` holds the rates of the tables' segments, table after table. The
+    offsets are those that `fused_lookup` gave. Everything is checked before the first effect.
+    """
+    name = _names(tables)
+    ids = as_ids(ids, name).view(-1)
+    sizes, begins, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
+    _check_offsets("id_offsets", id_offsets, begins, name)
+    _check_offsets("grad_offsets", grad_offsets, offsets, name)
+    if indices is not None and torch.as_tensor(indices).numel() != ids.numel():
+        raise ConfigError(
+            f"{name}: indices are as many as the ids, {ids.numel()}, got {torch.as_tensor(indices).numel()}"
+        )
+    grads = as_rows(id_grads, int(offsets[-1]), 1, name, "id_grads").view(-1)
+    rates = torch.as_tensor(learning_rate_tensors, dtype=torch.float32).reshape(-1).tolist()
+    needed = sum(len(table.table_config.entry_config.segments) for table in tables)
+    if len(rates) != needed:
+        raise ConfigError(f"{name}: learning_rate_tensors holds a rate per segment, {needed}, got {len(rates)}")
+    check_rates(rates, name)
+    step, seconds = as_int(global_step, name, "global_step"), as_time(req_time, name)
+    apply_blocks(tables, ids, sizes, num_of_shards, grads, rates, step, seconds, bool(enable_grad_accumulation))
+    return list(tables)
+
+
+def apply_blocks(
+    tables: Sequence[HashTable],
+    ids: Tensor,
+    sizes: Tensor,
+    sources: int,
+    grads: Tensor,
+    rates: Sequence[float],
+    step: int,
+    seconds: int,
+    dedup: bool,
+) -> None:
+    """The native part of `fused_apply_gradient`, on arguments whose shapes were checked."""
+    for table in tables:
+        table._check_trains("fused_apply_gradient")
+        table._check_step(step)
+    try:
+        skipped = _core.fused_apply_gradients(
+            [table._native for table in tables],
+            sizes.data_ptr(),
+            sources,
+            ids.data_ptr(),
+            ids.numel(),
+            grads.data_ptr(),
+            grads.numel(),
+            list(rates),
+            step,
+            seconds,
+            dedup,
+            [table._bad_gradient for table in tables],
+        )
+    except ValueError as error:
+        raise ConfigError(f"{_names(tables)}: {error}; nothing was applied") from None
+    for table, count in zip(tables, skipped, strict=True):
+        table.skipped_gradients += count
+
+
+def _blocks(
+    tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Any, num_of_shards: int, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sizes of the blocks, where their ids begin and where their floats begin, all int64."""
+    sizes = torch.as_tensor(fused_slot_size)
+    if sizes.dtype not in (torch.int32, torch.int64):
+        raise ConfigError(f"{name}: fused_slot_size is int32, got {sizes.dtype}")
+    sizes = sizes.reshape(-1).long().cpu().contiguous()
+    if num_of_shards < 1:
+        raise ConfigError(f"{name}: num_of_shards must be at least 1, got {num_of_shards}")
+    if sizes.numel() != len(tables) * num_of_shards:
+        raise ConfigError(
+            f"{name}: fused_slot_size has {len(tables)} tables x {num_of_shards} shards elements, got {sizes.numel()}"
+        )
+    if sizes.numel() and int(sizes.min()) < 0:
+        raise ConfigError(f"{name}: fused_slot_size holds counts, got {int(sizes.min())}")
+    if int(sizes.sum()) != ids.numel():
+        raise ConfigError(
+            f"{name}: fused_slot_size adds up to the number of ids, {ids.numel()}, got {int(sizes.sum())}"
+        )
+    dims = torch.tensor([table.dim_size for table in tables], dtype=torch.int64).repeat(num_of_shards)
+    return sizes, _offsets(sizes), _offsets(sizes * dims)
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+
+def _int32(values: Tensor, name: str) -> Tensor:
+    if values.numel() and int(values.max()) > INT32_MAX:
+        raise ConfigError(f"{name}: {int(values.max())} floats do not fit int32 offsets; send smaller batches")
+    return values.int()
+
+
+def _check_offsets(what: str, given: Any, expected: Tensor, name: str) -> None:
+    if given is None:
+        return
+    flat = torch.as_tensor(given).reshape(-1).long().cpu()
+    short = expected[:-1]  # the last offset follows from the others
+    if not (torch.equal(flat, expected) or torch.equal(flat, short)):
+        raise ConfigError(
+            f"{name}: {what} are the running sums of fused_slot_size {expected.tolist()[:8]}..., got others"
+        )
+
+
+def _names(tables: Sequence[HashTable]) -> str:
+    names = [table.name for table in itertools.islice(tables, 3)]
+    return f"fused tables {', '.join(names)}{', ...' if len(tables) > 3 else ''}"
+
+
+def hash_table_lookup_gradient(id_indices: Tensor, id_values: Tensor, input_grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Spreads the gradients of summed rows over the ids that were summed into them.
+
+    ``id_indices`` is int64 ``[n, 2]`` with the row of each id first, ``id_values`` the ids ``[n]``, ``input_grads``
+    ``[B, dim]``. Returns the ids, and for each the gradient of its row: ``[n, dim]``.
+    """
+    rows = torch.as_tensor(id_indices)
+    ids = torch.as_tensor(id_values)
+    if rows.dim() != 2 or rows.shape[1] != 2 or rows.shape[0] != ids.numel():
+        raise ConfigError(f"id_indices is [{ids.numel()}, 2] for {ids.numel()} ids, got {list(rows.shape)}")
+    if input_grads.dim() != 2:
+        raise ConfigError(f"input_grads is [B, dim], got {list(input_grads.shape)}")
+    first = rows[:, 0].long()
+    if first.numel() and not 0 <= int(first.min()) <= int(first.max()) < input_grads.shape[0]:
+        worst = int(first.min()) if int(first.min()) < 0 else int(first.max())
+        raise ConfigError(f"id_indices names row {worst}, but input_grads has {input_grads.shape[0]} rows")
+    return ids, input_grads[first]
+
+
+def extract_slot_from_entry(entries: Sequence[bytes], fid_v2: bool = True) -> Tensor:
+    """int32 ``[n]``: the slot of the id in each serialized ``EntryDump``, by the v2 rule or the v1 rule."""
+    from shoal.fid import slot_v1, slot_v2
+
+    rule = slot_v2 if fid_v2 else slot_v1
+    slots = []
+    for index, entry in enumerate(entries):
+        try:
+            slots.append(rule(EntryDump.FromString(entry).id))
+        except Exception as error:
+            raise DataError(f"entry {index} is not a serialized EntryDump ({len(entry)} bytes)") from error
+    return torch.tensor(slots, dtype=torch.int32)

@@ -1,0 +1,171 @@
+"""`MergedMultiTypeHashTable`: slots with equal configurations share one table."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.table.arguments import as_ids, as_rows
+from shoal.table.entry import HashTableConfigInstance, infer_dim_size
+
+_LEGACY = re.compile(r"^fc_slot_[0-9]*$")
+
+
+def merged_name(slots: Iterable[str]) -> str:
+    """The name of the table that these slots share.
+
+    >>> merged_name(["shop", "price"])
+    'c4994ee36e1c818429b92da2af0d9b38'
+    """
+    return hashlib.md5(",".join(sorted(slots)).encode(), usedforsecurity=False).hexdigest()
+
+
+def legacy_name(slots: Iterable[str]) -> str:
+    """The same in old checkpoints, where ``fc_slot_3`` was called ``slot_3``."""
+    return merged_name([slot[3:] if _LEGACY.match(slot) else slot for slot in slots])
+
+
+class MergedMultiTypeHashTable:
+    """Slots whose ``str(config)`` is equal share a table of ``factory({merged name: config})``.
+
+    The same id in two member slots is the same row; callers keep them apart by putting the slot into the id. In one
+    write, equal ids of two member slots are duplicates, in sorted slot order.
+    """
+
+    def __init__(
+        self,
+        slot_to_config: Mapping[str, HashTableConfigInstance],
+        factory: Callable[[dict[str, HashTableConfigInstance]], Any],
+    ) -> None:
+        members: dict[str, list[str]] = {}
+        for slot in sorted(slot_to_config):
+            members.setdefault(str(slot_to_config[slot]), []).append(slot)
+        self.slot_mapping: dict[str, str] = {}
+        """Slot -> the name of its table."""
+        self._dims: dict[str, int] = {}
+        configs: dict[str, HashTableConfigInstance] = {}
+        for slots in members.values():
+            name = merged_name(slots)
+            configs[name] = _merged_config(name, slots, slot_to_config)
+            for slot in slots:
+                self.slot_mapping[slot] = name
+                self._dims[slot] = infer_dim_size(slot_to_config[slot].table_config)
+        self._table = factory({name: configs[name] for name in sorted(configs)})
+
+    @property
+    def table(self) -> Any:
+        """The multi-type table behind."""
+        return self._table
+
+    def get_table_dim_sizes(self) -> list[int]:
+        """The tables' dimensions, by sorted merged name."""
+        return self._table.get_table_dim_sizes()
+
+    def lookup(
+        self,
+        slot_to_id: Mapping[str, Tensor],
+        auxiliary_bundle: dict[str, Any] | None = None,
+        early_reorder_indicies_res_pack: tuple[Any, Any] | None = None,
+    ) -> Any:
+        """``{slot: ids}`` to ``{slot: [n, dim]}``.
+
+        With ``early_reorder_indicies_res_pack = (merged_slot_to_sizes, pack)`` in front of a synchronous table: only
+        the keys of ``slot_to_id`` count, the ids are in the pack, and the result is ``(slot_to_embedding, bundle)``.
+        The sizes travel in the bundle, since a pipelined lookup answers an earlier batch.
+        """
+        groups = self._groups(slot_to_id)
+        if early_reorder_indicies_res_pack is None:
+            ids = {slot: as_ids(value, slot).view(-1) for slot, value in slot_to_id.items()}
+            found = self._table.lookup({name: torch.cat([ids[s] for s in slots]) for name, slots in groups.items()})
+            sizes = {name: [ids[slot].numel() for slot in slots] for name, slots in groups.items()}
+            return _split(groups, found, sizes)
+        sizes, pack = early_reorder_indicies_res_pack
+        bundle = {} if auxiliary_bundle is None else auxiliary_bundle
+        bundle["merged_slot_to_sizes"] = sizes
+        found, bundle = self._table.lookup(dict.fromkeys(groups), bundle, pack)
+        return _split(groups, found, bundle.pop("merged_slot_to_sizes")), bundle
+
+    def assign(self, slot_to_id_and_value: Mapping[str, tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
+        """``{slot: (ids, values)}``; further arguments are handed on."""
+        self._table.assign(self._merge(slot_to_id_and_value, "values"), *args, **kwargs)
+        return self
+
+    def assign_add(self, slot_to_id_and_value: Mapping[str, tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
+        """``{slot: (ids, values)}``; further arguments are handed on."""
+        self._table.assign_add(self._merge(slot_to_id_and_value, "values"), *args, **kwargs)
+        return self
+
+    def apply_gradients(
+        self, slot_to_grad: Mapping[str, Any], *args: Any, skip_merge_id: bool = False, **kwargs: Any
+    ) -> Any:
+        """``{slot: (ids, grads)}``; further arguments are handed on.
+
+        With ``skip_merge_id``, in front of a synchronous table, it is ``{slot: grads}``.
+        """
+        if skip_merge_id:
+            groups = self._groups(slot_to_grad)
+            merged = {name: torch.cat([slot_to_grad[slot] for slot in slots]) for name, slots in groups.items()}
+        else:
+            merged = self._merge(slot_to_grad, "grads")
+        self._table.apply_gradients(merged, *args, **kwargs)
+        return self
+
+    def reinitialize(self, slot: str, ids: Tensor) -> tuple[Any, Tensor]:
+        """Not offered: a merged table cannot tell whose rows they are."""
+        raise NotImplementedError("MergedMultiTypeHashTable has no reinitialize; a row may belong to several slots")
+
+    def get_queue_hooks(self) -> list[Any]:
+        """The hooks of the tables behind."""
+        return self._table.get_queue_hooks()
+
+    def as_op(self) -> Any:
+        """Waits until everything asked of the tables behind has been applied."""
+        self._table.as_op()
+        return self
+
+    def __repr__(self) -> str:
+        return f"MergedMultiTypeHashTable({len(self.slot_mapping)} slots, {self._table!r})"
+
+    def _groups(self, slots: Iterable[str]) -> dict[str, list[str]]:
+        """Merged name -> its slots among those given, sorted."""
+        groups: dict[str, list[str]] = {}
+        for slot in sorted(slots):
+            if slot not in self.slot_mapping:
+                raise KeyError(f"there is no slot {slot!r}; there are {', '.join(self.slot_mapping) or 'none'}")
+            groups.setdefault(self.slot_mapping[slot], []).append(slot)
+        return groups
+
+    def _merge(self, writes: Mapping[str, tuple[Tensor, Tensor]], what: str) -> dict[str, tuple[Tensor, Tensor]]:
+        merged = {}
+        for name, slots in self._groups(writes).items():
+            ids, rows = [], []
+            for slot in slots:
+                ids.append(as_ids(writes[slot][0], slot).view(-1))
+                dim = self._dims[slot]
+                rows.append(as_rows(writes[slot][1], ids[-1].numel(), dim, slot, what).view(-1, dim))
+            merged[name] = torch.cat(ids), torch.cat(rows)
+        return merged
+
+
+def _merged_config(
+    name: str, slots: list[str], slot_to_config: Mapping[str, HashTableConfigInstance]
+) -> HashTableConfigInstance:
+    first = slot_to_config[slots[0]]
+    extra = list(dict.fromkeys(n for slot in slots for n in slot_to_config[slot].extra_restore_names))
+    legacy = legacy_name(slots)
+    if legacy != name:
+        extra.append(legacy)
+    return HashTableConfigInstance(first.table_config, first.learning_rate_fns, extra)
+
+
+def _split(groups: dict[str, list[str]], found: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> dict[str, Tensor]:
+    out: dict[str, Tensor] = {}
+    for name, slots in groups.items():
+        parts = torch.split(found[name], torch.as_tensor(sizes[name]).tolist())
+        out.update(zip(slots, parts, strict=True))
+    return out

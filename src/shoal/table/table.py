@@ -1,0 +1,423 @@
+"""`HashTable`: one row of weights and optimizer state per distinct id, for as many ids as come."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.buffers import empty_rows
+from shoal.errors import ConfigError, UnsupportedError
+from shoal.table import registry
+from shoal.table.arguments import as_ids, as_int, as_rows, as_time, check_rates
+from shoal.table.compressors import Fp32Compressor
+from shoal.table.entry import CombineAsSegment, HashTableConfigInstance, LearningRate
+from shoal.table.eviction import BackgroundEviction
+from shoal.table.export_mode import is_exporting
+from shoal.table.initializers import RandomUniformInitializer, ZerosInitializer
+from shoal.table.messages import (
+    CuckooEmbeddingHashTableConfig,
+    EmbeddingHashTableConfig,
+    EntryConfig,
+    HashTableProto,
+    SlotExpireTimeConfig,
+)
+from shoal.table.native import native_layout
+from shoal.table.optim import as_row_optimizer
+from shoal.table.validate import validate_table_config
+
+_BAD_GRADIENT = {"raise": 0, "skip": 1, "ignore": 2}
+_anonymous = itertools.count()
+
+
+class HashTable:
+    """A table of rows keyed by int64 ids.
+
+    >>> import shoal, torch
+    >>> table = shoal.HashTable(dim=2, optimizer=shoal.Sgd(lr=0.5), initializer="zeros")
+    >>> _ = table.assign(torch.tensor([7, 8]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> table.lookup(torch.tensor([8, 9]))
+    tensor([[3., 4.],
+            [0., 0.]])
+
+    Every id has a row of its own; rows come into being on a write and the table grows without a pause. All methods may
+    be called from several threads at once, hold no interpreter lock during native work, and read or write each row as
+    a whole. Writes return ``self``. A call that is refused has changed nothing.
+
+    Args:
+        dim: width of an embedding.
+        optimizer: runs on a row when it gets a gradient: ``shoal.Adagrad(lr=0.05)``, a name such as ``"adam"``, or a
+            configuration of `shoal.table`.
+        initializer: of a new row: ``"uniform"`` (within 0.05 of zero), ``"zeros"``, or a configuration of
+            `shoal.table`. The numbers follow from ``seed`` and the id alone, so they do not depend on threads or order.
+        expire_after: rows not written for so long are removed by `evict` and left out of checkpoints: a
+            ``timedelta`` or text such as ``"30d"``; whole days, None for never.
+        lr: overrides the optimizer's learning rate.
+        hash_filter: decides whether an id that is not in the table may have a row (`create_hash_filter`).
+        on_bad_gradient: what a NaN or infinite gradient does: ``"raise"`` before anything has changed, ``"skip"`` that
+            row and count it in ``skipped_gradients``, or ``"ignore"`` (no check).
+        seed: of the initializers and of stochastic rounding; by default that of ``torch.manual_seed``.
+        name: for messages, checkpoints and metrics.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        optimizer: Any = "adagrad",
+        initializer: Any = "uniform",
+        expire_after: timedelta | str | None = None,
+        lr: LearningRate | None = None,
+        hash_filter: Any = None,
+        on_bad_gradient: Literal["raise", "skip", "ignore"] = "raise",
+        seed: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        name = f"HashTable_{next(_anonymous)}" if name is None else name
+        message, rate = as_row_optimizer(optimizer, lr)
+        if isinstance(initializer, str):
+            known = {"uniform": RandomUniformInitializer, "zeros": ZerosInitializer}
+            if initializer not in known:
+                raise ConfigError(f"table {name!r}: initializer is one of {sorted(known)}, got {initializer!r}")
+            initializer = known[initializer]()
+        config = EmbeddingHashTableConfig(
+            entry_config=EntryConfig(segments=[CombineAsSegment(dim, initializer, message, Fp32Compressor())]),
+            cuckoo=CuckooEmbeddingHashTableConfig(),
+        )
+        if expire_after is not None:
+            config.slot_expire_time_config.default_expire_time = _days(expire_after, name)
+        self._build(
+            HashTableConfigInstance(config, [rate]),
+            name,
+            hash_filter=hash_filter,
+            on_bad_gradient=on_bad_gradient,
+            seed=seed,
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        config: HashTableConfigInstance,
+        *,
+        name: str,
+        hash_filter: Any = None,
+        sync_client: Any = None,
+        saver_parallel: int = -1,
+        on_bad_gradient: Literal["raise", "skip", "ignore"] = "raise",
+        seed: int | None = None,
+    ) -> HashTable:
+        """A table from a full configuration: several segments, serving entries, quantised lookups."""
+        table = cls.__new__(cls)
+        table._build(
+            config,
+            name,
+            hash_filter=hash_filter,
+            sync_client=sync_client,
+            saver_parallel=saver_parallel,
+            on_bad_gradient=on_bad_gradient,
+            seed=seed,
+        )
+        return table
+
+    def _build(
+        self,
+        config: HashTableConfigInstance,
+        name: str,
+        *,
+        hash_filter: Any = None,
+        sync_client: Any = None,
+        saver_parallel: int = -1,
+        on_bad_gradient: str = "raise",
+        seed: int | None = None,
+    ) -> None:
+        if on_bad_gradient not in _BAD_GRADIENT:
+            raise ConfigError(
+                f"table {name!r}: on_bad_gradient is one of {list(_BAD_GRADIENT)}, got {on_bad_gradient!r}"
+            )
+        message = EmbeddingHashTableConfig()
+        message.CopyFrom(config.table_config)
+        if is_exporting():
+            message.entry_config.entry_type = EntryConfig.SERVING
+        validate_table_config(message, config.learning_rate_fns, name)
+        self.name = name
+        self.config = config
+        self.table_config = message
+        self.saver_parallel = saver_parallel
+        self.extra_restore_names = list(config.extra_restore_names)
+        self.hash_filter = hash_filter
+        self.sync_client = sync_client
+        self.on_bad_gradient = on_bad_gradient
+        self.skipped_gradients = 0
+        """Occurrences passed over for a NaN or infinite gradient, with ``on_bad_gradient="skip"``."""
+        self._bad_gradient = _BAD_GRADIENT[on_bad_gradient]
+        self._expiry = native_expiry(message.slot_expire_time_config)
+        layout = native_layout(message)
+        self.serving = layout.serving
+        self._has_batch_softmax = any(
+            s.opt_config.WhichOneof("type") == "batch_softmax" for s in message.entry_config.segments
+        )
+        self.seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
+        self._native = _core.Table(layout, self.seed)
+        self.dim_size: int = layout.dim
+        if hash_filter is not None:
+            native_filter = getattr(hash_filter, "native", None)
+            if not isinstance(native_filter, _core.Filter):
+                raise ConfigError(f"table {name!r}: hash_filter is one of create_hash_filters(), got {hash_filter!r}")
+            self._native.set_filter(native_filter)
+        if sync_client is not None:
+            client = getattr(sync_client, "handle", sync_client)
+            attached = client.attach_table(name, self.dim_size, self.lookup)
+            if attached is not None:
+                self._native.set_touched(*attached)
+        self._eviction: BackgroundEviction | None = None
+        if message.enable_feature_eviction:
+            self._eviction = BackgroundEviction(self, timedelta(hours=message.feature_evict_every_n_hours))
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        ids: Tensor,
+        use_multi_threads: bool = False,
+        enable_dedup: bool = False,
+        *,
+        insert_missing: bool = False,
+        req_time: Any = None,
+    ) -> Tensor:
+        """The embeddings of ``ids`` (any shape, flattened): float32 ``[n, dim]``.
+
+        An unknown id gives zeros and leaves the table as it was. With ``insert_missing`` it gets a row from its
+        initializer instead (unless the filter keeps it out), stamped ``req_time``. The two flags only steer speed, and
+        batches are spread over `shoal.num_threads` threads whatever they say.
+        """
+        ids = as_ids(ids, self.name)
+        n = ids.numel()
+        out = empty_rows(n, self.dim_size)
+        if insert_missing:
+            self._check_trains("lookup with insert_missing")
+            self._native.lookup_or_insert(ids.data_ptr(), n, as_time(req_time, self.name), out.data_ptr())
+        else:
+            self._native.lookup(ids.data_ptr(), n, out.data_ptr(), 0)
+        return out
+
+    def contains(self, ids: Tensor) -> Tensor:
+        """bool ``[n]``: which ids have a row."""
+        ids = as_ids(ids, self.name)
+        out = torch.empty(ids.numel(), dtype=torch.bool)
+        self._native.contains(ids.data_ptr(), ids.numel(), out.data_ptr())
+        return out
+
+    def lookup_entry(self, ids: Tensor) -> list[bytes]:
+        """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
+        self._check_trains("lookup_entry")
+        return _core.lookup_entry(self._native, as_ids(ids, self.name).tolist())
+
+    def size(self) -> int:
+        """How many ids have a row."""
+        return self._native.size()
+
+    def __len__(self) -> int:
+        return self.size()
+
+    def memory_bytes(self) -> int:
+        """Bytes of index and rows."""
+        return self._native.bytes()
+
+    @property
+    def max_update_time(self) -> int:
+        """The largest ``req_time`` of any write so far."""
+        return self._native.max_update_time()
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
+        """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh."""
+        ids, values, seconds = self._write_arguments(ids, values, req_time)
+        self._native.assign(ids.data_ptr(), ids.numel(), values.data_ptr(), seconds)
+        return self
+
+    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
+        """Adds to the weights of ``ids``, every occurrence in order; a new id starts from its initializer."""
+        ids, values, seconds = self._write_arguments(ids, values, req_time)
+        self._native.assign_add(ids.data_ptr(), ids.numel(), values.data_ptr(), seconds)
+        return self
+
+    def apply_gradients(
+        self,
+        ids: Tensor,
+        grads: Tensor,
+        global_step: Any = 0,
+        use_multi_threads: bool = False,
+        enable_dedup: bool = False,
+        req_time: Any = None,
+    ) -> HashTable:
+        """One optimizer step per occurrence of an id, in input order.
+
+        With ``enable_dedup`` the gradients of equal ids are summed first and each distinct id makes one step. Learning
+        rates are those of ``global_step``. New ids that pass the filter are created from their initializer.
+        """
+        self._check_trains("apply_gradients")
+        ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")
+        step = as_int(global_step, self.name, "global_step")
+        self._apply(ids, grads, self._rates(step), step, enable_dedup, seconds)
+        return self
+
+    def _rates(self, step: int) -> list[float]:
+        return check_rates(self.config.call_learning_rate_fns_fewer_ops(step), self.name)
+
+    def _apply(self, ids: Tensor, grads: Tensor, rates: Sequence[float], step: int, dedup: bool, seconds: int) -> None:
+        """`apply_gradients` with checked arguments and given rates."""
+        self._check_step(step)
+        try:
+            self.skipped_gradients += self._native.apply_gradients(
+                ids.data_ptr(), ids.numel(), grads.data_ptr(), rates, step, seconds, dedup, self._bad_gradient
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"table {self.name!r}: {error}; nothing was applied. Clip it, or set on_bad_gradient='skip'"
+            ) from None
+
+    def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
+        """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
+        ids = as_ids(ids, self.name)
+        existed = torch.empty(ids.numel(), dtype=torch.int32)
+        self._native.reinitialize(ids.data_ptr(), ids.numel(), int(time.time()), existed.data_ptr())
+        return self, existed
+
+    def erase(self, ids: Tensor) -> int:
+        """Removes ids; returns how many there were."""
+        ids = as_ids(ids, self.name)
+        return self._native.erase(ids.data_ptr(), ids.numel())
+
+    def evict(self, max_update_time: Any = None) -> int:
+        """Removes the rows whose expiry has passed at ``max_update_time`` (the table's own by default); their number."""
+        now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
+        return self._native.evict(self._expiry, now)
+
+    def clear(self) -> HashTable:
+        """Removes all rows and gives their memory back."""
+        self._native.clear()
+        return self
+
+    def as_op(self) -> HashTable:
+        """Waits until everything asked of this table has been applied, which is at once."""
+        return self
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, basename: str, random_sleep_ms: int = 0) -> HashTable:
+        """Writes all rows that have not expired to ``<basename>-00000-of-0000N``; training may go on meanwhile."""
+        from shoal.table.checkpoint import save_table
+
+        self._check_trains("save")
+        save_table(self, basename, random_sleep_ms=random_sleep_ms)
+        return self
+
+    def restore(self, basename: str, *, strict: bool = True) -> HashTable:
+        """Replaces all rows with those of a checkpoint; if any of its files is bad the table stays as it was."""
+        from shoal.table.checkpoint import restore_table
+
+        restore_table(self, basename, strict=strict)
+        return self
+
+    def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
+        """At most ``limit`` serialized entries of one of ``num_shards`` parts from ``offset`` (0 at first) on.
+
+        Returns the offset to go on from and the entries; fewer than ``limit`` means that the part is finished.
+        """
+        from shoal.table.checkpoint import save_as_tensor
+
+        self._check_trains("save_as_tensor")
+        return save_as_tensor(self, shard_idx, num_shards, limit, offset)
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    def to_proto(self) -> HashTableProto:
+        """A handle that `from_proto` finds this table by, in this process."""
+        return HashTableProto(
+            table_tensor=self.name,
+            dim_size=self.dim_size,
+            shared_name=self.name,
+            slot_expire_time_config=self.table_config.slot_expire_time_config.SerializeToString(),
+            learning_rate_tensor=self.name,
+            saver_parallel=self.saver_parallel,
+            extra_restore_names=self.extra_restore_names,
+        )
+
+    @staticmethod
+    def from_proto(proto: HashTableProto) -> HashTable:
+        """The registered table that a handle names."""
+        return registry.find(proto.shared_name or proto.table_tensor)
+
+    def close(self) -> None:
+        """Stops background eviction. The table itself stays usable."""
+        if self._eviction is not None:
+            self._eviction.stop()
+            self._eviction = None
+
+    def __repr__(self) -> str:
+        return f"HashTable({self.name!r}, dim={self.dim_size}, rows={self.size()})"
+
+    def _write_arguments(
+        self, ids: Any, values: Any, req_time: Any, what: str = "values"
+    ) -> tuple[Tensor, Tensor, int]:
+        ids = as_ids(ids, self.name)
+        return ids, as_rows(values, ids.numel(), self.dim_size, self.name, what), as_time(req_time, self.name)
+
+    def _check_step(self, step: int) -> None:
+        if step < 0 and self._has_batch_softmax:
+            raise ConfigError(
+                f"table {self.name!r}: batch_softmax needs a global_step that is not negative, got {step}"
+            )
+
+    def _check_trains(self, operation: str) -> None:
+        if self.serving:
+            raise UnsupportedError(f"table {self.name!r}: {operation} is not supported by serving entries")
+
+
+def native_expiry(config: SlotExpireTimeConfig) -> _core.Expiry:
+    """The native form of an expiry configuration that was validated."""
+    return _core.Expiry(
+        config.default_expire_time, [(item.slot, item.expire_time) for item in config.slot_expire_times]
+    )
+
+
+def _days(expire_after: timedelta | str, name: str) -> int:
+    if isinstance(expire_after, str):
+        units = {"d": 1, "w": 7, "y": 365}
+        number, unit = expire_after[:-1].strip(), expire_after[-1:]
+        if unit not in units or not number.isdigit():
+            raise ConfigError(f"table {name!r}: expire_after is text such as '30d' or '2w', got {expire_after!r}")
+        return int(number) * units[unit]
+    if expire_after.total_seconds() < 0 or expire_after.total_seconds() % 86400:
+        raise ConfigError(f"table {name!r}: expire_after is a whole number of days, got {expire_after}")
+    return expire_after.days
+
+
+def hash_table_from_config(
+    config: HashTableConfigInstance,
+    hash_filter: Any = None,
+    name_suffix: str = "",
+    sync_client: Any = None,
+    saver_parallel: int = -1,
+) -> HashTable:
+    """A registered table named ``MonolithHashTable_<name_suffix>``; see `HashTable.from_config`.
+
+    Raises:
+        ConfigError: a table of that name exists.
+    """
+    table = HashTable.from_config(
+        config,
+        name=f"MonolithHashTable_{name_suffix}",
+        hash_filter=hash_filter,
+        sync_client=sync_client,
+        saver_parallel=saver_parallel,
+    )
+    registry.register(table)
+    return table

@@ -1,0 +1,70 @@
+"""`TouchedKeySet`: the ids that training changed since they were last taken."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal import _core
+from shoal.errors import ConfigError
+
+
+class TouchedKeySet(_core.TouchedKeys):
+    """A concurrent, insert-only set of int64 keys, which is emptied by `steal`.
+
+    When it already holds more than ``capacity`` keys at an insertion it is emptied first, so that a reader that never
+    comes costs no memory; `insert` tells how many keys were lost. Tables insert pairs (id, table number).
+    ``concurrency_level`` is a hint. Memory is taken as keys arrive.
+
+    >>> keys = TouchedKeySet(capacity=3)
+    >>> keys.insert([1, 2, 3, 4, 5, 6])
+    4
+    """
+
+    def __init__(self, capacity: int = 2097152, concurrency_level: int = 1024, name_suffix: str = "") -> None:
+        if concurrency_level < 1:
+            raise ConfigError(f"TouchedKeySet: concurrency_level must be at least 1, got {concurrency_level}")
+        super().__init__(int(capacity))
+        self.concurrency_level = int(concurrency_level)
+        self.name = f"TouchedKeySet_{name_suffix}"
+
+    def insert(self, ids: Any, table: int = 0) -> int:
+        """Adds keys one by one; returns how many keys were dropped to make room."""
+        if not isinstance(ids, torch.Tensor):
+            ids = torch.as_tensor(ids, dtype=torch.int64)
+        if ids.dtype != torch.int64:
+            raise ConfigError(f"TouchedKeySet: keys are int64, got {ids.dtype}; convert them with .long()")
+        flat = ids.detach().cpu().contiguous().view(-1)
+        return self._insert(flat.data_ptr(), flat.numel(), table)
+
+    def steal(self) -> torch.Tensor:
+        """All keys, int64 ``[n]`` in no particular order; the set is empty afterwards."""
+        return self.steal_pairs()[0]
+
+    def steal_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and the number of the table that inserted each (int32); the set is empty afterwards."""
+        ids, tables = self._steal()
+        return (
+            torch.from_numpy(np.frombuffer(ids, np.int64).copy()),
+            torch.from_numpy(np.frombuffer(tables, np.int32).copy()),
+        )
+
+    def size(self) -> int:
+        return self._size()
+
+    def __len__(self) -> int:
+        return self._size()
+
+    @property
+    def touched_key_set_dropped(self) -> int:
+        """Keys lost to the capacity since the beginning."""
+        return self._dropped()
+
+    @property
+    def handle(self) -> "TouchedKeySet":
+        """What native tables hold."""
+        return self
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity()

@@ -1,0 +1,174 @@
+"""Ranks as real processes on gloo, with a deadline and the failing rank's traceback."""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.util
+import os
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError, DeadlineError, PeerError
+from shoal.testing.calls import outcome, pack_call, unpack_call
+
+
+class RankFailed(PeerError):
+    """A rank raised or died. ``rank`` is the first one that did; its own exception, if any, is the cause."""
+
+    def __init__(self, rank: int, world_size: int, text: str) -> None:
+        super().__init__(f"rank {rank} of {world_size} failed\n{text}")
+        self.rank = rank
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    backend: str | None = "gloo",
+    group_timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    lost: tuple[int, ...] = (),
+    **kwargs: Any,
+) -> list[Any]:
+    """Calls ``fn(rank, world_size, *args, **kwargs)`` in ``world_size`` processes; returns their results by rank.
+
+    Args:
+        fn: a module's function. The environment it sees is torchrun's (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...)
+            with ``env`` over it, and the default process group is started on ``backend``.
+        timeout_s: after this the ranks are ended and ``DeadlineError`` shows where each of them stood.
+        backend: None starts no process group; ``init_process_group()`` in ``fn`` then finds its rendezvous.
+        group_timeout_s: timeout of the process group; ``timeout_s`` unless given.
+        lost: ranks that are expected to die; they count as done, with the result None.
+
+    Raises:
+        RankFailed: a rank raised or died. The others are ended at once and its traceback is in the message.
+
+    Example:
+        >>> run_ranks(2, my_module.add_ranks)  # doctest: +SKIP
+        [1, 1]
+    """
+    import torch.distributed as dist
+
+    if world_size < 1:
+        raise ConfigError(f"run_ranks: world_size must be at least 1, got {world_size}")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, so that any rank may die
+    call = pack_call(fn, args, kwargs)
+    with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
+        setup = {
+            "port": store.port,
+            "backend": backend,
+            "group_timeout_s": group_timeout_s or timeout_s,
+            "folder": folder,
+            "env": dict(os.environ),
+            "own_env": dict(env or {}),
+        }
+        pipes, processes = [], []
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_child, args=(rank, world_size, setup, call, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            return _collect(processes, pipes, time.monotonic() + timeout_s, timeout_s, set(lost), Path(folder))
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            for process, pipe in zip(processes, pipes, strict=True):
+                process.join(10)
+                pipe.close()
+
+
+def _collect(processes: list, pipes: list, end: float, timeout_s: float, lost: set[int], folder: Path) -> list[Any]:
+    results: list[Any] = [None] * len(processes)
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes:
+        ready: list[Any] = wait(list(open_pipes), timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            running = sorted(open_pipes.values())
+            raise DeadlineError(
+                f"run_ranks: rank(s) {running} still ran after {timeout_s:g} s\n{_stacks(processes, running, folder)}"
+            )
+        for pipe in ready:
+            rank = open_pipes.pop(pipe)
+            try:
+                result, error, text = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join(10)
+                if rank in lost:
+                    continue
+                raise RankFailed(
+                    rank, len(pipes), f"its process ended with {_ending(processes[rank].exitcode)}"
+                ) from None
+            if error is not None:
+                raise RankFailed(rank, len(pipes), text) from error
+            results[rank] = result
+    return results
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _stacks(processes: list, running: list[int], folder: Path) -> str:
+    for rank in running:
+        with contextlib.suppress(OSError):
+            os.kill(processes[rank].pid, signal.SIGUSR1)
+    time.sleep(0.3)
+    files = {rank: folder / f"stack-{rank}" for rank in running}
+    return "\n".join(f"rank {rank} stood at:\n{f.read_text()}" for rank, f in files.items() if f.exists())
+
+
+def _child(rank: int, world_size: int, setup: dict[str, Any], call: bytes, pipe: Any) -> None:
+    os.environ.clear()
+    os.environ.update(setup["env"])
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(setup["port"]),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then joins the parent's store in place of opening one
+    )
+    os.environ.update(setup["own_env"])
+    stack = open(f"{setup['folder']}/stack-{rank}", "w")  # noqa: SIM115 - faulthandler writes to it at any time
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    pipe.send_bytes(outcome(lambda: _work(rank, world_size, setup, call)))
+    pipe.close()
+    util: Any = multiprocessing.util
+    util._exit_function()  # flush what was sent but not yet taken
+    os._exit(0)  # no destructors: gloo's abort the process after a failed collective
+
+
+def _work(rank: int, world_size: int, setup: dict[str, Any], call: bytes) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if setup["backend"] is not None:
+        timeout = timedelta(seconds=setup["group_timeout_s"])
+        store = dist.TCPStore("127.0.0.1", setup["port"], is_master=False, timeout=timeout)
+        dist.init_process_group(
+            setup["backend"],
+            store=dist.PrefixStore("run_ranks", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+    fn, args, kwargs = unpack_call(call)
+    return fn(rank, world_size, *args, **kwargs)

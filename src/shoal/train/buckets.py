@@ -1,0 +1,52 @@
+"""Many tensors as a few flat ones, and back."""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.comm.buffers import BufferPool, fresh
+
+BUCKET_BYTES = 25 << 20
+
+
+def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, by_dtype: bool = True) -> list[list[int]]:
+    """Positions of ``tensors``, in list order, gathered into buckets of one dtype and device.
+
+    A bucket closes when the next tensor of its kind would pass ``bucket_bytes``; a larger tensor is alone. Buckets
+    stand in the order of their first tensors.
+    """
+    buckets: list[list[int]] = []
+    filling: dict[Hashable, tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        kind = (tensor.dtype, tensor.device) if by_dtype else None
+        bucket, used = filling.get(kind, ([], 0))
+        if bucket and used + tensor.nbytes > bucket_bytes:
+            bucket, used = [], 0
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(i)
+        filling[kind] = (bucket, used + tensor.nbytes)
+    return buckets
+
+
+def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, pool: BufferPool | None = None) -> Tensor:
+    """One flat copy of ``tensors``, in ``dtype`` if given, in memory of ``pool`` if given."""
+    dtype = dtype or tensors[0].dtype
+    count = sum(t.numel() for t in tensors)
+    if tensors[0].device.type == "cpu":
+        flat = pool.get(count, dtype) if pool is not None else fresh(count, dtype)
+    else:
+        flat = torch.empty(count, dtype=dtype, device=tensors[0].device)
+    if dtype == tensors[0].dtype:
+        return torch.cat([t.detach().reshape(-1) for t in tensors], out=flat)
+    for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+        part.copy_(tensor.detach().reshape(-1))
+    return flat
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of ``flat`` in the shapes of ``like``; converted and moved first when their dtype or device differs."""
+    flat = flat.to(device=like[0].device, dtype=like[0].dtype)
+    parts = flat.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]

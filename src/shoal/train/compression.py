@@ -1,0 +1,248 @@
+"""Top-k gradient compression: the k values of largest magnitude, with the ties settled, and what was left out kept."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import CompressionError, ConfigError, ShapeError
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedGradient:
+    """Some values of a flattened tensor of ``original_len`` elements, and where they stood."""
+
+    indices: Tensor
+    values: Tensor
+    original_len: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and the name of the values' dtype, for JSON."""
+        return {
+            "indices": self.indices.tolist(),
+            "values": self.values.tolist(),
+            "original_len": self.original_len,
+            "dtype": str(self.values.dtype).removeprefix("torch."),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "CompressedGradient":
+        dtype = getattr(torch, str(data.get("dtype", "float32")), None)
+        if not isinstance(dtype, torch.dtype):
+            raise CompressionError(f"CompressedGradient: {data.get('dtype')!r} is not the name of a dtype")
+        return cls(
+            torch.tensor(data["indices"], dtype=torch.int64),
+            torch.tensor(data["values"], dtype=dtype),
+            int(data["original_len"]),
+        )
+
+
+def topk_count(n: int, ratio: float) -> int:
+    """How many of ``n`` values the ``ratio`` keeps: exact on the decimal that was written, at least one if any.
+
+    Example:
+        >>> topk_count(100, 0.07), topk_count(10, 0), topk_count(0, 0.5)
+        (7, 1, 0)
+    """
+    ratio = float(ratio)
+    if math.isnan(ratio):
+        raise CompressionError("topk_count: ratio is NaN; give a number in [0, 1]")
+    ratio = min(1.0, max(0.0, ratio))
+    return min(n, max(1, math.ceil(n * Fraction(repr(ratio))))) if n > 0 else 0
+
+
+def topk_indices(flat: Tensor, k: int, *, nonfinite: str = "raise", order: str = "magnitude") -> Tensor:
+    """Indices of the ``k`` largest magnitudes of a flat tensor; the lower index wins a tie, NaN ranks highest."""
+    flat = flat.detach()
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=flat.device)
+    if (
+        flat.device.type == "cpu"
+        and flat.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and len(flat) >> 32 == 0
+    ):
+        from shoal import _core
+
+        values = flat.float().contiguous()
+        indices = torch.empty(k, dtype=torch.int64)
+        bad = _core.topk_magnitude(
+            values.data_ptr(), len(values), k, order == "index", nonfinite == "raise", indices.data_ptr()
+        )
+        if bad and nonfinite == "raise":
+            raise _nonfinite_error(flat)
+        return indices
+    return topk_indices_reference(flat, k, nonfinite=nonfinite, order=order)
+
+
+def topk_indices_reference(flat: Tensor, k: int, *, nonfinite: str = "raise", order: str = "magnitude") -> Tensor:
+    """The meaning of ``topk_indices`` in plain torch, and its path for CUDA and float64.
+
+    The k-th magnitude is found without sorting; everything above it is in, and the lowest indices equal to it.
+    """
+    size = (flat.float() if flat.is_floating_point() and flat.dtype != torch.float64 else flat).abs()
+    if not flat.is_floating_point() or bool(torch.isfinite(size).all()):
+        least = torch.topk(size, k, sorted=False).values.min()
+        above = (size > least).nonzero().flatten()
+        ties = (size == least).nonzero().flatten()[: k - len(above)]
+        chosen = torch.cat([above, ties]).sort().values
+        if order == "index":
+            return chosen
+        return chosen[torch.argsort(size[chosen], descending=True, stable=True)]
+    if nonfinite == "raise":
+        raise _nonfinite_error(flat)
+    nan = torch.isnan(size)
+    by_size = torch.argsort(torch.where(nan, torch.inf, size), descending=True, stable=True)
+    chosen = by_size[torch.argsort(nan[by_size].to(torch.int8), descending=True, stable=True)][:k]
+    return chosen.sort().values if order == "index" else chosen
+
+
+def _nonfinite_error(flat: Tensor) -> CompressionError:
+    bad = int((~torch.isfinite(flat)).sum())
+    return CompressionError(
+        f"compress_gradients: {bad} of {len(flat)} values are NaN or infinite; skip the step, or pass nonfinite='keep'"
+    )
+
+
+def compress_gradients(
+    gradients: Sequence[Tensor], ratio: float, *, nonfinite: str = "raise", order: str = "magnitude"
+) -> list[CompressedGradient]:
+    """Per tensor, flattened row-major, the ``topk_count(n, ratio)`` values of largest magnitude.
+
+    Ties go to the lower index. ``order="magnitude"``: largest first; ``"index"``: ascending index, better for packing.
+    ``nonfinite="raise"`` is a ``CompressionError``; ``"keep"`` ranks NaN above infinity.
+
+    Example:
+        >>> (c,) = compress_gradients([torch.tensor([0.4, -0.4, 0.1, 0.9])], 0.5)
+        >>> c.indices.tolist()
+        [3, 0]
+    """
+    if nonfinite not in ("raise", "keep"):
+        raise ConfigError(f"compress_gradients: nonfinite must be 'raise' or 'keep', got {nonfinite!r}")
+    if order not in ("magnitude", "index"):
+        raise ConfigError(f"compress_gradients: order must be 'magnitude' or 'index', got {order!r}")
+    result = []
+    for gradient in gradients:
+        flat = gradient.detach().reshape(-1)
+        indices = topk_indices(flat, topk_count(flat.numel(), ratio), nonfinite=nonfinite, order=order)
+        result.append(CompressedGradient(indices, flat[indices], flat.numel()))
+    return result
+
+
+def decompress_gradients(
+    compressed: Sequence[CompressedGradient], shapes: Sequence[Sequence[int]], *, duplicates: str = "raise"
+) -> list[Tensor]:
+    """Dense tensors of the given shapes, zero where nothing was sent.
+
+    Raises:
+        ShapeError: a shape does not have ``original_len`` elements.
+        CompressionError: lists of different length, an index out of range, as many values as indices not, or an index
+            twice (``duplicates="last"`` and ``"sum"`` allow it).
+    """
+    if duplicates not in ("raise", "last", "sum"):
+        raise ConfigError(f"decompress_gradients: duplicates must be 'raise', 'last' or 'sum', got {duplicates!r}")
+    if len(compressed) != len(shapes):
+        raise CompressionError(f"decompress_gradients: {len(compressed)} gradients but {len(shapes)} shapes")
+    return [_decompress(i, c, tuple(s), duplicates) for i, (c, s) in enumerate(zip(compressed, shapes, strict=True))]
+
+
+def _decompress(i: int, c: CompressedGradient, shape: tuple[int, ...], duplicates: str) -> Tensor:
+    if math.prod(shape) != c.original_len:
+        raise ShapeError(f"decompress_gradients: gradient {i} has {c.original_len} elements, shape {shape} does not")
+    indices, values = c.indices.reshape(-1), c.values.reshape(-1)
+    if len(indices) != len(values):
+        raise CompressionError(f"decompress_gradients: gradient {i} has {len(indices)} indices, {len(values)} values")
+    if len(indices):
+        low, high = int(indices.min()), int(indices.max())
+        if low < 0 or high >= c.original_len:
+            bad = low if low < 0 else high
+            raise CompressionError(
+                f"decompress_gradients: gradient {i} has index {bad} outside [0, {c.original_len}); it is damaged"
+            )
+    dense = torch.zeros(c.original_len, dtype=values.dtype, device=values.device)
+    indices = indices.to(device=values.device, dtype=torch.int64)
+    if duplicates == "sum":
+        dense.index_add_(0, indices, values)
+        return dense.reshape(shape)
+    ordered = indices.sort(stable=True)
+    repeated = ordered.values[1:] == ordered.values[:-1]
+    if bool(repeated.any()):
+        if duplicates == "raise":
+            twice = int(ordered.values[1:][repeated][0])
+            raise CompressionError(f"decompress_gradients: gradient {i} has index {twice} more than once")
+        last = torch.cat([~repeated, torch.ones(1, dtype=torch.bool, device=repeated.device)])
+        indices, values = ordered.values[last], values[ordered.indices[last]]
+    dense[indices] = values
+    return dense.reshape(shape)
+
+
+class TopKCompressor:
+    """``compress_gradients`` with a ratio, and with ``error_feedback`` a memory of what was not sent.
+
+    Each step compresses ``gradient + decay * memory`` and keeps the rest in float32 on the gradient's device, so what
+    is left out is delayed, not lost. Call ``reset()`` after rounds that were skipped.
+    """
+
+    def __init__(self, ratio: float, *, error_feedback: bool = False, decay: float = 1.0) -> None:
+        topk_count(1, ratio)
+        if math.isnan(float(decay)):
+            raise ConfigError("TopKCompressor: decay is NaN; give a number, 1.0 loses nothing")
+        self.ratio = ratio
+        self.error_feedback = error_feedback
+        self.decay = decay
+        self.memory: list[Tensor] = []
+
+    def compress(self, grads: Sequence[Tensor]) -> list[CompressedGradient]:
+        """The part to send. With feedback the memory moves on, unless this raises."""
+        grads = [g.detach() for g in grads]
+        if not self.error_feedback:
+            return compress_gradients(grads, self.ratio)
+        if self.memory and [e.shape for e in self.memory] != [g.shape for g in grads]:
+            raise ShapeError(
+                f"TopKCompressor: got gradients of shapes {[tuple(g.shape) for g in grads]}, its memory has "
+                f"{[tuple(e.shape) for e in self.memory]}; reset() it when the model changes"
+            )
+        result, memory = [], []
+        for i, gradient in enumerate(grads):
+            kept = self.memory[i].to(gradient.device) if self.memory else None
+            sent, rest = compress_with_feedback(gradient, kept, self.ratio, self.decay)
+            result.append(sent)
+            memory.append(rest)
+        self.memory = memory
+        return result
+
+    def decompress(self, compressed: Sequence[CompressedGradient], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        return decompress_gradients(compressed, shapes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "ratio": self.ratio,
+            "error_feedback": self.error_feedback,
+            "decay": self.decay,
+            "memory": [e.clone() for e in self.memory],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.ratio = state["ratio"]
+        self.error_feedback = state["error_feedback"]
+        self.decay = state["decay"]
+        self.memory = [e.detach().clone().float() for e in state["memory"]]
+
+    def reset(self) -> None:
+        """Forgets what was not sent."""
+        self.memory = []
+
+
+def compress_with_feedback(
+    gradient: Tensor, memory: Tensor | None, ratio: float, decay: float
+) -> tuple[CompressedGradient, Tensor]:
+    """One tensor's part to send, in its own dtype, and the float32 rest in its shape."""
+    total = gradient.float().clone() if memory is None else gradient.float() + decay * memory
+    flat = total.reshape(-1)
+    indices = topk_indices(flat, topk_count(flat.numel(), ratio))
+    values = flat[indices].to(gradient.dtype)
+    flat[indices] -= values.float()
+    return CompressedGradient(indices, values, flat.numel()), flat.reshape(gradient.shape)

@@ -1,0 +1,150 @@
+"""One training step over ranks, and an epoch of them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.config import DistributedConfig
+from shoal.errors import AggregationError, ConfigError, StepAborted
+from shoal.train.aggregate import GradientAggregator
+
+
+@dataclass(frozen=True)
+class EpochMetrics:
+    """The arithmetic mean of this rank's batch losses, and how many steps were taken."""
+
+    mean_loss: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class DataParallelConfig:
+    """A rank's configuration and the aggregator that it trains with."""
+
+    config: DistributedConfig
+    aggregator: GradientAggregator
+
+    def train_step(self, compute_gradients_fn: Callable, apply_gradients_fn: Callable, **options: Any) -> float:
+        """``distributed_train_step`` with this aggregator."""
+        return distributed_train_step(compute_gradients_fn, apply_gradients_fn, self.aggregator, **options)
+
+
+def _share(aggregator: Any, kind: str, value: Any) -> list[Any]:
+    """Every rank's ``value``; an aggregator that only has ``aggregate`` is on its own."""
+    share = getattr(aggregator, f"share_{kind}", None)
+    return share(value) if share is not None else [value]
+
+
+def distributed_train_step(
+    compute_gradients_fn: Callable[[], tuple[Any, Sequence[Tensor]]],
+    apply_gradients_fn: Callable[[list[Tensor]], Any],
+    aggregator: GradientAggregator,
+    *,
+    agree: bool = True,
+    nonfinite: str = "apply",
+    reduce_loss: bool = False,
+) -> float:
+    """Computes, aggregates, applies; returns this rank's loss (``reduce_loss``: the mean over ranks).
+
+    Args:
+        compute_gradients_fn: gives ``(loss, gradients)``.
+        apply_gradients_fn: called at most once, after all ranks have their aggregate.
+        agree: ranks exchange an ok flag first. Where computing raised, that exception comes out; on the other ranks
+            ``StepAborted`` names the failed ones; nobody aggregates or applies.
+        nonfinite: ``apply`` NaN and infinity like any value; ``skip`` the application on all ranks; ``raise``
+            ``AggregationError`` on all. Every rank holds the same aggregate, so they need no vote.
+    """
+    if nonfinite not in ("apply", "skip", "raise"):
+        raise ConfigError(f"distributed_train_step: nonfinite must be 'apply', 'skip' or 'raise', got {nonfinite!r}")
+    try:
+        loss, gradients = compute_gradients_fn()
+        loss, gradients = float(loss.detach() if isinstance(loss, Tensor) else loss), list(gradients)
+    except BaseException:
+        if agree:
+            _share(aggregator, "int", 1)
+        raise
+    if agree:
+        _raise_if_any(_share(aggregator, "int", 0))
+    aggregate = aggregator.aggregate(gradients)
+    finite = nonfinite == "apply" or all(bool(torch.isfinite(g).all()) for g in aggregate)
+    if finite:
+        apply_gradients_fn(aggregate)
+    elif nonfinite == "raise":
+        bad = [i for i, g in enumerate(aggregate) if not bool(torch.isfinite(g).all())]
+        raise AggregationError(f"the aggregated gradients {bad[:8]} hold NaN or infinity; no rank applied this step")
+    if reduce_loss:
+        losses = _share(aggregator, "float", loss)
+        loss = sum(losses) / len(losses)
+    return loss
+
+
+def _raise_if_any(flags: list[int]) -> None:
+    failed = [rank for rank, flag in enumerate(flags) if flag]
+    if failed:
+        raise StepAborted(failed)
+
+
+_END = object()
+
+
+def train_epoch_distributed(
+    params: Iterable[Tensor],
+    optimizer: torch.optim.Optimizer,
+    aggregator: GradientAggregator,
+    batches: Iterable[Any],
+    step_fn: Callable[[Any], Any],
+    *,
+    on_uneven: str = "stop",
+) -> EpochMetrics:
+    """Per batch: ``step_fn(batch)`` (forward and backward, returns the loss), aggregate, ``optimizer.step()``, zero.
+
+    Args:
+        params: all parameters to aggregate; one without a gradient counts as zeros.
+        on_uneven: when a rank runs out of batches, ``stop`` ends the epoch on all, ``error`` is an
+            ``AggregationError`` on all.
+
+    A ``step_fn`` that raises ends the epoch on all ranks, as in ``distributed_train_step``.
+    """
+    if on_uneven not in ("stop", "error"):
+        raise ConfigError(f"train_epoch_distributed: on_uneven must be 'stop' or 'error', got {on_uneven!r}")
+    params = list(params)
+    losses: list[float] = []
+    iterator = iter(batches)
+    while True:
+        batch = next(iterator, _END)
+        ended = _share(aggregator, "int", int(batch is _END))
+        if any(ended):
+            if on_uneven == "error" and not all(ended):
+                out = [rank for rank, flag in enumerate(ended) if flag]
+                raise AggregationError(f"rank(s) {out} ran out of batches after {len(losses)} steps, others did not")
+            break
+
+        def compute(batch: Any = batch) -> tuple[Any, list[Tensor]]:
+            loss = step_fn(batch)
+            return loss, [_gradient(p) for p in params]
+
+        losses.append(distributed_train_step(compute, lambda grads: _apply(params, grads, optimizer), aggregator))
+    if not losses:
+        raise ConfigError(
+            "train_epoch_distributed: there is no batch, so there is no loss; give at least one to each rank"
+        )
+    return EpochMetrics(sum(losses) / len(losses), len(losses))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _apply(params: list[Tensor], gradients: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    for parameter, gradient in zip(params, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter in params:
+        parameter.grad = None

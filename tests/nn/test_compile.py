@@ -1,0 +1,116 @@
+"""The ops under the modules: `opcheck`, and graphs that compile whole."""
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer
+from shoal.nn.ops import _bag_op, _rows_op
+from shoal.nn.slot import slot_of
+
+IDS, OFFSETS = torch.tensor([1, 2, 1, 3]), torch.tensor([0, 2, 2, 4])
+
+
+def make_table(**options):
+    options.setdefault("initializer", "uniform")
+    return shoal.HashTable(4, optimizer=shoal.Sgd(lr=0.1), seed=1, **options)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_opcheck():
+    slot = slot_of(make_table())
+    common = (slot.anchor, slot.tape, slot.handle, 4)
+    slot.hold()
+    slot.table.lookup(IDS, insert_missing=True)
+    torch.library.opcheck(_rows_op, (IDS, *common, True, None))
+    torch.library.opcheck(_bag_op, (IDS, OFFSETS, None, *common, 0, 0, True, None, False))
+    weights = torch.rand(4, requires_grad=True)
+    torch.library.opcheck(_bag_op, (IDS, OFFSETS, weights, *common, 2, 2, True, None, True))
+
+
+class Model(nn.Module):
+    """Uses one table twice on the same ids, so that a compiler would like to merge the two."""
+
+    def __init__(self, table, **options):
+        super().__init__()
+        self.rows = HashEmbedding(table)
+        self.bag = HashEmbeddingBag(table, **options)
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, ids, offsets):
+        pooled = self.bag(ids, offsets) + self.bag(ids, offsets)
+        return self.top(torch.relu(pooled)).sum() + self.rows(ids).pow(2).sum()
+
+
+# Traces, differentiates and partitions (which merges equal nodes) as inductor does, but compiles no C++.
+BACKEND = "aot_eager_decomp_partition"
+
+
+@pytest.mark.parametrize(
+    ("held", "backend"),
+    [
+        (False, BACKEND),
+        (True, BACKEND),
+        pytest.param(True, "inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+    ],
+)
+def test_a_compiled_model_trains_as_the_eager_one(held, backend):
+    torch.manual_seed(0)
+    tables = [make_table(), make_table()]
+    models = [Model(table, combiner="mean") for table in tables]
+    models[1].top.load_state_dict(models[0].top.state_dict())
+    optimizers = [SparseOptimizer(model) for model in models] if held else []
+    runs = [models[0], torch.compile(models[1], fullgraph=True, backend=backend)]
+    for n in (4, 4, 6, 9):  # the second size compiles with dynamic shapes
+        ids, offsets = torch.arange(n) % 5, torch.tensor([0, 2, 2, n])
+        losses = [run(ids, offsets) for run in runs]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(*[table.lookup(torch.arange(9)) for table in tables])
+    assert len(tables[1]) == 5
+
+
+def test_a_compiled_model_has_no_graph_breaks_in_other_forms():
+    table = make_table()
+    bag = HashEmbeddingBag(table, combiner="firstn", max_length=3, padding_idx=0)
+    embedding = HashEmbedding(table, padding_idx=0)
+    ids = torch.tensor([[1, 0, 2], [0, 0, 3]])
+    weights = torch.rand(2, 3, requires_grad=True)
+    compiled = torch.compile(lambda i, w: (bag(i, None, w), embedding(i)), fullgraph=True, backend=BACKEND)
+    for out, expected in zip(compiled(ids, weights.detach()), (bag(ids, None, weights), embedding(ids)), strict=True):
+        torch.testing.assert_close(out, expected)
+    nested = torch.nested.nested_tensor_from_jagged(IDS, OFFSETS)
+    compiled = torch.compile(HashEmbeddingBag(table), fullgraph=True, backend=BACKEND)
+    torch.testing.assert_close(compiled(nested), HashEmbeddingBag(table)(nested))
+
+
+def test_weights_get_their_gradient_through_a_compiled_graph():
+    grads = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend=BACKEND)):
+        table = make_table()
+        weights = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+        wrap(HashEmbeddingBag(table))(IDS, OFFSETS, weights).pow(2).sum().backward()
+        grads.append((weights.grad, table.lookup(IDS)))
+    torch.testing.assert_close(*grads)
+
+
+def test_evaluation_compiles_apart_and_creates_nothing():
+    table = make_table()
+    bag = HashEmbeddingBag(table).eval()
+    compiled = torch.compile(bag, fullgraph=True, backend=BACKEND)
+    with torch.no_grad():
+        assert not compiled(IDS, OFFSETS).any()
+    assert len(table) == 0
+    bag.train()
+    compiled(IDS, OFFSETS)
+    assert len(table) == 3

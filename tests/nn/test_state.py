@@ -1,0 +1,180 @@
+"""Modules are saved, loaded and copied as any other; tables are not pickled."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.errors import UnsupportedError
+from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer
+
+OPTIMIZERS = [shoal.Sgd(), shoal.Adagrad(), shoal.Adam(), shoal.Ftrl(), shoal.RowwiseAdagrad(), shoal.Amsgrad()]
+
+
+def trained(optimizer="adagrad", steps=3, ids=range(20), seed=0):
+    torch.manual_seed(seed)
+    table = shoal.HashTable(4, optimizer=optimizer, seed=5)
+    model = nn.Sequential(HashEmbeddingBag(table, combiner="sum"), nn.Linear(4, 1))
+    for _ in range(steps):
+        step(model, ids)
+    return model
+
+
+def step(model, ids):
+    (model([[i, i + 1] for i in ids]) * torch.arange(1.0, 1 + len(ids)).unsqueeze(1)).sum().backward()
+
+
+def rows(model, ids=range(40)):
+    return model[0].table.lookup(torch.tensor(list(ids)))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+def test_a_loaded_model_goes_on_as_the_saved_one(optimizer):
+    model = trained(optimizer)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = trained(optimizer, steps=1, ids=range(100, 130), seed=1)
+    assert str(other.load_state_dict(torch.load(file, weights_only=True))) == "<All keys matched successfully>"
+    assert len(other[0].table) == len(model[0].table) == 21
+    for _ in range(3):  # optimizer state came along, and new ids start alike
+        assert torch.equal(rows(model), rows(other))
+        step(model, range(10, 30))
+        step(other, range(10, 30))
+    assert torch.equal(model.state_dict()["0.table.times"].max(), other.state_dict()["0.table.times"].max())
+
+
+def test_names_and_shapes_are_stable():
+    state = trained("adagrad").state_dict()
+    assert {name: (tuple(t.shape), t.dtype) for name, t in state.items() if "config" not in name} == {
+        "0.table.ids": ((21,), torch.int64),
+        "0.table.rows": ((21, 4), torch.float32),
+        "0.table.state": ((21, 16), torch.uint8),
+        "0.table.times": ((21,), torch.int64),
+        "0.table.scales": ((1,), torch.float32),
+        "0.table.global_step": ((), torch.int64),
+        "1.weight": ((1, 4), torch.float32),
+        "1.bias": ((1,), torch.float32),
+    }
+    assert sorted(state["0.table.ids"].tolist()) == list(range(21))
+    keyed = HashEmbedding({"u": shoal.HashTable(2), "i": shoal.HashTable(2)}).state_dict()
+    assert "tables.u.ids" in keyed
+    assert "tables.i.rows" in keyed
+
+
+def test_safetensors_can_hold_the_state(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = trained()
+    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    other = trained(steps=0)
+    other.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(rows(model), rows(other))
+
+
+def test_an_empty_table_can_be_saved_and_loaded():
+    model, other = trained(steps=0), trained()
+    other.load_state_dict(model.state_dict())
+    assert len(other[0].table) == 0
+
+
+def test_what_waits_is_not_part_of_the_state_and_is_dropped_by_loading():
+    model = trained()
+    optimizer = SparseOptimizer(model)
+    state = model.state_dict()
+    step(model, range(3))
+    model.load_state_dict(state)
+    assert optimizer.gradients() == {}
+
+
+def test_modules_on_one_table_share_its_tensors():
+    table = shoal.HashTable(2)
+    model = nn.ModuleList([HashEmbedding(table), HashEmbeddingBag(table)])
+    model[0](torch.arange(5))
+    state = model.state_dict()
+    assert state["0.table.rows"].data_ptr() == state["1.table.rows"].data_ptr()
+    table.clear()
+    model.load_state_dict(state)
+    assert len(table) == 5
+
+
+def break_state(state, name, change):
+    return {key: change(value) if key.endswith(name) else value for key, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("ids", lambda t: t[:-1], "times"),
+        ("ids", lambda t: t.int(), "ids of a state dict are torch.int64"),
+        ("ids", lambda t: torch.zeros_like(t), "distinct"),
+        ("rows", lambda t: t[:, :2], r"\[21, 4\]"),
+        ("state", lambda t: t[:, :4], r"\[21, 16\]"),
+        ("times", lambda t: t - 2**40, "times are 0"),
+        ("config", lambda t: t[:-3], "config|rows of"),
+        ("scales", lambda t: t[:0], "scales"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_no_row(name, change, message):
+    model = trained()
+    before = rows(model)
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(break_state(trained(seed=3).state_dict(), name, change))
+    assert torch.equal(rows(model), before)
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    model = trained("momentum")
+    before = rows(model)
+    with pytest.raises(RuntimeError, match=r"4 x momentum.*4 x adagrad"):
+        model.load_state_dict(trained("adagrad").state_dict())
+    assert torch.equal(rows(model), before)
+
+
+def test_missing_and_unexpected_names_are_told():
+    model = trained()
+    state = model.state_dict()
+    del state["0.table.times"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.table\.times"):
+        model.load_state_dict(state)
+    found = model.load_state_dict({"0.table.other": torch.zeros(1)}, strict=False)
+    assert "0.table.other" in found.unexpected_keys
+    assert "0.table.ids" in found.missing_keys
+
+
+def test_a_deep_copy_is_a_table_of_its_own():
+    model = trained("adam")
+    twin = copy.deepcopy(model)
+    assert twin[0].table is not model[0].table
+    assert torch.equal(rows(model), rows(twin))
+    step(model, range(30, 35))
+    step(twin, range(30, 35))
+    assert torch.equal(rows(model), rows(twin))
+    before = rows(twin)
+    step(model, range(5))
+    assert torch.equal(rows(twin), before)
+
+
+def test_a_deep_copy_keeps_what_is_shared_shared():
+    table = shoal.HashTable(2, name="shared")
+    twin = copy.deepcopy(nn.ModuleList([HashEmbedding(table), HashEmbeddingBag(table, fused=True)]))
+    assert twin[0].table is twin[1].table
+    assert twin[0].table.name == "shared"
+    with pytest.raises(ValueError, match="no table"):
+        SparseOptimizer(twin)  # fused=True came along
+
+
+def test_nothing_is_pickled():
+    model = trained()
+    for dump in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(UnsupportedError, match="state_dict"):
+            dump(model)
+
+
+def test_modules_print_their_table():
+    text = repr(HashEmbeddingBag(shoal.HashTable(4, name="item"), combiner="mean"))
+    assert "'item'" in text
+    assert "mean" in text

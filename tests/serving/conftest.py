@@ -1,0 +1,63 @@
+"""What the serving tests share: clean process-wide registries, a real ZooKeeper, small models."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from shoal.serving.addresses import set_address_table
+from shoal.serving.metrics import set_metrics_sink
+from shoal.serving.sync_client import reset_sync_clients
+from shoal.table import reset_registry
+from tests.serving.helpers import ZOOKEEPER_JAR, Net, ZooKeeper
+
+
+@pytest.fixture(autouse=True)
+def clean_process():
+    """Sync clients, tables, the address table and the metrics sink are process-wide; each test starts without."""
+    for name in ("MY_HOST_IP", "MY_HOST_IPV6", "MY_POD_IP", "MY_POD_NAME", "SHARD_ID", "REPLICA_ID", "PORT2", "ZK_AUTH"):
+        os.environ.pop(name, None)
+    yield
+    reset_sync_clients()
+    reset_registry()
+    set_address_table(None)
+    set_metrics_sink(None)
+
+
+class Metrics:
+    """A sink that remembers."""
+
+    def __init__(self):
+        self.counters, self.timers, self.stores = [], [], []
+
+    def emit_counter(self, name, value, tags):
+        self.counters.append((name, value, tags))
+
+    def emit_timer(self, name, value, tags):
+        self.timers.append((name, value, tags))
+
+    def emit_store(self, name, value, tags):
+        self.stores.append((name, value, tags))
+
+
+@pytest.fixture
+def metrics():
+    sink = Metrics()
+    set_metrics_sink(sink)
+    return sink
+
+
+@pytest.fixture(scope="session")
+def zookeeper(tmp_path_factory):
+    if not ZOOKEEPER_JAR.exists() or shutil.which("java") is None:
+        pytest.skip("no ZooKeeper here; `make packages` installs Debian's as root")
+    server = ZooKeeper(tmp_path_factory.mktemp("zookeeper")).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()

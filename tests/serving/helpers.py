@@ -1,0 +1,72 @@
+"""Small things that several serving tests use."""
+
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+ZOOKEEPER_JAR = Path("/usr/share/java/zookeeper.jar")
+
+
+def eventually(condition, timeout=10.0, what="the condition"):
+    """Waits until ``condition()`` is true and returns it."""
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited {timeout} s for {what}"
+        time.sleep(0.02)
+    return value
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class ZooKeeper:
+    """A ZooKeeper server in a process of its own, on loopback."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.port = folder, free_port()
+        self.process = None
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "zoo.cfg").write_text(
+            f"tickTime=200\ndataDir={folder}/data\nclientPort={self.port}\nclientPortAddress=127.0.0.1\n"
+            "admin.enableServer=false\nminSessionTimeout=400\nmaxSessionTimeout=60000\n"
+        )
+        (folder / "log4j.properties").write_text("log4j.rootLogger=OFF\n")
+
+    @property
+    def hosts(self):
+        return f"127.0.0.1:{self.port}"
+
+    def start(self):
+        command = ["java", "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", f"{self.folder}:{ZOOKEEPER_JAR}"]
+        command += ["org.apache.zookeeper.server.ZooKeeperServerMain", str(self.folder / "zoo.cfg")]
+        log = open(self.folder / "log.txt", "ab")
+        self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        log.close()
+        eventually(self._answers, 30, "ZooKeeper to listen")
+        return self
+
+    def _answers(self):
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+
+class Net(torch.nn.Module):
+    """Scores from a pooled user row and two prices."""
+
+    def __init__(self, dim=4):
+        super().__init__()
+        self.linear = torch.nn.Linear(dim + 2, 1)
+
+    def forward(self, user, price):
+        return {"score": torch.sigmoid(self.linear(torch.cat([user, price], -1)).squeeze(-1))}

@@ -1,0 +1,143 @@
+"""REST, metrics, health, and the status page in a real browser."""
+
+import gzip
+import http.client
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from shoal.serving import Feature, ModelExporter, ModelServer, ModelServerConfig, gen_model_config
+from shoal.table import test_hash_table
+
+
+@pytest.fixture
+def served(tmp_path, net):
+    table = test_hash_table(4, name_suffix="user")
+    table.assign(torch.arange(10), torch.arange(40).float().reshape(10, 4))
+    tool = ModelExporter(tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)})
+    tool.export([{"u": table}], global_step=1, timestamp=7)
+    config = ModelServerConfig()
+    config.model_config_list.config.append(gen_model_config("m", str(tmp_path / "exported_models")))
+    server = ModelServer(rest_address="127.0.0.1:0", config=config, poll_wait_seconds=0, max_message_bytes=100_000)
+    server.start()
+    server.serve_tables("live", {"u": table})
+    yield server
+    server.stop(0)
+
+
+def ask(server, path, body=None, headers=None, raw=None):
+    connection = http.client.HTTPConnection("127.0.0.1", server.rest_port, timeout=10)
+    data = raw if raw is not None else json.dumps(body).encode() if body is not None else None
+    connection.request("POST" if data is not None else "GET", path, data, headers or {})
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    kind = response.getheader("Content-Type", "")
+    return response.status, json.loads(content) if kind == "application/json" else content
+
+
+def test_rows_and_columns_give_the_same_scores(served, net):
+    rows = [{"user": [1, 2], "price": [0.5, 1.0]}, {"user": [3, 3], "price": [0.0, 2.0]}]
+    status, by_row = ask(served, "/v1/models/m:predict", {"instances": rows})
+    assert status == 200
+    columns = {"user": [[1, 2], [3, 3]], "price": [[0.5, 1.0], [0.0, 2.0]]}
+    status, by_column = ask(served, "/v1/models/m/versions/7:predict", {"inputs": columns, "signature_name": "serving_default"})
+    assert by_row["predictions"] == by_column["outputs"]
+    pooled = torch.tensor([[12.0, 14, 16, 18], [24.0, 26, 28, 30]])
+    expected = net(user=pooled, price=torch.tensor(columns["price"]))["score"]
+    assert torch.allclose(torch.tensor(by_row["predictions"]), expected, atol=1e-6)
+
+
+def test_a_signature_with_one_input_need_not_name_it(served):
+    status, answer = ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [1, 2]})
+    assert answer == {"predictions": [[4, 5, 6, 7], [8, 9, 10, 11]]}
+    status, answer = ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "inputs": {"u": [1]}})
+    assert answer == {"outputs": [[4, 5, 6, 7]]}
+
+
+def test_pushes_are_taken_over_rest_too(served):
+    body = {"signature_name": "hashtable_assign", "inputs": {"MonolithHashTable_user_id": [99], "MonolithHashTable_user_value": [[1, 2, 3, 4]]}}
+    assert ask(served, "/v1/models/live:predict", body) == (200, {"outputs": 1})
+    assert ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [99]})[1]["predictions"] == [[1, 2, 3, 4]]
+
+
+def test_status_and_metadata(served):
+    assert ask(served, "/v1/models/m")[1] == {
+        "model_version_status": [{"version": "7", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}]
+    }
+    assert ask(served, "/v1/models/m/versions/7")[0] == 200
+    metadata = ask(served, "/v1/models/m/metadata")[1]
+    assert metadata["model_spec"] == {"name": "m", "version": "7"}
+    inputs = metadata["metadata"]["signature_def"]["signature_def"]["serving_default"]["inputs"]
+    assert inputs["price"]["tensor_shape"] == {"dim": [{"size": "-1"}, {"size": "2"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("/v1/models/none", None, 404, "has ['live', 'm']"),
+        ("/v1/models/none:predict", {"instances": [1]}, 404, "none"),
+        ("/v1/models/m/versions/8:predict", {"instances": [1]}, 404, "available are [7]"),
+        ("/v1/models/m:predict", {"instances": []}, 400, "at least one row"),
+        ("/v1/models/m:predict", {"instances": [1], "inputs": {}}, 400, "either instances"),
+        ("/v1/models/m:predict", {"inputs": {"user": [[1]]}}, 400, "price"),
+        ("/v1/models/m:predict", {"inputs": {"user": [["x"]], "price": [[1, 2]]}}, 400, "user"),
+        ("/v1/models/m:predict", {"inputs": {"user": [[1], [1, 2]], "price": [[1, 2]]}}, 400, "user"),
+        ("/v1/models/m:predict", {"instances": [{"user": [1]}, {"price": [1]}]}, 400, "same keys"),
+        ("/v1/models/m:predict", {"signature_name": "x", "instances": [1]}, 400, "no signature 'x'"),
+        ("/v1/models/m:classify", {"instances": [1]}, 404, "predict"),
+        ("/nothing", None, 404, "no route"),
+        ("/v1/models/../../etc/passwd", None, 404, "no route"),
+    ],
+)
+def test_wrong_requests_say_what_is_wrong(served, path, body, status, text):
+    got, answer = ask(served, path, body)
+    assert got == status
+    assert text in answer["error"]
+
+
+def test_bodies_are_bounded_also_when_packed(served):
+    assert ask(served, "/v1/models/m:predict", raw=b"x" * 200_000)[0] == 413
+    bomb = gzip.compress(b" " * 50_000_000)
+    assert len(bomb) < 100_000
+    assert ask(served, "/v1/models/m:predict", raw=bomb, headers={"Content-Encoding": "gzip"})[0] == 413
+    packed = gzip.compress(json.dumps({"signature_name": "lookup", "instances": [1]}).encode())
+    assert ask(served, "/v1/models/live:predict", raw=packed, headers={"Content-Encoding": "gzip"})[0] == 200
+    assert ask(served, "/v1/models/m:predict", raw=b"{", headers={})[0] == 400
+    assert ask(served, "/v1/models/m:predict", raw=b"x", headers={"Content-Encoding": "br"})[0] == 400
+    deep = b"[" * 50_000
+    assert ask(served, "/v1/models/m:predict", raw=deep)[0] == 400
+
+
+def test_metrics_and_health(served):
+    ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [1]})
+    status, text = ask(served, "/metrics")
+    assert status == 200
+    assert b'shoal_serving_latency_seconds_count{model_name="live",signature_name="lookup"}' in text
+    assert ask(served, "/healthz") == (200, b"ok\n")
+    status, snapshot = ask(served, "/status.json")
+    assert {table["model"] for table in snapshot["tables"]} == {"m", "live"}
+    assert snapshot["tables"][0]["rows"] == 10
+
+
+def test_the_page_shows_models_tables_and_traffic_in_a_browser(served, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("no chromium here; `make packages` installs it as root")
+    for _ in range(3):
+        ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [1]})
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path}/profile"]
+    command += ["--virtual-time-budget=4000", "--window-size=1000,900"]
+    url = f"http://127.0.0.1:{served.rest_port}/"
+    page = subprocess.run([*command, "--dump-dom", url], capture_output=True, timeout=90, text=True).stdout
+    assert 'data-ready="yes"' in page
+    text = re.sub(r"<[^>]+>", " ", page)
+    for expected in ("MonolithHashTable_user", "available", "serving_default", "requests per second", "live lookup"):
+        assert expected in text, expected
+    assert "does not answer" not in page.partition("<script>")[0]
+    subprocess.run([*command, f"--screenshot={tmp_path}/page.png", url], capture_output=True, timeout=90)
+    assert (tmp_path / "page.png").stat().st_size > 10_000

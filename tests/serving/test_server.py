@@ -1,0 +1,522 @@
+"""The model server over gRPC: answers, errors, versions, pushes, batching, sharded entries."""
+
+import threading
+import time
+
+import grpc
+import pytest
+import torch
+
+from shoal.serving import (
+    ExportMode,
+    Feature,
+    GetModelMetadataRequest,
+    GetModelMetadataResponse,
+    GetModelStatusRequest,
+    GetModelStatusResponse,
+    ModelExporter,
+    ModelServer,
+    ModelServerConfig,
+    ModelState,
+    PredictRequest,
+    PredictResponse,
+    ReloadConfigRequest,
+    ReloadConfigResponse,
+    SignatureDefMap,
+    export_ps,
+    gen_model_config,
+    set_address_table,
+    tensor_from_proto,
+    tensor_to_proto,
+)
+from shoal.serving.batching import Batcher
+from shoal.serving.split import Delta, DeltaBatch
+from shoal.table import FloatCompressorConfig, MultiHashTable, test_hash_table
+from tests.serving.helpers import eventually
+from tests.serving.test_sync_client import instance
+
+CODE = grpc.StatusCode
+
+
+class Client:
+    """A stock client: protobuf messages over a channel, nothing of ours but the classes."""
+
+    def __init__(self, server):
+        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{server.port}", options)
+
+    def call(self, service, method, request, response, timeout=20):
+        path = f"/tensorflow.serving.{service}/{method}"
+        return self.channel.unary_unary(path, type(request).SerializeToString, response.FromString)(request, timeout=timeout)
+
+    def predict(self, model, signature="", inputs=None, outputs=(), version=None, label=None):
+        request = PredictRequest()
+        request.model_spec.name, request.model_spec.signature_name = model, signature
+        if version is not None:
+            request.model_spec.version.value = version
+        if label is not None:
+            request.model_spec.version_label = label
+        for alias, value in (inputs or {}).items():
+            request.inputs[alias].CopyFrom(tensor_to_proto(value))
+        request.output_filter.extend(outputs)
+        answer = self.call("PredictionService", "Predict", request, PredictResponse)
+        return {alias: tensor_from_proto(value) for alias, value in answer.outputs.items()}
+
+    def status(self, model):
+        request = GetModelStatusRequest()
+        request.model_spec.name = model
+        answer = self.call("ModelService", "GetModelStatus", request, GetModelStatusResponse)
+        return {each.version: each.state for each in answer.model_version_status}
+
+
+class fails:  # noqa: N801 (reads like pytest.raises)
+    """The call inside must fail with this code and say this."""
+
+    def __init__(self, code, text):
+        self.code, self.text = code, text
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        assert isinstance(error, grpc.RpcError), "the call should have failed"
+        assert error.code() == self.code, error.details()
+        assert self.text in error.details(), error.details()
+        return True
+
+
+def config_of(**models):
+    config = ModelServerConfig()
+    for name, (path, *policy) in models.items():
+        config.model_config_list.config.append(gen_model_config(name, str(path), *policy))
+    return config
+
+
+@pytest.fixture
+def serve():
+    made = []
+
+    def start(config=None, **fields):
+        server = ModelServer(config=config, poll_wait_seconds=fields.pop("poll", 0), **fields).start()
+        made.append(server)
+        return server, Client(server)
+
+    yield start
+    for server in made:
+        server.stop(0)
+
+
+def table_of(suffix="t", dim=2, rows=5):
+    table = test_hash_table(dim, name_suffix=suffix)
+    table.assign(torch.arange(rows), torch.arange(rows * dim).float().reshape(rows, dim))
+    return table
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_live_tables_are_looked_up_and_assigned(serve):
+    table = table_of()
+    server, client = serve()
+    server.serve_tables("m:ps_0", {"user": table}, version=4)
+    out = client.predict("m:ps_0", "lookup", {"user": torch.tensor([1, 77])})
+    assert out["user"].tolist() == [[2, 3], [0, 0]]
+    now = int(time.time())
+    out = client.predict(
+        "m:ps_0", "hashtable_assign", {f"{table.name}_id": torch.tensor([1, 9]), f"{table.name}_value": torch.ones(2, 2)}
+    )
+    assert out[f"{table.name}_result"].dtype == torch.int32
+    assert out[f"{table.name}_result"].item() == 2
+    assert table.lookup(torch.tensor([1, 9])).tolist() == [[1, 1], [1, 1]]
+    assert table.max_update_time >= now
+    assert client.status("m:ps_0") == {4: ModelState.AVAILABLE}
+
+
+def test_a_live_multi_table_has_the_raw_signatures(serve):
+    table = MultiHashTable.from_configs({"b": instance(2), "a": instance(1)}, name_suffix="0")
+    server, client = serve()
+    server.serve_tables("ps_0", table)
+    inputs = {"id": torch.tensor([5, 6]), "id_split": torch.tensor([0, 1, 2]), "flat_value": torch.tensor([1.0, 2.0, 3.0])}
+    assert client.predict("ps_0", f"{table.name}/raw_assign", inputs)["result"].item() == 0
+    out = client.predict("ps_0", "raw_lookup", {"id": torch.tensor([5, 6, 7]), "id_split": torch.tensor([0, 1, 3])})
+    assert out["flat_emb"].tolist() == [1, 2, 3, 0, 0]
+    out = client.predict("ps_0", "lookup", {"a": torch.tensor([5]), "b": torch.tensor([6])})
+    assert out["a"].tolist() == [[1.0]]
+    for bad in ([0, 1], [0, 2, 1], [1, 1, 2], [0, 1, 3]):
+        with fails(CODE.INVALID_ARGUMENT, "id_split"):
+            client.predict("ps_0", "raw_lookup", {"id": torch.tensor([5, 6]), "id_split": torch.tensor(bad)})
+    with fails(CODE.INVALID_ARGUMENT, "need 3 values"):
+        client.predict("ps_0", f"{table.name}/raw_assign", {**inputs, "flat_value": torch.zeros(2)})
+
+
+def test_wrong_requests_get_the_right_code_and_are_told_what_exists(serve):
+    table = table_of()
+    server, client = serve()
+    server.serve_tables("m", {"user": table})
+    good = {"user": torch.tensor([1])}
+    with fails(CODE.NOT_FOUND, "has ['m']"):
+        client.predict("other", "lookup", good)
+    with fails(CODE.INVALID_ARGUMENT, "['hashtable_assign', 'lookup']"):
+        client.predict("m", "nothing", good)
+    with fails(CODE.INVALID_ARGUMENT, "'serving_default'"):
+        client.predict("m", "", good)
+    with fails(CODE.NOT_FOUND, "available are [1]"):
+        client.predict("m", "lookup", good, version=3)
+    with fails(CODE.NOT_FOUND, "label"):
+        client.predict("m", "lookup", good, label="stable")
+    with fails(CODE.INVALID_ARGUMENT, "missing ['user']"):
+        client.predict("m", "lookup", {})
+    with fails(CODE.INVALID_ARGUMENT, "unexpected ['more']"):
+        client.predict("m", "lookup", {**good, "more": torch.tensor([1])})
+    with fails(CODE.INVALID_ARGUMENT, "expected int64"):
+        client.predict("m", "lookup", {"user": torch.tensor([1.0])})
+    with fails(CODE.INVALID_ARGUMENT, "shape"):
+        client.predict("m", "lookup", {"user": torch.tensor([[1]])})
+    with fails(CODE.INVALID_ARGUMENT, "no output ['x']"):
+        client.predict("m", "lookup", good, outputs=["x"])
+    assert list(client.predict("m", "lookup", good, outputs=["user"])) == ["user"]
+    names = f"{table.name}_id", f"{table.name}_value"
+    with fails(CODE.INVALID_ARGUMENT, "2 ids for 1 rows"):
+        client.predict("m", "hashtable_assign", {names[0]: torch.tensor([1, 2]), names[1]: torch.ones(1, 2)})
+    with fails(CODE.INVALID_ARGUMENT, "shape"):
+        client.predict("m", "hashtable_assign", {names[0]: torch.tensor([1]), names[1]: torch.ones(1, 3)})
+
+
+def test_malformed_and_oversized_messages_are_refused(serve):
+    server, client = serve(max_message_bytes=100_000)
+    server.serve_tables("m", {"user": table_of()})
+    raw = client.channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+    with fails(CODE.INVALID_ARGUMENT, "PredictRequest"):
+        raw(b"\xff\xff\xff", timeout=5)
+    with fails(CODE.RESOURCE_EXHAUSTED, ""):
+        raw(b"\0" * 200_000, timeout=5)
+    with fails(CODE.RESOURCE_EXHAUSTED, ""):  # small on the wire, large when unpacked
+        raw(b"\0" * 50_000_000, timeout=5, compression=grpc.Compression.Gzip)
+    request = PredictRequest()
+    request.model_spec.name, request.model_spec.signature_name = "m", "lookup"
+    request.inputs["user"].dtype = 9
+    request.inputs["user"].tensor_shape.dim.add(size=2**40)
+    with fails(CODE.INVALID_ARGUMENT, "at most 100000"):
+        client.call("PredictionService", "Predict", request, PredictResponse)
+    assert client.predict("m", "lookup", {"user": torch.tensor([1])})
+
+
+def test_metadata_describes_signatures(serve):
+    server, client = serve()
+    server.serve_tables("m", {"user": table_of()})
+    request = GetModelMetadataRequest(metadata_field=["signature_def"])
+    request.model_spec.name = "m"
+    answer = client.call("PredictionService", "GetModelMetadata", request, GetModelMetadataResponse)
+    assert answer.metadata["signature_def"].type_url == "type.googleapis.com/tensorflow.serving.SignatureDefMap"
+    signatures = SignatureDefMap()
+    assert answer.metadata["signature_def"].Unpack(signatures)
+    lookup = signatures.signature_def["lookup"]
+    assert lookup.method_name == "tensorflow/serving/predict"
+    assert lookup.inputs["user"].dtype == 9
+    assert [dim.size for dim in lookup.outputs["user"].tensor_shape.dim] == [-1, 2]
+    request.metadata_field[:] = ["other"]
+    with fails(CODE.INVALID_ARGUMENT, "signature_def"):
+        client.call("PredictionService", "GetModelMetadata", request, GetModelMetadataResponse)
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def export(path, version, value, step=1, codec=None, skip_zero=False):
+    table = test_hash_table(2, name_suffix=f"v{version}_{time.monotonic_ns()}")
+    table.assign(torch.tensor([1]), torch.full((1, 2), float(value)))
+    table.name = "T"
+    export_ps(path / str(version), {"u": table}, model_name="m", sub_graph="ps_0", global_step=step, codec=codec,
+              skip_zero_embedding=skip_zero)  # fmt: skip
+
+
+def value_of(client, **which):
+    return client.predict("m", "lookup", {"u": torch.tensor([1])}, **which)["u"][0, 0].item()
+
+
+def test_policies_choose_versions(serve, tmp_path):
+    for version in (9, 10, 11):
+        export(tmp_path, version, version)
+    cases = {("latest", 1): [11], ("latest", 2): [10, 11], ("all", None): [9, 10, 11], ("specific", (9, 10)): [9, 10],
+             ("latest_once", 1): [11]}  # fmt: skip
+    for (policy, data), expected in cases.items():
+        server, client = serve(config_of(m=(tmp_path, policy, data)))
+        assert sorted(client.status("m")) == expected, policy
+        assert value_of(client) == expected[-1]
+        assert value_of(client, version=expected[0]) == expected[0]
+
+
+def test_a_new_version_replaces_the_old_one_only_under_latest(serve, tmp_path):
+    export(tmp_path, 1, 1)
+    server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
+    _, once = serve(config_of(m=(tmp_path, "latest_once")), poll=0.05)
+    _, polled_once = serve(config_of(m=(tmp_path, "latest")), poll=0)
+    export(tmp_path, 2, 2)
+    eventually(lambda: value_of(client) == 2)
+    eventually(lambda: client.status("m") == {2: ModelState.AVAILABLE, 1: ModelState.END})
+    with fails(CODE.NOT_FOUND, "available are [2]"):
+        value_of(client, version=1)
+    assert value_of(once) == 1
+    assert value_of(polled_once) == 1
+
+
+def test_a_broken_version_is_reported_and_the_old_one_goes_on(serve, tmp_path):
+    export(tmp_path, 1, 1)
+    server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "manifest.json").write_text("{}")
+    eventually(lambda: client.status("m").get(2) == ModelState.END)
+    request = GetModelStatusRequest()
+    request.model_spec.name = "m"
+    answer = client.call("ModelService", "GetModelStatus", request, GetModelStatusResponse)
+    broken = next(each for each in answer.model_version_status if each.version == 2)
+    assert broken.status.error_code == 13
+    assert "manifest" in broken.status.error_message
+    assert value_of(client) == 1
+
+
+def test_reload_adds_and_removes_models_over_the_wire(serve, tmp_path):
+    export(tmp_path / "a", 1, 5)
+    server, client = serve(model_root=tmp_path)
+    request = ReloadConfigRequest(config=config_of(m=(tmp_path / "a",)))
+    client.call("ModelService", "HandleReloadConfigRequest", request, ReloadConfigResponse)
+    assert value_of(client) == 5
+    outside = ReloadConfigRequest(config=config_of(m=("/etc",)))
+    with fails(CODE.INVALID_ARGUMENT, "outside"):
+        client.call("ModelService", "HandleReloadConfigRequest", outside, ReloadConfigResponse)
+    empty = ReloadConfigRequest()
+    empty.config.model_config_list.SetInParent()
+    client.call("ModelService", "HandleReloadConfigRequest", empty, ReloadConfigResponse)
+    with fails(CODE.NOT_FOUND, "none"):
+        client.status("m")
+
+
+def test_labels_name_versions(serve, tmp_path):
+    for version in (1, 2):
+        export(tmp_path, version, version)
+    config = config_of(m=(tmp_path, "all"))
+    config.model_config_list.config[0].version_labels["stable"] = 1
+    _, client = serve(config)
+    assert value_of(client, label="stable") == 1
+
+
+def test_rows_that_were_pushed_survive_a_version_switch(serve, tmp_path):
+    export(tmp_path, 1, 1)
+    server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
+    push = {"T_id": torch.tensor([1, 7]), "T_value": torch.full((2, 2), 50.0)}
+    client.predict("m", "hashtable_assign", push)
+    export(tmp_path, 2, 2)
+    eventually(lambda: client.status("m").get(2) == ModelState.AVAILABLE)
+    got = client.predict("m", "lookup", {"u": torch.tensor([1, 7])})["u"]
+    assert got[:, 0].tolist() == [50.0, 50.0]
+
+
+def test_no_request_fails_while_versions_switch_under_load(serve, tmp_path):
+    export(tmp_path, 1, 1)
+    server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.02)
+    stop, failures, answers = threading.Event(), [], []
+
+    def ask():
+        own = Client(server)
+        while not stop.is_set():
+            try:
+                answers.append(value_of(own))
+            except grpc.RpcError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for version in range(2, 8):
+        export(tmp_path, version, version)
+        eventually(lambda version=version: client.status("m").get(version) == ModelState.AVAILABLE)
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+    assert not failures
+    assert max(answers) >= 6
+
+
+# --- codecs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "expected"),
+    [
+        (FloatCompressorConfig(fp16=FloatCompressorConfig.Fp16()), torch.tensor([0.3, -0.7]).half().float()),
+        (FloatCompressorConfig(fixed_r8=FloatCompressorConfig.FixedR8(r=2.0)), torch.tensor([0.296875, -0.703125])),
+        (FloatCompressorConfig(one_bit=FloatCompressorConfig.OneBit(amplitude=0.25)), torch.tensor([0.25, -0.25])),
+    ],
+    ids=["fp16", "fixed_r8", "one_bit"],
+)
+@pytest.mark.parametrize("quantise", [False, True])
+def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, tmp_path, codec, expected, quantise):
+    from shoal.serving.push import PushClient, encode_push
+
+    export(tmp_path, 1, 1, codec=codec)
+    server, client = serve(config_of(m=(tmp_path,)))
+    values = torch.tensor([[0.3, -0.7]]).numpy()
+    batch = DeltaBatch("m", "hashtable_assign", 5000, False, [Delta("T", 2, torch.tensor([5]).numpy(), values)])
+    pusher = PushClient(f"127.0.0.1:{server.port}", quantise=quantise)
+    assert pusher.push(batch).status_code == 0
+    got = client.predict("m", "lookup", {"u": torch.tensor([5])})["u"][0]
+    assert torch.allclose(got, expected)
+    if quantise:
+        asked = pusher._asked("m", "hashtable_assign")
+        assert asked
+        assert len(encode_push(batch, asked)[0]) < len(encode_push(batch)[0])
+    pusher.close()
+
+
+def test_zeros_are_tombstones_where_the_export_says_so(serve, tmp_path):
+    export(tmp_path, 1, 1, skip_zero=True)
+    server, client = serve(config_of(m=(tmp_path,)))
+    client.predict("m", "hashtable_assign", {"T_id": torch.tensor([1]), "T_value": torch.zeros(1, 2)})
+    assert server.model("m").current().servable.tables["T"].rows() == 0
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_standalone_model_answers_and_micro_batches(serve, tmp_path, net):
+    table = test_hash_table(4, name_suffix="user")
+    table.assign(torch.arange(50), torch.randn(50, 4))
+    tool = ModelExporter(tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)})
+    tool.export([{"u": table}], global_step=1)
+    server, client = serve(config_of(m=(tmp_path / "exported_models",)))
+    requests = [{"user": torch.randint(0, 60, (b, 3)), "price": torch.randn(b, 2)} for b in (1, 2, 5, 1) * 6]
+    results = [None] * len(requests)
+
+    def ask(index):
+        results[index] = Client(server).predict("m", "", requests[index])["score"]
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for request, got in zip(requests, results, strict=True):
+        rows = table.lookup(request["user"].reshape(-1)).reshape(len(got), 3, 4).sum(1)
+        assert torch.allclose(got, net(user=rows, price=request["price"])["score"], atol=1e-6)
+    with fails(CODE.INVALID_ARGUMENT, "price"):
+        client.predict("m", "", {"user": torch.tensor([[1]])})
+    assert client.predict("m", "serving_default", {"user": torch.zeros(0, 3, dtype=torch.int64), "price": torch.zeros(0, 2)})[
+        "score"
+    ].shape == (0,)
+
+
+def test_an_entry_asks_its_shards(serve, tmp_path, net):
+    rows = torch.randn(20, 4)
+    shards = []
+    for shard in range(2):
+        table = test_hash_table(4, name_suffix=f"user_{shard}")
+        ids = torch.arange(-10, 10)
+        mine = torch.remainder(ids, 2) == shard
+        table.assign(ids[mine], rows[mine])
+        shards.append({"u": table})
+    tool = ModelExporter(tmp_path, model_name="m", net=net, features={"user": Feature(slot="u", combiner="mean")}, dense={"price": torch.zeros(2, 2)})
+    tool.export(shards, global_step=1, mode=ExportMode.DISTRIBUTED)
+    base = tmp_path / "exported_models"
+    ps_servers = [serve(config_of(**{f"m:ps_{i}": (base / f"ps_{i}", "latest_once")}))[0] for i in range(2)]
+    entry, client = serve(config_of(m=(base / "entry",)))
+    set_address_table({f"m:ps_{i}": [f"127.0.0.1:{server.port}"] for i, server in enumerate(ps_servers)})
+    request = {"user": torch.tensor([[-3, 4, 4], [9, 0, -10]]), "price": torch.randn(2, 2)}
+    got = client.predict("m", "", request)["score"]
+    pooled = rows[request["user"] + 10].mean(1)
+    assert torch.allclose(got, net(user=pooled, price=request["price"])["score"], atol=1e-6)
+    set_address_table({"m:ps_0": []})
+    with fails(CODE.UNAVAILABLE, "m:ps_"):
+        client.predict("m", "", request)
+
+
+def test_a_batcher_runs_alone_requests_at_once_and_joins_those_that_wait():
+    sizes, gate, inside = [], threading.Event(), threading.Event()
+
+    def run(inputs):
+        sizes.append(len(inputs["x"]))
+        if len(sizes) == 1:
+            inside.set()
+            gate.wait(10)
+        return {"y": inputs["x"] * 2}
+
+    batcher = Batcher(run, max_rows=6)
+    results = {}
+    threads = [threading.Thread(target=lambda n=n: results.update({n: batcher({"x": torch.full((n,), n)})["y"]})) for n in (1, 2, 3, 4)]
+    threads[0].start()
+    inside.wait(5)
+    for thread in threads[1:]:
+        thread.start()
+    eventually(lambda: len(batcher._queue) == 3)
+    gate.set()
+    for thread in threads:
+        thread.join(10)
+    assert all(results[n].tolist() == [2 * n] * n for n in (1, 2, 3, 4))
+    assert sizes[0] == 1
+    assert max(sizes) <= 6
+    assert sum(sizes) == 10
+    assert batcher.batches < 4
+
+
+def test_an_error_in_a_batch_reaches_everybody_and_the_next_one_runs():
+    def run(inputs):
+        if (inputs["x"] < 0).any():
+            raise ValueError("negative")
+        return {"y": inputs["x"]}
+
+    batcher = Batcher(run)
+    with pytest.raises(ValueError, match="negative"):
+        batcher({"x": torch.tensor([-1])})
+    assert batcher({"x": torch.tensor([1])})["y"].tolist() == [1]
+
+
+def test_stopping_lets_running_requests_finish(serve):
+    gate = threading.Event()
+    server, client = serve()
+    server.serve_tables("m", {"user": table_of()})
+    signature = server.model("m").current().servable.signatures["lookup"]
+    run = signature.run
+    signature.run = lambda inputs: gate.wait(5) and run(inputs)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(client.predict("m", "lookup", {"user": torch.tensor([1])})))
+    thread.start()
+    time.sleep(0.2)
+    threading.Timer(0.3, gate.set).start()
+    server.stop(5)
+    thread.join(5)
+    assert answers[0]["user"].tolist() == [[2, 3]]
+
+
+def test_a_stock_generated_client_of_another_descriptor_pool_works(serve):
+    """The same field numbers under the real names, built here from scratch as tensorflow_serving's protos are."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    pool = descriptor_pool.DescriptorPool()
+
+    def message(file, name, fields):
+        proto = file.message_type.add(name=name)
+        for number, field, kind, label, type_name in fields:
+            proto.field.add(number=number, name=field, type=kind, label=label, type_name=type_name or None)
+        return proto
+
+    one, many, text, raw, group = 1, 3, 9, 12, 11
+    file = descriptor_pb2.FileDescriptorProto(name="stock.proto", package="tensorflow.serving", syntax="proto3")
+    message(file, "ModelSpec", [(1, "name", text, one, ""), (3, "signature_name", text, one, "")])
+    shape = message(file, "Shape", [(2, "dim", group, many, ".tensorflow.serving.Shape.Dim")])
+    shape.nested_type.add(name="Dim").field.add(number=1, name="size", type=3, label=one)
+    message(file, "Tensor", [(1, "dtype", 5, one, ""), (2, "tensor_shape", group, one, ".tensorflow.serving.Shape"), (4, "tensor_content", raw, one, ""), (5, "float_val", 2, many, ""), (10, "int64_val", 3, many, "")])  # fmt: skip
+    message(file, "Entry", [(1, "key", text, one, ""), (2, "value", group, one, ".tensorflow.serving.Tensor")])
+    message(file, "Request", [(1, "model_spec", group, one, ".tensorflow.serving.ModelSpec"), (2, "inputs", group, many, ".tensorflow.serving.Entry")])  # fmt: skip
+    message(file, "Response", [(1, "outputs", group, many, ".tensorflow.serving.Entry")])
+    pool.Add(file)
+    classes = {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensorflow.serving.{name}")) for name in ("Request", "Response")}
+    server, client = serve()
+    server.serve_tables("m", {"user": table_of()})
+    request = classes["Request"]()
+    request.model_spec.name, request.model_spec.signature_name = "m", "lookup"
+    entry = request.inputs.add(key="user")
+    entry.value.dtype = 9
+    entry.value.tensor_shape.dim.add(size=1)
+    entry.value.tensor_content = (1).to_bytes(8, "little")
+    call = client.channel.unary_unary("/tensorflow.serving.PredictionService/Predict", classes["Request"].SerializeToString, classes["Response"].FromString)  # fmt: skip
+    (output,) = call(request, timeout=5).outputs
+    assert list(output.value.float_val) == [2.0, 3.0]

@@ -1,0 +1,44 @@
+"""Configurations and parts that the tests of distributed tables share."""
+
+import itertools
+
+from shoal.table import (
+    AdagradOptimizer,
+    CombineAsSegment,
+    CuckooEmbeddingHashTableConfig,
+    EmbeddingHashTableConfig,
+    EntryConfig,
+    Fp32Compressor,
+    HashTable,
+    HashTableConfigInstance,
+    MultiHashTable,
+    MultiTypeHashTable,
+    SgdOptimizer,
+    ZerosInitializer,
+)
+
+_names = itertools.count()
+
+
+def config(dim, rate=1.0, optimizer=None, initializer=None, extra=None):
+    segment = CombineAsSegment(dim, initializer or ZerosInitializer(), optimizer or SgdOptimizer(), Fp32Compressor())
+    message = EmbeddingHashTableConfig(
+        entry_config=EntryConfig(segments=[segment]), cuckoo=CuckooEmbeddingHashTableConfig()
+    )
+    return HashTableConfigInstance(message, [rate], extra)
+
+
+def adagrad(dim, rate=0.1):
+    return config(dim, rate, AdagradOptimizer())
+
+
+def local(i, config):
+    return HashTable.from_config(config, name=f"part_{i}_{next(_names)}")
+
+
+def multi_type(i, configs):
+    return MultiTypeHashTable(configs, lambda name, c: HashTable.from_config(c, name=f"{name}_{i}_{next(_names)}"))
+
+
+def native(i, configs):
+    return MultiHashTable.from_configs(configs, name_suffix=f"{i}_{next(_names)}")

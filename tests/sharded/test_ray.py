@@ -1,0 +1,51 @@
+"""Servers and trainers on a local Ray: placed, killed, back again."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+
+from shoal.sharded import PsClient, ps_table
+
+ray = pytest.importorskip("ray")
+
+SETTINGS = {"optimizer": "sgd", "lr": 1.0, "initializer": "zeros"}
+
+
+def trainer(addresses, rank, workers):
+    import torch
+
+    from shoal.sharded import PsClient, ps_table
+
+    with PsClient(addresses) as client:
+        table = ps_table(client, 2, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+        for step in range(5):
+            table.lookup(torch.arange(10))
+            table.apply_gradients(torch.arange(10), torch.ones(10, 2), step)
+        table.as_op()
+    return rank
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_path):
+    from shoal.sharded.placement.ray import RayServers
+
+    source = os.path.abspath("src")
+    ray.init(
+        num_cpus=4, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": f"{source}:{os.getcwd()}"}},
+    )  # fmt: skip
+    try:
+        with RayServers(2, durability="log", directory=str(tmp_path / "rows")) as servers:
+            assert servers.run(trainer, 2, num_cpus=0.5) == [0, 1]
+            with PsClient(servers.addresses, deadline=timedelta(seconds=90)) as client:
+                table = ps_table(client, 2, name="t", **SETTINGS)
+                assert table.lookup(torch.arange(10)).tolist() == [[-10.0, -10.0]] * 10
+                servers.kill(1)
+                table.apply_gradients(torch.arange(10), torch.ones(10, 2), 9)  # waits until it is back
+                assert table.lookup(torch.arange(10)).tolist() == [[-11.0, -11.0]] * 10
+            assert [s["state"] for s in servers.status()] == ["serving", "serving"]
+    finally:
+        ray.shutdown()

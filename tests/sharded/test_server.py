@@ -1,0 +1,491 @@
+"""The parameter server in this process: malformed requests, exactly once, staleness, limits, keys, metrics, disks."""
+
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from datetime import timedelta
+
+import pytest
+import torch
+import zmq
+
+from shoal.errors import DataError, DeadlineError, PeerError
+from shoal.sharded import (
+    ClientKeys,
+    Engine,
+    Limits,
+    ParameterServer,
+    PsClient,
+    RemoteHashTable,
+    ServerKeys,
+    Shard,
+    ps_table,
+)
+from shoal.sharded.ps.protocol import Op, Reply, Request, Status, parse_reply, parse_request
+from shoal.sharded.ps.security import generate
+from shoal.sharded.ps.streams import Streams, Verdict
+from tests.sharded.helpers import adagrad, config
+
+T = torch.tensor
+
+
+def get(server, path):
+    with urllib.request.urlopen(f"http://{server.http_address}{path}", timeout=5) as reply:
+        return reply.status, reply.read().decode()
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_survive_the_wire():
+    request = Request(
+        Op.APPLY, request=7, stream=bytes(range(16)), seq=9, acked=8, flags=2, global_step=-3, req_time=5,
+        read_version=11, deadline_ms=4, counts=(2, 0), rates=(0.5, 0.25), names=("a", "ü"), ids=T([1, 2]),
+        values=T([1.0, 2.0]),
+    )  # fmt: skip
+    assert len(Request(Op.INFO).frames()) == 1
+    back = parse_request(*(memoryview(f) for f in request.frames()))
+    for name in ("op", "request", "stream", "seq", "acked", "flags", "global_step", "req_time", "read_version",
+                 "deadline_ms", "counts", "rates", "names"):  # fmt: skip
+        assert getattr(back, name) == getattr(request, name), name
+    assert back.ids_tensor().tolist() == [1, 2]
+    assert back.values_tensor().tolist() == [1, 2]
+    reply = parse_reply(Reply(Status.GAP, 3, 4, [b"text"]).frames())
+    assert (reply.status, reply.request, reply.version, reply.text()) == (Status.GAP, 3, 4, "text")
+
+
+@pytest.mark.parametrize("size", range(0, 96, 5))
+def test_a_cut_header_is_refused(size):
+    whole = Request(Op.LOOKUP, counts=[1], names=("abc",), ids=T([1])).header()
+    with pytest.raises(DataError):
+        parse_request(whole[:size], T([1]).numpy())
+
+
+def test_streams_judge_writes():
+    streams = Streams(capacity=2)
+    assert streams.judge(b"a", 1, 0) is Verdict.NEW
+    streams.remember(b"a", 1, [b"x"])
+    assert streams.judge(b"a", 1, 0) is Verdict.DONE
+    assert streams.answer(b"a", 1) == [b"x"]
+    assert streams.judge(b"a", 3, 1) is Verdict.GAP
+    assert streams.judge(b"a", 3, 2) is Verdict.NEW  # write 2 was refused and answered
+    assert streams.judge(b"new", 7, 6) is Verdict.NEW
+    streams.remember(b"b", 1, [])
+    streams.remember(b"c", 1, [])
+    assert streams.forgotten == 1
+    other = Streams()
+    other.load(json.loads(json.dumps(streams.dump())))
+    assert other.judge(b"c", 1, 0) is Verdict.DONE
+
+
+# --- serving ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_malformed_message_is_an_error_to_its_sender_and_nothing_else(servers):
+    [server] = servers(1)
+    client = PsClient([server.address], deadline=timedelta(seconds=5))
+    table = ps_table(client, 2, name="t", optimizer="sgd", initializer="zeros")
+    context = zmq.Context()
+    raw = context.socket(zmq.DEALER)
+    raw.linger = 0
+    raw.connect(server.address)
+    good = Request(Op.LOOKUP, request=5, counts=[1], names=("t",), ids=T([1]))
+    header = good.header()
+    broken = [
+        [b""],
+        [b"hello"],
+        [header],
+        [header, b"123"],
+        [header, b"12345678", b"", b"more"],
+        [b"XXXX" + header[4:], b"12345678"],
+        [header[:4] + b"\x09\x00" + header[6:], b"12345678"],
+        [header[:6] + b"\xff\xff" + header[8:], b"12345678"],
+        [os.urandom(200), os.urandom(8)],
+        Request(
+            Op.APPLY, request=5, counts=[1], names=("t",), ids=T([1]), values=T([1.0]), seq=1, stream=b"s" * 16
+        ).frames(),
+        Request(Op.APPLY, request=5, counts=[1], names=("t",), ids=T([1]), values=T([1.0, 2.0])).frames(),
+        Request(Op.CREATE, request=5, ids=b"\xff\xff", values=b"{").frames(),
+        Request(Op.LOOKUP, request=5, counts=[2**62], names=("t",), ids=T([1])).frames(),
+    ]
+    for frames in broken:
+        raw.send_multipart(frames)
+        assert raw.poll(5000), frames
+        reply = parse_reply(raw.recv_multipart())
+        assert reply.status in (Status.BAD_REQUEST, Status.INTERNAL), frames
+        assert reply.text()
+    raw.send_multipart(Request(Op.LOOKUP, request=6, counts=[1], names=("nobody",), ids=T([1])).frames())
+    assert parse_reply(raw.recv_multipart()).status == Status.UNKNOWN_TABLE
+    table.assign(T([1]), T([[3.0, 4]]))
+    assert table.lookup(T([1])).tolist() == [[3, 4]]
+    raw.close()
+    context.term()
+    client.close()
+    assert "shoal_ps_bad_messages_total" in get(server, "/metrics")[1]
+
+
+def test_a_write_that_is_sent_again_is_applied_once(servers):
+    [server] = servers(1)
+    client = PsClient([server.address], deadline=timedelta(seconds=5))
+    table = ps_table(client, 1, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+    context = zmq.Context()
+    raw = context.socket(zmq.DEALER)
+    raw.linger = 0
+    raw.connect(server.address)
+
+    def send(seq, acked):
+        request = Request(
+            Op.APPLY, request=seq, stream=b"w" * 16, seq=seq, acked=acked, counts=[1], names=("t",), ids=T([1]),
+            values=T([1.0]), rates=[1.0],
+        )  # fmt: skip
+        raw.send_multipart(request.frames())
+        return parse_reply(raw.recv_multipart()).status
+
+    assert [send(1, 0), send(1, 0), send(2, 1), send(2, 1), send(1, 0)] == [Status.OK] * 5
+    assert table.lookup(T([1])).item() == -2
+    assert send(5, 2) == Status.GAP
+    assert table.lookup(T([1])).item() == -2
+    assert send(5, 4) == Status.OK
+    assert table.lookup(T([1])).item() == -3
+    raw.close()
+    context.term()
+    client.close()
+
+
+def test_bad_values_are_refused_whole(ps):
+    client = ps(2)
+    table = ps_table(client, 2, name="t", optimizer="sgd", initializer="zeros")
+    with pytest.raises(ValueError, match="NaN"):
+        table.apply_gradients(T([1, 2, 3]), T([[1.0, 1], [float("nan"), 0], [1, 1]]))
+    with pytest.raises(ValueError, match="elements are needed"):
+        table.assign(T([1]), torch.zeros(3))
+    with pytest.raises(ValueError, match="another configuration"):
+        ps_table(client, 3, name="t")
+    table.apply_gradients(T([1]), T([[1.0, 1]]))  # the stream goes on after a refusal
+    assert table.lookup(T([1])).abs().sum() > 0
+
+
+def test_limits_bound_a_request(servers):
+    [server] = servers(1, limits=Limits(max_ids=10))
+    with PsClient([server.address], deadline=timedelta(seconds=5)) as client:
+        table = ps_table(client, 1, name="t")
+        assert table.lookup(torch.arange(10)).shape == (10, 1)
+        with pytest.raises(ValueError, match="10 ids"):
+            table.lookup(torch.arange(11))
+
+
+def test_several_workers_at_once(servers):
+    started = servers(2)
+    errors = []
+
+    def work(number):
+        try:
+            with PsClient(
+                [s.address for s in started], deadline=timedelta(seconds=30), max_staleness=number % 3
+            ) as client:
+                table = ps_table(client, 4, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+                for step in range(20):
+                    ids = torch.arange(64)
+                    table.lookup(ids)
+                    table.apply_gradients(ids, torch.full((64, 4), 1.0), step)
+                table.as_op()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    with PsClient([s.address for s in started]) as client:
+        table = ps_table(client, 4, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+        assert table.lookup(torch.arange(64)).tolist() == [[-80.0] * 4] * 64
+    text = get(started[0], "/metrics")[1]
+    assert 'shoal_ps_requests_total{op="APPLY",status="OK"} 80' in text
+    assert "shoal_ps_staleness_updates_count" in text
+
+
+def test_staleness_is_bounded_and_measured(ps):
+    client = ps(1, max_staleness=3)
+    table = ps_table(client, 8, name="t", optimizer="sgd", initializer="zeros", lr=1.0)
+    for step in range(10):
+        ids = torch.arange(5000)
+        table.lookup(ids)
+        table.apply_gradients(ids, torch.ones(5000, 8), step)
+        assert client.unanswered <= 3
+    table.as_op()
+    assert client.unanswered == 0
+    assert table.lookup(T([4])).tolist() == [[-10.0] * 8]
+    assert client.staleness.count >= 10
+
+
+def test_an_error_of_a_write_under_way_comes_later(ps):
+    client = ps(1, max_staleness=2)
+    table = ps_table(client, 1, name="t")
+    table.apply_gradients(T([1]), T([[float("inf")]]))
+    with pytest.raises(ValueError, match="infinity"):
+        table.as_op()
+    table.apply_gradients(T([1]), T([[1.0]]))
+    table.as_op()
+
+
+def test_health_and_drain(servers):
+    [server] = servers(1)
+    code, text = get(server, "/healthz")
+    assert (code, json.loads(text)["state"]) == (200, "serving")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(server, "/else")
+    server._draining.set()
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        get(server, "/healthz")
+    with (
+        PsClient([server.address], deadline=timedelta(seconds=1)) as client,
+        pytest.raises(DeadlineError, match=r"parameter server 0 of 1 .* going down"),
+    ):
+        client.info()
+
+
+def test_addresses_must_be_in_the_order_of_shards(servers):
+    first, second = servers(2)
+    with (
+        PsClient([second.address, first.address], deadline=timedelta(seconds=5)) as client,
+        pytest.raises(ValueError, match="is shard 1 of 2"),
+    ):
+        client.verify()
+
+
+def test_a_server_that_is_not_there_is_named(servers):
+    [server] = servers(1)
+    server.stop()
+    begin = time.monotonic()
+    with (
+        PsClient([server.address], deadline=timedelta(seconds=0.5)) as client,
+        pytest.raises(DeadlineError, match=f"parameter server 0 of 1 \\({server.address}\\) gave no answer"),
+    ):
+        client.info()
+    assert time.monotonic() - begin < 5
+
+
+def test_beyond_this_machine_keys_are_needed():
+    with pytest.raises(ValueError, match="without keys"):
+        ParameterServer(Engine(Shard(0, 1)), host="0.0.0.0")
+    ParameterServer(Engine(Shard(0, 1)), host="0.0.0.0", insecure=True)
+
+
+def test_keys_let_in_whom_they_name(tmp_path):
+    public, secret = generate(tmp_path, "server")
+    _, alice = generate(tmp_path / "clients", "alice")
+    _, mallory = generate(tmp_path / "others", "mallory")
+    assert os.stat(secret).st_mode & 0o77 == 0
+    keys = ServerKeys(secret=secret, clients=tmp_path / "clients")
+    with ParameterServer(Engine(Shard(0, 1)), keys=keys, host="0.0.0.0") as server:
+        address = server.address.replace("0.0.0.0", "127.0.0.1")
+        with PsClient([address], keys=ClientKeys(secret=alice, server=public), deadline=timedelta(seconds=5)) as client:
+            assert client.info()[0]["shard"] == 0
+        for keys in (ClientKeys(secret=mallory, server=public), None):
+            with (
+                PsClient([address], keys=keys, deadline=timedelta(seconds=1)) as client,
+                pytest.raises((PeerError, DeadlineError)),
+            ):
+                client.info()
+    with pytest.raises(ValueError, match="exists"):
+        generate(tmp_path, "server")
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+def engine(folder, durability="log"):
+    result = Engine(Shard(0, 1), durability, folder)
+    result.recover()
+    return result
+
+
+def write(target, seq, op=Op.APPLY, stream=b"w" * 16, **fields):
+    fields.setdefault("rates", [0.1] if op == Op.APPLY else ())
+    request = Request(op, stream=stream, seq=seq, acked=seq - 1, names=("t",), **fields)
+    return target.apply([request])[0]
+
+
+def make(target, table_config):
+    options = json.dumps({"name": "t", "seed": 4}).encode()
+    assert (
+        target.apply([Request(Op.CREATE, ids=table_config.table_config.SerializeToString(), values=options)])[0].status
+        == 0
+    )
+
+
+def entries(target):
+    ids = torch.arange(-5, 60)
+    table = target.shard.tables["t"]
+    return table.lookup_entry(ids), table.max_update_time, table.size()
+
+
+def test_log_and_checkpoint_bring_back_every_bit(tmp_path):
+    from shoal.table import AdamOptimizer, RandomUniformInitializer, StochasticRoundingFloat16OptimizerWrapper
+
+    torch.manual_seed(5)
+    rounded = StochasticRoundingFloat16OptimizerWrapper(AdamOptimizer())
+    table_config = config(3, optimizer=rounded, initializer=RandomUniformInitializer())
+    judge, subject = engine(None, "none"), engine(tmp_path)
+    for target in (judge, subject):
+        make(target, table_config)
+    for seq in range(1, 40):
+        ids = torch.randint(-5, 60, (20,))
+        values = torch.randn(20, 3)
+        op = [Op.APPLY, Op.APPLY, Op.ASSIGN_ADD, Op.INSERT, Op.REINITIALIZE, Op.ERASE][seq % 6]
+        ids = ids[:3] if op == Op.ERASE else ids
+        fields = {"values": values} if op in (Op.APPLY, Op.ASSIGN_ADD) else {}
+        for target in (judge, subject):
+            assert (
+                write(target, seq, op, counts=[ids.numel()], ids=ids, req_time=seq, global_step=seq, **fields).status
+                == 0
+            )
+        if seq in (13, 26):
+            subject.checkpoint()
+        if seq % 5 == 0:
+            subject.log.sync()  # as a kill would leave it; nothing is closed
+            subject = engine(tmp_path)
+            assert entries(subject) == entries(judge)
+    assert write(subject, 39, counts=[1], ids=T([1]), values=T([1.0, 1, 1])).status == Status.OK  # known: not again
+    assert entries(subject) == entries(judge)
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+
+
+def test_what_a_filter_counted_comes_back(tmp_path):
+    from shoal.table import SlotOccurrenceThresholdConfig
+
+    thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=2).SerializeToString().hex()
+    judge, subject = engine(None, "none"), engine(tmp_path)
+    options = {"name": "t", "filter": {"type": "sliding_hash_filter", "capacity": 1000, "config": thresholds}}
+    message = adagrad(1).table_config.SerializeToString()
+    sizes = []
+    for target in (judge, subject):
+        assert target.apply([Request(Op.CREATE, ids=message, values=json.dumps(options).encode())])[0].status == 0
+    for seq in range(1, 6):
+        for target in (judge, subject):
+            write(target, seq, counts=[2], ids=T([7, 10 + seq]), values=T([1.0, 1.0]))
+        if seq == 2:
+            subject.checkpoint()
+        subject.log.sync()
+        subject = engine(tmp_path)
+        sizes.append(subject.shard.tables["t"].size())
+        assert entries(subject) == entries(judge)
+    assert sizes == [0, 0, 1, 1, 1]
+
+
+def test_checkpoints_alone_bring_back_the_last_one(tmp_path):
+    subject = engine(tmp_path, "checkpoint")
+    make(subject, adagrad(1))
+    write(subject, 1, counts=[1], ids=T([1]), values=T([1.0]))
+    subject.checkpoint()
+    saved = entries(subject)
+    write(subject, 2, counts=[1], ids=T([1]), values=T([1.0]))
+    again = engine(tmp_path, "checkpoint")
+    assert entries(again) == saved
+    assert again.apply([Request(Op.APPLY, stream=b"w" * 16, seq=1, names=("t",), counts=[1], ids=T([1]),
+                                values=T([1.0]), rates=[0.1])])[0].status == Status.OK  # fmt: skip
+    assert entries(again) == saved
+
+
+def test_a_checkpoint_of_another_shard_is_refused(tmp_path):
+    subject = engine(tmp_path)
+    make(subject, adagrad(1))
+    subject.checkpoint()
+    with pytest.raises(ValueError, match="shard 0 of 1"):
+        Engine(Shard(1, 2), "log", tmp_path).recover()
+
+
+def test_a_half_written_checkpoint_is_never_picked_up(tmp_path):
+    subject = engine(tmp_path)
+    make(subject, adagrad(1))
+    write(subject, 1, counts=[1], ids=T([1]), values=T([1.0]))
+    saved = entries(subject)
+    (tmp_path / "draft-0000000000000099-1").mkdir()
+    (tmp_path / "checkpoint-0000000000000098").mkdir()
+    assert entries(engine(tmp_path)) == saved
+    assert not list(tmp_path.glob("draft-*"))
+
+
+def test_a_full_disk_makes_writers_wait_and_nothing_is_lost(servers, tmp_path, monkeypatch):
+    [server] = servers(1, "log", tmp_path)
+    with PsClient([server.address], deadline=timedelta(seconds=20)) as client:
+        table = ps_table(client, 1, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+        real, full = os.pwritev, threading.Event()
+        full.set()
+
+        def pwritev(fd, parts, offset):
+            if full.is_set():
+                raise OSError(28, "No space left on device")
+            return real(fd, parts, offset)
+
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        threading.Timer(0.6, full.clear).start()
+        begin = time.monotonic()
+        table.apply_gradients(T([1]), T([[1.0]]))
+        assert time.monotonic() - begin > 0.4
+        assert table.lookup(T([1])).item() == -1
+        full.set()
+        short = PsClient([server.address], deadline=timedelta(seconds=0.5))
+        with pytest.raises(DeadlineError, match="No space left"):
+            ps_table(short, 1, name="t", optimizer="sgd", lr=1.0, initializer="zeros").apply_gradients(
+                T([1]), T([[1.0]])
+            )
+        short.close()
+        full.clear()
+
+
+def test_a_failed_sync_ends_the_server_without_an_answer(servers, tmp_path, monkeypatch):
+    [server] = servers(1, "log", tmp_path)
+    client = PsClient([server.address], deadline=timedelta(seconds=1))
+    table = RemoteHashTable(client, 0, "t", adagrad(1))
+
+    def broken(fd):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    with pytest.raises(DeadlineError):
+        table.assign(T([1]), T([[1.0]]))
+    assert server.wait(5)
+    assert "Input/output error" in server.fatal
+    monkeypatch.undo()
+    client.close()
+    server.stop()
+
+
+def test_checkpoints_are_taken_while_others_write(servers, tmp_path):
+    [server] = servers(1, "log", tmp_path, checkpoint_every=timedelta(seconds=0.1))
+    with PsClient([server.address], deadline=timedelta(seconds=20), max_staleness=2) as client:
+        table = ps_table(client, 4, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+        end = time.monotonic() + 1.5
+        steps = 0
+        while time.monotonic() < end or steps < 5:
+            table.apply_gradients(torch.arange(100), torch.ones(100, 4), steps)
+            steps += 1
+        table.as_op()
+        assert client.checkpoint()[0].startswith(str(tmp_path))
+    server.stop()
+    again = Engine(Shard(0, 1), "log", tmp_path / "shard-0")
+    again.recover()
+    assert again.shard.tables["t"].lookup(T([7])).tolist() == [[-float(steps)] * 4]
+    assert len(list((tmp_path / "shard-0").glob("checkpoint-*"))) <= 2
+
+
+def test_eviction_goes_through_the_log(servers, tmp_path):
+    [server] = servers(1, "log", tmp_path, evict_every=timedelta(seconds=0.1))
+    with PsClient([server.address], deadline=timedelta(seconds=20)) as client:
+        table = ps_table(client, 1, name="t", expire_after="1d")
+        table.assign(T([1, 2]), T([[1.0], [2.0]]), req_time=10)
+        table.assign(T([3]), T([[3.0]]), req_time=10 + 86400)
+        end = time.monotonic() + 10
+        while table.size() > 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert table.contains(T([1, 2, 3])).tolist() == [False, False, True]
+    server.stop()
+    again = Engine(Shard(0, 1), "log", tmp_path / "shard-0")
+    again.recover()
+    assert again.shard.tables["t"].size() == 1

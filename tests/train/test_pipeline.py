@@ -1,0 +1,320 @@
+"""The pipeline runner: one process first, then ranks."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.errors import ConfigError, PipelineError
+from shoal.testing import run_ranks
+from shoal.train import PipelineParallelConfig, PipelineRunner, schedule_actions, split_by_cost
+
+mse = nn.MSELoss()
+
+
+def make_layers():
+    torch.manual_seed(0)
+    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 7), nn.Linear(7, 2)]
+
+
+def batch(rows=8):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 6, generator=generator), torch.randn(rows, 2, generator=generator)
+
+
+def full_batch(x, y, weights=None, parts=1):
+    """Gradients of one pass whose loss is the mean over micro-batches."""
+    layers = make_layers()
+    out = nn.Sequential(*layers)(x)
+    sizes = [len(x) // parts + (i < len(x) % parts) for i in range(parts)]
+    losses = [mse(o, t) for o, t in zip(out.split(sizes), y.split(sizes), strict=True)]
+    loss = sum(one * n for one, n in zip(losses, sizes, strict=True)) / len(x)
+    loss.backward()
+    return layers, loss.detach(), out.detach()
+
+
+def check_gradients(layers, want, only=None):
+    for i, (a, b) in enumerate(zip(layers, want, strict=True)):
+        for p, q in zip(a.parameters(), b.parameters(), strict=True):
+            if only is None or i in only:
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
+            else:
+                assert p.grad is None
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_local_runner_equals_the_full_batch(kind, stages, parts):
+    layers = make_layers()
+    x, y = batch()
+    runner = PipelineRunner(layers, PipelineParallelConfig(stages, parts, kind), loss_fn=mse)
+    got = runner.step(x, y)
+    want, loss, out = full_batch(x, y)
+    check_gradients(layers, want)
+    torch.testing.assert_close(got.loss, loss)
+    torch.testing.assert_close(got.outputs, out)
+    assert len(got.losses) == parts
+    assert not got.loss.requires_grad
+    assert not got.outputs.requires_grad
+    for s in range(stages):
+        assert [a for stage, a, _, _ in runner.last_trace if stage == s] == schedule_actions(kind, stages, parts, s)
+    assert all(begin <= end for _, _, begin, end in runner.last_trace)
+    again = make_layers()
+    PipelineRunner(again, PipelineParallelConfig(stages, parts, kind), loss_fn=mse).step(x, y)
+    for a, b in zip(nn.Sequential(*layers).parameters(), nn.Sequential(*again).parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_uneven_batches_are_refused_or_weighted():
+    x, y = batch(7)
+    config = PipelineParallelConfig(2, 3)
+    with pytest.raises(PipelineError, match="divisible"):
+        PipelineRunner(make_layers(), config, loss_fn=mse).step(x, y)
+    layers = make_layers()
+    got = PipelineRunner(layers, config, loss_fn=mse, allow_uneven=True).step(x, y)
+    want, loss, _ = full_batch(x, y)
+    check_gradients(layers, want)
+    torch.testing.assert_close(got.loss, loss)
+    assert len(got.losses) == 3
+    with pytest.raises(PipelineError):
+        PipelineRunner(make_layers(), config, loss_fn=mse, allow_uneven=True).step(x[:2], y[:2])
+    with pytest.raises(PipelineError):
+        PipelineRunner(make_layers(), config, loss_fn=mse).step(x[:6], y[:3])
+    with pytest.raises(PipelineError):
+        PipelineRunner(make_layers(), config, loss_fn=mse).step(x)
+
+
+def test_splits_are_the_users_choice():
+    layers = make_layers()
+    x, y = batch()
+    runner = PipelineRunner(
+        layers,
+        PipelineParallelConfig(2, 2),
+        loss_fn=mse,
+        splits=split_by_cost([9, 0, 1, 0, 1, 1], 2),
+        devices=["cpu", "cpu"],
+    )
+    assert [len(runner.stage_layers(s)) for s in range(2)] == [1, 5]
+    runner.step(x, y)
+    check_gradients(layers, full_batch(x, y)[0])
+    for bad in (
+        {"splits": split_by_cost([1] * 5, 2)},
+        {"devices": ["cpu"]},
+        {"return_loss": "none"},
+        {"schedule_class": object},
+    ):
+        with pytest.raises(ConfigError):
+            PipelineRunner(layers, PipelineParallelConfig(2, 2), loss_fn=mse, **bad)
+
+
+class Breaks(nn.Module):
+    def __init__(self, when):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+        self.when, self.calls = when, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.when == "forward" and self.calls == 3:
+            raise ArithmeticError("broken forward")
+        return BadBackward.apply(x * self.w) if self.when == "backward" else x * self.w
+
+
+class BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ArithmeticError("broken backward")
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_stage_that_raises_is_named(when):
+    layers = make_layers()
+    layers[1] = Breaks(when)
+    runner = PipelineRunner(layers, PipelineParallelConfig(3, 4), loss_fn=mse)
+    with pytest.raises(PipelineError, match=f"stage 0.*broken {when}") as caught:
+        runner.step(*batch())
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+
+
+# Ranks
+
+
+def stage_rows(runner, stage):
+    cut = runner.stages[stage]
+    return set(range(cut.start_layer, cut.end_layer))
+
+
+def ranks_case(rank, world):
+    from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+    x, y = batch()
+    want, loss, out = full_batch(x, y)
+    last = world - 1
+    for kind in ("gpipe", "1f1b"):
+        for parts in (1, 2, 4):
+            layers = make_layers()
+            runner = PipelineRunner(
+                layers,
+                PipelineParallelConfig(world, parts, kind),
+                loss_fn=mse,
+                group=dist.group.WORLD,
+                return_loss="all",
+            )
+            for _ in range(2):
+                for layer in layers:
+                    layer.zero_grad()
+                got = runner.step(x if rank == 0 else None, y if rank == last else None)
+                check_gradients(layers, want, stage_rows(runner, rank))
+                torch.testing.assert_close(got.loss, loss)
+                if rank == last:
+                    torch.testing.assert_close(got.outputs, out)
+                    assert len(got.losses) == parts
+                else:
+                    assert got.outputs is None
+                    assert got.losses == []
+            if world == 2:
+                actions = [(s, a) for s, a, _, _ in runner.last_trace]
+                assert actions == [(rank, a) for a in schedule_actions(kind, world, parts, rank)]
+    # another batch size through the same runner, and uneven micro-batches
+    layers = make_layers()
+    uneven = PipelineRunner(
+        layers, PipelineParallelConfig(world, 3), loss_fn=mse, group=dist.group.WORLD, allow_uneven=True
+    )
+    for rows in (7, 8, 9, 7):
+        x2, y2 = batch(rows)
+        for layer in layers:
+            layer.zero_grad()
+        got = uneven.step(x2 if rank == 0 else None, y2 if rank == last else None)
+        want2, loss2, out2 = full_batch(x2, y2)
+        check_gradients(layers, want2, stage_rows(uneven, rank))
+        if rank == last:
+            torch.testing.assert_close(got.loss, loss2)
+            torch.testing.assert_close(got.outputs, out2)
+        else:
+            assert got.loss is None
+    # torch's multi-stage schedules
+    for schedule_class in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        layers = make_layers()
+        stages = 2 * world if world < 3 else world
+        runner = PipelineRunner(
+            layers,
+            PipelineParallelConfig(stages, 4),
+            loss_fn=mse,
+            group=dist.group.WORLD,
+            schedule_class=schedule_class,
+            return_loss="all",
+        )
+        got = runner.step(x if rank == 0 else None, y if rank == last else None)
+        rows = set().union(*(stage_rows(runner, s) for s in range(stages) if s % world == rank))
+        check_gradients(layers, want, rows)
+        torch.testing.assert_close(got.loss, loss)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_equal_the_full_batch(world):
+    run_ranks(world, ranks_case, timeout_s=80)
+
+
+def broken_case(rank, world):
+    x, y = batch()
+    last = world - 1
+    for when in ("forward", "backward", "loss", "shape", "missing", "indivisible"):
+        layers = make_layers()
+        loss_fn = mse
+        if when in ("forward", "backward"):
+            layers[2 if world == 3 else 0].register_forward_hook(hook_of(when))
+        if when == "loss":
+            loss_fn = broken_loss
+        if when == "shape":
+            layers[4] = nn.Linear(99, 7)
+        runner = PipelineRunner(layers, PipelineParallelConfig(world, 4), loss_fn=loss_fn, group=dist.group.WORLD)
+        began = time.monotonic()
+        rows = 7 if when == "indivisible" else 8
+        with pytest.raises(PipelineError) as caught:
+            runner.step(x[:rows] if rank == 0 and when != "missing" else None, y[:rows] if rank == last else None)
+        assert time.monotonic() - began < 10
+        named = {"forward": "stage 0" if world == 2 else "stage 1", "loss": f"stage {last}", "missing": "stage 0"}
+        assert named.get(when, "") in str(caught.value), (when, str(caught.value))
+    # and the group is still good
+    layers = make_layers()
+    runner = PipelineRunner(layers, PipelineParallelConfig(world, 4), loss_fn=mse, group=dist.group.WORLD)
+    runner.step(x if rank == 0 else None, y if rank == last else None)
+    check_gradients(layers, full_batch(x, y)[0], stage_rows(runner, rank))
+
+
+def broken_loss(output, target):
+    raise ArithmeticError("broken loss")
+
+
+def hook_of(when):
+    calls = []
+
+    def hook(module, args, output):
+        if output.device.type == "meta":
+            return output
+        calls.append(1)
+        if when == "forward" and len(calls) == 3:
+            raise ArithmeticError("broken forward")
+        return BadBackward.apply(output) if when == "backward" and len(calls) == 2 else output
+
+    return hook
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_stage_that_raises_stops_all_ranks_quickly(world):
+    run_ranks(world, broken_case, timeout_s=80)
+
+
+def test_a_group_of_another_size_is_refused():
+    run_ranks(2, wrong_size, timeout_s=30)
+
+
+def wrong_size(rank, world):
+    with pytest.raises(ConfigError):
+        PipelineRunner(make_layers(), PipelineParallelConfig(3, 2), loss_fn=mse, group=dist.group.WORLD)
+
+
+class Busy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return Sleep.apply(x, self.w)
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        time.sleep(0.02)
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        time.sleep(0.02)
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum()
+
+
+def timed_case(rank, world):
+    runner = PipelineRunner([Busy(), Busy()], PipelineParallelConfig(2, 8), loss_fn=mse, group=dist.group.WORLD)
+    x = torch.ones(8, 4)
+    times = []
+    for _ in range(10):
+        began = time.perf_counter()
+        runner.step(x if rank == 0 else None, x if rank == 1 else None)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def test_a_step_takes_about_the_schedules_ideal():
+    ideal = 2 * (8 + 2 - 1) * 0.02
+    assert max(run_ranks(2, timed_case, timeout_s=60)) <= 1.25 * ideal
