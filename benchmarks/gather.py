@@ -1,4 +1,4 @@
-"""Peer gather against what people write by hand in torch and numpy: codec, validation, update, compression, overlap, A6.
+"""Peer gather against what people write by hand in torch and numpy: codec, update, compression, overlap, scaling.
 
 python -m benchmarks.gather [--json FILE] [--quick]
 """

@@ -75,6 +75,7 @@ class Peer:
 
 
 def main() -> dict[str, object]:
+    torch.set_num_threads(1)  # tensors this small are done before a second thread wakes
     shared = make_model()
     spec = GradientSpec.from_model(shared, target_chunk=16, topk=64, quant=QuantSpec(bins=16, range_sigmas=6))
     outer = torch.optim.SGD(shared.parameters(), lr=0.7)

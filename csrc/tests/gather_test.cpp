@@ -3,13 +3,13 @@
 #include <cstring>
 #include <vector>
 
-#include "check.h"
 #include "core/thread_pool.h"
 #include "gather/codec.h"
 #include "gather/inspect.h"
 #include "gather/overlap.h"
 #include "gather/reduce.h"
 #include "gather/topk.h"
+#include "tests/check.h"
 
 using namespace shoal;
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal.cli.gather import open_store, parse_uids
 from shoal.cli.main import main
@@ -27,8 +28,8 @@ def peers(tmp_path):
 
 def run_arguments(folder, *more):
     return [
-        "gather", "run", "--store", str(folder / "peers"), "--window", str(WINDOW), "--model", str(folder / "spec.json"),
-        "--timeout-s", "0.6", *more,
+        "gather", "run", "--store", str(folder / "peers"), "--window", str(WINDOW), "--timeout-s", "0.6",
+        "--model", str(folder / "spec.json"), *more,
     ]  # fmt: skip
 
 
@@ -93,6 +94,8 @@ def test_mistakes_are_one_line_and_a_code(peers, capsys):
     assert "simulate" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_simulation_is_equal_for_every_world(tmp_path, capsys):
     plot = tmp_path / "curves.png"
     arguments = "gather simulate --peers 8 --worlds 1 2 --memory-peers 4 --rows 128 --columns 128 --latency-s 0.01"
@@ -108,7 +111,11 @@ def test_the_example_learns_flags_the_copy_and_skips_the_poison(capsys):
     spec = importlib.util.spec_from_file_location("diloco", ROOT / "examples" / "diloco.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    out = example.main()
+    threads = torch.get_num_threads()
+    try:
+        out = example.main()
+    finally:
+        torch.set_num_threads(threads)
     assert out["losses"][-1] < 0.25 * out["losses"][0]
     assert out["losses"][-1] < 1.3 * out["alone"][-1]
     assert set(out["flagged"]) == {4}

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlparse
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     for name, (kind, _) in commands.items():
         choice = Annotated[kind, tyro.conf.subcommand(name)]
         union = choice if union is None else union | choice
-    chosen = tyro.cli(union, args=argv, prog="shoal gather", description=EXAMPLE)
+    chosen: Any = tyro.cli(union, args=argv, prog="shoal gather", description=EXAMPLE)
     return next(call for kind, call in commands.values() if isinstance(chosen, kind))(chosen)
 
 
@@ -364,7 +364,7 @@ def simulate(args: Simulate) -> int:
         latency_s=args.latency_s, concurrent=args.concurrent, budget_bytes=args.budget_mib << 20, seed=args.seed,
     )  # fmt: skip
     scaling = [measure(base, world) for world in args.worlds]
-    memory = [measure(Scenario(**(asdict(base) | {"peers": n, "latency_s": 0.0})), 1) for n in args.memory_peers]
+    memory = [measure(replace(base, peers=n, latency_s=0.0), 1) for n in args.memory_peers]
     basis = scaling[-1]
     sizes = [(args.peers, max(args.worlds)), (100, 8), (1000, 8), (1000, 64)]
     projected = [{"peers": p, "world": w} | project(basis, base, p, w) for p, w in sizes]

@@ -23,6 +23,7 @@ from shoal.gather.merge import APPLY, SKIP, Manifest, Source
 from shoal.gather.partial import PartialGatherResult
 from shoal.gather.payload_ref import CODES, ParamData, PayloadRef, quant_bytes, value_itemsize
 from shoal.gather.spec import GradientSpec, ParamSpec, QuantSpec, canonical_json
+from shoal.gather.validate import raw_bytes
 
 log = logging.getLogger("shoal.gather")
 
@@ -214,7 +215,7 @@ class _Writer:
                     if start == 0 and at < entry[0]:
                         put(b"\0" * (entry[0] - at))
                         at = entry[0]
-                    put(memoryview(data.numpy()))
+                    put(raw_bytes(data))
                     at += len(data)
                 put(b"\0" * (-at % ALIGN))
                 trailer = blake.digest()
@@ -279,7 +280,7 @@ class ArtifactReader:
         size = len(raw)
         if size < 12 + TRAILER_BYTES or raw[:4].numpy().tobytes() != MAGIC:
             raise GatherError(f"{self._name()} is not an artifact: it does not begin with PGA1")
-        body = memoryview(raw[: size - TRAILER_BYTES].numpy())
+        body = raw_bytes(raw[: size - TRAILER_BYTES])
         if hashlib.blake2b(body, digest_size=32).digest() != raw[size - TRAILER_BYTES :].numpy().tobytes():
             raise GatherError(f"{self._name()} is damaged: its trailer does not match")
         (length,) = struct.unpack_from("<Q", body, 4)
