@@ -17,6 +17,7 @@ import multiprocessing as mp
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -54,6 +55,7 @@ def model_server(base: str, ports: Any, stop: Any, port: int = 0) -> None:
     from shoal.serving import ModelServer, ModelServerConfig, gen_model_config
 
     torch.set_num_threads(1)
+    sys.setswitchinterval(0.0005)  # as `shoal serve` does
     config = ModelServerConfig()
     config.model_config_list.config.append(gen_model_config("m", base))
     server = ModelServer(f"127.0.0.1:{port}", config=config, poll_wait_seconds=0.2).start()
@@ -96,7 +98,9 @@ class Process:
 
     def __init__(self, target: Any, *arguments: Any) -> None:
         ports, self.stop_event = mp.Queue(), mp.Event()
-        self.process = mp.Process(target=target, args=(arguments[0], ports, self.stop_event, *arguments[1:]), daemon=True)
+        self.process = mp.Process(
+            target=target, args=(arguments[0], ports, self.stop_event, *arguments[1:]), daemon=True
+        )
         self.process.start()
         self.port: int = ports.get(timeout=120)
 
@@ -107,7 +111,9 @@ class Process:
             self.process.kill()
 
 
-def measure(port: int, request: bytes, clients: int, seconds: float, pause: float = 0.0) -> tuple[float, list[float], int]:
+def measure(
+    port: int, request: bytes, clients: int, seconds: float, pause: float = 0.0
+) -> tuple[float, list[float], int]:
     out = mp.Queue()
     process = mp.Process(target=load, args=(port, request, clients, seconds, out, pause), daemon=True)
     process.start()
@@ -315,7 +321,12 @@ def switches(report: Any, folder: Path, table: Any, ours: Process, request: byte
         time.sleep(0.5)
     rate, times, failures = out.get(timeout=60)
     asking.join(10)
-    report(f"{count} version switches under {rate:.0f} QPS", f"{failures} of {len(times) + failures} requests failed", failures, "0 failed")
+    report(
+        f"{count} version switches under {rate:.0f} QPS",
+        f"{failures} of {len(times) + failures} requests failed",
+        failures,
+        "0 failed",
+    )
 
 
 def freshness(report: Any, folder: Path, quick: bool) -> None:
@@ -381,7 +392,9 @@ def freshness(report: Any, folder: Path, quick: bool) -> None:
         time.sleep(0.1)
     restarted = Process(model_server, base, port)
     end = time.monotonic() + 30
-    while time.monotonic() < end and (any(handle.waiting().values()) or json.loads(loop.last_result or "{}").get("responses")):
+    while time.monotonic() < end and (
+        any(handle.waiting().values()) or json.loads(loop.last_result or "{}").get("responses")
+    ):
         time.sleep(0.2)
     time.sleep(2.5)
     loop.stop()
@@ -403,7 +416,9 @@ def compare(ids: torch.Tensor, expected: torch.Tensor) -> int:
     wrong, net = 0, _EXPORTED["net"]
     for part, rows in zip(ids.split(20_000), expected.split(20_000), strict=True):
         dense = torch.zeros(len(part), 8)
-        (score,) = remote_predict(["user", "dense"], [part.unsqueeze(1), dense], ["score"], "m", 0, None, max_rpc_deadline_millis=30000)
+        (score,) = remote_predict(
+            ["user", "dense"], [part.unsqueeze(1), dense], ["score"], "m", 0, None, max_rpc_deadline_millis=30000
+        )
         with torch.inference_mode():
             wrong += int((score - net(user=rows, dense=dense)["score"]).abs().gt(1e-5).sum())
     return wrong

@@ -46,7 +46,9 @@ def test_a_host_list_is_fixed():
 def test_types_and_the_choice_by_configuration():
     assert [int(each) for each in ServiceDiscoveryType] == [1, 2, 3, 4]
     assert get_service_discovery(SimpleNamespace(is_local=True)) is None
-    config = SimpleNamespace(discovery_type=ServiceDiscoveryType.PRIMUS, tf_config=TF_CONFIG, server_type=None, index=None)
+    config = SimpleNamespace(
+        discovery_type=ServiceDiscoveryType.PRIMUS, tf_config=TF_CONFIG, server_type=None, index=None
+    )
     assert isinstance(get_service_discovery(config), TfConfigServiceDiscovery)
     assert (config.server_type, config.index) == ("worker", 2)
 
@@ -200,7 +202,9 @@ class ConsulAgent(BaseHTTPRequestHandler):
         found = list(self.services.values()) if self.visible else []
         if url.path == "/v1/lookup/name":
             assert parse_qs(url.query)["addr-family"] == ["dual-stack"]
-            return self.answer([{"Port": s["port"], "Tags": dict(tag.split(":", 1) for tag in s["tags"])} for s in found])
+            return self.answer(
+                [{"Port": s["port"], "Tags": dict(tag.split(":", 1) for tag in s["tags"])} for s in found]
+            )
         assert self.path == "/v1/health/service/job?passing=true"
         return self.answer([{"Service": {"Port": s["port"], "Tags": s["tags"]}} for s in found])
 

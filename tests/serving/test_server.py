@@ -47,7 +47,9 @@ class Client:
 
     def call(self, service, method, request, response, timeout=20):
         path = f"/tensorflow.serving.{service}/{method}"
-        return self.channel.unary_unary(path, type(request).SerializeToString, response.FromString)(request, timeout=timeout)
+        return self.channel.unary_unary(path, type(request).SerializeToString, response.FromString)(
+            request, timeout=timeout
+        )
 
     def predict(self, model, signature="", inputs=None, outputs=(), version=None, label=None):
         request = PredictRequest()
@@ -123,7 +125,9 @@ def test_live_tables_are_looked_up_and_assigned(serve):
     assert out["user"].tolist() == [[2, 3], [0, 0]]
     now = int(time.time())
     out = client.predict(
-        "m:ps_0", "hashtable_assign", {f"{table.name}_id": torch.tensor([1, 9]), f"{table.name}_value": torch.ones(2, 2)}
+        "m:ps_0",
+        "hashtable_assign",
+        {f"{table.name}_id": torch.tensor([1, 9]), f"{table.name}_value": torch.ones(2, 2)},
     )
     assert out[f"{table.name}_result"].dtype == torch.int32
     assert out[f"{table.name}_result"].item() == 2
@@ -136,7 +140,11 @@ def test_a_live_multi_table_has_the_raw_signatures(serve):
     table = MultiHashTable.from_configs({"b": instance(2), "a": instance(1)}, name_suffix="0")
     server, client = serve()
     server.serve_tables("ps_0", table)
-    inputs = {"id": torch.tensor([5, 6]), "id_split": torch.tensor([0, 1, 2]), "flat_value": torch.tensor([1.0, 2.0, 3.0])}
+    inputs = {
+        "id": torch.tensor([5, 6]),
+        "id_split": torch.tensor([0, 1, 2]),
+        "flat_value": torch.tensor([1.0, 2.0, 3.0]),
+    }
     assert client.predict("ps_0", f"{table.name}/raw_assign", inputs)["result"].item() == 0
     out = client.predict("ps_0", "raw_lookup", {"id": torch.tensor([5, 6, 7]), "id_split": torch.tensor([0, 1, 3])})
     assert out["flat_emb"].tolist() == [1, 2, 3, 0, 0]
@@ -381,7 +389,9 @@ def test_zeros_are_tombstones_where_the_export_says_so(serve, tmp_path):
 def test_a_standalone_model_answers_and_micro_batches(serve, tmp_path, net):
     table = test_hash_table(4, name_suffix="user")
     table.assign(torch.arange(50), torch.randn(50, 4))
-    tool = ModelExporter(tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)})
+    tool = ModelExporter(
+        tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)}
+    )
     tool.export([{"u": table}], global_step=1)
     server, client = serve(config_of(m=(tmp_path / "exported_models",)))
     requests = [{"user": torch.randint(0, 60, (b, 3)), "price": torch.randn(b, 2)} for b in (1, 2, 5, 1) * 6]
@@ -400,9 +410,9 @@ def test_a_standalone_model_answers_and_micro_batches(serve, tmp_path, net):
         assert torch.allclose(got, net(user=rows, price=request["price"])["score"], atol=1e-6)
     with fails(CODE.INVALID_ARGUMENT, "price"):
         client.predict("m", "", {"user": torch.tensor([[1]])})
-    assert client.predict("m", "serving_default", {"user": torch.zeros(0, 3, dtype=torch.int64), "price": torch.zeros(0, 2)})[
-        "score"
-    ].shape == (0,)
+    assert client.predict(
+        "m", "serving_default", {"user": torch.zeros(0, 3, dtype=torch.int64), "price": torch.zeros(0, 2)}
+    )["score"].shape == (0,)
 
 
 def test_an_entry_asks_its_shards(serve, tmp_path, net):
@@ -414,7 +424,13 @@ def test_an_entry_asks_its_shards(serve, tmp_path, net):
         mine = torch.remainder(ids, 2) == shard
         table.assign(ids[mine], rows[mine])
         shards.append({"u": table})
-    tool = ModelExporter(tmp_path, model_name="m", net=net, features={"user": Feature(slot="u", combiner="mean")}, dense={"price": torch.zeros(2, 2)})
+    tool = ModelExporter(
+        tmp_path,
+        model_name="m",
+        net=net,
+        features={"user": Feature(slot="u", combiner="mean")},
+        dense={"price": torch.zeros(2, 2)},
+    )
     tool.export(shards, global_step=1, mode=ExportMode.DISTRIBUTED)
     base = tmp_path / "exported_models"
     ps_servers = [serve(config_of(**{f"m:ps_{i}": (base / f"ps_{i}", "latest_once")}))[0] for i in range(2)]
@@ -441,7 +457,10 @@ def test_a_batcher_runs_alone_requests_at_once_and_joins_those_that_wait():
 
     batcher = Batcher(run, max_rows=6)
     results = {}
-    threads = [threading.Thread(target=lambda n=n: results.update({n: batcher({"x": torch.full((n,), n)})["y"]})) for n in (1, 2, 3, 4)]
+    threads = [
+        threading.Thread(target=lambda n=n: results.update({n: batcher({"x": torch.full((n,), n)})["y"]}))
+        for n in (1, 2, 3, 4)
+    ]
     threads[0].start()
     inside.wait(5)
     for thread in threads[1:]:
@@ -508,7 +527,10 @@ def test_a_stock_generated_client_of_another_descriptor_pool_works(serve):
     message(file, "Request", [(1, "model_spec", group, one, ".tensorflow.serving.ModelSpec"), (2, "inputs", group, many, ".tensorflow.serving.Entry")])  # fmt: skip
     message(file, "Response", [(1, "outputs", group, many, ".tensorflow.serving.Entry")])
     pool.Add(file)
-    classes = {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensorflow.serving.{name}")) for name in ("Request", "Response")}
+    classes = {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensorflow.serving.{name}"))
+        for name in ("Request", "Response")
+    }
     server, client = serve()
     server.serve_tables("m", {"user": table_of()})
     request = classes["Request"]()

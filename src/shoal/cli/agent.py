@@ -100,12 +100,21 @@ def _unified(options: Options, config, stop: threading.Event) -> int:  # noqa: A
         security=security,
     ).start()
     backend = ZKBackend(config.bzid, config.zk_servers)
-    agent = UnifiedAgent(config, backend, server, agent_address=f"{options.host}:{config.agent_port}", security=security)
+    agent = UnifiedAgent(
+        config, backend, server, agent_address=f"{options.host}:{config.agent_port}", security=security
+    )
     agent.start()
     heartbeat = AgentHeartbeat(f"{options.host}:{agent.agent_port}")
     set_address_table(heartbeat)
-    ready = {"grpc": server.port, "rest": server.rest_port, "agent": agent.agent_port, "container": str(agent.container)}
-    print(json.dumps(ready) if options.json else f"container {agent.container} serves on port {server.port}", flush=True)
+    ready = {
+        "grpc": server.port,
+        "rest": server.rest_port,
+        "agent": agent.agent_port,
+        "container": str(agent.container),
+    }
+    print(
+        json.dumps(ready) if options.json else f"container {agent.container} serves on port {server.port}", flush=True
+    )
     stop.wait()
     heartbeat.stop()
     agent.stop()
@@ -123,7 +132,10 @@ def _one_model(options: Options, config, stop: threading.Event) -> int:  # noqa:
     zk.start()
     try:
         agent = ServingAgent(config, zk, agent_address=f"{options.host}:{config.agent_port}")
-        print(json.dumps({"agent": config.agent_port}) if options.json else f"agent on port {config.agent_port}", flush=True)
+        print(
+            json.dumps({"agent": config.agent_port}) if options.json else f"agent on port {config.agent_port}",
+            flush=True,
+        )
         return agent.run(stop)
     finally:
         zk.stop()

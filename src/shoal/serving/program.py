@@ -83,7 +83,10 @@ def remote_lookup(model_name: str, num_ps: int, dims: Mapping[str, int], deadlin
     slots = sorted(dims)
 
     def lookup(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        unique = {slot: torch.unique(wanted.get(slot, torch.empty(0, dtype=torch.int64)), return_inverse=True) for slot in slots}
+        unique = {
+            slot: torch.unique(wanted.get(slot, torch.empty(0, dtype=torch.int64)), return_inverse=True)
+            for slot in slots
+        }
         rows = {slot: torch.zeros(len(ids), dims[slot]) for slot, (ids, _) in unique.items()}
         for shard in range(num_ps):
             chosen = {slot: torch.remainder(ids, num_ps) == shard for slot, (ids, _) in unique.items()}
@@ -105,7 +108,9 @@ def remote_lookup(model_name: str, num_ps: int, dims: Mapping[str, int], deadlin
 class Program:
     """A net with its features: ``{alias: tensor}`` in, ``{alias: tensor}`` out."""
 
-    def __init__(self, net: Callable[..., Any], features: Mapping[str, Feature], outputs: list[str], lookup: Lookup) -> None:
+    def __init__(
+        self, net: Callable[..., Any], features: Mapping[str, Feature], outputs: list[str], lookup: Lookup
+    ) -> None:
         self._net, self._features, self._outputs, self._lookup = net, dict(features), outputs, lookup
 
     def __call__(self, inputs: Tensors) -> Tensors:
@@ -175,7 +180,9 @@ def describe(features: Mapping[str, Feature], outputs: list[str], **more: Any) -
     return {"file": "variables/program.pt2", "features": listed, "outputs": outputs, **more}
 
 
-def load_program(directory: Path, manifest: Any, views: Mapping[str, TableView], servable: Callable[[], Servable]) -> Signature:
+def load_program(
+    directory: Path, manifest: Any, views: Mapping[str, TableView], servable: Callable[[], Servable]
+) -> Signature:
     """``serving_default`` of an exported directory."""
     given = manifest.program
     try:

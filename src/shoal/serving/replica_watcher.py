@@ -104,7 +104,9 @@ class ReplicaWatcher:
                 return False
             present = {f"{path}/{child}" for child in children}
             with self._lock:
-                gone = [each for each in self._watched if each.startswith(f"{path}/") and _child(path, each) not in present]
+                gone = [
+                    each for each in self._watched if each.startswith(f"{path}/") and _child(path, each) not in present
+                ]
                 self._watched.difference_update(gone)
                 fresh = [child for child in sorted(present) if child not in self._watched]
                 self._watched.update(fresh)

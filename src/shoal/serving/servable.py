@@ -221,7 +221,9 @@ def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable])
         spec.inputs[f"{view.name}_id"] = TensorSpec("int64", [None])
         spec.inputs[f"{view.name}_value"] = TensorSpec("float", [None, view.dims[0]])
         spec.outputs[f"{view.name}_result"] = TensorSpec("int32", [])
-        codec = codecs[view.name] = asked(view.configs()[0]) if view.configs()[0].entry_config.entry_type == SERVING else ""
+        codec = codecs[view.name] = (
+            asked(view.configs()[0]) if view.configs()[0].entry_config.entry_type == SERVING else ""
+        )
         if codec:
             accepts[f"{view.name}_value"] = (wire_dtype(codec),)
             hints[f"{view.name}_value"] = codec
@@ -313,7 +315,10 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
 def live_servable(tables: Any) -> Servable:
     """A servable over tables of this process: a table, several, or ``{alias: table}``."""
     if isinstance(tables, Mapping):
-        views = [TableView(table, None if hasattr(table, "raw_assign") else {alias: table.name}) for alias, table in tables.items()]
+        views = [
+            TableView(table, None if hasattr(table, "raw_assign") else {alias: table.name})
+            for alias, table in tables.items()
+        ]
     else:
         views = [TableView(table) for table in (tables if isinstance(tables, list | tuple) else [tables])]
     servable = Servable({}, {view.name: view for view in views})

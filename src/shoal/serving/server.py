@@ -276,7 +276,10 @@ class ModelServer:
             for name, signature in version.servable.signatures.items():
                 definition = result.signature_def[name]
                 definition.method_name = "tensorflow/serving/predict"
-                for into, specs in ((definition.inputs, signature.spec.inputs), (definition.outputs, signature.spec.outputs)):
+                for into, specs in (
+                    (definition.inputs, signature.spec.inputs),
+                    (definition.outputs, signature.spec.outputs),
+                ):
                     for alias, each in specs.items():
                         info = into[alias]
                         hint = (signature.hints or {}).get(alias)
@@ -352,7 +355,9 @@ class ModelServer:
             return ""
         identity = caller(context, self.security)
         if identity is None:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no known token or certificate; send authorization: Bearer …")
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "no known token or certificate; send authorization: Bearer …"
+            )
         assert identity is not None
         return identity
 

@@ -174,7 +174,11 @@ def decode_tensor(data: memoryview, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
     if unpacked:
         lists = [(wire, value) for number, wire, value in read_fields(data) if number == kind.list_field]
     else:
-        lists = [(2, data[at : at + size]) for (at, size), number in zip(spans, fields, strict=True) if number == kind.list_field]
+        lists = [
+            (2, data[at : at + size])
+            for (at, size), number in zip(spans, fields, strict=True)
+            if number == kind.list_field
+        ]
     count = 1
     for size in shape:
         if size < 0:

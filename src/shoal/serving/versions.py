@@ -103,7 +103,9 @@ class Model:
         if choice == "version_label":
             labels = dict(self.config.version_labels)
             if spec.version_label not in labels:
-                raise not_found(f"model {self.name!r} has no version label {spec.version_label!r}; it has {sorted(labels)}")
+                raise not_found(
+                    f"model {self.name!r} has no version label {spec.version_label!r}; it has {sorted(labels)}"
+                )
             number = labels[spec.version_label]
         else:
             number = spec.version.value
@@ -136,7 +138,9 @@ class Model:
         """Complete versions under the base path."""
         if self.base is None or not self.base.is_dir():
             return []
-        return sorted(int(path.name) for path in self.base.iterdir() if path.name.isdecimal() and (path / FILE).is_file())
+        return sorted(
+            int(path.name) for path in self.base.iterdir() if path.name.isdecimal() and (path / FILE).is_file()
+        )
 
     def refresh(self) -> None:
         """Loads wanted versions that are missing, then unloads those that are not wanted any more."""
@@ -149,9 +153,7 @@ class Model:
             self._load(number)
         with self._lock:
             ready = [number for number in wanted if self.versions[number].state == State.AVAILABLE]
-            surplus = [
-                v for v in self.versions.values() if v.state == AVAILABLE and v.number not in wanted
-            ]
+            surplus = [v for v in self.versions.values() if v.state == AVAILABLE and v.number not in wanted]
         if ready:  # until a wanted version answers, the old one goes on
             for version in surplus:
                 self._unload(version)
