@@ -29,9 +29,11 @@ def trainer(addresses, rank, workers):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_path):
+def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_path, monkeypatch):
     from shoal.sharded.placement.ray import RayServers
 
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's own 15 starves on a machine that is busy
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     source = os.path.abspath("src")
     ray.init(
         num_cpus=4, include_dashboard=False, log_to_driver=False,
