@@ -7,24 +7,11 @@ import pytest
 import torch
 
 from shoal.sharded import PsClient, ps_table
+from tests.sharded.helpers import trainer
 
 ray = pytest.importorskip("ray")
 
 SETTINGS = {"optimizer": "sgd", "lr": 1.0, "initializer": "zeros"}
-
-
-def trainer(addresses, rank, workers):
-    import torch
-
-    from shoal.sharded import PsClient, ps_table
-
-    with PsClient(addresses) as client:
-        table = ps_table(client, 2, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
-        for step in range(5):
-            table.lookup(torch.arange(10))
-            table.apply_gradients(torch.arange(10), torch.ones(10, 2), step)
-        table.as_op()
-    return rank
 
 
 @pytest.mark.slow
