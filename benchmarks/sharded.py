@@ -705,6 +705,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dir", default=None, help="where the log benchmark writes; a real disk")
     parser.add_argument("--json")
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # both sides: on two busy cores its OpenMP barriers cost more than the work
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}, torch {torch.__version__}"

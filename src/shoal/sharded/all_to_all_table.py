@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DataError
-from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.ops.reorder.op import empty_shards
 from shoal.sharded import environment as env
 from shoal.sharded.backend import AllToAll, default_backend
+from shoal.sharded.buffers import pool
 from shoal.sharded.distributed_ps_sync import Exchange
+from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.checkpoint import restore_table
 from shoal.table.checkpoint.naming import write_whole
@@ -82,9 +83,12 @@ class AllToAllHashTable:
         """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``."""
         ids = as_ids(ids, self.name)
         mine, theirs, came, fused = self._route(ids)
-        rows = self.table.lookup(came, insert_missing=insert_missing, req_time=req_time).view(-1)
-        flat = self._exchange.rows(rows, theirs, mine)
-        return fused_gather_embeddings_by_input(flat, [fused.fused_embedding_offsets], [self.dim_size])[0]
+        if insert_missing:
+            rows = self.table.lookup(came, insert_missing=True, req_time=req_time).view(-1)
+        else:
+            rows = pool.take(came.numel() * self.dim_size)
+            self.table._native.lookup(came.data_ptr(), came.numel(), rows.data_ptr(), 0)
+        return gather_rows(self._exchange.rows(rows, theirs, mine), fused.fused_embedding_offsets, self.dim_size)
 
     def apply_gradients(
         self, ids: Tensor, grads: Tensor, global_step: Any = 0, use_multi_threads: bool = False,
@@ -96,9 +100,7 @@ class AllToAllHashTable:
         step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
         mine, theirs, came, fused = self._route(ids)
         size = int(mine.sum())
-        flat = fused_gather_embeddings_by_input_gradient(
-            size, [grads], [fused.fused_embedding_offsets], [self.dim_size]
-        )
+        flat = scatter_rows(size, grads, fused.fused_embedding_offsets)
         flat = self._exchange.gradients(self._exchange.cast(flat), mine, theirs)
         counts = (theirs // self.dim_size).contiguous()
         rates = self.table._rates(step)

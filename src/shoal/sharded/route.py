@@ -68,6 +68,26 @@ class Route:
         return flat
 
 
+def gather_rows(flat: Tensor, offsets: Tensor, dim: int) -> Tensor:
+    """``[n, dim]``: the rows that start at int32 ``offsets`` of a flat float32 buffer."""
+    n = offsets.numel()
+    rows = pool.take(n * dim).view(n, dim)
+    if n:
+        offsets = offsets.contiguous()
+        _core.gather_from_parts([flat.data_ptr()], [0, flat.numel()], offsets.data_ptr(), n, dim, rows.data_ptr())
+    return rows
+
+
+def scatter_rows(size: int, grads: Tensor, offsets: Tensor) -> Tensor:
+    """A flat buffer with the sum of ``grads`` at their offsets."""
+    flat, grads, offsets = pool.take(size), grads.contiguous(), offsets.contiguous()
+    _core.fused_gather_gradient(
+        flat.data_ptr(), size, 4, 1.0, [offsets.data_ptr()], [False], [grads.data_ptr()], [grads.shape[0]],
+        [grads.shape[1]],
+    )  # fmt: skip
+    return flat
+
+
 class RouteCache:
     """The last route, for the backward pass of the same ids. Threads may share it; the last one wins."""
 
