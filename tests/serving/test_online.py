@@ -212,8 +212,8 @@ class Command:
 
     def __init__(self, *arguments):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environment(),
+            [sys.executable, "-m", "shoal", *map(str, arguments)], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=environment(),
         )  # fmt: skip
 
     def line(self):

@@ -207,7 +207,8 @@ def test_an_agent_demands_tokens_too():
     from shoal.serving import HeartBeatRequest, HeartBeatResponse
 
     with grpc.insecure_channel(f"127.0.0.1:{service.port}") as channel:
-        call = channel.unary_unary("/monolith.serving.agent_service.AgentService/HeartBeat", HeartBeatRequest.SerializeToString, HeartBeatResponse.FromString)  # fmt: skip
+        path = "/monolith.serving.agent_service.AgentService/HeartBeat"
+        call = channel.unary_unary(path, HeartBeatRequest.SerializeToString, HeartBeatResponse.FromString)
         with pytest.raises(grpc.RpcError) as caught:
             call(HeartBeatRequest(), timeout=5)
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED

@@ -70,7 +70,7 @@ def run(options: Options) -> int:
     return _unified(options, config, stop) if config.agent_version == 3 else _one_model(options, config, stop)
 
 
-def _operate(options: Options, config, backend) -> int:  # noqa: ANN001
+def _operate(options: Options, config, backend) -> int:
     from shoal.serving.rollout import declare_saved_model, map_model_to_layout
 
     if options.declare:
@@ -86,7 +86,7 @@ def _operate(options: Options, config, backend) -> int:  # noqa: ANN001
     return 0
 
 
-def _unified(options: Options, config, stop: threading.Event) -> int:  # noqa: ANN001
+def _unified(options: Options, config, stop: threading.Event) -> int:
     from shoal.serving.addresses import AgentHeartbeat, set_address_table
     from shoal.serving.agent import UnifiedAgent
     from shoal.serving.server import ModelServer
@@ -122,7 +122,7 @@ def _unified(options: Options, config, stop: threading.Event) -> int:  # noqa: A
     return 0
 
 
-def _one_model(options: Options, config, stop: threading.Event) -> int:  # noqa: ANN001
+def _one_model(options: Options, config, stop: threading.Event) -> int:
     from shoal.serving.agent import ServingAgent
     from shoal.serving.zk_types import make_zk_client
 

@@ -113,7 +113,7 @@ def serve(options: Options) -> int:
     }
     print(json.dumps(ready) if options.json else _text(ready), flush=True)
     while not stop.wait(60.0 if options.config is not None else None):
-        server.reload(read_config(options.config))
+        server.reload(read_config(options.config))  # pyrefly: ignore
     if registration is not None:
         registration.stop()
     server.stop(options.drain_seconds)

@@ -206,7 +206,7 @@ def export_program(
     dims: Mapping[str, int],
     file: Path,
 ) -> dict[str, TensorSpec]:
-    """Traces the net for any batch size with ``torch.export``, saves it, and returns the specification of its outputs."""
+    """Traces the net for any batch size with ``torch.export``, saves it, and describes its outputs."""
     arguments: dict[str, torch.Tensor] = {}
     shapes: dict[str, dict[int, Any]] = {}
     rows = max([len(value) for value in dense.values()] + [2])

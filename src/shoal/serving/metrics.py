@@ -50,7 +50,7 @@ class PrometheusSink:
             import prometheus_client
         except ImportError:  # metrics are an extra
             return lambda value: None
-        labels = dict(part.partition("=")[::2] for part in tags.split("|") if part)
+        labels = dict(part.partition("=")[::2] for part in tags.split("|") if part)  # pyrefly: ignore
         labels = {re.sub(r"[^a-zA-Z0-9_]", "_", key): text for key, text in labels.items()}
         with self._lock:
             if name not in self._metrics:

@@ -151,7 +151,7 @@ def direct_call(exported: torch.export.ExportedProgram) -> Callable[..., Any]:
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         return exported.module()
     arguments = exported.call_spec.in_spec
-    names = arguments.children()[1].context if hasattr(arguments, "children") else arguments.children_specs[1].context
+    names = arguments.children()[1].context if hasattr(arguments, "children") else arguments.children_specs[1].context  # pyrefly: ignore
     order = [name for name, _ in places if name is not None]
     if len(names) != len(order):
         return exported.module()
@@ -160,7 +160,7 @@ def direct_call(exported: torch.export.ExportedProgram) -> Callable[..., Any]:
 
     def call(**inputs: torch.Tensor) -> Any:
         flat = [value if name is None else inputs[alias_of[name]] for name, value in places]
-        return pytree.tree_unflatten(graph(*flat), out_spec)
+        return pytree.tree_unflatten(graph(*flat), out_spec)  # pyrefly: ignore
 
     return call
 

@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 from google.protobuf import json_format
 
-from shoal.proto.serving.parameter_sync_pb2 import PushRequest, PushResponse, PushResult
 from shoal.errors import DataError
+from shoal.proto.serving.parameter_sync_pb2 import PushRequest, PushResponse, PushResult
 from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, PredictRequest
 from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, encode_request, model_spec
 from shoal.serving.quantise import asked_by

@@ -62,7 +62,7 @@ def declare_saved_model(
 
 
 def map_model_to_layout(backend: Any, model_pattern: str, layout: str, action: str) -> list[SavedModel]:
-    """Puts declared sub-graphs that match ``"<model>:<glob>"`` into a layout (``pub``) or takes them out (``unpub``)."""
+    """Puts declared sub-graphs that match ``"<model>:<glob>"`` into a layout (``pub``), or takes them out."""
     model, colon, pattern = model_pattern.partition(":")
     if not colon or not model or not pattern:
         raise ConfigError(f"a model pattern is '<model>:<glob>', got {model_pattern!r}")

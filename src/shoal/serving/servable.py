@@ -181,7 +181,7 @@ class TableView:
 
 
 def table_signatures(views: Sequence[TableView], owner: Callable[[], Servable]) -> dict[str, Signature]:
-    """The signatures of an embedding shard: ``lookup``, ``raw_lookup``, ``hashtable_assign``, ``<mtable>/raw_assign``."""
+    """An embedding shard's: ``lookup``, ``raw_lookup``, ``hashtable_assign``, ``<mtable>/raw_assign``."""
     signatures: dict[str, Signature] = {}
     slots = {alias: (view, view.sub_tables.index(sub)) for view in views for alias, sub in view.slots.items()}
     if slots:

@@ -284,7 +284,7 @@ class ModelServer:
                         info = into[alias]
                         hint = (signature.hints or {}).get(alias)
                         info.name = f"{alias}:0|{hint}" if hint else f"{alias}:0"
-                        info.dtype = dtype_code(each.dtype)
+                        info.dtype = dtype_code(each.dtype)  # pyrefly: ignore
                         if each.shape is None:
                             info.tensor_shape.unknown_rank = True
                         else:

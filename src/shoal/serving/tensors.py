@@ -110,9 +110,9 @@ def tensor_chunks(tensor: Any) -> list[Any]:
     if not array.size:
         return [head]
     if kind.wire in ("f4", "f8"):
-        body = memoryview(array).cast("B")
+        body = memoryview(array).cast("B")  # pyrefly: ignore
     elif array.dtype == np.bool_:
-        body = memoryview(array.view(np.uint8))
+        body = memoryview(array.view(np.uint8))  # pyrefly: ignore
     else:
         body = encode_varints(array.astype(np.int64, copy=False))
     return [head + varint(kind.list_field << 3 | 2) + varint(len(body)), body]
@@ -157,7 +157,7 @@ def _as_array(tensor: Any) -> tuple[_Kind, tuple[int, ...], np.ndarray]:
 
 
 def decode_tensor(data: memoryview, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
-    """The tensor of a serialised ``TensorProto``. Float lists are read in place: the result may share ``data``'s memory.
+    """The tensor of a serialised ``TensorProto``. Float lists are read in place: it may share ``data``'s memory.
 
     ``max_bytes`` bounds the tensor, whatever its shape claims, before memory is taken for it.
     """
@@ -208,7 +208,7 @@ def decode_tensor(data: memoryview, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
         array = full
     tensor = _as_tensor(array)
     if kind.wire == "bits":
-        tensor = tensor.view(kind.torch)
+        tensor = tensor.view(kind.torch)  # pyrefly: ignore
     return tensor.reshape(shape)
 
 

@@ -57,7 +57,7 @@ class Version:
     users: int = 0
 
     def status(self) -> ModelVersionStatus:
-        status = ModelVersionStatus(version=self.number, state=self.state)
+        status = ModelVersionStatus(version=self.number, state=self.state)  # pyrefly: ignore
         status.status.error_code = self.error.code if self.error else 0
         if self.error:
             status.status.error_message = self.error.message
@@ -113,7 +113,8 @@ class Model:
             if version.number == number:
                 return version
         raise not_found(
-            f"model {self.name!r} has no available version {number}; available are {sorted(v.number for v in available)}"
+            f"model {self.name!r} has no available version {number}; "
+            f"available are {sorted(v.number for v in available)}"
         )
 
     def statuses(self) -> list[ModelVersionStatus]:
