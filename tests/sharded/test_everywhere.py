@@ -84,7 +84,7 @@ def test_the_same_model_trains_everywhere(ps):
 
 @pytest.fixture(params=["multi_type", "native"])
 def kind(request):
-    return globals()[request.param]
+    return {"multi_type": multi_type, "native": native}[request.param]
 
 
 def slots():

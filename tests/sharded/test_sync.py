@@ -22,7 +22,7 @@ T = torch.tensor
 
 @pytest.fixture(params=["multi_type", "native"])
 def kind(request):
-    return globals()[request.param]
+    return {"multi_type": multi_type, "native": native}[request.param]
 
 
 def test_one_rank_needs_no_process_group(kind):

@@ -100,7 +100,7 @@ class AllToAllHashTable:
         step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
         mine, theirs, came, fused = self._route(ids)
         size = int(mine.sum())
-        flat = scatter_rows(size, grads, fused.fused_embedding_offsets)
+        flat = scatter_rows(size, [grads], [fused.fused_embedding_offsets], [self.dim_size])
         flat = self._exchange.gradients(self._exchange.cast(flat), mine, theirs)
         counts = (theirs // self.dim_size).contiguous()
         rates = self.table._rates(step)

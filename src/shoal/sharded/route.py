@@ -59,13 +59,7 @@ class Route:
 
     def scatter(self, grads: Sequence[Tensor]) -> Tensor:
         """The flat buffer of gradients, shard after shard: those of equal ids are summed."""
-        grads = [g.contiguous() for g in grads]
-        flat = pool.take(self.size)
-        _core.fused_gather_gradient(
-            flat.data_ptr(), self.size, 4, 1.0, [o.data_ptr() for o in self._offsets],
-            [False] * len(grads), [g.data_ptr() for g in grads], [o.numel() for o in self._offsets], self.dims,
-        )  # fmt: skip
-        return flat
+        return scatter_rows(self.size, grads, self._offsets, self.dims)
 
 
 def gather_rows(flat: Tensor, offsets: Tensor, dim: int) -> Tensor:
@@ -78,12 +72,18 @@ def gather_rows(flat: Tensor, offsets: Tensor, dim: int) -> Tensor:
     return rows
 
 
-def scatter_rows(size: int, grads: Tensor, offsets: Tensor) -> Tensor:
-    """A flat buffer with the sum of ``grads`` at their offsets."""
-    flat, grads, offsets = pool.take(size), grads.contiguous(), offsets.contiguous()
+def scatter_rows(
+    size: int, grads: Sequence[Tensor], offsets: Sequence[Tensor], dims: Sequence[int], scale: float = 1.0
+) -> Tensor:
+    """A flat buffer with the sum of ``scale * grads[k]`` at the int32 ``offsets[k]``."""
+    flat = pool.take(size)
+    grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
+    for grad, offset, dim in zip(grads, offsets, dims, strict=True):
+        if grad.shape != (offset.numel(), dim) or grad.dtype != torch.float32:
+            raise ConfigError(f"gradients are float32 [{offset.numel()}, {dim}], got {grad.dtype} {list(grad.shape)}")
     _core.fused_gather_gradient(
-        flat.data_ptr(), size, 4, 1.0, [offsets.data_ptr()], [False], [grads.data_ptr()], [grads.shape[0]],
-        [grads.shape[1]],
+        flat.data_ptr(), size, 4, scale, [o.data_ptr() for o in offsets], [False] * len(grads),
+        [g.data_ptr() for g in grads], [o.numel() for o in offsets], list(dims),
     )  # fmt: skip
     return flat
 
