@@ -60,6 +60,8 @@ class MpiTransport(BaseTransport):
         self._sent = [0] * self.world_size
         self._received = [0] * self.world_size
         self._gone: dict[int, int] = {}  # ranks that closed, and how many messages they had sent here
+        self._barriers_of_gone: dict[int, int] = {}  # and how many barriers they had passed
+        self._barriers = 0
         self._barrier_request: Any = None
 
     def _send(self, dest: int, view: memoryview) -> None:
@@ -162,10 +164,13 @@ class MpiTransport(BaseTransport):
                 self._reap()
                 if self._barrier_request.Test():
                     self._barrier_request = None
+                    self._barriers += 1
                     return
                 self._look_for_closed()
-            if self._gone:
-                raise self._lost(min(self._gone), "it closed its transport, so the barrier cannot fill")
+            # Who passed this barrier may close before the rest of us see it fill.
+            missing = [rank for rank, passed in self._barriers_of_gone.items() if passed <= self._barriers]
+            if missing:
+                raise self._lost(min(missing), "it closed its transport, so the barrier cannot fill")
             if over:
                 text = f"waited {deadline.seconds:g} s in the barrier; a rank is missing, see the other ranks' logs"
                 raise self._error(text, "timeout")
@@ -174,13 +179,13 @@ class MpiTransport(BaseTransport):
     def _look_for_closed(self) -> None:
         status = self.mpi.Status()
         while self.comm.Iprobe(self.mpi.ANY_SOURCE, CLOSE_TAG, status):
-            sent = np.empty(1, np.int64)
-            self.comm.Recv(sent, status.source, CLOSE_TAG)
-            self._gone[status.source] = int(sent[0])
+            farewell = np.empty(2, np.int64)
+            self.comm.Recv(farewell, status.source, CLOSE_TAG)
+            self._gone[status.source], self._barriers_of_gone[status.source] = farewell.tolist()
 
     def _close(self) -> None:
         with self.calls:
             for peer in range(self.world_size):
                 if peer != self.rank:
-                    self._isend(np.array([self._sent[peer]], np.int64), peer, CLOSE_TAG)
+                    self._isend(np.array([self._sent[peer], self._barriers], np.int64), peer, CLOSE_TAG)
             self._reap()
