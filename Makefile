@@ -45,6 +45,7 @@ format: ## rewrite the files in our style
 
 proto: ## regenerate src/shoal/proto/*_pb2.py
 	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. shoal/proto/*.proto
+	cd src && $(abspath $(BIN))/python -m shoal.proto.serving.generate
 
 native: ## build the extension into src/shoal, for working on the tree with PYTHONPATH=src
 	cmake -S . -B build/dev -G Ninja -DSHOAL_WERROR=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) >/dev/null

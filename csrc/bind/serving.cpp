@@ -1,7 +1,22 @@
+#include <nanobind/stl/vector.h>
+
 #include "bind/bind.h"
+#include "serving/messages.h"
 #include "serving/varint.h"
 
 namespace shoal::bind {
+namespace {
+
+nb::tuple pair(Span span) { return nb::make_tuple(span.begin, span.size); }
+
+nb::list pairs(const std::vector<Span>& spans) {
+  nb::list out;
+  for (Span span : spans) out.append(pair(span));
+  return out;
+}
+
+}  // namespace
+
 void serving(nb::module_& m) {
   m.def("varint_size", [](uintptr_t values, int64_t n) { return varint_size(ptr<const int64_t>(values), n); }, NoGil());
   m.def(
@@ -19,6 +34,20 @@ void serving(nb::module_& m) {
         varint_decode(ptr<const uint8_t>(data), bytes, ptr<int64_t>(out), n);
       },
       NoGil());
+
+  // (specs, [(key, value)], filters), each a (begin, size) in the message.
+  m.def("predict_parts", [](uintptr_t data, int64_t size) {
+    const PredictParts parts = predict_parts(ptr<const uint8_t>(data), size);
+    nb::list tensors;
+    for (const MapEntry& entry : parts.tensors) tensors.append(nb::make_tuple(pair(entry.key), pair(entry.value)));
+    return nb::make_tuple(pairs(parts.specs), tensors, pairs(parts.filters));
+  });
+  // (dtype, shape, unknown_rank, content, lists, their field numbers, whether an element stands alone)
+  m.def("tensor_parts", [](uintptr_t data, int64_t size) {
+    const TensorParts parts = tensor_parts(ptr<const uint8_t>(data), size);
+    return nb::make_tuple(parts.dtype, parts.shape, parts.unknown_rank, pair(parts.content), pairs(parts.lists),
+                          parts.list_fields, parts.unpacked);
+  });
 }
 
 }  // namespace shoal::bind

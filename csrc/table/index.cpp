@@ -42,18 +42,13 @@ int64_t Index::bytes() const {
 Slot Index::place(Bucket* first, uint32_t mask, uint64_t hash, uint64_t id) {
   for (uint32_t b = hash & mask;; b = (b + 1) & mask) {
     for (int lane = 0; lane < 4; ++lane) {
-      if (first[b].row[lane] < kFirstRow) {
-        Slot slot{first + b, lane};
-        if (slot.row() == kErasedRow) --head(first).erased;
-        ++head(first).count;
-        first[b].id[lane] = id;
-        return slot;
-      }
+      if (first[b].row[lane] < kFirstRow) return take(first, {first + b, lane}, id);
     }
   }
 }
 
-Slot Index::insert(uint64_t hash, uint64_t id) {
+// The id is not in the index, and its segment is full.
+Slot Index::insert_grown(uint64_t hash, uint64_t id) {
   Bucket* first = segment(hash);
   while (head(first).count + head(first).erased >= limit()) {
     grow(first);

@@ -413,7 +413,8 @@ void decode_segment(const Segment& s, const char* code, float* out) {
     }
     case Codec::one_bit: {
       const auto* q = reinterpret_cast<const int8_t*>(code);
-      for (int i = 0; i < s.dim; ++i) out[i] = q[i] > 0 ? s.amplitude : -s.amplitude;
+      const float amplitude = s.amplitude;  // a copy: `out` might alias the segment; codes are 1 and -1
+      for (int i = 0; i < s.dim; ++i) out[i] = static_cast<float>(q[i]) * amplitude;
       break;
     }
   }

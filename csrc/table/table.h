@@ -130,10 +130,10 @@ class Table {
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
   void write(const Write& write);
   template <Kind kKind>
-  void write_part(const Write& write, const uint32_t* positions, int64_t n);
+  void write_part(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
   template <Kind kKind>
   void write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const;
-  void write_groups(const Write& write, const uint32_t* positions, int64_t n);
+  void write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
   void peek_row(uint64_t hash, int64_t id) const;
   char* find_or_insert(uint64_t hash, int64_t id, uint32_t time, bool* created);
   void forget(int stripe, int64_t id, uint32_t row);

@@ -16,7 +16,16 @@ from tests.serving.helpers import ZOOKEEPER_JAR, Net, ZooKeeper
 @pytest.fixture(autouse=True)
 def clean_process():
     """Sync clients, tables, the address table and the metrics sink are process-wide; each test starts without."""
-    for name in ("MY_HOST_IP", "MY_HOST_IPV6", "MY_POD_IP", "MY_POD_NAME", "SHARD_ID", "REPLICA_ID", "PORT2", "ZK_AUTH"):
+    for name in (
+        "MY_HOST_IP",
+        "MY_HOST_IPV6",
+        "MY_POD_IP",
+        "MY_POD_NAME",
+        "SHARD_ID",
+        "REPLICA_ID",
+        "PORT2",
+        "ZK_AUTH",
+    ):
         os.environ.pop(name, None)
     yield
     reset_sync_clients()

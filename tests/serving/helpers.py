@@ -44,11 +44,17 @@ class ZooKeeper:
         return f"127.0.0.1:{self.port}"
 
     def start(self):
-        command = ["java", "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", f"{self.folder}:{ZOOKEEPER_JAR}"]
+        command = [
+            "java",
+            "-Xmx128m",
+            "-XX:+UseSerialGC",
+            "-XX:TieredStopAtLevel=1",
+            "-cp",
+            f"{self.folder}:{ZOOKEEPER_JAR}",
+        ]
         command += ["org.apache.zookeeper.server.ZooKeeperServerMain", str(self.folder / "zoo.cfg")]
-        log = open(self.folder / "log.txt", "ab")
-        self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        log.close()
+        with open(self.folder / "log.txt", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
         eventually(self._answers, 30, "ZooKeeper to listen")
         return self
 

@@ -119,9 +119,12 @@ def test_layout_filters():
     assert normalize_regex("ps_{i}x{") == r"ps_(?P<i>\d+)x{"
 
 
-@pytest.mark.parametrize("text", ["ps_{i}", "ps_{i};i ** 2 == 4", "ps_{i};__import__('os')", "ps_{i};i.real", "ps_{i};", "a;1.5 == 1", "a;x == 1"])
+@pytest.mark.parametrize(
+    "text",
+    ["ps_{i}", "ps_{i};i ** 2 == 4", "ps_{i};__import__('os')", "ps_{i};i.real", "ps_{i};", "a;1.5 == 1", "a;x == 1"],
+)
 def test_bad_layout_filters_are_refused_when_built(text):
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"filter|condition|expression"):
         LayoutFilters([text])
 
 
@@ -210,13 +213,19 @@ def test_a_unified_container_serves_what_its_layout_names(tmp_path, monkeypatch)
     tree = FakeKazooClient().tree
     operator = ZKBackend("b", zk_client=FakeKazooClient(tree=tree))
     operator.start()
-    config = AgentConfig(bzid="b", agent_version=3, layout_pattern="blue", layout_filters=["ps_{i};i == 0"], agent_port=find_free_port())
+    config = AgentConfig(
+        bzid="b", agent_version=3, layout_pattern="blue", layout_filters=["ps_{i};i == 0"], agent_port=find_free_port()
+    )
     server = ModelServer().start()
-    agent = UnifiedAgent(config, ZKBackend("b", zk_client=FakeKazooClient(tree=tree)), server, agent_address="127.0.0.1:0")
+    agent = UnifiedAgent(
+        config, ZKBackend("b", zk_client=FakeKazooClient(tree=tree)), server, agent_address="127.0.0.1:0"
+    )
     agent.start()
     try:
         for sub in ("ps_0", "ps_1"):
-            operator.decl_saved_model(SavedModel("movie", sub), SavedModelDeployConfig(str(tmp_path / sub), "latest_once"))
+            operator.decl_saved_model(
+                SavedModel("movie", sub), SavedModelDeployConfig(str(tmp_path / sub), "latest_once")
+            )
             operator.add_to_layout("blue", SavedModel("movie", sub))
         eventually(lambda: operator.bzid_info()["model_info"].get("movie", {}).get("sub_graphs_available"))
         assert [model.name for model in server.models()] == ["movie:ps_0"]

@@ -120,7 +120,9 @@ def test_a_directory_appears_whole_or_not_at_all(tmp_path):
 def test_two_writers_of_one_directory_leave_one(tmp_path):
     wrote = []
     threads = [
-        threading.Thread(target=lambda: wrote.append(write_atomically(tmp_path / "5", lambda d: (d / "f").write_text("1"))))
+        threading.Thread(
+            target=lambda: wrote.append(write_atomically(tmp_path / "5", lambda d: (d / "f").write_text("1")))
+        )
         for _ in range(4)
     ]
     for thread in threads:
@@ -139,7 +141,9 @@ def test_the_state_is_text_and_a_missing_file_is_empty(tmp_path):
     state = ServingModelState()
     state.entries.add(export_dir="/x/1", global_step=10)
     overwrite_export_saver_listener_state(tmp_path, state)
-    assert (tmp_path / "ExportSaverListenerState").read_text() == 'entries {\n  export_dir: "/x/1"\n  global_step: 10\n}\n'
+    assert (
+        tmp_path / "ExportSaverListenerState"
+    ).read_text() == 'entries {\n  export_dir: "/x/1"\n  global_step: 10\n}\n'
     assert get_export_saver_listener_state(tmp_path) == state
     assert [path.name for path in tmp_path.iterdir()] == ["ExportSaverListenerState"]
     (tmp_path / "ExportSaverListenerState").write_text("nonsense {")
@@ -176,12 +180,26 @@ def test_a_shard_is_exported_with_its_signatures_and_reloads(tmp_path):
     table = table_of()
     assert export_ps(tmp_path / "ps_0" / "7", {"user": table}, model_name="m", sub_graph="ps_0", global_step=3)
     manifest = json.loads((tmp_path / "ps_0" / "7" / "manifest.json").read_text())
-    assert list(manifest)[:8] == ["format", "model_name", "sub_graph", "version", "global_step", "tags", "signatures", "tables"]
+    assert list(manifest)[:8] == [
+        "format",
+        "model_name",
+        "sub_graph",
+        "version",
+        "global_step",
+        "tags",
+        "signatures",
+        "tables",
+    ]
     assert (manifest["format"], manifest["version"], manifest["tags"]) == (1, 7, ["serve"])
     assert sorted(manifest["signatures"]) == ["hashtable_assign", "lookup"]
     assert manifest["signatures"]["lookup"]["outputs"]["user"] == {"dtype": "float", "shape": [None, 4]}
     (described,) = manifest["tables"]
-    assert (described["name"], described["kind"], described["dims"], described["asset_dir"]) == (table.name, "hash", [4], "assets")
+    assert (described["name"], described["kind"], described["dims"], described["asset_dir"]) == (
+        table.name,
+        "hash",
+        [4],
+        "assets",
+    )
     assert (tmp_path / "ps_0" / "7" / "assets" / f"{table.name}-00000-of-00001").exists()
     servable = load_servable(tmp_path / "ps_0" / "7", tmp_path)
     ids = torch.tensor([3, 99, 0])
@@ -191,7 +209,9 @@ def test_a_shard_is_exported_with_its_signatures_and_reloads(tmp_path):
 
 def test_a_multi_table_is_exported_and_reloads(tmp_path):
     table = MultiHashTable.from_configs({"b": instance(2), "a": instance(1)}, name_suffix="0")
-    table.assign({"a": (torch.tensor([1]), torch.tensor([[5.0]])), "b": (torch.tensor([2]), torch.tensor([[6.0, 7.0]]))})
+    table.assign(
+        {"a": (torch.tensor([1]), torch.tensor([[5.0]])), "b": (torch.tensor([2]), torch.tensor([[6.0, 7.0]]))}
+    )
     export_ps(tmp_path / "1", table, model_name="m", sub_graph="ps_0", global_step=1)
     servable = load_servable(tmp_path / "1", tmp_path)
     assert sorted(servable.signatures) == ["MonolithMultiHashTable_0/raw_assign", "lookup", "raw_lookup"]
@@ -246,7 +266,12 @@ def test_serving_configs_have_no_optimizer_rows_and_the_asked_for_codec():
 
 def exporter(tmp_path, net, **fields):
     return ModelExporter(
-        tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)}, **fields
+        tmp_path,
+        model_name="m",
+        net=net,
+        features={"user": Feature(slot="u")},
+        dense={"price": torch.zeros(2, 2)},
+        **fields,
     )
 
 

@@ -71,11 +71,17 @@ def test_realtime_training_has_its_side_effects(monkeypatch):
     monkeypatch.setenv("zk_servers", "z:1")
     config = OnlineTrainingConfig(enable_parameter_sync=True, bzid="b", base_name="m", metric_name="metric")
     assert config.enable_realtime_training
-    assert (config.partial_recovery, config.dense_only_save_checkpoints_secs, config.tolerate_checkpoint_errors) == (True, 1800, True)
+    assert (config.partial_recovery, config.dense_only_save_checkpoints_secs, config.tolerate_checkpoint_errors) == (
+        True,
+        1800,
+        True,
+    )
     assert config.ps_outlives_chief
     assert config.zk_server == "z:1"
     assert config.subscribed_model == "metric"
-    assert not OnlineTrainingConfig(enable_realtime_training=True, bzid="b", base_name="m", force_shutdown_ps=True).ps_outlives_chief
+    assert not OnlineTrainingConfig(
+        enable_realtime_training=True, bzid="b", base_name="m", force_shutdown_ps=True
+    ).ps_outlives_chief
     with pytest.raises(ConfigError, match="bzid and base_name"):
         OnlineTrainingConfig(enable_realtime_training=True, bzid="b")
 
@@ -83,7 +89,9 @@ def test_realtime_training_has_its_side_effects(monkeypatch):
 def test_the_backend_follows_the_kind_of_cluster(tmp_path):
     unified = create_sync_backend(OnlineTrainingConfig(bzid="b", base_name="m", zk_server=f"dir:{tmp_path}"))
     assert isinstance(unified, ZKBackend)
-    single = create_sync_backend(OnlineTrainingConfig(bzid="b", base_name="m", zk_server=f"dir:{tmp_path}", unified_serving=False))
+    single = create_sync_backend(
+        OnlineTrainingConfig(bzid="b", base_name="m", zk_server=f"dir:{tmp_path}", unified_serving=False)
+    )
     single.start()
     single.subscribe_model("m")
     assert single.get_sync_targets("ps_3") == ("ps_3", {})
@@ -204,8 +212,8 @@ class Command:
 
     def __init__(self, *arguments):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environment(),
+            [sys.executable, "-m", "shoal", *map(str, arguments)], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=environment(),
         )  # fmt: skip
 
     def line(self):
@@ -244,11 +252,19 @@ def test_train_serve_and_sync_as_a_user_would(tmp_path, commands, net):
     handle = parameter_sync_client_from_config(name_suffix="0")
     table = test_hash_table(4, name_suffix="user", sync_client=handle)
     table.assign(torch.arange(100), torch.randn(100, 4))
-    tool = ModelExporter(tmp_path / "model", model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)})
+    tool = ModelExporter(
+        tmp_path / "model",
+        model_name="m",
+        net=net,
+        features={"user": Feature(slot="u")},
+        dense={"price": torch.zeros(2, 2)},
+    )
     tool.export([{"u": table}], global_step=1)
     trainer = ModelServer().start()
     SyncSource(trainer, handle)
-    serving = commands("serve", tmp_path / "model", "--port", 0, "--rest-port", 0, "--registry", registry, "--threads", 1, "--json")
+    serving = commands(
+        "serve", tmp_path / "model", "--port", 0, "--rest-port", 0, "--registry", registry, "--threads", 1, "--json"
+    )
     ready = serving.line()
     assert ready["models"] == ["m"]
     ids, price = torch.tensor([[1, 2], [3, 4]]), torch.randn(2, 2)
@@ -280,7 +296,9 @@ def test_train_serve_and_sync_as_a_user_would(tmp_path, commands, net):
 def test_nothing_is_lost_across_a_replica_restart(tmp_path, commands):
     handle = parameter_sync_client_from_config(name_suffix="0")
     table = test_hash_table(2, name_suffix="t", sync_client=handle)
-    export_ps(tmp_path / "exported_models" / "ps_0" / "1", {"u": table}, model_name="m", sub_graph="ps_0", global_step=1)
+    export_ps(
+        tmp_path / "exported_models" / "ps_0" / "1", {"u": table}, model_name="m", sub_graph="ps_0", global_step=1
+    )
     port = free_port()
     arguments = ("serve", tmp_path, "--port", port, "--threads", 1, "--json")
     serving = commands(*arguments)
@@ -295,10 +313,14 @@ def test_nothing_is_lost_across_a_replica_restart(tmp_path, commands):
     serving = commands(*arguments)
     serving.line()
     step(table, [5])
-    eventually(lambda: handle.waiting() == {"": 0, target: 0} and not json.loads(loop.last_result or "{}").get("responses"), 20)
+    eventually(
+        lambda: handle.waiting() == {"": 0, target: 0} and not json.loads(loop.last_result or "{}").get("responses"), 20
+    )
     set_address_table({"m:ps_0": [target]})
     ids = torch.tensor([1, 2, 3, 4, 5])
-    (got,) = remote_predict(["u"], [ids], ["u"], "m:ps_0", 0, None, max_rpc_deadline_millis=5000, signature_name="lookup")
+    (got,) = remote_predict(
+        ["u"], [ids], ["u"], "m:ps_0", 0, None, max_rpc_deadline_millis=5000, signature_name="lookup"
+    )
     assert torch.equal(got, table.lookup(ids))
     loop.stop()
 
@@ -312,7 +334,9 @@ def test_a_distributed_export_is_served_by_one_process(tmp_path, commands, net):
         ids = torch.arange(shard, 20, 2)
         table.assign(ids, torch.randn(len(ids), 4))
         shards.append({"u": table})
-    tool = ModelExporter(tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)})
+    tool = ModelExporter(
+        tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)}
+    )
     tool.export(shards, global_step=1, mode=ExportMode.DISTRIBUTED)
     ready = commands("serve", tmp_path, "--port", 0, "--threads", 1, "--json").line()
     assert ready["models"] == ["m:entry", "m:ps_0", "m:ps_1"]
@@ -326,7 +350,13 @@ def test_a_mixed_agent_starts_shards_then_the_entry(tmp_path, commands, net, mon
 
     table = test_hash_table(4, name_suffix="u_0")
     table.assign(torch.arange(5), torch.randn(5, 4))
-    tool = ModelExporter(tmp_path / "model", model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)})
+    tool = ModelExporter(
+        tmp_path / "model",
+        model_name="m",
+        net=net,
+        features={"user": Feature(slot="u")},
+        dense={"price": torch.zeros(2, 2)},
+    )
     tool.export([{"u": table}], global_step=1, mode=ExportMode.DISTRIBUTED)
     entry_port = free_port()
     (tmp_path / "agent.conf").write_text(
@@ -401,13 +431,21 @@ def test_one_round_reports_failure_by_its_exit_code(capsys):
 
 
 def test_operators_commands(tmp_path, capsys):
-    export_ps(tmp_path / "exports" / "ps_0" / "1", {"u": test_hash_table(1)}, model_name="movie", sub_graph="ps_0", global_step=1)
+    export_ps(
+        tmp_path / "exports" / "ps_0" / "1",
+        {"u": test_hash_table(1)},
+        model_name="movie",
+        sub_graph="ps_0",
+        global_step=1,
+    )
     from shoal.serving import Manifest
 
     entry = tmp_path / "exports" / "entry" / "1"
     entry.mkdir(parents=True)
     Manifest(model_name="movie", sub_graph="entry", version=1, global_step=1).write(entry)
-    (tmp_path / "agent.conf").write_text(f"bzid b\nagent_version 3\nlayout_pattern blue\nzk_servers dir:{tmp_path}/registry\n")
+    (tmp_path / "agent.conf").write_text(
+        f"bzid b\nagent_version 3\nlayout_pattern blue\nzk_servers dir:{tmp_path}/registry\n"
+    )
     config = ["agent", "--config", str(tmp_path / "agent.conf")]
     assert main([*config, "--declare", str(tmp_path / "exports"), "--publish", "movie:*"]) == 0
     assert main([*config, "--show"]) == 0

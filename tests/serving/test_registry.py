@@ -88,7 +88,12 @@ def test_nodes_are_made_read_changed_and_deleted(registry):
         zk.delete(f"{registry.root}/a")
     zk.delete(f"{registry.root}/a", recursive=True)
     assert not zk.exists(path)
-    for missing in (lambda: zk.get(path), lambda: zk.set(path, b""), lambda: zk.delete(path), lambda: zk.get_children(path)):
+    for missing in (
+        lambda: zk.get(path),
+        lambda: zk.set(path, b""),
+        lambda: zk.delete(path),
+        lambda: zk.get_children(path),
+    ):
         with pytest.raises(NoNodeError):
             missing()
 

@@ -37,7 +37,9 @@ class Recorder:
     def __init__(self, outputs=None, delay=0.0, code=None):
         self.requests, self.outputs, self.delay, self.code = [], outputs, delay, code
         self.server = grpc.server(futures.ThreadPoolExecutor(4))
-        handler = grpc.unary_unary_rpc_method_handler(self.predict, PredictRequest.FromString, PredictResponse.SerializeToString)
+        handler = grpc.unary_unary_rpc_method_handler(
+            self.predict, PredictRequest.FromString, PredictResponse.SerializeToString
+        )
         self.server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("tensorflow.serving.PredictionService", {"Predict": handler}),)
         )
@@ -203,7 +205,10 @@ def test_metrics_and_the_asynchronous_variant(recorders, metrics):
     assert result[0].tolist() == [7]
     tags = "model_name=|signature_name=serving_default"
     assert ("remote_predict_op_throughput", 1, tags) in metrics.counters
-    assert {name for name, _, each in metrics.timers if each == tags} == {"serving_latency", "remote_predict_op_latency"}
+    assert {name for name, _, each in metrics.timers if each == tags} == {
+        "serving_latency",
+        "remote_predict_op_latency",
+    }
 
 
 # --- the address table ------------------------------------------------------------------------------------------------
@@ -223,7 +228,9 @@ class Agent:
         self.service = None
 
     def start(self):
-        self.service = AgentService(AgentDataProvider(lambda: self.addresses), port=self.port, address=f"127.0.0.1:{self.port}")
+        self.service = AgentService(
+            AgentDataProvider(lambda: self.addresses), port=self.port, address=f"127.0.0.1:{self.port}"
+        )
         self.service.start()
 
     def stop(self):

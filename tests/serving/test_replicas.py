@@ -48,10 +48,23 @@ def meta(port, stat=ModelState.AVAILABLE, **fields):
 def test_paths_are_parsed_with_and_without_location():
     path = ZKPath("/shopfeed/service/movie_ctr/dc1:blue/ps:12/3")
     assert (path.bzid, path.base_name, path.idc, path.cluster) == ("shopfeed", "movie_ctr", "dc1", "blue")
-    assert (path.server_type, path.index, path.replica_id, path.task, path.location) == ("ps", "12", "3", "ps:12", "dc1:blue")
+    assert (path.server_type, path.index, path.replica_id, path.task, path.location) == (
+        "ps",
+        "12",
+        "3",
+        "ps:12",
+        "dc1:blue",
+    )
     plain = ZKPath("/shopfeed/service/movie_ctr/entry:0")
     assert (plain.task, plain.location, plain.replica_id) == ("entry:0", None, None)
-    for bad in ("/a/b/c/ps:1/2", "/a/service/b/ps:x/1", "/a/service/b.c/ps:1/1", "/a/service/b/ps:1/2/3", "", "/a/service/b/ps:1/1\n"):
+    for bad in (
+        "/a/b/c/ps:1/2",
+        "/a/service/b/ps:x/1",
+        "/a/service/b.c/ps:1/1",
+        "/a/service/b/ps:1/2/3",
+        "",
+        "/a/service/b/ps:1/1\n",
+    ):
         assert (ZKPath(bad).bzid, ZKPath(bad).task, ZKPath(bad).location) == (None, None, None)
 
 
@@ -344,9 +357,7 @@ def test_one_failing_sub_model_does_not_stop_the_others(monkeypatch, tfs):
     for _ in range(3):
         tfs.tick()
     updater.update()
-    states = [
-        ReplicaMeta.deserialize(zk.get(f"/shopfeed/service/movie_ctr/ps:{task}/0")[0]).stat for task in range(4)
-    ]
+    states = [ReplicaMeta.deserialize(zk.get(f"/shopfeed/service/movie_ctr/ps:{task}/0")[0]).stat for task in range(4)]
     assert states == [30, 30, 0, 0]
     updater.stop()
 
@@ -392,7 +403,9 @@ def test_versions_are_told_to_the_metrics(monkeypatch, tfs, metrics):
     updater.emit_metrics()
     names = {name for name, _, _ in metrics.stores}
     assert names == {"serving_model.latest_version", "serving_model.update_ts", "serving_model.since_last_update"}
-    assert "model_name=ps_0|idc=None|replica_id=5|shard_id=0|base_name=movie_ctr" in {tags for _, _, tags in metrics.stores}
+    assert "model_name=ps_0|idc=None|replica_id=5|shard_id=0|base_name=movie_ctr" in {
+        tags for _, _, tags in metrics.stores
+    }
     updater.stop()
 
 

@@ -18,7 +18,9 @@ from shoal.table import test_hash_table
 def served(tmp_path, net):
     table = test_hash_table(4, name_suffix="user")
     table.assign(torch.arange(10), torch.arange(40).float().reshape(10, 4))
-    tool = ModelExporter(tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)})
+    tool = ModelExporter(
+        tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)}
+    )
     tool.export([{"u": table}], global_step=1, timestamp=7)
     config = ModelServerConfig()
     config.model_config_list.config.append(gen_model_config("m", str(tmp_path / "exported_models")))
@@ -45,7 +47,9 @@ def test_rows_and_columns_give_the_same_scores(served, net):
     status, by_row = ask(served, "/v1/models/m:predict", {"instances": rows})
     assert status == 200
     columns = {"user": [[1, 2], [3, 3]], "price": [[0.5, 1.0], [0.0, 2.0]]}
-    status, by_column = ask(served, "/v1/models/m/versions/7:predict", {"inputs": columns, "signature_name": "serving_default"})
+    status, by_column = ask(
+        served, "/v1/models/m/versions/7:predict", {"inputs": columns, "signature_name": "serving_default"}
+    )
     assert by_row["predictions"] == by_column["outputs"]
     pooled = torch.tensor([[12.0, 14, 16, 18], [24.0, 26, 28, 30]])
     expected = net(user=pooled, price=torch.tensor(columns["price"]))["score"]
@@ -55,19 +59,26 @@ def test_rows_and_columns_give_the_same_scores(served, net):
 def test_a_signature_with_one_input_need_not_name_it(served):
     status, answer = ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [1, 2]})
     assert answer == {"predictions": [[4, 5, 6, 7], [8, 9, 10, 11]]}
-    status, answer = ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "inputs": {"u": [1]}})
+    _status, answer = ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "inputs": {"u": [1]}})
     assert answer == {"outputs": [[4, 5, 6, 7]]}
 
 
 def test_pushes_are_taken_over_rest_too(served):
-    body = {"signature_name": "hashtable_assign", "inputs": {"MonolithHashTable_user_id": [99], "MonolithHashTable_user_value": [[1, 2, 3, 4]]}}
+    body = {
+        "signature_name": "hashtable_assign",
+        "inputs": {"MonolithHashTable_user_id": [99], "MonolithHashTable_user_value": [[1, 2, 3, 4]]},
+    }
     assert ask(served, "/v1/models/live:predict", body) == (200, {"outputs": 1})
-    assert ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [99]})[1]["predictions"] == [[1, 2, 3, 4]]
+    assert ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [99]})[1][
+        "predictions"
+    ] == [[1, 2, 3, 4]]
 
 
 def test_status_and_metadata(served):
     assert ask(served, "/v1/models/m")[1] == {
-        "model_version_status": [{"version": "7", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}]
+        "model_version_status": [
+            {"version": "7", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}
+        ]
     }
     assert ask(served, "/v1/models/m/versions/7")[0] == 200
     metadata = ask(served, "/v1/models/m/metadata")[1]
@@ -130,7 +141,14 @@ def test_the_page_shows_models_tables_and_traffic_in_a_browser(served, tmp_path)
         pytest.skip("no chromium here; `make packages` installs it as root")
     for _ in range(3):
         ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [1]})
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path}/profile"]
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
     command += ["--virtual-time-budget=4000", "--window-size=1000,900"]
     url = f"http://127.0.0.1:{served.rest_port}/"
     page = subprocess.run([*command, "--dump-dom", url], capture_output=True, timeout=90, text=True).stdout

@@ -40,10 +40,35 @@ def certificates(tmp_path_factory):
     def run(*arguments):
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
-    run("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=ca")
+    run(
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.pem",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=ca",
+    )
     (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
     for name in ("server", "trainer"):
-        run("req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        run(
+            "req",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.csr",
+            "-subj",
+            f"/CN={name}",
+        )
         run("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
             "-extfile", "san", "-out", f"{name}.pem")  # fmt: skip
     return folder
@@ -69,7 +94,9 @@ def serve():
 def lookup(server, security=None):
     set_client_security(security)
     set_address_table({"m": [f"127.0.0.1:{server.port}"], "x:ps": []})
-    return remote_predict(["u"], [torch.tensor([1])], ["u"], "m", 0, None, max_rpc_deadline_millis=5000, signature_name="lookup")
+    return remote_predict(
+        ["u"], [torch.tensor([1])], ["u"], "m", 0, None, max_rpc_deadline_millis=5000, signature_name="lookup"
+    )
 
 
 def push(server, table, security=None):
@@ -180,7 +207,8 @@ def test_an_agent_demands_tokens_too():
     from shoal.serving import HeartBeatRequest, HeartBeatResponse
 
     with grpc.insecure_channel(f"127.0.0.1:{service.port}") as channel:
-        call = channel.unary_unary("/monolith.serving.agent_service.AgentService/HeartBeat", HeartBeatRequest.SerializeToString, HeartBeatResponse.FromString)  # fmt: skip
+        path = "/monolith.serving.agent_service.AgentService/HeartBeat"
+        call = channel.unary_unary(path, HeartBeatRequest.SerializeToString, HeartBeatResponse.FromString)
         with pytest.raises(grpc.RpcError) as caught:
             call(HeartBeatRequest(), timeout=5)
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED

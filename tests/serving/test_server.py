@@ -47,7 +47,9 @@ class Client:
 
     def call(self, service, method, request, response, timeout=20):
         path = f"/tensorflow.serving.{service}/{method}"
-        return self.channel.unary_unary(path, type(request).SerializeToString, response.FromString)(request, timeout=timeout)
+        return self.channel.unary_unary(path, type(request).SerializeToString, response.FromString)(
+            request, timeout=timeout
+        )
 
     def predict(self, model, signature="", inputs=None, outputs=(), version=None, label=None):
         request = PredictRequest()
@@ -69,7 +71,7 @@ class Client:
         return {each.version: each.state for each in answer.model_version_status}
 
 
-class fails:  # noqa: N801 (reads like pytest.raises)
+class fails:
     """The call inside must fail with this code and say this."""
 
     def __init__(self, code, text):
@@ -123,7 +125,9 @@ def test_live_tables_are_looked_up_and_assigned(serve):
     assert out["user"].tolist() == [[2, 3], [0, 0]]
     now = int(time.time())
     out = client.predict(
-        "m:ps_0", "hashtable_assign", {f"{table.name}_id": torch.tensor([1, 9]), f"{table.name}_value": torch.ones(2, 2)}
+        "m:ps_0",
+        "hashtable_assign",
+        {f"{table.name}_id": torch.tensor([1, 9]), f"{table.name}_value": torch.ones(2, 2)},
     )
     assert out[f"{table.name}_result"].dtype == torch.int32
     assert out[f"{table.name}_result"].item() == 2
@@ -136,7 +140,11 @@ def test_a_live_multi_table_has_the_raw_signatures(serve):
     table = MultiHashTable.from_configs({"b": instance(2), "a": instance(1)}, name_suffix="0")
     server, client = serve()
     server.serve_tables("ps_0", table)
-    inputs = {"id": torch.tensor([5, 6]), "id_split": torch.tensor([0, 1, 2]), "flat_value": torch.tensor([1.0, 2.0, 3.0])}
+    inputs = {
+        "id": torch.tensor([5, 6]),
+        "id_split": torch.tensor([0, 1, 2]),
+        "flat_value": torch.tensor([1.0, 2.0, 3.0]),
+    }
     assert client.predict("ps_0", f"{table.name}/raw_assign", inputs)["result"].item() == 0
     out = client.predict("ps_0", "raw_lookup", {"id": torch.tensor([5, 6, 7]), "id_split": torch.tensor([0, 1, 3])})
     assert out["flat_emb"].tolist() == [1, 2, 3, 0, 0]
@@ -240,7 +248,7 @@ def test_policies_choose_versions(serve, tmp_path):
     cases = {("latest", 1): [11], ("latest", 2): [10, 11], ("all", None): [9, 10, 11], ("specific", (9, 10)): [9, 10],
              ("latest_once", 1): [11]}  # fmt: skip
     for (policy, data), expected in cases.items():
-        server, client = serve(config_of(m=(tmp_path, policy, data)))
+        _, client = serve(config_of(m=(tmp_path, policy, data)))
         assert sorted(client.status("m")) == expected, policy
         assert value_of(client) == expected[-1]
         assert value_of(client, version=expected[0]) == expected[0]
@@ -248,7 +256,7 @@ def test_policies_choose_versions(serve, tmp_path):
 
 def test_a_new_version_replaces_the_old_one_only_under_latest(serve, tmp_path):
     export(tmp_path, 1, 1)
-    server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
+    _server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
     _, once = serve(config_of(m=(tmp_path, "latest_once")), poll=0.05)
     _, polled_once = serve(config_of(m=(tmp_path, "latest")), poll=0)
     export(tmp_path, 2, 2)
@@ -262,7 +270,7 @@ def test_a_new_version_replaces_the_old_one_only_under_latest(serve, tmp_path):
 
 def test_a_broken_version_is_reported_and_the_old_one_goes_on(serve, tmp_path):
     export(tmp_path, 1, 1)
-    server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
+    _server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "manifest.json").write_text("{}")
     eventually(lambda: client.status("m").get(2) == ModelState.END)
@@ -277,7 +285,7 @@ def test_a_broken_version_is_reported_and_the_old_one_goes_on(serve, tmp_path):
 
 def test_reload_adds_and_removes_models_over_the_wire(serve, tmp_path):
     export(tmp_path / "a", 1, 5)
-    server, client = serve(model_root=tmp_path)
+    _server, client = serve(model_root=tmp_path)
     request = ReloadConfigRequest(config=config_of(m=(tmp_path / "a",)))
     client.call("ModelService", "HandleReloadConfigRequest", request, ReloadConfigResponse)
     assert value_of(client) == 5
@@ -302,7 +310,7 @@ def test_labels_name_versions(serve, tmp_path):
 
 def test_rows_that_were_pushed_survive_a_version_switch(serve, tmp_path):
     export(tmp_path, 1, 1)
-    server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
+    _server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
     push = {"T_id": torch.tensor([1, 7]), "T_value": torch.full((2, 2), 50.0)}
     client.predict("m", "hashtable_assign", push)
     export(tmp_path, 2, 2)
@@ -381,7 +389,9 @@ def test_zeros_are_tombstones_where_the_export_says_so(serve, tmp_path):
 def test_a_standalone_model_answers_and_micro_batches(serve, tmp_path, net):
     table = test_hash_table(4, name_suffix="user")
     table.assign(torch.arange(50), torch.randn(50, 4))
-    tool = ModelExporter(tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)})
+    tool = ModelExporter(
+        tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)}
+    )
     tool.export([{"u": table}], global_step=1)
     server, client = serve(config_of(m=(tmp_path / "exported_models",)))
     requests = [{"user": torch.randint(0, 60, (b, 3)), "price": torch.randn(b, 2)} for b in (1, 2, 5, 1) * 6]
@@ -400,9 +410,9 @@ def test_a_standalone_model_answers_and_micro_batches(serve, tmp_path, net):
         assert torch.allclose(got, net(user=rows, price=request["price"])["score"], atol=1e-6)
     with fails(CODE.INVALID_ARGUMENT, "price"):
         client.predict("m", "", {"user": torch.tensor([[1]])})
-    assert client.predict("m", "serving_default", {"user": torch.zeros(0, 3, dtype=torch.int64), "price": torch.zeros(0, 2)})[
-        "score"
-    ].shape == (0,)
+    assert client.predict(
+        "m", "serving_default", {"user": torch.zeros(0, 3, dtype=torch.int64), "price": torch.zeros(0, 2)}
+    )["score"].shape == (0,)
 
 
 def test_an_entry_asks_its_shards(serve, tmp_path, net):
@@ -414,11 +424,17 @@ def test_an_entry_asks_its_shards(serve, tmp_path, net):
         mine = torch.remainder(ids, 2) == shard
         table.assign(ids[mine], rows[mine])
         shards.append({"u": table})
-    tool = ModelExporter(tmp_path, model_name="m", net=net, features={"user": Feature(slot="u", combiner="mean")}, dense={"price": torch.zeros(2, 2)})
+    tool = ModelExporter(
+        tmp_path,
+        model_name="m",
+        net=net,
+        features={"user": Feature(slot="u", combiner="mean")},
+        dense={"price": torch.zeros(2, 2)},
+    )
     tool.export(shards, global_step=1, mode=ExportMode.DISTRIBUTED)
     base = tmp_path / "exported_models"
     ps_servers = [serve(config_of(**{f"m:ps_{i}": (base / f"ps_{i}", "latest_once")}))[0] for i in range(2)]
-    entry, client = serve(config_of(m=(base / "entry",)))
+    _, client = serve(config_of(m=(base / "entry",)))
     set_address_table({f"m:ps_{i}": [f"127.0.0.1:{server.port}"] for i, server in enumerate(ps_servers)})
     request = {"user": torch.tensor([[-3, 4, 4], [9, 0, -10]]), "price": torch.randn(2, 2)}
     got = client.predict("m", "", request)["score"]
@@ -441,7 +457,10 @@ def test_a_batcher_runs_alone_requests_at_once_and_joins_those_that_wait():
 
     batcher = Batcher(run, max_rows=6)
     results = {}
-    threads = [threading.Thread(target=lambda n=n: results.update({n: batcher({"x": torch.full((n,), n)})["y"]})) for n in (1, 2, 3, 4)]
+    threads = [
+        threading.Thread(target=lambda n=n: results.update({n: batcher({"x": torch.full((n,), n)})["y"]}))
+        for n in (1, 2, 3, 4)
+    ]
     threads[0].start()
     inside.wait(5)
     for thread in threads[1:]:
@@ -503,12 +522,18 @@ def test_a_stock_generated_client_of_another_descriptor_pool_works(serve):
     message(file, "ModelSpec", [(1, "name", text, one, ""), (3, "signature_name", text, one, "")])
     shape = message(file, "Shape", [(2, "dim", group, many, ".tensorflow.serving.Shape.Dim")])
     shape.nested_type.add(name="Dim").field.add(number=1, name="size", type=3, label=one)
-    message(file, "Tensor", [(1, "dtype", 5, one, ""), (2, "tensor_shape", group, one, ".tensorflow.serving.Shape"), (4, "tensor_content", raw, one, ""), (5, "float_val", 2, many, ""), (10, "int64_val", 3, many, "")])  # fmt: skip
+    lists = [(5, "float_val", 2, many, ""), (10, "int64_val", 3, many, "")]
+    head = [(1, "dtype", 5, one, ""), (2, "tensor_shape", group, one, ".tensorflow.serving.Shape")]
+    message(file, "Tensor", [*head, (4, "tensor_content", raw, one, ""), *lists])
     message(file, "Entry", [(1, "key", text, one, ""), (2, "value", group, one, ".tensorflow.serving.Tensor")])
-    message(file, "Request", [(1, "model_spec", group, one, ".tensorflow.serving.ModelSpec"), (2, "inputs", group, many, ".tensorflow.serving.Entry")])  # fmt: skip
+    spec = (1, "model_spec", group, one, ".tensorflow.serving.ModelSpec")
+    message(file, "Request", [spec, (2, "inputs", group, many, ".tensorflow.serving.Entry")])
     message(file, "Response", [(1, "outputs", group, many, ".tensorflow.serving.Entry")])
     pool.Add(file)
-    classes = {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensorflow.serving.{name}")) for name in ("Request", "Response")}
+    classes = {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensorflow.serving.{name}"))
+        for name in ("Request", "Response")
+    }
     server, client = serve()
     server.serve_tables("m", {"user": table_of()})
     request = classes["Request"]()
@@ -517,6 +542,7 @@ def test_a_stock_generated_client_of_another_descriptor_pool_works(serve):
     entry.value.dtype = 9
     entry.value.tensor_shape.dim.add(size=1)
     entry.value.tensor_content = (1).to_bytes(8, "little")
-    call = client.channel.unary_unary("/tensorflow.serving.PredictionService/Predict", classes["Request"].SerializeToString, classes["Response"].FromString)  # fmt: skip
+    path = "/tensorflow.serving.PredictionService/Predict"
+    call = client.channel.unary_unary(path, classes["Request"].SerializeToString, classes["Response"].FromString)
     (output,) = call(request, timeout=5).outputs
     assert list(output.value.float_val) == [2.0, 3.0]

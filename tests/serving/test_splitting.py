@@ -18,7 +18,10 @@ def request_of(tables, multi=False, **fields):
 
 
 EXAMPLE = request_of(
-    {"item": (2, range(11)), "user": (1, range(4))}, model_name="mv", signature_name="hashtable_assign", timeout_in_ms=3000
+    {"item": (2, range(11)), "user": (1, range(4))},
+    model_name="mv",
+    signature_name="hashtable_assign",
+    timeout_in_ms=3000,
 )
 
 
@@ -27,7 +30,9 @@ def counts(parts):
 
 
 def test_the_worked_example_splits_in_four():
-    request = request_of({"item": (2, range(11)), "user": (1, range(4))}, model_name="movie", signature_name="hashtable_assign")
+    request = request_of(
+        {"item": (2, range(11)), "user": (1, range(4))}, model_name="movie", signature_name="hashtable_assign"
+    )
     request.model_name = "m" * (5 + 206 - request.ByteSize())
     assert request.ByteSize() == 206
     parts = RequestSplitter().split(request, 64)
@@ -79,7 +84,11 @@ def test_a_request_without_rows_sends_nothing_and_one_without_tables_is_one_part
 
 
 @given(
-    st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(1, 3), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30)), min_size=1),
+    st.dictionaries(
+        st.sampled_from("abcd"),
+        st.tuples(st.integers(1, 3), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30)),
+        min_size=1,
+    ),
     st.integers(20, 400),
     st.booleans(),
 )

@@ -46,7 +46,9 @@ def config_of(*targets, model="m", **fields):
 
 def instance(dim):
     segment = CombineAsSegment(dim, ZerosInitializer(), SgdOptimizer(), Fp32Compressor())
-    config = EmbeddingHashTableConfig(entry_config=EntryConfig(segments=[segment]), cuckoo=CuckooEmbeddingHashTableConfig())
+    config = EmbeddingHashTableConfig(
+        entry_config=EntryConfig(segments=[segment]), cuckoo=CuckooEmbeddingHashTableConfig()
+    )
     return HashTableConfigInstance(config, [1.0])
 
 

@@ -231,13 +231,21 @@ def test_refresh_takes_lists_and_dicts_in_order():
     infos = {"z:1": ClientConfig.TargetExtraInfo(replica_id=2), "a:1": ClientConfig.TargetExtraInfo(replica_id=1)}
     config = ClientConfig.FromString(refresh_sync_config(Fixed(infos), 0))
     assert config.model_name == "ps_0"
-    assert [(t, i.replica_id) for t, i in zip(config.targets, config.targets_extra_info, strict=True)] == [("z:1", 2), ("a:1", 1)]
+    assert [(t, i.replica_id) for t, i in zip(config.targets, config.targets_extra_info, strict=True)] == [
+        ("z:1", 2),
+        ("a:1", 1),
+    ]
 
 
 def test_operators_declare_and_publish(tmp_path):
     from shoal.serving import Manifest
 
-    for sub, version, name in (("entry", 9, "old"), ("entry", 10, "movie"), ("ps_0", 10, "movie"), ("ps_1", 10, "movie")):
+    for sub, version, name in (
+        ("entry", 9, "old"),
+        ("entry", 10, "movie"),
+        ("ps_0", 10, "movie"),
+        ("ps_1", 10, "movie"),
+    ):
         directory = tmp_path / sub / str(version)
         directory.mkdir(parents=True)
         Manifest(model_name=name, sub_graph=sub, version=version, global_step=1).write(directory)
@@ -246,7 +254,10 @@ def test_operators_declare_and_publish(tmp_path):
     assert declare_saved_model(backend, tmp_path) == "movie"
     assert sorted(map(str, backend.list_saved_models("movie"))) == ["movie:entry", "movie:ps_0", "movie:ps_1"]
     info = backend.bzid_info()["model_info"]["movie"]
-    assert json.loads(info["entry"]["deploy_config"]) == {"model_base_path": f"{tmp_path}/entry", "version_policy": "latest"}
+    assert json.loads(info["entry"]["deploy_config"]) == {
+        "model_base_path": f"{tmp_path}/entry",
+        "version_policy": "latest",
+    }
     assert json.loads(info["ps_1"]["deploy_config"])["version_policy"] == "latest_once"
     with pytest.raises(ValueError, match="overwrite"):
         declare_saved_model(backend, tmp_path)

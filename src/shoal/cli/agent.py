@@ -70,7 +70,7 @@ def run(options: Options) -> int:
     return _unified(options, config, stop) if config.agent_version == 3 else _one_model(options, config, stop)
 
 
-def _operate(options: Options, config, backend) -> int:  # noqa: ANN001
+def _operate(options: Options, config, backend) -> int:
     from shoal.serving.rollout import declare_saved_model, map_model_to_layout
 
     if options.declare:
@@ -86,7 +86,7 @@ def _operate(options: Options, config, backend) -> int:  # noqa: ANN001
     return 0
 
 
-def _unified(options: Options, config, stop: threading.Event) -> int:  # noqa: ANN001
+def _unified(options: Options, config, stop: threading.Event) -> int:
     from shoal.serving.addresses import AgentHeartbeat, set_address_table
     from shoal.serving.agent import UnifiedAgent
     from shoal.serving.server import ModelServer
@@ -100,12 +100,21 @@ def _unified(options: Options, config, stop: threading.Event) -> int:  # noqa: A
         security=security,
     ).start()
     backend = ZKBackend(config.bzid, config.zk_servers)
-    agent = UnifiedAgent(config, backend, server, agent_address=f"{options.host}:{config.agent_port}", security=security)
+    agent = UnifiedAgent(
+        config, backend, server, agent_address=f"{options.host}:{config.agent_port}", security=security
+    )
     agent.start()
     heartbeat = AgentHeartbeat(f"{options.host}:{agent.agent_port}")
     set_address_table(heartbeat)
-    ready = {"grpc": server.port, "rest": server.rest_port, "agent": agent.agent_port, "container": str(agent.container)}
-    print(json.dumps(ready) if options.json else f"container {agent.container} serves on port {server.port}", flush=True)
+    ready = {
+        "grpc": server.port,
+        "rest": server.rest_port,
+        "agent": agent.agent_port,
+        "container": str(agent.container),
+    }
+    print(
+        json.dumps(ready) if options.json else f"container {agent.container} serves on port {server.port}", flush=True
+    )
     stop.wait()
     heartbeat.stop()
     agent.stop()
@@ -113,7 +122,7 @@ def _unified(options: Options, config, stop: threading.Event) -> int:  # noqa: A
     return 0
 
 
-def _one_model(options: Options, config, stop: threading.Event) -> int:  # noqa: ANN001
+def _one_model(options: Options, config, stop: threading.Event) -> int:
     from shoal.serving.agent import ServingAgent
     from shoal.serving.zk_types import make_zk_client
 
@@ -123,7 +132,10 @@ def _one_model(options: Options, config, stop: threading.Event) -> int:  # noqa:
     zk.start()
     try:
         agent = ServingAgent(config, zk, agent_address=f"{options.host}:{config.agent_port}")
-        print(json.dumps({"agent": config.agent_port}) if options.json else f"agent on port {config.agent_port}", flush=True)
+        print(
+            json.dumps({"agent": config.agent_port}) if options.json else f"agent on port {config.agent_port}",
+            flush=True,
+        )
         return agent.run(stop)
     finally:
         zk.stop()

@@ -21,7 +21,7 @@ class ServeSecurity:
     allow_insecure: bool = False
     """Listen off loopback without TLS or tokens all the same."""
 
-    def build(self):  # noqa: ANN201 (imported late)
+    def build(self):
         from shoal.serving.rest import token_file
         from shoal.serving.security import ServerSecurity
 
@@ -49,7 +49,7 @@ class CallSecurity:
     server_name: str = ""
     """Name that servers' certificates carry, when it is not the one dialled."""
 
-    def build(self):  # noqa: ANN201
+    def build(self):
         from shoal.serving.security import ClientSecurity
 
         if not any((self.tls_ca, self.tls_cert, self.token_file)):

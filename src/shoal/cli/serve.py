@@ -79,6 +79,7 @@ def serve(options: Options) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if (options.model_dir is None) == (options.config is None):
         raise ConfigError("shoal serve: give a MODEL_DIR or --config, and not both")
+    sys.setswitchinterval(0.0005)  # a batch gives up the interpreter at every operation and must get it back soon
     if options.threads:
         torch.set_num_threads(options.threads)
         set_num_threads(options.threads)
@@ -112,7 +113,7 @@ def serve(options: Options) -> int:
     }
     print(json.dumps(ready) if options.json else _text(ready), flush=True)
     while not stop.wait(60.0 if options.config is not None else None):
-        server.reload(read_config(options.config))
+        server.reload(read_config(options.config))  # pyrefly: ignore
     if registration is not None:
         registration.stop()
     server.stop(options.drain_seconds)
@@ -156,7 +157,9 @@ def models_of(options: Options) -> tuple[Any, dict[str, str], list[tuple[str, st
     if options.config is not None:
         return read_config(options.config), {}, []
     assert options.model_dir is not None
-    base = options.model_dir / "exported_models" if (options.model_dir / "exported_models").is_dir() else options.model_dir
+    base = (
+        options.model_dir / "exported_models" if (options.model_dir / "exported_models").is_dir() else options.model_dir
+    )
     version = newest_version(base)
     if version is not None:  # a standalone export
         name = options.name or Manifest.read(base / str(version)).model_name

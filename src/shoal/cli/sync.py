@@ -100,7 +100,9 @@ def sync(options: Options) -> int:
     from shoal.serving.sync_client import SyncClientHandle
     from shoal.serving.sync_source import follow_source
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     if bool(options.target) == (options.registry is not None):
         raise ConfigError("shoal sync: give --registry or --target, and not both")
     security = options.security.build()
@@ -142,7 +144,9 @@ def _round(options: Options, loop: Any, handle: Any) -> int:
         if each.get("status_code"):
             row["code"], row["error"] = each["status_code"], each["error_message"]
     for target, row in rows.items():
-        row["freshness_s"] = round(handle.freshness[target], 4) if not row["code"] and target in handle.freshness else None
+        row["freshness_s"] = (
+            round(handle.freshness[target], 4) if not row["code"] and target in handle.freshness else None
+        )
     waiting = handle.waiting()
     report = {
         "time": begin,

@@ -108,7 +108,7 @@ _default: AgentHeartbeat | None = None
 
 
 def set_address_table(table: Mapping[str, Sequence[str]] | AgentHeartbeat | FixedTable | None) -> None:
-    """Puts a fixed ``{key: [address]}`` table or an ``AgentHeartbeat`` in place of the process's own; None undoes it."""
+    """Puts a fixed ``{key: [address]}`` table or an ``AgentHeartbeat`` in place of the process's own; None undoes."""
     global _override
     _override = FixedTable(table) if isinstance(table, Mapping) else table
 

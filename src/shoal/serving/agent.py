@@ -49,9 +49,7 @@ class UnifiedAgent:
         self.config, self._backend, self._server = config, backend, server
         self.container = Container(config.container_cluster, config.container_id)
         self._filters = LayoutFilters(config.layout_filters, config.shard_id, config.num_shard or 1)
-        self._agent = AgentService(
-            AgentDataProvider(self._addresses), config, address=agent_address, security=security
-        )
+        self._agent = AgentService(AgentDataProvider(self._addresses), config, address=agent_address, security=security)
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._threads: list[threading.Thread] = []

@@ -26,7 +26,7 @@ def gen_model_config(
     model_platform: str = "tensorflow",
     version_labels: Mapping[str, int] | None = None,
 ) -> ModelConfig:
-    """A ``ModelConfig``. ``latest`` and ``latest_once`` take a count, ``specific`` a version or several, ``all`` nothing."""
+    """A ``ModelConfig``: ``latest`` and ``latest_once`` take a count, ``specific`` versions, ``all`` nothing."""
     config = ModelConfig(name=name, base_path=base_path, model_platform=model_platform)
     policy: Any = config.model_version_policy
     kind = version_policy.lower()

@@ -157,7 +157,12 @@ def export_ps(
 
     def write(directory: Path) -> None:
         specs = export_tables(
-            directory, views, shared_assets=shared, final=Path(final), codec=codec, skip_zero_embedding=skip_zero_embedding
+            directory,
+            views,
+            shared_assets=shared,
+            final=Path(final),
+            codec=codec,
+            skip_zero_embedding=skip_zero_embedding,
         )
         signatures = {name: each.spec for name, each in table_signatures(views, lambda: Servable({})).items()}
         _manifest(final, model_name, sub_graph, global_step, signatures, specs, None).write(directory)
@@ -195,9 +200,13 @@ def _manifest(
 
 
 def export_program(
-    net: torch.nn.Module, features: Mapping[str, Feature], dense: Mapping[str, torch.Tensor], dims: Mapping[str, int], file: Path
+    net: torch.nn.Module,
+    features: Mapping[str, Feature],
+    dense: Mapping[str, torch.Tensor],
+    dims: Mapping[str, int],
+    file: Path,
 ) -> dict[str, TensorSpec]:
-    """Traces the net for any batch size with ``torch.export``, saves it, and returns the specification of its outputs."""
+    """Traces the net for any batch size with ``torch.export``, saves it, and describes its outputs."""
     arguments: dict[str, torch.Tensor] = {}
     shapes: dict[str, dict[int, Any]] = {}
     rows = max([len(value) for value in dense.values()] + [2])
@@ -308,9 +317,16 @@ class ModelExporter:
     def _writer(
         self, name: str, where: str, step: int, shards: list[list[TableView]], count: int, shared: Path | None
     ) -> Callable[[Path], None]:
-        dims = {alias: view.dims[view.sub_tables.index(sub)] for views in shards for view in views for alias, sub in view.slots.items()}
+        dims = {
+            alias: view.dims[view.sub_tables.index(sub)]
+            for views in shards
+            for view in views
+            for alias, sub in view.slots.items()
+        }
         if missing := sorted({each.slot for each in self._features.values()} - dims.keys()):
-            raise ConfigError(f"model {self.model_name!r}: no table serves the slots {missing}; tables serve {sorted(dims)}")
+            raise ConfigError(
+                f"model {self.model_name!r}: no table serves the slots {missing}; tables serve {sorted(dims)}"
+            )
 
         def write(directory: Path) -> None:
             outputs = export_program(

@@ -93,7 +93,7 @@ class FakeTFServing:
         with self._lock:
             for versions in self._models.values():
                 for version, state in versions.items():
-                    versions[version] = _NEXT.get(state, state)
+                    versions[version] = _NEXT.get(state, state)  # pyrefly: ignore
 
     def add_version(self, model: str, version: int) -> None:
         with self._lock:

@@ -40,14 +40,14 @@ class _BothPools:
 
 
 def add_health_and_reflection(server: Any, services: Sequence[str]) -> Any:
-    """Adds both services and reports ``services`` (and the server as a whole) as serving; returns the health servicer."""
+    """Adds both and reports ``services`` (and the server as a whole) as serving; returns the health servicer."""
     import shoal.proto.serving.agent_service_pb2
     import shoal.proto.serving.tf_serving_pb2  # noqa: F401  (the descriptors that reflection shows)
 
     servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
-    reflection.enable_server_reflection(names, server, pool=_BothPools())
+    reflection.enable_server_reflection(names, server, pool=_BothPools())  # pyrefly: ignore
     for name in ("", *services):
         servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     return servicer

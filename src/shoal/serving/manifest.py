@@ -58,7 +58,17 @@ class Manifest:
     """The dense program: its file, its features and where their rows come from. None in embedding shards."""
 
     def write(self, directory: Path) -> None:
-        order = ("format", "model_name", "sub_graph", "version", "global_step", "tags", "signatures", "tables", "program")
+        order = (
+            "format",
+            "model_name",
+            "sub_graph",
+            "version",
+            "global_step",
+            "tags",
+            "signatures",
+            "tables",
+            "program",
+        )
         content = asdict(self)
         (directory / FILE).write_text(json.dumps({key: content[key] for key in order}, indent=1))
 

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -23,6 +24,7 @@ class PrometheusSink:
     def __init__(self, registry: Any = None) -> None:
         self._registry = registry
         self._metrics: dict[str, tuple[Any, tuple[str, ...]]] = {}
+        self._writers: dict[tuple[str, str], Callable[[float], Any]] = {}
         self._lock = threading.Lock()
 
     def emit_counter(self, name: str, value: float, tags: str) -> None:
@@ -35,11 +37,20 @@ class PrometheusSink:
         self._metric("Gauge", name, tags, "set", value)
 
     def _metric(self, kind: str, name: str, tags: str, verb: str, value: float) -> None:
+        write = self._writers.get((name, tags))
+        if write is None:
+            write = self._writer(kind, name, tags, verb)
+            if len(self._writers) < 10_000:
+                self._writers[name, tags] = write
+        write(value)
+
+    def _writer(self, kind: str, name: str, tags: str, verb: str) -> Callable[[float], Any]:
+        """What a measurement is written by; kept for the next one of the same name and tags."""
         try:
             import prometheus_client
         except ImportError:  # metrics are an extra
-            return
-        labels = dict(part.partition("=")[::2] for part in tags.split("|") if part)
+            return lambda value: None
+        labels = dict(part.partition("=")[::2] for part in tags.split("|") if part)  # pyrefly: ignore
         labels = {re.sub(r"[^a-zA-Z0-9_]", "_", key): text for key, text in labels.items()}
         with self._lock:
             if name not in self._metrics:
@@ -49,7 +60,7 @@ class PrometheusSink:
                 self._metrics[name] = (metric, tuple(labels))
             metric, names = self._metrics[name]
         child = metric.labels(*(labels.get(key, "") for key in names)) if names else metric
-        getattr(child, verb)(value)
+        return getattr(child, verb)
 
 
 _default = PrometheusSink()

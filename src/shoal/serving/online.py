@@ -59,7 +59,7 @@ class OnlineTrainingConfig:
             raise ConfigError(
                 f"realtime training needs bzid and base_name, got {self.bzid!r} and {self.base_name!r}; set both"
             )
-        self.zk_server = self.zk_server or os.environ.get("zk_servers")
+        self.zk_server = self.zk_server or os.environ.get("zk_servers")  # noqa: SIM112 (its name)
         self.partial_recovery = True if self.partial_recovery is None else self.partial_recovery
         if self.dense_only_save_checkpoints_secs is None:
             self.dense_only_save_checkpoints_secs = DENSE_ONLY_CHECKPOINT_SECS

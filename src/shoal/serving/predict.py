@@ -6,10 +6,14 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from shoal import _core
 from shoal.errors import DataError
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
-from shoal.serving.tensors import MAX_TENSOR_BYTES, decode_tensor, encode_tensor
-from shoal.serving.wire import field, read_fields
+from shoal.serving.tensors import MAX_TENSOR_BYTES, decode_tensor, tensor_chunks
+from shoal.serving.wire import address_of, field, read_fields, varint
+
+Encoded = bytes | list[Any]
+"""A tensor as bytes, or as the chunks that make them up."""
 
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 GET_MODEL_METADATA = "/tensorflow.serving.PredictionService/GetModelMetadata"
@@ -39,37 +43,49 @@ def model_spec(name: str, signature_name: str = "", version: int | None = None) 
     return spec
 
 
-def encode_request(spec: ModelSpec, inputs: Mapping[str, bytes], output_filter: Iterable[str] = ()) -> bytes:
-    """A PredictRequest; ``inputs`` are what :func:`encode_tensor` gives."""
-    parts = [field(1, spec.SerializeToString())]
-    parts += [field(2, field(1, alias.encode()) + field(2, tensor)) for alias, tensor in inputs.items()]
-    parts += [field(3, alias.encode()) for alias in output_filter]
-    return b"".join(parts)
+def encode_request(spec: ModelSpec, inputs: Mapping[str, Encoded], output_filter: Iterable[str] = ()) -> bytes:
+    """A PredictRequest; ``inputs`` are what :func:`encode_tensor` or :func:`tensor_chunks` gives."""
+    chunks = [field(1, spec.SerializeToString())]
+    for alias, tensor in inputs.items():
+        _add_entry(chunks, 2, alias, tensor)
+    chunks += [field(3, alias.encode()) for alias in output_filter]
+    return b"".join(chunks)
+
+
+def _add_entry(chunks: list, number: int, alias: str, tensor: Encoded) -> None:
+    """One entry of a map of tensors; the tensor's bytes are not copied yet."""
+    parts = tensor if isinstance(tensor, list) else [tensor]
+    size = sum(map(len, parts))
+    key = field(1, alias.encode())
+    head = b"\x12" + varint(size)
+    chunks += [varint(number << 3 | 2), varint(len(key) + len(head) + size), key, head, *parts]
 
 
 def decode_request(data: bytes) -> PredictCall:
     """Raises DataError for bytes that are not a PredictRequest."""
-    spec, inputs, names = ModelSpec(), {}, []
-    for number, wire, value in read_fields(memoryview(data)):
-        if wire != 2:
-            continue
-        if number == 1:
-            try:
-                spec.MergeFromString(bytes(value))  # pyrefly: ignore
-            except DecodeError as error:
-                raise DataError(f"model_spec is not a ModelSpec: {error}") from None
-        elif number == 2:
-            alias, tensor = _map_entry(value)  # pyrefly: ignore
-            inputs[alias] = tensor
-        elif number == 3:
-            names.append(_text(value))  # pyrefly: ignore
+    whole = memoryview(data)
+    try:
+        specs, tensors, filters = _core.predict_parts(address_of(whole), len(whole))
+        spec = ModelSpec()
+        for begin, size in specs:
+            spec.MergeFromString(data[begin : begin + size])
+        inputs = {
+            data[key : key + key_size].decode(): whole[begin : begin + size]
+            for (key, key_size), (begin, size) in tensors
+        }
+        names = [data[begin : begin + size].decode() for begin, size in filters]
+    except (ValueError, DecodeError) as error:
+        raise DataError(f"it is not a PredictRequest: {error}") from None
     return PredictCall(spec, inputs, names)
 
 
 def encode_response(spec: ModelSpec, outputs: Mapping[str, Any]) -> bytes:
     """A PredictResponse from tensors."""
-    parts = [field(1, field(1, alias.encode()) + field(2, encode_tensor(value))) for alias, value in outputs.items()]
-    return b"".join([*parts, field(2, spec.SerializeToString())])
+    chunks: list = []
+    for alias, value in outputs.items():
+        _add_entry(chunks, 1, alias, tensor_chunks(value))
+    chunks.append(field(2, spec.SerializeToString()))
+    return b"".join(chunks)
 
 
 def decode_response(data: bytes) -> tuple[ModelSpec, dict[str, memoryview]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from shoal.errors import ConfigError, DataError
 from shoal.serving.manifest import SignatureSpec, TensorSpec, inside
@@ -82,7 +83,10 @@ def remote_lookup(model_name: str, num_ps: int, dims: Mapping[str, int], deadlin
     slots = sorted(dims)
 
     def lookup(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        unique = {slot: torch.unique(wanted.get(slot, torch.empty(0, dtype=torch.int64)), return_inverse=True) for slot in slots}
+        unique = {
+            slot: torch.unique(wanted.get(slot, torch.empty(0, dtype=torch.int64)), return_inverse=True)
+            for slot in slots
+        }
         rows = {slot: torch.zeros(len(ids), dims[slot]) for slot, (ids, _) in unique.items()}
         for shard in range(num_ps):
             chosen = {slot: torch.remainder(ids, num_ps) == shard for slot, (ids, _) in unique.items()}
@@ -104,7 +108,9 @@ def remote_lookup(model_name: str, num_ps: int, dims: Mapping[str, int], deadlin
 class Program:
     """A net with its features: ``{alias: tensor}`` in, ``{alias: tensor}`` out."""
 
-    def __init__(self, net: Callable[..., Any], features: Mapping[str, Feature], outputs: list[str], lookup: Lookup) -> None:
+    def __init__(
+        self, net: Callable[..., Any], features: Mapping[str, Feature], outputs: list[str], lookup: Lookup
+    ) -> None:
         self._net, self._features, self._outputs, self._lookup = net, dict(features), outputs, lookup
 
     def __call__(self, inputs: Tensors) -> Tensors:
@@ -123,6 +129,42 @@ class Program:
             return named_outputs(self._net(**arguments), self._outputs)
 
 
+def direct_call(exported: torch.export.ExportedProgram) -> Callable[..., Any]:
+    """The program as a call with keywords, its parameters bound; ten times less overhead than ``exported.module()``.
+
+    Programs that change buffers, or take anything but tensors, are run the ordinary way.
+    """
+    kinds = torch.export.graph_signature.InputKind
+    signature = exported.graph_signature
+    bound = {**exported.state_dict, **exported.constants}
+    places: list[tuple[str | None, torch.Tensor | None]] = []
+    for spec in signature.input_specs:
+        if spec.kind == kinds.USER_INPUT:
+            name = getattr(spec.arg, "name", None)
+            if name is None:
+                return exported.module()
+            places.append((name, None))
+        elif spec.kind in (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR) and spec.target in bound:
+            places.append((None, bound[spec.target]))
+        else:
+            return exported.module()
+    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+        return exported.module()
+    arguments = exported.call_spec.in_spec
+    names = arguments.children()[1].context if hasattr(arguments, "children") else arguments.children_specs[1].context  # pyrefly: ignore
+    order = [name for name, _ in places if name is not None]
+    if len(names) != len(order):
+        return exported.module()
+    alias_of = dict(zip(order, names, strict=True))
+    graph, out_spec = exported.graph_module, exported.call_spec.out_spec
+
+    def call(**inputs: torch.Tensor) -> Any:
+        flat = [value if name is None else inputs[alias_of[name]] for name, value in places]
+        return pytree.tree_unflatten(graph(*flat), out_spec)  # pyrefly: ignore
+
+    return call
+
+
 def named_outputs(result: Any, names: list[str] | None = None) -> Tensors:
     """A net's result as ``{alias: tensor}``; a single tensor is ``output``, a tuple takes ``names``."""
     if isinstance(result, dict):
@@ -138,7 +180,9 @@ def describe(features: Mapping[str, Feature], outputs: list[str], **more: Any) -
     return {"file": "variables/program.pt2", "features": listed, "outputs": outputs, **more}
 
 
-def load_program(directory: Path, manifest: Any, views: Mapping[str, TableView], servable: Callable[[], Servable]) -> Signature:
+def load_program(
+    directory: Path, manifest: Any, views: Mapping[str, TableView], servable: Callable[[], Servable]
+) -> Signature:
     """``serving_default`` of an exported directory."""
     given = manifest.program
     try:
@@ -147,7 +191,7 @@ def load_program(directory: Path, manifest: Any, views: Mapping[str, TableView],
         outputs, num_ps = list(given["outputs"]), int(given.get("num_ps", 0))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
-    net = torch.export.load(str(file)).module()
+    net = direct_call(torch.export.load(str(file)))
     if given.get("remote"):
         dims = {slot: int(dim) for slot, dim in given["dims"].items()}
         lookup = remote_lookup(manifest.model_name, num_ps, dims, float(given.get("max_rpc_deadline_millis", 30000)))

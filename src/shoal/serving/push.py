@@ -8,15 +8,15 @@ import grpc
 import numpy as np
 from google.protobuf import json_format
 
-from shoal.proto.serving.parameter_sync_pb2 import PushRequest, PushResponse, PushResult
 from shoal.errors import DataError
+from shoal.proto.serving.parameter_sync_pb2 import PushRequest, PushResponse, PushResult
 from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, PredictRequest
 from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, encode_request, model_spec
 from shoal.serving.quantise import asked_by
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_channel
 from shoal.serving.split import DeltaBatch
 from shoal.serving.status import from_rpc_error, invalid_argument
-from shoal.serving.tensors import encode_tensor
+from shoal.serving.tensors import tensor_chunks
 
 log = logging.getLogger(__name__)
 
@@ -47,19 +47,19 @@ def push_request_to_predict(request: PushRequest) -> tuple[PredictRequest, int]:
 
 def encode_push(batch: DeltaBatch, codecs: dict[str, Any] | None = None) -> tuple[bytes, int]:
     """(serialised PredictRequest, number of fids). ``codecs`` maps an alias to an encoder of its float32 array."""
-    inputs: dict[str, bytes] = {}
+    inputs: dict[str, Any] = {}
     counts = batch.counts()
     codecs = codecs or {}
     if batch.multi:
         ids = [delta.fids for delta in batch.deltas]
         flat = [np.ascontiguousarray(delta.values).reshape(-1) for delta in batch.deltas]
-        inputs["id"] = encode_tensor(np.concatenate(ids) if ids else np.empty(0, np.int64))
-        inputs["id_split"] = encode_tensor(np.cumsum([0, *counts], dtype=np.int64))
-        inputs["flat_value"] = encode_tensor(np.concatenate(flat) if flat else np.empty(0, np.float32))
+        inputs["id"] = tensor_chunks(np.concatenate(ids) if ids else np.empty(0, np.int64))
+        inputs["id_split"] = tensor_chunks(np.cumsum([0, *counts], dtype=np.int64))
+        inputs["flat_value"] = tensor_chunks(np.concatenate(flat) if flat else np.empty(0, np.float32))
     else:
         for delta in batch.deltas:
-            encode = codecs.get(f"{delta.unique_id}_value", encode_tensor)
-            inputs[f"{delta.unique_id}_id"] = encode_tensor(np.ascontiguousarray(delta.fids))
+            encode = codecs.get(f"{delta.unique_id}_value", tensor_chunks)
+            inputs[f"{delta.unique_id}_id"] = tensor_chunks(np.ascontiguousarray(delta.fids))
             inputs[f"{delta.unique_id}_value"] = encode(np.ascontiguousarray(delta.values))
     return encode_request(model_spec(batch.model_name, batch.signature_name), inputs), sum(counts)
 

@@ -1,5 +1,6 @@
 """`ReplicaUpdater`: registers a process's sub-models and keeps their published states true."""
 
+import contextlib
 import logging
 import os
 import socket
@@ -59,7 +60,7 @@ class ReplicaUpdater:
         """The sub-models of this process."""
         conf, names = self.config, []
         if conf.deploy_type in (DeployType.PS, DeployType.MIXED):
-            names += [f"ps_{task}" for task in range(conf.num_ps) if task % conf.num_shard == conf.shard_id]
+            names += [f"ps_{task}" for task in range(conf.num_ps) if task % conf.num_shard == conf.shard_id]  # pyrefly: ignore
         if conf.deploy_type in (DeployType.ENTRY, DeployType.MIXED):
             names.append("entry")
         if conf.dense_alone and conf.deploy_type in (DeployType.DENSE, DeployType.MIXED):
@@ -125,10 +126,8 @@ class ReplicaUpdater:
             self._zk.set(path, value)
             return
         # Left by an earlier session: it would vanish with that session, so it is made anew under this one.
-        try:
+        with contextlib.suppress(NoNodeError):
             self._zk.delete(path)
-        except NoNodeError:
-            pass
         self._zk.create(path, value, ephemeral=True, makepath=True)
 
     def forget_nodes(self) -> None:

@@ -104,7 +104,9 @@ class ReplicaWatcher:
                 return False
             present = {f"{path}/{child}" for child in children}
             with self._lock:
-                gone = [each for each in self._watched if each.startswith(f"{path}/") and _child(path, each) not in present]
+                gone = [
+                    each for each in self._watched if each.startswith(f"{path}/") and _child(path, each) not in present
+                ]
                 self._watched.difference_update(gone)
                 fresh = [child for child in sorted(present) if child not in self._watched]
                 self._watched.update(fresh)
@@ -227,7 +229,7 @@ class ReplicaWatcher:
     def get_all_replicas(
         self, server_type: int | str, idc: str | None = None, cluster: str | None = None
     ) -> dict[str, list[str]]:
-        """``type:task`` (``idc:cluster/type:task`` when dc_aware) -> addresses; a task without any keeps an empty list."""
+        """``type:task`` (``idc:cluster/type:task`` when dc_aware) -> addresses; a task may have none."""
         result = {}
         for where, replicas in self._tasks(server_type, None, idc, cluster):
             key = f"{where.location}/{where.task}" if self.config.dc_aware and where.location else where.task

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 def newest_version(directory: str | os.PathLike) -> int | None:
     """The numerically highest version in a sub-graph's directory."""
     path = Path(directory)
-    found = [int(each.name) for each in path.iterdir() if each.name.isdecimal() and each.is_dir()] if path.is_dir() else []
+    found = (
+        [int(each.name) for each in path.iterdir() if each.name.isdecimal() and each.is_dir()] if path.is_dir() else []
+    )
     return max(found) if found else None
 
 
@@ -60,7 +62,7 @@ def declare_saved_model(
 
 
 def map_model_to_layout(backend: Any, model_pattern: str, layout: str, action: str) -> list[SavedModel]:
-    """Puts declared sub-graphs that match ``"<model>:<glob>"`` into a layout (``pub``) or takes them out (``unpub``)."""
+    """Puts declared sub-graphs that match ``"<model>:<glob>"`` into a layout (``pub``), or takes them out."""
     model, colon, pattern = model_pattern.partition(":")
     if not colon or not model or not pattern:
         raise ConfigError(f"a model pattern is '<model>:<glob>', got {model_pattern!r}")
@@ -92,7 +94,11 @@ class ModelManager:
     wait_secs = 1200.0
 
     def __init__(
-        self, model_name: str | None, source_path: str | os.PathLike, receive_path: str | os.PathLike, use_metrics: bool = True
+        self,
+        model_name: str | None,
+        source_path: str | os.PathLike,
+        receive_path: str | os.PathLike,
+        use_metrics: bool = True,
     ) -> None:
         self.model_name = model_name
         self._source = Path(source_path) if source_path else Path()
@@ -157,7 +163,9 @@ class ModelManager:
         if not base.is_dir():
             return []
         sets = [
-            {int(each.name) for each in sub.iterdir() if each.name.isdecimal()} for sub in base.iterdir() if sub.is_dir()
+            {int(each.name) for each in sub.iterdir() if each.name.isdecimal()}
+            for sub in base.iterdir()
+            if sub.is_dir()
         ]
         return sorted(set.intersection(*sets)) if sets else []
 

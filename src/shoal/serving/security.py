@@ -128,7 +128,7 @@ def open_channel(address: str, max_bytes: int = MAX_MESSAGE_BYTES, security: Cli
         read = {name: path and Path(path).read_bytes() for name, path in _files(security).items()}
         if security.server_name:
             options.append(("grpc.ssl_target_name_override", security.server_name))
-        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(**read), options)
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(**read), options)  # pyrefly: ignore
     if security is not None and security.token:
         channel = grpc.intercept_channel(channel, _AddToken(security.token))
     return channel
@@ -153,7 +153,7 @@ class _AddToken(grpc.UnaryUnaryClientInterceptor):
 
 class _Details(grpc.ClientCallDetails):
     def __init__(self, base: Any, metadata: list) -> None:
-        self.method, self.timeout, self.metadata = base.method, base.timeout, metadata
+        self.method, self.timeout, self.metadata = base.method, base.timeout, metadata  # pyrefly: ignore
         self.credentials = base.credentials
         self.wait_for_ready, self.compression = base.wait_for_ready, base.compression
 

@@ -131,6 +131,9 @@ class TableView:
         self.lag = 0.0
         """Seconds from the oldest gradient of the last push to its being servable, 0 when the pusher did not say."""
         self._pushed = TouchedKeySet()
+        self._recent: list[tuple[int, torch.Tensor]] = []  # pushed ids that are not in the set yet
+        self._recent_rows = 0
+        self._sorting = threading.Lock()
 
     def rows(self) -> int:
         return sum(sub.size() for sub in self._subs)
@@ -148,10 +151,22 @@ class TableView:
     def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, req_time: int | None) -> None:
         """Writes rows, stamped now unless a time is given, and remembers that they were pushed."""
         self._subs[number].assign(ids, values, int(time.time()) if req_time is None else req_time)
-        self._pushed.insert(ids, number)
+        self._recent.append((number, ids))
+        self._recent_rows += len(ids)
+        if self._recent_rows > 1_000_000 and not self._sorting.locked():
+            threading.Thread(target=self._sort, name="shoal-pushed", daemon=True).start()
+
+    def _sort(self) -> None:
+        """Moves the log of pushed ids into the set, away from the push that filled it."""
+        with self._sorting:
+            recent, self._recent = self._recent, []
+            self._recent_rows = 0
+            for number, ids in recent:
+                self._pushed.insert(ids, number)
 
     def pushed_ids(self) -> dict[int, torch.Tensor]:
         """sub-table number -> ids that pushes wrote; they are kept."""
+        self._sort()
         ids, numbers = self._pushed.steal_pairs()
         found = {int(number): ids[numbers == number] for number in numbers.unique()}
         for number, group in found.items():
@@ -166,7 +181,7 @@ class TableView:
 
 
 def table_signatures(views: Sequence[TableView], owner: Callable[[], Servable]) -> dict[str, Signature]:
-    """The signatures of an embedding shard: ``lookup``, ``raw_lookup``, ``hashtable_assign``, ``<mtable>/raw_assign``."""
+    """An embedding shard's: ``lookup``, ``raw_lookup``, ``hashtable_assign``, ``<mtable>/raw_assign``."""
     signatures: dict[str, Signature] = {}
     slots = {alias: (view, view.sub_tables.index(sub)) for view in views for alias, sub in view.slots.items()}
     if slots:
@@ -206,7 +221,9 @@ def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable])
         spec.inputs[f"{view.name}_id"] = TensorSpec("int64", [None])
         spec.inputs[f"{view.name}_value"] = TensorSpec("float", [None, view.dims[0]])
         spec.outputs[f"{view.name}_result"] = TensorSpec("int32", [])
-        codec = codecs[view.name] = asked(view.configs()[0]) if view.configs()[0].entry_config.entry_type == SERVING else ""
+        codec = codecs[view.name] = (
+            asked(view.configs()[0]) if view.configs()[0].entry_config.entry_type == SERVING else ""
+        )
         if codec:
             accepts[f"{view.name}_value"] = (wire_dtype(codec),)
             hints[f"{view.name}_value"] = codec
@@ -298,7 +315,10 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
 def live_servable(tables: Any) -> Servable:
     """A servable over tables of this process: a table, several, or ``{alias: table}``."""
     if isinstance(tables, Mapping):
-        views = [TableView(table, None if hasattr(table, "raw_assign") else {alias: table.name}) for alias, table in tables.items()]
+        views = [
+            TableView(table, None if hasattr(table, "raw_assign") else {alias: table.name})
+            for alias, table in tables.items()
+        ]
     else:
         views = [TableView(table) for table in (tables if isinstance(tables, list | tuple) else [tables])]
     servable = Servable({}, {view.name: view for view in views})

@@ -276,12 +276,15 @@ class ModelServer:
             for name, signature in version.servable.signatures.items():
                 definition = result.signature_def[name]
                 definition.method_name = "tensorflow/serving/predict"
-                for into, specs in ((definition.inputs, signature.spec.inputs), (definition.outputs, signature.spec.outputs)):
+                for into, specs in (
+                    (definition.inputs, signature.spec.inputs),
+                    (definition.outputs, signature.spec.outputs),
+                ):
                     for alias, each in specs.items():
                         info = into[alias]
                         hint = (signature.hints or {}).get(alias)
                         info.name = f"{alias}:0|{hint}" if hint else f"{alias}:0"
-                        info.dtype = dtype_code(each.dtype)
+                        info.dtype = dtype_code(each.dtype)  # pyrefly: ignore
                         if each.shape is None:
                             info.tensor_shape.unknown_rank = True
                         else:
@@ -352,7 +355,9 @@ class ModelServer:
             return ""
         identity = caller(context, self.security)
         if identity is None:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no known token or certificate; send authorization: Bearer …")
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "no known token or certificate; send authorization: Bearer …"
+            )
         assert identity is not None
         return identity
 

@@ -109,10 +109,10 @@ class _Message:
         part = PushRequest(
             model_name=source.model_name, signature_name=source.signature_name, timeout_in_ms=source.timeout_in_ms
         )
-        ranges = iter(ranges)
+        ranges = iter(ranges)  # pyrefly: ignore
         for name in ("delta_hash_tables", "delta_multi_hash_tables"):
             for delta in getattr(source, name):
-                begin, end = next(ranges)
+                begin, end = next(ranges)  # pyrefly: ignore
                 getattr(part, name).add(
                     unique_id=delta.unique_id,
                     dim_size=delta.dim_size,

@@ -42,7 +42,7 @@ class StatusError(ShoalError):
     def __new__(cls, code: int, message: str = "") -> "StatusError":
         if cls is StatusError and int(code) in (Code.INVALID_ARGUMENT, Code.ALREADY_EXISTS):
             cls = _StatusValueError
-        return super().__new__(cls, code, message)
+        return super().__new__(cls, code, message)  # pyrefly: ignore
 
     def __init__(self, code: int, message: str = "") -> None:
         super().__init__(code, message)

@@ -12,7 +12,12 @@ import grpc
 import torch
 
 from shoal.errors import ConfigError
-from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, ModelConfig, SignatureDefMap
+from shoal.proto.serving.tf_serving_pb2 import (
+    GetModelMetadataRequest,
+    GetModelMetadataResponse,
+    ModelConfig,
+    SignatureDefMap,
+)
 from shoal.serving.manifest import SignatureSpec, TensorSpec
 from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.security import ClientSecurity, open_channel
@@ -79,7 +84,9 @@ class SyncSource:
 class SourceFollower:
     """The other side of a :class:`SyncSource`: pulls its touched ids into a client of this process."""
 
-    def __init__(self, address: str, handle: SyncClientHandle, model_name: str, security: ClientSecurity | None) -> None:
+    def __init__(
+        self, address: str, handle: SyncClientHandle, model_name: str, security: ClientSecurity | None
+    ) -> None:
         self.address, self._handle, self._model = address, handle, model_name
         self._channel = open_channel(address, security=security)
         self._predict = self._channel.unary_unary(PREDICT)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal import _core
 from shoal.errors import DataError
 from shoal.proto.serving.tensor_pb2 import DataType, TensorProto
-from shoal.serving.wire import decode_varints, encode_varints, field, read_fields, read_varint, signed, varint
+from shoal.serving.wire import address_of, decode_varints, encode_varints, field, read_fields, read_varint, varint
 
 MAX_TENSOR_BYTES = 2**31 - 1
 """The largest tensor that is decoded, which is also gRPC's largest message."""
@@ -96,18 +97,25 @@ def tensor_from_proto(proto: TensorProto) -> Any:
 
 def encode_tensor(tensor: Any) -> bytes:
     """The serialised ``TensorProto`` of what :func:`tensor_to_proto` takes, without building the message."""
+    return b"".join(tensor_chunks(tensor))
+
+
+def tensor_chunks(tensor: Any) -> list[Any]:
+    """The same as chunks; a float tensor's memory is one of them, not copied."""
     kind, shape, array = _as_array(tensor)
     dims = b"".join(field(2, b"\x08" + varint(size) if size else b"") for size in shape)
     head = b"\x08" + varint(kind.code) + field(2, dims)
     if kind is _STRING:
-        return head + b"".join(field(8, _as_bytes(value)) for value in array)
+        return [head, *(field(8, _as_bytes(value)) for value in array)]
     if not array.size:
-        return head
+        return [head]
     if kind.wire in ("f4", "f8"):
-        return head + field(kind.list_field, memoryview(array).cast("B"))
-    if array.dtype == np.bool_:
-        return head + field(kind.list_field, memoryview(array.view(np.uint8)))
-    return head + field(kind.list_field, encode_varints(array.astype(np.int64, copy=False)))
+        body = memoryview(array).cast("B")  # pyrefly: ignore
+    elif array.dtype == np.bool_:
+        body = memoryview(array.view(np.uint8))  # pyrefly: ignore
+    else:
+        body = encode_varints(array.astype(np.int64, copy=False))
+    return [head + varint(kind.list_field << 3 | 2) + varint(len(body)), body]
 
 
 def encode_content(dtype: str, shape: tuple[int, ...], content: bytes) -> bytes:
@@ -149,37 +157,41 @@ def _as_array(tensor: Any) -> tuple[_Kind, tuple[int, ...], np.ndarray]:
 
 
 def decode_tensor(data: memoryview, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
-    """The tensor of a serialised ``TensorProto``. Float lists are read in place: the result may share ``data``'s memory.
+    """The tensor of a serialised ``TensorProto``. Float lists are read in place: it may share ``data``'s memory.
 
     ``max_bytes`` bounds the tensor, whatever its shape claims, before memory is taken for it.
     """
-    kind: _Kind | None = None
-    code, shape, content = 0, (), None
-    lists: list[tuple[int, int, int | memoryview]] = []
-    for number, wire, value in read_fields(data):
-        if number == 1 and wire == 0:
-            code = int(value)
-        elif number == 2 and wire == 2:
-            shape = _read_shape(value)
-        elif number == 4 and wire == 2:
-            content = value
-        elif number in _LIST_FIELDS:
-            lists.append((number, wire, value))
+    try:
+        code, shape, unknown_rank, content_at, spans, fields, unpacked = _core.tensor_parts(address_of(data), len(data))
+    except ValueError as error:
+        raise DataError(str(error)) from None
     kind = _BY_CODE.get(code)
     if kind is None:
         raise DataError(f"tensor dtype {code} is not supported; known are {sorted(_BY_CODE)}")
+    if unknown_rank:
+        raise DataError("a tensor's shape has unknown rank; a value needs a shape")
+    content = data[content_at[0] : content_at[0] + content_at[1]]
+    if unpacked:
+        lists = [(wire, value) for number, wire, value in read_fields(data) if number == kind.list_field]
+    else:
+        lists = [
+            (2, data[at : at + size])
+            for (at, size), number in zip(spans, fields, strict=True)
+            if number == kind.list_field
+        ]
     count = 1
     for size in shape:
+        if size < 0:
+            raise DataError(f"a tensor's shape has a dimension of size {size}")
         count *= size
     width = np.dtype(kind.bits).itemsize
     if count * width > max_bytes:
         raise DataError(
             f"a {kind.name} tensor of shape {list(shape)} has {count * width} bytes; at most {max_bytes} are taken"
         )
-    lists = [item for item in lists if item[0] == kind.list_field]
     if kind is _STRING:
-        return _decode_strings(shape, count, [bytes(value) for _, _, value in lists], content)  # pyrefly: ignore
-    if content is not None and len(content):
+        return _decode_strings(tuple(shape), count, [bytes(value) for _, value in lists], content)  # pyrefly: ignore
+    if len(content):
         if len(content) != count * width:
             raise DataError(
                 f"tensor_content has {len(content)} bytes; shape {list(shape)} of {kind.name} needs {count * width}"
@@ -196,11 +208,8 @@ def decode_tensor(data: memoryview, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
         array = full
     tensor = _as_tensor(array)
     if kind.wire == "bits":
-        tensor = tensor.view(kind.torch)
+        tensor = tensor.view(kind.torch)  # pyrefly: ignore
     return tensor.reshape(shape)
-
-
-_LIST_FIELDS = frozenset(kind.list_field for kind in _KINDS)
 
 
 class _Shared:
@@ -219,28 +228,9 @@ def _as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _read_shape(data: Any) -> tuple[int, ...]:
-    shape = []
-    for number, _, value in read_fields(data):
-        if number == 3 and value:
-            raise DataError("a tensor's shape has unknown rank; a value needs a shape")
-        if number != 2:
-            continue
-        size = 0
-        for inner, wire, given in read_fields(value):  # pyrefly: ignore
-            if inner == 1 and wire == 0:
-                size = signed(int(given))  # pyrefly: ignore
-        if size < 0:
-            raise DataError(f"a tensor's shape has a dimension of size {size}")
-        if len(shape) == 64:
-            raise DataError("a tensor has more than 64 dimensions")
-        shape.append(size)
-    return tuple(shape)
-
-
 def _decode_list(kind: _Kind, lists: list, count: int) -> np.ndarray:
     parts = []
-    for _, wire, value in lists:
+    for wire, value in lists:
         if kind.wire in ("f4", "f8"):
             width = int(kind.wire[1])
             if wire == 0 or len(value) % width:
@@ -261,8 +251,8 @@ def _decode_list(kind: _Kind, lists: list, count: int) -> np.ndarray:
     return array
 
 
-def _decode_strings(shape: tuple, count: int, values: list[bytes], content: memoryview | None) -> np.ndarray:
-    if content is not None and len(content):
+def _decode_strings(shape: tuple, count: int, values: list[bytes], content: memoryview) -> np.ndarray:
+    if len(content):
         values = _split_strings(content, count)
     if len(values) > count:
         raise DataError(f"a list of {len(values)} strings does not fit shape {list(shape)}, which holds {count}")

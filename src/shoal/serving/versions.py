@@ -19,6 +19,7 @@ from shoal.serving.status import Code, StatusError, not_found, unavailable
 log = logging.getLogger(__name__)
 
 State = ModelVersionStatus.State
+AVAILABLE = State.AVAILABLE  # looked up once: the enum's attributes are slow
 MAX_LOAD_RETRIES = 5
 RETRY_SECS = 60.0
 
@@ -56,7 +57,7 @@ class Version:
     users: int = 0
 
     def status(self) -> ModelVersionStatus:
-        status = ModelVersionStatus(version=self.number, state=self.state)
+        status = ModelVersionStatus(version=self.number, state=self.state)  # pyrefly: ignore
         status.status.error_code = self.error.code if self.error else 0
         if self.error:
             status.status.error_message = self.error.message
@@ -93,7 +94,7 @@ class Model:
 
     def _find(self, spec: ModelSpec) -> Version:
         choice = spec.WhichOneof("version_choice")
-        available = [v for v in self.versions.values() if v.state == State.AVAILABLE]
+        available = [v for v in self.versions.values() if v.state == AVAILABLE]
         if choice is None:
             if not available:
                 states = {v.number: State.Name(v.state) for v in self.versions.values()}
@@ -102,7 +103,9 @@ class Model:
         if choice == "version_label":
             labels = dict(self.config.version_labels)
             if spec.version_label not in labels:
-                raise not_found(f"model {self.name!r} has no version label {spec.version_label!r}; it has {sorted(labels)}")
+                raise not_found(
+                    f"model {self.name!r} has no version label {spec.version_label!r}; it has {sorted(labels)}"
+                )
             number = labels[spec.version_label]
         else:
             number = spec.version.value
@@ -110,7 +113,8 @@ class Model:
             if version.number == number:
                 return version
         raise not_found(
-            f"model {self.name!r} has no available version {number}; available are {sorted(v.number for v in available)}"
+            f"model {self.name!r} has no available version {number}; "
+            f"available are {sorted(v.number for v in available)}"
         )
 
     def statuses(self) -> list[ModelVersionStatus]:
@@ -120,7 +124,7 @@ class Model:
 
     def current(self) -> Version | None:
         with self._lock:
-            available = [v for v in self.versions.values() if v.state == State.AVAILABLE]
+            available = [v for v in self.versions.values() if v.state == AVAILABLE]
             return max(available, key=lambda version: version.number) if available else None
 
     # --- coming and going -------------------------------------------------------------------------------------------
@@ -135,7 +139,9 @@ class Model:
         """Complete versions under the base path."""
         if self.base is None or not self.base.is_dir():
             return []
-        return sorted(int(path.name) for path in self.base.iterdir() if path.name.isdecimal() and (path / FILE).is_file())
+        return sorted(
+            int(path.name) for path in self.base.iterdir() if path.name.isdecimal() and (path / FILE).is_file()
+        )
 
     def refresh(self) -> None:
         """Loads wanted versions that are missing, then unloads those that are not wanted any more."""
@@ -148,9 +154,7 @@ class Model:
             self._load(number)
         with self._lock:
             ready = [number for number in wanted if self.versions[number].state == State.AVAILABLE]
-            surplus = [
-                v for v in self.versions.values() if v.state == State.AVAILABLE and v.number not in wanted
-            ]
+            surplus = [v for v in self.versions.values() if v.state == AVAILABLE and v.number not in wanted]
         if ready:  # until a wanted version answers, the old one goes on
             for version in surplus:
                 self._unload(version)
@@ -195,7 +199,7 @@ class Model:
 
     def unload_all(self) -> None:
         for version in list(self.versions.values()):
-            if version.state == State.AVAILABLE:
+            if version.state == AVAILABLE:
                 self._unload(version)
 
 

@@ -39,7 +39,7 @@ def read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def read_fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
-    """(number, wire type, value) of each field: an int for type 0, a slice of ``data`` (no copy) for types 1, 2 and 5."""
+    """(number, wire type, value) of each field: an int for type 0, a slice of ``data`` for types 1, 2 and 5."""
     at, end = 0, len(data)
     while at < end:
         tag = data[at]
@@ -68,6 +68,11 @@ def read_fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]
         at += size
 
 
+def address_of(data: memoryview) -> int:
+    """Where a buffer lies; it must be kept alive while the address is used."""
+    return np.frombuffer(data, np.uint8).ctypes.data if len(data) else 0
+
+
 def signed(value: int) -> int:
     """A varint's value read as int64."""
     return value - (1 << 64) if value >> 63 else value
@@ -82,7 +87,7 @@ def encode_varints(values: np.ndarray) -> memoryview:
 
 
 def decode_varints(data: memoryview, limit: int) -> np.ndarray:
-    """The int64 array of packed varints; more than ``limit`` of them is an error, found before anything is allocated."""
+    """The int64 array of packed varints; more than ``limit`` is an error, found before memory is taken."""
     raw = np.frombuffer(data, np.uint8)
     count = _core.varint_count(raw.ctypes.data, raw.size)
     if count < 0:

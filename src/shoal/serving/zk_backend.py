@@ -1,6 +1,7 @@
 """`ZKBackend`: the registry of unified clusters, for containers, operators and trainers at once."""
 
 import abc
+import contextlib
 import json
 import logging
 import threading
@@ -186,10 +187,8 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
                 self._zk.set(path, value)
                 return
             # A node of an earlier session would vanish with that session, so it must become ours.
-            try:
+            with contextlib.suppress(NoNodeError):
                 self._zk.delete(path)
-            except NoNodeError:
-                pass
             self._zk.create(path, value, ephemeral=True, makepath=True)
         if ephemeral:
             self._own.add(path)

@@ -34,7 +34,7 @@ class ServiceDiscovery(abc.ABC):
 
     def close(self) -> None:
         """Ends threads and connections."""
-        return None
+        return
 
 
 def wait_for_cluster(

@@ -12,7 +12,7 @@ from shoal.serving.net_utils import is_open
 
 
 class TfConfigServiceDiscovery(ServiceDiscovery):
-    """``{"cluster": {"chief": […], "worker": […], "ps": […]}, "task": {"type": …, "index": …}}``, a dict or its JSON."""
+    """``{"cluster": {"chief": […], "worker": […], "ps": […]}, "task": {"type": …, "index": …}}``, or its JSON."""
 
     def __init__(self, tf_config: Mapping[str, Any] | str) -> None:
         try:

@@ -1,5 +1,6 @@
 """Discovery in ZooKeeper, or in a directory of files by the same interface."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -82,10 +83,8 @@ class ZKServiceDiscovery(ServiceDiscovery):
             if path in self._own:
                 self._zk.set(path, value)
                 return
-            try:  # of an earlier session, which would take the node with it
+            with contextlib.suppress(NoNodeError):  # of an earlier session, which would take the node with it
                 self._zk.delete(path)
-            except NoNodeError:
-                pass
             self._zk.create(path, value, ephemeral=True, makepath=True)
         self._own.add(path)
 
@@ -95,10 +94,8 @@ class ZKServiceDiscovery(ServiceDiscovery):
             if self._mine.pop((name, index), None) is None:
                 return
         self._own.discard(self._node(name, index))
-        try:
+        with contextlib.suppress(NoNodeError):
             self._zk.delete(self._node(name, index))
-        except NoNodeError:
-            pass
 
     def _repeat(self) -> None:
         last = time.monotonic()

@@ -1,0 +1,34 @@
+// Where the parts of a Predict message and of its tensors lie, found without building messages.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+namespace shoal {
+
+struct Span {
+  int64_t begin = 0, size = 0;
+};
+
+// The length-delimited fields of a message. Throws std::invalid_argument for bytes that are not protobuf.
+struct MapEntry {
+  Span key, value;
+};
+struct PredictParts {
+  std::vector<Span> specs;        // field 1, usually one
+  std::vector<MapEntry> tensors;  // field 2
+  std::vector<Span> filters;      // field 3
+};
+PredictParts predict_parts(const uint8_t* data, int64_t size);
+
+struct TensorParts {
+  int64_t dtype = 0;
+  std::vector<int64_t> shape;
+  bool unknown_rank = false;
+  Span content;             // field 4
+  std::vector<Span> lists;  // packed lists, with their field numbers
+  std::vector<int32_t> list_fields;
+  bool unpacked = false;  // some list element stands alone
+};
+TensorParts tensor_parts(const uint8_t* data, int64_t size);
+
+}  // namespace shoal
