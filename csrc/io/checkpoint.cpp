@@ -9,7 +9,6 @@
 #include <random>
 #include <thread>
 
-#include "core/hash.h"
 #include "core/thread_pool.h"
 #include "io/entry_dump.h"
 #include "io/error.h"
@@ -228,7 +227,7 @@ class Load::Worker {
       latest_ = std::max<int64_t>(latest_, head.time);
       if (!head.keep) continue;
       ++taken;
-      const size_t stripe = hash_id(static_cast<uint64_t>(head.id)) >> 58;  // as the table does
+      const auto stripe = static_cast<size_t>(Table::stripe_of_id(head.id));
       Rows& rows = rows_[stripe];
       rows.ids.push_back(head.id);
       rows.times.push_back(head.time);

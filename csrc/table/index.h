@@ -28,6 +28,11 @@ constexpr uint32_t kFreeRow = 0;    // the slot was never used since the segment
 constexpr uint32_t kErasedRow = 1;  // it was, so a probe goes on behind it
 constexpr uint32_t kFirstRow = 2;
 
+// The hash that places an id. It is salted with a number of this process, so that nobody can choose ids that all want
+// one segment; nothing that leaves the process depends on it.
+extern const uint64_t kIndexSalt;
+inline uint64_t index_hash(uint64_t id) { return hash_id(id ^ kIndexSalt); }
+
 struct Slot {
   Bucket* bucket = nullptr;
   int lane = 0;

@@ -27,7 +27,7 @@ constexpr int64_t kWriteChunk = 2048;       // ids between two chances for a rea
 constexpr int64_t kStreamBytes = 16 << 20;  // results larger than this do not stay in any cache
 constexpr uint64_t kAllStripes = ~uint64_t{0};
 
-uint64_t hash_of(int64_t id) { return hash_id(static_cast<uint64_t>(id)); }
+uint64_t hash_of(int64_t id) { return index_hash(static_cast<uint64_t>(id)); }
 
 // Stripes have different shares of the ids, from one to two in equal ratios: so at any time some of them grow, and
 // never all at once.
@@ -190,6 +190,8 @@ Table::Table(Layout layout, uint64_t seed)
 
 Table::~Table() = default;
 
+int Table::stripe_of_id(int64_t id) { return stripe_of(hash_of(id)); }
+
 int64_t Table::size() const {
   int64_t total = 0;
   for (int i = 0; i < kStripes; ++i) {
@@ -350,7 +352,7 @@ void Table::fresh_row(int64_t id, char* row) const {
     return encode_row(layout_, zeros.data(), row);
   }
   auto* w = reinterpret_cast<float*>(row);
-  const uint64_t noise = seed_ ^ hash_of(id);
+  const uint64_t noise = seed_ ^ hash_id(static_cast<uint64_t>(id));
   for (size_t i = 0; i < layout_.segments.size(); ++i) {
     const Segment& s = layout_.segments[i];
     SHOAL_DISPATCH(init_weights)(s, static_cast<int32_t>(i), noise, w + s.weight);

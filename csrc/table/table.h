@@ -85,7 +85,8 @@ class Table {
   }
 
   // --- snapshot and restore ---------------------------------------------------------------------------------------
-  static constexpr int kStripes = 64;  // as many as a lock set has bits
+  static constexpr int kStripes = 64;   // as many as a lock set has bits
+  static int stripe_of_id(int64_t id);  // in this process
   // Appends the rows of one stripe, under that stripe's shared lock. With changed_since > 0 only rows written in that
   // epoch or later.
   void snapshot(int stripe, uint32_t changed_since, Rows* out) const;
