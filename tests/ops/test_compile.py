@@ -186,7 +186,9 @@ def test_opcheck(name, monkeypatch):
     monkeypatch.undo()
     for op, op_args in calls:
         # A gradient's own gradient is not offered.
-        detached = fresh(op_args) if op.differentiable else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, op_args)
+        detached = (
+            fresh(op_args) if op.differentiable else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, op_args)
+        )
         torch.library.opcheck(op.overload, tuple(detached))
 
 
