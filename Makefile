@@ -23,7 +23,7 @@ packages: ## install the Debian packages that the tests use (root only; otherwis
 	@sh scripts/packages.sh
 
 demo: $(VENV)/.installed ## train the demo model and draw its picture (out/demo)
-	$(BIN)/shoal demo --out out/demo
+	$(BIN)/shoal demo --out out/demo --seconds 45 --live
 
 test: $(VENV)/.installed packages core-test ## everything that CI runs
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile

@@ -1,5 +1,7 @@
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+
 #include "bind/bind.h"
 #include "serving/messages.h"
 #include "serving/varint.h"
@@ -36,15 +38,18 @@ void serving(nb::module_& m) {
       NoGil());
 
   // (specs, [(key, value)], filters), each a (begin, size) in the message.
-  m.def("predict_parts", [](uintptr_t data, int64_t size) {
-    const PredictParts parts = predict_parts(ptr<const uint8_t>(data), size);
+  m.def("predict_parts", [](nb::bytes data) {
+    const PredictParts parts =
+        predict_parts(static_cast<const uint8_t*>(data.data()), static_cast<int64_t>(data.size()));
     nb::list tensors;
     for (const MapEntry& entry : parts.tensors) tensors.append(nb::make_tuple(pair(entry.key), pair(entry.value)));
     return nb::make_tuple(pairs(parts.specs), tensors, pairs(parts.filters));
   });
   // (dtype, shape, unknown_rank, content, lists, their field numbers, whether an element stands alone)
-  m.def("tensor_parts", [](uintptr_t data, int64_t size) {
-    const TensorParts parts = tensor_parts(ptr<const uint8_t>(data), size);
+  m.def("tensor_parts", [](nb::bytes data, int64_t begin, int64_t size) {
+    if (begin < 0 || size < 0 || begin > static_cast<int64_t>(data.size()) - size)
+      throw std::invalid_argument("a tensor lies outside of its message");
+    const TensorParts parts = tensor_parts(static_cast<const uint8_t*>(data.data()), {begin, size});
     return nb::make_tuple(parts.dtype, parts.shape, parts.unknown_rank, pair(parts.content), pairs(parts.lists),
                           parts.list_fields, parts.unpacked);
   });

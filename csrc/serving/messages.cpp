@@ -96,10 +96,10 @@ PredictParts predict_parts(const uint8_t* data, int64_t size) {
   return parts;
 }
 
-TensorParts tensor_parts(const uint8_t* data, int64_t size) {
+TensorParts tensor_parts(const uint8_t* data, Span span) {
   TensorParts parts;
   Field field, inner, dim;
-  for (Reader reader(data, {0, size}); reader.next(&field);) {
+  for (Reader reader(data, span); reader.next(&field);) {
     if (field.number == 1 && field.wire == 0) {
       parts.dtype = static_cast<int64_t>(field.value);
     } else if (field.number == 2 && field.wire == 2) {

@@ -29,6 +29,7 @@ struct TensorParts {
   std::vector<int32_t> list_fields;
   bool unpacked = false;  // some list element stands alone
 };
-TensorParts tensor_parts(const uint8_t* data, int64_t size);
+// Of the tensor in `span`; positions count from `data`.
+TensorParts tensor_parts(const uint8_t* data, Span span);
 
 }  // namespace shoal

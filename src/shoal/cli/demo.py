@@ -36,6 +36,8 @@ class Options:
     """Of the stream and of the models."""
     json: bool = False
     """Print the results as JSON instead of a table."""
+    live: bool = False
+    """Afterwards train online, serve from two more processes and push to one of them every second (live.png)."""
 
 
 def main(argv: list[str]) -> int:
@@ -54,12 +56,27 @@ def main(argv: list[str]) -> int:
     with _progress(Console(stderr=True), config) as progress:
         comparison = compare(config, progress=progress)
     report = summary(comparison)
+    if options.live:
+        report["live"] = serve_live(options, config)
     write(comparison, report, options.out)
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         show(report, Console(), options.out)
     return 0
+
+
+def serve_live(options: Options, config: StreamConfig) -> dict[str, Any]:
+    """The live half: its results, and ``live.png``."""
+    from rich.console import Console
+
+    from shoal.demo.live import draw_live, run_live
+
+    with _progress(Console(stderr=True), config) as progress:
+        live = run_live(config, 6.0 if options.quick else max(5.0, options.seconds / 4), progress)
+    options.out.mkdir(parents=True, exist_ok=True)
+    draw_live(live, options.out / "live.png")
+    return live.report()
 
 
 def stream_config(options: Options) -> StreamConfig:
@@ -142,6 +159,25 @@ def show(report: dict[str, Any], console: Console, out: Path) -> None:
         f"shared rows cost [bold]{(ours['auc'] - theirs['auc']) * 100:.2f}[/] points of AUC.\n"
         f"The picture is {out / 'demo.png'}"
     )
+    if "live" in report:
+        _show_live(report["live"], console, out)
+
+
+def _show_live(live: dict[str, Any], console: Console, out: Path) -> None:
+    from rich.table import Table
+
+    table = Table(title="Two serving replicas of one export, asked before each batch was learnt", title_justify="left")
+    table.add_column("replica", no_wrap=True)
+    table.add_column("AUC", justify="right")
+    for name, value in live["auc"].items():
+        table.add_row(name, f"[bold]{value:.4f}[/]")
+    console.print(table)
+    ages = live["freshness_s"]
+    if ages["p50"] is not None:
+        console.print(
+            f"{live['pushed_rows']:,} rows pushed in {live['rounds']} rounds; from gradient to servable at most "
+            f"{ages['p50']:.2f} s (p50), {ages['p99']:.2f} s (p99). The picture is {out / 'live.png'}"
+        )
 
 
 @contextmanager

@@ -13,12 +13,15 @@ import torch
 Tensors = dict[str, Any]
 
 
+_NEVER = threading.Lock()  # stands in for the lock of a request that does not wait
+
+
 class _Waiting:
     __slots__ = ("error", "inputs", "leads", "outputs", "ready", "rows")
 
     def __init__(self, inputs: Tensors, rows: int) -> None:
         self.inputs, self.rows = inputs, rows
-        self.ready = threading.Semaphore(0)
+        self.ready = _NEVER
         self.leads = False
         self.outputs: Tensors | None = None
         self.error: BaseException | None = None
@@ -48,6 +51,8 @@ class Batcher:
         mine = _Waiting(inputs, rows.pop())
         with self._lock:
             if self._busy:
+                mine.ready = threading.Lock()
+                mine.ready.acquire()
                 self._queue.append(mine)
                 wait = True
             else:

@@ -9,8 +9,8 @@ from google.protobuf.message import DecodeError
 from shoal import _core
 from shoal.errors import DataError
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
-from shoal.serving.tensors import MAX_TENSOR_BYTES, decode_tensor, tensor_chunks
-from shoal.serving.wire import address_of, field, read_fields, varint
+from shoal.serving.tensors import MAX_TENSOR_BYTES, decode_tensor_at, tensor_chunks
+from shoal.serving.wire import field, read_fields, varint
 
 Encoded = bytes | list[Any]
 """A tensor as bytes, or as the chunks that make them up."""
@@ -26,12 +26,14 @@ class PredictCall:
     """A parsed PredictRequest; its tensors are still encoded, as slices of the message."""
 
     spec: ModelSpec
-    inputs: dict[str, memoryview]
+    inputs: dict[str, tuple[int, int]]
+    """alias -> (begin, size) in ``data``"""
     output_filter: list[str]
+    data: bytes
 
     def tensor(self, alias: str, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
         try:
-            return decode_tensor(self.inputs[alias], max_bytes)
+            return decode_tensor_at(self.data, *self.inputs[alias], max_bytes)
         except DataError as error:
             raise DataError(f"input {alias!r}: {error}") from None
 
@@ -63,28 +65,24 @@ def _add_entry(chunks: list, number: int, alias: str, tensor: Encoded) -> None:
 
 def decode_request(data: bytes) -> PredictCall:
     """Raises DataError for bytes that are not a PredictRequest."""
-    whole = memoryview(data)
     try:
-        specs, tensors, filters = _core.predict_parts(address_of(whole), len(whole))
+        specs, tensors, filters = _core.predict_parts(data)
         spec = ModelSpec()
         for begin, size in specs:
             spec.MergeFromString(data[begin : begin + size])
-        inputs = {
-            data[key : key + key_size].decode(): whole[begin : begin + size]
-            for (key, key_size), (begin, size) in tensors
-        }
+        inputs = {data[key : key + size].decode(): span for (key, size), span in tensors}
         names = [data[begin : begin + size].decode() for begin, size in filters]
     except (ValueError, DecodeError) as error:
         raise DataError(f"it is not a PredictRequest: {error}") from None
-    return PredictCall(spec, inputs, names)
+    return PredictCall(spec, inputs, names, data)
 
 
-def encode_response(spec: ModelSpec, outputs: Mapping[str, Any]) -> bytes:
-    """A PredictResponse from tensors."""
+def encode_response(spec: ModelSpec | bytes, outputs: Mapping[str, Any]) -> bytes:
+    """A PredictResponse from tensors; the spec may be serialised already."""
     chunks: list = []
     for alias, value in outputs.items():
         _add_entry(chunks, 1, alias, tensor_chunks(value))
-    chunks.append(field(2, spec.SerializeToString()))
+    chunks.append(field(2, spec if isinstance(spec, bytes) else spec.SerializeToString()))
     return b"".join(chunks)
 
 

@@ -13,7 +13,7 @@ import torch
 from shoal.serving.manifest import SignatureSpec, TensorSpec
 from shoal.serving.quantise import asked, decode, wire_dtype
 from shoal.serving.status import invalid_argument
-from shoal.serving.tensors import dtype_name
+from shoal.serving.tensors import NAME_OF_DTYPE
 from shoal.table.messages import EntryConfig
 from shoal.table.touched import TouchedKeySet
 
@@ -61,18 +61,9 @@ class Signature:
                 )
 
 
-_NAMES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "half",
-}
-
-
 def dtype_of(tensor: torch.Tensor) -> str:
     """The name of a tensor's dtype as signatures write it."""
-    from shoal.serving.tensors import dtype_code
-
-    return _NAMES.get(tensor.dtype) or dtype_name(dtype_code(tensor.dtype))
+    return NAME_OF_DTYPE.get(tensor.dtype) or str(tensor.dtype)
 
 
 class Servable:

@@ -204,8 +204,8 @@ class ModelServer:
 
     def predict(
         self, spec: ModelSpec, read_inputs: Callable[[], Tensors], output_filter: list[str], identity: str = ""
-    ) -> tuple[ModelSpec, Tensors]:
-        """Answers one request: (the model spec as it was resolved, outputs)."""
+    ) -> tuple[bytes, Tensors]:
+        """Answers one request: (the model spec as it was resolved, serialised; outputs)."""
         name = spec.signature_name or "serving_default"
         begin = time.perf_counter()
         code, label = 0, ("", "")  # names that do not exist are not kept: callers could make any number of them
@@ -224,9 +224,7 @@ class ModelServer:
                 results = call(inputs)
                 if output_filter:
                     results = {alias: results[alias] for alias in output_filter}
-                resolved = ModelSpec(name=spec.name, signature_name=name)
-                resolved.version.value = version.number
-                return resolved, results
+                return version.resolved(spec.name, name), results
         except StatusError as error:
             code = error.code
             raise

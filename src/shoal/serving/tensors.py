@@ -12,7 +12,7 @@ import torch
 from shoal import _core
 from shoal.errors import DataError
 from shoal.proto.serving.tensor_pb2 import DataType, TensorProto
-from shoal.serving.wire import address_of, decode_varints, encode_varints, field, read_fields, read_varint, varint
+from shoal.serving.wire import decode_varints, encode_varints, field, read_fields, read_varint, varint
 
 MAX_TENSOR_BYTES = 2**31 - 1
 """The largest tensor that is decoded, which is also gRPC's largest message."""
@@ -49,6 +49,7 @@ _KINDS = (
 _BY_CODE = {kind.code: kind for kind in _KINDS}
 _BY_TORCH = {kind.torch: kind for kind in _KINDS}
 _STRING = _BY_CODE[7]
+NAME_OF_DTYPE = {kind.torch: kind.name for kind in _KINDS if kind.torch is not None}
 
 
 def dtype_name(code: int) -> str:
@@ -156,13 +157,19 @@ def _as_array(tensor: Any) -> tuple[_Kind, tuple[int, ...], np.ndarray]:
     return kind, shape, tensor.numpy()
 
 
-def decode_tensor(data: memoryview, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
+def decode_tensor(data: memoryview | bytes, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
+    """The tensor of a serialised ``TensorProto``; see :func:`decode_tensor_at`."""
+    data = data if isinstance(data, bytes) else bytes(data)
+    return decode_tensor_at(data, 0, len(data), max_bytes)
+
+
+def decode_tensor_at(data: bytes, begin: int, size: int, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
     """The tensor of a serialised ``TensorProto``. Float lists are read in place: it may share ``data``'s memory.
 
     ``max_bytes`` bounds the tensor, whatever its shape claims, before memory is taken for it.
     """
     try:
-        code, shape, unknown_rank, content_at, spans, fields, unpacked = _core.tensor_parts(address_of(data), len(data))
+        code, shape, unknown_rank, content_at, spans, fields, unpacked = _core.tensor_parts(data, begin, size)
     except ValueError as error:
         raise DataError(str(error)) from None
     kind = _BY_CODE.get(code)
@@ -170,20 +177,20 @@ def decode_tensor(data: memoryview, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
         raise DataError(f"tensor dtype {code} is not supported; known are {sorted(_BY_CODE)}")
     if unknown_rank:
         raise DataError("a tensor's shape has unknown rank; a value needs a shape")
-    content = data[content_at[0] : content_at[0] + content_at[1]]
+    content = memoryview(data)[content_at[0] : content_at[0] + content_at[1]] if content_at[1] else b""
     if unpacked:
-        lists = [(wire, value) for number, wire, value in read_fields(data) if number == kind.list_field]
+        whole = memoryview(data)[begin : begin + size]
+        lists = [(wire, value) for number, wire, value in read_fields(whole) if number == kind.list_field]
     else:
+        wanted = zip(spans, fields, strict=True)
         lists = [
-            (2, data[at : at + size])
-            for (at, size), number in zip(spans, fields, strict=True)
-            if number == kind.list_field
+            (2, memoryview(data)[at : at + length]) for (at, length), number in wanted if number == kind.list_field
         ]
     count = 1
-    for size in shape:
-        if size < 0:
-            raise DataError(f"a tensor's shape has a dimension of size {size}")
-        count *= size
+    for length in shape:
+        if length < 0:
+            raise DataError(f"a tensor's shape has a dimension of size {length}")
+        count *= length
     width = np.dtype(kind.bits).itemsize
     if count * width > max_bytes:
         raise DataError(

@@ -55,6 +55,16 @@ class Version:
     tries: int = 0
     retry_at: float = 0.0
     users: int = 0
+    _resolved: dict[tuple[str, str], bytes] = field(default_factory=dict)
+
+    def resolved(self, name: str, signature: str) -> bytes:
+        """The serialised ``ModelSpec`` of an answer."""
+        spec = self._resolved.get((name, signature))
+        if spec is None:
+            message = ModelSpec(name=name, signature_name=signature)
+            message.version.value = self.number
+            spec = self._resolved[name, signature] = message.SerializeToString()
+        return spec
 
     def status(self) -> ModelVersionStatus:
         status = ModelVersionStatus(version=self.number, state=self.state)  # pyrefly: ignore

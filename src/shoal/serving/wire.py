@@ -68,11 +68,6 @@ def read_fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]
         at += size
 
 
-def address_of(data: memoryview) -> int:
-    """Where a buffer lies; it must be kept alive while the address is used."""
-    return np.frombuffer(data, np.uint8).ctypes.data if len(data) else 0
-
-
 def signed(value: int) -> int:
     """A varint's value read as int64."""
     return value - (1 << 64) if value >> 63 else value
