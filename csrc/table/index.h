@@ -85,6 +85,7 @@ class Index {
       if (bucket->id[lane] == id && bucket->row[lane] >= kFirstRow) return bucket->row[lane];
     }
     if (bucket->row[3] != kFreeRow) __builtin_prefetch(first + ((hash + 1) & mask_));  // lanes fill in order
+    __builtin_prefetch(first - 1);  // an id that is inserted is counted there
     return kFreeRow;
   }
 
