@@ -156,11 +156,15 @@ def direct_call(exported: torch.export.ExportedProgram) -> Callable[..., Any]:
     if len(names) != len(order):
         return exported.module()
     alias_of = dict(zip(order, names, strict=True))
-    graph, out_spec = exported.graph_module, exported.call_spec.out_spec
+    run, out_spec = exported.graph_module.forward, exported.call_spec.out_spec
+    keys = list(out_spec.context) if out_spec is not None and out_spec.type is dict else None
+    steps = [(None if name is None else alias_of[name], value) for name, value in places]
 
     def call(**inputs: torch.Tensor) -> Any:
-        flat = [value if name is None else inputs[alias_of[name]] for name, value in places]
-        return pytree.tree_unflatten(graph(*flat), out_spec)  # pyrefly: ignore
+        results = run(*[value if name is None else inputs[name] for name, value in steps])
+        if keys is not None and len(keys) == len(results):
+            return dict(zip(keys, results, strict=True))
+        return pytree.tree_unflatten(results, out_spec)  # pyrefly: ignore
 
     return call
 
