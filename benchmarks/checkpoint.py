@@ -3,8 +3,8 @@
     python -m benchmarks.checkpoint                     # 5 M rows, dim 16, Adagrad
     python -m benchmarks.checkpoint --rows 500000 --json out.json
 
-"Plain" writes and reads the very bytes of the checkpoint: files of the same sizes, 4 MiB at a time, flushed to the disk;
-reading takes every file into memory. Rounds are interleaved, files are read back with a cold and with a warm page cache.
+"Plain" writes and reads the very bytes of the checkpoint: files of the same sizes, 4 MiB at a time, flushed to the
+disk; reading takes every file into memory. Rounds are interleaved; files are read with a cold and a warm page cache.
 """
 
 from __future__ import annotations

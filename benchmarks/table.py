@@ -195,7 +195,9 @@ def threads(report: Report, rows: int, repeats: int, fbgemm: bool) -> None:
             ("apply_gradients", lambda x, t=table, g=grads: t.apply_gradients(x, g, 0)),
         ):
 
-            def with_threads(n: int, call: Callable[[torch.Tensor], Any] = call) -> Rotating:
+            def with_threads(
+                n: int, call: Callable[[torch.Tensor], Any] = call, ids: list[torch.Tensor] = ids
+            ) -> Rotating:
                 def run(x: torch.Tensor) -> None:
                     shoal.set_num_threads(n)
                     call(x)

@@ -25,5 +25,6 @@ void serving(nb::module_& m);
 void io(nb::module_& m);
 void train(nb::module_& m);
 void nn(nb::module_& m);
+void sharded(nb::module_& m);
 
 }  // namespace shoal::bind

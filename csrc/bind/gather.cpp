@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <span>
 #include <stdexcept>
 #include <vector>
@@ -32,6 +33,27 @@ void dequantize(uintptr_t q, int64_t n, uintptr_t table, uintptr_t out) {
   parallel_for(n, 65536, [&](int64_t begin, int64_t end) {
     SHOAL_DISPATCH(look_up)(ptr<uint8_t>(q) + begin, end - begin, ptr<float>(table), ptr<float>(out) + begin);
   });
+}
+
+// Sums and counts by blocks in index order, so that threads cannot change a bit.
+void quantize(uintptr_t z, int64_t n, float scale, float offset, int bins, uintptr_t q, uintptr_t sums,
+              uintptr_t counts) {
+  constexpr int64_t kBlock = 16384;
+  const int64_t blocks = (n + kBlock - 1) / kBlock;
+  std::vector<double> block_sums(static_cast<size_t>(blocks) * 256);
+  std::vector<int64_t> block_counts(static_cast<size_t>(blocks) * 256);
+  parallel_for(blocks, 2, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      const int64_t start = b * kBlock;
+      SHOAL_DISPATCH(quantize)(ptr<float>(z) + start, std::min(kBlock, n - start), scale, offset, bins,
+                               ptr<uint8_t>(q) + start, &block_sums[b * 256], &block_counts[b * 256]);
+    }
+  });
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int i = 0; i < bins; ++i) {
+      ptr<double>(sums)[i] += block_sums[b * 256 + i];
+      ptr<int64_t>(counts)[i] += block_counts[b * 256 + i];
+    }
 }
 
 // (value over bins, index out of range, duplicate index, nonfinite, too large, sum of squares)
@@ -108,6 +130,7 @@ void gather(nb::module_& m) {
   m.def("gather_unpack12", &unpack, NoGil());
   m.def("gather_pack12", &pack, NoGil());
   m.def("gather_dequantize", &dequantize, NoGil());
+  m.def("gather_quantize", &quantize, NoGil());
   m.def("gather_inspect", &inspect, NoGil());
   m.def("gather_block_sums", [](uintptr_t v, int64_t n) { return gather::block_sums(ptr<float>(v), n); }, NoGil());
   m.def("gather_reduce", &reduce, NoGil());

@@ -43,4 +43,5 @@ NB_MODULE(_core, m) {
   shoal::bind::io(m);
   shoal::bind::train(m);
   shoal::bind::nn(m);
+  shoal::bind::sharded(m);
 }

@@ -31,6 +31,9 @@ SHOAL_PER_ISA(
     // False when a value is outside 0..4095; what was written is then meaningless.
     bool pack12(const int64_t* indices, int64_t n, uint8_t* out);
     void look_up(const uint8_t* q, int64_t n, const float* table, float* out);
+    // q = clamp(round_half_even(z / scale + offset), 0, bins - 1); adds each bin's z to sums and its members to counts.
+    void quantize(const float* z, int64_t n, float scale, float offset, int bins, uint8_t* q, double* sums,
+                  int64_t* counts);
     // Values of any kind but u8 to float32, the bytes at any alignment.
     void widen(const uint8_t* values, int64_t n, int kind, float* out);)
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 #if defined(__AVX2__)
@@ -64,6 +65,19 @@ void look_up(const uint8_t* q, int64_t n, const float* table, float* out) {
   }
 #endif
   for (; i < n; ++i) out[i] = table[q[i]];
+}
+
+void quantize(const float* z, int64_t n, float scale, float offset, int bins, uint8_t* q, double* sums,
+              int64_t* counts) {
+  const float top = static_cast<float>(bins - 1);
+  for (int64_t i = 0; i < n; ++i) {
+    float bin = std::nearbyint(z[i] / scale + offset);
+    q[i] = static_cast<uint8_t>(static_cast<int32_t>(std::min(std::max(bin, 0.0f), top)));
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    sums[q[i]] += z[i];
+    ++counts[q[i]];
+  }
 }
 
 namespace {

@@ -13,25 +13,60 @@ namespace {
 
 constexpr int64_t kGrain = 16;  // chunks
 
-// Keeps the best k of what was seen: a full buffer is cut back to k, which raises the bar for what follows.
-void select(const std::vector<uint32_t>& keys, int64_t k, std::vector<uint64_t>& buffer, int32_t* indices) {
-  const int64_t n = static_cast<int64_t>(keys.size()), capacity = static_cast<int64_t>(buffer.size());
-  int64_t length = 0, at = 0;
-  // Everything that fits goes in first: with no bar yet, a key of 0 counts too.
-  for (; at < n && length < capacity; ++at)
-    buffer[length++] = static_cast<uint64_t>(keys[at]) << 32 | static_cast<uint32_t>(~at);
-  for (;;) {
-    if (length > k) {
-      std::nth_element(buffer.begin(), buffer.begin() + (k - 1), buffer.begin() + length, std::greater<>());
-      length = k;
+// The k best of a chunk. Neighbouring chunks have similar values, so the last chunk's bar, lowered a little, usually
+// leaves little more than k candidates; when it does not, a buffer that is cut back to k whenever it fills does.
+class Selector {
+ public:
+  Selector(int64_t totalk, int64_t k)
+      : k_(k),
+        totalk_(totalk),
+        buffer_(static_cast<size_t>(std::max<int64_t>(4 * k, k + 64))),
+        ranked_(buffer_.size()) {}
+
+  void select(const uint32_t* keys, int32_t* indices) {
+    int64_t length = 0;
+    bool guessed = false;
+    if (bar_ > kMargin) {
+      int64_t at = collect(keys, 0, bar_ - kMargin, &length);
+      guessed = at == totalk_ && length >= k_;
     }
-    if (at >= n) break;
-    at = SHOAL_DISPATCH(collect_above)(keys.data(), at, n, static_cast<uint32_t>(buffer[k - 1] >> 32), buffer.data(),
-                                       capacity, &length);
+    if (!guessed) length = scan(keys);
+    // The k-th best decides; what is kept stays in the order of positions.
+    std::copy_n(buffer_.begin(), length, ranked_.begin());
+    std::nth_element(ranked_.begin(), ranked_.begin() + (k_ - 1), ranked_.begin() + length, std::greater<>());
+    const uint64_t last = ranked_[static_cast<size_t>(k_ - 1)];
+    int64_t kept = 0;
+    for (int64_t i = 0; i < length; ++i)
+      if (buffer_[i] >= last) indices[kept++] = static_cast<int32_t>(~static_cast<uint32_t>(buffer_[i]));
+    if (!guessed) std::sort(indices, indices + k_);
+    bar_ = static_cast<uint32_t>(last >> 32);
   }
-  for (int64_t i = 0; i < k; ++i) indices[i] = static_cast<int32_t>(~static_cast<uint32_t>(buffer[i]));
-  std::sort(indices, indices + k);
-}
+
+ private:
+  static constexpr uint32_t kMargin = 1u << 19;  // a sixteenth of an octave
+
+  int64_t collect(const uint32_t* keys, int64_t begin, uint32_t bar, int64_t* length) {
+    return SHOAL_DISPATCH(collect_above)(keys, begin, totalk_, bar, buffer_.data(),
+                                         static_cast<int64_t>(buffer_.size()), length);
+  }
+
+  int64_t scan(const uint32_t* keys) {
+    int64_t length = 0, at = 0;
+    // Everything that fits goes in first: with no bar yet, a key of 0 counts too.
+    for (; at < totalk_ && length < static_cast<int64_t>(buffer_.size()); ++at)
+      buffer_[length++] = static_cast<uint64_t>(keys[at]) << 32 | static_cast<uint32_t>(~at);
+    while (at < totalk_) {
+      std::nth_element(buffer_.begin(), buffer_.begin() + (k_ - 1), buffer_.begin() + length, std::greater<>());
+      length = k_;
+      at = collect(keys, at, static_cast<uint32_t>(buffer_[static_cast<size_t>(k_ - 1)] >> 32), &length);
+    }
+    return length;
+  }
+
+  int64_t k_, totalk_;
+  std::vector<uint64_t> buffer_, ranked_;
+  uint32_t bar_ = 0;
+};
 
 }  // namespace
 
@@ -42,7 +77,7 @@ void topk_chunks(const float* gradient, float* memory, float decay, const ChunkG
   parallel_for(grid.rows * grid.across, kGrain, [&](int64_t begin, int64_t end) {
     std::vector<float> chunk(static_cast<size_t>(totalk));
     std::vector<uint32_t> keys(static_cast<size_t>(totalk));
-    std::vector<uint64_t> buffer(static_cast<size_t>(std::max<int64_t>(4 * k, k + 64)));
+    Selector selector(totalk, k);
     for (int64_t c = begin; c < end; ++c) {
       const int64_t start = c / grid.across * grid.height * columns + c % grid.across * grid.width;
       uint32_t most = 0;
@@ -52,7 +87,7 @@ void topk_chunks(const float* gradient, float* memory, float decay, const ChunkG
                                   decay, grid.width, chunk.data() + h * grid.width, keys.data() + h * grid.width));
       }
       if (most >= 0x7f800000u) nonfinite = true;
-      select(keys, k, buffer, indices + c * k);
+      selector.select(keys.data(), indices + c * k);
       for (int64_t i = 0; i < k; ++i) values[c * k + i] = chunk[static_cast<size_t>(indices[c * k + i])];
     }
   });

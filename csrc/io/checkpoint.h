@@ -1,8 +1,10 @@
 // Tables to shard files and back.
 #pragma once
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -73,6 +75,7 @@ class Load {
   const bool strict_;
   const ShardRule shard_;
   std::unique_ptr<Table> fresh_;
+  std::array<std::mutex, Table::kStripes> stripes_;  // which of the workers hands over rows of a stripe
 };
 
 // Reads one data file of a multi table: `counts[i]` records of loads[i], which is null for a table that is skipped,

@@ -53,13 +53,11 @@ size_t ByteReader::read(char* out, size_t n) {
   return got;
 }
 
-bool ByteReader::append(std::vector<char>* out) {
-  const size_t before = out->size();
+bool ByteReader::append(Bytes* out) {
   if (!snappy_) {
     const size_t want = std::min<int64_t>(kBlock, left());
     if (want == 0) return false;
-    out->resize(before + want);
-    if (read(out->data() + before, want) != want) fail("the file became shorter while it was read");
+    if (read(out->extend(want), want) != want) fail("the file became shorter while it was read");
     return true;
   }
   while (left() > 0) {  // a block may be empty
@@ -78,8 +76,7 @@ bool ByteReader::append(std::vector<char>* out) {
     try {
       const uint64_t length = snappy_length(block_.data(), packed);
       if (length == 0) continue;
-      out->resize(before + length);
-      snappy_decompress(block_.data(), packed, out->data() + before, length);
+      snappy_decompress(block_.data(), packed, out->extend(length), length);
     } catch (const DataError& error) {
       fail(where + error.what());
     }
@@ -107,8 +104,9 @@ bool ChunkReader::next(Chunk* chunk) {
   chunk->bytes.clear();
   if (failed_) return false;  // another thread reports it
   failed_ = true;             // until we come through
-  std::vector<char>& bytes = chunk->bytes;
-  bytes.swap(rest_);
+  Bytes& bytes = chunk->bytes;
+  bytes.append(rest_.data(), rest_.size());
+  rest_.clear();
   size_t place = 0;
   const auto record = [&] { return "record " + std::to_string(records_ + static_cast<int64_t>(chunk->starts.size())); };
   for (;;) {
@@ -128,7 +126,7 @@ bool ChunkReader::next(Chunk* chunk) {
     if (!more && place < bytes.size()) bytes_.fail(record() + ": the file is truncated inside it");
     if (!more || !chunk->starts.empty()) break;
   }
-  rest_.assign(bytes.begin() + place, bytes.end());
+  rest_.append(bytes.data() + place, bytes.size() - place);
   chunk->first = records_;
   records_ += static_cast<int64_t>(chunk->starts.size());
   failed_ = false;

@@ -1,9 +1,11 @@
 // TFRecord framing: uint64 length, masked CRC of those 8 bytes, payload, masked CRC of the payload; little-endian.
 #pragma once
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -26,6 +28,34 @@ inline void frame_record(char* record, uint64_t n) {
   std::memcpy(record + kRecordHeader + n, &payload_crc, 4);
 }
 
+// Bytes at the end of which room can be made without filling it first.
+class Bytes {
+ public:
+  const char* data() const { return data_.get(); }
+  size_t size() const { return size_; }
+  void clear() { size_ = 0; }
+  // Makes the size n larger; returns where the new bytes begin, whatever they are.
+  char* extend(size_t n) {
+    if (capacity_ - size_ < n) {
+      const size_t capacity = std::max(size_ + n, capacity_ + capacity_ / 2);
+      auto larger = std::make_unique_for_overwrite<char[]>(capacity);
+      if (size_ > 0) std::memcpy(larger.get(), data_.get(), size_);
+      data_ = std::move(larger);
+      capacity_ = capacity;
+    }
+    size_ += n;
+    return data_.get() + size_ - n;
+  }
+  void append(const char* from, size_t n) {
+    if (n > 0) std::memcpy(extend(n), from, n);
+  }
+
+ private:
+  std::unique_ptr<char[]> data_;
+  size_t size_ = 0;
+  size_t capacity_ = 0;
+};
+
 // Bytes of a file in order, as they lie on disk or out of Snappy blocks. Every failure names the file.
 class ByteReader {
  public:
@@ -37,7 +67,7 @@ class ByteReader {
 
   // Appends at least one byte, usually about a block's worth; false at the end of the file. No claim that the file
   // makes about a length is believed beyond the bytes that are there.
-  bool append(std::vector<char>* out);
+  bool append(Bytes* out);
   const std::string& path() const { return path_; }
   // Bytes of the file that were not read yet.
   int64_t left() const { return size_ - offset_; }
@@ -56,7 +86,7 @@ class ByteReader {
 
 // A run of whole records, their headers checked; payloads are checked by payload().
 struct Chunk {
-  std::vector<char> bytes;
+  Bytes bytes;
   std::vector<size_t> starts;  // of the headers
   int64_t first = 0;           // how many records of the file come before
 
@@ -79,7 +109,7 @@ class ChunkReader {
  private:
   std::mutex mutex_;
   ByteReader bytes_;
-  std::vector<char> rest_;  // the beginning of a record whose end was not read yet
+  Bytes rest_;  // the beginning of a record whose end was not read yet
   int64_t records_ = 0;
   bool failed_ = false;
 };

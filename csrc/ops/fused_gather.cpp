@@ -1,6 +1,8 @@
 #include "ops/fused_gather.h"
 
 #include <algorithm>
+#include <limits>
+#include <type_traits>
 
 #include "ops/common.h"
 #include "ops/sum.h"
@@ -8,9 +10,19 @@
 namespace shoal::ops {
 namespace {
 
+constexpr int64_t kCached = 512 << 10;  // bytes that stay in the second-level cache without help
+
 template <class Offset>
 void check_offsets(const OffsetTable& table, int64_t begin, int64_t end, int64_t size) {
   const auto* offsets = reinterpret_cast<const Offset*>(table.offsets);
+  // One pass that vectorises; the culprit is looked for only when there is one.
+  using Unsigned = std::make_unsigned_t<Offset>;
+  if (table.width <= size) {
+    const auto last = static_cast<Unsigned>(std::min<int64_t>(size - table.width, std::numeric_limits<Offset>::max()));
+    Unsigned bad = 0;
+    for (int64_t j = begin; j < end; ++j) bad |= static_cast<Unsigned>(static_cast<Unsigned>(offsets[j]) > last);
+    if (!bad) return;
+  }
   for (int64_t j = begin; j < end; ++j) {
     if (offsets[j] < 0 || table.width > size - offsets[j]) {
       fail("offset " + std::to_string(offsets[j]) + " (row " + std::to_string(j) + ") + width " +
@@ -58,16 +70,23 @@ void gather_piece(const char* buffer, int64_t size, int64_t element_bytes, const
   const int64_t row_bytes = table.width * element_bytes;
   char* rows = reinterpret_cast<char*>(table.rows);
   with_row_copy(row_bytes, [&](auto copy) {
-    for (int64_t j = begin; j < end; ++j) {
-      __builtin_prefetch(buffer + offsets[std::min(j + 8, end - 1)] * element_bytes);
-      copy(rows + j * row_bytes, buffer + offsets[j] * element_bytes);
+    int64_t j = begin;
+    if (size * element_bytes > kCached) {
+      for (; j + 8 < end; ++j) {
+        __builtin_prefetch(buffer + offsets[j + 8] * element_bytes);
+        copy(rows + j * row_bytes, buffer + offsets[j] * element_bytes);
+      }
     }
+    for (; j < end; ++j) copy(rows + j * row_bytes, buffer + offsets[j] * element_bytes);
   });
 }
 
 }  // namespace
 
 void fused_gather(const char* buffer, int64_t size, int64_t element_bytes, const std::vector<OffsetTable>& tables) {
+  for (const OffsetTable& table : tables) {
+    advise_huge(reinterpret_cast<void*>(table.rows), table.n * table.width * element_bytes);
+  }
   each_piece(tables, element_bytes, [&](const OffsetTable& table, int64_t begin, int64_t end) {
     if (table.wide) {
       gather_piece<int64_t>(buffer, size, element_bytes, table, begin, end);
@@ -80,14 +99,14 @@ void fused_gather(const char* buffer, int64_t size, int64_t element_bytes, const
 namespace {
 
 template <class T>
-void add_rows(const OffsetTable& table, const int64_t* list, int64_t n, T scale, int64_t lo, int64_t hi, T* out) {
+void add_rows(const OffsetTable& table, T scale, int64_t lo, int64_t hi, bool whole, T* out) {
   const auto* rows = reinterpret_cast<const T*>(table.rows);
   if (table.wide) {
-    SHOAL_CALL(scatter_floats, rows, reinterpret_cast<const int64_t*>(table.offsets), list, n, table.width, scale, lo,
-               hi, out);
+    SHOAL_CALL(scatter_floats, rows, reinterpret_cast<const int64_t*>(table.offsets), table.n, table.width, scale, lo,
+               hi, whole, out);
   } else {
-    SHOAL_CALL(scatter_floats, rows, reinterpret_cast<const int32_t*>(table.offsets), list, n, table.width, scale, lo,
-               hi, out);
+    SHOAL_CALL(scatter_floats, rows, reinterpret_cast<const int32_t*>(table.offsets), table.n, table.width, scale, lo,
+               hi, whole, out);
   }
 }
 
@@ -97,78 +116,36 @@ template <class T>
 void fused_gather_gradient(T* out, int64_t size, T scale, const std::vector<OffsetTable>& tables) {
   each_piece(tables, sizeof(T),
              [&](const OffsetTable& table, int64_t begin, int64_t end) { check_offsets_of(table, begin, end, size); });
-  int64_t floats = 0, total = 0, widest = 0;
+  int64_t floats = 0, total = 0;
   for (const OffsetTable& table : tables) {
     floats += table.n * table.width;
     total += table.n;
-    widest = std::max(widest, table.width);
   }
-  const int threads = num_threads();
-  if (threads == 1 || floats < 1 << 16 || size < 64 * threads) {
-    std::fill_n(out, size, T(0));
+  // Each part owns a range of the buffer, scans all offsets and adds what falls into it, clipped at the borders: every
+  // float is summed by one thread, tables and rows in order.
+  const int64_t parts = floats < 1 << 16 || size < 64 ? 1 : std::min<int64_t>(num_threads(), 8);
+  std::vector<int64_t> bounds(parts + 1, 0);
+  bounds[parts] = size;
+  if (parts > 1) {
+    std::vector<int64_t> sample;
     for (const OffsetTable& table : tables) {
-      add_rows<T>(table, nullptr, table.n, scale, 0, size, out);
-    }
-    return;
-  }
-  // Each bucket owns a range of the buffer. A row that crosses a border is listed in both and clipped, so every float
-  // is summed by one thread, tables and rows in order.
-  const int64_t wanted = std::clamp<int64_t>(size * static_cast<int64_t>(sizeof(T)) >> 18, 4 * threads, 512);
-  int shift = 4;
-  while ((size - 1) >> shift >= wanted) ++shift;
-  const int64_t buckets = ((size - 1) >> shift) + 1;
-  struct Piece {
-    size_t table;
-    int64_t begin, end;
-  };
-  std::vector<Piece> pieces;
-  for (size_t t = 0; t < tables.size(); ++t) {
-    const int64_t step = std::max<int64_t>(1 << 14, total / 256);
-    for (int64_t j = 0; j < tables[t].n; j += step) pieces.push_back({t, j, std::min(tables[t].n, j + step)});
-  }
-  const int64_t count = static_cast<int64_t>(pieces.size());
-  auto histogram = std::make_unique<int64_t[]>(static_cast<size_t>(count * buckets));
-  auto visit = [&](int64_t p, auto&& f) {
-    const OffsetTable& table = tables[pieces[p].table];
-    if (table.width == 0) return;
-    auto each = [&](const auto* offsets) {
-      for (int64_t j = pieces[p].begin; j < pieces[p].end; ++j) {
-        const int64_t first = offsets[j] >> shift, last = (offsets[j] + table.width - 1) >> shift;
-        for (int64_t b = first; b <= last; ++b) f(b, j);
+      const int64_t wanted = table.n * 1024 / total + 1;
+      for (int64_t k = 0; k < std::min(wanted, table.n); ++k) {
+        const int64_t at = table.n / std::min(wanted, table.n) * k;
+        sample.push_back(table.wide ? reinterpret_cast<const int64_t*>(table.offsets)[at]
+                                    : reinterpret_cast<const int32_t*>(table.offsets)[at]);
       }
-    };
-    if (table.wide) {
-      each(reinterpret_cast<const int64_t*>(table.offsets));
-    } else {
-      each(reinterpret_cast<const int32_t*>(table.offsets));
     }
-  };
-  parallel_parts(count, [&](int64_t p) { visit(p, [&](int64_t b, int64_t) { ++histogram[p * buckets + b]; }); });
-  // Bucket-major, then pieces: pieces of one table are neighbours, so a bucket's list falls into one run per table.
-  auto starts = scratch<int64_t>(count * buckets + 1);
-  int64_t listed = 0;
-  for (int64_t b = 0; b < buckets; ++b) {
-    for (int64_t p = 0; p < count; ++p) {
-      starts[b * count + p] = listed;
-      listed += histogram[p * buckets + b];
-      histogram[p * buckets + b] = starts[b * count + p];
-    }
+    std::sort(sample.begin(), sample.end());
+    for (int64_t p = 1; p < parts; ++p) bounds[p] = sample[static_cast<int64_t>(sample.size()) * p / parts];
   }
-  starts[count * buckets] = listed;
-  auto list = scratch<int64_t>(listed);
-  parallel_parts(count,
-                 [&](int64_t p) { visit(p, [&](int64_t b, int64_t j) { list[histogram[p * buckets + b]++] = j; }); });
-  parallel_parts(buckets, [&](int64_t b) {
-    const int64_t lo = b << shift, hi = std::min(size, (b + 1) << shift);
-    std::fill(out + lo, out + hi, T(0));
-    for (int64_t p = 0; p < count;) {
-      int64_t e = p + 1;
-      while (e < count && pieces[e].table == pieces[p].table) ++e;
-      const int64_t from = starts[b * count + p], to = e < count ? starts[b * count + e] : starts[(b + 1) * count];
-      if (to > from) add_rows<T>(tables[pieces[p].table], list.get() + from, to - from, scale, lo, hi, out);
-      p = e;
-    }
-  });
+  auto body = [&](int64_t p) {
+    if (bounds[p] == bounds[p + 1]) return;
+    std::fill(out + bounds[p], out + bounds[p + 1], T(0));
+    for (const OffsetTable& table : tables) add_rows<T>(table, scale, bounds[p], bounds[p + 1], parts == 1, out);
+  };
+  if (parts == 1) return body(0);
+  parallel_parts(parts, body);
 }
 
 template void fused_gather_gradient(float*, int64_t, float, const std::vector<OffsetTable>&);

@@ -11,6 +11,8 @@ void map_id_to_embedding(const std::vector<uintptr_t>& ids, const std::vector<in
                          const std::vector<uintptr_t>& embeddings, int64_t row_bytes, const int64_t* input, int64_t n,
                          char* out, int64_t* place, bool parallel) {
   if (n == 0) return;
+  if (out) advise_huge(out, n * row_bytes);
+  if (place) advise_huge(place, n * 8);
   const IdMap map(ids, lengths, parallel);
   std::vector<int64_t> starts(ids.size() + 1, 0);
   for (size_t k = 0; k < ids.size(); ++k) starts[k + 1] = starts[k] + lengths[k];

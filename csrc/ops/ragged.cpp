@@ -6,18 +6,30 @@
 
 namespace shoal::ops {
 
-void check_row_splits(const int64_t* splits, int64_t rows, int64_t length) {
+void check_row_ends(const int64_t* splits, int64_t rows, int64_t length) {
   if (rows < 0) fail("row_splits have at least one element, got none");
   if (splits[0] != 0) fail("row_splits start at 0, got " + std::to_string(splits[0]));
   if (splits[rows] != length) {
     fail("row_splits end at the number of values, " + std::to_string(length) + ", got " + std::to_string(splits[rows]));
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    if (splits[r + 1] < splits[r]) {
+}
+
+void check_rising(const int64_t* splits, int64_t begin, int64_t end, int64_t length) {
+  bool rising = splits[begin] >= 0 && splits[end] <= length;
+  for (int64_t r = begin; r < end; ++r) rising &= splits[r + 1] >= splits[r];
+  if (rising) return;
+  for (int64_t r = begin; r < end; ++r) {
+    if (splits[r + 1] < splits[r] || splits[r + 1] > length) {
       fail("row_splits never fall, but entry " + std::to_string(r + 1) + " is " + std::to_string(splits[r + 1]) +
            " after " + std::to_string(splits[r]));
     }
   }
+  fail("row_splits never fall, but entry " + std::to_string(begin) + " is " + std::to_string(splits[begin]));
+}
+
+void check_row_splits(const int64_t* splits, int64_t rows, int64_t length) {
+  check_row_ends(splits, rows, length);
+  parallel_for(rows, 1 << 16, [&](int64_t begin, int64_t end) { check_rising(splits, begin, end, length); });
 }
 
 void row_ids(const int64_t* splits, int64_t rows, int64_t length, int64_t* out) {

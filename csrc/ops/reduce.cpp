@@ -34,45 +34,20 @@ std::unique_ptr<int64_t[]> count_index(const int64_t* index, int64_t stride, int
   return counts;
 }
 
-// Positions of [0, n) grouped by destination range, input order kept inside a group.
-struct Buckets {
-  int shift;
-  std::vector<int64_t> begin;
-  std::unique_ptr<int64_t[]> list;
-};
-
-Buckets bucket_by_row(const int64_t* index, int64_t stride, int64_t n, int64_t rows, int64_t row_bytes) {
-  Buckets out;
-  const int64_t wanted = std::clamp<int64_t>(rows * row_bytes >> 18, 4 * num_threads(), 512);
-  out.shift = 0;
-  while ((rows - 1) >> out.shift >= wanted) ++out.shift;
-  const int64_t buckets = ((rows - 1) >> out.shift) + 1;
-  const int64_t step = std::max<int64_t>(1 << 15, n / 256 + 1), pieces = (n + step - 1) / step;
-  auto histogram = scratch<int64_t>(pieces * buckets);
-  parallel_parts(pieces, [&](int64_t piece) {
-    int64_t* count = histogram.get() + piece * buckets;
-    std::fill_n(count, buckets, 0);
-    for (int64_t i = piece * step, end = std::min(n, i + step); i < end; ++i) ++count[index[i * stride] >> out.shift];
-  });
-  out.begin.resize(buckets + 1);
-  int64_t total = 0;
-  for (int64_t b = 0; b < buckets; ++b) {
-    out.begin[b] = total;
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      const int64_t here = histogram[piece * buckets + b];
-      histogram[piece * buckets + b] = total;
-      total += here;
-    }
+// Borders of `parts` row ranges that get about as many elements each, by a sample.
+std::vector<int64_t> row_bounds(const int64_t* index, int64_t stride, int64_t n, int64_t rows, int64_t parts) {
+  std::vector<int64_t> sample;
+  if (parts > 1) {
+    constexpr int64_t kSample = 1024;
+    for (int64_t k = 0; k < kSample; ++k) sample.push_back(index[n / kSample * k * stride]);
+    std::sort(sample.begin(), sample.end());
   }
-  out.begin[buckets] = total;
-  out.list = scratch<int64_t>(n);
-  parallel_parts(pieces, [&](int64_t piece) {
-    int64_t* next = histogram.get() + piece * buckets;
-    for (int64_t i = piece * step, end = std::min(n, i + step); i < end; ++i) {
-      out.list[next[index[i * stride] >> out.shift]++] = i;
-    }
-  });
-  return out;
+  std::vector<int64_t> bounds(parts + 1, 0);
+  for (int64_t p = 1; p < parts; ++p) {
+    bounds[p] = std::max(bounds[p - 1], sample[static_cast<int64_t>(sample.size()) * p / parts]);
+  }
+  bounds[parts] = rows;
+  return bounds;
 }
 
 }  // namespace
@@ -81,6 +56,7 @@ template <class T>
 void reduce_by_index(const T* values, const int64_t* index, int64_t stride, int64_t n, int64_t d, int64_t rows,
                      Reduce how, T* out) {
   if (rows == 0 && n == 0) return;
+  advise_huge(out, rows * d * static_cast<int64_t>(sizeof(T)));
   if (n == 0) {
     std::fill_n(out, rows * d, T(0));
     return;
@@ -125,34 +101,34 @@ void reduce_by_index(const T* values, const int64_t* index, int64_t stride, int6
     return;
   }
   const bool squares = how == Reduce::sqrtn;
-  if (!parallel) {
-    std::fill_n(out, rows * d, T(0));
-    SHOAL_CALL(scatter_add, values, index, stride, static_cast<const int64_t*>(nullptr), n, d, squares, out);
-    if (how != Reduce::sum) {
-      auto counts = how == Reduce::mean ? count_index(index, stride, n, rows) : nullptr;
-      SHOAL_CALL(finish_reduce, out, counts.get(), int64_t{0}, rows, d, how);
-    }
-    return;
-  }
-  const Buckets buckets = bucket_by_row(index, stride, n, rows, d * static_cast<int64_t>(sizeof(T)));
+  const int64_t row_bytes = d * static_cast<int64_t>(sizeof(T));
+  // Every part owns a range of rows, reads all indices and adds what is its own, in input order.
+  const int64_t parts = parallel ? std::min<int64_t>(num_threads(), 8) : 1;
+  const std::vector<int64_t> bounds = row_bounds(index, stride, n, rows, parts);
   auto counts = how == Reduce::mean ? std::make_unique<int64_t[]>(static_cast<size_t>(rows)) : nullptr;
-  parallel_parts(static_cast<int64_t>(buckets.begin.size()) - 1, [&](int64_t b) {
-    const int64_t row_begin = b << buckets.shift, row_end = std::min(rows, (b + 1) << buckets.shift);
-    std::fill(out + row_begin * d, out + row_end * d, T(0));
-    const int64_t* list = buckets.list.get() + buckets.begin[b];
-    const int64_t count = buckets.begin[b + 1] - buckets.begin[b];
-    SHOAL_CALL(scatter_add, values, index, stride, list, count, d, squares, out);
-    if (counts) {
-      for (int64_t k = 0; k < count; ++k) ++counts[index[list[k] * stride]];
-    }
-    if (how != Reduce::sum) SHOAL_CALL(finish_reduce, out, counts.get(), row_begin, row_end, d, how);
-  });
+  auto body = [&](int64_t part) {
+    const int64_t begin = bounds[part], end = bounds[part + 1];
+    std::fill(out + begin * d, out + end * d, T(0));
+    SHOAL_CALL(scatter_rows, values, index, stride, n, d, begin, end, squares, out);
+  };
+  if (parts == 1) {
+    body(0);
+  } else {
+    parallel_parts(parts, body);
+  }
+  if (how == Reduce::sum) return;
+  if (counts) {
+    for (int64_t i = 0; i < n; ++i) ++counts[index[i * stride]];
+  }
+  parallel_for(rows, rows_per_piece(row_bytes),
+               [&](int64_t begin, int64_t end) { SHOAL_CALL(finish_reduce, out, counts.get(), begin, end, d, how); });
 }
 
 template <class T>
 void reduce_by_index_gradient(const T* grad, const int64_t* index, int64_t stride, int64_t n, int64_t d, int64_t rows,
                               Reduce how, const T* values, const T* norm, T* out) {
   check_index(index, stride, n, rows);
+  advise_huge(out, n * d * static_cast<int64_t>(sizeof(T)));
   std::unique_ptr<T[]> scale;
   if (how == Reduce::mean) {
     auto counts = count_index(index, stride, n, rows);
@@ -175,11 +151,13 @@ std::vector<Unit> split_units(const std::vector<SplitTable>& tables, int64_t seg
   std::vector<Unit> units;
   for (size_t t = 0; t < tables.size(); ++t) {
     const auto* splits = reinterpret_cast<const int64_t*>(tables[t].splits);
-    check_row_splits(splits, segments, tables[t].n);
+    check_row_ends(splits, segments, tables[t].n);
     const int64_t budget = (1 << 16) / std::max<int64_t>(1, tables[t].d * element_bytes) + 1;
     for (int64_t b = 0; b < segments;) {
-      int64_t e = b + 1;
-      while (e < segments && splits[e + 1] - splits[b] + (e + 1 - b) <= budget) ++e;
+      // As many segments as the budget of rows holds, at least one.
+      const int64_t last = std::min(segments, b + budget);
+      const int64_t e =
+          std::max(b + 1, std::upper_bound(splits + b, splits + last + 1, splits[b] + budget) - splits - 1);
       units.push_back({static_cast<int64_t>(t), b, e});
       b = e;
     }
@@ -212,6 +190,7 @@ void reduce_and_split(const std::vector<SplitTable>& tables, int64_t segments, c
   run_units(split_units(tables, segments, sizeof(T)), [&](const Unit& unit) {
     const SplitTable& table = tables[unit.table];
     const auto* splits = reinterpret_cast<const int64_t*>(table.splits);
+    check_rising(splits, unit.begin, unit.end, table.n);
     const auto* rows = reinterpret_cast<const T*>(table.rows);
     const uintptr_t* out = outs.data() + first[unit.table];
     if (table.slices.size() == 1) {
@@ -238,6 +217,7 @@ void reduce_and_split_gradient(const std::vector<SplitTable>& tables, int64_t se
   run_units(split_units(tables, segments, sizeof(T)), [&](const Unit& unit) {
     const SplitTable& table = tables[unit.table];
     const auto* splits = reinterpret_cast<const int64_t*>(table.splits);
+    check_rising(splits, unit.begin, unit.end, table.n);
     auto* rows = reinterpret_cast<T*>(table.rows);
     auto row = scratch<T>(table.d);
     for (int64_t b = unit.begin; b < unit.end; ++b) {

@@ -8,6 +8,7 @@ namespace shoal::ops {
 
 void gather_rows(const char* src, int64_t src_rows, int64_t row_bytes, const int64_t* index, int64_t n, char* dst,
                  const char* what) {
+  advise_huge(dst, n * row_bytes);
   with_row_copy(row_bytes, [&](auto copy) {
     parallel_for(n, rows_per_piece(row_bytes), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {

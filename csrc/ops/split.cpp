@@ -63,6 +63,7 @@ void split_rows(const int64_t* indices, int64_t n, int64_t parts, const int64_t*
 
 void unsplit_rows(const int64_t* indices, int64_t n, int64_t parts, const int64_t* histogram,
                   const std::vector<uintptr_t>& ins, int64_t row_bytes, char* rows) {
+  advise_huge(rows, n * row_bytes);
   with_row_copy(row_bytes, [&](auto copy) {
     each_piece(n, parts, histogram, [&](int64_t begin, int64_t end, int64_t* next) {
       for (int64_t i = begin; i < end; ++i) {

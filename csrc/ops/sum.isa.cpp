@@ -55,6 +55,15 @@ inline void reduce_one(const T* rows, int64_t n, int64_t d, Reduce how, T* out) 
 template <class T>
 inline void segment_reduce_any(const T* rows, const int64_t* splits, int64_t begin, int64_t end, int64_t d, Reduce how,
                                T* out) {
+  if (d == 1 && how == Reduce::sum) {
+    const T* x = rows + splits[begin];
+    for (int64_t b = begin; b < end; ++b) {
+      T sum = 0;
+      for (const T* stop = rows + splits[b + 1]; x < stop; ++x) sum += *x;
+      out[b] = sum;
+    }
+    return;
+  }
   for (int64_t b = begin; b < end; ++b) {
     reduce_one(rows + splits[b] * d, splits[b + 1] - splits[b], d, how, out + b * d);
   }
@@ -94,36 +103,62 @@ inline void add_any(const T* row, T* to, int64_t d, bool squares) {
   }
 }
 
+// How many rows ahead to fetch a row that the hardware cannot foresee, and how much of it.
+template <class T>
+struct Ahead {
+  explicit Ahead(int64_t width) {
+    const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
+    rows = bytes >= 1024 ? 2 : bytes <= 64 ? 32 : 2048 / bytes;
+    span = bytes < 256 ? bytes : 256;
+  }
+  void fetch(const T* row) const {
+    for (int64_t at = 0; at < span; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(row) + at);
+  }
+  int64_t rows, span;
+};
+
 template <class T, class Add>
-inline void scatter_add_with(Add add, const T* rows, const int64_t* index, int64_t stride, const int64_t* list,
-                             int64_t n, int64_t d, bool squares, T* out) {
-  constexpr int64_t kAhead = 8;
-  for (int64_t k = 0; k < n; ++k) {
-    const int64_t i = list ? list[k] : k;
-    if (k + kAhead < n) {
-      const int64_t ahead = list ? list[k + kAhead] : k + kAhead;
-      __builtin_prefetch(out + index[ahead * stride] * d, 1);
-      if (list) __builtin_prefetch(rows + ahead * d);
+inline void scatter_rows_with(Add add, const T* rows, const int64_t* index, int64_t stride, int64_t n, int64_t d,
+                              int64_t begin, int64_t end, bool squares, T* out) {
+  constexpr int64_t kBlock = 512, kAhead = 8;
+  int64_t mine[kBlock];
+  const Ahead<T> ahead(d);
+  const uint64_t span = static_cast<uint64_t>(end - begin);
+  for (int64_t from = 0; from < n; from += kBlock) {
+    const int64_t to = from + kBlock < n ? from + kBlock : n;
+    // The positions that this part owns, collected without a branch.
+    int64_t count = 0;
+    for (int64_t i = from; i < to; ++i) {
+      mine[count] = i;
+      count += static_cast<uint64_t>(index[i * stride] - begin) < span;
     }
-    add(rows + i * d, out + index[i * stride] * d, d, squares);
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t i = mine[k];
+      if (k + kAhead < count) {
+        __builtin_prefetch(out + index[mine[k + kAhead] * stride] * d, 1);
+      }
+      if (k + ahead.rows < count) ahead.fetch(rows + mine[k + ahead.rows] * d);
+      add(rows + i * d, out + index[i * stride] * d, d, squares);
+    }
   }
 }
 
 template <class T>
-inline void scatter_add_any(const T* rows, const int64_t* index, int64_t stride, const int64_t* list, int64_t n,
-                            int64_t d, bool squares, T* out) {
+inline void scatter_rows_any(const T* rows, const int64_t* index, int64_t stride, int64_t n, int64_t d, int64_t begin,
+                             int64_t end, bool squares, T* out) {
 #define SHOAL_WIDTH(w) \
   case w:              \
-    return scatter_add_with(add_fixed<w, T>, rows, index, stride, list, n, d, squares, out);
+    return scatter_rows_with(add_fixed<w, T>, rows, index, stride, n, d, begin, end, squares, out);
   switch (d) {
     SHOAL_WIDTH(1)
+    SHOAL_WIDTH(2)
     SHOAL_WIDTH(4)
     SHOAL_WIDTH(8)
     SHOAL_WIDTH(16)
     SHOAL_WIDTH(32)
     SHOAL_WIDTH(64)
     default:
-      return scatter_add_with(add_any<T>, rows, index, stride, list, n, d, squares, out);
+      return scatter_rows_with(add_any<T>, rows, index, stride, n, d, begin, end, squares, out);
   }
 #undef SHOAL_WIDTH
 }
@@ -147,28 +182,66 @@ inline void reduce_gradient_any(const T* grad, const int64_t* index, int64_t str
   }
 }
 
+// out[c] += scale * g[c]. W > 0: the width is known.
+template <int W, class T>
+inline void add_scaled(T* out, const T* g, int64_t width, T scale) {
+  if constexpr (W > 0 && W < 4) {
+    // One element at a time: neighbouring rows overlap partly, and a wide load across two fresh narrow stores stalls.
+    for (int c = 0; c < W; ++c) {
+      out[c] += scale * g[c];
+      __asm__ volatile("" ::: "memory");
+    }
+  } else if constexpr (W > 0) {
+    for (int c = 0; c < W; ++c) out[c] += scale * g[c];
+  } else {
+    for (int64_t c = 0; c < width; ++c) out[c] += scale * g[c];
+  }
+}
+
 template <int W, class T, class Offset>
-inline void scatter_floats_fixed(const T* grads, const Offset* offsets, const int64_t* list, int64_t n, T scale,
-                                 int64_t lo, int64_t hi, T* out) {
-  for (int64_t k = 0; k < n; ++k) {
-    const int64_t i = list ? list[k] : k, at = offsets[i];
-    const T* g = grads + i * W;
-    if (at >= lo && at + W <= hi) {
-      for (int c = 0; c < W; ++c) out[at + c] += scale * g[c];
-    } else {
-      for (int c = 0; c < W; ++c) {
-        if (at + c >= lo && at + c < hi) out[at + c] += scale * g[c];
+inline void scatter_floats_with(const T* grads, const Offset* offsets, int64_t n, int64_t width, T scale, int64_t lo,
+                                int64_t hi, bool whole, T* out) {
+  constexpr int64_t kBlock = 512, kAhead = 8;
+  if constexpr (W > 0) width = W;
+  if (whole) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(out + offsets[i + kAhead], 1);
+      add_scaled<W>(out + offsets[i], grads + i * width, width, scale);
+    }
+    return;
+  }
+  int64_t mine[kBlock];
+  const Ahead<T> ahead(width);
+  for (int64_t from = 0; from < n; from += kBlock) {
+    const int64_t to = from + kBlock < n ? from + kBlock : n;
+    // The rows that this part owns, collected without a branch.
+    int64_t count = 0;
+    for (int64_t i = from; i < to; ++i) {
+      mine[count] = i;
+      count += (offsets[i] < hi) & (offsets[i] + width > lo);
+    }
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t i = mine[k], at = offsets[i];
+      if (k + kAhead < count) {
+        __builtin_prefetch(out + offsets[mine[k + kAhead]], 1);
+      }
+      if (k + ahead.rows < count) ahead.fetch(grads + mine[k + ahead.rows] * width);
+      if (at >= lo && at + width <= hi) {
+        add_scaled<W>(out + at, grads + i * width, width, scale);
+      } else {
+        const int64_t first = at < lo ? lo - at : 0, last = at + width > hi ? hi - at : width;
+        add_scaled<0>(out + at + first, grads + i * width + first, last - first, scale);
       }
     }
   }
 }
 
 template <class T, class Offset>
-inline void scatter_floats_any(const T* grads, const Offset* offsets, const int64_t* list, int64_t n, int64_t width,
-                               T scale, int64_t lo, int64_t hi, T* out) {
+inline void scatter_floats_any(const T* grads, const Offset* offsets, int64_t n, int64_t width, T scale, int64_t lo,
+                               int64_t hi, bool whole, T* out) {
 #define SHOAL_WIDTH(w) \
   case w:              \
-    return scatter_floats_fixed<w>(grads, offsets, list, n, scale, lo, hi, out);
+    return scatter_floats_with<w>(grads, offsets, n, width, scale, lo, hi, whole, out);
   switch (width) {
     SHOAL_WIDTH(1)
     SHOAL_WIDTH(2)
@@ -178,46 +251,40 @@ inline void scatter_floats_any(const T* grads, const Offset* offsets, const int6
     SHOAL_WIDTH(16)
     SHOAL_WIDTH(32)
     default:
-      break;
+      return scatter_floats_with<0>(grads, offsets, n, width, scale, lo, hi, whole, out);
   }
 #undef SHOAL_WIDTH
-  for (int64_t k = 0; k < n; ++k) {
-    const int64_t i = list ? list[k] : k, at = offsets[i];
-    const int64_t from = at < lo ? lo - at : 0, to = at + width > hi ? hi - at : width;
-    const T* g = grads + i * width;
-    for (int64_t c = from; c < to; ++c) out[at + c] += scale * g[c];
-  }
 }
 
 }  // namespace
 
-#define SHOAL_SUM_KERNELS(T)                                                                                          \
-  void segment_reduce(const T* rows, const int64_t* splits, int64_t begin, int64_t end, int64_t d, Reduce how,        \
-                      T* out) {                                                                                       \
-    segment_reduce_any(rows, splits, begin, end, d, how, out);                                                        \
-  }                                                                                                                   \
-  void sorted_reduce(const T* rows, const int64_t* index, int64_t stride, int64_t begin, int64_t end, int64_t d,      \
-                     Reduce how, int64_t row_begin, int64_t row_end, T* out) {                                        \
-    sorted_reduce_any(rows, index, stride, begin, end, d, how, row_begin, row_end, out);                              \
-  }                                                                                                                   \
-  void scatter_add(const T* rows, const int64_t* index, int64_t stride, const int64_t* list, int64_t n, int64_t d,    \
-                   bool squares, T* out) {                                                                            \
-    scatter_add_any(rows, index, stride, list, n, d, squares, out);                                                   \
-  }                                                                                                                   \
-  void finish_reduce(T* out, const int64_t* counts, int64_t begin, int64_t end, int64_t d, Reduce how) {              \
-    for (int64_t r = begin; r < end; ++r) finish_row(out + r * d, counts ? counts[r] : 0, d, how);                    \
-  }                                                                                                                   \
-  void reduce_gradient(const T* grad, const int64_t* index, int64_t stride, const T* scale, const T* rows,            \
-                       const T* norm, int64_t begin, int64_t end, int64_t d, Reduce how, T* out) {                    \
-    reduce_gradient_any(grad, index, stride, scale, rows, norm, begin, end, d, how, out);                             \
-  }                                                                                                                   \
-  void scatter_floats(const T* grads, const int64_t* offsets, const int64_t* list, int64_t n, int64_t width, T scale, \
-                      int64_t lo, int64_t hi, T* out) {                                                               \
-    scatter_floats_any(grads, offsets, list, n, width, scale, lo, hi, out);                                           \
-  }                                                                                                                   \
-  void scatter_floats(const T* grads, const int32_t* offsets, const int64_t* list, int64_t n, int64_t width, T scale, \
-                      int64_t lo, int64_t hi, T* out) {                                                               \
-    scatter_floats_any(grads, offsets, list, n, width, scale, lo, hi, out);                                           \
+#define SHOAL_SUM_KERNELS(T)                                                                                     \
+  void segment_reduce(const T* rows, const int64_t* splits, int64_t begin, int64_t end, int64_t d, Reduce how,   \
+                      T* out) {                                                                                  \
+    segment_reduce_any(rows, splits, begin, end, d, how, out);                                                   \
+  }                                                                                                              \
+  void sorted_reduce(const T* rows, const int64_t* index, int64_t stride, int64_t begin, int64_t end, int64_t d, \
+                     Reduce how, int64_t row_begin, int64_t row_end, T* out) {                                   \
+    sorted_reduce_any(rows, index, stride, begin, end, d, how, row_begin, row_end, out);                         \
+  }                                                                                                              \
+  void scatter_rows(const T* rows, const int64_t* index, int64_t stride, int64_t n, int64_t d, int64_t begin,    \
+                    int64_t end, bool squares, T* out) {                                                         \
+    scatter_rows_any(rows, index, stride, n, d, begin, end, squares, out);                                       \
+  }                                                                                                              \
+  void finish_reduce(T* out, const int64_t* counts, int64_t begin, int64_t end, int64_t d, Reduce how) {         \
+    for (int64_t r = begin; r < end; ++r) finish_row(out + r * d, counts ? counts[r] : 0, d, how);               \
+  }                                                                                                              \
+  void reduce_gradient(const T* grad, const int64_t* index, int64_t stride, const T* scale, const T* rows,       \
+                       const T* norm, int64_t begin, int64_t end, int64_t d, Reduce how, T* out) {               \
+    reduce_gradient_any(grad, index, stride, scale, rows, norm, begin, end, d, how, out);                        \
+  }                                                                                                              \
+  void scatter_floats(const T* grads, const int64_t* offsets, int64_t n, int64_t width, T scale, int64_t lo,     \
+                      int64_t hi, bool whole, T* out) {                                                          \
+    scatter_floats_any(grads, offsets, n, width, scale, lo, hi, whole, out);                                     \
+  }                                                                                                              \
+  void scatter_floats(const T* grads, const int32_t* offsets, int64_t n, int64_t width, T scale, int64_t lo,     \
+                      int64_t hi, bool whole, T* out) {                                                          \
+    scatter_floats_any(grads, offsets, n, width, scale, lo, hi, whole, out);                                     \
   }
 
 SHOAL_SUM_KERNELS(float)

@@ -2,9 +2,16 @@
 
 #include <cstring>
 #include <new>
+#include <random>
 #include <stdexcept>
 
 namespace shoal {
+static uint64_t random_salt() {
+  std::random_device random;
+  return uint64_t{random()} << 32 | random();
+}
+const uint64_t kIndexSalt = random_salt();
+
 Index::Index(BlockArena* blocks) : blocks_(blocks) {
   directory_ = static_cast<Bucket**>(std::malloc(sizeof(Bucket*)));
   if (!directory_) throw std::bad_alloc();
@@ -42,18 +49,13 @@ int64_t Index::bytes() const {
 Slot Index::place(Bucket* first, uint32_t mask, uint64_t hash, uint64_t id) {
   for (uint32_t b = hash & mask;; b = (b + 1) & mask) {
     for (int lane = 0; lane < 4; ++lane) {
-      if (first[b].row[lane] < kFirstRow) {
-        Slot slot{first + b, lane};
-        if (slot.row() == kErasedRow) --head(first).erased;
-        ++head(first).count;
-        first[b].id[lane] = id;
-        return slot;
-      }
+      if (first[b].row[lane] < kFirstRow) return take(first, {first + b, lane}, id);
     }
   }
 }
 
-Slot Index::insert(uint64_t hash, uint64_t id) {
+// The id is not in the index, and its segment is full.
+Slot Index::insert_grown(uint64_t hash, uint64_t id) {
   Bucket* first = segment(hash);
   while (head(first).count + head(first).erased >= limit()) {
     grow(first);
@@ -88,7 +90,7 @@ void Index::rebuild(Bucket* first) {
   for (uint32_t b = 0; b <= mask_; ++b) {
     for (int lane = 0; lane < 4; ++lane) {
       Slot slot{first + b, lane};
-      if (slot.row() >= kFirstRow && (hash_id(slot.id()) & mask_) != b) {
+      if (slot.row() >= kFirstRow && (index_hash(slot.id()) & mask_) != b) {
         displaced.push_back({slot.id(), slot.row(), slot.time()});
         --head(first).count;
         slot.row() = kFreeRow;
@@ -102,7 +104,7 @@ void Index::rebuild(Bucket* first) {
 }
 
 void Index::put(Bucket* first, uint32_t mask, const Entry& entry) {
-  Slot slot = place(first, mask, hash_id(entry.id), entry.id);
+  Slot slot = place(first, mask, index_hash(entry.id), entry.id);
   slot.row() = entry.row;
   slot.time() = entry.time;
 }
@@ -121,7 +123,7 @@ void Index::enlarge(Bucket* first) {
 
 void Index::split(Bucket* first) {
   uint32_t depth = head(first).depth;
-  // Only ids chosen to share a hash prefix come here: 2^26 segments of one stripe would hold 10^11 ids.
+  // 2^26 segments of one stripe would hold 10^11 ids; a salted hash does not come here with fewer.
   if (depth >= 26) throw std::length_error("too many ids share one hash prefix");
   if (depth == depth_) {
     auto** wider = static_cast<Bucket**>(std::malloc(sizeof(Bucket*) << (depth_ + 1)));
@@ -135,7 +137,7 @@ void Index::split(Bucket* first) {
   Bucket* other = make_segment(kFullBuckets, depth + 1, 2 * prefix + 1);
   for (uint32_t in = 0; in < 4 * kFullBuckets; ++in) {
     Slot slot{first + in / 4, static_cast<int>(in % 4)};
-    if (slot.row() < kFirstRow || !(hash_id(slot.id()) >> (63 - kStripeBits - depth) & 1)) continue;
+    if (slot.row() < kFirstRow || !(index_hash(slot.id()) >> (63 - kStripeBits - depth) & 1)) continue;
     put(other, mask_, {slot.id(), slot.row(), slot.time()});
     slot.row() = kErasedRow;
     --head(first).count;

@@ -28,6 +28,11 @@ constexpr uint32_t kFreeRow = 0;    // the slot was never used since the segment
 constexpr uint32_t kErasedRow = 1;  // it was, so a probe goes on behind it
 constexpr uint32_t kFirstRow = 2;
 
+// The hash that places an id. It is salted with a number of this process, so that nobody can choose ids that all want
+// one segment; nothing that leaves the process depends on it.
+extern const uint64_t kIndexSalt;
+inline uint64_t index_hash(uint64_t id) { return hash_id(id ^ kIndexSalt); }
+
 struct Slot {
   Bucket* bucket = nullptr;
   int lane = 0;
@@ -80,11 +85,39 @@ class Index {
       if (bucket->id[lane] == id && bucket->row[lane] >= kFirstRow) return bucket->row[lane];
     }
     if (bucket->row[3] != kFreeRow) __builtin_prefetch(first + ((hash + 1) & mask_));  // lanes fill in order
+    __builtin_prefetch(first - 1);  // an id that is inserted is counted there
     return kFreeRow;
   }
 
-  // The slot of an id that find() did not find; its row and time are for the caller to set, at once.
-  Slot insert(uint64_t hash, uint64_t id);
+  // The slot of an id, which is made if there is none: then *created is set, and row and time are for the caller to set
+  // at once.
+  Slot find_or_insert(uint64_t hash, uint64_t id, bool* created) {
+    Bucket* first = segment(hash);
+    Slot open;  // the first slot that a new id may take
+    for (uint32_t b = hash & mask_;; b = (b + 1) & mask_) {
+      Bucket* bucket = first + b;
+      const uint64_t* ids = bucket->id;
+      uint32_t equal = uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
+                       uint32_t{ids[3] == id} << 3;
+      for (; equal; equal &= equal - 1) {
+        int lane = std::countr_zero(equal);
+        if (bucket->row[lane] >= kFirstRow) {
+          *created = false;
+          return {bucket, lane};
+        }
+      }
+      const uint32_t* rows = bucket->row;
+      uint32_t usable = uint32_t{rows[0] < kFirstRow} | uint32_t{rows[1] < kFirstRow} << 1 |
+                        uint32_t{rows[2] < kFirstRow} << 2 | uint32_t{rows[3] < kFirstRow} << 3;
+      if (!usable) continue;
+      if (!open) open = {bucket, std::countr_zero(usable)};
+      if ((rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow)) break;
+    }
+    *created = true;
+    if (head(first).count + head(first).erased >= limit()) return insert_grown(hash, id);
+    ++size_;
+    return take(first, open, id);
+  }
   // Frees the slot; the row is the caller's to reuse.
   void erase(uint64_t hash, Slot slot);
   void clear();
@@ -158,6 +191,13 @@ class Index {
     uint32_t row, time;
   };
   Bucket* make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix);
+  Slot insert_grown(uint64_t hash, uint64_t id);
+  static Slot take(Bucket* first, Slot slot, uint64_t id) {
+    if (slot.row() == kErasedRow) --head(first).erased;
+    ++head(first).count;
+    slot.bucket->id[slot.lane] = id;
+    return slot;
+  }
   static Slot place(Bucket* first, uint32_t mask, uint64_t hash, uint64_t id);
   static void put(Bucket* first, uint32_t mask, const Entry& entry);
   void grow(Bucket* first);

@@ -144,9 +144,17 @@ void rmsprop(const Segment& s, float* __restrict w, char* state, const float* __
   }
 }
 
+// FTRL divides a difference of roots by the rate, which makes a last bit large: so it rounds as it is written, without
+// fused multiply-adds.
+#if defined(__GNUC__) && !defined(__clang__)
+#define SHOAL_AS_WRITTEN __attribute__((optimize("fp-contract=off")))
+#else
+#define SHOAL_AS_WRITTEN
+#endif
+
 // The accumulators of FTRL: norm += g^2, zero += g - sigma * w.
-inline void ftrl_accumulate(const Segment& s, const float* __restrict w, float* __restrict norm, float* __restrict zero,
-                            const float* __restrict g, float lr) {
+SHOAL_AS_WRITTEN void ftrl_accumulate(const Segment& s, const float* __restrict w, float* __restrict norm,
+                                      float* __restrict zero, const float* __restrict g, float lr) {
   for (int i = 0; i < s.dim; ++i) {
     float next = norm[i] + g[i] * g[i];
     float sigma = (std::sqrt(next) - std::sqrt(norm[i])) / lr;
@@ -155,15 +163,17 @@ inline void ftrl_accumulate(const Segment& s, const float* __restrict w, float* 
   }
 }
 
-void ftrl(const Segment& s, float* __restrict w, char* state, const float* __restrict g, float lr, int64_t) {
+SHOAL_AS_WRITTEN void ftrl(const Segment& s, float* __restrict w, char* state, const float* __restrict g, float lr,
+                           int64_t) {
   if (lr == 0) return;  // the formula divides by it
   float* __restrict norm = floats(state);
   float* __restrict zero = norm + s.dim;
-  const float l1 = s.l1, beta = s.beta, l2 = s.l2 * lr, inverse = 1 / lr;
+  const float l1 = s.l1, beta = s.beta, l2 = s.l2 * lr;
   for (int i = 0; i < s.dim; ++i) {
     float next = norm[i] + g[i] * g[i];
     float root = std::sqrt(next);
-    float z = zero[i] + g[i] - (root - std::sqrt(norm[i])) * inverse * w[i];
+    float sigma = (root - std::sqrt(norm[i])) / lr;
+    float z = zero[i] + (g[i] - sigma * w[i]);
     norm[i] = next;
     zero[i] = z;
     float shrunk = lr * (std::copysign(l1, z) - z) / (root + beta + l2);
@@ -171,7 +181,8 @@ void ftrl(const Segment& s, float* __restrict w, char* state, const float* __res
   }
 }
 
-void group_ftrl(const Segment& s, float* __restrict w, char* state, const float* __restrict g, float lr, int64_t) {
+SHOAL_AS_WRITTEN void group_ftrl(const Segment& s, float* __restrict w, char* state, const float* __restrict g,
+                                 float lr, int64_t) {
   if (lr == 0) return;
   float* __restrict norm = floats(state);
   float* __restrict zero = norm + s.dim;

@@ -2,6 +2,7 @@
 // 2010).
 #pragma once
 #include <sched.h>
+#include <time.h>
 
 #include <atomic>
 #include <cstdint>
@@ -37,8 +38,12 @@ class RwLock {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
-      } else {
+      } else if (spins < 160) {
         sched_yield();
+      } else {
+        // More threads than cores: let the holder run, since yielding only trades places with other waiters.
+        const timespec nap{0, 50'000};
+        nanosleep(&nap, nullptr);
       }
     }
   }

@@ -7,8 +7,6 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
-#include <unordered_set>
 #include <utility>
 
 #if defined(__SSE2__)
@@ -29,7 +27,7 @@ constexpr int64_t kWriteChunk = 2048;       // ids between two chances for a rea
 constexpr int64_t kStreamBytes = 16 << 20;  // results larger than this do not stay in any cache
 constexpr uint64_t kAllStripes = ~uint64_t{0};
 
-uint64_t hash_of(int64_t id) { return hash_id(static_cast<uint64_t>(id)); }
+uint64_t hash_of(int64_t id) { return index_hash(static_cast<uint64_t>(id)); }
 
 // Stripes have different shares of the ids, from one to two in equal ratios: so at any time some of them grow, and
 // never all at once.
@@ -83,8 +81,9 @@ void pipeline(int64_t n, Start start, Peek peek, Find find, Finish finish) {
   }
 }
 
-// A short chunk locks the stripes it needs, a long one all of them.
-uint64_t stripes_of(const int64_t* ids, const uint32_t* positions, int64_t n) {
+// The stripes that a chunk of ids needs: those of its ids if it is short, else all that it may be in.
+uint64_t stripes_of(const int64_t* ids, const uint32_t* positions, int64_t n, uint64_t possible) {
+  if (n >= 256) return possible;
   uint64_t stripes = 0;
   for (int64_t i = 0; i < n; ++i) stripes |= uint64_t{1} << stripe_of(hash_of(ids[positions ? positions[i] : i]));
   return stripes;
@@ -108,18 +107,20 @@ struct Table::Stripe {
 struct Table::Contents {
   explicit Contents(int32_t stride) : rows(stride), blocks(Index::kBlockBytes), stripes(make_stripes()) {}
 
-  uint32_t allocate_row(Stripe& stripe) {
-    if (!stripe.spare.empty()) {
-      uint32_t row = stripe.spare.back();
-      stripe.spare.pop_back();
-      return row;
+  // After this take_row() succeeds once more.
+  void reserve_rows(Stripe& stripe) {
+    const auto count = static_cast<uint32_t>(std::clamp<int64_t>(stripe.index.size() / 8, 1, 64));
+    stripe.next_row = rows.allocate(count);
+    stripe.rows_left = count;
+  }
+  uint32_t take_row(Stripe& stripe) {
+    if (stripe.spare.empty()) {
+      --stripe.rows_left;
+      return stripe.next_row++;
     }
-    if (stripe.rows_left == 0) {
-      stripe.rows_left = static_cast<uint32_t>(std::clamp<int64_t>(stripe.index.size() / 8, 1, 64));
-      stripe.next_row = rows.allocate(stripe.rows_left);
-    }
-    --stripe.rows_left;
-    return stripe.next_row++;
+    uint32_t row = stripe.spare.back();
+    stripe.spare.pop_back();
+    return row;
   }
 
   RowArena rows;
@@ -188,6 +189,8 @@ Table::Table(Layout layout, uint64_t seed)
 }
 
 Table::~Table() = default;
+
+int Table::stripe_of_id(int64_t id) { return stripe_of(hash_of(id)); }
 
 int64_t Table::size() const {
   int64_t total = 0;
@@ -296,7 +299,7 @@ void Table::copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found
 }
 
 void Table::find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const {
-  Locks<false> lock(*this, n < 256 ? stripes_of(ids, nullptr, n) : kAllStripes);
+  Locks<false> lock(*this, stripes_of(ids, nullptr, n, kAllStripes));
   switch (plain_ ? layout_.dim : 0) {
     case 4:
       return copy_chunk<4>(ids, n, out, found, stream);
@@ -328,7 +331,7 @@ void Table::contains(const int64_t* ids, int64_t n, uint8_t* out) const {
   parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += kReadChunk) {
       const int64_t stop = std::min(end, at + kReadChunk);
-      Locks<false> lock(*this, stop - at < 256 ? stripes_of(ids + at, nullptr, stop - at) : kAllStripes);
+      Locks<false> lock(*this, stripes_of(ids + at, nullptr, stop - at, kAllStripes));
       for (int64_t i = at; i < stop; ++i) {
         if (i + 16 < stop) {
           uint64_t ahead = hash_of(ids[i + 16]);
@@ -349,7 +352,7 @@ void Table::fresh_row(int64_t id, char* row) const {
     return encode_row(layout_, zeros.data(), row);
   }
   auto* w = reinterpret_cast<float*>(row);
-  const uint64_t noise = seed_ ^ hash_of(id);
+  const uint64_t noise = seed_ ^ hash_id(static_cast<uint64_t>(id));
   for (size_t i = 0; i < layout_.segments.size(); ++i) {
     const Segment& s = layout_.segments[i];
     SHOAL_DISPATCH(init_weights)(s, static_cast<int32_t>(i), noise, w + s.weight);
@@ -381,18 +384,9 @@ void Table::peek_row(uint64_t hash, int64_t id) const {
 char* Table::find_or_insert(uint64_t hash, int64_t id, uint32_t time, bool* created) {
   Contents& contents = *contents_;
   Stripe& stripe = contents.stripes[stripe_of(hash)];
-  Slot slot = stripe.index.find(hash, static_cast<uint64_t>(id));
-  *created = !slot;
-  if (!slot) {
-    uint32_t row = contents.allocate_row(stripe);
-    try {
-      slot = stripe.index.insert(hash, static_cast<uint64_t>(id));
-    } catch (...) {
-      stripe.spare.push_back(row);
-      throw;
-    }
-    slot.row() = row;
-  }
+  if (stripe.rows_left == 0 && stripe.spare.empty()) contents.reserve_rows(stripe);  // may throw; nothing has changed
+  Slot slot = stripe.index.find_or_insert(hash, static_cast<uint64_t>(id), created);
+  if (*created) slot.row() = contents.take_row(stripe);
   if (slot.time() != time) slot.time() = time;  // a line that did not change need not be written back
   if (uint32_t epoch = epoch_.load(std::memory_order_relaxed)) contents.rows.set_epoch(slot.row(), epoch);
   return contents.rows.row(slot.row());
@@ -431,9 +425,9 @@ void Table::write_row(const Write& write, int64_t position, char* row, bool crea
   if constexpr (kKind == Kind::insert) read_row(row, write.out + position * dim);
 }
 
-// The positions (all, if null) are handled in order; every id's stripe belongs to this part alone.
+// The positions (all, if null) are handled in order; their ids are in `owned` stripes, which no other part writes to.
 template <Table::Kind kKind>
-void Table::write_part(const Write& write, const uint32_t* positions, int64_t n) {
+void Table::write_part(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned) {
   const bool erase_zeros = kKind == Kind::assign && layout_.skip_zero;
   std::vector<float> scratch(static_cast<size_t>(layout_.dim));
   uint64_t hashes[kRing];
@@ -471,14 +465,14 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n)
     auto finish = [&](int64_t i) {
       if (rows[i % kRing]) write_row<kKind>(write, position(i), rows[i % kRing], created[i % kRing], scratch.data());
     };
-    Locks<true> lock(
-        *this, stripes_of(positions ? write.ids : write.ids + chunk, positions ? positions + chunk : nullptr, size));
+    Locks<true> lock(*this, stripes_of(positions ? write.ids : write.ids + chunk,
+                                       positions ? positions + chunk : nullptr, size, owned));
     pipeline(size, start, peek, find, finish);
   }
 }
 
 // Gradients with dedup: those of equal ids are summed in input order and stepped once.
-void Table::write_groups(const Write& write, const uint32_t* positions, int64_t n) {
+void Table::write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned) {
   const int32_t dim = layout_.dim;
   // group_of[k] is the group of the k-th position that is not dropped; groups are numbered by first occurrence.
   std::vector<uint32_t> kept, group_of, first, count;
@@ -537,38 +531,42 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
       if (created[i % kRing]) fresh_row(write.ids[first[g]], rows[i % kRing]);
       step_row(write, rows[i % kRing], grads, write.noise ^ hash_id(first[g]), scratch.data());
     };
-    Locks<true> lock(*this, stripes_of(write.ids, first.data() + chunk, size));
+    Locks<true> lock(*this, stripes_of(write.ids, first.data() + chunk, size, owned));
     pipeline(size, start_group, peek, find, finish);
   }
 }
 
 void Table::write(const Write& write) {
   if (write.n > (int64_t{1} << 31)) throw std::invalid_argument("one call takes at most 2147483648 ids");
-  auto part = [&](const uint32_t* positions, int64_t n) {
+  auto part = [&](const uint32_t* positions, int64_t n, uint64_t owned) {
     switch (write.kind) {
       case Kind::assign:
-        return write_part<Kind::assign>(write, positions, n);
+        return write_part<Kind::assign>(write, positions, n, owned);
       case Kind::assign_add:
-        return write_part<Kind::assign_add>(write, positions, n);
+        return write_part<Kind::assign_add>(write, positions, n, owned);
       case Kind::gradients:
-        return write.dedup ? write_groups(write, positions, n) : write_part<Kind::gradients>(write, positions, n);
+        return write.dedup ? write_groups(write, positions, n, owned)
+                           : write_part<Kind::gradients>(write, positions, n, owned);
       case Kind::reinitialize:
-        return write_part<Kind::reinitialize>(write, positions, n);
+        return write_part<Kind::reinitialize>(write, positions, n, owned);
       case Kind::load:
-        return write_part<Kind::load>(write, positions, n);
+        return write_part<Kind::load>(write, positions, n, owned);
       case Kind::insert:
-        return write_part<Kind::insert>(write, positions, n);
+        return write_part<Kind::insert>(write, positions, n, owned);
     }
   };
   const int threads = num_threads();
-  if (threads == 1 || write.n < 4096) return part(nullptr, write.n);
+  if (threads == 1 || write.n < 4096) return part(nullptr, write.n, kAllStripes);
 
   // Stable partition of the positions by stripe: blocks of the input count first, then write where they know they may.
   const int parts = std::min(threads, kStripes);
   // Neighbouring stripes with about equal shares of the ids.
   uint8_t part_of_cell[Stripes::kCells];
-  for (int cell = 0; cell < Stripes::kCells; ++cell)
+  std::vector<uint64_t> owned(static_cast<size_t>(parts), 0);
+  for (int cell = 0; cell < Stripes::kCells; ++cell) {
     part_of_cell[cell] = static_cast<uint8_t>(kStripesOfCells.part(cell, parts));
+    owned[part_of_cell[cell]] |= uint64_t{1} << kStripesOfCells.of_cell[cell];
+  }
   auto part_of = [&](int64_t i) { return part_of_cell[hash_of(write.ids[i]) >> (64 - Index::kStripeBits)]; };
   const int64_t blocks = std::min<int64_t>(4 * threads, (write.n + 4095) / 4096);
   std::vector<int64_t> offsets(static_cast<size_t>(blocks * parts));
@@ -588,8 +586,34 @@ void Table::write(const Write& write) {
     int64_t* next = &offsets[block * parts];
     for (int64_t i = range(block); i < range(block + 1); ++i) positions[next[part_of(i)]++] = static_cast<uint32_t>(i);
   });
-  parallel_parts(parts, [&](int64_t p) { part(positions.get() + begins[p], begins[p + 1] - begins[p]); });
+  parallel_parts(parts, [&](int64_t p) { part(positions.get() + begins[p], begins[p + 1] - begins[p], owned[p]); });
 }
+
+namespace {
+
+// Numbers the distinct ids among those with wanted[i] by first occurrence; group[i] is the number of ids[i].
+struct Groups {
+  Groups(const int64_t* ids, int64_t n, const uint8_t* wanted) : group(static_cast<size_t>(n)) {
+    const int64_t asked = n - std::count(wanted, wanted + n, 0);
+    const size_t mask = std::bit_ceil(static_cast<size_t>(2 * asked + 1)) - 1;
+    std::vector<uint32_t> table(mask + 1, 0);  // group number + 1
+    for (int64_t i = 0; i < n; ++i) {
+      if (!wanted[i]) continue;
+      size_t slot = hash_of(ids[i]) & mask;
+      while (table[slot] && ids[first[table[slot] - 1]] != ids[i]) slot = (slot + 1) & mask;
+      if (!table[slot]) {
+        first.push_back(static_cast<uint32_t>(i));
+        count.push_back(0);
+        table[slot] = static_cast<uint32_t>(first.size());
+      }
+      group[i] = table[slot] - 1;
+      ++count[group[i]];
+    }
+  }
+  std::vector<uint32_t> group, first, count;
+};
+
+}  // namespace
 
 // Which positions the filter drops. Empty: none. With dedup an id is asked about once, with its number of occurrences;
 // with remember_admitted an id that came in is in for the rest of the call.
@@ -598,22 +622,23 @@ std::vector<uint8_t> Table::filtered(const int64_t* ids, int64_t n, bool dedup, 
   std::vector<uint8_t> drop(static_cast<size_t>(n));
   contains(ids, n, drop.data());
   for (auto& d : drop) d = !d;
-  if (dedup) {
-    std::unordered_map<int64_t, uint32_t> counts;
-    std::vector<int64_t> order;
-    for (int64_t i = 0; i < n; ++i)
-      if (drop[i] && counts[ids[i]]++ == 0) order.push_back(ids[i]);
-    std::unordered_set<int64_t> out;
-    for (int64_t id : order)
-      if (filter_->should_be_filtered(id, counts[id])) out.insert(id);
-    for (int64_t i = 0; i < n; ++i) drop[i] = drop[i] && out.contains(ids[i]);
+  if (!dedup && !remember_admitted) {
+    for (int64_t i = 0; i < n; ++i) drop[i] = drop[i] && filter_->should_be_filtered(ids[i], 1);
     return drop;
   }
-  std::unordered_set<int64_t> admitted;
+  Groups groups(ids, n, drop.data());
+  std::vector<uint8_t> out(groups.first.size());  // of each group: is it kept out
+  if (dedup) {
+    for (size_t g = 0; g < out.size(); ++g) out[g] = filter_->should_be_filtered(ids[groups.first[g]], groups.count[g]);
+    for (int64_t i = 0; i < n; ++i) drop[i] = drop[i] && out[groups.group[i]];
+    return drop;
+  }
+  std::fill(out.begin(), out.end(), uint8_t{1});
   for (int64_t i = 0; i < n; ++i) {
     if (!drop[i]) continue;
-    drop[i] = !(remember_admitted && admitted.contains(ids[i])) && filter_->should_be_filtered(ids[i], 1);
-    if (remember_admitted && !drop[i]) admitted.insert(ids[i]);
+    uint8_t& kept_out = out[groups.group[i]];
+    kept_out = kept_out && filter_->should_be_filtered(ids[i], 1);
+    drop[i] = kept_out;
   }
   return drop;
 }

@@ -85,7 +85,8 @@ class Table {
   }
 
   // --- snapshot and restore ---------------------------------------------------------------------------------------
-  static constexpr int kStripes = 64;  // as many as a lock set has bits
+  static constexpr int kStripes = 64;   // as many as a lock set has bits
+  static int stripe_of_id(int64_t id);  // in this process
   // Appends the rows of one stripe, under that stripe's shared lock. With changed_since > 0 only rows written in that
   // epoch or later.
   void snapshot(int stripe, uint32_t changed_since, Rows* out) const;
@@ -130,10 +131,10 @@ class Table {
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
   void write(const Write& write);
   template <Kind kKind>
-  void write_part(const Write& write, const uint32_t* positions, int64_t n);
+  void write_part(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
   template <Kind kKind>
   void write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const;
-  void write_groups(const Write& write, const uint32_t* positions, int64_t n);
+  void write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
   void peek_row(uint64_t hash, int64_t id) const;
   char* find_or_insert(uint64_t hash, int64_t id, uint32_t time, bool* created);
   void forget(int stripe, int64_t id, uint32_t row);

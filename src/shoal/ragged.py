@@ -79,6 +79,13 @@ class Ragged:
             return cls.from_row_lengths(cls.from_lists(flat), lengths)
         return cls.from_row_lengths(torch.tensor(flat) if flat else torch.empty(0, dtype=torch.int64), lengths)
 
+    @property
+    def tensor(self) -> Tensor:
+        """``values``, which must not be ragged itself."""
+        if isinstance(self.values, Ragged):
+            raise ConfigError("a ragged tensor of one ragged dimension is needed, got two")
+        return self.values
+
     def nrows(self) -> int:
         """How many rows, empty ones included."""
         return self.row_splits.numel() - 1

@@ -57,8 +57,7 @@ def test_the_comparison_is_fair_and_repeatable():
     first, second = compare(SMALL), compare(SMALL)
     ours, theirs = first.results
     assert [result.auc for result in first.results] == [result.auc for result in second.results]
-    assert theirs.memory_bytes <= ours.memory_bytes
-    assert theirs.memory_bytes > 0.99 * ours.memory_bytes
+    assert ours.memory_bytes <= theirs.memory_bytes <= ours.memory_bytes + 16384
     assert theirs.rows[-1] > ours.rows[-1] * 0.9  # the same memory holds as many rows or more without an index
     assert first.ids == sorted(first.ids)
     assert first.ids[-1] > 1.2 * ours.rows[-1]  # expired ids gave their rows back

@@ -160,6 +160,8 @@ def closed(t):
         assert t.recv(0) == b"last words"
     assert kind(lambda: t.recv(0, timeout=20)) == "peer_lost"
     assert kind(lambda: t.barrier(timeout=20)) == "peer_lost"
+    time.sleep(0.2)
+    assert kind(lambda: t.send(0, b"too late")) == "peer_lost"
     assert time.monotonic() - began < 10
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import SessionConfig, apply_session_config, device_utils, hvd_lib
+from shoal.comm import SessionConfig, apply_session_config, device_utils, hvd_lib, write_alltoall_metrics
 from shoal.comm import distribution_utils as du
 from shoal.comm.session import device_index
 from shoal.errors import ConfigError
@@ -700,6 +700,41 @@ def test_get_device_fn_over_its_table(env, sync, mpi, num_ps, local):
 # Processes
 
 
+class Writer:
+    def __init__(self):
+        self.seen = {}
+
+    def add_scalar(self, name, value, step):
+        self.seen[name] = value
+
+    add_histogram = add_scalar
+
+
+def write_metrics(writer):
+    write_alltoall_metrics(
+        writer,
+        3,
+        all_fids_size=5,
+        shard_sizes=[2, 3],
+        sharded_slot_sizes=[1],
+        fused_embedding_splits=[4],
+        slot_sizes={"7": 11},
+        splits={"id": [50, 3, 9], "emb": [1, 1, 1], "grad": [1]},
+    )
+
+
+def test_alltoall_metrics_are_written_only_when_asked_for(env):
+    writer = Writer()
+    write_metrics(writer)
+    assert writer.seen == {}
+    du.FLAGS.enable_alltoall_metrics = True
+    write_metrics(writer)
+    assert sorted(writer.seen) == ["all_fids_size", "fused_embedding_splits", "shard_sizes", "sharded_slot_sizes"]
+    du.FLAGS.enable_alltoall_metrics_for_slot = "7"
+    write_metrics(writer)
+    assert writer.seen["7_size"] == 11
+
+
 def train_like(rank, world, launcher):
     """What both launchers must agree on."""
     du.FLAGS.enable_sync_training = True
@@ -727,6 +762,20 @@ def train_like(rank, world, launcher):
     got = hvd_lib.alltoall(rows, splits)
     assert torch.equal(got, hvd_lib.alltoall(rows, splits, recv_splits=splits))
     assert got.flatten().tolist() == [100 * r + 2 * rank + i for r in range(world) for i in range(2)]
+    os.environ["BYTEPS_PARTITION_BYTES"] = "8"
+    group = hvd_lib.push_pull_group(
+        [torch.ones(1) * rank, torch.ones(2), torch.tensor([rank]), torch.ones(1)], average=False
+    )
+    assert [t.tolist() for t in group] == [[sum(range(world))], [world] * 2, [sum(range(world))], [world]]
+    writer = Writer()
+    du.FLAGS.enable_alltoall_metrics = True
+    du.FLAGS.enable_alltoall_metrics_for_slot = "7"
+    write_metrics(writer)
+    assert ("Alltoall_id_dist" in writer.seen) is True
+    assert ("Alltoall_id_splits" in writer.seen) is (rank == 0)
+    if rank == 0:
+        assert (writer.seen["Alltoall_id_max_idx"], writer.seen["Alltoall_id_max_size"]) == (2, 9)
+        assert writer.seen["Alltoall_grad_sizes"] == 1
     os.environ["BYTEPS_TELEMETRY_ON"] = "1"
     hvd_lib.push_pull(torch.ones(3), name="w")
     assert [(n, c) for n, _, _, c in hvd_lib.get_telemetry()] == [("PushPull.w", 1)]

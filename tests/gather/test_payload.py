@@ -144,6 +144,16 @@ def test_quantisation_example():
     assert float(back.double().norm()) == pytest.approx(2.3151674, rel=1e-7)
 
 
+@pytest.mark.parametrize("bins", [1, 2, 4, 5, 255, 256])
+def test_bins_match_their_reference(bins):
+    from shoal.gather.codec import _bin, _bin_reference
+
+    z = torch.randn(50_001) * 3
+    z[:4] = torch.tensor([0.0, 1e30, -1e30, 0.25])
+    for a, b in zip(_bin(z, 0.5, bins // 2, bins), _bin_reference(z, 0.5, bins // 2, bins), strict=True):
+        assert torch.equal(a, b) or torch.allclose(a, b, rtol=1e-12)
+
+
 @pytest.mark.parametrize("values", [[3.0], [2.0, 2.0, 2.0]])
 def test_values_without_spread_have_scale_one(values):
     q, params = quantize(torch.tensor(values))

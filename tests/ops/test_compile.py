@@ -185,8 +185,9 @@ def test_opcheck(name, monkeypatch):
     gradients(function(*args), args)
     monkeypatch.undo()
     for op, op_args in calls:
-        detached = pytree.tree_map(
-            lambda t: t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t, op_args
+        # A gradient's own gradient is not offered.
+        detached = (
+            fresh(op_args) if op.differentiable else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, op_args)
         )
         torch.library.opcheck(op.overload, tuple(detached))
 

@@ -80,8 +80,8 @@ def worked_inputs(version, dtype=torch.float32):
     }
 
 
-def run_worked(version, embeddings=None, config=None, **changes):
-    flat, more = worked_inputs(version)
+def run_worked(inputs_of, embeddings=None, config=None, **changes):
+    flat, more = worked_inputs(inputs_of)
     more = more | changes
     splits = more.pop("fid_list_row_split")
     return fused_embedding_to_layout(
@@ -244,7 +244,7 @@ def batches(draw):
 
 def vector(config, table, name, fid):
     width = sum(config.feature_configs[name].slice_dims)
-    return [0.5 * fid + 10 * c + (1 if table == "t1" else 0) + ord(name) for c in range(width)]
+    return [0.5 * fid + 10 * c + (1 if table == "t1" else 0) + ord(name[-1]) for c in range(width)]
 
 
 def expected(config, ids, batch):

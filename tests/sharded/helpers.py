@@ -42,3 +42,18 @@ def multi_type(i, configs):
 
 def native(i, configs):
     return MultiHashTable.from_configs(configs, name_suffix=f"{i}_{next(_names)}")
+
+
+def trainer(addresses, rank, workers):
+    """What a worker does that Ray has placed."""
+    import torch
+
+    from shoal.sharded import PsClient, ps_table
+
+    with PsClient(addresses) as client:
+        table = ps_table(client, 2, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+        for step in range(5):
+            table.lookup(torch.arange(10))
+            table.apply_gradients(torch.arange(10), torch.ones(10, 2), step)
+        table.as_op()
+    return rank

@@ -35,7 +35,9 @@ def several(request, ps):
 
     def build(num_ps, configs, **options):
         if not request.param.startswith("remote"):
-            return DistributedMultiTypeHashTable(num_ps, configs, globals()[request.param], **options)
+            return DistributedMultiTypeHashTable(
+                num_ps, configs, {"multi_type": multi_type, "native": native}[request.param], **options
+            )
         client = ps(num_ps)
         kind = RemoteMultiHashTable if request.param.endswith("native") else RemoteMultiTypeHashTable
         return DistributedMultiTypeHashTable(num_ps, configs, lambda i, c: kind(client, i, c), **options)

@@ -64,13 +64,17 @@ def in_ranks(rank, world):
 def test_the_same_model_trains_everywhere(ps):
     expected = train(HashTable(4, seed=7, name="local", **SETTINGS))
     assert expected[0][0] > expected[0][-1] > 0
-    parts = DistributedHashTable(3, HashTable(4, **SETTINGS).config, lambda i, c: HashTable.from_config(c, name=str(i), seed=7))
+    parts = DistributedHashTable(
+        3, HashTable(4, **SETTINGS).config, lambda i, c: HashTable.from_config(c, name=str(i), seed=7)
+    )
     servers = ps_table(ps(2), 4, name="t", seed=7, **SETTINGS)
     for found in (train(parts), train(servers), train(AllToAllHashTable(4, seed=7, **SETTINGS))):
         torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
     results = run_ranks(2, in_ranks)
-    torch.testing.assert_close([a + b for a, b in zip(results[0][0], results[1][0], strict=True)], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        [a + b for a, b in zip(results[0][0], results[1][0], strict=True)], expected[0], rtol=1e-4, atol=1e-4
+    )
     torch.testing.assert_close(results[0][1], expected[1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(results[0][2], expected[2], rtol=1e-4, atol=1e-5)
 
@@ -80,7 +84,7 @@ def test_the_same_model_trains_everywhere(ps):
 
 @pytest.fixture(params=["multi_type", "native"])
 def kind(request):
-    return globals()[request.param]
+    return {"multi_type": multi_type, "native": native}[request.param]
 
 
 def slots():
@@ -171,7 +175,9 @@ def test_packing_goes_back():
     packed = pack_typed_keyed_tensors(typed)
     assert packed[-1].tolist() == [1, 2, 2, 1, 1]
     back = unpack_packed_tensors([{"x": [2]}, {"y": [1], "z": [1, 1]}], packed)
-    assert [{k: v.tolist() for k, v in d.items()} for d in back] == [{k: v.tolist() for k, v in d.items()} for d in typed]
+    assert [{k: v.tolist() for k, v in d.items()} for d in back] == [
+        {k: v.tolist() for k, v in d.items()} for d in typed
+    ]
     with pytest.raises(ValueError, match="at least 2"):
         unpack_packed_tensors([{}], packed[:1])
     assert local(0, config(1)).dim_size == 1

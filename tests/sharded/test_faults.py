@@ -63,9 +63,7 @@ def test_killed_servers_come_back_and_workers_never_notice_but_by_waiting(tmp_pa
 
 def test_a_frozen_server_is_waited_for_until_the_deadline():
     with LocalServers(1, restart=False) as servers:
-        client = PsClient(
-            servers.addresses, deadline=timedelta(seconds=1.5), half_open_after=timedelta(seconds=1)
-        )
+        client = PsClient(servers.addresses, deadline=timedelta(seconds=1.5), half_open_after=timedelta(seconds=1))
         table = ps_table(client, 2, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
         table.assign(T([1]), T([[1.0, 2]]))
         servers.pause(0)

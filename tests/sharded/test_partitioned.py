@@ -233,7 +233,9 @@ def test_negative_ids_are_refused(build):
 
 def test_features_map_to_their_tables(build):
     table = build(2)
-    expected = {"user": "user", "price": "price", "shop": "shop"} if build.native else {"user": U, "price": P, "shop": P}
+    expected = (
+        {"user": "user", "price": "price", "shop": "shop"} if build.native else {"user": U, "price": P, "shop": P}
+    )
     assert table.slot_mapping == expected
     hook = object()
     table.add_queue_hook(hook)
@@ -253,7 +255,7 @@ def test_all_kinds_of_layouts_and_combiners(is_native):
     ctx = ParserCtx()
     ctx.parser_type = "example_batch"
     ctx.sharding_sparse_fids_op_params = gen_feature_configs(
-        3, configs, outs, dict.fromkeys(configs, [2]), combiners, is_native
+        3, configs, outs, {key: [2] for key in configs}, combiners, is_native
     )
     table = PartitionedHashTable(3, native if is_native else multi_type, is_native, parser_ctx=ctx)
     values = {v: T([float(v), v + 0.5]) for v in range(1, 9)}

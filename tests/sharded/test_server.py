@@ -46,6 +46,7 @@ def test_requests_survive_the_wire():
         read_version=11, deadline_ms=4, counts=(2, 0), rates=(0.5, 0.25), names=("a", "ü"), ids=T([1, 2]),
         values=T([1.0, 2.0]),
     )  # fmt: skip
+    assert len(Request(Op.INFO).frames()) == 1
     back = parse_request(*(memoryview(f) for f in request.frames()))
     for name in ("op", "request", "stream", "seq", "acked", "flags", "global_step", "req_time", "read_version",
                  "deadline_ms", "counts", "rates", "names"):  # fmt: skip
@@ -103,7 +104,9 @@ def test_a_malformed_message_is_an_error_to_its_sender_and_nothing_else(servers)
         [header[:4] + b"\x09\x00" + header[6:], b"12345678"],
         [header[:6] + b"\xff\xff" + header[8:], b"12345678"],
         [os.urandom(200), os.urandom(8)],
-        Request(Op.APPLY, request=5, counts=[1], names=("t",), ids=T([1]), values=T([1.0]), seq=1, stream=b"s" * 16).frames(),
+        Request(
+            Op.APPLY, request=5, counts=[1], names=("t",), ids=T([1]), values=T([1.0]), seq=1, stream=b"s" * 16
+        ).frames(),
         Request(Op.APPLY, request=5, counts=[1], names=("t",), ids=T([1]), values=T([1.0, 2.0])).frames(),
         Request(Op.CREATE, request=5, ids=b"\xff\xff", values=b"{").frames(),
         Request(Op.LOOKUP, request=5, counts=[2**62], names=("t",), ids=T([1])).frames(),
@@ -180,7 +183,9 @@ def test_several_workers_at_once(servers):
 
     def work(number):
         try:
-            with PsClient([s.address for s in started], deadline=timedelta(seconds=30), max_staleness=number % 3) as client:
+            with PsClient(
+                [s.address for s in started], deadline=timedelta(seconds=30), max_staleness=number % 3
+            ) as client:
                 table = ps_table(client, 4, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
                 for step in range(20):
                     ids = torch.arange(64)
@@ -308,7 +313,10 @@ def write(target, seq, op=Op.APPLY, stream=b"w" * 16, **fields):
 
 def make(target, table_config):
     options = json.dumps({"name": "t", "seed": 4}).encode()
-    assert target.apply([Request(Op.CREATE, ids=table_config.table_config.SerializeToString(), values=options)])[0].status == 0
+    assert (
+        target.apply([Request(Op.CREATE, ids=table_config.table_config.SerializeToString(), values=options)])[0].status
+        == 0
+    )
 
 
 def entries(target):
@@ -333,7 +341,10 @@ def test_log_and_checkpoint_bring_back_every_bit(tmp_path):
         ids = ids[:3] if op == Op.ERASE else ids
         fields = {"values": values} if op in (Op.APPLY, Op.ASSIGN_ADD) else {}
         for target in (judge, subject):
-            assert write(target, seq, op, counts=[ids.numel()], ids=ids, req_time=seq, global_step=seq, **fields).status == 0
+            assert (
+                write(target, seq, op, counts=[ids.numel()], ids=ids, req_time=seq, global_step=seq, **fields).status
+                == 0
+            )
         if seq in (13, 26):
             subject.checkpoint()
         if seq % 5 == 0:
@@ -343,6 +354,28 @@ def test_log_and_checkpoint_bring_back_every_bit(tmp_path):
     assert write(subject, 39, counts=[1], ids=T([1]), values=T([1.0, 1, 1])).status == Status.OK  # known: not again
     assert entries(subject) == entries(judge)
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+
+
+def test_what_a_filter_counted_comes_back(tmp_path):
+    from shoal.table import SlotOccurrenceThresholdConfig
+
+    thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=2).SerializeToString().hex()
+    judge, subject = engine(None, "none"), engine(tmp_path)
+    options = {"name": "t", "filter": {"type": "sliding_hash_filter", "capacity": 1000, "config": thresholds}}
+    message = adagrad(1).table_config.SerializeToString()
+    sizes = []
+    for target in (judge, subject):
+        assert target.apply([Request(Op.CREATE, ids=message, values=json.dumps(options).encode())])[0].status == 0
+    for seq in range(1, 6):
+        for target in (judge, subject):
+            write(target, seq, counts=[2], ids=T([7, 10 + seq]), values=T([1.0, 1.0]))
+        if seq == 2:
+            subject.checkpoint()
+        subject.log.sync()
+        subject = engine(tmp_path)
+        sizes.append(subject.shard.tables["t"].size())
+        assert entries(subject) == entries(judge)
+    assert sizes == [0, 0, 1, 1, 1]
 
 
 def test_checkpoints_alone_bring_back_the_last_one(tmp_path):
@@ -399,7 +432,9 @@ def test_a_full_disk_makes_writers_wait_and_nothing_is_lost(servers, tmp_path, m
         full.set()
         short = PsClient([server.address], deadline=timedelta(seconds=0.5))
         with pytest.raises(DeadlineError, match="No space left"):
-            ps_table(short, 1, name="t", optimizer="sgd", lr=1.0, initializer="zeros").apply_gradients(T([1]), T([[1.0]]))
+            ps_table(short, 1, name="t", optimizer="sgd", lr=1.0, initializer="zeros").apply_gradients(
+                T([1]), T([[1.0]])
+            )
         short.close()
         full.clear()
 

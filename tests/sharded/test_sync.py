@@ -22,7 +22,7 @@ T = torch.tensor
 
 @pytest.fixture(params=["multi_type", "native"])
 def kind(request):
-    return globals()[request.param]
+    return {"multi_type": multi_type, "native": native}[request.param]
 
 
 def test_one_rank_needs_no_process_group(kind):
@@ -65,7 +65,7 @@ def test_scale_multiplies_gradients_and_time_reaches_the_rows():
         return part[0]
 
     table = DistributedMultiTypeHashTableMpi(1, build)
-    rows, bundle = table.lookup({"a": None}, {}, early_reorder_pack({"a": T([3])}, 1, [1]))
+    _rows, bundle = table.lookup({"a": None}, {}, early_reorder_pack({"a": T([3])}, 1, [1]))
     table.apply_gradients({"a": T([[4.0]])}, bundle, 0, req_time=99, scale=0.25)
     assert part[0].lookup({"a": T([3])})["a"].item() == -1
     assert part[0].tables["a"].max_update_time == 99
@@ -188,7 +188,9 @@ def random_steps(rank, world, kind_name, dtype):
         every = []
         for r in range(world):
             g = torch.Generator().manual_seed(100 * step + r)
-            ids = {n: torch.randint(-20, 20, (int(torch.randint(0, 30, (1,), generator=g)),), generator=g) for n in "abc"}
+            ids = {
+                n: torch.randint(-20, 20, (int(torch.randint(0, 30, (1,), generator=g)),), generator=g) for n in "abc"
+            }
             grads = {n: torch.randn(ids[n].numel(), d, generator=g) for n, d in [("a", 1), ("b", 3), ("c", 8)]}
             if dtype == torch.float16:
                 grads = {n: v.mul(4).round() / 4 for n, v in grads.items()}
@@ -204,7 +206,9 @@ def random_steps(rank, world, kind_name, dtype):
     return True
 
 
-@pytest.mark.parametrize(("world", "kind_name", "dtype"), [(2, "native", torch.float32), (3, "multi_type", torch.float16)])
+@pytest.mark.parametrize(
+    ("world", "kind_name", "dtype"), [(2, "native", torch.float32), (3, "multi_type", torch.float16)]
+)
 def test_ranks_give_what_one_table_would(world, kind_name, dtype):
     assert all(run_ranks(world, random_steps, kind_name, dtype))
 
@@ -228,6 +232,66 @@ def one_table(rank, world):
             judge.assign_add(their_ids, their_values)
     owned = table.table.size()
     return owned, table.size(), judge.size()
+
+
+def save_rows(rank, world, folder):
+    table = AllToAllHashTable(2, optimizer="sgd", lr=0.5, initializer="zeros")
+    ids = torch.arange(-20, 40)[rank::world]
+    table.assign(ids, torch.stack([ids, 2 * ids], 1).float())
+    table.save(folder)
+    return table.table.size()
+
+
+def load_rows(rank, world, folder):
+    table = AllToAllHashTable(2, optimizer="sgd", lr=0.5, initializer="zeros")
+    table.restore(folder)
+    ids = torch.arange(-20, 40)
+    torch.testing.assert_close(table.lookup(ids), torch.stack([ids, 2 * ids], 1).float())
+    assert bool((table.owner(ids)[table.table.contains(ids)] == rank).all())
+    return table.table.size()
+
+
+def test_ranks_load_what_another_number_of_ranks_saved(tmp_path):
+    assert sum(run_ranks(2, save_rows, str(tmp_path))) == 60
+    assert sum(run_ranks(3, load_rows, str(tmp_path))) == 60
+    table = AllToAllHashTable(2, optimizer="sgd", lr=0.5, initializer="zeros")
+    assert table.restore(tmp_path).size() == 60
+    with pytest.raises(ValueError, match="no checkpoint of ranks"):
+        table.restore(tmp_path / "nothing")
+
+
+def test_spread_over_ranks_is_measured():
+    from types import SimpleNamespace
+
+    from shoal.sharded import alltoall_metrics as metrics
+
+    seen = {}
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: seen.__setitem__(name, value),
+        add_histogram=lambda name, values, step: seen.__setitem__(name, values.tolist()),
+    )
+    metrics.set_alltoall_writer(writer)
+    metrics.flags.enable_alltoall_metrics, metrics.flags.enable_alltoall_metrics_for_slot = True, "b"
+    try:
+        table = DistributedMultiTypeHashTableMpi(1, lambda r: native(r, {"a": config(1), "b": config(2)}))
+        ids = {"a": T([1, 1, 2]), "b": T([5, 6, 7])}
+        table.lookup(ids, {}, table.reorder(ids))
+        assert seen == {
+            "b_size": 3, "all_fids_size": 5, "shard_sizes": [5], "sharded_slot_sizes": [2, 3],
+            "fused_embedding_splits": [8],
+        }  # fmt: skip
+        seen.clear()
+        backend = SimpleNamespace(rank=0, gather_totals=lambda value: [value, 10])
+        metrics.backward_metrics(backend, T([9, 4, 6]), T([90, 40, 60]), T([1, 2, 3]))
+        assert seen["Alltoall_id_dist"] == [10, 10]
+        assert seen["Alltoall_emb_dist"] == [100, 10]
+        assert (seen["Alltoall_id_min_idx"], seen["Alltoall_id_max_idx"]) == (0, 1)
+        assert (seen["Alltoall_emb_min_size"], seen["Alltoall_emb_max_size"]) == (40, 60)
+        assert (seen["Alltoall_id_sizes"], seen["Alltoall_grad_sizes"], seen["Alltoall_emb_sizes"]) == (10, 6, 100)
+        assert seen["Alltoall_grad_splits"] == [1, 2, 3]
+    finally:
+        metrics.set_alltoall_writer(None)
+        metrics.flags.enable_alltoall_metrics, metrics.flags.enable_alltoall_metrics_for_slot = False, None
 
 
 def test_one_table_over_ranks_is_one_table():

@@ -18,6 +18,7 @@ from shoal.table import (
     PolynomialDecay,
     SgdOptimizer,
     ZerosInitializer,
+    messages,
 )
 from shoal.table.optim import as_row_optimizer
 from shoal.table.validate import validate_slot_occurrence_threshold_config, validate_table_config
@@ -146,7 +147,16 @@ def test_a_segment_takes_objects_and_messages():
         3, ZerosInitializer().as_proto(), SgdOptimizer(0.5).as_proto(), Fp32Compressor().as_proto()
     )
     assert by_object.SerializeToString() == by_message.SerializeToString()
+    by_choice = CombineAsSegment(
+        3,
+        table.ZerosInitializerConfig(),
+        table.SgdOptimizerConfig(learning_rate=0.5),
+        table.FloatCompressorConfig.Fp32(),
+    )
+    assert by_object == by_choice
     assert not CombineAsSegment(3, ZerosInitializer(), SgdOptimizer(), None).HasField("comp_config")
+    with pytest.raises(ValueError, match="compressor must be"):
+        CombineAsSegment(3, ZerosInitializer(), SgdOptimizer(), table.SgdOptimizerConfig())
     with pytest.raises(ValueError, match="optimizer must be"):
         CombineAsSegment(3, ZerosInitializer(), ZerosInitializer(), None)
 
@@ -325,3 +335,11 @@ def test_short_optimizers_carry_their_rate_and_check_themselves():
         shoal.Adam(betas=(0.9, 1.5))
     with pytest.raises(ConfigError, match="unknown optimizer 'adagard'"):
         as_row_optimizer("adagard")
+
+
+def test_every_public_name_can_be_imported():
+    for name in table.__all__:
+        assert getattr(table, name) is not None
+    assert set(messages.NAMES) <= set(table.__all__)
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = table.nothing_of_the_kind

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.comm import DistributedConfig, InProcessTransport, ProcessGroupTransport, Transport
+from shoal.comm import DistributedConfig, InProcessTransport, MpiTransport, ProcessGroupTransport, Transport
 from shoal.errors import AggregationError, ConfigError, ShapeError, TransportError
-from shoal.testing import faults, run_ranks, run_threads
+from shoal.testing import faults, mpi_unavailable, run_mpi, run_ranks, run_threads
 from shoal.train import AllReduceAggregator, LocalAggregator, ParameterServer
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -396,7 +396,15 @@ def test_a_truncated_message_is_a_protocol_error():
 
 
 def process_case(rank, world):
-    t = ProcessGroupTransport(default_timeout_s=20)
+    return aggregate_everything(ProcessGroupTransport(default_timeout_s=20))
+
+
+def mpi_case(rank, world):
+    return aggregate_everything(MpiTransport(default_timeout_s=20))
+
+
+def aggregate_everything(t):
+    rank, world = t.rank, t.world_size
     results = {}
     for algorithm in ("auto", "native", "ring", "ordered"):
         results[algorithm] = check_all(t, algorithm, True, 200)
@@ -423,6 +431,14 @@ def process_case(rank, world):
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_agree_with_the_plain_mean(world):
     first, *others = run_ranks(world, process_case, timeout_s=80)
+    for other in others:
+        for algorithm, tensors in first.items():
+            assert all(torch.equal(a, b) for a, b in zip(tensors, other[algorithm], strict=True))
+
+
+@pytest.mark.skipif(mpi_unavailable() is not None, reason=str(mpi_unavailable()))
+def test_mpi_ranks_agree_with_the_plain_mean():
+    first, *others = run_mpi(3, mpi_case, timeout_s=100)
     for other in others:
         for algorithm, tensors in first.items():
             assert all(torch.equal(a, b) for a, b in zip(tensors, other[algorithm], strict=True))

@@ -25,14 +25,14 @@ def train(rank, register, steps=6):
         optimizer.zero_grad()
         ((model(x) - x.sum(1, keepdim=True)) ** 2).mean().backward()
         optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    return [p.detach().clone() for p in model.parameters()], model
 
 
 def ratio_one(rank, world):
-    plain = train(rank, lambda m: None)
+    plain, _ = train(rank, lambda m: None)
     for start_step, min_numel in ((0, 1), (2, 100)):
         state = TopKState(1.0, start_step=start_step, min_numel=min_numel)
-        hooked = train(rank, lambda m, s=state: m.register_comm_hook(s, topk_hook))
+        hooked, _model = train(rank, lambda m, s=state: m.register_comm_hook(s, topk_hook))
         for a, b in zip(plain, hooked, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         assert state.step == 6

@@ -308,7 +308,7 @@ def timed_case(rank, world):
     runner = PipelineRunner([Busy(), Busy()], PipelineParallelConfig(2, 8), loss_fn=mse, group=dist.group.WORLD)
     x = torch.ones(8, 4)
     times = []
-    for _ in range(4):
+    for _ in range(10):
         began = time.perf_counter()
         runner.step(x if rank == 0 else None, x if rank == 1 else None)
         times.append(time.perf_counter() - began)

@@ -214,8 +214,11 @@ def ranks_case(rank, world, folder):
     helper = SyncHelper(world, rank == 0)
     if rank:
         helper.start_worker(rank)
-    dist.barrier()
+    end = time.monotonic() + 20
+    while helper.get_num_alive_workers() < world - 1 and time.monotonic() < end:
+        time.sleep(0.05)
     results["alive"] = helper.get_alive_workers()
+    dist.barrier()
     return results
 
 

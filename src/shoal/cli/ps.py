@@ -144,7 +144,10 @@ def serve(options: Serve) -> int:
     if options.json:
         print(json.dumps(place), flush=True)
     else:
-        print(f"shard {options.shard} of {options.of} on {server.address}, status on http://{server.http_address}", flush=True)
+        print(
+            f"shard {options.shard} of {options.of} on {server.address}, status on http://{server.http_address}",
+            flush=True,
+        )
     while not asked.wait(0.2):
         if server.wait(0):
             print(f"shoal ps: shard {options.shard} failed: {server.fatal}", file=sys.stderr)
@@ -179,5 +182,3 @@ def status(addresses: list[str]) -> int:
     with PsClient(addresses, deadline=timedelta(seconds=5)) as client:
         print(json.dumps(client.info(), indent=2))
     return 0
-
-

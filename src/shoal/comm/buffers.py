@@ -25,6 +25,8 @@ def crc32(raw: np.ndarray) -> int:
 
 def fresh(n: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised flat tensor on the CPU; numpy asks for huge pages, which makes a large one cheap to touch."""
+    if n == 0:
+        return torch.empty(0, dtype=dtype)
     return torch.from_numpy(np.empty(n * dtype.itemsize, np.uint8)).view(dtype)
 
 

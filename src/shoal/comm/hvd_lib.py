@@ -11,6 +11,7 @@ import socket
 import sys
 import types
 import zlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -216,6 +217,27 @@ def push_pull(t: Tensor, average: bool = True, name: str | None = None) -> Tenso
         world = size()
         out = out.div_(torch.tensor(world, device=out.device)) if out.is_floating_point() else out // world
     return out
+
+
+def push_pull_group(tensors: Sequence[Tensor], average: bool = True, name: str | None = None) -> list[Tensor]:
+    """``push_pull`` of many tensors, flattened by dtype into buckets of ``BYTEPS_PARTITION_BYTES`` (25 MiB)."""
+    limit = env_int("BYTEPS_PARTITION_BYTES", 25 << 20)
+    buckets: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i, t in enumerate(tensors):
+        bucket, used = filling.get((t.dtype, t.device), ([], 0))
+        if not bucket or used + t.nbytes > limit:
+            bucket, used = [], 0
+            buckets.append(bucket)
+        bucket.append(i)
+        filling[t.dtype, t.device] = (bucket, used + t.nbytes)
+    result: list[Tensor] = list(tensors)
+    for number, bucket in enumerate(buckets):
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in bucket])
+        flat = push_pull(flat, average, f"{name or 'group'}.{number}")
+        for i, part in zip(bucket, flat.split([tensors[i].numel() for i in bucket]), strict=True):
+            result[i] = part.view(tensors[i].shape)
+    return result
 
 
 def alltoall(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:

@@ -44,24 +44,29 @@ class MpiTransport(BaseTransport):
         mpirun -n 2 python -c "from shoal.comm import MpiTransport as T; t = T(); t.barrier(); print(t.rank)"
     """
 
+    collectives = True
+
     def __init__(
         self,
         comm: Any = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._mpi = _mpi()
-        self.comm = self._mpi.COMM_WORLD.Dup() if comm is None else comm
+        self.mpi = _mpi()
+        self.comm = self.mpi.COMM_WORLD.Dup() if comm is None else comm
         super().__init__(self.comm.Get_rank(), self.comm.Get_size(), default_timeout_s, max_message_bytes)
-        self._calls = threading.RLock()
+        self.calls = threading.RLock()
         self._pending: list[tuple[Any, np.ndarray]] = []
         self._sent = [0] * self.world_size
         self._received = [0] * self.world_size
         self._gone: dict[int, int] = {}  # ranks that closed, and how many messages they had sent here
+        self._barriers_of_gone: dict[int, int] = {}  # and how many barriers they had passed
+        self._barriers = 0
         self._barrier_request: Any = None
 
     def _send(self, dest: int, view: memoryview) -> None:
-        with self._calls:
+        with self.calls:
+            self._look_for_closed()
             if dest in self._gone:
                 raise self._lost(dest, "it closed its transport")
             self._reap()
@@ -83,7 +88,7 @@ class MpiTransport(BaseTransport):
         pause = _Pause()
         while True:
             over = deadline.over()
-            with self._calls:
+            with self.calls:
                 if self._closed:
                     raise self._closed_error()
                 self._reap()
@@ -128,18 +133,18 @@ class MpiTransport(BaseTransport):
         """Takes the refused payload out of the way; only what was really sent is allocated."""
         for start in range(0, length, PIECE_BYTES):
             size = min(PIECE_BYTES, length - start)
-            with self._calls:
-                status = self._mpi.Status()
-                if not self.comm.Iprobe(src, PAYLOAD_TAG, status) or status.Get_count(self._mpi.BYTE) != size:
+            with self.calls:
+                status = self.mpi.Status()
+                if not self.comm.Iprobe(src, PAYLOAD_TAG, status) or status.Get_count(self.mpi.BYTE) != size:
                     return
             self._wait(lambda n=size: self.comm.Irecv(np.empty(n, np.uint8), src, PAYLOAD_TAG))
 
     def _wait(self, start: Any) -> None:
         pause = _Pause()
-        with self._calls:
+        with self.calls:
             request = start()
         while True:
-            with self._calls:
+            with self.calls:
                 if request.Test():
                     return
                 self._reap()
@@ -148,36 +153,39 @@ class MpiTransport(BaseTransport):
     def _barrier(self, deadline: Deadline) -> None:
         """A barrier that timed out goes on in the next call: MPI has no way to take it back."""
         pause = _Pause()
-        with self._calls:
+        with self.calls:
             if self._barrier_request is None:
                 self._barrier_request = self.comm.Ibarrier()
         while True:
             over = deadline.over()
-            with self._calls:
+            with self.calls:
                 if self._closed:
                     raise self._closed_error()
                 self._reap()
                 if self._barrier_request.Test():
                     self._barrier_request = None
+                    self._barriers += 1
                     return
                 self._look_for_closed()
-            if self._gone:
-                raise self._lost(min(self._gone), "it closed its transport, so the barrier cannot fill")
+            # Who passed this barrier may close before the rest of us see it fill.
+            missing = [rank for rank, passed in self._barriers_of_gone.items() if passed <= self._barriers]
+            if missing:
+                raise self._lost(min(missing), "it closed its transport, so the barrier cannot fill")
             if over:
                 text = f"waited {deadline.seconds:g} s in the barrier; a rank is missing, see the other ranks' logs"
                 raise self._error(text, "timeout")
             pause()
 
     def _look_for_closed(self) -> None:
-        status = self._mpi.Status()
-        while self.comm.Iprobe(self._mpi.ANY_SOURCE, CLOSE_TAG, status):
-            sent = np.empty(1, np.int64)
-            self.comm.Recv(sent, status.source, CLOSE_TAG)
-            self._gone[status.source] = int(sent[0])
+        status = self.mpi.Status()
+        while self.comm.Iprobe(self.mpi.ANY_SOURCE, CLOSE_TAG, status):
+            farewell = np.empty(2, np.int64)
+            self.comm.Recv(farewell, status.source, CLOSE_TAG)
+            self._gone[status.source], self._barriers_of_gone[status.source] = farewell.tolist()
 
     def _close(self) -> None:
-        with self._calls:
+        with self.calls:
             for peer in range(self.world_size):
                 if peer != self.rank:
-                    self._isend(np.array([self._sent[peer]], np.int64), peer, CLOSE_TAG)
+                    self._isend(np.array([self._sent[peer], self._barriers], np.int64), peer, CLOSE_TAG)
             self._reap()

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -55,6 +56,7 @@ class ProcessGroupTransport(BaseTransport):
         name = members.group_name
         self._store = self._open_store(f"shoal.transport/{name}/{_transports_of_group[name]}")
         _transports_of_group[name] += 1
+        self._looked = 0.0
         self._barriers = 0
         self._barrier_changed = threading.Condition()
         self._barrier_inboxes = {
@@ -73,6 +75,11 @@ class ProcessGroupTransport(BaseTransport):
             return self._outboxes.setdefault((dest, tag), Outbox(self, dest, tag))
 
     def _send(self, dest: int, view: memoryview) -> None:
+        now = time.monotonic()
+        if now - self._looked > POLL_S:  # a look at the store takes longer than a small send
+            self._looked = now
+            if dest in self._closed_peers():
+                raise self._lost(dest, "it closed its transport")
         self._outbox(dest).put(view, Deadline(self.default_timeout_s))
 
     def _recv(self, src: int, deadline: Deadline) -> bytes:

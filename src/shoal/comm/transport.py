@@ -21,8 +21,8 @@ class Transport(ABC):
     """Complete messages between ranks, in order per pair.
 
     A subclass sets ``rank`` and ``world_size`` and writes the four methods; every algorithm of the library then runs
-    on it, and calls nothing else. ``collectives`` is True where a ``group`` attribute holds a process group that can
-    do the same work faster.
+    on it, and calls nothing else. ``collectives`` is True where a process group (its ``group``) or MPI can do the same
+    work faster.
     """
 
     rank: int
@@ -78,7 +78,8 @@ class BaseTransport(Transport):
         self.world_size = world_size
         self.default_timeout_s = default_timeout_s
         self.max_message_bytes = max_message_bytes
-        self.stats: dict[int, dict[str, int]] = {}
+        keys = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
+        self.stats: dict[int, dict[str, int]] = {peer: dict.fromkeys(keys, 0) for peer in range(world_size)}
         self._closed = False
         self._lock = threading.Lock()
         self._receiving: set[int] = set()
@@ -198,9 +199,6 @@ class BaseTransport(Transport):
 
     def _count(self, peer: int, direction: str, nbytes: int) -> None:
         with self._lock:
-            entry = self.stats.get(peer)
-            if entry is None:
-                entry = {"bytes_sent": 0, "bytes_received": 0, "messages_sent": 0, "messages_received": 0}
-                self.stats[peer] = entry
+            entry = self.stats[peer]
             entry[f"bytes_{direction}"] += nbytes
             entry[f"messages_{direction}"] += 1

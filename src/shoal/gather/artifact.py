@@ -23,6 +23,7 @@ from shoal.gather.merge import APPLY, SKIP, Manifest, Source
 from shoal.gather.partial import PartialGatherResult
 from shoal.gather.payload_ref import CODES, ParamData, PayloadRef, quant_bytes, value_itemsize
 from shoal.gather.spec import GradientSpec, ParamSpec, QuantSpec, canonical_json
+from shoal.gather.validate import raw_bytes
 
 log = logging.getLogger("shoal.gather")
 
@@ -84,6 +85,7 @@ def _header(holding: Holding, table: list[list[Any]]) -> bytes:
         "version": m.version,
         "spec_hash": m.spec_hash or holding.spec.hash,
         "params": [p.to_dict() for p in holding.spec.params],
+        "quant": json.loads(holding.spec.to_json())["quant"],
         "uids": m.uids,
         "tiers": by_uid(m.tiers),
         "global_steps": m.global_steps,
@@ -213,7 +215,7 @@ class _Writer:
                     if start == 0 and at < entry[0]:
                         put(b"\0" * (entry[0] - at))
                         at = entry[0]
-                    put(memoryview(data.numpy()))
+                    put(raw_bytes(data))
                     at += len(data)
                 put(b"\0" * (-at % ALIGN))
                 trailer = blake.digest()
@@ -278,7 +280,7 @@ class ArtifactReader:
         size = len(raw)
         if size < 12 + TRAILER_BYTES or raw[:4].numpy().tobytes() != MAGIC:
             raise GatherError(f"{self._name()} is not an artifact: it does not begin with PGA1")
-        body = memoryview(raw[: size - TRAILER_BYTES].numpy())
+        body = raw_bytes(raw[: size - TRAILER_BYTES])
         if hashlib.blake2b(body, digest_size=32).digest() != raw[size - TRAILER_BYTES :].numpy().tobytes():
             raise GatherError(f"{self._name()} is damaged: its trailer does not match")
         (length,) = struct.unpack_from("<Q", body, 4)
@@ -294,6 +296,10 @@ class ArtifactReader:
         self.version: str = fields["version"]
         self.spec_hash: str = fields["spec_hash"]
         self.params = tuple(ParamSpec.from_dict(p) for p in fields["params"])
+        quant = fields["quant"]
+        self.spec = GradientSpec(
+            self.params, None if quant is None else QuantSpec(quant["bins"], quant["range_sigmas"])
+        )
         self.uids: list[int] = fields["uids"]
         self.tiers: dict[int, int] = by_uid("tiers")
         self.global_steps: list[int] = fields["global_steps"]
@@ -310,10 +316,6 @@ class ArtifactReader:
         limit = size - TRAILER_BYTES
         if any(self._data + at + idxs + vals + quant > limit for at, idxs, vals, quant, _ in self._table):
             raise GatherError(f"{self._name()} is damaged: a block lies outside the file")
-
-    def _spec(self) -> GradientSpec:
-        bins = next(((entry[3] - 17 - len(CODES[entry[4]][1])) // 4 for entry in self._table if entry[3]), None)
-        return GradientSpec(self.params, None if bins is None else QuantSpec(bins))
 
     def _param_data(self, index: int, row: int) -> ParamData:
         at, n_idxs, n_vals, n_quant, code = self._table[index * len(self.uids) + row]
@@ -336,7 +338,7 @@ class ArtifactReader:
 
     def as_partials(self) -> list[PartialGatherResult]:
         """One partial with everything in it."""
-        spec = self._spec()
+        spec = self.spec
         refs = {
             uid: PayloadRef(
                 spec,

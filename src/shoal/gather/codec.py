@@ -88,11 +88,27 @@ def quantize(values: Tensor, bins: int = 4, range_sigmas: float = 6) -> tuple[Te
     scale = float(range_sigmas * std / bins)
     if scale == 0 or not math.isfinite(scale):
         scale = 1.0
+    q, sums, counts = (_bin if z.is_cpu else _bin_reference)(z, scale, offset, bins)
+    lookup = (sums / counts.clamp(min=1)).to(torch.float32)
+    return q, (float(shift), scale, offset, lookup, torch.float32)
+
+
+def _bin(z: Tensor, scale: float, offset: int, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    z = z.contiguous()
+    q = torch.empty(z.shape, dtype=torch.uint8)
+    sums, counts = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.int64)
+    _core.gather_quantize(
+        z.data_ptr(), z.numel(), scale, offset, bins, q.data_ptr(), sums.data_ptr(), counts.data_ptr()
+    )
+    return q, sums, counts
+
+
+def _bin_reference(z: Tensor, scale: float, offset: int, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Bin numbers, and each bin's sum of ``z`` and members, in plain torch."""
     q = torch.round(z / scale + offset).clamp_(0, bins - 1).to(torch.uint8)
     flat = q.reshape(-1).long()
     sums = torch.bincount(flat, weights=z.reshape(-1).double(), minlength=bins)
-    lookup = (sums / torch.bincount(flat, minlength=bins).clamp_(min=1)).to(torch.float32)
-    return q, (float(shift), scale, offset, lookup, torch.float32)
+    return q, sums.cpu(), torch.bincount(flat, minlength=bins).cpu()
 
 
 def dtype_of(name: Any) -> torch.dtype | None:

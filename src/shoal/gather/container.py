@@ -73,9 +73,8 @@ def load_payload(data_or_path: Source, spec: GradientSpec, *, max_bytes: int | N
 def map_file(path: str | os.PathLike[str]) -> Tensor:
     """A file's bytes as a private mapping that holds no descriptor; the file must not be empty."""
     size = os.stat(path).st_size
-    return torch.tensor([], dtype=torch.uint8).set_(
-        torch.UntypedStorage.from_file(os.fspath(path), shared=False, nbytes=size)
-    )
+    storage: Any = torch.UntypedStorage.from_file(os.fspath(path), shared=False, nbytes=size)
+    return torch.tensor([], dtype=torch.uint8).set_(storage)
 
 
 def _head(data: Any) -> bytes:

@@ -36,7 +36,7 @@ def _control_group(group: Any, timeout_s: float) -> _Shared:
     shared, timeout = _groups.get(group), timedelta(seconds=timeout_s)
     if shared is None or shared.broken:  # on every rank alike: ranks must make groups in the same order
         ranks = dist.get_process_group_ranks(group)
-        pg = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        pg: Any = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
         store = dist.distributed_c10d._world.pg_map[pg][1]
         shared = _groups[group] = _Shared(pg, store)
     else:

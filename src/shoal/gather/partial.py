@@ -1,5 +1,6 @@
 """One rank's part of a gather, and the small report of it that the other ranks see."""
 
+import copy
 import json
 import struct
 from collections.abc import Mapping
@@ -81,7 +82,7 @@ class RankReport:
             for uid in self.uids
         ]
         skipped = [[uid, self.tiers.get(uid, 0), self.skip_reasons.get(uid, "")] for uid in self.skipped_uids]
-        head = {
+        head: dict[str, Any] = {
             "r": self.rank,
             "W": self.world_size,
             "w": self.window,
@@ -145,5 +146,5 @@ class PartialGatherResult(RankReport):
     def report(self) -> RankReport:
         """The same without payloads, independent of this object."""
         values = {f.name: getattr(self, f.name) for f in fields(RankReport)}
-        copied = {k: type(v)(v) if isinstance(v, list | dict) else v for k, v in values.items()}
+        copied: dict[str, Any] = {k: copy.copy(v) if isinstance(v, list | dict) else v for k, v in values.items()}
         return RankReport(**copied)

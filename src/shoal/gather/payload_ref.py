@@ -15,7 +15,7 @@ from shoal.gather.spec import GradientSpec
 from shoal.gather.validate import checked_param, nbytes, payload_digest, quant_block
 
 # One letter tells a value block's layout: uint8 that stands for a dtype, or the plain dtype.
-CODES = {
+CODES: dict[str, tuple[torch.dtype, str | None]] = {
     "A": (torch.uint8, "float32"), "B": (torch.uint8, "float16"), "C": (torch.uint8, "bfloat16"),
     "d": (torch.float32, None), "e": (torch.float16, None), "f": (torch.bfloat16, None),
 }  # fmt: skip

@@ -220,7 +220,7 @@ class _Update:
 
     def _parameters(self) -> list[Tensor]:
         named = dict(self.model.named_parameters())
-        found = []
+        found: list[Tensor] = []
         for param in self.spec.params:
             if param.name not in named:
                 raise ConfigError(f"outer_update: the model has no parameter {param.name!r} of the gradient spec")
@@ -369,7 +369,7 @@ class _Update:
         report.total_elements += numel
 
 
-def _as_gradient(p: Tensor, local: Tensor) -> Tensor:
+def _as_gradient(p: Any, local: Tensor) -> Tensor:
     if not hasattr(p, "placements"):
         return local.reshape(p.shape)
     from torch.distributed.tensor import DTensor

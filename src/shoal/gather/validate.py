@@ -69,7 +69,8 @@ def nbytes(tensor: Tensor) -> int:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """A contiguous CPU tensor's bytes, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def quant_block(quant: QuantParams) -> bytes:

@@ -65,9 +65,8 @@ def int_list(values: Any, op: str, name: str, *, least: int = 0) -> list[int]:
     if isinstance(values, Tensor):
         values = values.tolist()
     out = [int(v) for v in values]
-    for at, value in enumerate(out):
-        if value < least:
-            raise ConfigError(f"{op}: {name}[{at}] must be at least {least}, got {value}")
+    if out and min(out) < least:
+        raise ConfigError(f"{op}: {name}[{out.index(min(out))}] must be at least {least}, got {min(out)}")
     return out
 
 
@@ -76,6 +75,38 @@ def tensors(values: Any, op: str, name: str) -> Sequence[Any]:
     if not isinstance(values, list | tuple):
         raise ConfigError(f"{op}: {name} is a list of tensors, got {type(values).__name__}")
     return values
+
+
+def float_list(values: Any, op: str, name: str) -> list[Tensor]:
+    """A list of `floats`."""
+    return [
+        v if isinstance(v, Tensor) and v.dtype in _FLOATS else floats(v, op, f"{name}[{i}]")
+        for i, v in enumerate(tensors(values, op, name))
+    ]
+
+
+def int64_list(values: Any, op: str, name: str) -> list[Tensor]:
+    """A list of `int64`."""
+    return [
+        v if isinstance(v, Tensor) and v.dtype is torch.int64 else int64(v, op, f"{name}[{i}]")
+        for i, v in enumerate(tensors(values, op, name))
+    ]
+
+
+def vector_list(values: Any, op: str, name: str) -> list[Tensor]:
+    """A list of `vector`."""
+    return [
+        v if isinstance(v, Tensor) and v.dtype is torch.int64 and v.dim() == 1 else vector(v, op, f"{name}[{i}]")
+        for i, v in enumerate(tensors(values, op, name))
+    ]
+
+
+def integer_list(values: Any, op: str, name: str) -> list[Tensor]:
+    """A list of `integers`."""
+    return [
+        v if isinstance(v, Tensor) and v.dtype is torch.int32 else integers(v, op, f"{name}[{i}]")
+        for i, v in enumerate(tensors(values, op, name))
+    ]
 
 
 def ragged(value: Any, op: str, name: str) -> Ragged:

@@ -32,6 +32,7 @@ class Op:
     ) -> None:
         self.name = schema.partition("(")[0]
         self.reference = reference
+        self.differentiable = False
         self._cpu = _checked(check, cpu)
         _LIBRARY.define(schema)
         _LIBRARY.impl(self.name, self._cpu, "CPU")
@@ -41,6 +42,7 @@ class Op:
 
     def register_gradient(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
         """Connects the op to autograd; both functions are as for `torch.library.register_autograd`."""
+        self.differentiable = True
         torch.library.register_autograd(f"shoal::{self.name}", backward, setup_context=setup_context, lib=_LIBRARY)
 
     def register_cuda(self, kernel: Callable[..., Any]) -> None:
@@ -76,10 +78,14 @@ def _is_plain(args: Sequence[Any]) -> bool:
                 return False
         elif kind is list:
             for item in arg:
-                if isinstance(item, Tensor) and (
-                    not item.is_cpu or (grad and item.requires_grad) or type(item) not in (Tensor, Parameter)
-                ):
+                kind = type(item)
+                if kind is Tensor or kind is Parameter:
+                    if not item.is_cpu or (grad and item.requires_grad):
+                        return False
+                elif isinstance(item, Tensor):
                     return False
+                else:
+                    break  # a list holds one kind of thing
         elif isinstance(arg, Tensor):
             return False
     return True

@@ -21,7 +21,7 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
     [0, 1, 16]
     """
     op = "aligned_flat_concat"
-    parts = [_inputs.floats(x, op, f"inputs[{i}]") for i, x in enumerate(_inputs.tensors(inputs, op, "inputs"))]
+    parts = _inputs.float_list(inputs, op, "inputs")
     if not parts:
         return torch.zeros(0)
     if any(part.dtype != parts[0].dtype for part in parts):

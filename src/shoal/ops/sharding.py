@@ -151,7 +151,7 @@ def _from_dict(batch: Mapping[str, Any], plan: Plan, kind: int) -> tuple[list[tu
         if size is not None and value.nrows() != size:
             raise ConfigError(f"{_OP}: feature {name!r} has {value.nrows()} samples, others have {size}")
         size = value.nrows()
-        given[name] = value.values.contiguous(), value.row_splits.contiguous(), False
+        given[name] = value.tensor.contiguous(), value.row_splits.contiguous(), False
     if size is None and given:
         raise ConfigError(f"{_OP}: all features are shared, so nothing tells the batch size; give one that is not")
     size = size or 0

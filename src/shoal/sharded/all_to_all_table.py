@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
+from shoal.errors import DataError
 from shoal.ops.reorder import fused_reorder_by_indices
+from shoal.ops.reorder.op import empty_shards
 from shoal.sharded import environment as env
 from shoal.sharded.backend import AllToAll, default_backend
+from shoal.sharded.buffers import pool
 from shoal.sharded.distributed_ps_sync import Exchange
+from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.checkpoint import restore_table
+from shoal.table.checkpoint.naming import write_whole
 from shoal.table.fused import apply_blocks
 from shoal.table.table import HashTable
 
@@ -75,9 +83,12 @@ class AllToAllHashTable:
         """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``."""
         ids = as_ids(ids, self.name)
         mine, theirs, came, fused = self._route(ids)
-        rows = self.table.lookup(came, insert_missing=insert_missing, req_time=req_time).view(-1)
-        flat = self._exchange.rows(rows, theirs, mine)
-        return fused_gather_embeddings_by_input(flat, [fused.fused_embedding_offsets], [self.dim_size])[0]
+        if insert_missing:
+            rows = self.table.lookup(came, insert_missing=True, req_time=req_time).view(-1)
+        else:
+            rows = pool.take(came.numel() * self.dim_size)
+            self.table._native.lookup(came.data_ptr(), came.numel(), rows.data_ptr(), 0)
+        return gather_rows(self._exchange.rows(rows, theirs, mine), fused.fused_embedding_offsets, self.dim_size)
 
     def apply_gradients(
         self, ids: Tensor, grads: Tensor, global_step: Any = 0, use_multi_threads: bool = False,
@@ -89,9 +100,7 @@ class AllToAllHashTable:
         step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
         mine, theirs, came, fused = self._route(ids)
         size = int(mine.sum())
-        flat = fused_gather_embeddings_by_input_gradient(
-            size, [grads], [fused.fused_embedding_offsets], [self.dim_size]
-        )
+        flat = scatter_rows(size, [grads], [fused.fused_embedding_offsets], [self.dim_size])
         flat = self._exchange.gradients(self._exchange.cast(flat), mine, theirs)
         counts = (theirs // self.dim_size).contiguous()
         rates = self.table._rates(step)
@@ -118,14 +127,42 @@ class AllToAllHashTable:
 
     def owner(self, ids: Tensor) -> Tensor:
         """The rank of each id."""
-        from shoal.ops.reorder.op import empty_shards
-
         empty = empty_shards(self.world_size)
         return torch.remainder(ids, self.world_size - empty) + empty
 
     def size(self) -> int:
         """Rows of all ranks; all of them call it together."""
         return sum(self._backend.gather_totals(self.table.size()))
+
+    def save(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
+        """Writes every rank's rows to a folder that all ranks reach; all of them call it together."""
+        path = Path(folder)
+        self.table.save(str(path / f"rank-{self.rank:05d}" / "rows"))
+        self._backend.gather_totals(0)  # all ranks have written before the folder counts as whole
+        if self.rank == 0:
+            manifest = {"format": 1, "world_size": self.world_size, "empty_rank0": self._empty(), "dim": self.dim_size}
+            write_whole(path / "manifest.json", json.dumps(manifest))
+        self._backend.gather_totals(0)
+        return self
+
+    def restore(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
+        """Replaces all rows with those of `save`, whatever number of ranks wrote them."""
+        path = Path(folder)
+        try:
+            manifest = json.loads((path / "manifest.json").read_text())
+            ranks = int(manifest["world_size"])
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"table {self.name!r}: {path} is no checkpoint of ranks ({error})") from error
+        bases = [str(path / f"rank-{rank:05d}" / "rows") for rank in range(ranks)]
+        same = (ranks, bool(manifest.get("empty_rank0"))) == (self.world_size, self._empty())
+        if same:
+            restore_table(self.table, bases[self.rank])
+        else:
+            restore_table(self.table, bases, shard=(self.rank, self.world_size, self._empty()))
+        return self
+
+    def _empty(self) -> bool:
+        return bool(empty_shards(self.world_size))
 
     def as_op(self) -> AllToAllHashTable:
         self.table.as_op()

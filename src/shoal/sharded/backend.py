@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.sharded.buffers import pool
 
 
 class AllToAll(Protocol):
@@ -55,7 +56,8 @@ class ProcessGroup:
             lengths = torch.empty(self.world_size, dtype=torch.int64)
             dist.all_to_all_single(lengths, torch.tensor(send_splits, dtype=torch.int64), group=self.group)
             recv_splits = lengths.tolist()
-        out = flat.new_empty(sum(recv_splits))
+        total = sum(recv_splits)
+        out = pool.take(total) if flat.dtype == torch.float32 and flat.is_cpu else flat.new_empty(total)
         dist.all_to_all_single(out, flat, list(recv_splits), list(send_splits), group=self.group)
         return out
 

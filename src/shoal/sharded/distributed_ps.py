@@ -58,20 +58,17 @@ class DistributedHashTable:
         given = ids
         ids = as_ids(ids, self.name).view(-1)
         route = self._route(given, ids)
-        flat = self._read(route, insert_missing, as_time(req_time, self.name))
-        return route.gather(flat)[0]
+        return route.gather(self._read(route, insert_missing, as_time(req_time, self.name)))[0]
 
     def _route(self, given: Any, ids: Tensor) -> Any:
         key = given if isinstance(given, Tensor) and given.dim() == 1 and given.is_contiguous() else ids
         return self._cache.route((), [key], len(self._tables), [self._dim])
 
-    def _read(self, route: Any, insert_missing: bool, seconds: int) -> Tensor:
-        flat = torch.empty(route.size)
+    def _read(self, route: Any, insert_missing: bool, seconds: int) -> list[Tensor]:
         more = {"insert_missing": True, "req_time": seconds} if insert_missing else {}
         if not self._remote:
-            for part, ids, floats in zip(self._tables, route.ids, route.floats, strict=True):
-                flat[floats] = part.lookup(ids, **more).reshape(-1)
-            return flat
+            pairs = zip(self._tables, route.ids, strict=True)
+            return [part.lookup(ids, **more).reshape(-1) for part, ids in pairs]
         from shoal.sharded.ps.protocol import Op, as_tensor
 
         op = Op.INSERT if insert_missing else Op.LOOKUP
@@ -80,9 +77,11 @@ class DistributedHashTable:
             for i, part in enumerate(self._tables)
             if route.ids[i].numel()
         }
-        for i, reply in self._fan.client.read(requests).items():
-            flat[route.floats[i]] = as_tensor(reply.payload[0], torch.float32)
-        return flat
+        replies = self._fan.client.read(requests)
+        empty = torch.empty(0)
+        return [
+            as_tensor(replies[i].payload[0], torch.float32) if i in replies else empty for i in range(len(self._tables))
+        ]
 
     def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> DistributedHashTable:
         """The last of equal ids wins."""
@@ -221,11 +220,11 @@ class DistributedMultiTypeHashTable:
             return {}
         names, route = self._route({slot: slot_to_id[slot] for slot in known})
         if is_exporting_distributed():
-            flat = export.remote_lookup(self, route, names, model_native=self._raw)
+            parts = export.remote_lookup(self, route, names, model_native=self._raw)
         else:
             float16 = self.transfer_float16
-            flat = self._fan.lookup(route, names, raw=self._raw, float16=float16)
-        rows = dict(zip(names, route.gather(flat), strict=True))
+            parts = self._fan.lookup(route, names, raw=self._raw, float16=float16)
+        rows = dict(zip(names, route.gather(parts), strict=True))
         return {slot: rows[slot] for slot in known}
 
     def _route(self, slot_to_id: Mapping[str, Tensor]) -> tuple[list[str], Any]:
@@ -302,7 +301,9 @@ class DistributedMultiTypeHashTable:
 
     def get_queue_hooks(self) -> list[Any]:
         """The hooks of the parts."""
-        return [h for part in self._tables for h in (part.get_queue_hooks() if hasattr(part, "get_queue_hooks") else ())]
+        return [
+            h for part in self._tables for h in (part.get_queue_hooks() if hasattr(part, "get_queue_hooks") else ())
+        ]
 
     def size(self) -> int:
         return sum(part.size() for part in self._tables)

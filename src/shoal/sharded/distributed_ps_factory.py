@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.errors import ConfigError
 from shoal.sharded.backend import default_backend
 from shoal.sharded.distributed_ps import DistributedHashTable, DistributedMultiTypeHashTable
 from shoal.sharded.distributed_ps_sync import DistributedMultiTypeHashTableMpi
@@ -30,6 +31,15 @@ def _filters(num_ps: int, hash_filters: Sequence[Any] | None) -> list[Any]:
     return filters if len(filters) >= max(1, num_ps) else [*filters, *[None] * (max(1, num_ps) - len(filters))]
 
 
+def _no_filters(client: Any, filters: Sequence[Any]) -> None:
+    """Admission of tables on servers is decided there, so a filter of this process would do nothing."""
+    if client is not None and any(f is not None and type(f).__name__ != "DummyHashFilter" for f in filters):
+        raise ConfigError(
+            "hash_filters are of this process, the tables are on servers; make these tables with "
+            "RemoteHashTable(..., filters={'type': 'sliding_hash_filter', ...}) in place of the factory"
+        )
+
+
 def create_multi_type_hash_table(
     num_ps: int,
     slot_to_config: Configs,
@@ -46,6 +56,7 @@ def create_multi_type_hash_table(
     on its servers; otherwise they are in this process.
     """
     filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients)
+    _no_filters(client, filters)
 
     def table(name: str, config: HashTableConfigInstance, i: int, suffix: str) -> Any:
         if client is not None:
@@ -72,9 +83,7 @@ def create_multi_type_hash_table(
                 return RemoteMultiTypeHashTable(client, i, configs)
             return MultiTypeHashTable(configs, lambda name, config: table(name, config, i, f"{name}_{i}"))
 
-        return DistributedMultiTypeHashTable(
-            num_ps, merged, part, max_rpc_deadline_millis=max_rpc_deadline_millis
-        )
+        return DistributedMultiTypeHashTable(num_ps, merged, part, max_rpc_deadline_millis=max_rpc_deadline_millis)
 
     return MergedMultiTypeHashTable(slot_to_config, behind)
 
@@ -90,6 +99,7 @@ def create_native_multi_hash_table(
 ) -> Any:
     """One `MultiHashTable` (``num_ps`` 0), or one per part behind a `DistributedMultiTypeHashTable`."""
     filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients)
+    _no_filters(client, filters)
     if num_ps == 0:
         return MultiHashTable.from_configs(slot_to_config, filters[0], clients[0])
     cached = convert_to_cached_config(slot_to_config)
@@ -101,9 +111,7 @@ def create_native_multi_hash_table(
             return RemoteMultiHashTable(client, i, configs)
         return MultiHashTable.from_cached_config(cached, filters[i], clients[i], str(i))
 
-    return DistributedMultiTypeHashTable(
-        num_ps, slot_to_config, part, max_rpc_deadline_millis=max_rpc_deadline_millis
-    )
+    return DistributedMultiTypeHashTable(num_ps, slot_to_config, part, max_rpc_deadline_millis=max_rpc_deadline_millis)
 
 
 def create_in_worker_multi_type_hash_table(
@@ -155,6 +163,7 @@ def create_partitioned_hash_table(
 ) -> PartitionedHashTable:
     """A `PartitionedHashTable` with the settings of the parser context, so it is called inside ``with ctx:``."""
     filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients)
+    _no_filters(client, filters)
     rank = default_backend().rank if enable_gpu_emb else None
 
     def part(i: int, configs: Configs) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.sharded import environment as env
 from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.backend import AllToAll, default_backend
 from shoal.sharded.prefetch_queue import AsyncPushHook, Hook, StructureQueue, enqueue_dicts_with_queue_return
+from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
 
 CONSUMED = (
@@ -75,8 +75,8 @@ class DistributedMultiTypeHashTableMpi:
     ranks use makes one optimizer step per rank, rank 0's first; with SGD that is the sum.
 
     ``queue_configs`` may hold ``embedding_prefetch_capacity``, ``enable_async_optimize``, ``enable_pipelined_fwda2a``
-    and ``enable_pipelined_bwda2a``. With ``enable_async_optimize`` an update is exchanged and applied one call later, or
-    by the hook of `get_queue_hooks`.
+    and ``enable_pipelined_bwda2a``. With ``enable_async_optimize`` an update is exchanged and applied one call later,
+    or by the hook of `get_queue_hooks`.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class DistributedMultiTypeHashTableMpi:
             bundle.pop("fused_embeddings"), bundle["embedding_splits"], bundle["recv_emb_splits"]
         )
         bundle = self._through("embedding_prefetch_capacity", "queue_fusedEmbA2A_to_fusedGather", bundle)
-        found = fused_gather_embeddings_by_input(
-            bundle.pop("recv_embeddings"), bundle["fused_embedding_offsets"], self._dims
-        )
+        rows = bundle.pop("recv_embeddings")
+        offsets = bundle["fused_embedding_offsets"]
+        found = [gather_rows(rows, o, dim) for o, dim in zip(offsets, self._dims, strict=True)]
         return dict(zip(slots, found, strict=True)), bundle
 
     def _through(self, key: str, name: str, bundle: dict[str, Any]) -> dict[str, Any]:
@@ -192,10 +192,12 @@ class DistributedMultiTypeHashTableMpi:
         size, offsets = int(bundle.pop("recv_embeddings_size")), bundle.pop("fused_embedding_offsets")
         grads = [slot_to_grad[slot] for slot in sorted(slot_to_grad)]
         grads = [g.detach().reshape(-1, d) for g, d in zip(grads, self._dims, strict=True)]
-        flat = fused_gather_embeddings_by_input_gradient(size, grads, offsets, self._dims, float(scale))
+        flat = scatter_rows(size, grads, offsets, self._dims, float(scale))
         bundle["global_step"], bundle["req_time"] = step, seconds
         if flags.enable_alltoall_metrics and self.shard_num > 1:
-            backward_metrics(self._backend, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"])
+            backward_metrics(
+                self._backend, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"]
+            )
         bundle.pop("shard_sizes")
         work = {key: bundle.pop(key) for key in CONSUMED}
         work["grad_flat"] = self._exchange.cast(flat)
@@ -247,5 +249,3 @@ class DistributedMultiTypeHashTableMpi:
 
     def __repr__(self) -> str:
         return f"DistributedMultiTypeHashTableMpi(rank={self.rank} of {self.shard_num}, {self._table!r})"
-
-

@@ -46,11 +46,11 @@ def export_parts(parts: Sequence[Any], dims: Mapping[str, int], *, native: bool)
         del part
 
 
-def remote_lookup(table: Any, route: Route, names: Sequence[str], *, model_native: bool) -> Tensor:
-    """The flat rows of a route from the serving processes of the parts, or zeros where nobody serves yet."""
+def remote_lookup(table: Any, route: Route, names: Sequence[str], *, model_native: bool) -> list[Tensor]:
+    """Each part's flat rows of a route from the serving processes of the parts, or zeros where nobody serves yet."""
     if _remote_predict is None:
-        return torch.zeros(route.size)
-    flat = torch.empty(route.size)
+        return [torch.zeros(floats.stop - floats.start) for floats in route.floats]
+    result = []
     for i in range(len(table.tables)):
         common = {
             "model_name": f"{model_name()}:ps_{i}", "task": i, "old_model_name": f"ps_{i}", "model_version": -1,
@@ -62,7 +62,7 @@ def remote_lookup(table: Any, route: Route, names: Sequence[str], *, model_nativ
                 ["id", "id_split"], [route.ids[i], splits], ["flat_emb"], output_types=[torch.float32],
                 signature_name="raw_lookup", **common,
             )  # fmt: skip
-            flat[route.floats[i]] = found.reshape(-1)
+            result.append(found.reshape(-1).contiguous())
             continue
         slots = sorted(names)
         ids = dict(zip(names, torch.split(route.ids[i], route.counts[i]), strict=True))
@@ -71,5 +71,5 @@ def remote_lookup(table: Any, route: Route, names: Sequence[str], *, model_nativ
             signature_name="lookup", **common,
         )  # fmt: skip
         found = dict(zip(slots, rows, strict=True))
-        flat[route.floats[i]] = torch.cat([found[name].reshape(-1) for name in names])
-    return flat
+        result.append(torch.cat([found[name].reshape(-1) for name in names]))
+    return result

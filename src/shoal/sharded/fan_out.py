@@ -28,8 +28,8 @@ class LocalParts:
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
 
-    def lookup(self, route: Route, names: Sequence[str], *, raw: bool, float16: bool) -> Tensor:
-        flat = torch.empty(route.size)
+    def lookup(self, route: Route, names: Sequence[str], *, raw: bool, float16: bool) -> list[Tensor]:
+        result = []
         for i, part in enumerate(self.parts):
             begin = time.perf_counter()
             if raw:
@@ -38,9 +38,9 @@ class LocalParts:
                 ids = dict(zip(names, torch.split(route.ids[i], route.counts[i]), strict=True))
                 rows = part.lookup(ids)
                 found = torch.cat([rows[name].reshape(-1) for name in names])
-            flat[route.floats[i]] = found.half().float() if float16 else found
+            result.append(found.half().float() if float16 else found)
             lookup_timer(i, time.perf_counter() - begin)
-        return flat
+        return result
 
     def apply(
         self, route: Route, names: Sequence[str], flat: Tensor, step: int, seconds: int, *, raw: bool, float16: bool
@@ -73,7 +73,7 @@ class RemoteParts:
         self.parts = parts
         self.client = client
 
-    def lookup(self, route: Route, names: Sequence[str], *, raw: bool, float16: bool) -> Tensor:
+    def lookup(self, route: Route, names: Sequence[str], *, raw: bool, float16: bool) -> list[Tensor]:
         from shoal.sharded.ps.protocol import as_tensor
 
         begin = time.perf_counter()
@@ -83,11 +83,11 @@ class RemoteParts:
             if route.ids[i].numel()
         }
         replies = self.client.read(requests)
-        flat = torch.empty(route.size)
+        result = [torch.empty(0)] * len(self.parts)
         for i, reply in replies.items():
-            flat[route.floats[i]] = as_tensor(reply.payload[0], torch.float16 if float16 else torch.float32)
+            result[i] = as_tensor(reply.payload[0], torch.float16 if float16 else torch.float32).float()
             lookup_timer(i, time.perf_counter() - begin)
-        return flat
+        return result
 
     def apply(
         self, route: Route, names: Sequence[str], flat: Tensor, step: int, seconds: int, *, raw: bool, float16: bool

@@ -21,8 +21,6 @@ dense_opt_ops: list[Any] = []
 """The dense updates of the step under way: sparse updates start after them."""
 
 
-
-
 def apply_gradients_with_var_optimizer(
     ctx: Any,
     feature_columns: Sequence[Any],

@@ -80,7 +80,8 @@ class AllToAllLists:
 
     def apply(self, flat: Tensor, bundle: dict[str, Any], step: int, seconds: int) -> None:
         names = (
-            "id_flat_t", "id_size_flat_t", "embedding_splits", "id_offsets", "emb_offsets", "indices", "recv_emb_splits",
+            "id_flat_t", "id_size_flat_t", "embedding_splits", "id_offsets", "emb_offsets", "indices",
+            "recv_emb_splits",
         )  # fmt: skip
         work = {name: bundle[self._prefix + name] for name in names}
         work.update(grad_flat=self._exchange.cast(flat), global_step=step)

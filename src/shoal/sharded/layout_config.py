@@ -64,7 +64,8 @@ def gen_feature_configs(
     features = {}
     for name in names:
         for given, what in (
-            (feature_to_unmerged_slice_dims, "feature_to_unmerged_slice_dims"), (feature_to_combiner, "feature_to_combiner")
+            (feature_to_unmerged_slice_dims, "feature_to_unmerged_slice_dims"),
+            (feature_to_combiner, "feature_to_combiner"),
         ):  # fmt: skip
             if name not in given:
                 raise ConfigError(f"feature {name!r} is missing in {what}")

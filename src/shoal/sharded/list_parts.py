@@ -66,7 +66,7 @@ def remote_lookup(
         if i in replies:
             rows = as_tensor(replies[i].payload[0], torch.float16 if float16 else torch.float32).float()
         if native:
-            result.append({table: rows for table in work["ids"]})
+            result.append(dict.fromkeys(work["ids"], rows))
         else:
             names, counts, _ = flat[i]
             sizes = [n * part.dims[name] for n, name in zip(counts, names, strict=True)]

@@ -184,8 +184,9 @@ class PartitionedHashTable:
             rows = self._lists(bundle, "embs")
             more = {name: bundle[PREFIX + name] for name in SIZES if name != "batch_size"} | {"version": 5}
         self._to_device(bundle, rows)
+        fid_offset, feature_offset, nfl_offset = (self._place(bundle[PREFIX + name]) for name in OFFSETS)
         tensors = fused_embedding_to_layout(
-            self._placed(rows), None, *(self._place(bundle[PREFIX + name]) for name in OFFSETS),
+            self._placed(rows), None, fid_offset, feature_offset, nfl_offset,
             bundle[PREFIX + "batch_size"], self._ctx.parser_type, self._configs, self._shards, **more,
         )  # fmt: skip
         return self.nest_layout(tensors)
@@ -242,10 +243,10 @@ class PartitionedHashTable:
             req_time = int(req_time.max()) if req_time.numel() else 0
         seconds = as_time(req_time, "partitioned table")
         grads = [torch.zeros_like(var) if grad is None else grad.detach() for grad, var in layout_grads_and_vars]
-        offsets = [bundle[PREFIX + name] for name in reversed(OFFSETS)]
+        fid_offset, feature_offset, nfl_offset = (bundle[PREFIX + name] for name in OFFSETS)
         if self._exchange is not None:
             size, lengths = self._exchange.size(bundle)
-            shapes = [torch.empty(size, device=offsets[0].device)]
+            shapes = [torch.empty(size, device=fid_offset.device)]
             more: dict[str, Any] = {"version": 4, "fid_list_emb_row_lenth": lengths}
         else:
             shapes = self._lists(bundle, "embs")
@@ -253,8 +254,8 @@ class PartitionedHashTable:
                 shapes = [torch.empty_like(s, device="cuda") for s in shapes]
             more = {name: bundle[PREFIX + name] for name in SIZES if name != "batch_size"} | {"version": 5}
         flat = fused_embedding_to_layout_grad(
-            *offsets, bundle[PREFIX + "batch_size"], shapes, None, grads, self._ctx.parser_type, self._configs,
-            self._shards, layout_tensors_grad_scale=grad_scale, **more,
+            nfl_offset, feature_offset, fid_offset, bundle[PREFIX + "batch_size"], shapes, None, grads,
+            self._ctx.parser_type, self._configs, self._shards, layout_tensors_grad_scale=grad_scale, **more,
         )  # fmt: skip
         flat = [f.cpu() for f in flat]
         if self._exchange is not None:
@@ -314,8 +315,8 @@ class PartitionedHashTable:
         if ids.numel() and (int(ids.min()) < 0 or bool((ids % self._shards != ps).any())):
             bad = ids[(ids < 0) | (ids % self._shards != ps)][0]
             raise ConfigError(
-                f"sub-table {name!r}: part {ps} of {self._shards} holds the ids with id mod {self._shards} == {ps} that "
-                f"are not negative, got {int(bad)}"
+                f"sub-table {name!r}: part {ps} of {self._shards} holds the ids with id mod {self._shards} == {ps} "
+                f"that are not negative, got {int(bad)}"
             )
 
     def _lookup_raw(self, data: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:

@@ -278,5 +278,3 @@ def _shallow(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(_shallow(item) for item in value)
     return value
-
-

@@ -39,8 +39,8 @@ def _check_logs(found: Sequence[tuple[Path, dict[str, Any]]]) -> None:
     for path, manifest in found:
         for number, *_ in replay(path.parent, manifest["number"]):
             raise DataError(
-                f"shard {manifest['shard']}: its log goes on to record {number} behind the checkpoint; start the server "
-                "once and end it with SIGTERM, so that its last checkpoint holds everything"
+                f"shard {manifest['shard']}: its log goes on to record {number} behind the checkpoint; start the "
+                "server once and end it with SIGTERM, so that its last checkpoint holds everything"
             )
 
 
@@ -94,8 +94,7 @@ def reshard_servers(source: str | os.PathLike[str], target: str | os.PathLike[st
         shard, streams = Shard(index, of), Streams()
         for name in names:
             spec = next(m["tables"][name]["spec"] for _, m in found if name in m["tables"])
-            shard.specs[name] = spec
-            shard.tables[name] = load_shard(build_table(spec), source, name, (index, of))
+            shard.add(spec, load_shard(build_table(spec), source, name, (index, of)))
             rows[name] += shard.tables[name].size()
         shard.version = max(manifest["version"] for _, manifest in found)
         Checkpoints(target / f"shard-{index:05d}").save(shard, streams, 0)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal import _core
 from shoal.errors import ConfigError
-from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.ops.split import split_by_indices
+from shoal.sharded.buffers import pool
 
 
 class Route:
@@ -34,15 +35,57 @@ class Route:
         edges = [0, *itertools.accumulate(floats)]
         self.floats = [slice(a, b) for a, b in itertools.pairwise(edges)]
         self.size = edges[-1]
-        self._offsets = torch.split(fused.fused_embedding_offsets, fused.emb_offset_sz.tolist())
+        self._edges = edges
+        self._offsets = [
+            o.contiguous() for o in torch.split(fused.fused_embedding_offsets, fused.emb_offset_sz.tolist())
+        ]
 
-    def gather(self, flat: Tensor) -> list[Tensor]:
-        """Per list ``[n, dim]``, repeated ids included, from the flat buffer of all shards' rows."""
-        return fused_gather_embeddings_by_input(flat, list(self._offsets), self.dims)
+    def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Per list ``[n, dim]``, repeated ids included; ``parts[s]`` are the flat rows of shard ``s``."""
+        for s, part in enumerate(parts):
+            if part.numel() != self._edges[s + 1] - self._edges[s]:
+                raise ConfigError(
+                    f"shard {s} gave {part.numel()} floats, asked for were {self._edges[s + 1] - self._edges[s]}"
+                )
+        addresses = [part.data_ptr() for part in parts]
+        result = []
+        for offsets, dim in zip(self._offsets, self.dims, strict=True):
+            n = offsets.numel()
+            rows = pool.take(n * dim).view(n, dim)
+            if n:
+                _core.gather_from_parts(addresses, self._edges, offsets.data_ptr(), n, dim, rows.data_ptr())
+            result.append(rows)
+        return result
 
     def scatter(self, grads: Sequence[Tensor]) -> Tensor:
-        """The flat buffer of gradients: those of equal ids are summed."""
-        return fused_gather_embeddings_by_input_gradient(self.size, list(grads), list(self._offsets), self.dims)
+        """The flat buffer of gradients, shard after shard: those of equal ids are summed."""
+        return scatter_rows(self.size, grads, self._offsets, self.dims)
+
+
+def gather_rows(flat: Tensor, offsets: Tensor, dim: int) -> Tensor:
+    """``[n, dim]``: the rows that start at int32 ``offsets`` of a flat float32 buffer."""
+    n = offsets.numel()
+    rows = pool.take(n * dim).view(n, dim)
+    if n:
+        offsets = offsets.contiguous()
+        _core.gather_from_parts([flat.data_ptr()], [0, flat.numel()], offsets.data_ptr(), n, dim, rows.data_ptr())
+    return rows
+
+
+def scatter_rows(
+    size: int, grads: Sequence[Tensor], offsets: Sequence[Tensor], dims: Sequence[int], scale: float = 1.0
+) -> Tensor:
+    """A flat buffer with the sum of ``scale * grads[k]`` at the int32 ``offsets[k]``."""
+    flat = pool.take(size)
+    grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
+    for grad, offset, dim in zip(grads, offsets, dims, strict=True):
+        if grad.shape != (offset.numel(), dim) or grad.dtype != torch.float32:
+            raise ConfigError(f"gradients are float32 [{offset.numel()}, {dim}], got {grad.dtype} {list(grad.shape)}")
+    _core.fused_gather_gradient(
+        flat.data_ptr(), size, 4, scale, [o.data_ptr() for o in offsets], [False] * len(grads),
+        [g.data_ptr() for g in grads], [o.numel() for o in offsets], list(dims),
+    )  # fmt: skip
+    return flat
 
 
 class RouteCache:
@@ -87,5 +130,7 @@ def check_slots(slots: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 def one_dim(parts: Sequence[Any], what: str) -> int:
     dims = {part.dim_size for part in parts}
     if len(dims) != 1:
-        raise ConfigError(f"{what}: its parts have different dimensions, {sorted(dims)}; build them all from one config")
+        raise ConfigError(
+            f"{what}: its parts have different dimensions, {sorted(dims)}; build them all from one config"
+        )
     return dims.pop()

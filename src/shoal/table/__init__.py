@@ -62,6 +62,66 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "learning_rate": ("LearningRateFunction", "PolynomialDecay", "get_global_step", "set_global_step"),
     "merged": ("MergedMultiTypeHashTable",),
+    "messages": (
+        "AdadeltaOptimizerConfig",
+        "AdadeltaOptimizerDump",
+        "AdagradOptimizerConfig",
+        "AdagradOptimizerDump",
+        "AdamOptimizerConfig",
+        "AdamOptimizerDump",
+        "AdamwOptimizerConfig",
+        "AdamwOptimizerDump",
+        "AmsgradOptimizerConfig",
+        "AmsgradOptimizerDump",
+        "BatchSoftmaxOptimizerConfig",
+        "BatchSoftmaxOptimizerDump",
+        "CkptInfo",
+        "ConstantsInitializerConfig",
+        "CuckooEmbeddingHashTableConfig",
+        "DcOptimizerConfig",
+        "DynamicWdAdagradOptimizerConfig",
+        "DynamicWdAdagradOptimizerDump",
+        "EmbeddingHashTableConfig",
+        "EntryConfig",
+        "EntryDump",
+        "FloatCompressorConfig",
+        "FtrlOptimizerConfig",
+        "FtrlOptimizerDump",
+        "GroupAdaGradOptimizerConfig",
+        "GroupAdaGradOptimizerDump",
+        "GroupFtrlOptimizerConfig",
+        "GroupFtrlOptimizerDump",
+        "HashFilterSplitDataDump",
+        "HashFilterSplitMetaDump",
+        "HashTableProto",
+        "InitializerConfig",
+        "LambOptimizerConfig",
+        "LambOptimizerDump",
+        "MomentumOptimizerConfig",
+        "MomentumOptimizerDump",
+        "MonolithCheckpointState",
+        "MovingAverageOptimizerConfig",
+        "MultiEmbeddingHashTableConfig",
+        "MultiHashTableMetadata",
+        "MultiHashTableProto",
+        "OnesInitializerConfig",
+        "OptimizerConfig",
+        "OptimizerDump",
+        "RandomUniformInitializerConfig",
+        "RmspropOptimizerConfig",
+        "RmspropOptimizerDump",
+        "RmspropV2OptimizerConfig",
+        "RmspropV2OptimizerDump",
+        "RowwiseAdagradOptimizerConfig",
+        "RowwiseAdagradOptimizerDump",
+        "SgdOptimizerConfig",
+        "SgdOptimizerDump",
+        "SingleOptimizerDump",
+        "SlidingHashFilterMetaDump",
+        "SlotExpireTimeConfig",
+        "SlotOccurrenceThresholdConfig",
+        "ZerosInitializerConfig",
+    ),
     "multi": ("CachedConfig", "MultiHashTable", "convert_to_cached_config"),
     "multi_type": ("MultiTypeHashTable",),
     "optimizers": (
@@ -92,20 +152,16 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
 }
 _WHERE = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = list(_WHERE)  # and the messages, by name
+__all__ = list(_WHERE)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        value = getattr(import_module(f"shoal.table.{_WHERE[name]}"), name)
-    else:  # a message: AdamOptimizerConfig, EntryDump, ...
-        messages = import_module("shoal.table.messages")
-        if name not in messages.NAMES:
-            raise AttributeError(f"module 'shoal.table' has no attribute {name!r}")
-        value = getattr(messages, name)
+    if name not in _WHERE:
+        raise AttributeError(f"module 'shoal.table' has no attribute {name!r}")
+    value = getattr(import_module(f"shoal.table.{_WHERE[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*_WHERE, *import_module("shoal.table.messages").NAMES])
+    return sorted(_WHERE)

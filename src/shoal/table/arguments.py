@@ -44,11 +44,12 @@ def as_rows(values: Any, n: int, dim: int, name: str, what: str = "values") -> T
         raise ConfigError(f"table {name!r}: {what} are float32, got {values.dtype}; convert them with .float()")
     if not values.is_cpu or values.layout != torch.strided:
         raise ConfigError(
-            f"table {name!r}: {what} are a dense CPU tensor, got {values.device}, {values.layout}; move them with .cpu()"
+            f"table {name!r}: {what} are a dense CPU tensor, got {values.device}, {values.layout}; use .cpu()"
         )
     if values.numel() != n * dim:
         raise ConfigError(
-            f"table {name!r}: {what} of shape {list(values.shape)} do not fit {n} ids of dim {dim}; {n * dim} elements are needed"
+            f"table {name!r}: {what} of shape {list(values.shape)} do not fit {n} ids of dim {dim}; "
+            f"{n * dim} elements are needed"
         )
     return values.detach().contiguous()
 

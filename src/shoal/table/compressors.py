@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.errors import ConfigError
 from shoal.table.messages import FloatCompressorConfig
-from shoal.table.optimizers import write_fields
+from shoal.table.optimizers import as_config, write_fields
 
 
 @dataclass
@@ -47,9 +46,4 @@ class Fp32Compressor:
 
 def as_compressor_config(compressor: Any) -> FloatCompressorConfig:
     """The message of a compressor object, or the message itself."""
-    if isinstance(compressor, FloatCompressorConfig):
-        return compressor
-    config = compressor.as_proto() if hasattr(compressor, "as_proto") else None
-    if not isinstance(config, FloatCompressorConfig):
-        raise ConfigError(f"compressor must be a compressor object or a FloatCompressorConfig, got {compressor!r}")
-    return config
+    return as_config(compressor, FloatCompressorConfig, "compressor")

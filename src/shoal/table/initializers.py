@@ -5,7 +5,7 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.table.messages import InitializerConfig
-from shoal.table.optimizers import write_fields
+from shoal.table.optimizers import as_config, write_fields
 
 
 @dataclass
@@ -63,9 +63,4 @@ class BatchSoftmaxInitializer:
 
 def as_initializer_config(initializer: Any) -> InitializerConfig:
     """The message of an initializer object, or the message itself."""
-    if isinstance(initializer, InitializerConfig):
-        return initializer
-    config = initializer.as_proto() if hasattr(initializer, "as_proto") else None
-    if not isinstance(config, InitializerConfig):
-        raise ConfigError(f"initializer must be an initializer object or an InitializerConfig, got {initializer!r}")
-    return config
+    return as_config(initializer, InitializerConfig, "initializer")

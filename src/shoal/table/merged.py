@@ -119,6 +119,10 @@ class MergedMultiTypeHashTable:
         """Not offered: a merged table cannot tell whose rows they are."""
         raise NotImplementedError("MergedMultiTypeHashTable has no reinitialize; a row may belong to several slots")
 
+    def get_queue_hooks(self) -> list[Any]:
+        """The hooks of the tables behind."""
+        return self._table.get_queue_hooks()
+
     def as_op(self) -> Any:
         """Waits until everything asked of the tables behind has been applied."""
         self._table.as_op()

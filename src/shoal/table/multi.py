@@ -341,6 +341,10 @@ class MultiHashTable:
         """The registered table that a handle names."""
         return registry.find(proto.shared_name or proto.handle_tensor)
 
+    def get_queue_hooks(self) -> list[Any]:
+        """Hooks that a training loop calls; a local table has none."""
+        return []
+
     def as_op(self) -> MultiHashTable:
         """Waits until everything asked of this table has been applied, which is at once."""
         return self

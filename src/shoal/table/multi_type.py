@@ -119,6 +119,12 @@ class MultiTypeHashTable:
         )
         return self
 
+    def get_queue_hooks(self) -> list[Any]:
+        """The hooks of the tables: local ones have none."""
+        return [
+            h for t in self._tables.values() for h in (t.get_queue_hooks() if hasattr(t, "get_queue_hooks") else ())
+        ]
+
     def as_op(self) -> Any:
         """Waits until everything asked of these tables has been applied."""
         for table in self._tables.values():

@@ -6,7 +6,7 @@ neighbours in `shoal.table.optim` are the shorter spelling for new code.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from google.protobuf.message import Message
 
@@ -219,11 +219,23 @@ class StochasticRoundingFloat16OptimizerWrapper(Optimizer):
         return config
 
 
+Config = TypeVar("Config", bound=Message)
+
+
+def as_config(given: Any, kind: type[Config], what: str) -> Config:
+    """The message ``kind`` of an object that has ``as_proto()``, of one of its choices, or the message itself."""
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, Message):  # AdagradOptimizerConfig in place of OptimizerConfig(adagrad=...)
+        for field in kind.DESCRIPTOR.oneofs_by_name["type"].fields:
+            if field.message_type is given.DESCRIPTOR:
+                return kind(**{field.name: given})
+    config = given.as_proto() if hasattr(given, "as_proto") else None
+    if not isinstance(config, kind):
+        raise ConfigError(f"{what} must be an object of shoal.table or a {kind.DESCRIPTOR.name}, got {given!r}")
+    return config
+
+
 def as_optimizer_config(optimizer: Any) -> OptimizerConfig:
     """The message of an optimizer object, or the message itself."""
-    if isinstance(optimizer, OptimizerConfig):
-        return optimizer
-    config = optimizer.as_proto() if hasattr(optimizer, "as_proto") else None
-    if not isinstance(config, OptimizerConfig):
-        raise ConfigError(f"optimizer must be an optimizer object or an OptimizerConfig, got {optimizer!r}")
-    return config
+    return as_config(optimizer, OptimizerConfig, "optimizer")

@@ -296,7 +296,7 @@ class HashTable:
         return self._native.erase(ids.data_ptr(), ids.numel())
 
     def evict(self, max_update_time: Any = None) -> int:
-        """Removes the rows whose expiry has passed at ``max_update_time`` (the table's own by default); their number."""
+        """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
         return self._native.evict(self._expiry, now)
 

@@ -44,7 +44,6 @@ def run_mpi(
         command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         command += [sys.executable, "-m", "shoal.testing.mpi", folder]
         full = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **(env or {})}
-        full.setdefault("OMPI_MCA_btl", "self,sm,tcp")
         process = subprocess.Popen(
             command, env=full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )

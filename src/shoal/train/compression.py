@@ -79,38 +79,24 @@ def topk_indices(flat: Tensor, k: int, *, nonfinite: str = "raise", order: str =
 
 
 def topk_indices_reference(flat: Tensor, k: int, *, nonfinite: str = "raise", order: str = "magnitude") -> Tensor:
-    """The meaning of ``topk_indices`` in plain torch, and its path for CUDA and float64: O(n), no sort of all."""
-    if flat.dtype.is_floating_point and nonfinite == "raise" and not bool(torch.isfinite(flat).all()):
+    """The meaning of ``topk_indices`` in plain torch, and its path for CUDA and float64.
+
+    The k-th magnitude is found without sorting; everything above it is in, and the lowest indices equal to it.
+    """
+    size = (flat.float() if flat.is_floating_point() and flat.dtype != torch.float64 else flat).abs()
+    if not flat.is_floating_point() or bool(torch.isfinite(size).all()):
+        least = torch.topk(size, k, sorted=False).values.min()
+        above = (size > least).nonzero().flatten()
+        ties = (size == least).nonzero().flatten()[: k - len(above)]
+        chosen = torch.cat([above, ties]).sort().values
+        if order == "index":
+            return chosen
+        return chosen[torch.argsort(size[chosen], descending=True, stable=True)]
+    if nonfinite == "raise":
         raise _nonfinite_error(flat)
-    size = flat.double() if flat.dtype == torch.float64 else flat.float() if flat.is_floating_point() else flat
-    size = size.abs()
-    if size.is_floating_point():
-        # infinity and NaN become the two numbers above every finite one, so that comparisons order them
-        top = torch.finfo(size.dtype).max
-        special = torch.where(torch.isnan(size), 2, torch.where(torch.isinf(size), 1, 0))
-        plain = torch.where(special > 0, top, size)
-        most = torch.topk(plain, k, sorted=False).values.min()
-        if bool(most == top) and bool((special > 0).any()):
-            return _order(torch.argsort(plain.double() + special * 1e300, descending=True, stable=True)[:k], order)
-    else:
-        plain = size
-        most = torch.topk(plain, k, sorted=False).values.min()
-    above = (plain > most).nonzero().flatten()
-    ties = (plain == most).nonzero().flatten()[: k - len(above)]
-    chosen = torch.cat([above, ties]).sort().values
-    if order == "index":
-        return chosen
-    key = size[chosen]
-    if key.is_floating_point():
-        key = torch.where(torch.isnan(key), torch.inf, key.double())
-        nan_first = torch.isnan(size[chosen])
-        by_size = torch.argsort(key, descending=True, stable=True)
-        chosen, nan_first = chosen[by_size], nan_first[by_size]
-        return chosen[torch.argsort(nan_first.to(torch.int8), descending=True, stable=True)]
-    return chosen[torch.argsort(key, descending=True, stable=True)]
-
-
-def _order(chosen: Tensor, order: str) -> Tensor:
+    nan = torch.isnan(size)
+    by_size = torch.argsort(torch.where(nan, torch.inf, size), descending=True, stable=True)
+    chosen = by_size[torch.argsort(nan[by_size].to(torch.int8), descending=True, stable=True)][:k]
     return chosen.sort().values if order == "index" else chosen
 
 

@@ -113,9 +113,13 @@ def check_world(config: DistributedConfig, transport: Any, who: str) -> None:
 
 def make_exchange(transport: Any) -> Exchange:
     """The exchange over ``transport``: its process group if it has collectives, else its four methods."""
+    from shoal.comm.mpi import MpiTransport
     from shoal.train.exchange_bytes import ByteExchange
     from shoal.train.exchange_group import GroupExchange
+    from shoal.train.exchange_mpi import MpiExchange
 
+    if isinstance(transport, MpiTransport):
+        return MpiExchange(transport)
     if getattr(transport, "collectives", False):
         return GroupExchange(transport.group, getattr(transport, "device", None))
     return ByteExchange(transport)

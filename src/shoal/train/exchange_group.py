@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,25 @@ class GroupExchange(Exchange):
             device = torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
         self.device = device
 
+    def _max(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+
+    def _gather_all(self, everyone: Tensor, mine: Tensor) -> None:
+        all_gather_single(everyone, mine, group=self.group)
+
+    def _gather_to(self, owner: int, mine: Tensor, parts: list[Tensor] | None) -> None:
+        dist.gather(mine, parts, group=self.group, group_dst=owner)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        dist.broadcast(tensor, group=self.group, group_src=root)
+
+    def _start_sum(self, flat: Tensor) -> Any:
+        return dist.all_reduce(flat, group=self.group, async_op=True)
+
     def extremes(self, value: int) -> tuple[int, int]:
         both = torch.tensor([value, -value], dtype=torch.int64, device=self.device)
         with named_errors("the agreement before the reduction", self.rank), self.waiting():
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
+            self._max(both)
         high, low = both.tolist()
         return -low, high
 
@@ -39,7 +55,7 @@ class GroupExchange(Exchange):
         mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(self.device)
         everyone = torch.empty(self.world_size * len(value), dtype=torch.uint8, device=self.device)
         with named_errors("an exchange of flags", self.rank), self.waiting():
-            all_gather_single(everyone, mine, group=self.group)
+            self._gather_all(everyone, mine)
         return [bytes(part) for part in everyone.cpu().reshape(self.world_size, -1).tolist()]
 
     def to_wire(self, tensor: Tensor) -> Tensor:
@@ -52,7 +68,7 @@ class GroupExchange(Exchange):
         device, data = data.device, self.to_wire(data)
         everyone = torch.empty(self.world_size * len(data), dtype=torch.uint8, device=data.device)
         with named_errors("all_gather", self.rank), self.waiting():
-            all_gather_single(everyone, data, group=self.group)
+            self._gather_all(everyone, data)
         self._count((self.world_size - 1) * len(data), (self.world_size - 1) * len(data), self.world_size - 1)
         return list(everyone.to(device).reshape(self.world_size, -1))
 
@@ -61,14 +77,14 @@ class GroupExchange(Exchange):
         self.bytes_received += received
         self.messages += messages
 
-    def all_reduce(self, flat: Tensor) -> "dist.Work":
+    def all_reduce(self, flat: Tensor) -> Any:
         """Starts the backend's sum of ``flat``, in place; bytes are counted as a ring moves them."""
         moved = 2 * (self.world_size - 1) * flat.nbytes // self.world_size
         self._count(moved, moved, 1)
         with named_errors("all_reduce", self.rank):
-            return dist.all_reduce(flat, group=self.group, async_op=True)
+            return self._start_sum(flat)
 
-    def finish(self, work: "dist.Work") -> None:
+    def finish(self, work: Any) -> None:
         with named_errors("all_reduce", self.rank), self.waiting():
             work.wait()
 
@@ -76,10 +92,10 @@ class GroupExchange(Exchange):
         mine, flat = self.rank == owner, self.to_wire(flat)
         parts = [torch.empty_like(flat) for _ in range(self.world_size)] if mine else None
         with named_errors("gather to the rank that adds", self.rank), self.waiting():
-            dist.gather(flat, parts, group=self.group, group_dst=owner)
+            self._gather_to(owner, flat, parts)
         total = add_in_order(parts, divisor) if parts is not None else torch.empty_like(flat)
         with named_errors("broadcast of the sum", self.rank), self.waiting():
-            dist.broadcast(total, group=self.group, group_src=owner)
+            self._broadcast(total, owner)
         peers = self.world_size - 1 if mine else 1
         self._count(peers * flat.nbytes, peers * flat.nbytes, peers)
         return total
@@ -99,7 +115,7 @@ class GroupExchange(Exchange):
             wire = self.to_wire(flat)
             if wire.numel():
                 with named_errors("broadcast of the parameters", self.rank), self.waiting():
-                    dist.broadcast(wire.view(torch.uint8), group=self.group, group_src=0)
+                    self._broadcast(wire.view(torch.uint8), 0)
             for i, tensor in zip(bucket, unflatten(wire, [given[i] for i in bucket]), strict=True):
                 result[i] = tensor
             peers = self.world_size - 1
@@ -125,5 +141,5 @@ class GroupExchange(Exchange):
         )
         raw = raw.to(self.device)
         with named_errors("broadcast of the parameters' description", self.rank), self.waiting():
-            dist.broadcast(raw, group=self.group, group_src=0)
+            self._broadcast(raw, 0)
         return bytes(raw.cpu().tolist())

@@ -32,6 +32,7 @@ class _Guarded(nn.Module):
         self.owner = [owner]  # in a list: not a submodule
         self.stage = stage
         self.chunk = 0
+        self.taken: Meta | None = None
         self.given: Meta | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class _Guarded(nn.Module):
             try:
                 rows = owner.sizes[self.chunk]
                 y = self.body(x[:rows] if rows < len(x) else x)
-                if self.stage == owner.last:
+                if self.stage == owner.last and (y.ndim == 0 or len(y) != rows):
                     return y
                 if tuple(y.shape[1:]) != shape[1:] or len(y) != rows or y.dtype != dtype:
                     raise ValueError(f"gave {tuple(y.shape)} {y.dtype} where {shape} {dtype} was due")
@@ -179,7 +180,7 @@ class GroupPipeline:
             metas.append(answer[0])
         stages = []
         for s in self.local:
-            self.guards[s].given = metas[s + 1]
+            self.guards[s].taken, self.guards[s].given = metas[s], metas[s + 1]
             stage = PipelineStage(
                 self.guards[s],
                 s,
@@ -225,7 +226,9 @@ class GroupPipeline:
                 if letter == "F":
                     raise
                 self.fail(guard.stage, f"{letter}{chunk}", error)
-                stage.bwd_cache.setdefault(chunk, (None,))  # torch sends zeros for it
+                assert guard.taken is not None
+                shape, dtype = guard.taken
+                stage.bwd_cache.setdefault(chunk, (torch.zeros(shape, dtype=dtype, device=self.device),))
                 result = None
             self.runner.last_trace.append((guard.stage, f"{letter}{chunk}", began, time.monotonic()))
             return result

@@ -52,16 +52,16 @@ def fused_gather_embeddings_by_input_gradient(
     """
     op = "fused_gather_embeddings_by_input_gradient"
     size = _inputs.number(fused_embeddings_size, op, "fused_embeddings_size")
-    grads = [_inputs.floats(g, op, f"grads[{m}]") for m, g in enumerate(_inputs.tensors(grads, op, "grads"))]
+    grads = _inputs.float_list(grads, op, "grads")
     offsets = _offsets(op, embedding_offsets, "embedding_offsets")
     dims = _inputs.int_list(embedding_dims, op, "embedding_dims")
-    # An empty list says nothing of its rows' width.
-    grads = [g.reshape(0, d) if g.shape == (0,) else g for g, d in zip(grads, dims, strict=False)] + grads[len(dims) :]
+    if len(grads) == len(dims):  # an empty list says nothing of its rows' width
+        grads = [g if g.dim() == 2 or g.numel() else g.reshape(0, d) for g, d in zip(grads, dims, strict=True)]
     return _gradient(size, grads, offsets, dims, float(scale))
 
 
 def _offsets(op: str, offsets: Any, name: str) -> list[Tensor]:
-    return [_inputs.integers(o, op, f"{name}[{m}]") for m, o in enumerate(_inputs.tensors(offsets, op, name))]
+    return _inputs.integer_list(offsets, op, name)
 
 
 def _check_offsets(op: str, offsets: list[Tensor], dims: list[int]) -> None:
@@ -93,18 +93,21 @@ def _check_gradient(size: int, grads: list[Tensor], offsets: list[Tensor], dims:
     if size < 0:
         raise ConfigError(f"{op}: fused_embeddings_size is not negative, got {size}")
     _inputs.check_same(op, "the number of grads", len(grads), "the number of offset vectors", len(offsets))
-    _check_offsets(op, offsets, dims)
-    for m, (grad, o, dim) in enumerate(zip(grads, offsets, dims, strict=True)):
-        if grad.shape != (o.shape[0], dim) or grad.dtype != grads[0].dtype:
+    _inputs.check_same(op, "the number of widths", len(dims), "the number of offset vectors", len(offsets))
+    for m, o in enumerate(offsets):
+        grad, shape = grads[m], o.shape
+        if len(shape) != 1:
+            raise ConfigError(f"{op}: offsets[{m}] is 1-D, got shape {list(shape)}")
+        if grad.shape != (shape[0], dims[m]) or grad.dtype is not grads[0].dtype:
             raise ConfigError(
-                f"{op}: grads[{m}] is {grads[0].dtype} [{o.shape[0]}, {dim}], got {grad.dtype} {list(grad.shape)}"
+                f"{op}: grads[{m}] is {grads[0].dtype} [{shape[0]}, {dims[m]}], got {grad.dtype} {list(grad.shape)}"
             )
 
 
 def _gradient_cpu(size: int, grads: list[Tensor], offsets: list[Tensor], dims: list[int], scale: float) -> Tensor:
     grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
     out = grads[0].new_empty(size) if grads else torch.zeros(size, device="cpu")
-    _core.fused_gather_gradient(out.data_ptr(), size, out.element_size(), scale, *_tables(offsets, grads, list(dims)))
+    _core.fused_gather_gradient(out.data_ptr(), size, out.element_size(), scale, *_tables(offsets, grads, dims))
     return out
 
 

@@ -99,8 +99,7 @@ def fused_embedding_to_layout_grad(
         op, embeddings_list, fid_list_row_split, fid_offset, feature_offset, nfl_offset, batch_size, variant_type,
         feature_cfgs, ps_num, fid_list_emb_row_lenth, sizes, version,
     )  # fmt: skip
-    grads = _inputs.tensors(layout_tensors_grad, op, "layout_tensors_grad")
-    grads = [_inputs.floats(g, op, f"layout_tensors_grad[{i}]") for i, g in enumerate(grads)]
+    grads = _inputs.float_list(layout_tensors_grad, op, "layout_tensors_grad")
     scale = layout_tensors_grad_scale
     scale = 1.0 if scale is None else float(scale.item() if isinstance(scale, Tensor) else scale)
     return _layout_grad(grads, scale, *arguments)
@@ -119,8 +118,7 @@ def _arguments(
         raise ConfigError(f"{op}: fid_list_emb_row_lenth is given in version 4 only, got {given} in version {version}")
     if version != 1 and ps_num < 0:
         raise ConfigError(f"{op}: ps_num is not negative, got {ps_num}")
-    embeddings = _inputs.tensors(embeddings, op, "embeddings_list")
-    embeddings = [_inputs.floats(e, op, f"embeddings_list[{i}]") for i, e in enumerate(embeddings)]
+    embeddings = _inputs.float_list(embeddings, op, "embeddings_list")
     if version == 2:
         row_splits = _required(op, row_splits, "fid_list_row_split", version)
         row_splits = [_inputs.int64(s, op, f"fid_list_row_split[{i}]") for i, s in enumerate(row_splits)]

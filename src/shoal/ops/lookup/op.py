@@ -30,9 +30,7 @@ def map_id_to_embedding(ids: Any, embeddings: Any, input: Any, use_multi_threads
     """
     op = "map_id_to_embedding"
     ids = _id_lists(op, ids)
-    rows = [
-        _inputs.floats(e, op, f"embeddings[{k}]") for k, e in enumerate(_inputs.tensors(embeddings, op, "embeddings"))
-    ]
+    rows = _inputs.float_list(embeddings, op, "embeddings")
     return _map(ids, rows, _inputs.int64(input, op, "input"), bool(use_multi_threads))[0]
 
 
@@ -80,7 +78,7 @@ def gather_embeddings_by_ids_gradient_back_prop(ids: Any, grads: Any, index_mapp
 
 
 def _id_lists(op: str, ids: Any) -> list[Tensor]:
-    return [_inputs.vector(i, op, f"ids[{k}]") for k, i in enumerate(_inputs.tensors(ids, op, "ids"))]
+    return _inputs.vector_list(ids, op, "ids")
 
 
 def _sum_into(place: Tensor, grads: Tensor, lengths: list[int]) -> list[Tensor]:

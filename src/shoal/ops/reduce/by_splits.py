@@ -36,10 +36,8 @@ def fused_reduce_and_split_gpu(splits: Any, embeddings: Any, slice_dims: Any, na
     >>> [t.tolist() for t in fused_reduce_and_split_gpu([[0, 2, 2]], [[[1, 2], [3, 4]]], [[1, 1]])]
     [[[4.0], [0.0]], [[6.0], [0.0]]]
     """
-    splits = [_inputs.int64(s, _OP, f"splits[{i}]") for i, s in enumerate(_inputs.tensors(splits, _OP, "splits"))]
-    rows = [
-        _inputs.floats(e, _OP, f"embeddings[{i}]") for i, e in enumerate(_inputs.tensors(embeddings, _OP, "embeddings"))
-    ]
+    splits = _inputs.int64_list(splits, _OP, "splits")
+    rows = _inputs.float_list(embeddings, _OP, "embeddings")
     cuts = [_inputs.int_list(s, _OP, f"slice_dims[{i}]") for i, s in enumerate(slice_dims)]
     if not splits and not rows and not cuts:
         return []

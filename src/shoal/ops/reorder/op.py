@@ -128,7 +128,7 @@ def fused_reorder_by_indices(
     [4, 4, 9, 7, 5]
     """
     op = "fused_reorder_by_indices"
-    ids = [_inputs.vector(x, op, f"inputs[{m}]") for m, x in enumerate(_inputs.tensors(inputs, op, "inputs"))]
+    ids = _inputs.vector_list(inputs, op, "inputs")
     wish = -1 if rank0_empty_shard is None else int(rank0_empty_shard)
     return FusedReorder(*_fused_reorder(ids, int(num_of_shards), _inputs.int_list(dim_sizes, op, "dim_sizes"), wish))
 

@@ -36,7 +36,7 @@ def fill_with_offset_map(
     buffer = value_buffer.buffer(op)
     pos, offset_splits, offsets, dims = _map_arguments(op, pos, value_offset_map, dims)
     value = _inputs.floats(value, op, "value").float()
-    fill = Fill(value, pos.values, pos.row_splits, offset_splits, offsets, dims)
+    fill = Fill(value, pos.tensor, pos.row_splits, offset_splits, offsets, dims)
     if torch.compiler.is_compiling() or type(value) is not Tensor or type(buffer) is not Tensor:
         # A traced program stays free of side effects: everything is written when the buffer is finalized.
         value_buffer._fills.append(fill)
@@ -55,7 +55,7 @@ def fill_with_offset_map_gradient(pos: Any, grad: Any, value_offset_map: Ragged,
     ``grad``'s slices at all offsets of its key."""
     op = "fill_with_offset_map_gradient"
     pos, offset_splits, offsets, dims = _map_arguments(op, pos, value_offset_map, dims)
-    return _gradient(pos.values, pos.row_splits, _inputs.floats(grad, op, "grad").float(), offset_splits, offsets, dims)
+    return _gradient(pos.tensor, pos.row_splits, _inputs.floats(grad, op, "grad").float(), offset_splits, offsets, dims)
 
 
 def finalize_shared_tensor(shared_tensor_handles: Any, dtype: torch.dtype, shape: Any) -> Tensor:
@@ -103,7 +103,8 @@ class _Connect(torch.autograd.Function):
         return buffer.view_as(buffer)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
         return (
             None,
             None,
@@ -121,7 +122,7 @@ def _map_arguments(op: str, pos: Any, value_offset_map: Any, dims: Any) -> tuple
         rows = [Ragged.from_lists(row) for row in value_offset_map]
         value_offset_map = Ragged.from_row_lengths(
             Ragged.from_row_lengths(
-                torch.cat([torch.empty(0, dtype=torch.int64), *(r.values for r in rows)]),
+                torch.cat([torch.empty(0, dtype=torch.int64), *(r.tensor for r in rows)]),
                 torch.cat([torch.empty(0, dtype=torch.int64), *(r.row_lengths() for r in rows)]),
             ),
             [r.nrows() for r in rows],
@@ -138,6 +139,7 @@ def _map_arguments(op: str, pos: Any, value_offset_map: Any, dims: Any) -> tuple
 
 
 def _fill_native(fill: Fill, buffer: Tensor, disjoint: bool) -> None:
+    assert fill.value is not None
     _check_fill(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.dims)
     value = fill.value.detach().contiguous()
     pos, pos_splits = fill.pos.contiguous(), fill.pos_splits.contiguous()
@@ -150,6 +152,7 @@ def _fill_native(fill: Fill, buffer: Tensor, disjoint: bool) -> None:
 
 
 def _reference_fill(fill: Fill, buffer: Tensor) -> Tensor:
+    assert fill.value is not None
     _check_fill(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.dims)
     return reference.fill_with_offset_map(
         fill.pos, fill.pos_splits, fill.value.detach(), fill.offset_splits, fill.offsets, buffer, fill.dims
@@ -170,7 +173,7 @@ def _check_pos(op: str, pos: Tensor, pos_splits: Tensor, offset_splits: Tensor, 
 
 
 def _unpack(
-    values: list[Tensor], pos: list[Tensor], pos_splits: list[Tensor], offset_splits: list[Tensor],
+    values: Sequence[Tensor | None], pos: list[Tensor], pos_splits: list[Tensor], offset_splits: list[Tensor],
     offsets: list[Tensor], dims: list[int], counts: list[int],
 ) -> list[Fill]:  # fmt: skip
     widths = iter(dims)

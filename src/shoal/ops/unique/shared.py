@@ -10,7 +10,8 @@ from shoal.errors import ConfigError
 class Fill(NamedTuple):
     """One call of `fill_with_offset_map`, kept for the gradient."""
 
-    value: Tensor
+    value: Tensor | None
+    """None where only the gradient is wanted."""
     pos: Tensor
     pos_splits: Tensor
     offset_splits: Tensor

@@ -61,7 +61,8 @@ class LocalServers:
 
     def _spawn(self, i: int, more: Sequence[str]) -> subprocess.Popen[str]:
         command = [
-            sys.executable, "-m", "shoal", "ps", "--shard", str(i), "--of", str(self.count), "--json", *self.options, *more,
+            sys.executable, "-m", "shoal", "ps", "--shard", str(i), "--of", str(self.count), "--json",
+            *self.options, *more,
         ]  # fmt: skip
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._env)
 

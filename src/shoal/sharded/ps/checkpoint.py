@@ -13,6 +13,7 @@ from shoal.sharded.ps.log import sync_directory
 from shoal.sharded.ps.shard import Shard, build_table
 from shoal.sharded.ps.streams import Streams
 from shoal.table.checkpoint import naming, restore_table
+from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
 from shoal.table.checkpoint.scales import has_scales, save_scales
 from shoal.table.checkpoint.single import save_shards
 from shoal.table.table import HashTable
@@ -54,8 +55,10 @@ class Checkpoints:
             tables = {}
             for position, (name, table) in enumerate(sorted(shard.tables.items())):
                 save_rows(table, str(draft / f"table-{position:05d}"))
+                save_hash_filter(table.hash_filter, str(draft / f"filter-{position:05d}"), True)
                 tables[name] = {
                     "file": f"table-{position:05d}",
+                    "filter": f"filter-{position:05d}",
                     "spec": shard.specs[name],
                     "rows": table.size(),
                     "max_update_time": table.max_update_time,
@@ -93,13 +96,13 @@ class Checkpoints:
                 f"checkpoint {path} is of shard {manifest['shard']} of {manifest['of']}, this server is shard "
                 f"{shard.index} of {shard.of}; use `shoal ps reshard`"
             )
-        for name, entry in manifest["tables"].items():
+        for entry in manifest["tables"].values():
             table = build_table(entry["spec"])
             restore_table(table, path / entry["file"])
+            restore_hash_filter(table.hash_filter, str(path / entry["filter"]), True)
             table._native.raise_max_update_time(entry["max_update_time"])
             table._native.set_calls(entry["calls"])
-            shard.tables[name] = table
-            shard.specs[name] = entry["spec"]
+            shard.add(entry["spec"], table)
         shard.version = manifest["version"]
         streams.load(manifest["streams"])
         return manifest["number"]

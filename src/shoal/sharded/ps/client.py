@@ -263,7 +263,7 @@ class PsClient:
             return {shard: call.reply for shard, call in calls.items() if call.reply is not None} if wait else {}
 
     def _settle(self, allowed: int) -> None:
-        """Waits until at most ``allowed`` writes are unanswered. All of a write are waited for; its first error is raised."""
+        """Waits until at most ``allowed`` writes are unanswered; raises the first error of each."""
         while len(self._under_way) > allowed:
             error: Exception | None = None
             for call in self._under_way.popleft():

@@ -17,7 +17,6 @@ from shoal.sharded.ps.protocol import FLOAT16, Op, Reply, Request, Status, error
 from shoal.sharded.ps.shard import Shard, status_of
 from shoal.sharded.ps.streams import Streams, Verdict
 
-
 UNORDERED = bytes(16)
 IDEMPOTENT = (Op.INSERT, Op.CREATE)  # twice is as good as once, so they need no place in a stream
 

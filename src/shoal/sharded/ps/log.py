@@ -12,6 +12,7 @@ durable: then the disk has lost something that was acknowledged, and opening ref
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import struct
@@ -51,7 +52,8 @@ class Log:
         Raises:
             OSError: the disk refused, as when it is full. The file then ends where it ended before.
         """
-        header, ids, values = (memoryview(f).cast("B") if nbytes_of(f) else b"" for f in frames)
+        given = [memoryview(f).cast("B") if nbytes_of(f) else b"" for f in frames]
+        header, ids, values = (*given, b"", b"")[:3]
         lengths = _LENGTHS.pack(len(header), 0, len(ids), len(values), self.next_number, self._durable)
         crc = zlib.crc32(lengths)
         for frame in (header, ids, values):
@@ -99,7 +101,7 @@ class Log:
     def drop_before(self, number: int) -> None:
         """Removes the files whose records all have smaller numbers."""
         files = log_files(self.directory)
-        for (_, path), (following, _) in zip(files, files[1:], strict=False):
+        for (_, path), (following, _) in itertools.pairwise(files):
             if following <= number:
                 path.unlink()
 

@@ -69,7 +69,10 @@ class Metrics:
         )  # fmt: skip
         seconds = [h.lines("shoal_ps_request_seconds", f'op="{op}"') for op, h in sorted(self.seconds.copy().items())]
         family(
-            "shoal_ps_request_seconds", "histogram", "From the arrival of a request to its reply.", sum(seconds, [])
+            "shoal_ps_request_seconds",
+            "histogram",
+            "From the arrival of a request to its reply.",
+            [line for lines_of in seconds for line in lines_of],
         )
         family(
             "shoal_ps_log_sync_seconds", "histogram", "Waits for the disk, one per group of writes.",

@@ -37,7 +37,6 @@ class Op(IntEnum):
     CONTAINS = 3
     ENTRIES = 4
     SIZES = 5
-    WALK = 6
     CHECKPOINT = 7
     ASSIGN = 32
     ASSIGN_ADD = 33
@@ -48,11 +47,15 @@ class Op(IntEnum):
     CLEAR = 38
     EVICT = 39
     ERASE = 40
-    LOAD = 41
 
     @property
     def writes(self) -> bool:
         return self >= Op.ASSIGN
+
+
+WITH_IDS = frozenset(
+    (Op.LOOKUP, Op.CONTAINS, Op.ENTRIES, Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY, Op.REINITIALIZE, Op.INSERT, Op.ERASE)
+)  # the ids frame holds the ids that the header counts
 
 
 class Status(IntEnum):
@@ -104,7 +107,11 @@ class Request:
         return fixed + struct.pack(f"<{k}q{r}f", *self.counts, *self.rates) + names
 
     def frames(self) -> list[Any]:
-        return [self.header(), buffer_of(self.ids), buffer_of(self.values)]
+        """What goes over the wire: frames at the end that are empty are left out."""
+        frames = [self.header(), buffer_of(self.ids), buffer_of(self.values)]
+        while len(frames) > 1 and not nbytes_of(frames[-1]):
+            frames.pop()
+        return frames
 
     def ids_tensor(self) -> Tensor:
         return as_tensor(self.ids, torch.int64)
@@ -113,6 +120,25 @@ class Request:
         if self.flags & FLOAT16:
             return as_tensor(self.values, torch.float16).float()
         return as_tensor(self.values, torch.float32)
+
+
+def plain_lookup(header: memoryview) -> tuple[int, int, bytes] | None:
+    """Request number, number of ids and table of the commonest request, a lookup in one table; None for any other."""
+    if header.nbytes < _REQUEST.size + 9:
+        return None
+    magic, version, op, flags, request, _, _, _, _, _, _, _, k, r = _REQUEST.unpack_from(header)
+    if magic != MAGIC or version != VERSION or op != 2 or flags or k != 1 or r:
+        return None
+    return (
+        request,
+        int.from_bytes(header[_REQUEST.size : _REQUEST.size + 8], "little"),
+        bytes(header[_REQUEST.size + 8 :]),
+    )
+
+
+def reply_header(request: int, version: int) -> bytes:
+    """The header of a reply that all is well."""
+    return _REPLY.pack(MAGIC, VERSION, 0, request, version)
 
 
 def parse_request(header: Any, ids: Any = b"", values: Any = b"") -> Request:
@@ -141,9 +167,8 @@ def parse_request(header: Any, ids: Any = b"", values: Any = b"") -> Request:
         op = Op(op)
     except ValueError:
         raise DataError(f"there is no operation {op}") from None
-    if op < Op.CHECKPOINT or Op.ASSIGN <= op < Op.CREATE or op == Op.ERASE:
-        if (op not in (Op.INFO, Op.SIZES, Op.WALK)) and 8 * sum(counts) != memoryview(ids).nbytes:
-            raise DataError(f"the header counts {sum(counts)} ids, the ids frame has {memoryview(ids).nbytes} bytes")
+    if op in WITH_IDS and 8 * sum(counts) != memoryview(ids).nbytes:
+        raise DataError(f"the header counts {sum(counts)} ids, the ids frame has {memoryview(ids).nbytes} bytes")
     return Request(
         op, request, stream, seq, acked, flags, step, time, read, deadline, counts, numbers[k:], names, ids, values
     )  # fmt: skip

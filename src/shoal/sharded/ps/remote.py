@@ -1,4 +1,4 @@
-"""Tables that live on a parameter server, with the methods of local ones: what a factory hands to a distributed table."""
+"""Tables that live on a parameter server, with the methods of local ones: what a factory gives a distributed table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def create_tables(
     seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
     for name in sorted(configs):
         config = configs[name]
-        options = {"name": name, "seed": seed, "on_bad_gradient": on_bad_gradient}
+        options: dict[str, Any] = {"name": name, "seed": seed, "on_bad_gradient": on_bad_gradient}
         if config.extra_restore_names:
             options["extra_restore_names"] = list(config.extra_restore_names)
         if filters:
@@ -54,9 +54,7 @@ class RemoteTables:
 
     def rates(self, names: Sequence[str], step: int) -> list[float]:
         """The worker's step decides the rates, so that all servers use the same."""
-        return [
-            rate for n in names for rate in check_rates(self.configs[n].call_learning_rate_fns_fewer_ops(step), n)
-        ]
+        return [rate for n in names for rate in check_rates(self.configs[n].call_learning_rate_fns_fewer_ops(step), n)]
 
     def _read(self, request: Request, deadline: timedelta | None = None) -> Reply:
         return self.client.read({self.shard: request}, deadline)[self.shard]

@@ -1,4 +1,4 @@
-"""The state of one parameter server: its tables, and what each request does to them. No sockets, no threads, no files."""
+"""The state of one parameter server: its tables, and what each request does to them. No sockets, threads or files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, DataError, UnsupportedError
+from shoal.sharded.buffers import pool
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, Op, Request, Status, as_tensor
 from shoal.table.entry import HashTableConfigInstance
 from shoal.table.fused import apply_blocks, lookup_blocks
@@ -48,6 +49,7 @@ class Shard:
         self.index = index
         self.of = of
         self.tables: dict[str, HashTable] = {}
+        self._by_bytes: dict[bytes, HashTable] = {}
         self.specs: dict[str, dict[str, Any]] = {}
         """What each table was created from, for checkpoints: its configuration in hex and its options."""
         self.version = 0
@@ -68,6 +70,16 @@ class Shard:
             return [json.dumps({name: table.size() for name, table in self.tables.items()}).encode()]
         raise DataError(f"{request.op.name} is not a read of this server")
 
+    def lookup_one(self, name: bytes, ids: Any, n: int) -> Tensor | None:
+        """The rows of ids in one table, without ceremony; None where anything is not as it should be."""
+        table = self._by_bytes.get(name)
+        if table is None or len(ids) != 8 * n:
+            return None
+        tensor = as_tensor(ids, torch.int64)
+        rows = torch.empty(n * table.dim_size)
+        table._native.lookup(tensor.data_ptr(), n, rows.data_ptr(), 0)
+        return rows
+
     def _lookup(self, request: Request) -> Tensor:
         ids, counts = request.ids_tensor(), request.counts
         tables = self._find(request.names, missing_ok=bool(request.flags & NATIVE))
@@ -75,7 +87,7 @@ class Shard:
         if len(tables) > 1 and None not in tables:
             flat = lookup_blocks(tables, ids, torch.tensor(counts, dtype=torch.int64), 1, sum(sizes))
             return flat.half() if request.flags & FLOAT16 else flat
-        flat = torch.empty(sum(sizes), dtype=torch.float32)
+        flat = pool.take(sum(sizes))
         at_id = at = 0
         for table, n, size in zip(tables, counts, sizes, strict=True):
             if n and table is not None:
@@ -108,7 +120,9 @@ class Shard:
     def _check_rates(self, request: Request, tables: Sequence[HashTable]) -> None:
         wanted = sum(len(table.table_config.entry_config.segments) for table in tables)
         if len(request.rates) != wanted:
-            raise DataError(f"the tables have {wanted} segments, the request brings {len(request.rates)} learning rates")
+            raise DataError(
+                f"the tables have {wanted} segments, the request brings {len(request.rates)} learning rates"
+            )
 
     def write(self, request: Request) -> list[Any]:
         """Applies a request that `check` passed; the payload of its reply."""
@@ -187,8 +201,13 @@ class Shard:
 
     def _create(self, spec: dict[str, Any]) -> None:
         if spec["name"] not in self.tables:
-            self.tables[spec["name"]] = build_table(spec)
-            self.specs[spec["name"]] = spec
+            self.add(spec, build_table(spec))
+
+    def add(self, spec: dict[str, Any], table: HashTable) -> None:
+        """Takes a table in."""
+        name = spec["name"]
+        self.specs[name] = spec
+        self.tables[name] = self._by_bytes[name.encode()] = table
 
     def _find(self, names: Sequence[str], missing_ok: bool = False) -> list[Any]:
         try:

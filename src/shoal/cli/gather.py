@@ -1,0 +1,438 @@
+"""`shoal gather`: run a window, look into its files, replay it, or simulate one with synthetic peers."""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qs, urlparse
+
+from shoal.errors import ConfigError, missing_extra
+
+EXAMPLE = """examples:
+  shoal gather simulate --peers 16 --worlds 1 2 4 --plot out/gather.png
+  shoal gather run --store peers/ --window 7 --peers 0-15 --reserves 16,17 --model spec.json
+  torchrun --nproc-per-node 4 -m shoal gather run --store 's3://peer-{uid}?endpoint=http://host:9000' ...
+  shoal gather inspect peers/aggregator-7-v0.pga
+exit codes: 0 applied or done, 3 skipped, 1 failed, 2 wrong usage"""
+EXIT_SKIPPED = 3
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Gather a window and apply it; alone, or as one rank under torchrun."""
+
+    store: str
+    """A directory, or s3://BUCKET with {uid} in it and ?endpoint=&region=&artifacts=; keys come from AWS_*."""
+    window: int
+    peers: str
+    """UIDs: 1,5,8-12"""
+    model: Path
+    """The gradient spec as JSON (GradientSpec.to_json)."""
+    reserves: str = ""
+    weights: Path | None = None
+    """safetensors with the model's parameters; without it they are zeros, and --save keeps minus the update."""
+    save: Path | None = None
+    """Where the new parameters go, as safetensors."""
+    version: str = "0"
+    time_min: int | None = None
+    """Microseconds since the epoch, inclusive; like --time-max."""
+    time_max: int | None = None
+    timeout_s: float = 90.0
+    lr: float = 1.0
+    momentum: float = 0.0
+    """Above 0: Nesterov."""
+    budget_mib: int = 1024
+    overlap_threshold: float = 0.4
+    min_peers: int = 1
+    spill_dir: Path | None = None
+    no_artifact: bool = False
+    json: bool = False
+
+
+@dataclass(kw_only=True)
+class Inspect:
+    """Show what an artifact or a payload holds; a payload is validated when --model is given."""
+
+    path: Annotated[Path, "positional"]
+    model: Path | None = None
+    json: bool = False
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """Apply an artifact again and print the hash of the update."""
+
+    artifact: Annotated[Path, "positional"]
+    model: Path | None = None
+    """The gradient spec; by default what the artifact says."""
+    weights: Path | None = None
+    save: Path | None = None
+    expect: str = ""
+    """The update hash that it must have."""
+    lr: float = 1.0
+    budget_mib: int = 1024
+    json: bool = False
+
+
+@dataclass(kw_only=True)
+class Simulate:
+    """Synthetic peers on real processes: scaling and memory, and a projection to 1,000 peers and 64 ranks."""
+
+    peers: int = 16
+    worlds: tuple[int, ...] = (1, 2, 4)
+    memory_peers: tuple[int, ...] = (4, 16, 64)
+    rows: int = 1024
+    columns: int = 1024
+    faults: float = 0.2
+    copycats: int = 1
+    latency_s: float = 0.05
+    concurrent: int = 1
+    budget_mib: int = 64
+    seed: int = 0
+    plot: Path | None = None
+    json: bool = False
+
+
+def main(argv: list[str]) -> int:
+    """Parses and runs one of the four; see EXAMPLE for how they are called."""
+    try:
+        import rich  # noqa: F401
+        import tyro
+    except ImportError as error:
+        raise missing_extra(str(error.name), "cli") from None
+    if not argv:
+        argv = ["--help"]
+    commands = {
+        "run": (Run, run),
+        "inspect": (Inspect, inspect),
+        "replay": (Replay, replay),
+        "simulate": (Simulate, simulate),
+    }
+    positional = tyro.conf.Positional
+    for kind, name in ((Inspect, "path"), (Replay, "artifact")):
+        kind.__annotations__[name] = positional[Path]
+    union: Any = None
+    for name, (kind, _) in commands.items():
+        choice = Annotated[kind, tyro.conf.subcommand(name)]
+        union = choice if union is None else union | choice
+    chosen: Any = tyro.cli(union, args=argv, prog="shoal gather", description=EXAMPLE)
+    return next(call for kind, call in commands.values() if isinstance(chosen, kind))(chosen)
+
+
+def parse_uids(text: str) -> list[int]:
+    """``1,5,8-12`` as a list."""
+    uids: list[int] = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ConfigError(f"peers are numbers and ranges like 1,5,8-12, got {part!r}")
+        uids += range(int(first), int(last or first) + 1)
+    return uids
+
+
+def open_store(url: str, uids: list[int]) -> Any:
+    """A directory, or one bucket per peer."""
+    from shoal.gather import BucketRef, LocalDirStore, S3Store
+
+    if not url.startswith("s3://"):
+        if not Path(url).is_dir():
+            raise ConfigError(f"--store {url}: there is no such directory")
+        return LocalDirStore(url)
+    parsed = urlparse(url)
+    options = {name: values[-1] for name, values in parse_qs(parsed.query).items()}
+    if unknown := sorted(set(options) - {"endpoint", "region", "artifacts"}):
+        raise ConfigError(f"--store {url}: unknown option(s) {', '.join(unknown)}")
+    if "{uid}" not in parsed.netloc:
+        raise ConfigError(f"--store {url}: the bucket's name needs {{uid}} in it, as in s3://peer-{{uid}}")
+    keys = {
+        "access_key_id": os.environ.get("AWS_ACCESS_KEY_ID"),
+        "secret_access_key": os.environ.get("AWS_SECRET_ACCESS_KEY"),
+        "session_token": os.environ.get("AWS_SESSION_TOKEN"),
+    }
+    where = {"endpoint": options.get("endpoint"), "region": options.get("region", "us-east-1"),
+             "prefix": parsed.path.strip("/")}  # fmt: skip
+    refs = {uid: BucketRef(parsed.netloc.replace("{uid}", str(uid)), **where, **keys) for uid in uids}
+    artifacts = BucketRef(options["artifacts"], **where, **keys) if "artifacts" in options else None
+    return S3Store(refs, artifacts)
+
+
+def _read_spec(path: Path) -> Any:
+    from shoal.gather import GradientSpec
+
+    try:
+        return GradientSpec.from_json(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--model {path}: {error.strerror}") from None
+
+
+def _model(spec: Any, weights: Path | None) -> Any:
+    import torch
+
+    from shoal.gather import load_payload
+
+    found: Any = {}
+    if weights is not None:
+        found = load_payload(weights, spec)["state_dict"]
+
+    class Weights(torch.nn.Module):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            return iter(values.items())
+
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter(values.values())
+
+    values = {}
+    for p in spec.params:
+        tensor = found.get(p.name, torch.zeros(p.shape))
+        if tuple(tensor.shape) != p.shape:
+            raise ConfigError(f"--weights: {p.name!r} has shape {tuple(tensor.shape)}, the spec says {p.shape}")
+        values[p.name] = torch.nn.Parameter(tensor.clone())
+    return Weights()
+
+
+def _save(model: Any, path: Path | None) -> None:
+    from shoal.gather import save_payload
+
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_payload({"state_dict": {name: p.detach() for name, p in model.named_parameters()}}, path)
+
+
+def _group() -> tuple[Any, int]:
+    """The group that torchrun describes, or None."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return None, 0
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return dist.group.WORLD, dist.get_rank()
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, sort_keys=True, default=str))
+
+
+def _table(title: str, rows: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    Console().print(table)
+
+
+def run(args: Run) -> int:
+    import torch
+
+    from shoal.gather import GatherConfig, GatherPlan, run_window
+
+    spec, uids, reserves = _read_spec(args.model), parse_uids(args.peers), parse_uids(args.reserves)
+    plan = GatherPlan(args.window, uids, reserves, args.time_min, args.time_max, args.timeout_s, args.version)
+    store = open_store(args.store, [*uids, *reserves])
+    group, rank = _group()
+    model = _model(spec, args.weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, nesterov=args.momentum > 0)
+    config = GatherConfig(min_peers=args.min_peers, spill_dir=args.spill_dir)
+    report = run_window(
+        model, optimizer, plan, spec=spec, store=store, group=group, config=config,
+        overlap_threshold=args.overlap_threshold, budget_bytes=args.budget_mib << 20,
+        emit_artifact=not args.no_artifact,
+    )  # fmt: skip
+    record, result, update = report.record, report.result, report.update
+    assert result is not None
+    assert update is not None
+    print(
+        f"rank {rank}: {record['accepted']} of {record['assigned']} peers, {record['bytes']} bytes, "
+        f"fetch {record['fetch_s']:.2f} s, validate {record['validate_s']:.2f} s", file=sys.stderr,
+    )  # fmt: skip
+    if report.upload is not None and not report.upload.wait(60):
+        print(f"rank {rank}: the artifact is not in the store ({report.upload.failures} failures)", file=sys.stderr)
+    if rank == 0:
+        _save(model, args.save)
+        overlap = report.overlap
+        summary = {
+            "decision": report.decision,
+            "accepted": result.uids,
+            "skipped": result.skip_reasons,
+            "reserve used": result.reserve_used_uids,
+            "success rate": round(result.success_rate, 4),
+            "overlap mean / max": None
+            if overlap is None
+            else [round(overlap.mean_overlap, 4), round(overlap.max_overlap, 4)],
+            "flagged": {} if overlap is None else overlap.uids_over_thresh,
+            "update l2": update.global_l2_norm,
+            "update hash": update.update_hash,
+            "peak / budget bytes": [update.peak_bytes, args.budget_mib << 20],
+            "artifact sha256": report.artifact_sha256,
+            "unready": report.unready,
+            "seconds": {k: round(v, 4) for k, v in record.items() if k.endswith("_s")},
+        }
+        if args.json:
+            _print_json(summary)
+        else:
+            _table(f"window {args.window}", summary)
+    if group is not None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+    return 0 if report.decision == "APPLY" else EXIT_SKIPPED
+
+
+def inspect(args: Inspect) -> int:
+    from shoal.gather import ArtifactReader, GradientSpec, PayloadRejected, load_payload, validate_payload
+
+    try:
+        with open(args.path, "rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ConfigError(f"{args.path}: {error.strerror}") from None
+    if magic == b"PGA1":
+        reader = ArtifactReader(args.path)
+        rows: dict[str, Any] = {
+            "window": reader.window,
+            "version": reader.version,
+            "spec hash": reader.spec_hash,
+            "parameters": len(reader.params),
+            "accepted": reader.uids,
+            "global steps": reader.global_steps,
+            "skipped": reader.skip_reasons,
+            "success rate": round(reader.success_rate, 4),
+            "digests": reader.digests,
+        }
+    else:
+        spec = _read_spec(args.model) if args.model is not None else GradientSpec(())
+        try:
+            payload = load_payload(args.path, spec)
+            rows = {
+                "global step": payload.get("global_step", 0),
+                "metadata": payload.get("metadata", {}),
+                "tensors": {
+                    k: [str(v.dtype), list(v.shape)] for k, v in payload["state_dict"].items() if hasattr(v, "shape")
+                },
+            }
+            if args.model is not None:
+                info = validate_payload(payload, spec)
+                norms = {p.name: round(float(n), 6) for p, n in zip(spec.params, info.norms, strict=True)}
+                rows |= {"valid": True, "digest": info.digest, "bytes": info.download_bytes, "norms": norms}
+        except PayloadRejected as error:
+            rows = {"valid": False, "reason": error.reason, "detail": error.detail}
+    _print_json(rows) if args.json else _table(str(args.path), rows)
+    return 0 if rows.get("valid", True) else 1
+
+
+def replay(args: Replay) -> int:
+    import torch
+
+    from shoal.gather import ArtifactReader, outer_update
+
+    reader = ArtifactReader(args.artifact)
+    spec = _read_spec(args.model) if args.model is not None else reader.spec
+    model = _model(spec, args.weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    report = outer_update(model, optimizer, reader, spec=spec, budget_bytes=args.budget_mib << 20)
+    _save(model, args.save)
+    rows = {
+        "window": report.window,
+        "decision": report.decision,
+        "update hash": report.update_hash,
+        "update l2": report.global_l2_norm,
+        "applied": len(report.applied_params),
+        "skipped": report.skipped_params,
+        "peak bytes": report.peak_bytes,
+    }
+    _print_json(rows) if args.json else _table(str(args.artifact), rows)
+    if args.expect and args.expect != report.update_hash:
+        print(f"shoal gather: the update hash is not {args.expect}", file=sys.stderr)
+        return 1
+    return 0 if report.decision == "APPLY" else EXIT_SKIPPED
+
+
+def simulate(args: Simulate) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shoal.gather.simulate import Scenario, project
+    from shoal.gather.simulate import run as measure
+
+    base = Scenario(
+        peers=args.peers, rows=args.rows, columns=args.columns, faults=args.faults, copycats=args.copycats,
+        latency_s=args.latency_s, concurrent=args.concurrent, budget_bytes=args.budget_mib << 20, seed=args.seed,
+    )  # fmt: skip
+    scaling = [measure(base, world) for world in args.worlds]
+    memory = [measure(replace(base, peers=n, latency_s=0.0), 1) for n in args.memory_peers]
+    basis = scaling[-1]
+    sizes = [(args.peers, max(args.worlds)), (100, 8), (1000, 8), (1000, 64)]
+    projected = [{"peers": p, "world": w} | project(basis, base, p, w) for p, w in sizes]
+    same = {(m.summary["update_hash"], m.summary["artifact"]) for m in scaling}
+    out = {
+        "scaling": [asdict(m) for m in scaling],
+        "memory": [{"peers": m.peers, "peak_bytes": m.peak_bytes, "budget_bytes": base.budget_bytes} for m in memory],
+        "projection": projected,
+        "equal for every world": len(same) == 1,
+    }
+    if args.plot is not None:
+        _plot(args.plot, scaling, memory, base)
+    if args.json:
+        _print_json(out)
+        return 0 if len(same) == 1 else 1
+    console = Console()
+    table = Table(
+        "ranks", "seconds", "fetch", "validate", "accumulate", "accepted", "flagged", title=f"{args.peers} peers"
+    )
+    for m in scaling:
+        phases = [f"{m.phases[k]:.3f}" for k in ("fetch_s", "validate_s", "accumulate_s")]
+        table.add_row(str(m.world), f"{m.seconds:.3f}", *phases, str(m.summary["accepted"]), str(m.summary["flagged"]))
+    console.print(table)
+    console.print(f"skipped: {scaling[0].summary['skipped']}")
+    table = Table("peers", "peak bytes", "budget", title="memory of the update, one rank")
+    for m in memory:
+        table.add_row(str(m.peers), f"{m.peak_bytes:,}", f"{base.budget_bytes:,}")
+    console.print(table)
+    table = Table(
+        "peers",
+        "ranks",
+        "fetch s",
+        "validate s",
+        "overlap s",
+        "update s",
+        "total s",
+        title="projected from the costs above",
+    )
+    for row in projected:
+        values = [f"{row[k]:.2f}" for k in ("fetch_s", "validate_s", "overlap_s", "update_s", "total_s")]
+        table.add_row(str(row["peers"]), str(row["world"]), *values)
+    console.print(table)
+    console.print(
+        "the update and the artifact are the same bits for every number of ranks" if len(same) == 1 else "DIVERGED"
+    )
+    return 0 if len(same) == 1 else 1
+
+
+def _plot(path: Path, scaling: list[Any], memory: list[Any], base: Any) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise missing_extra("matplotlib", "cli") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    worlds = [m.world for m in scaling]
+    left.plot(worlds, [m.phases["fetch_s"] for m in scaling], "o-", label="fetch and validate")
+    left.plot(worlds, [scaling[0].phases["fetch_s"] * worlds[0] / w for w in worlds], ":", label="ideal")
+    left.set(xlabel="ranks", ylabel="seconds", title=f"{base.peers} peers", ylim=0)
+    left.legend()
+    right.plot([m.peers for m in memory], [m.peak_bytes / 2**20 for m in memory], "o-", label="peak")
+    right.axhline(base.budget_bytes / 2**20, ls=":", label="budget")
+    right.set(xlabel="peers", ylabel="MiB", title="memory of the outer update", ylim=0)
+    right.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    print(f"drawn to {path}", file=sys.stderr)

@@ -1,0 +1,142 @@
+"""Servers and trainers on a Ray cluster. Ray places and restarts them; rows stay on ZeroMQ."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from shoal.errors import ConfigError, DeadlineError, PeerError, missing_extra
+from shoal.sharded.ps.security import ServerKeys
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise missing_extra("ray", "ray") from None
+    return ray
+
+
+class _Server:
+    """An actor with one shard. Ray makes it anew when its process dies; its directory brings the rows back."""
+
+    def __init__(self, shard: int, of: int, options: dict[str, Any]) -> None:
+        from shoal.sharded.ps.engine import Engine
+        from shoal.sharded.ps.server import ParameterServer
+        from shoal.sharded.ps.shard import Shard
+
+        options = dict(options)
+        directory, durability = options.pop("directory"), options.pop("durability")
+        ports, host = options.pop("ports"), options.pop("host")
+        folder = None if directory is None else f"{directory}/shard-{shard:05d}"
+        engine = Engine(Shard(shard, of), durability, folder)
+        self._server = ParameterServer(engine, host=host, port=ports[shard], **options).start()
+        self._host = host
+
+    def address(self) -> str:
+        name = self._host if self._host not in ("0.0.0.0", "::") else socket.gethostbyname(socket.gethostname())
+        return f"tcp://{name}:{self._server.address.rsplit(':', 1)[1]}"
+
+    def status(self) -> dict[str, Any]:
+        return self._server._health()[1]
+
+    def checkpoint(self) -> str:
+        return self._server.checkpoint()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+class RayServers:
+    """``count`` parameter servers as Ray actors, started again when they die.
+
+    >>> with RayServers(2) as servers:  # doctest: +SKIP
+    ...     client = PsClient(servers.addresses)
+
+    Args:
+        durability: with ``directory`` on storage that every node reaches, what survives a restart.
+        host: ``127.0.0.1`` on one machine; ``0.0.0.0`` with ``keys`` (or ``insecure``) on a cluster.
+        ports: a port per shard, so that a server comes back where it was; by default free ones, chosen here.
+        resources: what Ray reserves for each actor, such as ``{"num_cpus": 2}``.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        durability: str = "none",
+        directory: str | None = None,
+        host: str = "127.0.0.1",
+        ports: Sequence[int] | None = None,
+        keys: ServerKeys | None = None,
+        insecure: bool = False,
+        checkpoint_every: timedelta | None = None,
+        resources: dict[str, Any] | None = None,
+        start_within: timedelta = timedelta(minutes=2),
+    ) -> None:
+        ray = _ray()
+        if not ray.is_initialized():
+            raise ConfigError("RayServers: connect to a cluster first, with ray.init()")
+        self._start_within = start_within
+        ports = list(ports) if ports is not None else _free_ports(count)
+        options = {
+            "durability": durability, "directory": directory, "host": host, "ports": ports, "keys": keys,
+            "insecure": insecure, "checkpoint_every": checkpoint_every,
+        }  # fmt: skip
+        actor = ray.remote(_Server).options(max_restarts=-1, max_task_retries=-1, **(resources or {"num_cpus": 1}))
+        self.actors = [actor.remote(i, count, options) for i in range(count)]
+        self.addresses: list[str] = self._ask("address")
+
+    def _ask(self, method: str) -> list[Any]:
+        ray = _ray()
+        calls = [getattr(actor, method).remote() for actor in self.actors]
+        try:
+            return ray.get(calls, timeout=self._start_within.total_seconds())
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineError(
+                f"RayServers: {method} was not answered within {self._start_within}; does the cluster have room for "
+                f"{len(self.actors)} actors?"
+            ) from None
+        except ray.exceptions.RayActorError as error:
+            raise PeerError(f"RayServers: a server could not be started: {error}") from error
+
+    def status(self) -> list[dict[str, Any]]:
+        """Each server's health."""
+        return self._ask("status")
+
+    def kill(self, i: int) -> None:
+        """Ends a server's process; Ray starts it again. For tests of faults."""
+        _ray().kill(self.actors[i], no_restart=False)
+
+    def run(self, trainer: Callable[..., Any], workers: int, *args: Any, **resources: Any) -> list[Any]:
+        """Calls ``trainer(addresses, rank, workers, *args)`` in ``workers`` tasks; a dead one is started again."""
+        ray = _ray()
+        task = ray.remote(trainer).options(max_retries=3, retry_exceptions=False, **resources)
+        return ray.get([task.remote(self.addresses, rank, workers, *args) for rank in range(workers)])
+
+    def close(self) -> None:
+        """Lets the servers finish and ends them."""
+        ray = _ray()
+        calls = [actor.stop.remote() for actor in self.actors]
+        ray.wait(calls, num_returns=len(calls), timeout=30)
+        for actor in self.actors:
+            ray.kill(actor)
+
+    def __enter__(self) -> RayServers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

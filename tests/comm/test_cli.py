@@ -1,0 +1,122 @@
+"""`shoal launch` and `shoal bench comm`, as a user runs them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shoal.cli import bench, launch
+from shoal.cli.bench_comm import parse_size
+from shoal.comm.bench import sizes
+from shoal.errors import ConfigError
+
+pytest.importorskip("tyro")
+pytest.importorskip("matplotlib")
+
+
+def shoal(*args, timeout=90):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.run(
+        [sys.executable, "-m", "shoal", *args], env=env, capture_output=True, text=True, timeout=timeout
+    )
+
+
+SCRIPT = """
+import os, sys, time
+rank = os.environ["RANK"]
+print("hello from", rank, *sys.argv[1:])
+if "fail" in sys.argv and rank == "1":
+    raise KeyError("the reason")
+if "fail" in sys.argv or "sleep" in sys.argv:
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return str(file)
+
+
+def test_sizes_are_read_and_spread():
+    assert [parse_size(t) for t in ("17", "1KiB", "2 MiB", "1g")] == [17, 1024, 2 << 20, 1 << 30]
+    assert sizes(1024, 70_000) == [1024, 4096, 16384, 65536, 70_000]
+    for bad in ("", "ten", "-1", "1TiB"):
+        with pytest.raises(ConfigError):
+            parse_size(bad)
+    with pytest.raises(ConfigError):
+        sizes(10, 5)
+
+
+def test_wrong_usage_is_exit_code_two(capsys):
+    assert bench.main([]) == 2
+    assert bench.main(["nothing"]) == 2
+    assert bench.main(["--help"]) == 0
+    assert launch.main(["no_such_file.py"]) == 2
+    assert launch.main(["-n", "0", __file__]) == 2
+    assert launch.main(["--help"]) == 0
+    assert "examples" in capsys.readouterr().out
+
+
+def test_launch_prefixes_lines_with_ranks(script):
+    done = shoal("launch", "-n", "2", script, "--flag")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[1:] == ["[rank 0] hello from 0 --flag", "[rank 1] hello from 1 --flag"]
+
+
+def test_launch_shows_the_first_failure_last(script):
+    began = time.monotonic()
+    done = shoal("launch", "-n", "2", "--json", script, "fail")
+    assert time.monotonic() - began < 50
+    assert done.returncode == 1
+    assert "rank 1 failed first" in done.stderr
+    assert done.stderr.rstrip().endswith("KeyError: 'the reason'")
+    said = json.loads(done.stdout.strip().split("\n")[-1])
+    assert said["first_failure"]["rank"] == 1
+
+
+def test_interrupting_launch_ends_the_ranks(script):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal", "launch", "-n", "2", script, "sleep"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert "hello" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "all ranks ended" in stderr or "interrupted" in stderr
+
+
+def test_bench_comm_writes_a_table_a_picture_and_json(tmp_path):
+    picture, data = tmp_path / "c.png", tmp_path / "c.json"
+    done = shoal(
+        "launch", "-n", "2", "-m", "shoal", "bench", "comm",
+        "--largest", "4KiB", "--seconds", "0.02", "--out", str(picture), "--json", str(data),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "all_to_all" in done.stdout
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    found = json.loads(data.read_text())
+    assert found["world_size"] == 2
+    assert {p["operation"] for p in found["points"]} == {"send_recv", "all_reduce", "all_to_all"}
+    assert all(p["latency_us"] > 0 for p in found["points"])
+
+
+def test_bench_comm_in_one_process_prints_json(tmp_path):
+    done = shoal("bench", "comm", "--largest", "1KiB", "--seconds", "0.01", "--out", "-", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["world_size"] == 1
+    assert shoal("bench", "comm", "--largest", "lots").returncode == 1

@@ -1,0 +1,40 @@
+"""Servers and trainers on a local Ray: placed, killed, back again."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+
+from shoal.sharded import PsClient, ps_table
+from tests.sharded.helpers import trainer
+
+ray = pytest.importorskip("ray")
+
+SETTINGS = {"optimizer": "sgd", "lr": 1.0, "initializer": "zeros"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_path, monkeypatch):
+    from shoal.sharded.placement.ray import RayServers
+
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's own 15 starves on a machine that is busy
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    source = os.path.abspath("src")
+    ray.init(
+        num_cpus=4, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": f"{source}:{os.getcwd()}"}},
+    )  # fmt: skip
+    try:
+        with RayServers(2, durability="log", directory=str(tmp_path / "rows")) as servers:
+            assert servers.run(trainer, 2, num_cpus=0.5) == [0, 1]
+            with PsClient(servers.addresses, deadline=timedelta(seconds=90)) as client:
+                table = ps_table(client, 2, name="t", **SETTINGS)
+                assert table.lookup(torch.arange(10)).tolist() == [[-10.0, -10.0]] * 10
+                servers.kill(1)
+                table.apply_gradients(torch.arange(10), torch.ones(10, 2), 9)  # waits until it is back
+                assert table.lookup(torch.arange(10)).tolist() == [[-11.0, -11.0]] * 10
+            assert [s["state"] for s in servers.status()] == ["serving", "serving"]
+    finally:
+        ray.shutdown()
