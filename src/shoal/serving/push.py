@@ -15,7 +15,7 @@ from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, encode_request, m
 from shoal.serving.quantise import asked_by
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_channel
 from shoal.serving.split import DeltaBatch
-from shoal.serving.status import from_rpc_error, invalid_argument
+from shoal.serving.status import Code, from_rpc_error, invalid_argument
 from shoal.serving.tensors import tensor_chunks
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,9 @@ class PushClient:
         """Which process answered last, when it says so."""
         self._quantise = quantise
         self._codecs: dict[tuple[str, str], dict[str, Any]] = {}
-        self._channel = open_channel(target, PUSH_MESSAGE_BYTES, security)
-        self._predict = self._channel.unary_unary(PREDICT)
+        self._security = security
+        self._channel: Any = None
+        self._reopen()
         self._logged = float("-inf")
 
     def push(
@@ -85,17 +86,31 @@ class PushClient:
         payload, total = encode_push(batch, self._asked(batch.model_name, batch.signature_name))
         seconds = batch.timeout_in_ms / 1000
         metadata = [(TOUCHED_AT, str(int(touched_at * 1000)))] if touched_at is not None else None
-        try:
-            limit = seconds if timeout is None else min(seconds, timeout)
-            _, call = self._predict.with_call(payload, timeout=limit, metadata=metadata)
-            self.instance = dict(call.trailing_metadata() or ()).get(INSTANCE, "")
-        except grpc.RpcError as error:
-            status = from_rpc_error(error)
+        end = time.monotonic() + (seconds if timeout is None else min(seconds, timeout))
+        for again in (False, True):
+            try:
+                _, call = self._predict.with_call(
+                    payload, timeout=max(0.001, end - time.monotonic()), metadata=metadata
+                )
+                self.instance = dict(call.trailing_metadata() or ()).get(INSTANCE, "")
+                break
+            except grpc.RpcError as error:
+                status = from_rpc_error(error)
+            if status.code == Code.UNAVAILABLE:
+                self._reopen()  # a channel that failed waits before it connects again; the server may be back
+                if not again and time.monotonic() < end:
+                    continue
             if time.monotonic() - self._logged > 10:
                 self._logged = time.monotonic()
                 log.warning("push to %s failed: %d %s", self.target, status.code, status.message)
             return PushResponse(status_code=status.code, error_message=status.message, update_num=0)
         return PushResponse(status_code=0, error_message="", update_num=total)
+
+    def _reopen(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = open_channel(self.target, PUSH_MESSAGE_BYTES, self._security)
+        self._predict = self._channel.unary_unary(PREDICT)
 
     def _asked(self, model: str, signature: str) -> dict[str, Any]:
         """How the replica wants values, asked once; plain floats where it does not answer."""
