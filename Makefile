@@ -32,14 +32,14 @@ bench: $(VENV)/.installed ## the benchmarks behind docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 lint: $(VENV)/.installed ## formatters, linters and the type checker, none of which changes a file
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check benchmarks examples src tests
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
 	$(BIN)/codespell --skip='*_pb2*' src csrc docs README.md CHANGELOG.md
 	$(BIN)/pyrefly check
 
 format: ## rewrite the files in our style
-	$(BIN)/ruff format .
+	$(BIN)/ruff format benchmarks examples src tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h')
 

@@ -22,6 +22,8 @@ def empty_rows(rows: int, columns: int) -> Tensor:
     if rows * columns * 4 < _LARGE_BYTES:
         return torch.empty(rows, columns)
     out = _core.empty_rows(rows, columns)
-    if torch.utils.deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() and getattr(
+        torch.utils.deterministic, "fill_uninitialized_memory", False
+    ):
         out.fill_(torch.nan)  # as torch.empty does then
     return out

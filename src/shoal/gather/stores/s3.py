@@ -108,7 +108,7 @@ class S3Store:
         return None
 
     async def _check_bucket(self, ref: BucketRef, location: str) -> None:
-        """A HEAD's 404 does not tell a missing object from a missing bucket; a GET's body does."""
+        """The 404 of a HEAD does not tell a missing object from a missing bucket; the body of a GET does."""
         with _errors(location):
             try:
                 await self._client(ref).get_async(location)
