@@ -57,7 +57,7 @@ def test_rows_and_columns_give_the_same_scores(served, net):
 
 
 def test_a_signature_with_one_input_need_not_name_it(served):
-    _status, answer = ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [1, 2]})
+    _, answer = ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [1, 2]})
     assert answer == {"predictions": [[4, 5, 6, 7], [8, 9, 10, 11]]}
     _status, answer = ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "inputs": {"u": [1]}})
     assert answer == {"outputs": [[4, 5, 6, 7]]}
