@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import grpc
 import pytest
@@ -164,10 +165,12 @@ def test_a_killed_server_gets_what_it_missed_after_its_restart_with_the_newest_v
     step(table, [2, 3])
     back = DummySyncServer(dead)
     try:
-        for _ in range(3):
+        deadline = time.monotonic() + 30  # a channel that was refused waits a while before it tries again
+        while time.monotonic() < deadline:
             responses = {r["target"]: r for r in sync(handle, config).get("responses", [])}
             if responses.get(dead, {}).get("status_code") == 0:
                 break
+            time.sleep(0.05)
         assert sorted(back.requests[-1].inputs["MonolithHashTable_t_id"].int64_val) == [1, 2, 3]
         values = dict(zip(back.requests[-1].inputs["MonolithHashTable_t_id"].int64_val,
                           back.requests[-1].inputs["MonolithHashTable_t_value"].float_val, strict=True))  # fmt: skip
