@@ -33,14 +33,6 @@ Bucket* Index::make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix) {
   return first;
 }
 
-void Index::clear() {
-  // The blocks themselves go with their arena, which the owner replaces.
-  if (mask_ + 1 < kFullBuckets) std::free(directory_[0] - 1);
-  depth_ = mask_ = 0;
-  size_ = 0;
-  directory_[0] = make_segment(1, 0, 0);
-}
-
 int64_t Index::bytes() const {
   int64_t small = mask_ + 1 < kFullBuckets ? (mask_ + 2) * sizeof(Bucket) : 0;
   return small + static_cast<int64_t>(sizeof(Bucket*) << depth_) + static_cast<int64_t>(sizeof *this);

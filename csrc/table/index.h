@@ -63,10 +63,7 @@ class Index {
     Bucket* first = segment(hash);
     for (uint32_t b = hash & mask_;; b = (b + 1) & mask_) {
       Bucket* bucket = first + b;
-      // All four lanes at once: where an id lies in its bucket is nothing a branch predictor can learn.
-      const uint64_t* ids = bucket->id;
-      uint32_t equal = uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
-                       uint32_t{ids[3] == id} << 3;
+      uint32_t equal = lanes_of(*bucket, id);
       for (; equal; equal &= equal - 1) {
         int lane = std::countr_zero(equal);
         if (bucket->row[lane] >= kFirstRow) return {bucket, lane};
@@ -96,9 +93,7 @@ class Index {
     Slot open;  // the first slot that a new id may take
     for (uint32_t b = hash & mask_;; b = (b + 1) & mask_) {
       Bucket* bucket = first + b;
-      const uint64_t* ids = bucket->id;
-      uint32_t equal = uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
-                       uint32_t{ids[3] == id} << 3;
+      uint32_t equal = lanes_of(*bucket, id);
       for (; equal; equal &= equal - 1) {
         int lane = std::countr_zero(equal);
         if (bucket->row[lane] >= kFirstRow) {
@@ -120,7 +115,6 @@ class Index {
   }
   // Frees the slot; the row is the caller's to reuse.
   void erase(uint64_t hash, Slot slot);
-  void clear();
 
   // fn(Slot) for every id, in an order that stays the same until the next write.
   template <class Fn>
@@ -181,6 +175,12 @@ class Index {
     uint32_t depth;   // hash bits that all its ids share, behind the stripe's
     uint64_t prefix;  // those bits
   };
+  // The lanes that hold an id, as bits, all four at once: where it lies is nothing a branch predictor can learn.
+  static uint32_t lanes_of(const Bucket& bucket, uint64_t id) {
+    const uint64_t* ids = bucket.id;
+    return uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
+           uint32_t{ids[3] == id} << 3;
+  }
   static Head& head(Bucket* first) { return *reinterpret_cast<Head*>(first - 1); }
   uint64_t first_entry(Bucket* first) const { return head(first).prefix << (depth_ - head(first).depth); }
   Bucket* segment(uint64_t hash) const { return directory_[((hash << kStripeBits) >> 1) >> (63 - depth_)]; }

@@ -27,3 +27,8 @@ def empty_rows(rows: int, columns: int) -> Tensor:
     ):
         out.fill_(torch.nan)  # as torch.empty does then
     return out
+
+
+def empty_flat(numel: int) -> Tensor:
+    """float32 ``[numel]`` on the CPU, uninitialised."""
+    return empty_rows(numel, 1).view(-1)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.buffers import empty_flat
 from shoal.errors import DataError
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.ops.reorder.op import empty_shards
 from shoal.sharded import environment as env
 from shoal.sharded.backend import AllToAll, default_backend
-from shoal.sharded.buffers import pool
 from shoal.sharded.distributed_ps_sync import Exchange
 from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
@@ -86,7 +86,7 @@ class AllToAllHashTable:
         if insert_missing:
             rows = self.table.lookup(came, insert_missing=True, req_time=req_time).view(-1)
         else:
-            rows = pool.take(came.numel() * self.dim_size)
+            rows = empty_flat(came.numel() * self.dim_size)
             self.table._native.lookup(came.data_ptr(), came.numel(), rows.data_ptr(), 0)
         return gather_rows(self._exchange.rows(rows, theirs, mine), fused.fused_embedding_offsets, self.dim_size)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
-from shoal.sharded.buffers import pool
 
 
 class AllToAll(Protocol):
@@ -57,7 +57,7 @@ class ProcessGroup:
             dist.all_to_all_single(lengths, torch.tensor(send_splits, dtype=torch.int64), group=self.group)
             recv_splits = lengths.tolist()
         total = sum(recv_splits)
-        out = pool.take(total) if flat.dtype == torch.float32 and flat.is_cpu else flat.new_empty(total)
+        out = empty_flat(total) if flat.dtype == torch.float32 and flat.is_cpu else flat.new_empty(total)
         dist.all_to_all_single(out, flat, list(recv_splits), list(send_splits), group=self.group)
         return out
 

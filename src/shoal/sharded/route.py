@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_flat, empty_rows
 from shoal.errors import ConfigError
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.ops.split import split_by_indices
-from shoal.sharded.buffers import pool
 
 
 class Route:
@@ -51,7 +51,7 @@ class Route:
         result = []
         for offsets, dim in zip(self._offsets, self.dims, strict=True):
             n = offsets.numel()
-            rows = pool.take(n * dim).view(n, dim)
+            rows = empty_rows(n, dim)
             if n:
                 _core.gather_from_parts(addresses, self._edges, offsets.data_ptr(), n, dim, rows.data_ptr())
             result.append(rows)
@@ -65,7 +65,7 @@ class Route:
 def gather_rows(flat: Tensor, offsets: Tensor, dim: int) -> Tensor:
     """``[n, dim]``: the rows that start at int32 ``offsets`` of a flat float32 buffer."""
     n = offsets.numel()
-    rows = pool.take(n * dim).view(n, dim)
+    rows = empty_rows(n, dim)
     if n:
         offsets = offsets.contiguous()
         _core.gather_from_parts([flat.data_ptr()], [0, flat.numel()], offsets.data_ptr(), n, dim, rows.data_ptr())
@@ -76,7 +76,7 @@ def scatter_rows(
     size: int, grads: Sequence[Tensor], offsets: Sequence[Tensor], dims: Sequence[int], scale: float = 1.0
 ) -> Tensor:
     """A flat buffer with the sum of ``scale * grads[k]`` at the int32 ``offsets[k]``."""
-    flat = pool.take(size)
+    flat = empty_flat(size)
     grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
     for grad, offset, dim in zip(grads, offsets, dims, strict=True):
         if grad.shape != (offset.numel(), dim) or grad.dtype != torch.float32:

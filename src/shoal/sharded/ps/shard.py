@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError, UnsupportedError
-from shoal.sharded.buffers import pool
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, Op, Request, Status, as_tensor
 from shoal.table.entry import HashTableConfigInstance
 from shoal.table.fused import apply_blocks, lookup_blocks
@@ -87,7 +87,7 @@ class Shard:
         if len(tables) > 1 and None not in tables:
             flat = lookup_blocks(tables, ids, torch.tensor(counts, dtype=torch.int64), 1, sum(sizes))
             return flat.half() if request.flags & FLOAT16 else flat
-        flat = pool.take(sum(sizes))
+        flat = empty_flat(sum(sizes))
         at_id = at = 0
         for table, n, size in zip(tables, counts, sizes, strict=True):
             if n and table is not None:
