@@ -73,17 +73,17 @@ class Index {
     }
   }
 
-  // A first look at a bucket that was prefetched: asks for the memory that find() will need next.
-  // Returns the row if the id is in its home bucket, else kFreeRow.
-  uint32_t peek(uint64_t hash, uint64_t id) const {
-    Bucket* first = segment(hash);
-    const Bucket* bucket = first + (hash & mask_);
-    for (int lane = 0; lane < 4; ++lane) {
-      if (bucket->id[lane] == id && bucket->row[lane] >= kFirstRow) return bucket->row[lane];
-    }
-    if (bucket->row[3] != kFreeRow) __builtin_prefetch(first + ((hash + 1) & mask_));  // lanes fill in order
+  // The lane of an id in its home bucket, as a bit; 0 if it is not there.
+  static uint32_t lane_at_home(const Bucket& home, uint64_t id) {
+    uint32_t lanes = lanes_of(home, id);
+    for (int lane = 0; lane < 4; ++lane) lanes &= ~(uint32_t{home.row[lane] < kFirstRow} << lane);
+    return lanes;
+  }
+  // Asks for the memory that probing on from a home bucket, or inserting there, will need next.
+  void ask_beyond(uint64_t hash, Bucket* home) const {
+    Bucket* first = home - (hash & mask_);
+    __builtin_prefetch(first + ((hash + 1) & mask_));
     __builtin_prefetch(first - 1);  // an id that is inserted is counted there
-    return kFreeRow;
   }
 
   // The slot of an id, which is made if there is none: then *created is set, and row and time are for the caller to set

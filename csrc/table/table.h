@@ -18,6 +18,9 @@
 
 namespace shoal {
 
+struct Slot;
+struct Resolved;
+
 // Rows copied out of a table, or on their way in: row i is rows[i * stride .. + row_bytes).
 struct Rows {
   std::vector<int64_t> ids;
@@ -135,9 +138,11 @@ class Table {
   template <Kind kKind>
   void write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const;
   void write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
-  void peek_row(uint64_t hash, int64_t id) const;
-  char* find_or_insert(uint64_t hash, int64_t id, uint32_t time, bool* created);
+  char* find_row(uint64_t hash, int64_t id) const;
+  Resolved find_or_insert(uint64_t hash, int64_t id, uint32_t time);
+  void stamp(Slot slot, uint32_t time);
   void forget(int stripe, int64_t id, uint32_t row);
+  bool erase_row(int stripe, uint64_t hash, int64_t id);
   std::vector<uint8_t> filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted);
   std::vector<uint8_t> bad_gradients(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const;
   void update_scales(int64_t global_step);

@@ -1,0 +1,112 @@
+// What a table is made of, for the files that implement it: stripes, their locks, and which ids are whose.
+#pragma once
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "table/index.h"
+#include "table/memory.h"
+#include "table/table.h"
+
+namespace shoal {
+
+constexpr uint64_t kAllStripes = ~uint64_t{0};
+
+inline uint64_t hash_of(int64_t id) { return index_hash(static_cast<uint64_t>(id)); }
+
+// Stripes have different shares of the ids, from one to two in equal ratios: so at any time some of them grow, and
+// never all at once.
+struct Stripes {
+  static constexpr int kCells = 1 << Index::kStripeBits;
+  uint8_t of_cell[kCells];
+  int first_cell[Table::kStripes];
+  Stripes() {
+    double total = 0, sum = 0;
+    for (int s = 0; s < Table::kStripes; ++s) total += std::exp2(s / double{Table::kStripes});
+    for (int s = 0, cell = 0; s < Table::kStripes; ++s) {
+      sum += std::exp2(s / double{Table::kStripes});
+      first_cell[s] = cell;
+      for (; cell < std::lround(kCells * sum / total); ++cell) of_cell[cell] = static_cast<uint8_t>(s);
+    }
+  }
+  // The part, of `parts`, that owns the stripe of a cell.
+  int part(int cell, int parts) const { return first_cell[of_cell[cell]] * parts / kCells; }
+};
+inline const Stripes kStripesOfCells;
+
+inline int stripe_of(uint64_t hash) { return kStripesOfCells.of_cell[hash >> (64 - Index::kStripeBits)]; }
+
+// The stripes that a chunk of ids needs: those of its ids if it is short, else all that it may be in.
+inline uint64_t stripes_of(const int64_t* ids, const uint32_t* positions, int64_t n, uint64_t possible) {
+  if (n >= 256) return possible;
+  uint64_t stripes = 0;
+  for (int64_t i = 0; i < n; ++i) stripes |= uint64_t{1} << stripe_of(hash_of(ids[positions ? positions[i] : i]));
+  return stripes;
+}
+
+struct Table::Stripe {
+  explicit Stripe(BlockArena* blocks) : index(blocks) {}
+  Index index;
+  std::vector<uint32_t> spare;                        // rows of removed ids
+  uint32_t next_row = 0, rows_left = 0;               // fresh rows reserved for this stripe
+  std::vector<std::pair<uint32_t, int64_t>> removed;  // (epoch, id), while changes are tracked
+};
+
+struct Table::Contents {
+  explicit Contents(int32_t stride) : rows(stride), blocks(Index::kBlockBytes), stripes(make_stripes()) {}
+
+  // After this take_row() succeeds once more.
+  void reserve_rows(Stripe& stripe) {
+    const auto count = static_cast<uint32_t>(std::clamp<int64_t>(stripe.index.size() / 8, 1, 64));
+    stripe.next_row = rows.allocate(count);
+    stripe.rows_left = count;
+  }
+  uint32_t take_row(Stripe& stripe) {
+    if (stripe.spare.empty()) {
+      --stripe.rows_left;
+      return stripe.next_row++;
+    }
+    uint32_t row = stripe.spare.back();
+    stripe.spare.pop_back();
+    return row;
+  }
+
+  RowArena rows;
+  BlockArena blocks;
+  std::array<Stripe, kStripes> stripes;
+
+ private:
+  template <size_t... I>
+  std::array<Stripe, kStripes> make_stripes(std::index_sequence<I...>) {
+    return {((void)I, Stripe(&blocks))...};
+  }
+  std::array<Stripe, kStripes> make_stripes() { return make_stripes(std::make_index_sequence<kStripes>{}); }
+};
+
+// The locks of a set of stripes, taken in rising order, so that two holders never wait for each other.
+template <bool kExclusive>
+class Table::Locks {
+ public:
+  Locks(const Table& table, uint64_t stripes) : locks_(table.locks_), stripes_(stripes) {
+    for (uint64_t s = stripes_; s; s &= s - 1) {
+      RwLock& lock = locks_[std::countr_zero(s)];
+      kExclusive ? lock.lock() : lock.lock_shared();
+    }
+  }
+  ~Locks() {
+    for (uint64_t s = stripes_; s; s &= s - 1) {
+      RwLock& lock = locks_[std::countr_zero(s)];
+      kExclusive ? lock.unlock() : lock.unlock_shared();
+    }
+  }
+  Locks(const Locks&) = delete;
+
+ private:
+  RwLock* locks_;
+  uint64_t stripes_;
+};
+
+}  // namespace shoal

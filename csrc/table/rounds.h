@@ -1,0 +1,114 @@
+// Finds the rows of many ids while memory works for several of them at once.
+//
+// Ids are taken in rounds, and a round passes four stages, with other rounds in the other stages between them:
+//   start    hashes the ids and asks for their home buckets
+//   probe    looks into the home buckets, by no branch that depends on where an id lies, and asks for the rows
+//   resolve  probes on for the few ids that are not at home; a writer inserts the unknown ones here
+//   finish   uses the rows, in the order of the ids
+// What one stage asks for arrives while the other rounds have their turn. Buckets are looked at in the step after they
+// were addressed, before a resolve can move them.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "table/contents.h"
+
+namespace shoal {
+
+// How near the memory is brought. Reads that copy each row once do best with the first level; writes, which hold on to
+// their rows, with the second, where more requests can wait.
+enum class Near : int { second = 2, first = 3 };
+
+// Every cache line of the range, whatever it is aligned to.
+template <Near kNear = Near::first>
+void prefetch(const void* address, int32_t bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  for (uintptr_t line = begin & ~uintptr_t{63}; line < begin + static_cast<uintptr_t>(bytes); line += 64)
+    __builtin_prefetch(reinterpret_cast<const void*>(line), 0, static_cast<int>(kNear));
+}
+
+struct Resolved {
+  char* row;  // null: there is none
+  bool created;
+};
+
+// For every i in [0, n):
+//   id(i)                      the id
+//   probed(i, slot, there)     called when the home bucket was looked at: whether the id is there, and in which slot;
+//                              what it returns says whether that may be the answer
+//   resolve(i, hash)           the Resolved row of an id that was not settled so
+//   finish(i, row, created)    in order; row is null if there is none
+// If resolve throws, the rows of its round that are known by then are finished first.
+template <Near kNear, class Contents, class Id, class Probed, class Resolve, class Finish>
+void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Probed probed, Resolve resolve,
+               Finish finish) {
+  constexpr int kRound = 32, kRing = 4 * kRound;  // four rounds are on their way
+  const int64_t size = std::clamp(16384 / (row_bytes + 1), 4, kRound);
+  struct {
+    uint64_t hash;
+    Bucket* home;
+    Resolved found;
+  } ring[kRing];
+  uint8_t open[4][kRound];  // of each round: the ids to resolve
+  int opens[4];
+
+  auto start_round = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      auto& entry = ring[i % kRing];
+      entry.hash = hash_of(id(i));
+      entry.home = contents.stripes[stripe_of(entry.hash)].index.home(entry.hash);
+      __builtin_prefetch(entry.home, 0, static_cast<int>(kNear));
+    }
+  };
+  auto probe_round = [&](int64_t begin, int64_t end, uint8_t* list) {
+    int listed = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      auto& entry = ring[i % kRing];
+      const uint32_t lane = Index::lane_at_home(*entry.home, static_cast<uint64_t>(id(i)));
+      const Slot slot{entry.home, std::countr_zero(lane | 8)};
+      const uint32_t there = slot.row(), row = probed(i, slot, lane != 0) && lane ? there : kFreeRow;
+      char* memory = contents.rows.row(row);
+      prefetch<kNear>(memory, row_bytes);
+      entry.found = {row == kFreeRow ? nullptr : memory, false};
+      list[listed] = static_cast<uint8_t>(i - begin);
+      listed += row == kFreeRow;
+    }
+    for (int k = 0; k < listed; ++k) {
+      const auto& entry = ring[(begin + list[k]) % kRing];
+      contents.stripes[stripe_of(entry.hash)].index.ask_beyond(entry.hash, entry.home);
+    }
+    return listed;
+  };
+  auto finish_round = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Resolved& found = ring[i % kRing].found;
+      finish(i, found.row, found.created);
+    }
+  };
+  auto resolve_round = [&](int64_t begin, int64_t end, const uint8_t* list, int listed) {
+    try {
+      for (int k = 0; k < listed; ++k) {
+        auto& entry = ring[(begin + list[k]) % kRing];
+        entry.found = resolve(begin + list[k], entry.hash);
+        if (entry.found.row) prefetch<kNear>(entry.found.row, row_bytes);
+      }
+    } catch (...) {
+      for (int64_t i = begin; i < end; ++i)
+        if (ring[i % kRing].found.row) finish(i, ring[i % kRing].found.row, ring[i % kRing].found.created);
+      throw;
+    }
+  };
+
+  const int64_t rounds = (n + size - 1) / size;
+  auto begin_of = [&](int64_t round) { return std::min(round * size, n); };
+  for (int64_t step = 0; step < rounds + 3; ++step) {
+    if (step >= 3) finish_round(begin_of(step - 3), begin_of(step - 2));
+    if (step >= 1 && step - 1 < rounds)
+      opens[(step - 1) % 4] = probe_round(begin_of(step - 1), begin_of(step), open[(step - 1) % 4]);
+    if (step >= 2 && step - 2 < rounds)
+      resolve_round(begin_of(step - 2), begin_of(step - 1), open[(step - 2) % 4], opens[(step - 2) % 4]);
+    if (step < rounds) start_round(begin_of(step), begin_of(step + 1));
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,104 @@
+// Copies of rows: snapshots, walks, restoring, and what changed since.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "table/contents.h"
+#include "table/rounds.h"
+#include "table/write.h"
+
+namespace shoal {
+namespace {
+
+// Rows of the slots, appended in their order.
+void copy_rows(const RowArena& arena, const std::vector<uint32_t>& numbers, int32_t stride, int32_t row_bytes,
+               std::vector<char>* out) {
+  const size_t begin = out->size();
+  out->resize(begin + numbers.size() * static_cast<size_t>(stride));
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (i + 16 < numbers.size()) prefetch(arena.row(numbers[i + 16]), row_bytes);
+    std::memcpy(out->data() + begin + i * stride, arena.row(numbers[i]), static_cast<size_t>(row_bytes));
+  }
+}
+
+}  // namespace
+
+void Table::snapshot(int stripe, uint32_t changed_since, Rows* out) const {
+  std::vector<uint32_t> numbers;
+  Locks<false> lock(*this, uint64_t{1} << stripe);
+  const Contents& contents = *contents_;
+  contents.stripes[stripe].index.each([&](Slot slot) {
+    if (changed_since && contents.rows.epoch(slot.row()) < changed_since) return;
+    out->ids.push_back(static_cast<int64_t>(slot.id()));
+    out->times.push_back(slot.time());
+    numbers.push_back(slot.row());
+  });
+  copy_rows(contents.rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
+}
+
+int64_t Table::walk(int stripe, int64_t place, int64_t limit, Rows* out) const {
+  std::vector<uint32_t> numbers;
+  Locks<false> lock(*this, uint64_t{1} << stripe);
+  uint64_t next = contents_->stripes[stripe].index.visit(static_cast<uint64_t>(place), limit, [&](Slot slot) {
+    out->ids.push_back(static_cast<int64_t>(slot.id()));
+    out->times.push_back(slot.time());
+    numbers.push_back(slot.row());
+  });
+  copy_rows(contents_->rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
+  return static_cast<int64_t>(next);
+}
+
+void Table::fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) const {
+  std::vector<uint32_t> numbers;
+  Locks<false> lock(*this, kAllStripes);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t hash = hash_of(ids[i]);
+    Slot slot = contents_->stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i]));
+    found[i] = static_cast<bool>(slot);
+    if (!slot) continue;
+    out->ids.push_back(ids[i]);
+    out->times.push_back(slot.time());
+    numbers.push_back(slot.row());
+  }
+  copy_rows(contents_->rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
+}
+
+void Table::load(const Rows& rows) {
+  if (rows.times.size() != rows.ids.size() || rows.rows.size() != rows.ids.size() * static_cast<size_t>(layout_.stride))
+    throw std::invalid_argument("load got ids, times and rows of different lengths");
+  if (rows.ids.empty()) return;
+  raise_max_update_time(*std::max_element(rows.times.begin(), rows.times.end()));
+  write({.kind = Kind::load, .ids = rows.ids.data(), .n = rows.size(), .rows = &rows});
+}
+
+uint32_t Table::begin_epoch() {
+  Locks<true> lock(*this, kAllStripes);
+  contents_->rows.track();
+  uint32_t epoch = epoch_.load() + 1;
+  epoch_.store(epoch);
+  uint32_t none = 0;
+  oldest_epoch_.compare_exchange_strong(none, epoch);
+  return epoch;
+}
+
+std::vector<int64_t> Table::removed_since(uint32_t since) const {
+  std::vector<int64_t> ids;
+  for (int i = 0; i < kStripes; ++i) {
+    Locks<false> lock(*this, uint64_t{1} << i);
+    const Stripe& stripe = contents_->stripes[i];
+    for (auto [epoch, id] : stripe.removed)
+      if (epoch >= since && !stripe.index.find(hash_of(id), static_cast<uint64_t>(id))) ids.push_back(id);
+  }
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  return ids;
+}
+
+void Table::forget_before(uint32_t epoch) {
+  Locks<true> lock(*this, kAllStripes);
+  for (Stripe& stripe : contents_->stripes)
+    std::erase_if(stripe.removed, [&](const auto& entry) { return entry.first < epoch; });
+  if (oldest_epoch_.load() < epoch) oldest_epoch_.store(epoch);
+}
+
+}  // namespace shoal

@@ -1,0 +1,187 @@
+// The operations that write: what each one asks of the filter, and the batch of writes that it becomes.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "core/hash.h"
+#include "core/thread_pool.h"
+#include "table/contents.h"
+#include "table/write.h"
+
+namespace shoal {
+namespace {
+
+// Numbers the distinct ids among those with wanted[i] by first occurrence; group[i] is the number of ids[i].
+struct Groups {
+  Groups(const int64_t* ids, int64_t n, const uint8_t* wanted) : group(static_cast<size_t>(n)) {
+    const int64_t asked = n - std::count(wanted, wanted + n, 0);
+    const size_t mask = std::bit_ceil(static_cast<size_t>(2 * asked + 1)) - 1;
+    std::vector<uint32_t> table(mask + 1, 0);  // group number + 1
+    for (int64_t i = 0; i < n; ++i) {
+      if (!wanted[i]) continue;
+      size_t slot = hash_of(ids[i]) & mask;
+      while (table[slot] && ids[first[table[slot] - 1]] != ids[i]) slot = (slot + 1) & mask;
+      if (!table[slot]) {
+        first.push_back(static_cast<uint32_t>(i));
+        count.push_back(0);
+        table[slot] = static_cast<uint32_t>(first.size());
+      }
+      group[i] = table[slot] - 1;
+      ++count[group[i]];
+    }
+  }
+  std::vector<uint32_t> group, first, count;
+};
+
+}  // namespace
+
+// Which positions the filter drops. Empty: none. With dedup an id is asked about once, with its number of occurrences;
+// with remember_admitted an id that came in is in for the rest of the call.
+std::vector<uint8_t> Table::filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted) {
+  if (!filter_ || !filter_->active() || n == 0) return {};
+  std::vector<uint8_t> drop(static_cast<size_t>(n));
+  contains(ids, n, drop.data());
+  for (auto& d : drop) d = !d;
+  if (!dedup && !remember_admitted) {
+    for (int64_t i = 0; i < n; ++i) drop[i] = drop[i] && filter_->should_be_filtered(ids[i], 1);
+    return drop;
+  }
+  Groups groups(ids, n, drop.data());
+  std::vector<uint8_t> out(groups.first.size());  // of each group: is it kept out
+  if (dedup) {
+    for (size_t g = 0; g < out.size(); ++g) out[g] = filter_->should_be_filtered(ids[groups.first[g]], groups.count[g]);
+    for (int64_t i = 0; i < n; ++i) drop[i] = drop[i] && out[groups.group[i]];
+    return drop;
+  }
+  std::fill(out.begin(), out.end(), uint8_t{1});
+  for (int64_t i = 0; i < n; ++i) {
+    if (!drop[i]) continue;
+    uint8_t& kept_out = out[groups.group[i]];
+    kept_out = kept_out && filter_->should_be_filtered(ids[i], 1);
+    drop[i] = kept_out;
+  }
+  return drop;
+}
+
+std::vector<uint8_t> Table::bad_gradients(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const {
+  if (bad == BadGradient::ignore) return {};
+  const int64_t dim = layout_.dim;
+  std::atomic<bool> clean{true};
+  parallel_for(n, std::max<int64_t>(1, 65536 / dim), [&](int64_t begin, int64_t end) {
+    if (!SHOAL_DISPATCH(all_finite)(grads + begin * dim, (end - begin) * dim)) clean = false;
+  });
+  if (clean) return {};
+  std::vector<uint8_t> drop(static_cast<size_t>(n), 0);
+  for (int64_t i = 0; i < n; ++i) {
+    drop[i] = !SHOAL_DISPATCH(all_finite)(grads + i * dim, dim);
+    if (drop[i] && bad == BadGradient::raise) throw NonFiniteGradient{i, ids[i]};
+  }
+  return drop;
+}
+
+void Table::update_scales(int64_t global_step) {
+  for (size_t i = 0; i < layout_.segments.size(); ++i) {
+    const Segment& s = layout_.segments[i];
+    if (s.codec != Codec::one_bit || s.step_size <= 0 || global_step < 0 || global_step % s.step_size != 0) continue;
+    double grown = s.init_scale * std::sqrt(1 + 0.005 * static_cast<double>(global_step));
+    scales_[i].store(std::min(static_cast<float>(grown), s.max_scale));
+  }
+}
+
+void Table::assign(const int64_t* ids, int64_t n, const float* values, uint32_t time) {
+  raise_max_update_time(time);
+  auto drop = filtered(ids, n, false, false);
+  write({.kind = Kind::assign,
+         .ids = ids,
+         .n = n,
+         .values = values,
+         .time = time,
+         .drop = drop.empty() ? nullptr : drop.data()});
+}
+
+void Table::assign_add(const int64_t* ids, int64_t n, const float* values, uint32_t time) {
+  raise_max_update_time(time);
+  auto drop = filtered(ids, n, false, true);
+  write({.kind = Kind::assign_add,
+         .ids = ids,
+         .n = n,
+         .values = values,
+         .time = time,
+         .drop = drop.empty() ? nullptr : drop.data()});
+}
+
+int64_t Table::apply_gradients(const int64_t* ids, int64_t n, const float* grads, const float* rates,
+                               int64_t global_step, uint32_t time, bool dedup, BadGradient bad) {
+  auto skip = bad_gradients(ids, n, grads, bad);
+  const int64_t skipped = std::count(skip.begin(), skip.end(), 1);
+  raise_max_update_time(time);
+  std::vector<int64_t> good;  // a skipped occurrence does not reach the filter
+  std::vector<uint8_t> drop;
+  if (skipped == 0) {
+    drop = filtered(ids, n, dedup, false);
+  } else {
+    for (int64_t i = 0; i < n; ++i)
+      if (!skip[i]) good.push_back(ids[i]);
+    auto of_good = filtered(good.data(), static_cast<int64_t>(good.size()), dedup, false);
+    drop = std::move(skip);
+    if (!of_good.empty())
+      for (int64_t i = 0, k = 0; i < n; ++i)
+        if (!drop[i]) drop[i] = of_good[k++];
+  }
+  const int64_t dropped = std::count(drop.begin(), drop.end(), 1);
+  if (dropped == n) return skipped;
+  update_scales(global_step);
+  write({.kind = Kind::gradients,
+         .ids = ids,
+         .n = n,
+         .values = grads,
+         .time = time,
+         .drop = dropped ? drop.data() : nullptr,
+         .rates = rates,
+         .global_step = global_step,
+         .dedup = dedup,
+         .noise = hash_id(seed_ + calls_.fetch_add(1))});
+  if (touched_) {
+    if (!dropped) {
+      touched_->insert(ids, n, touched_number_);
+    } else {
+      std::vector<int64_t> passed;
+      for (int64_t i = 0; i < n; ++i)
+        if (!drop[i]) passed.push_back(ids[i]);
+      touched_->insert(passed.data(), static_cast<int64_t>(passed.size()), touched_number_);
+    }
+  }
+  return skipped;
+}
+
+void Table::reinitialize(const int64_t* ids, int64_t n, uint32_t now, int32_t* existed) {
+  write({.kind = Kind::reinitialize, .ids = ids, .n = n, .time = now, .existed = existed});
+  if (touched_) touched_->insert(ids, n, touched_number_);
+}
+
+void Table::lookup_or_insert(const int64_t* ids, int64_t n, uint32_t time, float* out) {
+  std::vector<uint8_t> found(static_cast<size_t>(n));
+  lookup(ids, n, out, found.data());
+  std::vector<int64_t> missing, where;
+  for (int64_t i = 0; i < n; ++i) {
+    if (found[i]) continue;
+    missing.push_back(ids[i]);
+    where.push_back(i);
+  }
+  if (missing.empty()) return;
+  raise_max_update_time(time);
+  const int64_t m = static_cast<int64_t>(missing.size());
+  auto drop = filtered(missing.data(), m, false, true);
+  std::vector<float> rows(static_cast<size_t>(m) * layout_.dim, 0.0f);
+  write({.kind = Kind::insert,
+         .ids = missing.data(),
+         .n = m,
+         .time = time,
+         .drop = drop.empty() ? nullptr : drop.data(),
+         .out = rows.data()});
+  for (int64_t i = 0; i < m; ++i)
+    std::memcpy(out + where[i] * layout_.dim, &rows[static_cast<size_t>(i) * layout_.dim], 4 * size_t(layout_.dim));
+}
+
+}  // namespace shoal
