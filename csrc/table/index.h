@@ -1,7 +1,7 @@
 // The index of one stripe: id -> (row number, time), an extendible hash of fixed segments.
 //
 // A bucket is one cache line of four ids; a full bucket overflows into the next one of its segment. A segment that is
-// 85 % full is split in two, so growth moves a few thousand ids at a time and never the whole table. A small stripe has
+// 80 % full is split in two, so growth moves a few thousand ids at a time and never the whole table. A small stripe has
 // one segment that doubles until it has the full size. The hash's top 10 bits choose the stripe, the next `depth` bits
 // the segment, the low bits the bucket.
 #pragma once
@@ -82,7 +82,8 @@ class Index {
   // Asks for the memory that probing on from a home bucket, or inserting there, will need next.
   void ask_beyond(uint64_t hash, Bucket* home) const {
     Bucket* first = home - (hash & mask_);
-    __builtin_prefetch(first + ((hash + 1) & mask_));
+    if (home->row[3] != kFreeRow)  // lanes fill in order
+      for (int beyond = 1; beyond <= 3; ++beyond) __builtin_prefetch(first + ((hash + beyond) & mask_));
     __builtin_prefetch(first - 1);  // an id that is inserted is counted there
   }
 
@@ -184,7 +185,7 @@ class Index {
   static Head& head(Bucket* first) { return *reinterpret_cast<Head*>(first - 1); }
   uint64_t first_entry(Bucket* first) const { return head(first).prefix << (depth_ - head(first).depth); }
   Bucket* segment(uint64_t hash) const { return directory_[((hash << kStripeBits) >> 1) >> (63 - depth_)]; }
-  uint32_t limit() const { return static_cast<uint32_t>(uint64_t{4} * (mask_ + 1) * 85 / 100); }
+  uint32_t limit() const { return static_cast<uint32_t>(uint64_t{4} * (mask_ + 1) * 80 / 100); }
 
   struct Entry {
     uint64_t id;

@@ -87,7 +87,8 @@ void Table::write_row(const Write& write, int64_t position, char* row, bool crea
   }
   if constexpr (kKind == Kind::assign) {
     if (created)
-      for (const Segment& s : layout_.segments) init_state(s, row + s.state);
+      for (const Segment& s : layout_.segments)
+        if (s.state_bytes) init_state(s, row + s.state);
   } else if (created || kKind == Kind::reinitialize) {
     fresh_row(write.ids[position], row);
   }
