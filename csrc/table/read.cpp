@@ -62,7 +62,7 @@ template <int kDim>
 void Table::copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const {
   const int32_t dim = kDim ? kDim : layout_.dim;
   const int32_t bytes = kDim ? kDim * 4 : layout_.serving ? layout_.row_bytes : 4 * layout_.dim;
-  in_rounds<Near::first>(
+  in_rounds(
       *contents_, n, bytes, [&](int64_t i) { return ids[i]; }, [](int64_t, Slot, bool) { return true; },
       [&](int64_t i, uint64_t hash) { return Resolved{find_row(hash, ids[i]), false}; },
       [&](int64_t i, const char* row, bool) {
@@ -115,7 +115,7 @@ void Table::contains(const int64_t* ids, int64_t n, uint8_t* out) const {
     for (int64_t at = begin; at < end; at += kReadChunk) {
       const int64_t size = std::min(end - at, kReadChunk);
       Locks<false> lock(*this, stripes_of(ids + at, nullptr, size, kAllStripes));
-      in_rounds<Near::first>(
+      in_rounds(
           *contents_, size, 0, [&](int64_t i) { return ids[at + i]; }, [](int64_t, Slot, bool) { return true; },
           [&](int64_t i, uint64_t hash) { return Resolved{find_row(hash, ids[at + i]), false}; },
           [&](int64_t i, const char* row, bool) { out[at + i] = row != nullptr; });

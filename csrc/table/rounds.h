@@ -15,16 +15,12 @@
 
 namespace shoal {
 
-// How near the memory is brought. Reads that copy each row once do best with the first level; writes, which hold on to
-// their rows, with the second, where more requests can wait.
-enum class Near : int { second = 2, first = 3 };
-
-// Every cache line of the range, whatever it is aligned to.
-template <Near kNear = Near::first>
-void prefetch(const void* address, int32_t bytes) {
+// Asks for every cache line of the range, whatever it is aligned to, into the second-level cache: more requests can
+// wait there than at the first level, which is worth a third of a lookup's time.
+inline void prefetch(const void* address, int32_t bytes) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   for (uintptr_t line = begin & ~uintptr_t{63}; line < begin + static_cast<uintptr_t>(bytes); line += 64)
-    __builtin_prefetch(reinterpret_cast<const void*>(line), 0, static_cast<int>(kNear));
+    __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 2);
 }
 
 struct Resolved {
@@ -39,7 +35,7 @@ struct Resolved {
 //   resolve(i, hash)           the Resolved row of an id that was not settled so
 //   finish(i, row, created)    in order; row is null if there is none
 // If resolve throws, the rows of its round that are known by then are finished first.
-template <Near kNear, class Contents, class Id, class Probed, class Resolve, class Finish>
+template <class Contents, class Id, class Probed, class Resolve, class Finish>
 void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Probed probed, Resolve resolve,
                Finish finish) {
   constexpr int kRound = 32, kRing = 4 * kRound;  // four rounds are on their way
@@ -57,7 +53,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
       auto& entry = ring[i % kRing];
       entry.hash = hash_of(id(i));
       entry.home = contents.stripes[stripe_of(entry.hash)].index.home(entry.hash);
-      __builtin_prefetch(entry.home, 0, static_cast<int>(kNear));
+      __builtin_prefetch(entry.home, 0, 2);
     }
   };
   auto probe_round = [&](int64_t begin, int64_t end, uint8_t* list) {
@@ -68,7 +64,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
       const Slot slot{entry.home, std::countr_zero(lane | 8)};
       const uint32_t there = slot.row(), row = probed(i, slot, lane != 0) && lane ? there : kFreeRow;
       char* memory = contents.rows.row(row);
-      prefetch<kNear>(memory, row_bytes);
+      prefetch(memory, row_bytes);
       entry.found = {row == kFreeRow ? nullptr : memory, false};
       list[listed] = static_cast<uint8_t>(i - begin);
       listed += row == kFreeRow;
@@ -90,7 +86,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
       for (int k = 0; k < listed; ++k) {
         auto& entry = ring[(begin + list[k]) % kRing];
         entry.found = resolve(begin + list[k], entry.hash);
-        if (entry.found.row) prefetch<kNear>(entry.found.row, row_bytes);
+        if (entry.found.row) prefetch(entry.found.row, row_bytes);
       }
     } catch (...) {
       for (int64_t i = begin; i < end; ++i)

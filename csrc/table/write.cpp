@@ -16,7 +16,6 @@ namespace shoal {
 namespace {
 
 constexpr int64_t kWriteChunk = 2048;  // ids between two chances for a reader
-constexpr Near kNear = Near::second;
 
 }  // namespace
 
@@ -111,7 +110,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
     auto time = [&](int64_t at) { return kKind == Kind::load ? write.rows->times[at] : write.time; };
     auto probed = [&](int64_t i, Slot slot, bool there) {
       const int64_t at = position(i);
-      if (write.values) prefetch<kNear>(write.values + at * layout_.dim, 4 * layout_.dim);
+      if (write.values) prefetch(write.values + at * layout_.dim, 4 * layout_.dim);
       if (erase_zeros || (write.drop && write.drop[at])) return false;
       if (there) stamp(slot, time(at));
       if constexpr (kKind == Kind::reinitialize) write.existed[at] = 1;
@@ -131,7 +130,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
     };
     Locks<true> lock(*this, stripes_of(positions ? write.ids : write.ids + chunk,
                                        positions ? positions + chunk : nullptr, size, owned));
-    in_rounds<kNear>(
+    in_rounds(
         *contents_, size, layout_.row_bytes, [&](int64_t i) { return write.ids[position(i)]; }, probed, resolve,
         [&](int64_t i, char* row, bool created) {
           if (row) write_row<kKind>(write, position(i), row, created, scratch.data());
@@ -174,10 +173,10 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
     const int64_t size = std::min(groups - chunk, kWriteChunk);
     auto id = [&](int64_t i) { return write.ids[first[chunk + i]]; };
     Locks<true> lock(*this, stripes_of(write.ids, first.data() + chunk, size, owned));
-    in_rounds<kNear>(
+    in_rounds(
         *contents_, size, layout_.row_bytes, id,
         [&](int64_t i, Slot slot, bool there) {
-          prefetch<kNear>(write.values + int64_t{first[chunk + i]} * dim, 4 * dim);
+          prefetch(write.values + int64_t{first[chunk + i]} * dim, 4 * dim);
           if (there) stamp(slot, write.time);
           return true;
         },
