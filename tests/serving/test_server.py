@@ -29,7 +29,6 @@ from shoal.serving import (
     tensor_from_proto,
     tensor_to_proto,
 )
-from shoal.serving.batching import Batcher
 from shoal.serving.split import Delta, DeltaBatch
 from shoal.table import FloatCompressorConfig, MultiHashTable, test_hash_table
 from tests.serving.helpers import eventually
@@ -443,49 +442,6 @@ def test_an_entry_asks_its_shards(serve, tmp_path, net):
     set_address_table({"m:ps_0": []})
     with fails(CODE.UNAVAILABLE, "m:ps_"):
         client.predict("m", "", request)
-
-
-def test_a_batcher_runs_alone_requests_at_once_and_joins_those_that_wait():
-    sizes, gate, inside = [], threading.Event(), threading.Event()
-
-    def run(inputs):
-        sizes.append(len(inputs["x"]))
-        if len(sizes) == 1:
-            inside.set()
-            gate.wait(10)
-        return {"y": inputs["x"] * 2}
-
-    batcher = Batcher(run, max_rows=6)
-    results = {}
-    threads = [
-        threading.Thread(target=lambda n=n: results.update({n: batcher({"x": torch.full((n,), n)})["y"]}))
-        for n in (1, 2, 3, 4)
-    ]
-    threads[0].start()
-    inside.wait(5)
-    for thread in threads[1:]:
-        thread.start()
-    eventually(lambda: len(batcher._queue) == 3)
-    gate.set()
-    for thread in threads:
-        thread.join(10)
-    assert all(results[n].tolist() == [2 * n] * n for n in (1, 2, 3, 4))
-    assert sizes[0] == 1
-    assert max(sizes) <= 6
-    assert sum(sizes) == 10
-    assert batcher.batches < 4
-
-
-def test_an_error_in_a_batch_reaches_everybody_and_the_next_one_runs():
-    def run(inputs):
-        if (inputs["x"] < 0).any():
-            raise ValueError("negative")
-        return {"y": inputs["x"]}
-
-    batcher = Batcher(run)
-    with pytest.raises(ValueError, match="negative"):
-        batcher({"x": torch.tensor([-1])})
-    assert batcher({"x": torch.tensor([1])})["y"].tolist() == [1]
 
 
 def test_stopping_lets_running_requests_finish(serve):

@@ -27,12 +27,16 @@ touched_at: contextvars.ContextVar[float] = contextvars.ContextVar("shoal_touche
 
 @dataclass(slots=True)
 class Signature:
-    """One callable of a servable. ``push`` marks those that write rows; ``batch`` those whose rows may be joined."""
+    """One callable of a servable.
+
+    ``push`` marks those that write rows, ``batch`` those whose rows may be joined, ``waits`` those that wait on others.
+    """
 
     spec: SignatureSpec
     run: Callable[[Tensors], Tensors]
     push: bool = False
     batch: bool = False
+    waits: bool = False
     accepts: Mapping[str, tuple[str, ...]] | None = None
     """Further dtypes that an input takes beside the one in the specification."""
     hints: Mapping[str, str] | None = None
