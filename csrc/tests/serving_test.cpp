@@ -1,6 +1,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -159,8 +160,7 @@ TEST(a_message_that_is_cut_anywhere_is_refused_or_read_within_its_bounds) {
   put_varint(&huge, 2 << 3 | 2);
   put_varint(&huge, ~uint64_t{0});
   CHECK(!reads([&] { predict_parts(huge.data(), static_cast<int64_t>(huge.size())); }));
-  Bytes deep(200, 0x12);  // more dimensions than a tensor has
-  Bytes dims, over;
+  Bytes dims, over;  // more dimensions than a tensor has
   for (int i = 0; i < 65; ++i) put_field(&dims, 2, {});
   put_field(&over, 2, dims);
   CHECK(!reads([&] { tensor_parts(over.data(), {0, static_cast<int64_t>(over.size())}); }));
@@ -283,7 +283,7 @@ TEST(responses_are_written_to_their_size_and_can_be_read) {
       {"score", value_kind(1), {2}, reinterpret_cast<const uint8_t*>(scores.data())},
       {"count", value_kind(9), {}, reinterpret_cast<const uint8_t*>(counts.data())},
   };
-  for (const auto [begin, rows] : {std::pair<int64_t, int64_t>{0, 3}, {1, 2}, {2, 0}, {2, 1}}) {
+  for (const auto& [begin, rows] : {std::pair<int64_t, int64_t>{0, 3}, {1, 2}, {2, 0}, {2, 1}}) {
     const int64_t size = response_size("spec", outputs, begin, rows);
     const Exact room{Bytes(static_cast<size_t>(size))};
     write_response("spec", outputs, begin, rows, room.data);
