@@ -185,7 +185,9 @@ def rows_by_codec(report: Any, quick: bool) -> None:
     for codec in CODECS:
         config = FloatCompressorConfig()
         getattr(config, codec).SetInParent()
-        table = HashTable.from_config(HashTableConfigInstance(serving_config(base, config), [0.0]), name=codec)
+        serving = serving_config(base, config)
+        serving.initial_capacity = rows  # as an export records it
+        table = HashTable.from_config(HashTableConfigInstance(serving, [0.0]), name=codec)
         for part in ids.split(100_000):
             table.assign(part, torch.randn(len(part), DIM), 1)
         tables[codec] = table

@@ -44,6 +44,11 @@ struct Stripes {
       for (; cell < std::lround(kCells * sum / total); ++cell) of_cell[cell] = static_cast<uint8_t>(s);
     }
   }
+  // How many of `ids` a stripe has.
+  int64_t share(size_t stripe, int64_t ids) const {
+    const int end = stripe + 1 < Table::kStripes ? first_cell[stripe + 1] : kCells;
+    return ids / kCells * (end - first_cell[stripe]);
+  }
   // The part, of `parts`, that owns the stripe of a cell.
   int part(int cell, int parts) const { return first_cell[of_cell[cell]] * parts / kCells; }
 };
@@ -97,7 +102,7 @@ bool Expiry::stale(int64_t id, uint32_t time, int64_t now) const {
 }
 
 struct Table::Stripe {
-  explicit Stripe(BlockArena* blocks) : index(blocks) {}
+  Stripe(BlockArena* blocks, uint32_t full_buckets) : index(blocks, full_buckets) {}
   Index index;
   std::vector<uint32_t> spare;                        // rows of removed ids
   uint32_t next_row = 0, rows_left = 0;               // fresh rows reserved for this stripe
@@ -105,7 +110,7 @@ struct Table::Stripe {
 };
 
 struct Table::Contents {
-  explicit Contents(int32_t stride) : rows(stride), blocks(Index::kBlockBytes), stripes(make_stripes()) {}
+  Contents(int32_t stride, int64_t expected) : rows(stride), stripes(make_stripes(expected)) {}
 
   // After this take_row() succeeds once more.
   void reserve_rows(Stripe& stripe) {
@@ -129,10 +134,12 @@ struct Table::Contents {
 
  private:
   template <size_t... I>
-  std::array<Stripe, kStripes> make_stripes(std::index_sequence<I...>) {
-    return {((void)I, Stripe(&blocks))...};
+  std::array<Stripe, kStripes> make_stripes(int64_t expected, std::index_sequence<I...>) {
+    return {Stripe(&blocks, Index::fitting_buckets(kStripesOfCells.share(I, expected)))...};
   }
-  std::array<Stripe, kStripes> make_stripes() { return make_stripes(std::make_index_sequence<kStripes>{}); }
+  std::array<Stripe, kStripes> make_stripes(int64_t expected) {
+    return make_stripes(expected, std::make_index_sequence<kStripes>{});
+  }
 };
 
 // The locks of a set of stripes, taken in rising order, so that two holders never wait for each other.
@@ -174,10 +181,11 @@ struct Table::Write {
   uint64_t noise = 0;
 };
 
-Table::Table(Layout layout, uint64_t seed)
+Table::Table(Layout layout, uint64_t seed, int64_t expected)
     : layout_(std::move(layout)),
       seed_(hash_id(seed + 0x9E3779B97F4A7C15ULL)),
-      contents_(std::make_unique<Contents>(layout_.stride)),
+      expected_(expected),
+      contents_(std::make_unique<Contents>(layout_.stride, expected)),
       scales_(layout_.segments.size()) {
   plain_ = !layout_.serving;
   for (size_t i = 0; i < layout_.segments.size(); ++i) {
@@ -802,7 +810,7 @@ int64_t Table::erase(const int64_t* ids, int64_t n) {
 }
 
 void Table::clear() {
-  Table empty(layout_, 0);
+  Table empty(layout_, 0, expected_);
   swap_contents(empty);
 }
 

@@ -131,7 +131,10 @@ class TableView:
         self._sorting = threading.Lock()
 
     def rows(self) -> int:
-        return sum(sub.size() for sub in self._subs)
+        return sum(self.sub_rows())
+
+    def sub_rows(self) -> list[int]:
+        return [sub.size() for sub in self._subs]
 
     def memory_bytes(self) -> int:
         return sum(sub.memory_bytes() for sub in self._subs)
