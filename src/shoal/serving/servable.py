@@ -152,6 +152,7 @@ class TableView:
         self._recent.append((number, ids))
         self._recent_rows += len(ids)
         if self._recent_rows > 1_000_000 and not self._sorting.locked():
+            self._recent_rows = 0
             threading.Thread(target=self._sort, name="shoal-pushed", daemon=True).start()
 
     def _sort(self) -> None:
