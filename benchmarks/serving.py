@@ -17,7 +17,6 @@ import multiprocessing as mp
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -74,9 +73,10 @@ def async_echo_server(answers: dict[int, bytes], ports: Any, stop: Any) -> None:
 def model_server(base: str, ports: Any, stop: Any, port: int = 0) -> None:
     """A ``ModelServer`` over one exported model."""
     from shoal.serving import ModelServer, ModelServerConfig, gen_model_config
+    from shoal.serving.process import tune_server_process
 
     torch.set_num_threads(1)
-    sys.setswitchinterval(0.0005)  # as `shoal serve` does
+    tune_server_process()  # as `shoal serve` does
     config = ModelServerConfig()
     config.model_config_list.config.append(gen_model_config("m", base))
     server = ModelServer(f"127.0.0.1:{port}", config=config, poll_wait_seconds=0.2).start()
