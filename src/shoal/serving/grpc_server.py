@@ -50,7 +50,7 @@ def add_health_and_reflection(server: Any, services: Sequence[str]) -> Any:
 
 async def add_async_health_and_reflection(server: Any, services: Sequence[str]) -> Any:
     """The same for a server of ``grpc.aio``."""
-    servicer = health.aio.HealthServicer()
+    servicer = health.aio.HealthServicer()  # pyrefly: ignore
     _add(server, services, servicer)
     for name in ("", *services):
         await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
