@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from shoal.serving.batching import Batcher, Pace
 from shoal.serving.joining import join_calls, split_answers
-from shoal.serving.predict import decode_request, encode_request, encode_response, model_spec
+from shoal.serving.predict import decode_request, decode_response, encode_request, encode_response, model_spec
 from shoal.serving.tensors import decode_tensor, encode_content, encode_tensor
 
 
@@ -49,20 +50,29 @@ def test_a_lone_request_runs_at_once_and_those_that_come_meanwhile_run_together(
     assert (batcher.batches, batcher.requests) == (3, 4)
 
 
-def test_an_error_in_a_batch_reaches_everybody_and_the_next_one_runs():
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_request_that_the_model_cannot_run_does_not_fail_its_neighbours(encoded):
     def run(inputs):
         if (inputs["x"] < 0).any():
             raise ValueError("negative")
-        return {"y": inputs["x"]}
+        return {"y": inputs["x"] * 2}
+
+    async def ask_encoded(batcher, inputs):
+        call = call_of(**inputs)
+        return await batcher.submit(
+            lambda: {alias: call.tensor(alias) for alias in call.inputs}, partial(encode_response, b""), call, b""
+        )
 
     async def main():
         batcher = Batcher(run)
-        both = await asyncio.gather(*(ask(batcher, {"x": torch.tensor([n])}) for n in (1, -1)), return_exceptions=True)
-        return both, await ask(batcher, {"x": torch.tensor([1])})
+        asked = [(ask_encoded if encoded else ask)(batcher, {"x": torch.tensor([n])}) for n in (1, -1, 3)]
+        return batcher, await asyncio.gather(*asked, return_exceptions=True)
 
-    both, after = asyncio.run(main())
-    assert [str(error) for error in both] == ["negative", "negative"]
-    assert after["y"].tolist() == [1]
+    batcher, results = asyncio.run(main())
+    assert batcher.batches == 4  # all together, then each alone
+    assert str(results[1]) == "negative"
+    got = [decode_tensor(decode_response(each)[1]["y"]) if encoded else each["y"] for each in (results[0], results[2])]
+    assert [each.tolist() for each in got] == [[2], [6]]
 
 
 def test_a_caller_that_goes_away_does_not_disturb_its_batch():

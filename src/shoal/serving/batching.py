@@ -207,8 +207,7 @@ class Batcher:
                 outputs = {alias: outputs[alias] for alias in call.output_filter}
             answers = split_answers(batch[0].resolved, outputs, rows)
         except Exception as error:
-            for each in batch:
-                each.error = error
+            self._failed(batch, error)
             return
         if answers is None:
             self._cut(batch, outputs, rows)
@@ -246,10 +245,19 @@ class Batcher:
             else:
                 outputs = self._call({a: torch.cat([each.inputs[a] for each in batch]) for a in batch[0].inputs})
         except Exception as error:
-            for each in batch:
-                each.error = error
+            self._failed(batch, error)
             return
         self._cut(batch, outputs, [each.rows for each in batch])
+
+    def _failed(self, batch: list[_Waiting], error: Exception) -> None:
+        """What a model cannot run is that request's fault, not its neighbours': each is tried alone."""
+        if len(batch) == 1:
+            batch[0].error = error
+            return
+        for each in batch:
+            self._prepare(each)
+            if each.error is None:
+                self._run_tensors([each])
 
     def _cut(self, batch: list[_Waiting], outputs: Tensors, rows: list[int]) -> None:
         begin = 0
