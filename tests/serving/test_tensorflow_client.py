@@ -1,4 +1,4 @@
-"""A stock TensorFlow Serving client in a process of its own, against our server.
+"""A stock TensorFlow Serving client in a process of its own, against `shoal serve` in another.
 
 It runs where ``SHOAL_TFS_PYTHON`` names an interpreter that can import ``tensorflow_serving`` (pip install
 tensorflow-serving-api), or where the interpreter of the tests can.
@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from google.protobuf import text_format
 
-from shoal.serving import Feature, ModelExporter, ModelServer, ModelServerConfig, gen_model_config
+from shoal.serving import Feature, ModelExporter, ModelServerConfig, gen_model_config
+from shoal.serving.export import export_ps
 from shoal.table import MultiHashTable, test_hash_table
+from tests.serving.test_online import commands  # noqa: F401
 from tests.serving.test_sync_client import instance
 
 PYTHON = os.environ.get("SHOAL_TFS_PYTHON", "")
@@ -27,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_an_unmodified_tensorflow_serving_client_is_served(tmp_path, net):
+def test_an_unmodified_tensorflow_serving_client_is_served(tmp_path, commands, net):  # noqa: F811
     torch.manual_seed(2)
     table = test_hash_table(4, name_suffix="tfs")
     table.assign(torch.arange(20), torch.randn(20, 4))
@@ -39,11 +42,17 @@ def test_an_unmodified_tensorflow_serving_client_is_served(tmp_path, net):
         tmp_path, model_name="movie", net=net, features={"user": Feature(slot="u")}, dense={"price": torch.zeros(2, 2)}
     )
     tool.export([{"u": table}], global_step=3)
+    export_ps(tmp_path / "shard" / "1", {"user": table}, model_name="shard", sub_graph="ps_0", global_step=3)
+    export_ps(tmp_path / "multi" / "1", [multi], model_name="multi", sub_graph="ps_0", global_step=3)
     config = ModelServerConfig()
-    config.model_config_list.config.append(gen_model_config("movie", str(tmp_path / "exported_models")))
-    server = ModelServer("127.0.0.1:0", "127.0.0.1:0", config).start()
-    server.serve_tables("shard", {"user": table})
-    server.serve_tables("multi", multi)
+    for name, path in {"movie": "exported_models", "shard": "shard", "multi": "multi"}.items():
+        config.model_config_list.config.append(gen_model_config(name, str(tmp_path / path)))
+    (tmp_path / "models.txt").write_text(text_format.MessageToString(config))
+    serving = commands(
+        "serve", "--config", tmp_path / "models.txt", "--port", 0, "--rest-port", 0, "--threads", 1, "--json"
+    )
+    ready = serving.line()
+    assert ready["models"] == ["movie", "multi", "shard"]
 
     def score(ids, price):
         rows = table.lookup(torch.tensor(ids).reshape(-1)).reshape(len(ids), -1, 4).sum(1)
@@ -51,14 +60,10 @@ def test_an_unmodified_tensorflow_serving_client_is_served(tmp_path, net):
 
     expected, pair = score([[7, 9], [7, 1]], [[0.5, 1.0], [-2.0, 0.0]]), table.lookup(torch.tensor([7, 9]))
     one = score([[7, 9]], [[0.5, 1.0]])
-    try:
-        done = subprocess.run(
-            [PYTHON or sys.executable, Path(__file__).with_name("tfs_client.py"), f"127.0.0.1:{server.port}",
-             f"127.0.0.1:{server.rest_port}"],
-            capture_output=True, text=True, timeout=120, env={"PATH": os.environ["PATH"]},
-        )  # fmt: skip
-    finally:
-        server.stop(0)
+    done = subprocess.run(
+        [PYTHON or sys.executable, Path(__file__).with_name("tfs_client.py"), ready["grpc"], ready["rest"]],
+        capture_output=True, text=True, timeout=120, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     version = report["version"]
