@@ -1,8 +1,13 @@
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
+#include <string>
+#include <tuple>
 
 #include "bind/bind.h"
+#include "serving/batch.h"
 #include "serving/messages.h"
 #include "serving/varint.h"
 
@@ -15,6 +20,77 @@ nb::list pairs(const std::vector<Span>& spans) {
   nb::list out;
   for (Span span : spans) out.append(pair(span));
   return out;
+}
+
+constexpr int64_t kHoldGil = 1 << 16;  // less work than this is done before another thread could take over
+
+const uint8_t* bytes_of(const nb::bytes& data) { return static_cast<const uint8_t*>(data.data()); }
+
+// Room for a bytes object that is written before anyone sees it.
+nb::bytes fresh_bytes(int64_t size, uint8_t** out) {
+  PyObject* made = PyBytes_FromStringAndSize(nullptr, size);
+  if (!made) throw nb::python_error();
+  *out = reinterpret_cast<uint8_t*>(PyBytes_AsString(made));
+  return nb::steal<nb::bytes>(made);
+}
+
+Part part_of(const nb::bytes& data, int64_t begin, int64_t size) {
+  if (begin < 0 || size < 0 || begin > static_cast<int64_t>(data.size()) - size)
+    throw std::invalid_argument("a tensor lies outside of its message");
+  return {bytes_of(data), {begin, size}};
+}
+
+nb::object join_tensors(const nb::list& given, int64_t dtype) {
+  const ValueKind* kind = value_kind(dtype);
+  if (!kind) return nb::none();
+  std::vector<Part> parts;
+  int64_t total = 0;
+  for (nb::handle each : given) {
+    const auto [data, begin, size] = nb::cast<std::tuple<nb::bytes, int64_t, int64_t>>(each);
+    parts.push_back(part_of(data, begin, size));
+    total += size;
+  }
+  Joined joined;
+  bool fits;
+  const auto plan = [&] { fits = plan_join(parts, *kind, &joined); };
+  if (total > kHoldGil) {
+    nb::gil_scoped_release release;
+    plan();
+  } else {
+    plan();
+  }
+  if (!fits) return nb::none();
+  uint8_t* out;
+  nb::bytes values = fresh_bytes(joined.bytes, &out);
+  if (total > kHoldGil) {
+    nb::gil_scoped_release release;
+    join(parts, *kind, joined, out);
+  } else {
+    join(parts, *kind, joined, out);
+  }
+  return nb::make_tuple(values, joined.rows, joined.tail);
+}
+
+nb::list split_responses(const nb::bytes& spec_bytes, const nb::list& given, const std::vector<int64_t>& rows) {
+  const std::string_view spec(static_cast<const char*>(spec_bytes.data()), spec_bytes.size());
+  std::vector<Output> outputs;
+  for (nb::handle each : given) {
+    auto [alias, dtype, tail, values] =
+        nb::cast<std::tuple<std::string_view, int64_t, std::vector<int64_t>, uintptr_t>>(each);
+    const ValueKind* kind = value_kind(dtype);
+    if (!kind) throw std::invalid_argument("dtype " + std::to_string(dtype) + " is not written natively");
+    outputs.push_back({alias, kind, std::move(tail), ptr<const uint8_t>(values)});
+  }
+  nb::list answers;
+  int64_t begin = 0;
+  for (int64_t count : rows) {
+    uint8_t* out;
+    nb::bytes answer = fresh_bytes(response_size(spec, outputs, begin, count), &out);
+    write_response(spec, outputs, begin, count, out);
+    answers.append(std::move(answer));
+    begin += count;
+  }
+  return answers;
 }
 
 }  // namespace
@@ -47,12 +123,16 @@ void serving(nb::module_& m) {
   });
   // (dtype, shape, unknown_rank, content, lists, their field numbers, whether an element stands alone)
   m.def("tensor_parts", [](nb::bytes data, int64_t begin, int64_t size) {
-    if (begin < 0 || size < 0 || begin > static_cast<int64_t>(data.size()) - size)
-      throw std::invalid_argument("a tensor lies outside of its message");
-    const TensorParts parts = tensor_parts(static_cast<const uint8_t*>(data.data()), {begin, size});
+    const Part part = part_of(data, begin, size);
+    const TensorParts parts = tensor_parts(part.data, part.span);
     return nb::make_tuple(parts.dtype, parts.shape, parts.unknown_rank, pair(parts.content), pairs(parts.lists),
                           parts.list_fields, parts.unpacked);
   });
+  // One input of several requests, [(message, begin, size)], joined: (values, rows of each, the other dimensions), or
+  // None where they must be read one by one.
+  m.def("join_tensors", join_tensors);
+  // A PredictResponse for each of the `rows` in turn; outputs are [(alias, dtype, the other dimensions, address)].
+  m.def("split_responses", split_responses);
 }
 
 }  // namespace shoal::bind

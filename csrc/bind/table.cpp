@@ -75,7 +75,7 @@ void table(nb::module_& m) {
       .def("stale", &Expiry::stale);
 
   nb::class_<Table>(m, "Table")
-      .def(nb::init<Layout, uint64_t>(), nb::arg("layout"), nb::arg("seed"))
+      .def(nb::init<Layout, uint64_t, int64_t>(), nb::arg("layout"), nb::arg("seed"), nb::arg("expected") = 1)
       .def_prop_ro("layout", &Table::layout, nb::rv_policy::reference_internal)
       .def("size", &Table::size, NoGil())
       .def("bytes", &Table::bytes, NoGil())

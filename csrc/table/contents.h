@@ -32,6 +32,11 @@ struct Stripes {
       for (; cell < std::lround(kCells * sum / total); ++cell) of_cell[cell] = static_cast<uint8_t>(s);
     }
   }
+  // How many of `ids` a stripe has.
+  int64_t share(size_t stripe, int64_t ids) const {
+    const int end = stripe + 1 < Table::kStripes ? first_cell[stripe + 1] : kCells;
+    return ids / kCells * (end - first_cell[stripe]);
+  }
   // The part, of `parts`, that owns the stripe of a cell.
   int part(int cell, int parts) const { return first_cell[of_cell[cell]] * parts / kCells; }
 };
@@ -48,7 +53,7 @@ inline uint64_t stripes_of(const int64_t* ids, const uint32_t* positions, int64_
 }
 
 struct Table::Stripe {
-  explicit Stripe(BlockArena* blocks) : index(blocks) {}
+  Stripe(BlockArena* blocks, uint32_t full_buckets) : index(blocks, full_buckets) {}
   Index index;
   std::vector<uint32_t> spare;                        // rows of removed ids
   uint32_t next_row = 0, rows_left = 0;               // fresh rows reserved for this stripe
@@ -56,7 +61,7 @@ struct Table::Stripe {
 };
 
 struct Table::Contents {
-  explicit Contents(int32_t stride) : rows(stride), blocks(Index::kBlockBytes), stripes(make_stripes()) {}
+  Contents(int32_t stride, int64_t expected) : rows(stride), stripes(make_stripes(expected)) {}
 
   // After this take_row() succeeds once more.
   void reserve_rows(Stripe& stripe) {
@@ -80,10 +85,12 @@ struct Table::Contents {
 
  private:
   template <size_t... I>
-  std::array<Stripe, kStripes> make_stripes(std::index_sequence<I...>) {
-    return {((void)I, Stripe(&blocks))...};
+  std::array<Stripe, kStripes> make_stripes(int64_t expected, std::index_sequence<I...>) {
+    return {Stripe(&blocks, Index::fitting_buckets(kStripesOfCells.share(I, expected)))...};
   }
-  std::array<Stripe, kStripes> make_stripes() { return make_stripes(std::make_index_sequence<kStripes>{}); }
+  std::array<Stripe, kStripes> make_stripes(int64_t expected) {
+    return make_stripes(expected, std::make_index_sequence<kStripes>{});
+  }
 };
 
 // The locks of a set of stripes, taken in rising order, so that two holders never wait for each other.

@@ -1,5 +1,6 @@
 #include "table/index.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <random>
@@ -12,34 +13,42 @@ static uint64_t random_salt() {
 }
 const uint64_t kIndexSalt = random_salt();
 
-Index::Index(BlockArena* blocks) : blocks_(blocks) {
+uint32_t Index::fitting_buckets(int64_t ids) {
+  constexpr int64_t kLanes = 4, kFill = 75, kLeast = 256;
+  if (ids < kLeast * kLanes * kFill / 100) return kFullBuckets;
+  int64_t buckets = ids / kLanes * 100 / kFill + 1;
+  while (buckets > kFullBuckets) buckets = (buckets + 1) / 2;  // as a segment is split
+  return static_cast<uint32_t>(buckets);
+}
+
+Index::Index(BlockArena* blocks, uint32_t full_buckets) : full_(full_buckets), blocks_(blocks) {
   directory_ = static_cast<Bucket**>(std::malloc(sizeof(Bucket*)));
   if (!directory_) throw std::bad_alloc();
   directory_[0] = make_segment(1, 0, 0);
 }
 
 Index::~Index() {
-  if (mask_ + 1 < kFullBuckets) std::free(directory_[0] - 1);
+  if (buckets_ < full_) std::free(directory_[0] - 1);
   std::free(directory_);
 }
 
 Bucket* Index::make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix) {
   const size_t bytes = (buckets + 1) * sizeof(Bucket);
-  void* memory = buckets == kFullBuckets ? blocks_->allocate() : std::aligned_alloc(64, bytes);
+  void* memory = buckets == full_ ? blocks_->allocate(bytes) : std::aligned_alloc(64, bytes);
   if (!memory) throw std::bad_alloc();
-  if (buckets < kFullBuckets) std::memset(memory, 0, bytes);  // the arena's blocks are zeroed already
+  if (buckets < full_) std::memset(memory, 0, bytes);  // the arena's blocks are zeroed already
   auto* first = static_cast<Bucket*>(memory) + 1;
   head(first) = {0, 0, depth, prefix};
   return first;
 }
 
 int64_t Index::bytes() const {
-  int64_t small = mask_ + 1 < kFullBuckets ? (mask_ + 2) * sizeof(Bucket) : 0;
+  int64_t small = buckets_ < full_ ? (buckets_ + 1) * sizeof(Bucket) : 0;
   return small + static_cast<int64_t>(sizeof(Bucket*) << depth_) + static_cast<int64_t>(sizeof *this);
 }
 
-Slot Index::place(Bucket* first, uint32_t mask, uint64_t hash, uint64_t id) {
-  for (uint32_t b = hash & mask;; b = (b + 1) & mask) {
+Slot Index::place(Bucket* first, uint32_t buckets, uint64_t hash, uint64_t id) {
+  for (uint32_t b = start(hash, buckets);; b = next(b, buckets)) {
     for (int lane = 0; lane < 4; ++lane) {
       if (first[b].row[lane] < kFirstRow) return take(first, {first + b, lane}, id);
     }
@@ -53,7 +62,7 @@ Slot Index::insert_grown(uint64_t hash, uint64_t id) {
     grow(first);
     first = segment(hash);
   }
-  Slot slot = place(first, mask_, hash, id);
+  Slot slot = place(first, buckets_, hash, id);
   ++size_;
   return slot;
 }
@@ -69,7 +78,7 @@ void Index::erase(uint64_t hash, Slot slot) {
 void Index::grow(Bucket* first) {
   if (head(first).erased > head(first).count / 4) {
     rebuild(first);
-  } else if (mask_ + 1 < kFullBuckets) {
+  } else if (buckets_ < full_) {
     enlarge(first);
   } else {
     split(first);
@@ -79,10 +88,10 @@ void Index::grow(Bucket* first) {
 // Takes ids out of a segment and puts them back where a probe that starts at home finds them.
 void Index::rebuild(Bucket* first) {
   std::vector<Entry> displaced;
-  for (uint32_t b = 0; b <= mask_; ++b) {
+  for (uint32_t b = 0; b < buckets_; ++b) {
     for (int lane = 0; lane < 4; ++lane) {
       Slot slot{first + b, lane};
-      if (slot.row() >= kFirstRow && (index_hash(slot.id()) & mask_) != b) {
+      if (slot.row() >= kFirstRow && start(index_hash(slot.id()), buckets_) != b) {
         displaced.push_back({slot.id(), slot.row(), slot.time()});
         --head(first).count;
         slot.row() = kFreeRow;
@@ -92,25 +101,25 @@ void Index::rebuild(Bucket* first) {
     }
   }
   head(first).erased = 0;
-  for (const Entry& entry : displaced) put(first, mask_, entry);
+  for (const Entry& entry : displaced) put(first, buckets_, entry);
 }
 
-void Index::put(Bucket* first, uint32_t mask, const Entry& entry) {
-  Slot slot = place(first, mask, index_hash(entry.id), entry.id);
+void Index::put(Bucket* first, uint32_t buckets, const Entry& entry) {
+  Slot slot = place(first, buckets, index_hash(entry.id), entry.id);
   slot.row() = entry.row;
   slot.time() = entry.time;
 }
 
 void Index::enlarge(Bucket* first) {
-  uint32_t buckets = 2 * (mask_ + 1);
+  uint32_t buckets = std::min(2 * buckets_, full_);
   Bucket* larger = make_segment(buckets, 0, 0);
-  for (uint32_t in = 0; in < 4 * (mask_ + 1); ++in) {
+  for (uint32_t in = 0; in < 4 * buckets_; ++in) {
     Slot slot{first + in / 4, static_cast<int>(in % 4)};
-    if (slot.row() >= kFirstRow) put(larger, buckets - 1, {slot.id(), slot.row(), slot.time()});
+    if (slot.row() >= kFirstRow) put(larger, buckets, {slot.id(), slot.row(), slot.time()});
   }
   std::free(first - 1);
   directory_[0] = larger;
-  mask_ = buckets - 1;
+  buckets_ = buckets;
 }
 
 void Index::split(Bucket* first) {
@@ -126,11 +135,11 @@ void Index::split(Bucket* first) {
     ++depth_;
   }
   uint64_t prefix = head(first).prefix;
-  Bucket* other = make_segment(kFullBuckets, depth + 1, 2 * prefix + 1);
-  for (uint32_t in = 0; in < 4 * kFullBuckets; ++in) {
+  Bucket* other = make_segment(full_, depth + 1, 2 * prefix + 1);
+  for (uint32_t in = 0; in < 4 * full_; ++in) {
     Slot slot{first + in / 4, static_cast<int>(in % 4)};
     if (slot.row() < kFirstRow || !(index_hash(slot.id()) >> (63 - kStripeBits - depth) & 1)) continue;
-    put(other, mask_, {slot.id(), slot.row(), slot.time()});
+    put(other, buckets_, {slot.id(), slot.row(), slot.time()});
     slot.row() = kErasedRow;
     --head(first).count;
   }

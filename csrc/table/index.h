@@ -3,7 +3,7 @@
 // A bucket is one cache line of four ids; a full bucket overflows into the next one of its segment. A segment that is
 // 80 % full is split in two, so growth moves a few thousand ids at a time and never the whole table. A small stripe has
 // one segment that doubles until it has the full size. The hash's top 10 bits choose the stripe, the next `depth` bits
-// the segment, the low bits the bucket.
+// the segment, the low 32 bits the bucket.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -46,10 +46,11 @@ class Index {
  public:
   static constexpr int kStripeBits = 10;  // top bits of the hash that are not the index's
   static constexpr uint32_t kFullBuckets = 1024;
-  static constexpr size_t kBlockBytes =
-      (kFullBuckets + 1) * sizeof(Bucket);  // one more in front for the segment's counts
+  // Buckets of a full segment for a stripe that is to hold about `ids`: so many that segments end up 75 % full, instead
+  // of anywhere between full and just split. kFullBuckets for a stripe of which nothing is known.
+  static uint32_t fitting_buckets(int64_t ids);
 
-  explicit Index(BlockArena* blocks);
+  Index(BlockArena* blocks, uint32_t full_buckets);
   ~Index();
   Index(Index&&) = delete;
 
@@ -57,11 +58,11 @@ class Index {
   int64_t bytes() const;  // what it takes outside the block arena
 
   // Where a probe for the hash begins: prefetch it.
-  Bucket* home(uint64_t hash) const { return segment(hash) + (hash & mask_); }
+  Bucket* home(uint64_t hash) const { return segment(hash) + start(hash, buckets_); }
 
   Slot find(uint64_t hash, uint64_t id) const {
     Bucket* first = segment(hash);
-    for (uint32_t b = hash & mask_;; b = (b + 1) & mask_) {
+    for (uint32_t b = start(hash, buckets_);; b = next(b, buckets_)) {
       Bucket* bucket = first + b;
       uint32_t equal = lanes_of(*bucket, id);
       for (; equal; equal &= equal - 1) {
@@ -81,9 +82,10 @@ class Index {
   }
   // Asks for the memory that probing on from a home bucket, or inserting there, will need next.
   void ask_beyond(uint64_t hash, Bucket* home) const {
-    Bucket* first = home - (hash & mask_);
+    uint32_t at = start(hash, buckets_);
+    Bucket* first = home - at;
     if (home->row[3] != kFreeRow)  // lanes fill in order
-      for (int beyond = 1; beyond <= 3; ++beyond) __builtin_prefetch(first + ((hash + beyond) & mask_));
+      for (int beyond = 1; beyond <= 3; ++beyond) __builtin_prefetch(first + (at = next(at, buckets_)));
     __builtin_prefetch(first - 1);  // an id that is inserted is counted there
   }
 
@@ -92,7 +94,7 @@ class Index {
   Slot find_or_insert(uint64_t hash, uint64_t id, bool* created) {
     Bucket* first = segment(hash);
     Slot open;  // the first slot that a new id may take
-    for (uint32_t b = hash & mask_;; b = (b + 1) & mask_) {
+    for (uint32_t b = start(hash, buckets_);; b = next(b, buckets_)) {
       Bucket* bucket = first + b;
       uint32_t equal = lanes_of(*bucket, id);
       for (; equal; equal &= equal - 1) {
@@ -128,7 +130,7 @@ class Index {
   static constexpr uint64_t kEnd = ~uint64_t{0};
   template <class Fn>
   uint64_t visit(uint64_t place, int64_t limit, Fn fn) const {
-    uint64_t slots = uint64_t{4} * (mask_ + 1);
+    uint64_t slots = uint64_t{4} * buckets_;
     for (uint64_t at = place / slots, in = place % slots; at < (uint64_t{1} << depth_); ++at, in = 0) {
       Bucket* first = directory_[at];
       if (at != first_entry(first)) continue;
@@ -151,7 +153,7 @@ class Index {
       Bucket* first = directory_[at];
       if (at != first_entry(first)) continue;
       int64_t here = 0;
-      for (uint32_t in = 0; in < 4 * (mask_ + 1); ++in) {
+      for (uint32_t in = 0; in < 4 * buckets_; ++in) {
         Slot slot{first + in / 4, static_cast<int>(in % 4)};
         if (slot.row() >= kFirstRow && gone(slot)) {
           slot.row() = kErasedRow;
@@ -182,10 +184,15 @@ class Index {
     return uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
            uint32_t{ids[3] == id} << 3;
   }
+  // The bucket that a hash wants among so many, and the one behind a bucket: a segment is a ring.
+  static uint32_t start(uint64_t hash, uint32_t buckets) {
+    return static_cast<uint32_t>((hash & 0xFFFFFFFFu) * buckets >> 32);
+  }
+  static uint32_t next(uint32_t bucket, uint32_t buckets) { return bucket + 1 == buckets ? 0 : bucket + 1; }
   static Head& head(Bucket* first) { return *reinterpret_cast<Head*>(first - 1); }
   uint64_t first_entry(Bucket* first) const { return head(first).prefix << (depth_ - head(first).depth); }
   Bucket* segment(uint64_t hash) const { return directory_[((hash << kStripeBits) >> 1) >> (63 - depth_)]; }
-  uint32_t limit() const { return static_cast<uint32_t>(uint64_t{4} * (mask_ + 1) * 80 / 100); }
+  uint32_t limit() const { return static_cast<uint32_t>(uint64_t{4} * buckets_ * 80 / 100); }
 
   struct Entry {
     uint64_t id;
@@ -199,8 +206,8 @@ class Index {
     slot.bucket->id[slot.lane] = id;
     return slot;
   }
-  static Slot place(Bucket* first, uint32_t mask, uint64_t hash, uint64_t id);
-  static void put(Bucket* first, uint32_t mask, const Entry& entry);
+  static Slot place(Bucket* first, uint32_t buckets, uint64_t hash, uint64_t id);
+  static void put(Bucket* first, uint32_t buckets, const Entry& entry);
   void grow(Bucket* first);
   void rebuild(Bucket* first);
   void enlarge(Bucket* first);
@@ -208,7 +215,8 @@ class Index {
 
   Bucket** directory_;
   uint32_t depth_ = 0;
-  uint32_t mask_ = 0;  // buckets of a segment, less one; all segments have the same
+  uint32_t buckets_ = 1;  // of a segment; all segments have the same
+  const uint32_t full_;   // and the most that they get
   int64_t size_ = 0;
   BlockArena* blocks_;
 };

@@ -73,20 +73,21 @@ BlockArena::~BlockArena() {
   for (auto [slab, bytes] : slabs_) unmap_pages(slab, bytes);
 }
 
-void* BlockArena::allocate() {
+void* BlockArena::allocate(size_t bytes) {
   std::lock_guard lock(mutex_);
-  if (left_ < block_bytes_) {
+  if (left_ < bytes) {
     // A slab is an eighth of what there is: few mappings in a large table, little waste in a small one.
-    size_t bytes = std::clamp(used_ / 8, size_t{2} << 20, size_t{64} << 20);
-    bytes = (bytes + kHuge - 1) & ~(kHuge - 1);
-    next_ = static_cast<char*>(map_pages(bytes, used_ >= (size_t{8} << 20)));
-    left_ = bytes;
-    slabs_.emplace_back(next_, bytes);
+    size_t slab = std::clamp(used_ / 8, size_t{2} << 20, size_t{64} << 20);
+    slab = (slab + kHuge - 1) & ~(kHuge - 1);
+    huge_ = used_ >= (size_t{8} << 20);
+    next_ = static_cast<char*>(map_pages(slab, huge_));
+    left_ = slab;
+    slabs_.emplace_back(next_, slab);
   }
   void* block = next_;
-  next_ += block_bytes_;
-  left_ -= block_bytes_;
-  used_ += block_bytes_;
+  next_ += bytes;
+  left_ -= bytes;
+  used_ += bytes;
   return block;
 }
 
@@ -94,7 +95,9 @@ int64_t BlockArena::bytes() const {
   std::lock_guard lock(mutex_);
   int64_t total = 0;
   for (auto [slab, bytes] : slabs_) total += static_cast<int64_t>(bytes);
-  return total;
+  // What is left of the last slab was not touched, so it takes no memory but for the rest of its last page.
+  const size_t page = huge_ ? kHuge : 4096;
+  return total - static_cast<int64_t>(left_ / page * page);
 }
 
 }  // namespace shoal

@@ -49,23 +49,23 @@ class RowArena {
   bool tracking_ = false;
 };
 
-// Fixed-size blocks for full index segments.
+// Blocks for full index segments, zeroed and aligned to a cache line, of at most 2 MiB.
 class BlockArena {
  public:
-  explicit BlockArena(size_t block_bytes) : block_bytes_(block_bytes) {}
+  BlockArena() = default;
   ~BlockArena();
   BlockArena(const BlockArena&) = delete;
   BlockArena& operator=(const BlockArena&) = delete;
-  void* allocate();
+  void* allocate(size_t bytes);  // a multiple of 64
   int64_t bytes() const;
 
  private:
-  const size_t block_bytes_;
   mutable std::mutex mutex_;
   std::vector<std::pair<void*, size_t>> slabs_;
   char* next_ = nullptr;
   size_t left_ = 0;
   size_t used_ = 0;
+  bool huge_ = false;  // the last slab is on huge pages
 };
 
 }  // namespace shoal

@@ -12,10 +12,11 @@ bool Expiry::stale(int64_t id, uint32_t time, int64_t now) const {
   return now - static_cast<int64_t>(time) >= static_cast<int64_t>(days) * 86400;
 }
 
-Table::Table(Layout layout, uint64_t seed)
+Table::Table(Layout layout, uint64_t seed, int64_t expected)
     : layout_(std::move(layout)),
       seed_(hash_id(seed + 0x9E3779B97F4A7C15ULL)),
-      contents_(std::make_unique<Contents>(layout_.stride)),
+      expected_(expected),
+      contents_(std::make_unique<Contents>(layout_.stride, expected)),
       scales_(layout_.segments.size()) {
   plain_ = !layout_.serving;
   for (size_t i = 0; i < layout_.segments.size(); ++i) {
@@ -107,7 +108,7 @@ int64_t Table::erase(const int64_t* ids, int64_t n) {
 }
 
 void Table::clear() {
-  Table empty(layout_, 0);
+  Table empty(layout_, 0, expected_);
   swap_contents(empty);
 }
 

@@ -47,7 +47,8 @@ struct NonFiniteGradient {
 
 class Table {
  public:
-  Table(Layout layout, uint64_t seed);
+  // `expected` rows: the index is sized so that it wastes least at that many; it may hold any number.
+  Table(Layout layout, uint64_t seed, int64_t expected = 1);
   ~Table();
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
@@ -149,6 +150,7 @@ class Table {
 
   const Layout layout_;
   const uint64_t seed_;
+  const int64_t expected_;
   std::vector<StepFn> steps_;
   bool plain_;  // lookups are copies of the weights
   mutable RwLock locks_[kStripes];

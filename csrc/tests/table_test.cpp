@@ -47,6 +47,36 @@ TEST(every_id_is_legal_and_has_its_own_row) {
   CHECK(table.size() == 8);
 }
 
+TEST(a_table_that_knows_its_size_wastes_less_and_still_holds_any_number) {
+  std::mt19937_64 random(3);
+  for (int64_t expected : {1LL, 3000LL, 60000LL, 300000LL}) {
+    Table table(layout(1), 1, expected);
+    std::vector<int64_t> ids(static_cast<size_t>(std::max<int64_t>(expected, 1000)));
+    std::vector<float> values(ids.size());
+    for (size_t i = 0; i < ids.size(); ++i) {
+      ids[i] = static_cast<int64_t>(random());
+      values[i] = static_cast<float>(i % 8191);
+    }
+    assign(table, ids, values);
+    CHECK(lookup(table, ids) == values);
+    if (expected >= 300000) CHECK(table.bytes() < 28 * expected);  // 4 of the row, 20 of a slot that is 80 % full
+    std::vector<int64_t> more(150000);
+    for (int64_t& id : more) id = static_cast<int64_t>(random());
+    assign(table, more, std::vector<float>(more.size(), 7.0f));
+    CHECK(table.size() == static_cast<int64_t>(ids.size() + more.size()));
+    CHECK(lookup(table, ids) == values);
+    CHECK(lookup(table, more) == std::vector<float>(more.size(), 7.0f));
+    CHECK(table.erase(ids.data(), static_cast<int64_t>(ids.size())) == static_cast<int64_t>(ids.size()));
+    CHECK(lookup(table, ids) == std::vector<float>(ids.size(), 0.0f));
+    table.clear();
+    assign(table, ids, values);
+    CHECK(lookup(table, ids) == values);
+  }
+  Table huge(layout(1), 1, std::numeric_limits<int64_t>::max());
+  assign(huge, {5}, {1.0f});
+  CHECK(huge.bytes() < (4 << 20));
+}
+
 TEST(a_random_history_matches_a_map) {
   std::mt19937_64 random(7);
   for (int threads : {1, 3}) {

@@ -29,7 +29,6 @@ from shoal.serving import (
     tensor_from_proto,
     tensor_to_proto,
 )
-from shoal.serving.batching import Batcher
 from shoal.serving.split import Delta, DeltaBatch
 from shoal.table import FloatCompressorConfig, MultiHashTable, test_hash_table
 from tests.serving.helpers import eventually
@@ -376,6 +375,53 @@ def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, 
     pusher.close()
 
 
+@pytest.mark.parametrize("quantise", [False, True])
+def test_pushes_to_a_quantised_multi_table_store_the_same_rows_in_either_form(serve, tmp_path, quantise):
+    """Each sub-table in its own form: bytes, half floats, plain floats and signs in one message."""
+    from shoal.serving.push import PushClient, encode_push
+    from shoal.table import HashTableConfigInstance
+
+    forms = {
+        "a": FloatCompressorConfig(fixed_r8=FloatCompressorConfig.FixedR8(r=2.0)),
+        "b": FloatCompressorConfig(fp16=FloatCompressorConfig.Fp16()),
+        "c": FloatCompressorConfig(fp32=FloatCompressorConfig.Fp32()),
+        "d": FloatCompressorConfig(one_bit=FloatCompressorConfig.OneBit(amplitude=0.25)),
+    }
+    configs = {}
+    for dim, (name, form) in enumerate(forms.items(), 1):
+        config = instance(dim).table_config
+        config.entry_config.segments[0].comp_config.CopyFrom(form)
+        configs[name] = HashTableConfigInstance(config, [1.0])
+    table = MultiHashTable.from_configs(configs, name_suffix="q")
+    export_ps(tmp_path / "1", [table], model_name="m", sub_graph="ps_0", global_step=1)
+    server, client = serve(config_of(m=(tmp_path,)))
+    torch.manual_seed(4)
+    ids = {"a": [5, -6, 7], "b": [1], "c": [], "d": [2, 3]}
+    rows = {name: torch.rand(len(ids[name]), dim) * 1.9 - 0.95 for dim, name in enumerate(ids, 1)}
+    deltas = [
+        Delta(name, dim, torch.tensor(ids[name], dtype=torch.int64).numpy(), rows[name].numpy())
+        for dim, name in enumerate(ids, 1)
+    ]
+    signature = "MonolithMultiHashTable_q/raw_assign"
+    batch = DeltaBatch("m", signature, 5000, True, deltas)
+    pusher = PushClient(f"127.0.0.1:{server.port}", quantise=quantise)
+    response = pusher.push(batch)
+    assert (response.status_code, response.update_num) == (0, 6), response
+    got = client.predict("m", "lookup", {name: torch.tensor(each, dtype=torch.int64) for name, each in ids.items()})
+    assert torch.allclose(got["a"], (rows["a"] * 64 + 0.5).floor() / 64)
+    assert torch.equal(got["b"], rows["b"].half().float())
+    assert got["c"].shape == (0, 3)
+    assert torch.equal(got["d"], torch.where(rows["d"] > 0, 0.25, -0.25))
+    if quantise:
+        asked = pusher._asked("m", signature)
+        assert list(asked) == ["flat_value"]
+        assert len(encode_push(batch, asked)[0]) < len(encode_push(batch)[0])
+        with fails(CODE.INVALID_ARGUMENT, "10 bytes, got 3"):
+            inputs = {"id": torch.tensor([5, 6, 7, 8]), "id_split": torch.tensor([0, 2, 3, 3, 4])}
+            client.predict("m", signature, {**inputs, "flat_value": torch.zeros(3, dtype=torch.uint8)})
+    pusher.close()
+
+
 def test_zeros_are_tombstones_where_the_export_says_so(serve, tmp_path):
     export(tmp_path, 1, 1, skip_zero=True)
     server, client = serve(config_of(m=(tmp_path,)))
@@ -443,49 +489,6 @@ def test_an_entry_asks_its_shards(serve, tmp_path, net):
     set_address_table({"m:ps_0": []})
     with fails(CODE.UNAVAILABLE, "m:ps_"):
         client.predict("m", "", request)
-
-
-def test_a_batcher_runs_alone_requests_at_once_and_joins_those_that_wait():
-    sizes, gate, inside = [], threading.Event(), threading.Event()
-
-    def run(inputs):
-        sizes.append(len(inputs["x"]))
-        if len(sizes) == 1:
-            inside.set()
-            gate.wait(10)
-        return {"y": inputs["x"] * 2}
-
-    batcher = Batcher(run, max_rows=6)
-    results = {}
-    threads = [
-        threading.Thread(target=lambda n=n: results.update({n: batcher({"x": torch.full((n,), n)})["y"]}))
-        for n in (1, 2, 3, 4)
-    ]
-    threads[0].start()
-    inside.wait(5)
-    for thread in threads[1:]:
-        thread.start()
-    eventually(lambda: len(batcher._queue) == 3)
-    gate.set()
-    for thread in threads:
-        thread.join(10)
-    assert all(results[n].tolist() == [2 * n] * n for n in (1, 2, 3, 4))
-    assert sizes[0] == 1
-    assert max(sizes) <= 6
-    assert sum(sizes) == 10
-    assert batcher.batches < 4
-
-
-def test_an_error_in_a_batch_reaches_everybody_and_the_next_one_runs():
-    def run(inputs):
-        if (inputs["x"] < 0).any():
-            raise ValueError("negative")
-        return {"y": inputs["x"]}
-
-    batcher = Batcher(run)
-    with pytest.raises(ValueError, match="negative"):
-        batcher({"x": torch.tensor([-1])})
-    assert batcher({"x": torch.tensor([1])})["y"].tolist() == [1]
 
 
 def test_stopping_lets_running_requests_finish(serve):

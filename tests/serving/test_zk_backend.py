@@ -127,14 +127,15 @@ def test_asking_before_subscribing_is_an_error(backends):
         backends().get_sync_targets("ps_0")
 
 
-def test_a_layout_is_followed_and_undeclared_models_are_skipped(backends):
+@pytest.mark.parametrize("form", ["path", "name"])
+def test_a_layout_is_followed_and_undeclared_models_are_skipped(backends, form):
     operator, serving = backends(), backends()
     operator.decl_saved_model(SavedModel("m", "entry"), SavedModelDeployConfig("/x/entry", "latest"))
     operator.decl_saved_model(SavedModel("m", "ps_0"), SavedModelDeployConfig("/x/ps_0", "latest_once"))
     assert sorted(map(str, operator.list_saved_models("m"))) == ["m:entry", "m:ps_0"]
     assert operator.list_saved_models("nothing") == []
     seen = []
-    path = f"/{backends.bzid}/layouts/blue"
+    path = f"/{backends.bzid}/layouts/blue" if form == "path" else "blue"
     serving.register_layout_callback(path, lambda models: seen.append({str(m): d for m, d in models}) and None)
     assert seen == [{}]
     operator.add_to_layout("blue", SavedModel("m", "ps_0"))

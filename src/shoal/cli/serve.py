@@ -54,7 +54,7 @@ class Options:
     max_message_mib: int = 32
     """Larger requests are refused."""
     workers: int = 96
-    """Requests that are handled at once."""
+    """Threads for what does not run on the event loop: pushes, calls of other servers, long batches."""
     threads: int = 0
     """Threads of one native or torch operation; 0 = as many as there are CPUs."""
     drain_seconds: float = 10.0
@@ -74,12 +74,13 @@ def serve(options: Options) -> int:
     import torch
 
     from shoal import set_num_threads
+    from shoal.serving.process import tune_server_process
     from shoal.serving.server import ModelServer
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if (options.model_dir is None) == (options.config is None):
         raise ConfigError("shoal serve: give a MODEL_DIR or --config, and not both")
-    sys.setswitchinterval(0.0005)  # a batch gives up the interpreter at every operation and must get it back soon
+    tune_server_process()
     if options.threads:
         torch.set_num_threads(options.threads)
         set_num_threads(options.threads)

@@ -1,30 +1,65 @@
-"""Adaptive micro-batching: requests that arrive while a batch runs are run together as the next one.
+"""Adaptive micro-batching: requests that come close together are read, run and answered as one.
 
-Nobody waits for company: a request that finds the model idle runs at once, on its own thread. Whoever finishes hands
-the model to one of those who came meanwhile, and that one does all the work of all of them, decoding and encoding
-included, while the others sleep: threads that all want the interpreter at once would slow each other down.
+All of it happens on the event loop's thread, which is why it is fast: nothing is handed from thread to thread, and
+nobody else wants the interpreter. Only a model whose batches take long runs on a thread of the pool; what arrives
+meanwhile is its next batch.
+
+A lone request does not wait for company. When requests come fast, the first of a batch waits a millisecond, but only
+as long as that gathers others.
 """
 
-import threading
+import asyncio
+import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
 
+from shoal.serving.joining import join_calls, split_answers
+from shoal.serving.predict import PredictCall
+
 Tensors = dict[str, Any]
 
 MAX_GROUP = 256
+WINDOW = 0.00095  # seconds that the first of a batch waits at most; just under a tick of the loop's clock
+PROBE = 200  # a batch in so many waits although waiting did not pay lately
+SHORT = 0.002  # seconds of work that may hold up the loop
 
-_NEVER = threading.Lock()  # stands in for the lock of a request that does not wait
+
+class Pace:
+    """How long calls of one kind take, and so whether they may run on the event loop itself."""
+
+    def __init__(self, may_inline: bool = True) -> None:
+        self._may_inline = may_inline
+        self._seconds: float | None = None
+
+    @property
+    def short(self) -> bool:
+        return self._may_inline and self._seconds is not None and self._seconds < SHORT
+
+    def timed(self, work: Callable[[], Any]) -> Any:
+        begin = time.thread_time()  # the time of this thread: waiting for a processor says nothing about the work
+        try:
+            return work()
+        finally:
+            spent = time.thread_time() - begin
+            before = spent if self._seconds is None else self._seconds
+            self._seconds = max(spent, (before + spent) / 2)
 
 
 class _Waiting:
-    __slots__ = ("error", "finish", "inputs", "leads", "prepare", "ready", "result", "rows")
+    __slots__ = ("call", "error", "finish", "future", "inputs", "prepare", "resolved", "result", "rows")
 
-    def __init__(self, prepare: Callable[[], Tensors], finish: Callable[[Tensors], Any]) -> None:
-        self.prepare, self.finish = prepare, finish
-        self.ready = _NEVER
-        self.leads = False
+    def __init__(
+        self,
+        prepare: Callable[[], Tensors],
+        finish: Callable[[Tensors], Any],
+        call: PredictCall | None,
+        resolved: bytes,
+    ) -> None:
+        self.prepare, self.finish, self.call, self.resolved = prepare, finish, call, resolved
+        self.future: asyncio.Future[Any] | None = None
         self.inputs: Tensors = {}
         self.rows = -1
         self.result: Any = None
@@ -36,59 +71,149 @@ class Batcher:
 
     Args:
         call: takes and gives ``{alias: tensor}``.
+        check: raises where joined inputs are not what ``call`` takes.
         max_rows: a batch has at most this many rows, unless one request alone has more.
+        pool: runs batches that take long; None = they run on the loop, too.
     """
 
-    def __init__(self, call: Callable[[Tensors], Tensors], max_rows: int = 1024) -> None:
-        self._call = call
+    def __init__(
+        self,
+        call: Callable[[Tensors], Tensors],
+        check: Callable[[Tensors], None] = lambda inputs: None,
+        max_rows: int = 1024,
+        pool: Executor | None = None,
+    ) -> None:
+        self._call, self._check = call, check
         self._max_rows = max_rows
-        self._lock = threading.Lock()
+        self._pool = pool
+        self._pace = Pace()
         self._queue: list[_Waiting] = []
-        self._busy = False
+        self._due = False  # a batch is running or about to
+        self._gap = 1.0  # seconds between requests, lately
+        self._arrived = 0.0
+        self._company = 1.0  # requests that a batch which waited had, lately
+        self._since_probe = 0
         self.batches = 0
         self.requests = 0
 
-    def __call__(self, inputs: Tensors) -> Tensors:
-        return self.submit(lambda: inputs, lambda outputs: outputs)
+    async def submit(
+        self,
+        prepare: Callable[[], Tensors],
+        finish: Callable[[Tensors], Any],
+        call: PredictCall | None = None,
+        resolved: bytes = b"",
+    ) -> Any:
+        """``finish(outputs of prepare())``, run with other requests or alone.
 
-    def submit(self, prepare: Callable[[], Tensors], finish: Callable[[Tensors], Any]) -> Any:
-        """``finish(outputs of prepare())``; either may run on another request's thread; errors are raised here."""
-        mine = _Waiting(prepare, finish)
-        with self._lock:
-            wait = self._busy
-            if wait:
-                mine.ready = threading.Lock()
-                mine.ready.acquire()
-                self._queue.append(mine)
+        A request that came as bytes also gives its ``call``: those that ask alike are read and answered natively,
+        without prepare and finish, under the model spec ``resolved``.
+        """
+        loop = asyncio.get_running_loop()
+        mine = _Waiting(prepare, finish, call, resolved)
+        mine.future = loop.create_future()
+        now = loop.time()
+        self._gap += 0.1 * (min(now - self._arrived, 1.0) - self._gap)
+        self._arrived = now
+        self._queue.append(mine)
+        if not self._due:
+            self._schedule(loop)
+        return await mine.future
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due = True
+        waits = False
+        if self._gap < 2 * WINDOW and len(self._queue) < MAX_GROUP:
+            self._since_probe += 1
+            waits = self._company > 1.2 or self._since_probe >= PROBE
+        if waits:
+            self._since_probe = 0
+            loop.call_later(WINDOW, self._begin, loop, True)
+        else:
+            loop.call_soon(self._begin, loop, False)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop, waited: bool) -> None:
+        group = self._queue[:MAX_GROUP]
+        del self._queue[:MAX_GROUP]
+        if waited:
+            self._company += 0.5 * (len(group) - self._company)
+        if self._pool is None or self._pace.short:
+            self._pace.timed(lambda: self.run(group))
+            self._end(loop, group)
+        else:
+            done = loop.run_in_executor(self._pool, self._pace.timed, lambda: self.run(group))
+            done.add_done_callback(lambda _: self._end(loop, group))
+
+    def _end(self, loop: asyncio.AbstractEventLoop, group: list[_Waiting]) -> None:
+        self._due = False
+        for each in group:
+            future = each.future
+            if future is None or future.done():  # its caller has gone
+                continue
+            if each.error is not None:
+                future.set_exception(each.error)
             else:
-                self._busy = True
-        if wait:
-            mine.ready.acquire()
-        if not wait or mine.leads:
-            self._lead(mine)
-        if mine.error is not None:
-            raise mine.error
-        return mine.result
+                future.set_result(each.result)
+        if self._queue:
+            self._schedule(loop)
 
-    def _lead(self, mine: _Waiting) -> None:
-        with self._lock:
-            group = [mine, *self._queue[: MAX_GROUP - 1]]
-            del self._queue[: MAX_GROUP - 1]
-            self.requests += len(group)
+    # --- a batch ----------------------------------------------------------------------------------------------------
+
+    def run(self, group: list[_Waiting]) -> None:
+        """Gives each of the group its result or its error."""
+        self.requests += len(group)
+        if self._run_joined(group):
+            return
+        for each in group:
+            self._prepare(each)
+        for batch in self._batches([each for each in group if each.error is None]):
+            self._run_tensors(batch)
+
+    def _run_joined(self, group: list[_Waiting]) -> bool:
+        """The way of requests that came as bytes and ask alike; False when they are to be read one by one."""
+        first = group[0]
+        if first.call is None:
+            return False
+        calls: list[PredictCall] = []
+        for each in group:
+            call = each.call
+            if call is None or each.resolved != first.resolved or call.output_filter != first.call.output_filter:
+                return False
+            calls.append(call)
+        joined = join_calls(calls)
+        if joined is None:
+            return False
+        inputs, rows = joined
         try:
-            for each in group:
-                self._prepare(each)
-            for batch in self._batches([each for each in group if each.error is None]):
-                self._run(batch)
-        finally:
-            with self._lock:
-                following = self._queue.pop(0) if self._queue else None
-                self._busy = following is not None
-            if following is not None:
-                following.leads = True
-                following.ready.release()
-            for each in group[1:]:
-                each.ready.release()
+            self._check(inputs)
+        except Exception:
+            return False
+        at = begin = 0
+        while at < len(group):
+            end, count = at + 1, rows[at]
+            while end < len(group) and count + rows[end] <= self._max_rows:
+                count += rows[end]
+                end += 1
+            batch = inputs if end - at == len(group) else {a: v[begin : begin + count] for a, v in inputs.items()}
+            self._run_native(group[at:end], batch, rows[at:end])
+            at, begin = end, begin + count
+        return True
+
+    def _run_native(self, batch: list[_Waiting], inputs: Tensors, rows: list[int]) -> None:
+        self.batches += 1
+        try:
+            outputs = self._call(inputs)
+            call = batch[0].call
+            if call is not None and call.output_filter:
+                outputs = {alias: outputs[alias] for alias in call.output_filter}
+            answers = split_answers(batch[0].resolved, outputs, rows)
+        except Exception as error:
+            self._failed(batch, error)
+            return
+        if answers is None:
+            self._cut(batch, outputs, rows)
+            return
+        for each, answer in zip(batch, answers, strict=True):
+            each.result = answer
 
     def _prepare(self, each: _Waiting) -> None:
         try:
@@ -112,7 +237,7 @@ class Batcher:
                 rows = each.rows
         return batches
 
-    def _run(self, batch: list[_Waiting]) -> None:
+    def _run_tensors(self, batch: list[_Waiting]) -> None:
         self.batches += 1
         try:
             if len(batch) == 1:
@@ -120,17 +245,29 @@ class Batcher:
             else:
                 outputs = self._call({a: torch.cat([each.inputs[a] for each in batch]) for a in batch[0].inputs})
         except Exception as error:
-            for each in batch:
-                each.error = error
+            self._failed(batch, error)
             return
-        begin = 0
+        self._cut(batch, outputs, [each.rows for each in batch])
+
+    def _failed(self, batch: list[_Waiting], error: Exception) -> None:
+        """What a model cannot run is that request's fault, not its neighbours': each is tried alone."""
+        if len(batch) == 1:
+            batch[0].error = error
+            return
         for each in batch:
+            self._prepare(each)
+            if each.error is None:
+                self._run_tensors([each])
+
+    def _cut(self, batch: list[_Waiting], outputs: Tensors, rows: list[int]) -> None:
+        begin = 0
+        for each, count in zip(batch, rows, strict=True):
             try:
-                own = outputs if len(batch) == 1 else {a: v[begin : begin + each.rows] for a, v in outputs.items()}
+                own = outputs if len(batch) == 1 else {a: v[begin : begin + count] for a, v in outputs.items()}
                 each.result = each.finish(own)
             except Exception as error:
                 each.error = error
-            begin += each.rows
+            begin += count
 
 
 def _joinable(one: _Waiting, two: _Waiting) -> bool:

@@ -125,6 +125,8 @@ def export_tables(
         else:
             where = os.path.relpath(shared_assets.resolve(), (final or directory).resolve())
         configs = [serving_config(each, codec, skip_zero_embedding) for each in view.configs()]
+        for config, rows in zip(configs, view.sub_rows(), strict=True):
+            config.initial_capacity = max(1, rows)  # a replica's index fits what is loaded into it
         specs.append(
             TableSpec(
                 name=view.name,

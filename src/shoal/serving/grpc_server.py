@@ -41,18 +41,26 @@ class _BothPools:
 
 def add_health_and_reflection(server: Any, services: Sequence[str]) -> Any:
     """Adds both and reports ``services`` (and the server as a whole) as serving; returns the health servicer."""
-    import shoal.proto.serving.agent_service_pb2
-    import shoal.proto.serving.tf_serving_pb2  # noqa: F401  (the descriptors that reflection shows)
-
     servicer = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
-    reflection.enable_server_reflection(names, server, pool=_BothPools())  # pyrefly: ignore
+    _add(server, services, servicer)
     for name in ("", *services):
         servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     return servicer
 
 
-def set_not_serving(servicer: Any) -> None:
-    """Health answers NOT_SERVING from now on, so that balancers stop sending."""
-    servicer.enter_graceful_shutdown()
+async def add_async_health_and_reflection(server: Any, services: Sequence[str]) -> Any:
+    """The same for a server of ``grpc.aio``."""
+    servicer = health.aio.HealthServicer()  # pyrefly: ignore
+    _add(server, services, servicer)
+    for name in ("", *services):
+        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return servicer
+
+
+def _add(server: Any, services: Sequence[str], servicer: Any) -> None:
+    import shoal.proto.serving.agent_service_pb2
+    import shoal.proto.serving.tf_serving_pb2  # noqa: F401  (the descriptors that reflection shows)
+
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(names, server, pool=_BothPools())  # pyrefly: ignore

@@ -1,6 +1,6 @@
 """Predict messages to and from bytes, tensors read and written without message objects in between."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,19 @@ class PredictCall:
             return decode_tensor_at(self.data, *self.inputs[alias], max_bytes)
         except DataError as error:
             raise DataError(f"input {alias!r}: {error}") from None
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request: what it is for, how to read its inputs, and what its outputs become."""
+
+    spec: ModelSpec
+    read: Callable[[], dict[str, Any]]
+    output_filter: list[str]
+    identity: str = ""
+    finish: Callable[[bytes, dict[str, Any]], Any] = lambda spec, outputs: (spec, outputs)
+    call: PredictCall | None = None
+    """The message that it came as; then ``finish`` is what encodes the answer."""
 
 
 def model_spec(name: str, signature_name: str = "", version: int | None = None) -> ModelSpec:

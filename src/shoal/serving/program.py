@@ -204,8 +204,8 @@ def load_program(
     program = Program(net, features, outputs, lookup)
     spec = manifest.signatures["serving_default"]
     # An entry waits for its shards: its requests run side by side instead of being joined.
-    batch = not given.get("remote")
-    return Signature(SignatureSpec(dict(spec.inputs), dict(spec.outputs)), program, batch=batch)
+    remote = bool(given.get("remote"))
+    return Signature(SignatureSpec(dict(spec.inputs), dict(spec.outputs)), program, batch=not remote, waits=remote)
 
 
 def input_specs(features: Mapping[str, Feature], dense: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:

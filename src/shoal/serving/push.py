@@ -53,9 +53,13 @@ def encode_push(batch: DeltaBatch, codecs: dict[str, Any] | None = None) -> tupl
     if batch.multi:
         ids = [delta.fids for delta in batch.deltas]
         flat = [np.ascontiguousarray(delta.values).reshape(-1) for delta in batch.deltas]
+        encode = codecs.get("flat_value")
         inputs["id"] = tensor_chunks(np.concatenate(ids) if ids else np.empty(0, np.int64))
         inputs["id_split"] = tensor_chunks(np.cumsum([0, *counts], dtype=np.int64))
-        inputs["flat_value"] = tensor_chunks(np.concatenate(flat) if flat else np.empty(0, np.float32))
+        if encode is not None:
+            inputs["flat_value"] = encode(flat)
+        else:
+            inputs["flat_value"] = tensor_chunks(np.concatenate(flat) if flat else np.empty(0, np.float32))
     else:
         for delta in batch.deltas:
             encode = codecs.get(f"{delta.unique_id}_value", tensor_chunks)

@@ -2,9 +2,12 @@
 
 A replica asks in its metadata: the name of a ``T_value`` input is then ``T_value:0|<codec>``. What arrives decodes to
 exactly what encoding the full-precision row would have stored.
+
+A multi-table's ``flat_value`` names a codec for each sub-table, ``flat_value:0|<codec>;<codec>;...`` (empty = plain
+floats). Its values then travel as ``uint8``: the bytes of each sub-table's values in its own form, one after another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,22 +43,64 @@ def wire_dtype(codec: str) -> str:
     return "float" if not codec else HALF if codec == HALF else "int8"
 
 
+def _content(codec: str, values: np.ndarray) -> bytes:
+    """float32 values in a codec's form, little-endian."""
+    kind, _, number = codec.partition(":")
+    if not kind:
+        return values.astype("<f4", copy=False).tobytes()
+    if kind == HALF:
+        with np.errstate(over="ignore"):
+            return values.astype("<f2").tobytes()
+    if kind == "fixed_r8":
+        step = np.float32(float(number) / 128)
+        moved = np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf)
+        moved = np.trunc(np.clip((moved + np.copysign(step / 2, moved)) / step, -128, 127))
+        return moved.astype(np.int8).tobytes()
+    return np.where(values > 0, 1, -1).astype(np.int8).tobytes()
+
+
 def encoder(codec: str) -> Callable[[np.ndarray], bytes]:
     """float32 ``[k, dim]`` to a serialised TensorProto."""
-    kind, _, number = codec.partition(":")
+    return lambda values: encode_content(wire_dtype(codec), values.shape, _content(codec, values))
 
-    def encode(values: np.ndarray) -> bytes:
-        if kind == HALF:
-            with np.errstate(over="ignore"):
-                return encode_content(HALF, values.shape, values.astype("<f2").tobytes())
-        if kind == "fixed_r8":
-            step = np.float32(float(number) / 128)
-            moved = np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf)
-            moved = np.trunc(np.clip((moved + np.copysign(step / 2, moved)) / step, -128, 127))
-            return encode_content("int8", values.shape, moved.astype(np.int8).tobytes())
-        return encode_content("int8", values.shape, np.where(values > 0, 1, -1).astype(np.int8).tobytes())
+
+def asked_multi(configs: Sequence[Any]) -> str:
+    """What the sub-tables of a serving multi-table ask for, in their order; "" when all take plain floats."""
+    codecs = [asked(config) for config in configs]
+    return ";".join(codecs) if any(codecs) else ""
+
+
+def multi_encoder(codecs: str) -> Callable[[Sequence[np.ndarray]], bytes]:
+    """The float32 values of each sub-table to a serialised TensorProto of bytes."""
+    kinds = codecs.split(";")
+
+    def encode(tables: Sequence[np.ndarray]) -> bytes:
+        if len(tables) != len(kinds):
+            raise DataError(f"a replica asks for {len(kinds)} sub-tables, the push has {len(tables)}")
+        content = b"".join(_content(codec, values) for codec, values in zip(kinds, tables, strict=True))
+        return encode_content("uint8", (len(content),), content)
 
     return encode
+
+
+def multi_bytes(codecs: str, counts: Sequence[int]) -> list[int]:
+    """Bytes that each sub-table's values take, given how many values each has."""
+    return [_WIDTH[wire_dtype(codec)] * count for codec, count in zip(codecs.split(";"), counts, strict=True)]
+
+
+def decode_multi(codecs: str, counts: Sequence[int], packed: torch.Tensor) -> torch.Tensor:
+    """What arrived as bytes, as float32 values one after another."""
+    parts = packed.split(multi_bytes(codecs, counts))
+    return torch.cat(
+        [
+            decode(codec, part.clone().view(_DTYPE[wire_dtype(codec)]))  # cloned: a part may begin at any byte
+            for codec, part in zip(codecs.split(";"), parts, strict=True)
+        ]
+    )
+
+
+_DTYPE = {"float": torch.float32, HALF: torch.float16, "int8": torch.int8}
+_WIDTH = {name: dtype.itemsize for name, dtype in _DTYPE.items()}
 
 
 def decode(codec: str, values: torch.Tensor) -> torch.Tensor:
@@ -66,7 +111,7 @@ def decode(codec: str, values: torch.Tensor) -> torch.Tensor:
     return values.float()
 
 
-def asked_by(response: GetModelMetadataResponse, signature: str) -> dict[str, Callable[[np.ndarray], bytes]]:
+def asked_by(response: GetModelMetadataResponse, signature: str) -> dict[str, Callable[[Any], bytes]]:
     """alias -> encoder for the inputs of a signature that a replica wants in another form."""
     found = {}
     signatures = SignatureDefMap()
@@ -74,6 +119,8 @@ def asked_by(response: GetModelMetadataResponse, signature: str) -> dict[str, Ca
         raise DataError("the replica's metadata holds no signatures")
     for alias, info in signatures.signature_def[signature].inputs.items():
         codec = info.name.partition("|")[2]
-        if codec.partition(":")[0] in (HALF, "fixed_r8", "one_bit"):
-            found[alias] = encoder(codec)
+        kinds = {each.partition(":")[0] for each in codec.split(";")}
+        if not codec or not kinds <= {"", HALF, "fixed_r8", "one_bit"}:
+            continue  # plain floats, or a form that this sender does not know
+        found[alias] = multi_encoder(codec) if alias == "flat_value" else encoder(codec)
     return found

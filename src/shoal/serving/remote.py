@@ -25,10 +25,15 @@ from shoal.serving.tensors import decode_tensor, encode_tensor
 _deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("shoal_request_deadline", default=None)
 
 
+def set_request_deadline(seconds_left: float | None) -> contextvars.Token:
+    """The same for the rest of the current context."""
+    return _deadline.set(None if seconds_left is None else time.monotonic() + seconds_left)
+
+
 @contextlib.contextmanager
 def request_deadline(seconds_left: float | None) -> Iterator[None]:
     """Inside, remote calls take no longer than the request that they serve has left. None = not known."""
-    token = _deadline.set(None if seconds_left is None else time.monotonic() + seconds_left)
+    token = set_request_deadline(seconds_left)
     try:
         yield
     finally:

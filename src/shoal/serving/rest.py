@@ -19,6 +19,7 @@ from google.protobuf import json_format
 from shoal.errors import ConfigError, DataError
 from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataResponse, ModelSpec
 from shoal.serving.net_utils import split_address
+from shoal.serving.predict import Asked
 from shoal.serving.servable import Tensors
 from shoal.serving.status import Code, StatusError, invalid_argument, not_found
 from shoal.serving.status_page import PAGE, snapshot
@@ -213,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
         columns = _columns(request["instances"]) if rows else request["inputs"]
         if not isinstance(columns, dict):  # the only input need not be named
             columns = {next(iter(specs), ""): columns} if len(specs) == 1 else {"": columns}
-        _, outputs = self.owner.predict(spec, lambda: _tensors(columns, specs), [], identity)
+        _, outputs = self.owner.predict(Asked(spec, lambda: _tensors(columns, specs), [], identity))
         values = {alias: _plain(value) for alias, value in outputs.items()}
         only = len(values) == 1
         if not rows:

@@ -171,12 +171,15 @@ def caller(context: Any, security: ServerSecurity) -> str | None:
 def bind(server: Any, address: str, security: ServerSecurity) -> int:
     """Opens the server's port under ``security``; returns the port."""
     security.check_bind(address)
-    if security.certificate is None:
-        port = server.add_insecure_port(address)
-    else:
-        pair = (Path(security.key).read_bytes(), Path(security.certificate).read_bytes())  # pyrefly: ignore
-        roots = Path(security.client_ca).read_bytes() if security.client_ca else None
-        port = server.add_secure_port(address, grpc.ssl_server_credentials([pair], roots, roots is not None))
+    try:
+        if security.certificate is None:
+            port = server.add_insecure_port(address)
+        else:
+            pair = (Path(security.key).read_bytes(), Path(security.certificate).read_bytes())  # pyrefly: ignore
+            roots = Path(security.client_ca).read_bytes() if security.client_ca else None
+            port = server.add_secure_port(address, grpc.ssl_server_credentials([pair], roots, roots is not None))
+    except RuntimeError:
+        port = 0
     if not port:
         raise ConfigError(f"cannot listen on {address}: the address is in use or not of this machine")
     return port

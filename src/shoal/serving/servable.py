@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shoal.serving.manifest import SignatureSpec, TensorSpec
-from shoal.serving.quantise import asked, decode, wire_dtype
+from shoal.serving.quantise import asked, asked_multi, decode, decode_multi, multi_bytes, wire_dtype
 from shoal.serving.status import invalid_argument
 from shoal.serving.tensors import NAME_OF_DTYPE
 from shoal.table.messages import EntryConfig
@@ -27,12 +27,16 @@ touched_at: contextvars.ContextVar[float] = contextvars.ContextVar("shoal_touche
 
 @dataclass(slots=True)
 class Signature:
-    """One callable of a servable. ``push`` marks those that write rows; ``batch`` those whose rows may be joined."""
+    """One callable of a servable.
+
+    ``push`` marks those that write rows, ``batch`` those whose rows may be joined, ``waits`` those that wait on others.
+    """
 
     spec: SignatureSpec
     run: Callable[[Tensors], Tensors]
     push: bool = False
     batch: bool = False
+    waits: bool = False
     accepts: Mapping[str, tuple[str, ...]] | None = None
     """Further dtypes that an input takes beside the one in the specification."""
     hints: Mapping[str, str] | None = None
@@ -127,7 +131,10 @@ class TableView:
         self._sorting = threading.Lock()
 
     def rows(self) -> int:
-        return sum(sub.size() for sub in self._subs)
+        return sum(self.sub_rows())
+
+    def sub_rows(self) -> list[int]:
+        return [sub.size() for sub in self._subs]
 
     def memory_bytes(self) -> int:
         return sum(sub.memory_bytes() for sub in self._subs)
@@ -145,6 +152,7 @@ class TableView:
         self._recent.append((number, ids))
         self._recent_rows += len(ids)
         if self._recent_rows > 1_000_000 and not self._sorting.locked():
+            self._recent_rows = 0
             threading.Thread(target=self._sort, name="shoal-pushed", daemon=True).start()
 
     def _sort(self) -> None:
@@ -276,14 +284,21 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
         {"result": TensorSpec("int32", [])},
     )
     dims = torch.tensor(view.dims)
+    stored = all(config.entry_config.entry_type == SERVING for config in view.configs())
+    codecs = asked_multi(view.configs()) if stored else ""
 
     def raw_assign(inputs: Tensors) -> Tensors:
         ids, splits, flat = inputs["id"], inputs["id_split"], inputs["flat_value"]
         _splits(view, ids, splits, repeats=False)
         counts = splits[1:] - splits[:-1]
-        need = int((counts * dims).sum())
+        sizes = (counts * dims).tolist()
+        packed = flat.dtype == torch.uint8
+        need = sum(multi_bytes(codecs, sizes) if packed else sizes)
         if need != len(flat):
-            raise invalid_argument(f"multi-table {view.name!r}: these ids need {need} values, got {len(flat)}")
+            unit = "bytes" if packed else "values"
+            raise invalid_argument(f"multi-table {view.name!r}: these ids need {need} {unit}, got {len(flat)}")
+        if packed:
+            flat = decode_multi(codecs, sizes, flat)
 
         def write(servable: Servable) -> None:
             target = servable.tables.get(view.name)
@@ -300,7 +315,8 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
         view.count_push(len(ids), touched_at.get())
         return {"result": torch.tensor(0, dtype=torch.int32)}
 
-    return Signature(spec, raw_assign, push=True)
+    accepts = {"flat_value": ("uint8",)} if codecs else None
+    return Signature(spec, raw_assign, push=True, accepts=accepts, hints={"flat_value": codecs} if codecs else None)
 
 
 def live_servable(tables: Any) -> Servable:

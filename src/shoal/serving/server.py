@@ -1,17 +1,17 @@
 """`ModelServer`: TF-Serving's gRPC services and REST form over exported directories and live tables."""
 
+import contextvars
 import logging
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
-import torch
 
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.proto.serving.tf_serving_pb2 import (
@@ -26,22 +26,26 @@ from shoal.proto.serving.tf_serving_pb2 import (
     ReloadConfigResponse,
     SignatureDefMap,
 )
-from shoal.serving.batching import Batcher
-from shoal.serving.grpc_server import add_health_and_reflection, set_not_serving, unary
-from shoal.serving.metrics import emit_counter, emit_timer
-from shoal.serving.predict import PredictCall, decode_request, encode_response
+from shoal.serving.batching import Batcher, Pace
+from shoal.serving.grpc_server import add_async_health_and_reflection, unary
+from shoal.serving.loop import serving_loop
+from shoal.serving.predict import Asked, PredictCall, decode_request, encode_response
 from shoal.serving.push import INSTANCE, TOUCHED_AT
-from shoal.serving.remote import request_deadline
+from shoal.serving.remote import set_request_deadline
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
 from shoal.serving.servable import Tensors, live_servable, touched_at
 from shoal.serving.status import Code, StatusError, invalid_argument, not_found
 from shoal.serving.tensors import dtype_code
-from shoal.serving.versions import Model, check_base_path, run_signature
+from shoal.serving.traffic import Traffic
+from shoal.serving.versions import Model, check_base_path, find_signature
 
 log = logging.getLogger(__name__)
 
 PREDICTION = "tensorflow.serving.PredictionService"
 MODELS = "tensorflow.serving.ModelService"
+OPEN_SECS = 30.0
+PREDICT_SECS = 30.0  # of a request that came over REST, as TF-Serving has it
+INLINE_BYTES = 1 << 16  # a larger request is not read on the event loop
 
 
 class ModelServer:
@@ -56,7 +60,7 @@ class ModelServer:
         model_root: base paths must lie inside; None = any.
         max_message_bytes: larger requests are refused before they are read, larger tensors before they are made.
         max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
-        workers: requests that are handled at once.
+        workers: threads for what does not run on the event loop: pushes, calls of other servers, long batches.
     """
 
     def __init__(
@@ -86,25 +90,32 @@ class ModelServer:
         self._lock = threading.RLock()
         self._loading = threading.Lock()
         self._stop = threading.Event()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._rest: Any = None
         self.traffic = Traffic()
-        self._server = grpc.server(
-            futures.ThreadPoolExecutor(workers, "shoal-serve"),
-            options=[
-                ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
-            ],
-        )
-        self._server.add_generic_rpc_handlers(self._handlers())
-        self._health = add_health_and_reflection(self._server, (PREDICTION, MODELS))
-        self.port = bind(self._server, address, self.security)
+        self._pool = futures.ThreadPoolExecutor(workers, "shoal-work")
+        self._loop = serving_loop()
+        self._server: Any = None
+        self._health: Any = None
+        self.port = self._loop.call(self._open(), OPEN_SECS)
         self.rest_port: int | None = None
         if config is not None:
             self._configure(config)
 
     # --- life -------------------------------------------------------------------------------------------------------
+
+    async def _open(self) -> int:
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", self.max_message_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        self._server.add_generic_rpc_handlers(self._handlers())
+        self._health = await add_async_health_and_reflection(self._server, (PREDICTION, MODELS))
+        return bind(self._server, self.address, self.security)
 
     def start(self) -> "ModelServer":
         """Loads the configured models, then answers; returns itself."""
@@ -115,7 +126,7 @@ class ModelServer:
             self._rest = RestServer(self, self._rest_address)
             self.rest_port = self._rest.port
             self._rest.start()
-        self._server.start()
+        self._loop.call(self._server.start(), OPEN_SECS)
         if self.poll_wait_seconds > 0:
             self._thread = threading.Thread(target=self._poll, name="shoal-serve-poll", daemon=True)
             self._thread.start()
@@ -124,15 +135,20 @@ class ModelServer:
     def stop(self, grace: float | None = None) -> None:
         """Health says NOT_SERVING, new requests are refused, running ones get ``grace`` seconds."""
         self._stop.set()
-        set_not_serving(self._health)
-        self._server.stop(grace).wait((grace or 0) + 10)
+        self._loop.call(self._close(grace), (grace or 0) + 10)
         if self._rest is not None:
             self._rest.stop()
         if self._thread is not None:
             self._thread.join(timeout=10)
+        self._pool.shutdown(wait=False)
+        self._stopped.set()
+
+    async def _close(self, grace: float | None) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace)
 
     def wait_for_termination(self, timeout: float | None = None) -> None:
-        self._server.wait_for_termination(timeout)
+        self._stopped.wait(timeout)
 
     def _poll(self) -> None:
         while not self._stop.wait(self.poll_wait_seconds):
@@ -203,46 +219,57 @@ class ModelServer:
 
     # --- Predict ----------------------------------------------------------------------------------------------------
 
-    def predict(
-        self,
-        spec: ModelSpec,
-        read_inputs: Callable[[], Tensors],
-        output_filter: list[str],
-        identity: str = "",
-        finish: Callable[[bytes, Tensors], Any] = lambda spec, outputs: (spec, outputs),
-    ) -> Any:
-        """Answers one request: ``finish(the model spec as it was resolved, serialised; outputs)``.
+    def predict(self, asked: Asked) -> tuple[bytes, Tensors]:
+        """Answers one request from any thread but the loop's: (the model spec as it was resolved, outputs)."""
+        try:
+            return self._loop.call(self._answer(asked, _no_context), PREDICT_SECS)
+        except TimeoutError:
+            raise StatusError(Code.DEADLINE_EXCEEDED, f"the request took more than {PREDICT_SECS:.0f} s") from None
 
-        Reading inputs and finishing may happen on the thread of another request, with which this one was joined.
-        """
+    async def _answer(self, asked: Asked, enter: Callable[[], contextvars.Context]) -> Any:
+        """``asked.finish(the model spec as it was resolved, serialised; outputs)``; ``enter`` gives the context of
+        what runs on a thread of the pool."""
+        spec = asked.spec
         name = spec.signature_name or "serving_default"
         begin = time.perf_counter()
         code, label = 0, ("", "")  # names that do not exist are not kept: callers could make any number of them
         try:
             with self.model(spec.name).use(spec) as version:
                 where = f"model {spec.name!r} version {version.number}"
-                signature, call = run_signature(version, name, where, self._max_batch_rows)
+                signature = find_signature(version, name, where)
                 label = (spec.name, name)
-                if signature.push and not self.security.may_push(identity):
-                    raise StatusError(Code.PERMISSION_DENIED, f"{identity or 'this caller'!r} may not push to {where}")
+                if signature.push and not self.security.may_push(asked.identity):
+                    raise StatusError(
+                        Code.PERMISSION_DENIED, f"{asked.identity or 'this caller'!r} may not push to {where}"
+                    )
                 outputs = signature.spec.outputs
-                if unknown := [alias for alias in output_filter if alias not in outputs]:
+                wanted = asked.output_filter
+                if unknown := [alias for alias in wanted if alias not in outputs]:
                     raise invalid_argument(f"{where}, {name!r} has no output {unknown}; it has {sorted(outputs)}")
                 resolved = version.resolved(spec.name, name)
 
                 def prepare() -> Tensors:
-                    inputs = read_inputs()
+                    inputs = asked.read()
                     signature.check(f"{where}, signature {name!r}", inputs)
                     return inputs
 
                 def complete(results: Tensors) -> Any:
-                    if output_filter:
-                        results = {alias: results[alias] for alias in output_filter}
-                    return finish(resolved, results)
+                    return asked.finish(resolved, {alias: results[alias] for alias in wanted} if wanted else results)
 
-                if isinstance(call, Batcher):
-                    return call.submit(prepare, complete)
-                return complete(call(prepare()))
+                if signature.batch and self._max_batch_rows > 1:
+                    batcher = version.batchers.get(name)
+                    if batcher is None:
+                        check = partial(signature.check, f"{where}, signature {name!r}")
+                        batcher = Batcher(signature.run, check, self._max_batch_rows, self._pool)
+                        version.batchers[name] = batcher
+                    return await batcher.submit(prepare, complete, asked.call, resolved)
+                pace = version.paces.get(name)
+                if pace is None:
+                    pace = version.paces[name] = Pace(not signature.push and not signature.waits)
+                work = partial(pace.timed, lambda: complete(signature.run(prepare())))
+                if pace.short and (asked.call is None or len(asked.call.data) < INLINE_BYTES):
+                    return work()
+                return await self._loop.loop.run_in_executor(self._pool, enter().run, work)
         except StatusError as error:
             code = error.code
             raise
@@ -259,25 +286,28 @@ class ModelServer:
         finally:
             self.traffic.add(*label, code, time.perf_counter() - begin)
 
-    def _predict(self, data: bytes, context: Any) -> bytes:
-        identity = self._identify(context)
-        left = context.time_remaining()
+    async def _predict(self, data: bytes, context: Any) -> bytes:
         try:
+            identity = self._identify(context)
             call: PredictCall = decode_request(data)
             pushing = call.spec.signature_name.endswith("assign")
             if pushing:
                 context.set_trailing_metadata(((INSTANCE, self.instance),))
-            token = touched_at.set(_touched_at(context) if pushing else 0.0)
-            try:
-                with request_deadline(left if left is not None and left < 1e6 else None):
-                    read = lambda: self._tensors(call)  # noqa: E731
-                    return self.predict(call.spec, read, call.output_filter, identity, encode_response)
-            finally:
-                touched_at.reset(token)
+
+            def enter() -> contextvars.Context:
+                left = context.time_remaining()
+                inside = contextvars.copy_context()
+                inside.run(set_request_deadline, left if left is not None and left < 1e6 else None)
+                inside.run(touched_at.set, _touched_at(context) if pushing else 0.0)
+                return inside
+
+            read = lambda: self._tensors(call)  # noqa: E731
+            asked = Asked(call.spec, read, call.output_filter, identity, encode_response, call)
+            return await self._answer(asked, enter)
         except DataError as error:
-            return self._abort(context, invalid_argument(f"the request is no PredictRequest: {error}"))
+            return await self._abort(context, invalid_argument(f"the request is no PredictRequest: {error}"))
         except StatusError as error:
-            return self._abort(context, error)
+            return await self._abort(context, error)
 
     def _tensors(self, call: PredictCall) -> Tensors:
         return {alias: call.tensor(alias, self.max_message_bytes) for alias in call.inputs}
@@ -311,9 +341,9 @@ class ModelServer:
             resolved.version.value = version.number
             return resolved, result
 
-    def _get_metadata(self, request: GetModelMetadataRequest, context: Any) -> GetModelMetadataResponse:
-        self._identify(context)
+    async def _get_metadata(self, request: GetModelMetadataRequest, context: Any) -> GetModelMetadataResponse:
         try:
+            self._identify(context)
             unknown = [each for each in request.metadata_field if each != "signature_def"]
             if unknown or not request.metadata_field:
                 raise invalid_argument(f"metadata_field must be signature_def, got {list(request.metadata_field)}")
@@ -323,14 +353,14 @@ class ModelServer:
             response.metadata["signature_def"].Pack(signatures)
             return response
         except StatusError as error:
-            return self._abort(context, error)
+            return await self._abort(context, error)
 
-    def _get_status(self, request: GetModelStatusRequest, context: Any) -> GetModelStatusResponse:
-        self._identify(context)
+    async def _get_status(self, request: GetModelStatusRequest, context: Any) -> GetModelStatusResponse:
         try:
+            self._identify(context)
             return self.status(request.model_spec)
         except StatusError as error:
-            return self._abort(context, error)
+            return await self._abort(context, error)
 
     def status(self, spec: ModelSpec) -> GetModelStatusResponse:
         statuses = self.model(spec.name).statuses()
@@ -340,16 +370,16 @@ class ModelServer:
                 raise not_found(f"model {spec.name!r} has no version {spec.version.value}")
         return GetModelStatusResponse(model_version_status=statuses)
 
-    def _reload(self, request: ReloadConfigRequest, context: Any) -> ReloadConfigResponse:
-        identity = self._identify(context)
+    async def _reload(self, request: ReloadConfigRequest, context: Any) -> ReloadConfigResponse:
         response = ReloadConfigResponse()
         response.status.error_code = 0
         try:
+            identity = self._identify(context)
             if not self.security.may_push(identity):
                 raise StatusError(Code.PERMISSION_DENIED, f"{identity!r} may not change what this server serves")
-            self.reload(request.config)
+            await self._loop.loop.run_in_executor(self._pool, self.reload, request.config)
         except (StatusError, ConfigError) as error:
-            return self._abort(context, error if isinstance(error, StatusError) else invalid_argument(str(error)))
+            return await self._abort(context, error if isinstance(error, StatusError) else invalid_argument(str(error)))
         return response
 
     def _handlers(self) -> tuple[Any, ...]:
@@ -371,14 +401,11 @@ class ModelServer:
             return ""
         identity = caller(context, self.security)
         if identity is None:
-            context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "no known token or certificate; send authorization: Bearer …"
-            )
-        assert identity is not None
+            raise StatusError(Code.UNAUTHENTICATED, "no known token or certificate; send authorization: Bearer …")
         return identity
 
-    def _abort(self, context: Any, error: StatusError) -> Any:
-        context.abort(_CODES[error.code], error.message)
+    async def _abort(self, context: Any, error: StatusError) -> Any:
+        await context.abort(_CODES[error.code], error.message)
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -391,46 +418,8 @@ def _touched_at(context: Any) -> float:
     return 0.0
 
 
-class Traffic:
-    """How many requests of each kind came lately, and how they went."""
-
-    window = 10.0
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._recent: deque[tuple[float, str, float, int]] = deque(maxlen=200_000)
-        self.total = 0
-        self.failed = 0
-
-    def add(self, model: str, signature: str, code: int, seconds: float) -> None:
-        now = time.monotonic()
-        with self._lock:
-            self.total += 1
-            self.failed += bool(code)
-            self._recent.append((now, f"{model} {signature}", seconds, code))
-        tags = f"model_name={model}|signature_name={signature}"
-        emit_timer("shoal_serving_latency_seconds", seconds, tags)
-        if code:
-            emit_counter("shoal_serving_errors", 1, f"{tags}|code={int(code)}")
-
-    def recent(self) -> dict[str, dict[str, float]]:
-        """``"model signature"`` -> qps, p50_ms, p99_ms, errors over the last seconds."""
-        horizon = time.monotonic() - self.window
-        with self._lock:
-            recent = [each for each in self._recent if each[0] >= horizon]
-        groups: dict[str, list[tuple[float, int]]] = {}
-        for _, key, seconds, code in recent:
-            groups.setdefault(key, []).append((seconds, code))
-        result = {}
-        for key, each in groups.items():
-            times = torch.tensor([seconds for seconds, _ in each], dtype=torch.float64)
-            result[key] = {
-                "qps": len(each) / self.window,
-                "p50_ms": float(times.quantile(0.5)) * 1e3 if len(times) < 1_000_000 else 0.0,
-                "p99_ms": float(times.quantile(0.99)) * 1e3 if len(times) < 1_000_000 else 0.0,
-                "errors": sum(1 for _, code in each if code),
-            }
-        return result
+def _no_context() -> contextvars.Context:
+    return contextvars.copy_context()
 
 
 def check_directory(path: str | Path) -> Path:

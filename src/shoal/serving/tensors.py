@@ -213,7 +213,7 @@ def decode_tensor_at(data: bytes, begin: int, size: int, max_bytes: int = MAX_TE
         if array.size:
             full[: array.size], full[array.size :] = array, array[-1]
         array = full
-    tensor = _as_tensor(array)
+    tensor = shared_tensor(array)
     if kind.wire == "bits":
         tensor = tensor.view(kind.torch)  # pyrefly: ignore
     return tensor.reshape(shape)
@@ -229,7 +229,8 @@ class _Shared:
         self.__array_interface__ = interface
 
 
-def _as_tensor(array: np.ndarray) -> torch.Tensor:
+def shared_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor over an array's memory, or over a copy where that is not aligned; nobody may write to it."""
     if not array.flags.writeable:
         array = np.asarray(_Shared(array)) if array.size and array.flags.aligned else array.copy()
     return torch.from_numpy(array)

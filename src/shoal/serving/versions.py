@@ -4,13 +4,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import ConfigError
 from shoal.proto.serving.tf_serving_pb2 import ModelConfig, ModelSpec, ModelVersionStatus
-from shoal.serving.batching import Batcher
+from shoal.serving.batching import Batcher, Pace
 from shoal.serving.loader import load_servable
 from shoal.serving.manifest import FILE
 from shoal.serving.servable import Servable, Signature
@@ -52,6 +52,7 @@ class Version:
     error: StatusError | None = None
     servable: Servable | None = None
     batchers: dict[str, Batcher] = field(default_factory=dict)
+    paces: dict[str, Pace] = field(default_factory=dict)
     tries: int = 0
     retry_at: float = 0.0
     users: int = 0
@@ -202,7 +203,7 @@ class Model:
             self._lock.wait_for(lambda: version.users == 0, timeout)
             version.state = State.END
             servable, version.servable = version.servable, None
-            version.batchers = {}
+            version.batchers, version.paces = {}, {}
         if servable is not None:
             servable.close()
         log.info("model %s: version %d is unloaded", self.name, version.number)
@@ -221,8 +222,8 @@ def _root_of(base: Path) -> Path:
     return base
 
 
-def run_signature(version: Version, name: str, where: str, max_batch_rows: int) -> tuple[Signature, Callable]:
-    """(signature, what runs it), the latter with micro-batching where the signature allows it."""
+def find_signature(version: Version, name: str, where: str) -> Signature:
+    """A signature of a version in use; raises invalid argument where there is none of that name."""
     servable = version.servable
     assert servable is not None
     signature = servable.signatures.get(name)
@@ -230,12 +231,7 @@ def run_signature(version: Version, name: str, where: str, max_batch_rows: int) 
         raise StatusError(
             Code.INVALID_ARGUMENT, f"{where} has no signature {name!r}; it has {sorted(servable.signatures)}"
         )
-    if not signature.batch or max_batch_rows <= 1:
-        return signature, signature.run
-    batcher = version.batchers.get(name)
-    if batcher is None:
-        batcher = version.batchers.setdefault(name, Batcher(signature.run, max_batch_rows))
-    return signature, batcher
+    return signature
 
 
 def check_base_path(path: str, root: Path | None) -> None:

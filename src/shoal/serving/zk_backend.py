@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig
-from shoal.serving.agent_config import layout_path
+from shoal.serving.agent_config import layout_path as layout_path_of
 from shoal.serving.zk_types import KazooException, KazooState, NodeExistsError, NoNodeError, make_zk_client
 
 log = logging.getLogger(__name__)
@@ -246,9 +246,10 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
     def register_layout_callback(self, layout_path: str, callback: Callable[[list], Any]) -> None:
         """Calls ``callback([(SavedModel, SavedModelDeployConfig)])`` now and on every change of the layout.
 
-        Returning False from it ends the watch.
+        ``layout_path``: a path, or the name of a layout of this business. Returning False from it ends the watch.
         """
-        self._zk.ensure_path(layout_path)
+        path = layout_path_of(self.bzid, layout_path)
+        self._zk.ensure_path(path)
 
         def changed(children: list[str]) -> bool | None:
             models = []
@@ -262,7 +263,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
             self._subscribe({model.model_name for model, _ in models})
             return callback(models)
 
-        self._zk.ChildrenWatch(layout_path, changed)
+        self._zk.ChildrenWatch(path, changed)
 
     def _subscribe(self, models: set[str]) -> None:
         with self._lock:
@@ -346,10 +347,10 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         return [SavedModel(model_name, sub) for sub in self._children(f"/{self.bzid}/saved_models/{model_name}")]
 
     def add_to_layout(self, layout: str, saved_model: SavedModel) -> None:
-        self._put(f"{layout_path(self.bzid, layout)}/{saved_model}", b"", False)
+        self._put(f"{layout_path_of(self.bzid, layout)}/{saved_model}", b"", False)
 
     def remove_from_layout(self, layout: str, saved_model: SavedModel) -> None:
-        self._remove(f"{layout_path(self.bzid, layout)}/{saved_model}")
+        self._remove(f"{layout_path_of(self.bzid, layout)}/{saved_model}")
 
     def bzid_info(self) -> dict[str, Any]:
         """Everything under this business id, for people: models, containers and layouts."""

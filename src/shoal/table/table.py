@@ -163,7 +163,7 @@ class HashTable:
             s.opt_config.WhichOneof("type") == "batch_softmax" for s in message.entry_config.segments
         )
         self.seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
-        self._native = _core.Table(layout, self.seed)
+        self._native = _core.Table(layout, self.seed, min(message.initial_capacity, (1 << 63) - 1))
         self.dim_size: int = layout.dim
         if hash_filter is not None:
             native_filter = getattr(hash_filter, "native", None)
