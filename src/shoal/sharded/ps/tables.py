@@ -34,13 +34,15 @@ def ps_table(
 
 
 def load_tables(path: str | os.PathLike[str]) -> dict[str, tuple[HashTableConfigInstance, dict[str, Any]]]:
-    """The tables of a TOML file: name -> (configuration, options)::
+    """The tables of a TOML file: name -> (configuration, options).
 
-    [tables.item]
-    dim = 16
-    optimizer = { kind = "adagrad", lr = 0.05 }   # or just "adagrad"
-    initializer = "uniform"
-    expire_after = "30d"
+    The file::
+
+        [tables.item]
+        dim = 16
+        optimizer = { kind = "adagrad", lr = 0.05 }   # or just "adagrad"
+        initializer = "uniform"
+        expire_after = "30d"
     """
     try:
         with open(path, "rb") as file:
