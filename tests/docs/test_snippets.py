@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from shoal.serving import reset_sync_clients
 from shoal.table import reset_registry
@@ -29,11 +30,14 @@ def blocks(page):
 
 @pytest.fixture
 def clean():
+    """What pages leave in the process: names of tables and clients, the process group of one."""
     reset_registry()
     reset_sync_clients()
     yield
     reset_registry()
     reset_sync_clients()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("page", PAGES)
