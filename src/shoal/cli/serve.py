@@ -78,7 +78,7 @@ def serve(options: Options) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if (options.model_dir is None) == (options.config is None):
-        raise ConfigError("shoal serve: give a MODEL_DIR or --config, and not both")
+        raise ConfigError("give a MODEL_DIR or --config, and not both")
     sys.setswitchinterval(0.0005)  # a batch gives up the interpreter at every operation and must get it back soon
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -25,6 +25,8 @@ def ps_table(
     ``dim`` and the keywords (``optimizer``, ``initializer``, ``expire_after``, ``lr``) are those of `shoal.HashTable`;
     every worker gives the same. The rows of new ids follow from ``seed`` and the id, whatever the number of servers.
     """
+    if not isinstance(client, PsClient):
+        raise ConfigError(f"ps_table {name!r}: the first argument is a PsClient(addresses), got {client!r}")
     config = HashTable(dim, name=name, **table).config
     return DistributedHashTable(
         client.num_ps,
