@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test bench lint format proto native core-test sanitize clean help packages
+.PHONY: demo test docs bench lint format proto native core-test sanitize clean help packages
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -27,6 +27,10 @@ demo: $(VENV)/.installed ## train the demo model and draw its picture (out/demo)
 
 test: $(VENV)/.installed packages core-test ## everything that CI runs
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+docs: $(VENV)/.installed ## the site, into docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
 
 bench: $(VENV)/.installed ## the benchmarks behind docs/benchmarks.md
 	$(BIN)/python -m benchmarks

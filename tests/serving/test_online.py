@@ -101,6 +101,25 @@ def test_the_backend_follows_the_kind_of_cluster(tmp_path):
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
+def test_freshness_counts_from_the_start_of_pushing_not_from_the_making_of_the_client(server):
+    handle = create_parameter_sync_clients(0)[0]
+    table = test_hash_table(1, name_suffix="t", sync_client=handle)
+    handle.touched._since -= 1000  # the client was made long ago
+    loop = SyncLoop(Fixed(server.address), 0, handle, period_secs=0.05).start()
+    step(table, [1])
+    eventually(lambda: handle.freshness)
+    loop.stop()
+    assert handle.freshness[server.address] < 500
+
+    handle.touched._since -= 1000
+    step(table, [2])  # waits already when the next loop starts: nobody knows since when
+    handle.freshness.clear()
+    loop = SyncLoop(Fixed(server.address), 0, handle, period_secs=0.05).start()
+    eventually(lambda: handle.freshness)
+    loop.stop()
+    assert handle.freshness[server.address] > 500
+
+
 def test_a_loop_pushes_every_period_and_survives_errors(server):
     handle = create_parameter_sync_clients(2)[1]
     table = test_hash_table(1, name_suffix="t_1", sync_client=handle)

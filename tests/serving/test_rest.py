@@ -56,6 +56,26 @@ def test_rows_and_columns_give_the_same_scores(served, net):
     assert torch.allclose(torch.tensor(by_row["predictions"]), expected, atol=1e-6)
 
 
+def test_rows_with_different_numbers_of_ids_are_filled_up_with_the_padding(tmp_path, net):
+    table = test_hash_table(4, name_suffix="user")
+    table.assign(torch.arange(10), torch.arange(40).float().reshape(10, 4))
+    features = {"user": Feature(slot="u", combiner="mean", padding=-1)}
+    tool = ModelExporter(tmp_path, model_name="m", net=net, features=features, dense={"price": torch.zeros(2, 2)})
+    tool.export([{"u": table}], global_step=1)
+    config = ModelServerConfig()
+    config.model_config_list.config.append(gen_model_config("m", str(tmp_path / "exported_models")))
+    server = ModelServer(rest_address="127.0.0.1:0", config=config, poll_wait_seconds=0).start()
+    try:
+        rows = [{"user": [1, 2, 3], "price": [0.5, 1.0]}, {"user": [3], "price": [0.0, 2.0]}]
+        rows.append({"user": [], "price": [1.0, 1.0]})
+        status, together = ask(server, "/v1/models/m:predict", {"instances": rows})
+        assert status == 200
+        alone = [ask(server, "/v1/models/m:predict", {"instances": [row]})[1]["predictions"][0] for row in rows]
+        assert together["predictions"] == pytest.approx(alone, abs=1e-6)
+    finally:
+        server.stop(0)
+
+
 def test_a_signature_with_one_input_need_not_name_it(served):
     _, answer = ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [1, 2]})
     assert answer == {"predictions": [[4, 5, 6, 7], [8, 9, 10, 11]]}
@@ -97,7 +117,12 @@ def test_status_and_metadata(served):
         ("/v1/models/m:predict", {"instances": [1], "inputs": {}}, 400, "either instances"),
         ("/v1/models/m:predict", {"inputs": {"user": [[1]]}}, 400, "price"),
         ("/v1/models/m:predict", {"inputs": {"user": [["x"]], "price": [[1, 2]]}}, 400, "user"),
-        ("/v1/models/m:predict", {"inputs": {"user": [[1], [1, 2]], "price": [[1, 2]]}}, 400, "user"),
+        (
+            "/v1/models/m:predict",
+            {"inputs": {"user": [[1], [1, 2]], "price": [[1, 2]]}},
+            400,
+            "rows have 1 to 2 values",
+        ),
         ("/v1/models/m:predict", {"instances": [{"user": [1]}, {"price": [1]}]}, 400, "same keys"),
         ("/v1/models/m:predict", {"signature_name": "x", "instances": [1]}, 400, "no signature 'x'"),
         ("/v1/models/m:classify", {"instances": [1]}, 404, "predict"),

@@ -343,3 +343,16 @@ def test_every_public_name_can_be_imported():
     assert set(messages.NAMES) <= set(table.__all__)
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         _ = table.nothing_of_the_kind
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"expire_after": 30}, "timedelta or text such as '30d', got 30"),
+        ({"expire_after": "3h"}, "whole days, weeks or years"),
+        ({"optimizer": torch.optim.Adam}, r"rows take shoal\.Adam\(lr=0\.01\)"),
+    ],
+)
+def test_first_mistakes_are_explained(options, text):
+    with pytest.raises(ConfigError, match=text):
+        shoal.HashTable(4, **options)

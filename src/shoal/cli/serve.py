@@ -79,7 +79,7 @@ def serve(options: Options) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if (options.model_dir is None) == (options.config is None):
-        raise ConfigError("shoal serve: give a MODEL_DIR or --config, and not both")
+        raise ConfigError("give a MODEL_DIR or --config, and not both")
     tune_server_process()
     if options.threads:
         torch.set_num_threads(options.threads)

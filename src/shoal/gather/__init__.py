@@ -1,5 +1,6 @@
 """Peers' updates: store, gather, merge, outer update."""
 
+from shoal.errors import ConfigError
 from shoal.gather.artifact import ArtifactReader, write_artifact
 from shoal.gather.codec import dequantize, pack12, quantize, unpack12
 from shoal.gather.compress import Compressor, compress, decompress, pseudo_gradient
@@ -45,6 +46,7 @@ __all__ = [
     "BucketRef",
     "BudgetTooSmall",
     "Compressor",
+    "ConfigError",
     "GatherConfig",
     "GatherDivergence",
     "GatherError",

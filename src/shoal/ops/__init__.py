@@ -1,5 +1,6 @@
 """Distribution ops: pure functions on tensors, each with its gradient."""
 
+from importlib import import_module
 from typing import Any
 
 from shoal.fid import make_v1, make_v2, slot_v1, slot_v2, v1_to_v2
@@ -45,6 +46,16 @@ from shoal.ragged import Ragged
 
 # They live one layer down, with the modules that use them.
 _COMBINERS = ("Combiner", "FirstN", "ReduceMean", "ReduceSum")
+# The wire form of a batch, which `sharding_sparse_fids` takes; imported on first use.
+_MESSAGES = {
+    "Example": "example_pb2",
+    "ExampleBatch": "example_pb2",
+    "Feature": "example_pb2",
+    "FidList": "example_pb2",
+    "Instance": "instance_pb2",
+    "NamedFeature": "example_pb2",
+    "NamedFeatureList": "example_pb2",
+}
 
 __all__ = [
     "ALIGN",
@@ -95,6 +106,7 @@ __all__ = [
     "unique_key_with_value_and_offset",
     "v1_to_v2",
     *_COMBINERS,
+    *_MESSAGES,
 ]
 
 
@@ -103,4 +115,6 @@ def __getattr__(name: str) -> Any:
         from shoal.nn import combiners
 
         return getattr(combiners, name)
+    if name in _MESSAGES:
+        return getattr(import_module(f"shoal.proto.{_MESSAGES[name]}"), name)
     raise AttributeError(f"module 'shoal.ops' has no attribute {name!r}")

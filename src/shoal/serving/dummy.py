@@ -23,7 +23,7 @@ class DummySyncServer:
         address: ``host:port``; port 0 picks a free one.
 
     Attributes:
-        requests: the accepted ``PredictRequest``s in order of arrival.
+        requests: every accepted ``PredictRequest`` in order of arrival.
     """
 
     def __init__(self, address: str) -> None:

@@ -14,10 +14,11 @@ MAX_BYTES = 16 * 1024 * 1024
 
 @dataclass(slots=True)
 class TensorSpec:
-    """dtype by name (``int64``) and shape; a size of None is any."""
+    """dtype by name (``int64``) and shape; a size of None is any. ``padding``: the id that fills short rows up."""
 
     dtype: str
     shape: list[int | None] | None = None
+    padding: int | None = None
 
 
 @dataclass(slots=True)
@@ -70,6 +71,10 @@ class Manifest:
             "program",
         )
         content = asdict(self)
+        for signature in content["signatures"].values():
+            for spec in (*signature["inputs"].values(), *signature["outputs"].values()):
+                if spec["padding"] is None:
+                    del spec["padding"]
         (directory / FILE).write_text(json.dumps({key: content[key] for key in order}, indent=1))
 
     @classmethod
@@ -109,7 +114,7 @@ class Manifest:
 
 
 def _specs(given: dict[str, Any]) -> dict[str, TensorSpec]:
-    return {alias: TensorSpec(each["dtype"], each["shape"]) for alias, each in given.items()}
+    return {alias: TensorSpec(each["dtype"], each["shape"], each.get("padding")) for alias, each in given.items()}
 
 
 def inside(root: Path, path: Path) -> Path:

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from enum import StrEnum
 
+from shoal.errors import ConfigError
+
 
 class AddressFamily(StrEnum):
     IPV4 = "ipv4"
@@ -33,7 +35,7 @@ def split_address(address: str) -> tuple[str, int]:
     """(host, port) of ``host:port`` or ``[v6]:port``."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
-        raise ValueError(f"address {address!r} is not host:port; an IPv6 host needs brackets")
+        raise ConfigError(f"address {address!r} is not host:port with a port up to 65535; an IPv6 host needs brackets")
     return host.strip("[]"), int(port)
 
 

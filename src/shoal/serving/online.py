@@ -146,6 +146,7 @@ class SyncLoop:
         self._thread = threading.Thread(target=self._run, name=f"shoal-sync-{ps_index}", daemon=True)
 
     def start(self) -> "SyncLoop":
+        self.client.handle.touched.begin()
         self._thread.start()
         return self
 

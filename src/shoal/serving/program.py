@@ -20,7 +20,8 @@ COMBINERS = ("sum", "mean", "none")
 class Feature:
     """A sparse input of the net: int64 ids ``[B, L]`` whose rows come from ``slot`` and are pooled.
 
-    ``combiner``: sum or mean over L (``[B, D]``), or none (``[B, L, D]``). ``padding``: an id that stands for nothing.
+    ``combiner``: sum or mean over L (``[B, D]``), or none (``[B, L, D]``). ``padding``: an id that stands for nothing;
+    with it, rows of a REST request may have different numbers of ids.
     """
 
     slot: str
@@ -211,6 +212,6 @@ def load_program(
 def input_specs(features: Mapping[str, Feature], dense: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     from shoal.serving.servable import dtype_of
 
-    specs = {alias: TensorSpec("int64", [None, None]) for alias in features}
+    specs = {alias: TensorSpec("int64", [None, None], feature.padding) for alias, feature in features.items()}
     specs |= {alias: TensorSpec(dtype_of(value), [None, *value.shape[1:]]) for alias, value in dense.items()}
     return specs

@@ -261,12 +261,28 @@ def _tensors(columns: dict[str, Any], specs: dict[str, Any]) -> Tensors:
             if spec is not None and spec.dtype == "string":
                 tensors[alias] = np.array(_strings(value), dtype=object)
             elif spec is not None:
+                value = _filled(value, spec.padding) if len(spec.shape or ()) == 2 else value
                 tensors[alias] = torch.tensor(value, dtype=torch_dtype(dtype_code(spec.dtype)))
             else:
                 tensors[alias] = torch.empty(0)  # refused by name when inputs are checked
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise DataError(f"input {alias!r} is not a {spec.dtype if spec else ''} tensor: {error}") from None
     return tensors
+
+
+def _filled(rows: Any, padding: int | None) -> Any:
+    """Rows of one length: short ones are filled up with the id that stands for nothing."""
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        return rows
+    lengths = {len(row) for row in rows}
+    if len(lengths) <= 1:
+        return rows
+    if padding is None:
+        raise ValueError(
+            f"rows have {min(lengths)} to {max(lengths)} values; fill them up to one length, or export ids with "
+            "Feature(padding=ID) to have that done here"
+        )
+    return [[*row, *[padding] * (max(lengths) - len(row))] for row in rows]
 
 
 def _strings(value: Any) -> Any:

@@ -62,7 +62,7 @@ def delete_old_exports(
     existing_steps: Iterable[int],
     exempt_checkpoint_paths: Iterable[str | os.PathLike] = (),
 ) -> list[str]:
-    """Deletes every export whose step is neither among the checkpoints nor exempt; returns their ``export_dir``s.
+    """Deletes every export whose step is neither among the checkpoints nor exempt; returns each one's ``export_dir``.
 
     A directory that is already gone is no error.
     """

@@ -30,6 +30,12 @@ class TouchedPairs:
         self._dropped = 0
         self._logged = float("-inf")
 
+    def begin(self) -> None:
+        """Pushing starts: what is trained from now on is no older than now, unless something waits already."""
+        now = time.time()
+        if not len(self.keys):
+            self._since = now
+
     def steal(self) -> tuple[Groups, float]:
         """(all pairs by table, Unix time before which none of them was trained); the set is empty afterwards."""
         since, self._since = self._since, time.time()  # before stealing: a pair in between only looks older than it is

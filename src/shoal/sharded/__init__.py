@@ -49,6 +49,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "StructureQueue",
         "enqueue_dicts_with_queue_return",
     ),
+    "shoal.proto.example_pb2": ("Example", "ExampleBatch", "Feature", "FidList", "NamedFeature", "NamedFeatureList"),
+    "shoal.proto.instance_pb2": ("Instance",),
     "shoal.proto.feature_configs": (
         "FeatureConfig",
         "FeatureConfigs",

@@ -232,7 +232,9 @@ def as_config(given: Any, kind: type[Config], what: str) -> Config:
                 return kind(**{field.name: given})
     config = given.as_proto() if hasattr(given, "as_proto") else None
     if not isinstance(config, kind):
-        raise ConfigError(f"{what} must be an object of shoal.table or a {kind.DESCRIPTOR.name}, got {given!r}")
+        hint = "; optimizers of torch step dense parameters, rows take shoal.Adam(lr=0.01) and the like"
+        hint = hint if "torch.optim" in f"{getattr(given, '__module__', '')}" else ""
+        raise ConfigError(f"{what} must be an object of shoal.table or of {kind.DESCRIPTOR.name}, got {given!r}{hint}")
     return config
 
 

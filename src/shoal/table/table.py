@@ -393,8 +393,12 @@ def _days(expire_after: timedelta | str, name: str) -> int:
         units = {"d": 1, "w": 7, "y": 365}
         number, unit = expire_after[:-1].strip(), expire_after[-1:]
         if unit not in units or not number.isdigit():
-            raise ConfigError(f"table {name!r}: expire_after is text such as '30d' or '2w', got {expire_after!r}")
+            raise ConfigError(
+                f"table {name!r}: expire_after is whole days, weeks or years, as in '30d' or '2w', got {expire_after!r}"
+            )
         return int(number) * units[unit]
+    if not isinstance(expire_after, timedelta):
+        raise ConfigError(f"table {name!r}: expire_after is a timedelta or text such as '30d', got {expire_after!r}")
     if expire_after.total_seconds() < 0 or expire_after.total_seconds() % 86400:
         raise ConfigError(f"table {name!r}: expire_after is a whole number of days, got {expire_after}")
     return expire_after.days

@@ -25,6 +25,8 @@ def ps_table(
     ``dim`` and the keywords (``optimizer``, ``initializer``, ``expire_after``, ``lr``) are those of `shoal.HashTable`;
     every worker gives the same. The rows of new ids follow from ``seed`` and the id, whatever the number of servers.
     """
+    if not isinstance(client, PsClient):
+        raise ConfigError(f"ps_table {name!r}: the first argument is a PsClient(addresses), got {client!r}")
     config = HashTable(dim, name=name, **table).config
     return DistributedHashTable(
         client.num_ps,
@@ -34,13 +36,15 @@ def ps_table(
 
 
 def load_tables(path: str | os.PathLike[str]) -> dict[str, tuple[HashTableConfigInstance, dict[str, Any]]]:
-    """The tables of a TOML file: name -> (configuration, options)::
+    """The tables of a TOML file: name -> (configuration, options).
 
-    [tables.item]
-    dim = 16
-    optimizer = { kind = "adagrad", lr = 0.05 }   # or just "adagrad"
-    initializer = "uniform"
-    expire_after = "30d"
+    The file::
+
+        [tables.item]
+        dim = 16
+        optimizer = { kind = "adagrad", lr = 0.05 }   # or just "adagrad"
+        initializer = "uniform"
+        expire_after = "30d"
     """
     try:
         with open(path, "rb") as file:

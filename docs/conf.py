@@ -1,0 +1,69 @@
+"""Sphinx: `make docs` builds these pages, the reference comes from the docstrings, and a warning is an error."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import shoal
+
+HERE = Path(__file__).parent
+HOMES = {  # of modules whose names are exported somewhere other than by their own package
+    "shoal._core": "shoal",
+    "shoal.proto.feature_configs": "shoal.ops",
+    "shoal.ragged": "shoal",
+    "shoal.table.optim": "shoal",
+}
+project = "Shoal"
+author = "The Shoal authors"
+copyright = "2026, the Shoal authors"
+release = version = shoal.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+nitpicky = False
+
+default_role = "py:obj"  # single backticks in docstrings are names of ours, or plain code
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # `Attributes:` of a class does not describe its fields a second time
+
+html_theme = "furo"
+html_title = f"Shoal {version}"
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+
+
+def place_the_rest(app: Any, docname: str, source: list[str]) -> None:
+    """Pages that the index does not name stand where it says `(the rest)`, so that a new page needs no edit there."""
+    if docname != "index":
+        return
+    named = set(re.findall(r"^[\w/]+$", source[0], re.MULTILINE)) | {"index"}
+    rest = sorted(page.stem for page in HERE.glob("*.md") if page.stem not in named)
+    source[0] = source[0].replace("(the rest)", "\n".join(rest))
+
+
+def skip(app: Any, what: str, name: str, item: Any, skip: bool, options: Any) -> bool | None:
+    """A name that several packages export is described once, where it lives. Protobuf messages describe themselves in
+    the .proto files; their generated methods would bury the rest."""
+    if hasattr(item, "DESCRIPTOR"):
+        return True
+    module = getattr(item, "__module__", None) or ""
+    if what == "module" and module.startswith("shoal.") and not inspect.ismodule(item):
+        home = HOMES.get(module, ".".join(module.split(".")[:2]))
+        return True if home.replace(".", "_") != app.env.docname.removeprefix("reference/") else None
+    return None
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", place_the_rest)
+    app.connect("autodoc-skip-member", skip)
