@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gather": ("shoal.cli.gather", "gather, inspect, replay or simulate a window of peers' updates"),
     "demo": ("shoal.cli.demo", "train a click model on a drifting stream and draw what collisions cost"),
     "launch": ("shoal.cli.launch", "start N local ranks of a script, with a console that shows who says what"),
+    "table": ("shoal.cli.table", "look into checkpoints of tables, compare, check, convert and rewrite them"),
     "ps": ("shoal.cli.ps", "serve one shard of tables to workers: a parameter server, its keys, its checkpoints"),
 }
 
