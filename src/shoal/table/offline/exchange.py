@@ -125,7 +125,7 @@ class _CsvFile:
     def __init__(self, path: str, name: str, dim: int, state: bool) -> None:
         if state:
             raise ConfigError("CSV has no place for optimizer state; export --parquet with --state")
-        self._file = open(path, "x", encoding="ascii")  # noqa: SIM115: closed by close() or abandon()
+        self._file = open(path, "x", encoding="ascii")  # noqa: SIM115
         self._file.write(",".join(["id", "time", *(f"e{d}" for d in range(dim))]) + "\n")
 
     def add(self, batch: Batch) -> None:
@@ -166,6 +166,9 @@ def import_rows(
     Raises:
         DataError: a file cannot be read, lacks a column, or has ids that come twice. Nothing was written.
     """
+    for path in paths:
+        if not os.path.isfile(path):
+            raise DataError(f"{path} is no file")
     fresh: dict[int, bytes] = {}
     rows = 0
     with folder_writer(out, lambda _: shards or naming.shard_count(-1, _guess(paths))) as writer_of:
@@ -204,8 +207,6 @@ Rows = tuple[Ints, Ints, Floats, list[bytes] | None]
 
 
 def _read(path: str, id_column: str, vector: str | None, time: str, now: int) -> Iterator[Rows]:
-    if not os.path.isfile(path):
-        raise DataError(f"{path} is no file")
     ending = os.path.splitext(path)[1].lower()
     if ending == ".npz":
         yield from _read_npz(path, id_column, vector, time, now)
@@ -324,7 +325,7 @@ def _numbered(batch: Any, others: set[str], path: str) -> Floats:
 
 def _read_npz(path: str, id_column: str, vector: str | None, time: str, now: int) -> Iterator[Rows]:
     with _in_file(path):
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             names = {"ids": (id_column, "ids", "id"), "weights": (vector, "weights", "embedding", "embeddings", "rows")}
             found = {}
             for key, options in names.items():
