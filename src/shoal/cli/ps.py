@@ -194,6 +194,9 @@ def status(addresses: list[str]) -> int:
         )
         return 0 if addresses else 2
     addresses = [address for address in addresses if address != "--json"]
+    if flags := [address for address in addresses if address.startswith("-")]:
+        print(f"shoal ps status: there is no flag {flags[0]}", file=sys.stderr)
+        return 2
     with PsClient(addresses, deadline=timedelta(seconds=5)) as client:
         print(json.dumps(client.info(), indent=2))
     return 0
