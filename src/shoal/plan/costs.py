@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -33,12 +34,17 @@ class Costs:
     row_overhead_bytes: float
     """Of a row, beyond weights and optimizer state."""
     dense_gflops: float
+    dense_update: float
+    """One parameter in the dense optimizer's step."""
     step_us: float
     """What a step costs however small it is."""
     link_gb_per_s: float
     """What the all-to-all's software moves, one process."""
     link_latency_us: float
     """One all-to-all of nothing."""
+    reduce_gb_per_s: float
+    """Gradients that an all-reduce of two processes sums."""
+    reduce_latency_us: float
     ps_gb_per_s: float
     """What a parameter server's connection moves."""
     ps_latency_us: float
@@ -108,15 +114,15 @@ def measure(progress: Callable[[str], None] = lambda _: None) -> Costs:
     return Costs(**found, machine=machine, measured=time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
-def _best(call: Callable[[], Any], seconds: float = 0.4, least: int = 5) -> float:
-    """The shortest of several runs, in seconds: what it costs when nobody disturbs it."""
-    best, end, runs = float("inf"), time.perf_counter() + seconds, 0
-    while runs < least or time.perf_counter() < end:
+def _usual(call: Callable[[], Any], seconds: float = 0.4, least: int = 7) -> float:
+    """The median of several runs, in seconds. Not the shortest: a plan is about what happens, not about what can."""
+    call()
+    times, end = [], time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < end:
         begin = time.perf_counter()
         call()
-        best = min(best, time.perf_counter() - begin)
-        runs += 1
-    return best
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def _line(values: dict[int, float], name: str) -> dict[str, float]:
@@ -143,15 +149,15 @@ def _tables() -> dict[str, float]:
         table.assign(every, torch.zeros(_ROWS, dim))
         overhead = max(overhead, table._native.bytes() / _ROWS - 8 * dim) if dim == _DIMS[0] else overhead
         grads = torch.ones(_BATCH, dim)
-        lookup = _best(lambda table=table, ids=ids: table.lookup(ids))
-        update = _best(lambda table=table, ids=ids, grads=grads: table.apply_gradients(ids, grads, enable_dedup=False))
+        lookup = _usual(lambda table=table, ids=ids: table.lookup(ids))
+        update = _usual(lambda table=table, ids=ids, grads=grads: table.apply_gradients(ids, grads, enable_dedup=False))
         bag = shoal.nn.HashEmbeddingBag(table, combiner="sum")
         bags = ids.view(-1, 20)
 
         def step(bag: Any = bag, bags: Any = bags) -> None:
             bag(bags).sum().backward()
 
-        pool = _best(step)
+        pool = _usual(step)
         whole = AllToAllHashTable(backend=SingleRank(), factory=lambda _, table=table: table)
 
         def routed(whole: Any = whole, ids: Any = ids, grads: Any = grads) -> None:
@@ -159,7 +165,7 @@ def _tables() -> dict[str, float]:
             whole.lookup(again)
             whole.apply_gradients(again, grads)
 
-        route = _best(routed)
+        route = _usual(routed)
         scale = 1e9 / _BATCH
         of["lookup"][dim], of["update"][dim] = lookup * scale, update * scale
         of["pool"][dim] = max(0.0, pool - lookup - update) * scale
@@ -186,7 +192,15 @@ def _dense() -> dict[str, float]:
         optimizer.step()
 
     flops = 6 * 1024 * 2 * 256 * 256
-    return {"dense_gflops": flops / _best(step) / 1e9, "step_us": 1e6 * _best(nothing, 0.2)}
+    many = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(4)]
+    for each in many:
+        each.grad = torch.ones_like(each)
+    updates = torch.optim.SGD(many, lr=0.1)
+    return {
+        "dense_gflops": flops / _usual(step) / 1e9,
+        "dense_update": 1e9 * _usual(updates.step, 0.2) / (1 << 20),
+        "step_us": 1e6 * _usual(nothing, 0.2),
+    }
 
 
 def _servers() -> dict[str, float]:
@@ -206,36 +220,47 @@ def _servers() -> dict[str, float]:
             ids = torch.arange(_BATCH)
             table.assign(ids, torch.zeros(_BATCH, 64))
             table.as_op()
-            one = _best(lambda: table.lookup(ids[:1]), 0.3)
-            many = _best(lambda: table.lookup(ids), 0.5)
+            one = _usual(lambda: table.lookup(ids[:1]), 0.3)
+            many = _usual(lambda: table.lookup(ids), 0.5)
     finally:
         server.stop()
     return {"ps_latency_us": 1e6 * one, "ps_gb_per_s": _BATCH * (8 + 4 * 64) / max(1e-6, many - one) / 1e9}
 
 
-def _exchange(rank: int, world: int) -> tuple[float, float]:
+def _exchange(rank: int, world: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     large = torch.zeros(1 << 20)
     small = torch.zeros(world)
+    out = torch.empty_like(large)
+    calls = [
+        lambda: dist.all_to_all_single(out[:world], small),
+        lambda: dist.all_to_all_single(out, large),
+        lambda: dist.all_reduce(small),
+        lambda: dist.all_reduce(large),
+    ]
     times = []
-    for data in (small, large):
-        out = torch.empty_like(data)
-        best = float("inf")
-        for _ in range(30):
-            dist.barrier()
+    for call in calls:
+        series = []
+        for _ in range(60):  # one behind the other, as in a step: a rank that is late makes the others wait
             begin = time.perf_counter()
-            dist.all_to_all_single(out, data)
-            best = min(best, time.perf_counter() - begin)
-        times.append(best)
-    return times[0], times[1]
+            call()
+            series.append(time.perf_counter() - begin)
+        times.append(statistics.median(series))
+    return times
 
 
 def _ranks() -> dict[str, float]:
-    """an all-to-all of two processes"""
+    """what two processes exchange and sum"""
     from shoal.testing import run_ranks
 
-    small, large = run_ranks(2, _exchange, timeout_s=120.0)[0]
-    return {"link_latency_us": 1e6 * small, "link_gb_per_s": (1 << 20) * 4 / 2 / max(1e-6, large - small) / 1e9}
+    small, large, sum_small, sum_large = run_ranks(2, _exchange, timeout_s=120.0)[0]
+    nbytes = 4 << 20
+    return {
+        "link_latency_us": 1e6 * small,
+        "link_gb_per_s": nbytes / 2 / max(1e-6, large - small) / 1e9,
+        "reduce_latency_us": 1e6 * sum_small,
+        "reduce_gb_per_s": nbytes / max(1e-6, sum_large - sum_small) / 1e9,
+    }

@@ -94,7 +94,7 @@ def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
     seconds: dict[str, float] = {"step": costs.step_us * 1e-6}
     seconds["pooling"] = cpu["pool"] * 1e-9 / cores
     dense_flops = host.dense_tflops * 1e12 or costs.dense_gflops * 1e9 * cores
-    seconds["dense"] = model.flops / dense_flops
+    seconds["dense"] = model.flops / dense_flops + model.dense_parameters * costs.dense_update * 1e-9
     share = hosts / servers if servers else 1.0  # workers that one holder of rows serves
     seconds["table"] = share * (cpu["lookup"] + cpu["update"]) * 1e-9 / cores
     # A host sends rows that others ask for as well as ids and gradients: the fuller direction counts.
@@ -115,8 +115,8 @@ def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
     if hosts > 1:
         reduce_bytes = 2 * (hosts - 1) / hosts * 4 * model.dense_parameters
         rounds = 2 * math.ceil(math.log2(hosts))
-        latency = rounds * (costs.link_latency_us + host.latency_us) * 1e-6
-        seconds["all-reduce"] = reduce_bytes / min(host.bytes_per_second, costs.link_gb_per_s * 1e9) + latency
+        latency = rounds * (costs.reduce_latency_us / 2 + host.latency_us) * 1e-6
+        seconds["all-reduce"] = reduce_bytes / min(host.bytes_per_second, costs.reduce_gb_per_s * 1e9) + latency
         moved += reduce_bytes
     step_s = sum(seconds.values())
     memory = held / holders + (0 if servers else 16 * model.dense_parameters)

@@ -39,7 +39,7 @@ def draw(found: Sequence[Estimate], plan: Plan, path: Path) -> None:
     speed.legend()
     memory.legend()
     parts = list(dict.fromkeys(part for e in found for part in e.seconds))
-    colours = dict(zip(parts, pyplot.get_cmap("tab10").colors, strict=False))
+    colours = {part: f"C{i}" for i, part in enumerate(parts)}
     for axis, (layout, each) in zip(axes[1], of.items(), strict=True):
         bottom = [0.0] * len(each)
         for part in parts:
@@ -47,7 +47,8 @@ def draw(found: Sequence[Estimate], plan: Plan, path: Path) -> None:
             axis.bar([str(e.hosts) for e in each], height, bottom=bottom, label=part, color=colours[part])
             bottom = [a + b for a, b in zip(bottom, height, strict=True)]
         axis.set(xlabel="workers", ylabel="ms", title=f"a step: {_NAMES[layout]}")
-        axis.legend(fontsize="small")
+        axis.set_ylim(0, 1.3 * max(bottom))
+        axis.legend(fontsize="small", ncols=4, loc="upper left")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
