@@ -1,6 +1,6 @@
 """Runs an installed shoal from anywhere but its source tree: the wheel's own smoke test, on any torch and Python.
 
-    python scripts/wheel_smoke.py            # needs torch, numpy, nanobind-backend, protobuf and cramjam, as shoal does
+python scripts/wheel_smoke.py            # needs torch, numpy, nanobind-backend, protobuf and cramjam, as shoal does
 """
 
 import json
