@@ -40,6 +40,9 @@ Example: shoal plan plan.toml --out plan.png
 or: shoal plan --measure --json"""
 
 
+BUSY = 0.5  # load of each CPU beyond which a measurement is not to be trusted
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Flags of `shoal plan`."""
@@ -84,6 +87,12 @@ def _costs(options: Options) -> Any:
 
     costs = measure(progress)
     save_costs(costs, path)
+    if costs.load > BUSY:
+        print(
+            f"shoal plan: this machine was busy ({costs.load:.1f} processes for each CPU), so these costs are too high; "
+            "measure again when it is idle, with --measure",
+            file=sys.stderr,
+        )
     return costs
 
 
@@ -133,7 +142,8 @@ def _show(options: Options, plan: Any, costs: Any) -> int:
         columns = [hosts, "step ms", "samples/s", "sent a step", "memory (share)", "days a day", "bottleneck"]
         print_table(layout.replace("_", " "), columns, rows)
     console = make_console()
-    where = f"{at.layout.replace('_', ' ')}, {at.hosts} workers" + (f" and {at.servers} servers" if at.servers else "")
+    servers = f" and {at.servers} server{'s'[: at.servers > 1]}" if at.servers else ""
+    where = f"{at.layout.replace('_', ' ')}, {at.hosts} worker{'s'[: at.hosts > 1]}{servers}"
     if start is not None:
         why = "everything fits" + (" and the stream is kept up with" if plan.model.samples_per_day else "")
         console.print(f"[bold]start with {where}[/]: the fewest hosts where {why}.")
@@ -146,7 +156,10 @@ def _show(options: Options, plan: Any, costs: Any) -> int:
     console.print(f"what is in the way there: {WHY[at.bottleneck]}.")
     for change in advice[:4]:
         console.print(f"  {change.what}: samples/s x {change.samples_per_s:.2f}, memory x {change.memory:.2f}")
-    console.print(f"costs measured {costs.measured} on {costs.machine}; hosts and links as stated in {options.config}.")
+    busy = f", busy with other work (load {costs.load:.1f})" if costs.load > BUSY else ""
+    console.print(
+        f"costs measured {costs.measured} on {costs.machine}{busy}; hosts and links as stated in {options.config}."
+    )
     if options.out is not None:
         console.print(f"the picture is {options.out}")
     return 0

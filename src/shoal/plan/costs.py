@@ -49,6 +49,8 @@ class Costs:
     """What a parameter server's connection moves."""
     ps_latency_us: float
     """One request that asks for one row."""
+    load: float = 0.0
+    """How busy each CPU was with other work, as processes that wanted it; above some tenths, measure again later."""
     machine: str = ""
     measured: str = ""
 
@@ -97,6 +99,7 @@ def measure(progress: Callable[[str], None] = lambda _: None) -> Costs:
 
     import shoal
 
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
     threads, native = torch.get_num_threads(), shoal.num_threads()
     torch.set_num_threads(1)
     shoal.set_num_threads(1)
@@ -111,7 +114,7 @@ def measure(progress: Callable[[str], None] = lambda _: None) -> Costs:
     machine = (
         f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}"
     )
-    return Costs(**found, machine=machine, measured=time.strftime("%Y-%m-%d %H:%M:%S"))
+    return Costs(**found, load=load, machine=machine, measured=time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
 def _usual(call: Callable[[], Any], seconds: float = 0.4, least: int = 7) -> float:
