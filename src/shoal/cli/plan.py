@@ -89,7 +89,7 @@ def _costs(options: Options) -> Any:
     save_costs(costs, path)
     if costs.load > BUSY:
         print(
-            f"shoal plan: this machine was busy ({costs.load:.1f} processes for each CPU), so these costs are too high; "
+            f"shoal plan: this machine was busy (load {costs.load:.1f} on each CPU), so these costs are too high; "
             "measure again when it is idle, with --measure",
             file=sys.stderr,
         )
