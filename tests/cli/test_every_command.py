@@ -131,7 +131,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
 
     shoal.HashTable(2, name="pipe").assign(torch.arange(60_000), torch.ones(60_000, 2)).save(tmp_path / "t")
     line = f"{sys.executable} -m shoal table ls {tmp_path}/t --limit 0 | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100)
     assert done.returncode == 141
     assert done.stderr == ""
     assert done.stdout.count("\n") == 1
