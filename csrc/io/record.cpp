@@ -93,7 +93,7 @@ Chunk::Payload Chunk::payload(size_t i, const std::string& path) const {
   std::memcpy(&stored, header + kRecordHeader + n, 4);
   if (mask_crc(crc32c(header + kRecordHeader, n)) != stored) {
     throw DataError(path + ": record " + std::to_string(first + static_cast<int64_t>(i)) +
-                    ": its checksum does not fit its bytes; the file is corrupt");
+                    ": its checksum does not fit its bytes; the file is corrupt" + place(i));
   }
   return {header + kRecordHeader, n};
 }
@@ -102,6 +102,8 @@ bool ChunkReader::next(Chunk* chunk) {
   const std::lock_guard lock(mutex_);
   chunk->starts.clear();
   chunk->bytes.clear();
+  chunk->offset = offset_;
+  chunk->unpacked = snappy_;
   if (failed_) return false;  // another thread reports it
   failed_ = true;             // until we come through
   Bytes& bytes = chunk->bytes;
@@ -109,6 +111,7 @@ bool ChunkReader::next(Chunk* chunk) {
   rest_.clear();
   size_t place = 0;
   const auto record = [&] { return "record " + std::to_string(records_ + static_cast<int64_t>(chunk->starts.size())); };
+  const auto at = [&] { return Chunk::place_at(offset_ + static_cast<int64_t>(place), snappy_); };
   for (;;) {
     const bool more = bytes_.append(&bytes);
     while (bytes.size() - place >= kRecordHeader) {
@@ -117,18 +120,20 @@ bool ChunkReader::next(Chunk* chunk) {
       std::memcpy(&n, bytes.data() + place, 8);
       std::memcpy(&stored, bytes.data() + place + 8, 4);
       if (mask_crc(crc32c(bytes.data() + place, 8)) != stored) {
-        bytes_.fail(record() + ": the checksum of its length does not fit; the file is corrupt or is none of records");
+        bytes_.fail(record() + ": the checksum of its length does not fit; the file is corrupt or is none of records" +
+                    at());
       }
       if (n > bytes.size() - place - kRecordHeader || bytes.size() - place - kRecordHeader - n < kRecordFooter) break;
       chunk->starts.push_back(place);
       place += kRecordHeader + n + kRecordFooter;
     }
-    if (!more && place < bytes.size()) bytes_.fail(record() + ": the file is truncated inside it");
+    if (!more && place < bytes.size()) bytes_.fail(record() + ": the file is truncated inside it" + at());
     if (!more || !chunk->starts.empty()) break;
   }
   rest_.append(bytes.data() + place, bytes.size() - place);
   chunk->first = records_;
   records_ += static_cast<int64_t>(chunk->starts.size());
+  offset_ += static_cast<int64_t>(place);
   failed_ = false;
   return !chunk->starts.empty();
 }

@@ -89,6 +89,14 @@ struct Chunk {
   Bytes bytes;
   std::vector<size_t> starts;  // of the headers
   int64_t first = 0;           // how many records of the file come before
+  int64_t offset = 0;          // of bytes.data(), in the file or in what its blocks unpack to
+  bool unpacked = false;       // the latter
+
+  // ", at byte N" of record i, for messages.
+  std::string place(size_t i) const { return place_at(offset + static_cast<int64_t>(starts[i]), unpacked); }
+  static std::string place_at(int64_t byte, bool unpacked) {
+    return ", at byte " + std::to_string(byte) + (unpacked ? " of what its blocks unpack to" : "");
+  }
 
   struct Payload {
     const char* data;
@@ -101,7 +109,7 @@ struct Chunk {
 // Cuts a file into chunks. Several threads may call next() of one file; each chunk goes to one of them.
 class ChunkReader {
  public:
-  ChunkReader(std::string path, bool snappy) : bytes_(std::move(path), snappy) {}
+  ChunkReader(std::string path, bool snappy) : bytes_(std::move(path), snappy), snappy_(snappy) {}
   // False when the file has ended. Throws DataError when it ends inside a record or a header is corrupt.
   bool next(Chunk* chunk);
   const std::string& path() const { return bytes_.path(); }
@@ -111,6 +119,8 @@ class ChunkReader {
   ByteReader bytes_;
   Bytes rest_;  // the beginning of a record whose end was not read yet
   int64_t records_ = 0;
+  int64_t offset_ = 0;  // of rest_
+  const bool snappy_;
   bool failed_ = false;
 };
 

@@ -85,12 +85,8 @@ def test_mistakes_are_one_line_and_a_code(peers, capsys):
     assert main(["gather", "inspect", str(peers / "absent")]) == 1
     assert main(run_arguments(peers, "--peers", "x")) == 1
     assert "Traceback" not in capsys.readouterr().err
-    with pytest.raises(SystemExit) as caught:
-        main(["gather", "run", "--window", "1"])
-    assert caught.value.code == 2
-    with pytest.raises(SystemExit) as caught:
-        main(["gather", "--help"])
-    assert caught.value.code == 0
+    assert main(["gather", "run", "--window", "1"]) == 2
+    assert main(["gather", "--help"]) == 0
     assert "simulate" in capsys.readouterr().out
 
 

@@ -8,11 +8,15 @@ BENCHES: dict[str, tuple[str, str]] = {
     "comm": ("shoal.cli.bench_comm", "send/recv, all-reduce and all-to-all over sizes, for the current launch"),
 }
 
+EXAMPLE = "example: shoal bench comm --largest 16MiB --json comm.json\n"
+
 
 def usage() -> str:
     width = max(map(len, BENCHES))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in BENCHES.items()]
-    return "\n".join(["usage: shoal bench NAME [options]", "", *lines, "", "`shoal bench NAME --help` explains one."])
+    return "\n".join(
+        ["usage: shoal bench NAME [options]", "", *lines, "", EXAMPLE, "`shoal bench NAME --help` explains one."]
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -1,5 +1,6 @@
 """The `shoal` command: finds the subcommand, runs it, turns our errors into one line and an exit code."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -14,6 +15,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gather": ("shoal.cli.gather", "gather, inspect, replay or simulate a window of peers' updates"),
     "demo": ("shoal.cli.demo", "train a click model on a drifting stream and draw what collisions cost"),
     "launch": ("shoal.cli.launch", "start N local ranks of a script, with a console that shows who says what"),
+    "table": ("shoal.cli.table", "look into checkpoints of tables, compare, check, convert and rewrite them"),
+    "top": ("shoal.cli.top", "watch running trainers, servers and replicas: rows, rates, lag, errors"),
+    "plan": ("shoal.cli.plan", "say what training needs on 1 to 1,000 hosts: memory, network, time, bottleneck"),
     "ps": ("shoal.cli.ps", "serve one shard of tables to workers: a parameter server, its keys, its checkpoints"),
 }
 
@@ -27,13 +31,21 @@ def usage() -> str:
             "",
             *lines,
             "",
+            "example: shoal demo --quick",
+            "",
             "`shoal COMMAND --help` explains one; `shoal --version` prints the version.",
+            "exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.",
         ]
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Runs one command; its exit code.
+
+    0 done, 1 failed (or the answer is no), 2 wrong usage, 130 interrupted. Commands with further ones say so in their
+    ``--help``. What a user can cause (our errors, the system's) is one line on stderr; anything else is our mistake and
+    shows its traceback.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
@@ -48,7 +60,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return import_module(COMMANDS[argv[0]][0]).main(argv[1:])
-    except ShoalError as error:
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 141
+    except (ShoalError, OSError) as error:
         print(f"shoal {argv[0]}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -65,16 +65,24 @@ class Serve:
 
 @dataclass
 class Keygen:
-    """Makes a pair of CURVE keys."""
+    """Makes a pair of CURVE keys.
+
+    Example: shoal ps keygen --out keys --name server
+    """
 
     out: Path
     """Folder for NAME.key (public) and NAME.key_secret."""
     name: str = "server"
+    json: bool = False
+    """Print where they are as one line of JSON."""
 
 
 @dataclass
 class Reshard:
-    """Rewrites the newest checkpoints of all shards for another number of shards."""
+    """Rewrites the newest checkpoints of all shards for another number of shards.
+
+    Example: shoal ps reshard --source /data/ps --target /data/ps3 --of 3
+    """
 
     source: Path
     """The --dir of the old servers."""
@@ -161,7 +169,10 @@ def keygen(options: Keygen) -> int:
     from shoal.sharded.ps.security import generate
 
     public, secret = generate(options.out, options.name)
-    print(f"public key: {public}\nsecret key: {secret} (keep it on its machine)")
+    if options.json:
+        print(json.dumps({"public": str(public), "secret": str(secret)}))
+    else:
+        print(f"public key: {public}\nsecret key: {secret} (keep it on its machine)")
     return 0
 
 
@@ -176,9 +187,16 @@ def reshard(options: Reshard) -> int:
 def status(addresses: list[str]) -> int:
     from shoal.sharded.ps.client import PsClient
 
-    if not addresses or addresses[0] in ("-h", "--help"):
-        print("usage: shoal ps status ADDRESS...   asks servers what they hold, as JSON")
+    if "-h" in addresses or "--help" in addresses or not addresses:
+        print(
+            "usage: shoal ps status ADDRESS... [--json]\n\nAsks servers what they hold, as JSON.\n\n"
+            "example: shoal ps status 127.0.0.1:7100 127.0.0.1:7101"
+        )
         return 0 if addresses else 2
+    addresses = [address for address in addresses if address != "--json"]
+    if flags := [address for address in addresses if address.startswith("-")]:
+        print(f"shoal ps status: there is no flag {flags[0]}", file=sys.stderr)
+        return 2
     with PsClient(addresses, deadline=timedelta(seconds=5)) as client:
         print(json.dumps(client.info(), indent=2))
     return 0

@@ -6,12 +6,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.cli.arguments import parse
 from shoal.cli.security_options import CallSecurity
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, missing_extra
 
 DESCRIPTION = """Push freshly trained rows from a trainer or parameter server to all serving replicas.
 
@@ -50,6 +51,8 @@ class Options:
     """Push everything touched since the start to replicas that appear later."""
     full_precision: bool = False
     """Send floats also to replicas that ask for their storage codec."""
+    metrics_port: int | None = None
+    """Port of /metrics for Prometheus and `shoal top`, on 127.0.0.1; 0 picks a free one."""
     json: bool = False
     """One JSON line per round."""
     security: CallSecurity = field(default_factory=CallSecurity)
@@ -116,6 +119,7 @@ def sync(options: Options) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     code = 0
+    metrics = _serve_metrics(options)
     try:
         while True:
             begin = time.monotonic()
@@ -123,12 +127,38 @@ def sync(options: Options) -> int:
             if options.once or stop.wait(max(0.0, options.interval - (time.monotonic() - begin))):
                 return code if options.once else 0
     finally:
+        metrics()
         backend.stop()
         follower.close()
         handle.manager.close()
 
 
+def _serve_metrics(options: Options) -> Callable[[], None]:
+    """Serves the process's metrics; what ends it."""
+    if options.metrics_port is None:
+        return lambda: None
+    try:
+        import prometheus_client
+    except ImportError:
+        raise missing_extra("prometheus-client", "server") from None
+    try:
+        server, thread = prometheus_client.start_http_server(options.metrics_port, "127.0.0.1")
+    except OSError as error:
+        raise ConfigError(f"--metrics-port {options.metrics_port}: {error.strerror}") from None
+    address = f"127.0.0.1:{server.server_port}"
+    print(json.dumps({"metrics": address}) if options.json else f"metrics on http://{address}/metrics", flush=True)
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+    return end
+
+
 def _round(options: Options, loop: Any, handle: Any) -> int:
+    from shoal.serving.metrics import emit_counter, emit_store
+
     begin = time.time()
     try:
         responses = json.loads(loop.run_once()).get("responses", [])
@@ -136,6 +166,7 @@ def _round(options: Options, loop: Any, handle: Any) -> int:
         if options.once:
             raise
         print(f"shoal sync: {error}", file=sys.stderr)
+        emit_counter("parameter_sync_failed_rounds", 1)
         return 1
     rows: dict[str, dict[str, Any]] = {}
     for each in responses:
@@ -148,6 +179,10 @@ def _round(options: Options, loop: Any, handle: Any) -> int:
             round(handle.freshness[target], 4) if not row["code"] and target in handle.freshness else None
         )
     waiting = handle.waiting()
+    emit_store("parameter_sync_replicas", len(handle.manager.targets))
+    for target in handle.manager.targets:
+        emit_store("parameter_sync_waiting_rows", waiting.get(target, 0), f"target={target}")
+    emit_counter("parameter_sync_failed_rounds", int(any(row["code"] for row in rows.values())))
     report = {
         "time": begin,
         "seconds": round(time.time() - begin, 4),

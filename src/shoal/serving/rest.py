@@ -22,7 +22,7 @@ from shoal.serving.net_utils import split_address
 from shoal.serving.predict import Asked
 from shoal.serving.servable import Tensors
 from shoal.serving.status import Code, StatusError, invalid_argument, not_found
-from shoal.serving.status_page import PAGE, snapshot
+from shoal.serving.status_page import PAGE, metrics_text, snapshot
 from shoal.serving.tensors import dtype_code, torch_dtype
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/metrics":
             import prometheus_client
 
-            return prometheus_client.CONTENT_TYPE_LATEST, prometheus_client.generate_latest()
+            text = prometheus_client.generate_latest() + metrics_text(self.owner).encode()
+            return prometheus_client.CONTENT_TYPE_LATEST, text
         spec, what = self._parse(path)
         if what == "/metadata":
             response = GetModelMetadataResponse()

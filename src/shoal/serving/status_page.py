@@ -50,3 +50,36 @@ def snapshot(server: Any) -> dict[str, Any]:
         "tables": tables,
         "traffic": [{"what": key, **values} for key, values in sorted(server.traffic.recent().items())],
     }
+
+
+# Metric -> (type, key of a table in the snapshot); counters end in _total.
+_OF_TABLES = {
+    "shoal_serving_table_rows": ("gauge", "rows"),
+    "shoal_serving_table_bytes": ("gauge", "bytes"),
+    "shoal_serving_pushed_rows_total": ("counter", "pushed_rows"),
+    "shoal_serving_lag_seconds": ("gauge", "lag_s"),
+    "shoal_serving_since_push_seconds": ("gauge", "since_push_s"),
+}
+
+
+def metrics_text(server: Any) -> str:
+    """The figures of the page for Prometheus, beside what is counted as requests come."""
+    found = snapshot(server)
+    lines = []
+    for name, kind, value in (
+        ("shoal_serving_requests_total", "counter", found["requests"]),
+        ("shoal_serving_failed_total", "counter", found["failed"]),
+        ("shoal_serving_uptime_seconds", "gauge", found["uptime_s"]),
+    ):
+        lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
+    for name, (kind, key) in _OF_TABLES.items():
+        lines.append(f"# TYPE {name} {kind}")
+        for table in found["tables"]:
+            if table[key] is not None:
+                labels = f'model="{_escape(table["model"])}",table="{_escape(table["name"])}"'
+                lines.append(f"{name}{{{labels}}} {table[key]}")
+    return "\n".join(lines) + "\n"
+
+
+def _escape(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -72,7 +72,7 @@ def find_assets(basename: StrPath, kind: str, holds: Callable[[str], bool]) -> s
     ``kind``, if possible one that ``holds`` what is wanted; then the only ``*.assets`` folder there is.
     """
     folder = os.path.dirname(os.fspath(basename)) or "."
-    latest = _model_checkpoint_path(folder)
+    latest = model_checkpoint_path(folder)
     if latest is not None:
         return latest + ".assets"
     try:
@@ -112,7 +112,7 @@ def _created(folder: str, kind: str) -> str | None:
     return max(created, default=None)
 
 
-def _model_checkpoint_path(folder: str) -> str | None:
+def model_checkpoint_path(folder: str) -> str | None:
     """``model_checkpoint_path`` of the text file ``checkpoint``, relative to its folder."""
     try:
         with open(os.path.join(folder, "checkpoint"), encoding="utf-8") as file:

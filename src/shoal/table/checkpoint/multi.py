@@ -115,7 +115,7 @@ def feature_stat(basename: StrPath) -> dict[str, int]:
     """Table name -> rows in the checkpoint, summed over its shards; only the small meta files are read."""
     stat: dict[str, int] = {}
     for path in naming.find_shards(os.fspath(basename) + ".meta"):
-        for name, n in _read_meta(path):
+        for name, n in read_meta(path):
             stat[name] = stat.get(name, 0) + n
     return stat
 
@@ -125,10 +125,10 @@ def _shards(base: str) -> list[tuple[str, list[tuple[str, int]]]]:
     data, meta = naming.find_shards(base), naming.find_shards(base + ".meta")
     if len(data) != len(meta):
         raise DataError(f"checkpoint {base!r} has {len(data)} data files and {len(meta)} meta files")
-    return [(path, _read_meta(of_path)) for path, of_path in zip(data, meta, strict=True)]
+    return [(path, read_meta(of_path)) for path, of_path in zip(data, meta, strict=True)]
 
 
-def _read_meta(path: str) -> list[tuple[str, int]]:
+def read_meta(path: str) -> list[tuple[str, int]]:
     try:
         messages = [MultiHashTableMetadata.FromString(record) for record in _core.read_records(path)]
     except DecodeError as error:

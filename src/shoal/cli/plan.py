@@ -1,0 +1,165 @@
+"""`shoal plan`: memory, network and time per step on 1 to 1,000 hosts, before anybody rents them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.arguments import parse
+from shoal.cli.console import make_console, print_json, print_table, show_bytes
+from shoal.errors import ConfigError
+
+DESCRIPTION = """Say what training will need on 1 to 1,000 hosts, by all-to-all and by parameter servers: memory,
+network, time per step, what will be the bottleneck, and what a change would bring.
+
+What rows, messages and arithmetic cost is measured on this machine (about ten seconds; kept in a file, and measured
+again with --measure); what hosts and links can do is stated in the configuration:
+
+  [[table]]
+  name = "item"
+  dim = 16
+  ids_per_sample = 20
+  ids_per_day = 2e6          # that were never seen before
+  expire_days = 30
+  optimizer = "adagrad"
+
+  [model]
+  batch = 4096               # of one host
+  dense_parameters = 5e6
+  samples_per_day = 2e9
+
+  [host]
+  cores = 32
+  memory_gb = 256
+  network_gbps = 25
+
+Example: shoal plan plan.toml --out plan.png
+
+or: shoal plan --measure --json"""
+
+
+BUSY = 0.5  # load of each CPU beyond which a measurement is not to be trusted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Flags of `shoal plan`."""
+
+    config: Path | None = None
+    """The plan, as TOML; without it --measure alone."""
+    measure: bool = False
+    """Measure this machine again."""
+    costs: Path | None = None
+    """Where measured costs are kept; by default in the user's cache. Costs of another machine can be given here."""
+    out: Path | None = None
+    """Draw a picture (PNG) here."""
+    json: bool = False
+    """Print everything as JSON."""
+
+
+def main(argv: list[str]) -> int:
+    options = parse(Options, argv, "plan", DESCRIPTION, positional="config")
+    if isinstance(options, int):
+        return options
+    from shoal.plan.config import load_plan
+
+    if options.config is None and not options.measure:
+        raise ConfigError("give a plan as TOML, or --measure; shoal plan --help shows one")
+    plan = load_plan(options.config) if options.config is not None else None
+    costs = _costs(options)
+    if plan is None:
+        _show_costs(options, costs)
+        return 0
+    return _show(options, plan, costs)
+
+
+def _costs(options: Options) -> Any:
+    from shoal.plan.costs import cache_path, load_costs, measure, save_costs
+
+    path = options.costs or cache_path()
+    if not options.measure and (path.exists() or options.costs is not None):
+        return load_costs(path)
+
+    def progress(what: str) -> None:
+        print(f"measuring {what} ...", file=sys.stderr)
+
+    costs = measure(progress)
+    save_costs(costs, path)
+    if costs.load > BUSY:
+        print(
+            f"shoal plan: this machine was busy (load {costs.load:.1f} on each CPU), so these costs are too high; "
+            "measure again when it is idle, with --measure",
+            file=sys.stderr,
+        )
+    return costs
+
+
+def _show_costs(options: Options, costs: Any) -> None:
+    if options.json:
+        print_json(asdict(costs))
+        return
+    rows = [[name, value if isinstance(value, str) else f"{value:,.4g}"] for name, value in asdict(costs).items()]
+    print_table("costs of this machine, one core", ["what", "value"], rows)
+
+
+def _show(options: Options, plan: Any, costs: Any) -> int:
+    from shoal.plan.advice import WHY, changes, recommended
+    from shoal.plan.model import LAYOUTS, estimates
+
+    found = estimates(plan, costs)
+    start = recommended(found, plan)
+    best = max((e for e in found if e.fits), key=lambda e: e.samples_per_s, default=None)
+    at = start or best or min(found, key=lambda e: e.memory_share)
+    advice = changes(plan, costs, at)
+    if options.out is not None:
+        from shoal.plan.plot import draw
+
+        try:
+            draw(found, plan, options.out)
+        except OSError as error:
+            raise ConfigError(f"--out {options.out}: {error.strerror or error}") from None
+    if options.json:
+        report = {
+            "plan": asdict(plan), "costs": asdict(costs), "estimates": [e.report() for e in found],
+            "recommended": start.report() if start else None, "bottleneck": WHY[at.bottleneck],
+            "changes": [asdict(change) for change in advice],
+        }  # fmt: skip
+        print_json(report)
+        return 0
+    for layout in LAYOUTS:
+        rows = []
+        for e in (e for e in found if e.layout == layout):
+            rows.append(
+                [f"{e.hosts:,}" + (f" + {e.servers:,}" if e.servers else ""), f"{1e3 * e.step_s:,.2f}",
+                 f"{e.samples_per_s:,.0f}", show_bytes(e.network_bytes),
+                 f"{show_bytes(e.memory_bytes)} ({100 * e.memory_share:,.0f} %)" + ("" if e.fits else " !"),
+                 "" if e.days_per_day is None else f"{e.days_per_day:,.2f}",
+                 f"{e.bottleneck} ({100 * e.seconds[e.bottleneck] / e.step_s:.0f} %)"]
+            )  # fmt: skip
+        hosts = "workers + servers" if layout == "parameter_server" else "hosts"
+        columns = [hosts, "step ms", "samples/s", "sent a step", "memory (share)", "days a day", "bottleneck"]
+        print_table(layout.replace("_", " "), columns, rows)
+    console = make_console()
+    servers = f" and {at.servers} server{'s'[: at.servers > 1]}" if at.servers else ""
+    where = f"{at.layout.replace('_', ' ')}, {at.hosts} worker{'s'[: at.hosts > 1]}{servers}"
+    if start is not None:
+        why = "everything fits" + (" and the stream is kept up with" if plan.model.samples_per_day else "")
+        console.print(f"[bold]start with {where}[/]: the fewest hosts where {why}.")
+    elif best is None:
+        console.print(
+            f"[bold]the rows fit on none of these[/]; nearest is {where}, at {at.memory_share:.1f} times a host."
+        )
+    else:
+        console.print(f"[bold]none of these keeps up with the stream[/]; the fastest that fits is {where}.")
+    console.print(f"what is in the way there: {WHY[at.bottleneck]}.")
+    for change in advice[:4]:
+        console.print(f"  {change.what}: samples/s x {change.samples_per_s:.2f}, memory x {change.memory:.2f}")
+    busy = f", busy with other work (load {costs.load:.1f})" if costs.load > BUSY else ""
+    console.print(
+        f"costs measured {costs.measured} on {costs.machine}{busy}; hosts and links as stated in {options.config}."
+    )
+    if options.out is not None:
+        console.print(f"the picture is {options.out}")
+    return 0

@@ -1,0 +1,71 @@
+"""Where to start, what will be in the way there, and what each change would bring: the model asked again, changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.plan.config import Plan
+from shoal.plan.costs import Costs
+from shoal.plan.model import Estimate, estimate
+
+WHY = {
+    "step": "the fixed cost of a step: raise the batch",
+    "pooling": "pooling rows into bags on the cores: more cores, or fewer ids per sample",
+    "dense": "the dense part's arithmetic: more cores, an accelerator, or a smaller model",
+    "table": "looking up and updating rows on the cores that hold them: more cores or more hosts that hold rows",
+    "routing": "de-duplicating and ordering ids for their owners: more cores",
+    "network": "rows and gradients on the network: faster links, narrower rows, or hosts that share fewer ids",
+    "latency": "waiting for messages: a larger batch, or tables that share an exchange (fused)",
+    "all-reduce": "summing the dense gradients: a larger batch, a smaller dense part, or faster links",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change, and what it would bring."""
+
+    what: str
+    samples_per_s: float
+    """Of the changed plan over that of the plan."""
+    memory: float
+    """Likewise."""
+
+
+def recommended(found: Sequence[Estimate], plan: Plan) -> Estimate | None:
+    """The fewest hosts on which rows fit and the stream is kept up with; of equal ones the faster. None: nowhere."""
+    good = [e for e in found if e.fits and (e.days_per_day is None or e.days_per_day >= 1)]
+    return min(good, key=lambda e: (e.hosts + e.servers, -e.samples_per_s), default=None)
+
+
+def changes(plan: Plan, costs: Costs, at: Estimate) -> list[Change]:
+    """What single changes would bring at ``at``, the best first."""
+
+    def host(**values: Any) -> Plan:
+        return replace(plan, host=replace(plan.host, **values))
+
+    def tables(change: Callable[[Any], dict[str, Any]]) -> Plan:
+        return replace(plan, tables=tuple(replace(t, **change(t)) for t in plan.tables))
+
+    options: dict[str, Plan] = {
+        f"links of {2 * plan.host.network_gbps:g} Gb/s": host(network_gbps=2 * plan.host.network_gbps),
+        f"{2 * plan.host.cores} cores a host": host(cores=2 * plan.host.cores),
+        f"a batch of {2 * plan.model.batch}": replace(plan, model=replace(plan.model, batch=2 * plan.model.batch)),
+        "rows of half the width": tables(lambda t: {"dim": max(1, t.dim // 2)}),
+        "rowwise_adagrad (one value of state a row)": tables(lambda t: {"optimizer": "rowwise_adagrad"}),
+        "ids that expire after half the time": tables(lambda t: {"expire_days": t.expire_days / 2}),
+    }
+    if not plan.host.dense_tflops:
+        options["an accelerator of 10 TFLOP/s for the dense part"] = host(dense_tflops=10.0)
+    if at.servers:
+        options["twice as many parameter servers"] = host(servers_per_worker=2 * plan.host.servers_per_worker)
+    made = []
+    for what, changed in options.items():
+        then = estimate(changed, costs, at.hosts, at.layout)
+        speed, memory = then.samples_per_s / at.samples_per_s, then.memory_bytes / at.memory_bytes
+        made.append(Change(what=what, samples_per_s=speed, memory=memory))
+    worth = [c for c in made if c.samples_per_s >= 1.02 or c.memory <= 0.98]
+    if at.fits:
+        return sorted(worth, key=lambda c: -c.samples_per_s)
+    return sorted(worth, key=lambda c: c.memory)

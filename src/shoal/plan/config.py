@@ -1,0 +1,170 @@
+"""What is planned: tables, model and hosts, from a TOML file."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError
+
+HOSTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablePlan:
+    """One table, or several that are alike."""
+
+    name: str
+    dim: int
+    """Width of a row."""
+    ids_per_sample: float
+    """Ids that one sample looks up, on average."""
+    ids_per_day: float
+    """Ids that come up for the first time on a day."""
+    expire_days: float = 30.0
+    """Days after which an id that was not seen any more is dropped."""
+    optimizer: str = "adagrad"
+    unique_share: float = 0.7
+    """Distinct ids of a host's batch as a share of its ids; the rest are repeats."""
+    count: int = 1
+    """How many such tables there are."""
+
+    def __post_init__(self) -> None:
+        where = f"table {self.name!r}"
+        _check(self, where, ("dim", "count"), 1)
+        _check(self, where, ("ids_per_sample", "ids_per_day", "expire_days"), 0)
+        if not 0 < self.unique_share <= 1:
+            raise ConfigError(f"{where}: unique_share is above 0 and at most 1, got {self.unique_share:g}")
+
+    @property
+    def rows(self) -> float:
+        """Rows of all ``count`` tables once ids expire as fast as they come."""
+        return self.count * self.ids_per_day * max(1.0, self.expire_days)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """The dense part and the stream."""
+
+    batch: int = 4096
+    """Samples of one host and step."""
+    dense_parameters: float = 1_000_000
+    flops_per_sample: float = 0.0
+    """Of the dense part, forward and backward; by default 6 for each parameter."""
+    fused: bool = True
+    """All tables share one exchange a step, as the fused layouts do; False: each table has its own."""
+    samples_per_day: float = 0.0
+    """What the stream brings; 0 leaves the question open whether it is kept up with."""
+
+    def __post_init__(self) -> None:
+        _check(self, "model", ("batch",), 1)
+        _check(self, "model", ("dense_parameters", "flops_per_sample", "samples_per_day"), 0)
+
+    @property
+    def flops(self) -> float:
+        return self.batch * (self.flops_per_sample or 6 * self.dense_parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlan:
+    """One host, and the network between them. These are stated, not measured."""
+
+    cores: int = 16
+    memory_gb: float = 128.0
+    network_gbps: float = 25.0
+    """Gigabits per second, each way."""
+    latency_us: float = 30.0
+    """One way, between two hosts."""
+    dense_tflops: float = 0.0
+    """Of accelerators for the dense part; 0 leaves it to the cores."""
+    servers_per_worker: float = 0.5
+    """Parameter servers for each worker; each is a host of its own."""
+    hosts: tuple[int, ...] = HOSTS
+
+    def __post_init__(self) -> None:
+        _check(self, "host", ("cores",), 1)
+        _check(self, "host", ("latency_us", "dense_tflops"), 0)
+        for name in ("memory_gb", "network_gbps", "servers_per_worker"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"host: {name} is above 0, got {getattr(self, name):g}")
+        if not self.hosts or any(not 1 <= n <= 100_000 for n in self.hosts):
+            raise ConfigError(f"host: hosts are numbers from 1 to 100000, got {list(self.hosts)}")
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.network_gbps * 1e9 / 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All of it."""
+
+    tables: tuple[TablePlan, ...]
+    model: ModelPlan = field(default_factory=ModelPlan)
+    host: HostPlan = field(default_factory=HostPlan)
+
+    def __post_init__(self) -> None:
+        if not self.tables:
+            raise ConfigError("a plan has at least one [[table]]")
+
+
+def load_plan(path: Path) -> Plan:
+    """Reads a plan.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it is unknown, missing or not allowed.
+    """
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if unknown := sorted(set(content) - {"table", "model", "host"}):
+        raise ConfigError(f"{path}: there is no [{unknown[0]}]; there are [[table]], [model] and [host]")
+    tables = content.get("table", [])
+    if not isinstance(tables, list):
+        raise ConfigError(f"{path}: write [[table]], with two brackets: there may be several")
+    try:
+        return Plan(
+            tables=tuple(_build(TablePlan, each, f"[[table]] {i + 1}") for i, each in enumerate(tables)),
+            model=_build(ModelPlan, content.get("model", {}), "[model]"),
+            host=_build(HostPlan, content.get("host", {}), "[host]"),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _build(kind: type, values: Any, where: str) -> Any:
+    known = {each.name: each for each in fields(kind)}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} is a table of settings, got {values!r:.40}")
+    if unknown := sorted(set(values) - set(known)):
+        raise ConfigError(f"{where}: there is no {unknown[0]!r}; there are {', '.join(known)}")
+    required = {"name", "dim", "ids_per_sample", "ids_per_day"} if kind is TablePlan else set()
+    if missing := sorted(required - set(values)):
+        raise ConfigError(f"{where}: {missing[0]} is missing")
+    given = {}
+    for name, value in values.items():
+        wanted = str(known[name].type)
+        if wanted in ("str", "bool"):
+            good = isinstance(value, str if wanted == "str" else bool)
+        elif wanted.startswith("tuple"):
+            good = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
+            value = tuple(value) if good else value
+        else:
+            good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            good = good and (wanted != "int" or value == int(value))
+        if not good:
+            raise ConfigError(f"{where}: {name} must be of type {wanted}, got {value!r:.40}")
+        given[name] = int(value) if wanted == "int" else value
+    return kind(**given)
+
+
+def _check(config: Any, where: str, names: tuple[str, ...], least: float) -> None:
+    for name in names:
+        if not getattr(config, name) >= least:
+            raise ConfigError(f"{where}: {name} must be at least {least:g}, got {getattr(config, name):g}")

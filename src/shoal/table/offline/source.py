@@ -1,0 +1,302 @@
+"""What a path holds: files of one table or of many, a chain of increments, or the checkpoints of ranks or servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shoal import _core
+from shoal.errors import ConfigError, DataError
+from shoal.table.checkpoint import naming
+from shoal.table.checkpoint.chain import MANIFEST, read_chain, table_in
+from shoal.table.checkpoint.manifest import Manifest
+from shoal.table.checkpoint.multi import read_meta
+from shoal.table.checkpoint.naming import CheckpointNotFoundError, StrPath
+from shoal.table.offline.scan import Batch, Ints, Shard, scan_shard
+
+_SHARD_FILE = re.compile(r"(.+)-\d{5,}-of-\d{5,}", re.DOTALL)
+_CHAIN_FOLDER = re.compile(r"ckpt-\d{8,}")
+FILTER = re.compile(r"hash_filter_\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The files of one checkpoint: a full one, or what a delta adds to another."""
+
+    name: str
+    shards: tuple[Shard, ...]
+    removed: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Table -> file of the ids that a delta takes back, and how many."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Table -> rows by the manifest; empty where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint that was found: its tables, and the files they are in."""
+
+    path: str
+    kind: str
+    """``table``, ``multi``, ``chain``, ``ranks``, ``servers`` or ``folder``."""
+    tables: tuple[str, ...]
+    layers: tuple[Layer, ...]
+    """Newest first; more than one in a chain alone."""
+    stale: Mapping[str, Stale] = field(default_factory=dict)
+    step: int | None = None
+    created: str | None = None
+    scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    filters: tuple[str, ...] = ()
+    """Basenames of admission filters beside the tables."""
+
+    @property
+    def files(self) -> list[str]:
+        """All files with rows or removed ids."""
+        shards = [shard.path for layer in self.layers for shard in layer.shards]
+        return shards + [path for layer in self.layers for path, _ in layer.removed.values()]
+
+    @property
+    def bytes(self) -> int:
+        return sum(os.path.getsize(path) for path in self.files)
+
+    def pick(self, tables: Collection[str]) -> tuple[str, ...]:
+        """The tables of these names, all of them when none is named."""
+        if unknown := sorted(set(tables) - set(self.tables)):
+            have = ", ".join(map(repr, self.tables[:20])) or "none"
+            raise ConfigError(f"{self.path} has no table {unknown[0]!r}; it has {have}")
+        return tuple(name for name in self.tables if not tables or name in tables)
+
+    def scan(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Batch]]:
+        """Every row as a restore would see it, table and batch at a time, each id once where the files are right.
+
+        Of a chain, memory is taken by the ids of its deltas; the full checkpoint below them is only streamed.
+        """
+        gone: dict[str, Ints] = {}
+        for layer in self.layers:
+            below = layer is not self.layers[-1]
+            came: dict[str, list[Ints]] = {}
+            for shard in layer.shards:
+                if wanted is not None and not any(table in wanted for table, _ in shard.sections):
+                    continue
+                for table, batch in scan_shard(shard, wanted):
+                    if below:
+                        came.setdefault(table, []).append(batch.ids.copy())
+                    keep = np.ones(len(batch), bool)
+                    if table in gone:
+                        keep &= ~contains(gone[table], batch.ids)
+                    if table in self.stale:
+                        keep &= ~self.stale[table].mask(batch.ids, batch.times)
+                    live = batch if keep.all() else batch.take(keep)
+                    if len(live):
+                        yield table, live
+            if below:
+                for table, (path, count) in layer.removed.items():
+                    came.setdefault(table, []).append(read_removed(path, count))
+                for table, parts in came.items():
+                    gone[table] = np.unique(np.concatenate([*parts, gone.get(table, np.empty(0, np.int64))]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stale:
+    """Which rows of a chain have expired by its newest checkpoint."""
+
+    now: int
+    default_days: int
+    slots: Mapping[int, int]
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any], where: str) -> Stale:
+        expiry = described.get("expiry")
+        try:
+            slots = {int(slot): int(days) for slot, days in expiry["slots"]}  # type: ignore[index]
+            return cls(now=described["max_update_time"], default_days=int(expiry["default_days"]), slots=slots)  # type: ignore[index]
+        except (TypeError, KeyError, ValueError) as error:
+            raise DataError(f"{where}: the expiry is not readable: {error}") from error
+
+    def mask(self, ids: Ints, times: Ints) -> np.ndarray:
+        days = np.full(len(ids), self.default_days, np.int64)
+        if self.slots:
+            slots = ids >> 48 & 0x7FFF
+            for slot, of_slot in self.slots.items():
+                days[slots == slot] = of_slot
+        return self.now - times >= days * 86400
+
+
+def contains(ordered: Ints, ids: Ints) -> np.ndarray:
+    """Which of ``ids`` are in an ascending array."""
+    if not len(ordered):
+        return np.zeros(len(ids), bool)
+    at = np.minimum(np.searchsorted(ordered, ids), len(ordered) - 1)
+    return ordered[at] == ids
+
+
+def read_removed(path: str, count: int) -> Ints:
+    """The ids that a delta takes back."""
+    data = b"".join(_core.read_records(path))
+    if len(data) != 8 * count:
+        raise DataError(f"{path}: {len(data)} bytes of removed ids, the manifest says {count} ids")
+    return np.frombuffer(data, "<i8").astype(np.int64)
+
+
+# --- finding out ------------------------------------------------------------------------------------------------------
+
+
+def open_source(path: StrPath) -> Source:
+    """The checkpoint at ``path``: a basename, one of its files, or a folder of any kind that the library writes.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing like that.
+        DataError: what is there is not whole.
+    """
+    where = os.fspath(path).rstrip("/") or "/"
+    if not os.path.isdir(where):
+        return _by_basename(where)
+    entries = set(os.listdir(where))
+    if _CHAIN_FOLDER.fullmatch(os.path.basename(os.path.abspath(where))) and MANIFEST in entries:
+        return _chain(os.path.dirname(os.path.abspath(where)), os.path.basename(os.path.abspath(where)))
+    if any(map(_CHAIN_FOLDER.fullmatch, entries)):
+        return _chain(where, None)
+    if any(entry.startswith("shard-") and os.path.isdir(os.path.join(where, entry)) for entry in entries):
+        return _servers(where, entries)
+    if MANIFEST in entries:
+        content = _json(os.path.join(where, MANIFEST))
+        if "world_size" in content:
+            return _ranks(where, content)
+        if "shard" in content and "tables" in content:
+            return _of_servers(where, [where])
+    return _folder(where, entries)
+
+
+def of_basename(base: str, prefix: str = "") -> tuple[tuple[Shard, ...], tuple[str, ...], bool]:
+    """The shards of ``<base>-?????-of-?????``, their tables, and whether they are a multi table's."""
+    data = naming.find_shards(base)
+    if not naming.shard_files(base + ".meta"):
+        name = prefix or os.path.basename(base)
+        return tuple(Shard(path=path, sections=((name, None),)) for path in data), (name,), False
+    metas = naming.find_shards(base + ".meta")
+    if len(data) != len(metas):
+        raise DataError(f"checkpoint {base!r} has {len(data)} data files and {len(metas)} meta files")
+    shards = []
+    for path, meta in zip(data, metas, strict=True):
+        sections = tuple((prefix + name, count) for name, count in read_meta(meta))
+        shards.append(Shard(path=path, sections=sections, snappy=True))
+    names = dict.fromkeys(name for shard in shards for name, _ in shard.sections)
+    return tuple(shards), tuple(sorted(names)), True
+
+
+def _by_basename(where: str) -> Source:
+    match = _SHARD_FILE.fullmatch(where)
+    if match and os.path.isfile(where):
+        where = match[1].removesuffix(".meta")
+    elif os.path.isfile(where):
+        raise DataError(f"{where} is a file that is called like no shard: <basename>-00000-of-00001")
+    shards, tables, multi = of_basename(where)
+    kind = "multi" if multi else "table"
+    return Source(path=where, kind=kind, tables=tables, layers=(Layer(name=where, shards=shards),))
+
+
+def _chain(directory: str, name: str | None) -> Source:
+    chain = read_chain(directory, name)
+    head_name, head = chain[-1]
+    found = head.content.get("tables")
+    tables = [str(t.get("name")) for t in found if isinstance(t, dict)] if isinstance(found, list) else []
+    layers, stale, scales = [], {}, {}
+    for folder, manifest in chain:
+        shards, removed, rows = [], {}, {}
+        where = os.path.join(directory, folder, MANIFEST)
+        for table in tables:
+            described = table_in(manifest, table, where)
+            base = os.path.join(directory, folder, described["file"])
+            paths = [naming.shard_path(base, i, described["shards"]) for i in range(described["shards"])]
+            shards += [Shard(path=path, sections=((table, None),)) for path in paths]
+            rows[table] = described["rows"]
+            if described["removed"]:
+                removed[table] = (base + ".removed", described["removed"])
+            stale[table], scales[table] = Stale.of(described, where), described["scales"]
+        layers.insert(0, Layer(name=folder, shards=tuple(shards), removed=removed, rows=rows))
+    path = os.path.join(directory, head_name)
+    return Source(
+        path=path, kind="chain", tables=tuple(sorted(tables)), layers=tuple(layers), stale=stale, scales=scales,
+        step=head.step, created=head.created,
+    )  # fmt: skip
+
+
+def _ranks(where: str, content: dict[str, Any]) -> Source:
+    world = content["world_size"]
+    if not isinstance(world, int) or not 1 <= world <= 1 << 20:
+        raise DataError(f"{where}/{MANIFEST}: world_size is a number of ranks, got {world!r:.40}")
+    name = os.path.basename(os.path.abspath(where))
+    shards = [of_basename(os.path.join(where, f"rank-{rank:05d}", "rows"), name)[0] for rank in range(world)]
+    layer = Layer(name=where, shards=tuple(shard for of_rank in shards for shard in of_rank))
+    return Source(path=where, kind="ranks", tables=(name,), layers=(layer,))
+
+
+def _servers(where: str, entries: set[str]) -> Source:
+    newest = []
+    for shard in sorted(entry for entry in entries if entry.startswith("shard-")):
+        folder = os.path.join(where, shard)
+        whole = [e for e in os.listdir(folder) if os.path.isfile(os.path.join(folder, e, MANIFEST))]
+        numbered = sorted(e for e in whole if re.fullmatch(r"checkpoint-\d+", e))
+        if numbered:
+            newest.append(os.path.join(folder, numbered[-1]))
+    if not newest:
+        raise CheckpointNotFoundError(f"{where} has folders of servers, but none of them a checkpoint")
+    return _of_servers(where, newest)
+
+
+def _of_servers(where: str, folders: Sequence[str]) -> Source:
+    shards, tables = [], set()
+    for folder in folders:
+        found = _json(os.path.join(folder, MANIFEST)).get("tables")
+        if not isinstance(found, dict):
+            raise DataError(f"{folder}/{MANIFEST}: has no tables")
+        for name, entry in found.items():
+            base = entry.get("file") if isinstance(entry, dict) else None
+            if not isinstance(base, str) or os.path.basename(base) != base:
+                raise DataError(f"{folder}/{MANIFEST}: file must be a plain name, got {base!r:.80}")
+            shards += of_basename(os.path.join(folder, base), name)[0]
+            tables.add(name)
+    layer = Layer(name=where, shards=tuple(shards))
+    return Source(path=where, kind="servers", tables=tuple(sorted(tables)), layers=(layer,))
+
+
+def _folder(where: str, entries: set[str]) -> Source:
+    for entry in sorted(entries):
+        if entry.startswith("manifest.") and entry.endswith(".json"):
+            missing = Manifest.read(os.path.join(where, entry)).missing(where)
+            if missing is not None:
+                raise DataError(f"checkpoint {where!r} is damaged: {missing}")
+    bases = sorted({match[1] for match in map(_SHARD_FILE.fullmatch, entries) if match})
+    bases = [base for base in bases if not (base.endswith(".meta") and base.removesuffix(".meta") in bases)]
+    filters = [base for base in bases if FILTER.fullmatch(base)]
+    found = {base: of_basename(os.path.join(where, base)) for base in bases if base not in filters}
+    if not found:
+        raise CheckpointNotFoundError(f"there is no checkpoint in {where!r}: no file is called <name>-?????-of-?????")
+    names = [name for _, tables, _ in found.values() for name in tables]
+    if len(set(names)) != len(names):  # several multi tables with tables of the same names
+        found = {
+            base: of_basename(os.path.join(where, base), f"{base}/" if multi else "")
+            for base, (_, _, multi) in found.items()
+        }
+    shards = [shard for of_base, _, _ in found.values() for shard in of_base]
+    tables = sorted(name for _, of_base, _ in found.values() for name in of_base)
+    return Source(
+        path=where, kind="folder", tables=tuple(tables), layers=(Layer(name=where, shards=tuple(shards)),),
+        filters=tuple(os.path.join(where, base) for base in filters),
+    )  # fmt: skip
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: not a manifest")
+    return content

@@ -1,0 +1,217 @@
+"""Checkpoints written without a table: files by ``id mod shards``, in a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from shoal import _core
+from shoal.errors import ConfigError, DataError
+from shoal.table.checkpoint import naming
+from shoal.table.checkpoint.chain import MANIFEST
+from shoal.table.checkpoint.manifest import Manifest, file_sizes, new_folder
+from shoal.table.messages import MultiHashTableMetadata
+from shoal.table.offline.distinct import Distinct
+from shoal.table.offline.scan import Batch, Floats, Ints
+
+NEVER = {"default_days": 36500, "slots": []}
+
+
+class TableWriter:
+    """The files ``<base>-?????-of-?????`` of one table.
+
+    Row ``id`` goes to file ``id mod shards``: of as many processes that restore, the r-th has all its rows in file r.
+    """
+
+    def __init__(self, base: str, name: str, shards: int) -> None:
+        if not 1 <= shards <= 99_999:
+            raise ConfigError(f"the number of shards is 1 to 99999, got {shards}")
+        self.base, self.name, self.shards = base, name, shards
+        self.dim: int | None = None
+        self.rows_written = 0
+        self.max_update_time = 0
+        self.expiry: dict[str, Any] = NEVER
+        self.scales: Sequence[float] = (1.0,)
+        self._ids = Distinct()
+        self._sinks = [
+            _core.EntrySink(naming.temporary_path(naming.shard_path(base, i, shards))) for i in range(shards)
+        ]
+
+    def copy(self, batch: Batch) -> None:
+        """Adds rows as they are in their file, byte for byte."""
+        self._take(batch.ids, batch.times, batch.dim)
+        for sink, rows in self._by_shard(batch.ids):
+            places = np.ascontiguousarray(batch.indices[rows])
+            sink.copy(batch.scan, places.ctypes.data, len(places))
+
+    def rows(self, ids: Ints, times: Ints, weights: Floats, states: Sequence[bytes] | bytes = b"") -> None:
+        """Adds rows; ``states`` is one serialized ``OptimizerDump`` for all, or one for each."""
+        if len(ids) == 0:
+            return
+        if (bad := np.flatnonzero((times < 0) | (times > 0xFFFFFFFF))).size:
+            raise DataError(f"id {ids[bad[0]]}: a time is 0..4294967295 seconds, got {times[bad[0]]}")
+        self._take(ids, times, weights.shape[1])
+        for sink, rows in self._by_shard(ids):
+            part_ids, part_times = np.ascontiguousarray(ids[rows]), np.ascontiguousarray(times[rows])
+            part = np.ascontiguousarray(weights[rows], np.float32)
+            ends = None
+            blob = states
+            if not isinstance(states, bytes):
+                own = [states[i] for i in rows.tolist()]
+                ends, blob = np.cumsum([len(s) for s in own], dtype=np.int64), b"".join(own)
+            sink.rows(
+                part_ids.ctypes.data, part_times.ctypes.data, part.ctypes.data, len(part), part.shape[1], blob,
+                0 if ends is None else ends.ctypes.data,
+            )  # fmt: skip
+
+    def _take(self, ids: Ints, times: Ints, dim: int) -> None:
+        self.dim = dim if self.dim is None else self.dim
+        if dim != self.dim:
+            raise DataError(f"table {self.name!r}: rows have {self.dim} weights and {dim}; a table has one width")
+        self._ids.add(ids)
+        self.rows_written += len(ids)
+        self.max_update_time = max(self.max_update_time, int(times.max(initial=0)))
+
+    def _by_shard(self, ids: Ints) -> Iterator[tuple[_core.EntrySink, Ints]]:
+        if self.shards == 1:
+            yield self._sinks[0], np.arange(len(ids))
+            return
+        of = np.mod(ids, self.shards)
+        for shard in np.unique(of).tolist():
+            yield self._sinks[shard], np.flatnonzero(of == shard)
+
+    def finish(self) -> None:
+        """Afterwards all rows are on the disk, still under temporary names; refuses ids that came twice."""
+        again, examples = self._ids.repeated()
+        if again:
+            raise DataError(
+                f"table {self.name!r}: {again} rows have an id that another row has, too (such as "
+                f"{', '.join(map(str, examples))}); which is right cannot be known"
+            )
+        for sink in self._sinks:
+            sink.sync()
+
+    def publish(self) -> None:
+        """The files get their names."""
+        for index, sink in enumerate(self._sinks):
+            sink.rename_to(naming.shard_path(self.base, index, self.shards))
+
+    def described(self) -> dict[str, Any]:
+        """The table's part of a manifest."""
+        return {
+            "name": self.name,
+            "file": os.path.basename(self.base),
+            "shards": self.shards,
+            "rows": self.rows_written,
+            "removed": 0,
+            "dim": self.dim or 0,
+            "max_update_time": self.max_update_time,
+            "scales": list(self.scales),
+            "expiry": self.expiry,
+        }
+
+
+@contextmanager
+def folder_writer(
+    target: str, shards: int | Callable[[str], int], *, step: int = 0
+) -> Iterator[Callable[[str], TableWriter]]:
+    """Makes ``target/ckpt-00000001`` of the tables that the block writes; nothing is there when it fails.
+
+    `shoal.table.restore_incremental` reads it, and further checkpoints can be added behind it. Yields a function from a
+    table's name to its writer.
+
+    Raises:
+        ConfigError: ``target`` holds something already.
+    """
+    if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
+        raise ConfigError(f"{target} exists already; give a new folder, so that nothing is overwritten")
+    made = not os.path.isdir(target)
+    writers: dict[str, TableWriter] = {}
+    try:
+        with new_folder(os.path.join(target, "ckpt-00000001")) as folder:
+
+            def writer(name: str) -> TableWriter:
+                if name not in writers:
+                    base = naming.file_base(name)
+                    if any(naming.file_base(other) == base for other in writers):
+                        raise ConfigError(f"two tables would be called {base!r} on the disk; rename one")
+                    count = shards if isinstance(shards, int) else shards(name)
+                    writers[name] = TableWriter(os.path.join(folder, base), name, count)
+                return writers[name]
+
+            yield writer
+            for each in writers.values():
+                each.finish()
+            for each in writers.values():
+                each.publish()
+            tables = [each.described() for _, each in sorted(writers.items())]
+            manifest = Manifest(kind="full", step=step, files=file_sizes(folder), content={"tables": tables})
+            manifest.write(os.path.join(folder, MANIFEST))
+    except BaseException:
+        if made and os.path.isdir(target) and not os.listdir(target):
+            os.rmdir(target)
+        raise
+
+
+@contextmanager
+def basename_writer(base: str, name: str, shards: int) -> Iterator[TableWriter]:
+    """Makes the files ``<base>-?????-of-?????`` of one table; nothing is there when the block fails."""
+    if naming.shard_files(base):
+        raise ConfigError(f"there are files of {base}-?????-of-????? already; give another name")
+    naming.make_parents(base)
+    writer = TableWriter(base, name, shards)
+    yield writer
+    writer.finish()
+    writer.publish()
+    naming.sync_folder(os.path.dirname(base))
+
+
+class MultiWriter:
+    """The data and meta files of a multi table: tables one after another in every file."""
+
+    def __init__(self, base: str, shards: int) -> None:
+        if naming.shard_files(base) or naming.shard_files(base + ".meta"):
+            raise ConfigError(f"there are files of {base}-?????-of-????? already; give another name")
+        naming.make_parents(base)
+        self.base, self.shards = base, shards
+        self._counts: list[dict[str, int]] = [{} for _ in range(shards)]
+        self._distinct: dict[str, Distinct] = {}
+        self._sinks = [
+            _core.EntrySink(naming.temporary_path(naming.shard_path(base, i, shards)), True) for i in range(shards)
+        ]
+
+    def begin(self, table: str) -> None:
+        """The rows that come now are of ``table``; tables come in order of their names."""
+        for counts in self._counts:
+            counts[table] = 0
+        self._distinct[table] = Distinct()
+
+    def copy(self, batch: Batch) -> None:
+        table = next(reversed(self._distinct))
+        self._distinct[table].add(batch.ids)
+        of = np.mod(batch.ids, self.shards)
+        for shard in np.unique(of).tolist():
+            places = np.ascontiguousarray(batch.indices[of == shard])
+            self._sinks[shard].copy(batch.scan, places.ctypes.data, len(places))
+            self._counts[shard][table] += len(places)
+
+    def finish(self) -> dict[str, int]:
+        """Writes the files; the rows of each table."""
+        for table, distinct in self._distinct.items():
+            if again := distinct.repeated()[0]:
+                raise DataError(f"table {table!r}: {again} rows have an id that another row has, too")
+        for sink in self._sinks:
+            sink.sync()
+        for index, (sink, counts) in enumerate(zip(self._sinks, self._counts, strict=True)):
+            path = naming.shard_path(self.base + ".meta", index, self.shards)
+            records = [
+                MultiHashTableMetadata(table_name=t, num_entries=n).SerializeToString() for t, n in counts.items()
+            ]
+            _core.write_records(naming.temporary_path(path), path, records)
+            sink.rename_to(naming.shard_path(self.base, index, self.shards))
+        naming.sync_folder(os.path.dirname(self.base))
+        return {table: sum(counts[table] for counts in self._counts) for table in self._distinct}

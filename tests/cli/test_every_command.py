@@ -1,0 +1,137 @@
+"""What every registered command promises: help with an example, JSON, exit codes, no traceback, colour, Ctrl-C."""
+
+import importlib
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from shoal.cli import main as cli
+from shoal.errors import ConfigError
+
+COMMANDS = sorted(cli.COMMANDS)
+ESCAPE = "\x1b"
+
+# Every word after `shoal` that takes flags of its own. A command that is not here has no verbs.
+VERBS = {
+    "bench": ["comm"],
+    "gather": ["run", "inspect", "replay", "simulate"],
+    "ps": ["", "keygen", "reshard", "status"],
+    "table": ["stat", "ls", "get", "top", "diff", "export", "import", "reshard", "verify", "from-monolith"],
+}
+CALLS = [[command, verb] if verb else [command] for command in COMMANDS for verb in VERBS.get(command, [""])]
+
+
+def called(call):
+    return " ".join(call)
+
+
+def run(capsys, *argv):
+    code = cli.main(list(argv))
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert ESCAPE not in captured.out + captured.err, "colour without a terminal"
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(capsys, command):
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    assert re.search(rf"example.*shoal(\s\w+)* {command}\b", out, re.IGNORECASE | re.DOTALL)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=called)
+def test_every_verb_has_help_and_speaks_json(capsys, call):
+    code, out, _ = run(capsys, *call, "--help")
+    assert code == 0
+    assert "--json" in out
+
+
+@pytest.mark.parametrize("call", CALLS, ids=called)
+def test_wrong_flags_end_with_2_and_words_on_stderr(capsys, call):
+    code, out, err = run(capsys, *call, "--no-such-flag")
+    assert code == 2
+    assert err
+    assert not out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("raised", "code", "says"),
+    [
+        (ConfigError("x must be 1, got 2"), 1, "x must be 1, got 2"),
+        (FileNotFoundError(2, "No such file or directory", "/absent"), 1, "/absent"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(2), 2, ""),
+    ],
+    ids=["our error", "the system's", "Ctrl-C", "exit"],
+)
+def test_what_ends_a_command_becomes_one_line_and_a_code(capsys, monkeypatch, command, raised, code, says):
+    def fail(argv):
+        raise raised
+
+    monkeypatch.setattr(importlib.import_module(cli.COMMANDS[command][0]), "main", fail)
+    got, out, err = run(capsys, command)
+    assert got == code
+    assert says in err
+    assert err.count("\n") <= 1
+    assert not out
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch):
+    def fail(argv):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(importlib.import_module(cli.COMMANDS["table"][0]), "main", fail)
+    with pytest.raises(AssertionError):
+        cli.main(["table"])
+
+
+def test_the_command_itself(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(command in out for command in COMMANDS)
+    assert run(capsys)[0] == 2
+    assert run(capsys, "--version")[1].startswith("shoal ")
+    code, _, err = run(capsys, "nonsense")
+    assert code == 2
+    assert "there is no command 'nonsense'" in err
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+# Each says something once it runs.
+LONG = [["ps"], ["top", "127.0.0.1:1", "--interval", "30"]]
+
+
+@pytest.mark.parametrize("argv", LONG, ids=called)
+def test_ctrl_c_ends_a_running_command_without_a_traceback(argv):
+    command = [sys.executable, "-m", "shoal", *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert said
+    assert process.returncode in (0, 130), err
+    assert "Traceback" not in err, err
+    assert ESCAPE not in said + out
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    import torch
+
+    import shoal
+
+    shoal.HashTable(2, name="pipe").assign(torch.arange(60_000), torch.ones(60_000, 2)).save(tmp_path / "t")
+    line = f"{sys.executable} -m shoal table ls {tmp_path}/t --limit 0 | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 141
+    assert done.stderr == ""
+    assert done.stdout.count("\n") == 1

@@ -1,0 +1,175 @@
+"""`shoal plan`: its model against hand-made sums, its measurement, its files, its words."""
+
+import json
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.errors import ConfigError, DataError
+from shoal.plan.advice import changes, recommended
+from shoal.plan.config import HostPlan, ModelPlan, Plan, TablePlan, load_plan
+from shoal.plan.costs import Costs, load_costs, measure, save_costs
+from shoal.plan.model import estimate, estimates, row_bytes, state_bytes
+
+COSTS = Costs(
+    lookup_fixed=20, lookup_per_dim=0.1, update_fixed=50, update_per_dim=0.5, pool_fixed=30, pool_per_dim=0.3,
+    route_fixed=20, route_per_dim=1, row_overhead_bytes=32, dense_gflops=100, dense_update=0.5, step_us=100,
+    link_gb_per_s=2, link_latency_us=100, reduce_gb_per_s=1, reduce_latency_us=200, ps_gb_per_s=1.5, ps_latency_us=200,
+    machine="paper", measured="2026-11-15",
+)  # fmt: skip
+TABLE = TablePlan(name="item", dim=16, ids_per_sample=10, ids_per_day=1e6, unique_share=0.5)
+PLAN = Plan(tables=(TABLE,), model=ModelPlan(batch=1000, dense_parameters=1e6), host=HostPlan(cores=10))
+
+
+def test_one_host_is_the_sum_of_its_parts():
+    found = estimate(PLAN, COSTS, 1, "all_to_all")
+    ids, unique = 10_000, 5_000
+    assert found.seconds == pytest.approx(
+        {
+            "step": 100e-6,
+            "pooling": ids * (30 + 0.3 * 16) * 1e-9 / 10,
+            "dense": 6e6 * 1000 / (100e9 * 10) + 1e6 * 0.5e-9,
+            "table": unique * (20 + 1.6 + 50 + 8) * 1e-9 / 10,
+        }
+    )
+    assert found.step_s == pytest.approx(sum(found.seconds.values()))
+    assert found.samples_per_s == pytest.approx(1000 / found.step_s)
+    assert (found.network_bytes, found.servers, found.bottleneck) == (0, 0, "dense")
+    assert found.memory_bytes == pytest.approx(30e6 * (64 + 64 + 32) + 16e6)
+
+
+def test_two_hosts_send_half_of_their_rows():
+    found = estimate(PLAN, COSTS, 2, "all_to_all")
+    rows = 5_000 * 0.5 * (8 + 64 + 64)
+    assert found.network_bytes == pytest.approx(rows + 4e6)  # and the dense gradients
+    assert found.seconds["network"] == pytest.approx(rows / 3.125e9)  # 25 Gb/s, less than the software would move
+    slow = estimate(replace(PLAN, host=replace(PLAN.host, cores=1, network_gbps=1000)), COSTS, 2, "all_to_all")
+    assert slow.seconds["network"] == pytest.approx(rows / 2e9)  # the software's limit
+
+
+def test_servers_hold_the_rows_and_serve_several_workers():
+    found = estimate(PLAN, COSTS, 8, "parameter_server")
+    assert found.servers == 4
+    alone = estimate(PLAN, COSTS, 1, "parameter_server")
+    assert found.seconds["table"] == pytest.approx(2 * alone.seconds["table"])
+    assert found.memory_bytes == pytest.approx(30e6 * 160 / 4)
+
+
+@pytest.mark.parametrize("layout", ["all_to_all", "parameter_server"])
+def test_more_hosts_never_need_more_memory_and_never_step_faster(layout):
+    found = [e for e in estimates(PLAN, COSTS) if e.layout == layout]
+    assert [e.hosts for e in found] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
+    assert all(a.memory_bytes >= b.memory_bytes for a, b in pairwise(found))
+    assert all(a.step_s <= b.step_s * 1.001 for a, b in pairwise(found))
+
+
+def test_state_is_that_of_the_optimizer():
+    assert state_bytes("adagrad", 16) == 64
+    assert state_bytes("adam", 16) == 136
+    assert state_bytes("sgd", 16) == 0
+    assert state_bytes("rowwise_adagrad", 16) == 4
+    assert row_bytes(TABLE, COSTS) == 64 + 64 + 32
+
+
+def test_a_row_costs_what_a_table_takes():
+    import torch
+
+    import shoal
+
+    n = 200_000
+    table = shoal.HashTable(16, name="bytes").assign(torch.arange(n) * 7919, torch.zeros(n, 16))
+    assert table._native.bytes() / n == pytest.approx(row_bytes(TABLE, COSTS), rel=0.35)
+
+
+def test_the_recommendation_fits_and_keeps_up():
+    big = replace(PLAN, tables=(replace(TABLE, ids_per_day=1e8),), model=replace(PLAN.model, samples_per_day=1e10))
+    found = estimates(big, COSTS)
+    start = recommended(found, big)
+    assert start is not None
+    assert start.fits
+    assert start.days_per_day >= 1
+    fewer = [e for e in found if e.hosts + e.servers < start.hosts + start.servers]
+    assert not any(e.fits and e.days_per_day >= 1 for e in fewer)
+    hopeless = replace(big, tables=(replace(TABLE, ids_per_day=1e13),))
+    assert recommended(estimates(hopeless, COSTS), hopeless) is None
+
+
+def test_changes_are_the_model_asked_again():
+    at = estimate(PLAN, COSTS, 4, "parameter_server")
+    found = {change.what: change for change in changes(PLAN, COSTS, at)}
+    faster = replace(PLAN, host=replace(PLAN.host, cores=20))
+    assert found["20 cores a host"].samples_per_s == pytest.approx(
+        estimate(faster, COSTS, 4, "parameter_server").samples_per_s / at.samples_per_s
+    )
+    assert found["rows of half the width"].memory < 1
+    assert found["twice as many parameter servers"].memory == pytest.approx(0.5)
+
+
+def test_the_example_is_a_plan_and_prints_and_draws(tmp_path, capsys):
+    save_costs(COSTS, tmp_path / "costs.json")
+    plan = Path(__file__).parents[2] / "examples" / "plan.toml"
+    if not plan.exists():
+        pytest.skip("the examples are not beside the tests")
+    argv = ["plan", str(plan), "--costs", str(tmp_path / "costs.json")]
+    assert main([*argv, "--out", str(tmp_path / "a" / "plan.png")]) == 0
+    out = capsys.readouterr().out
+    for text in ("all to all", "parameter server", "1,000 + 500", "start with", "what is in the way there", "paper"):
+        assert text in out
+    assert (tmp_path / "a" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*argv, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["estimates"]) == 22
+    assert report["recommended"]["fits"]
+    assert report["costs"]["machine"] == "paper"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[table]]\nname = 't'\ndim = 8\nids_per_sample = 1\n", "[[table]] 1: ids_per_day is missing"),
+        ("[table]\nname = 't'\n", "with two brackets"),
+        ("[modle]\n", "there is no [modle]"),
+        ("[[table]]\nname = 't'\ndim = 0\nids_per_sample = 1\nids_per_day = 1\n", "dim must be at least 1, got 0"),
+        ("[[table]]\nname = 't'\ndim = 8.5\nids_per_sample = 1\nids_per_day = 1\n", "dim must be of type int, got 8.5"),
+        ("[[table]]\nname = 't'\ndims = 8\n", "there is no 'dims'; there are name, dim"),
+        ("[host]\ncores = 4\n", "at least one [[table]]"),
+        ("[host]\nhosts = [0]\n", "numbers from 1 to 100000"),
+        ("what", "Expected '='"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_the_file_and_the_reason(tmp_path, capsys, text, words):
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        load_plan(path)
+    assert main(["plan", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert str(path) in err
+
+
+def test_costs_of_another_file_are_refused(tmp_path, capsys):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(DataError, match="shoal plan --measure"):
+        load_costs(tmp_path / "x.json")
+    values = asdict(COSTS) | {"dense_gflops": "fast"}
+    (tmp_path / "x.json").write_text(json.dumps({"version": 1, "costs": values}))
+    with pytest.raises(DataError, match="dense_gflops is missing or no number"):
+        load_costs(tmp_path / "x.json")
+    assert main(["plan"]) == 1
+    assert "give a plan as TOML" in capsys.readouterr().err
+
+
+def test_measuring_gives_costs_that_can_be_kept(tmp_path):
+    costs = measure()
+    save_costs(costs, tmp_path / "deep" / "costs.json")
+    assert load_costs(tmp_path / "deep" / "costs.json") == costs
+    for name, value in asdict(costs).items():
+        if isinstance(value, float):
+            assert value >= 0, name
+    assert 1 < costs.rows("lookup", 16) < 100_000
+    assert costs.dense_gflops > 0.1
+    assert costs.link_gb_per_s > 0.001
