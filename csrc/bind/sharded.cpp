@@ -1,7 +1,9 @@
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
 #include "sharded/parts.h"
+#include "sharded/snapshot.h"
 
 namespace shoal::bind {
 
@@ -15,6 +17,18 @@ void sharded(nb::module_& m) {
         gather_from_parts(pointers, edges, ptr<const int32_t>(offsets), n, width, ptr<float>(rows));
       },
       NoGil());
+
+  nb::class_<Snapshot>(m, "Snapshot")
+      .def(nb::init<const Table&>(), nb::arg("table"), nb::keep_alive<1, 2>())
+      .def(
+          "before_write", [](Snapshot& s, uintptr_t ids, int64_t n) { s.before_write(ptr<const int64_t>(ids), n); },
+          NoGil())
+      .def("kept", &Snapshot::kept, NoGil())
+      .def(
+          "save",
+          [](Snapshot& s, const std::vector<std::string>& temporary, const std::vector<std::string>& paths,
+             Progress* progress) { return s.save({.temporary = temporary, .path = paths}, progress); },
+          nb::arg("temporary"), nb::arg("paths"), nb::arg("progress").none(), NoGil());
 }
 
 }  // namespace shoal::bind
