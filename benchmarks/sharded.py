@@ -316,48 +316,18 @@ def bench_log(args) -> None:
 
 
 def bench_memory(args) -> None:
-    from shoal.sharded import PsClient, ps_table
+    from benchmarks.sharded_memory import measure
 
-    def resident(pid):
-        with open(f"/proc/{pid}/status") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
-
-    with Processes(_serve, [(0, 1, "none", None)]) as servers:
-        pid = servers.processes[0].pid
-        clients = [PsClient(servers.addresses, max_staleness=8) for _ in range(2)]
-        ids = torch.arange(1000)
-        done = [0] * len(clients)
-        end = time.monotonic() + args.seconds
-
-        def work(k):
-            table = ps_table(clients[k], 8, name="t", optimizer="adagrad")
-            g = torch.Generator().manual_seed(k)
-            while time.monotonic() < end:
-                some = ids[torch.randint(0, 1000, (8,), generator=g)]
-                table.lookup(some)
-                table.apply_gradients(some, torch.ones(8, 8), done[k])
-                done[k] += 2
-            table.as_op()
-
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(len(clients))]
-        for thread in threads:
-            thread.start()
-        time.sleep(args.seconds * 0.2)
-        early = resident(pid)
-        for thread in threads:
-            thread.join()
-        late = resident(pid)
-        report(
-            f"server's memory after {sum(done)} mixed requests",
-            late,
-            "MB",
-            "after a fifth of them",
-            early,
-            late / early,
-            "flat (10 M)",
-        )
-        for client in clients:
-            client.close()
+    found = measure(args.requests, 10)
+    report(
+        f"server's memory after {args.requests} mixed requests",
+        found[-1][1],
+        "MB",
+        "after a tenth of them",
+        found[0][1],
+        found[-1][1] / found[0][1],
+        "flat (10 M)",
+    )
 
 
 # --- all to all -------------------------------------------------------------------------------------------------------
@@ -701,7 +671,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(BENCHES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ids", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of the memory run")
+    parser.add_argument("--requests", type=int, default=200_000, help="of the memory run; 10000000 for the full one")
     parser.add_argument("--dir", default=None, help="where the log benchmark writes; a real disk")
     parser.add_argument("--json")
     args = parser.parse_args(argv)
