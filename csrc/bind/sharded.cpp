@@ -3,6 +3,7 @@
 
 #include "bind/bind.h"
 #include "sharded/parts.h"
+#include "sharded/rings.h"
 #include "sharded/snapshot.h"
 
 namespace shoal::bind {
@@ -29,6 +30,21 @@ void sharded(nb::module_& m) {
           [](Snapshot& s, const std::vector<std::string>& temporary, const std::vector<std::string>& paths,
              Progress* progress) { return s.save({.temporary = temporary, .path = paths}, progress); },
           nb::arg("temporary"), nb::arg("paths"), nb::arg("progress").none(), NoGil());
+
+  nb::class_<Rings>(m, "Rings")
+      .def(
+          "__init__",
+          [](Rings* self, uintptr_t memory, int rank, int ranks, int64_t ring_bytes) {
+            new (self) Rings(ptr<char>(memory), rank, ranks, ring_bytes);
+          },
+          nb::arg("memory"), nb::arg("rank"), nb::arg("ranks"), nb::arg("ring_bytes"))
+      .def_static("bytes", &Rings::bytes, nb::arg("ranks"), nb::arg("ring_bytes"))
+      .def(
+          "start",
+          [](Rings& r, uintptr_t data, const std::vector<int64_t>& send, uintptr_t out,
+             const std::vector<int64_t>& recv) { r.start(ptr<const char>(data), send, ptr<char>(out), recv); },
+          NoGil())
+      .def("run", &Rings::run, nb::arg("seconds"), NoGil());
 }
 
 }  // namespace shoal::bind
