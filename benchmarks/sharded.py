@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -522,21 +523,23 @@ def bench_partitioned(args) -> None:
         f: DistributedHashTable(2, make, lambda i, c, f=f: HashTable.from_config(c, name=f"{f}_{i}")) for f in features
     }
     g = torch.Generator().manual_seed(0)
-    batch = {}
+    batches: list[dict[str, Any]] = [{} for _ in range(4)]  # each step has new ids, as in training
     for f in features:
-        lengths = torch.randint(1, 6, (b,), generator=g)
-        batch[f] = Ragged.from_row_lengths(torch.randint(0, 50_000, (int(lengths.sum()),), generator=g), lengths)
-    for f in features:
-        ids = batch[f].values.unique()
+        for batch in batches:
+            lengths = torch.randint(1, 6, (b,), generator=g)
+            batch[f] = Ragged.from_row_lengths(torch.randint(0, 50_000, (int(lengths.sum()),), generator=g), lengths)
+        ids = torch.cat([batch[f].values for batch in batches]).unique()
         values = torch.randn(ids.numel(), dim)
         single[f].assign(ids, values)
         table.assign({ps: {f: (ids[ids % 2 == ps], values[ids % 2 == ps])} for ps in range(2)})
     combiner = snn.ReduceSum()
+    turns = {"ours": itertools.cycle(batches), "theirs": itertools.cycle(batches)}
 
     def ours():
-        return table.lookup({"__sharding_sparse_fids__sparse_features": batch}, {})["all"]
+        return table.lookup({"__sharding_sparse_fids__sparse_features": next(turns["ours"])}, {})["all"]
 
     def theirs():
+        batch = next(turns["theirs"])
         return torch.cat([combiner.combine(batch[f], single[f].lookup(batch[f].values)) for f in features], 1)
 
     torch.testing.assert_close(ours(), theirs())
