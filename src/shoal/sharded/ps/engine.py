@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class Engine:
         self.checkpoints: Checkpoints | None = None
         self.duplicates = 0
         self.recovered_records = 0
+        self.logged: Callable[[], None] = lambda: None
+        """Called when a write is in the log and not applied yet: the wait for the disk may begin."""
         self._snapshot: ShardSnapshot | None = None
         if directory is not None:
             self.checkpoints = Checkpoints(Path(directory), keep=keep_checkpoints)
@@ -120,6 +122,7 @@ class Engine:
                     Status.UNAVAILABLE,
                     f"shard {self.shard.index} cannot write its log ({error}); nothing was applied",
                 )
+            self.logged()
         try:
             if snapshot is not None:
                 snapshot.before_write(request)

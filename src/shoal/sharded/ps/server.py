@@ -79,7 +79,7 @@ class ParameterServer:
         self._context = self._zmq.Context()
         self._backlog = Backlog(self._zmq, self._context, self.metrics)
         self._reads = Reads(engine.shard, self._backlog, self.limits, self.info)
-        self._writes = Writes(engine, self._backlog, self.limits.batch_writes)
+        self._writes = Writes(engine, self._backlog)
         host, port, keys = self._bind
         self._sockets = Sockets(
             self._zmq, self._context, host, port, keys=keys, limits=self.limits, backlog=self._backlog,

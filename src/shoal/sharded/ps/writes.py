@@ -7,6 +7,7 @@ import threading
 import time
 from datetime import timedelta
 from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 from shoal.errors import DeadlineError, PeerError, ShoalError
 from shoal.sharded.ps.backlog import Backlog, Waiting, expired
@@ -20,12 +21,23 @@ log = logging.getLogger("shoal.ps")
 EVICTION = b"server eviction\0"  # the stream of the server's own evictions
 
 
+APPENDED = object()  # to the log: a wait for the disk has something to wait for
+
+
+class Applied(NamedTuple):
+    """A write whose answer may leave once the log is on the disk up to ``number``."""
+
+    waiting: Waiting
+    reply: Reply
+    number: int
+
+
 class Writes:
     """What a server does to its shard. Answers to writes leave once they are as durable as was promised."""
 
-    def __init__(self, engine: Engine, backlog: Backlog, batch: int) -> None:
-        self._engine, self._backlog, self._batch = engine, backlog, batch
-        self._syncs: SimpleQueue[list[tuple[Waiting, Reply]] | None] = SimpleQueue()
+    def __init__(self, engine: Engine, backlog: Backlog) -> None:
+        self._engine, self._backlog = engine, backlog
+        self._syncs: SimpleQueue[Applied | object | None] = SimpleQueue()
         self._snapshots: SimpleQueue[tuple[Waiting, ShardSnapshot] | None] = SimpleQueue()
         self._own_checkpoint = threading.Lock()
         self.checkpoint_failures = 0
@@ -39,30 +51,18 @@ class Writes:
     # --- the threads ----------------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        """Applies writes, several that wait in one go, so that they share one wait for the disk."""
+        """Applies one write after another; with a log their answers go by way of `sync_loop`."""
+        log_file = self._engine.log
+        if log_file is not None:
+            self._engine.logged = lambda: self._syncs.put(APPENDED)
         with self._backlog.outlet() as outlet:
             while (waiting := self._backlog.writes.get()) is not None:
-                batch = [waiting, *self._more()]
-                done = [(item, reply) for item in batch if (reply := self._write(item)) is not None]
-                if self._engine.log is not None:
-                    self._syncs.put(done)
-                else:
-                    for item, reply in done:
-                        self._backlog.answer(outlet, item, reply)
-                del waiting, batch, done  # frees the requests' frames before the next wait
-
-    def _more(self) -> list[Waiting]:
-        found: list[Waiting] = []
-        while len(found) < self._batch - 1:
-            try:
-                following = self._backlog.writes.get_nowait()
-            except Empty:
-                break
-            if following is None:
-                self._backlog.writes.put(None)  # the end comes after these
-                break
-            found.append(following)
-        return found
+                reply = self._write(waiting)
+                if reply is not None and log_file is not None:
+                    self._syncs.put(Applied(waiting, reply, log_file.next_number - 1))
+                elif reply is not None:
+                    self._backlog.answer(outlet, waiting, reply)
+                del waiting, reply  # frees the request's frames before the next wait
 
     def _write(self, waiting: Waiting) -> Reply | None:
         """The answer, or None where `checkpoint_loop` will give it."""
@@ -109,27 +109,26 @@ class Writes:
                 del begun, waiting, snapshot
 
     def sync_loop(self) -> None:
-        """Waits for the disk once for all writes that were applied meanwhile, then lets their answers go."""
+        """Waits for the disk, once for all that was logged meanwhile, and lets the answers go.
+
+        A wait begins when a write is in the log, beside the work of applying it.
+        """
         log_file = self._engine.log
         if log_file is None:
             return
         with self._backlog.outlet() as outlet:
-            while (done := self._syncs.get()) is not None:
-                while True:
-                    try:
-                        more = self._syncs.get_nowait()
-                    except Empty:
-                        break
-                    if more is None:
-                        self._syncs.put(None)
-                        break
-                    done += more
-                begin = time.perf_counter()
-                log_file.sync()  # an error here ends the server: what is on the disk is not known any more
-                self._backlog.metrics.sync_seconds.add(time.perf_counter() - begin)
-                for waiting, reply in done:
+            ended = False
+            while not ended:
+                items = [self._syncs.get(), *_rest(self._syncs)]
+                ended = None in items
+                done = [item for item in items if isinstance(item, Applied)]
+                if APPENDED in items or any(item.number > log_file.durable_number for item in done):
+                    begin = time.perf_counter()
+                    log_file.sync()  # an error here ends the server: what is on the disk is not known any more
+                    self._backlog.metrics.sync_seconds.add(time.perf_counter() - begin)
+                for waiting, reply, _ in done:
                     self._backlog.answer(outlet, waiting, reply)
-                del done
+                del items, done
 
     # --- the server's own writes ----------------------------------------------------------------------------------
 
@@ -164,3 +163,13 @@ class Writes:
                 if reply.status != Status.UNAVAILABLE or failures != self.checkpoint_failures:
                     raise PeerError(reply.text())
                 time.sleep(0.02)  # a worker's checkpoint is being taken
+
+
+def _rest(queue: SimpleQueue[Any]) -> list[Any]:
+    """Everything that waits in a queue now."""
+    found = []
+    while True:
+        try:
+            found.append(queue.get_nowait())
+        except Empty:
+            return found
