@@ -17,5 +17,3 @@ class Limits:
     """Requests that wait; beyond it no more are read, and senders feel it. Raise it if memory allows."""
     inline_ids: int = 2048
     """Lookups up to this size are answered by the socket thread itself: a hand-over would cost more."""
-    batch_writes: int = 256
-    """Writes that share one wait for the disk at most."""
