@@ -11,10 +11,11 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 from shoal.sharded.batch_bundle import OFFSETS, SIZES, keep_rows, keep_shards, pop_shards, rows_of, take_shards, work_of
+from shoal.sharded.export import check_writable, export_parts
 from shoal.sharded.fan_out import fan_out
 from shoal.sharded.gpu_embedding import AllToAllLists
 from shoal.sharded.layout_config import PREFIX, ParserCtx, get_default_parser_ctx, params_of
-from shoal.sharded.list_parts import local_apply, local_lookup, remote_apply, remote_lookup
+from shoal.sharded.list_parts import exported_lookup, local_apply, local_lookup, remote_apply, remote_lookup
 from shoal.sharded.pooling import Pooling
 from shoal.sharded.prefetch_queue import AsyncFunctionMgr, Hook, enqueue_dicts_with_queue_return
 from shoal.table.arguments import as_ids, as_int, as_time
@@ -69,8 +70,6 @@ class PartitionedHashTable:
             self._tables = [table_factory(i, subs) for i in range(self._shards)]
             self._fan = fan_out(self._tables)
         if is_exporting_distributed():
-            from shoal.sharded.export import export_parts
-
             export_parts(self._tables, self._dims, native=self._native)
 
     @property
@@ -130,8 +129,12 @@ class PartitionedHashTable:
             self._exchange.read(bundle)
             return
         lists = pop_shards(bundle, self._tables_of_lists, self._shards)
-        look = remote_lookup if hasattr(self._fan, "client") else local_lookup
-        rows = look(self._fan, lists, self._native, self._features, self._params.transfer_float16)
+        if is_exporting_distributed():
+            deadline = self.max_rpc_deadline_millis
+            rows = exported_lookup(lists, self._native, self._features, self._dims, deadline)
+        else:
+            look = remote_lookup if hasattr(self._fan, "client") else local_lookup
+            rows = look(self._fan, lists, self._native, self._features, self._params.transfer_float16)
         keep_rows(bundle, lists, rows, fids=not is_exporting(), native=self._native)
 
     def _rows(self, bundle: Mapping[str, Any]) -> tuple[list[Tensor], Tensor | None]:
@@ -167,6 +170,7 @@ class PartitionedHashTable:
         A layout without a gradient counts as zeros. Every id of a list makes a step of its own, also where no layout
         uses a slice.
         """
+        check_writable("apply_gradients")
         if auxiliary_bundle is None:
             raise ConfigError("apply_gradients needs the auxiliary_bundle that lookup filled")
         bundle = auxiliary_bundle
@@ -205,6 +209,7 @@ class PartitionedHashTable:
     def _direct(self, verb: str, data: Mapping[int, Mapping[str, tuple[Tensor, Tensor]]], req_time: Any) -> Any:
         if self._params.enable_gpu_emb:
             raise NotImplementedError(f"{verb} is not supported with enable_gpu_emb")
+        check_writable(verb)
         for ps, writes in data.items():
             self._check_part(ps)
             for name, (ids, _) in writes.items():
