@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 ROWS: list[dict[str, Any]] = []
+TRANSPORTS = {"gloo": "0", "shared memory": "1"}  # what our ranks exchange through: SHOAL_SHARED_MEMORY
 
 
 def report(what: str, ours: float, unit: str, against: str, theirs: float, ratio: float, wanted: str) -> None:
@@ -316,48 +318,18 @@ def bench_log(args) -> None:
 
 
 def bench_memory(args) -> None:
-    from shoal.sharded import PsClient, ps_table
+    from benchmarks.sharded_memory import measure
 
-    def resident(pid):
-        with open(f"/proc/{pid}/status") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
-
-    with Processes(_serve, [(0, 1, "none", None)]) as servers:
-        pid = servers.processes[0].pid
-        clients = [PsClient(servers.addresses, max_staleness=8) for _ in range(2)]
-        ids = torch.arange(1000)
-        done = [0] * len(clients)
-        end = time.monotonic() + args.seconds
-
-        def work(k):
-            table = ps_table(clients[k], 8, name="t", optimizer="adagrad")
-            g = torch.Generator().manual_seed(k)
-            while time.monotonic() < end:
-                some = ids[torch.randint(0, 1000, (8,), generator=g)]
-                table.lookup(some)
-                table.apply_gradients(some, torch.ones(8, 8), done[k])
-                done[k] += 2
-            table.as_op()
-
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(len(clients))]
-        for thread in threads:
-            thread.start()
-        time.sleep(args.seconds * 0.2)
-        early = resident(pid)
-        for thread in threads:
-            thread.join()
-        late = resident(pid)
-        report(
-            f"server's memory after {sum(done)} mixed requests",
-            late,
-            "MB",
-            "after a fifth of them",
-            early,
-            late / early,
-            "flat (10 M)",
-        )
-        for client in clients:
-            client.close()
+    found = measure(args.requests, 10)
+    report(
+        f"server's memory after {args.requests} mixed requests",
+        found[-1][1],
+        "MB",
+        "after a tenth of them",
+        found[0][1],
+        found[-1][1] / found[0][1],
+        "flat (10 M)",
+    )
 
 
 # --- all to all -------------------------------------------------------------------------------------------------------
@@ -512,17 +484,19 @@ def _pipeline_rank(rank, world, rounds):
 def bench_pipeline(args) -> None:
     from shoal.testing import run_ranks
 
-    found = run_ranks(2, _pipeline_rank, args.rounds, timeout_s=300)[0]
-    rate = found["samples"] / 1e3
-    report(
-        "pipelined (prefetch + async update), 2 ranks",
-        rate / found["pipelined"],
-        "k rows/s",
-        "the same in sequence",
-        rate / found["plain"],
-        found["plain"] / found["pipelined"],
-        ">= 1.2",
-    )
+    for over, flag in TRANSPORTS.items():
+        os.environ["SHOAL_SHARED_MEMORY"] = flag
+        found = run_ranks(2, _pipeline_rank, args.rounds, timeout_s=300)[0]
+        rate = found["samples"] / 1e3
+        report(
+            f"pipelined (prefetch + async update), 2 ranks, {over}",
+            rate / found["pipelined"],
+            "k rows/s",
+            "the same in sequence",
+            rate / found["plain"],
+            found["plain"] / found["pipelined"],
+            ">= 1.2",
+        )
 
 
 # --- partitioned ------------------------------------------------------------------------------------------------------
@@ -552,21 +526,23 @@ def bench_partitioned(args) -> None:
         f: DistributedHashTable(2, make, lambda i, c, f=f: HashTable.from_config(c, name=f"{f}_{i}")) for f in features
     }
     g = torch.Generator().manual_seed(0)
-    batch = {}
+    batches: list[dict[str, Any]] = [{} for _ in range(4)]  # each step has new ids, as in training
     for f in features:
-        lengths = torch.randint(1, 6, (b,), generator=g)
-        batch[f] = Ragged.from_row_lengths(torch.randint(0, 50_000, (int(lengths.sum()),), generator=g), lengths)
-    for f in features:
-        ids = batch[f].values.unique()
+        for batch in batches:
+            lengths = torch.randint(1, 6, (b,), generator=g)
+            batch[f] = Ragged.from_row_lengths(torch.randint(0, 50_000, (int(lengths.sum()),), generator=g), lengths)
+        ids = torch.cat([batch[f].values for batch in batches]).unique()
         values = torch.randn(ids.numel(), dim)
         single[f].assign(ids, values)
         table.assign({ps: {f: (ids[ids % 2 == ps], values[ids % 2 == ps])} for ps in range(2)})
     combiner = snn.ReduceSum()
+    turns = {"ours": itertools.cycle(batches), "theirs": itertools.cycle(batches)}
 
     def ours():
-        return table.lookup({"__sharding_sparse_fids__sparse_features": batch}, {})["all"]
+        return table.lookup({"__sharding_sparse_fids__sparse_features": next(turns["ours"])}, {})["all"]
 
     def theirs():
+        batch = next(turns["theirs"])
         return torch.cat([combiner.combine(batch[f], single[f].lookup(batch[f].values)) for f in features], 1)
 
     torch.testing.assert_close(ours(), theirs())
@@ -675,19 +651,21 @@ def bench_torchrec(args) -> None:
     except Exception as error:
         print(f"TorchRec is not here ({error}); skipped")
         return
-    found = run_ranks(2, _torchrec_rank, args.rounds, timeout_s=400)[0]
-    if "error" in found:
-        print(f"TorchRec did not run: {found['error']}")
-        return
-    report(
-        "4 tables x 500 k, dim 64, batch 4096 per rank, 2 ranks",
-        8192 / found["ours"] / 1e3,
-        "k samples/s",
-        "TorchRec on gloo, table-wise",
-        8192 / found["torchrec"] / 1e3,
-        found["torchrec"] / found["ours"],
-        ">= 3",
-    )
+    for over, flag in TRANSPORTS.items():
+        os.environ["SHOAL_SHARED_MEMORY"] = flag
+        found = run_ranks(2, _torchrec_rank, args.rounds, timeout_s=400)[0]
+        if "error" in found:
+            print(f"TorchRec did not run: {found['error']}")
+            return
+        report(
+            f"4 x 500 k, dim 64, batch 4096 per rank, 2 ranks, {over}",
+            8192 / found["ours"] / 1e3,
+            "k samples/s",
+            "TorchRec on gloo, table-wise",
+            8192 / found["torchrec"] / 1e3,
+            found["torchrec"] / found["ours"],
+            ">= 3",
+        )
 
 
 BENCHES = {
@@ -701,7 +679,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(BENCHES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ids", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of the memory run")
+    parser.add_argument("--requests", type=int, default=200_000, help="of the memory run; 10000000 for the full one")
     parser.add_argument("--dir", default=None, help="where the log benchmark writes; a real disk")
     parser.add_argument("--json")
     args = parser.parse_args(argv)

@@ -141,7 +141,8 @@ void io(nb::module_& m) {
          const std::vector<std::string>& temporary, const std::vector<std::string>& paths, bool snappy,
          int64_t random_sleep_ms, Progress* progress) {
         std::vector<SaveSource> sources;
-        for (const auto& [table, expiry, since] : tables) sources.push_back({table, expiry, since});
+        for (const auto& [table, expiry, since] : tables)
+          sources.push_back({.table = table, .expiry = expiry, .changed_since = since});
         const nb::gil_scoped_release release;
         return save(sources, {temporary, paths, snappy, random_sleep_ms}, progress);
       },

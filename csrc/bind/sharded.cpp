@@ -1,7 +1,10 @@
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
 #include "sharded/parts.h"
+#include "sharded/rings.h"
+#include "sharded/snapshot.h"
 
 namespace shoal::bind {
 
@@ -15,6 +18,33 @@ void sharded(nb::module_& m) {
         gather_from_parts(pointers, edges, ptr<const int32_t>(offsets), n, width, ptr<float>(rows));
       },
       NoGil());
+
+  nb::class_<Snapshot>(m, "Snapshot")
+      .def(nb::init<const Table&>(), nb::arg("table"), nb::keep_alive<1, 2>())
+      .def(
+          "before_write", [](Snapshot& s, uintptr_t ids, int64_t n) { s.before_write(ptr<const int64_t>(ids), n); },
+          NoGil())
+      .def("kept", &Snapshot::kept, NoGil())
+      .def(
+          "save",
+          [](Snapshot& s, const std::vector<std::string>& temporary, const std::vector<std::string>& paths,
+             Progress* progress) { return s.save({.temporary = temporary, .path = paths}, progress); },
+          nb::arg("temporary"), nb::arg("paths"), nb::arg("progress").none(), NoGil());
+
+  nb::class_<Rings>(m, "Rings")
+      .def(
+          "__init__",
+          [](Rings* self, uintptr_t memory, int rank, int ranks, int64_t ring_bytes) {
+            new (self) Rings(ptr<char>(memory), rank, ranks, ring_bytes);
+          },
+          nb::arg("memory"), nb::arg("rank"), nb::arg("ranks"), nb::arg("ring_bytes"))
+      .def_static("bytes", &Rings::bytes, nb::arg("ranks"), nb::arg("ring_bytes"))
+      .def(
+          "start",
+          [](Rings& r, uintptr_t data, const std::vector<int64_t>& send, uintptr_t out,
+             const std::vector<int64_t>& recv) { r.start(ptr<const char>(data), send, ptr<char>(out), recv); },
+          NoGil())
+      .def("run", &Rings::run, nb::arg("seconds"), NoGil());
 }
 
 }  // namespace shoal::bind

@@ -185,7 +185,11 @@ std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, c
         check_cancelled(progress);
         const int shard = stripe % shards;
         Rows rows = queue.spare();
-        sources[s].table->snapshot(stripe, sources[s].changed_since, &rows);
+        if (sources[s].take) {
+          sources[s].take(stripe, &rows);
+        } else {
+          sources[s].table->snapshot(stripe, sources[s].changed_since, &rows);
+        }
         going = queue.push(shard % writers, {static_cast<int>(s), shard, std::move(rows)});
       }
     }

@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,6 +25,8 @@ struct SaveSource {
   const Table* table;
   const Expiry* expiry;        // null: no row is stale
   uint32_t changed_since = 0;  // an epoch of the table; 0: all rows
+  // Appends the rows of one stripe; the table's own `snapshot` unless given.
+  std::function<void(int stripe, Rows* out)> take = {};
 };
 
 struct SaveTarget {

@@ -57,3 +57,7 @@ def trainer(addresses, rank, workers):
             table.apply_gradients(torch.arange(10), torch.ones(10, 2), step)
         table.as_op()
     return rank
+
+
+def broken_trainer(addresses, rank, workers):
+    raise RuntimeError("no such worker")

@@ -6,8 +6,9 @@ from datetime import timedelta
 import pytest
 import torch
 
+from shoal.errors import ConfigError, DeadlineError
 from shoal.sharded import PsClient, ps_table
-from tests.sharded.helpers import trainer
+from tests.sharded.helpers import broken_trainer, trainer
 
 ray = pytest.importorskip("ray")
 
@@ -21,6 +22,8 @@ def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_pa
 
     monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's own 15 starves on a machine that is busy
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ConfigError, match=r"ray\.init"):
+        RayServers(1)
     source = os.path.abspath("src")
     ray.init(
         num_cpus=4, include_dashboard=False, log_to_driver=False,
@@ -36,5 +39,9 @@ def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_pa
                 table.apply_gradients(torch.arange(10), torch.ones(10, 2), 9)  # waits until it is back
                 assert table.lookup(torch.arange(10)).tolist() == [[-11.0, -11.0]] * 10
             assert [s["state"] for s in servers.status()] == ["serving", "serving"]
+            with pytest.raises(Exception, match="no such worker"):
+                servers.run(broken_trainer, 1, num_cpus=0.5)
+        with pytest.raises(DeadlineError, match="room for 1 actors"):
+            RayServers(1, resources={"num_cpus": 64}, start_within=timedelta(seconds=1))
     finally:
         ray.shutdown()

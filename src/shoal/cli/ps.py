@@ -120,8 +120,9 @@ def main(argv: list[str]) -> int:
 
 def serve(options: Serve) -> int:
     from shoal.sharded.ps.engine import Engine
+    from shoal.sharded.ps.limits import Limits
     from shoal.sharded.ps.security import ServerKeys
-    from shoal.sharded.ps.server import Limits, ParameterServer
+    from shoal.sharded.ps.server import ParameterServer
     from shoal.sharded.ps.shard import Shard
     from shoal.sharded.ps.tables import create_request, load_tables
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
+from shoal.sharded.same_host import rings_of
 
 
 class AllToAll(Protocol):
@@ -42,7 +43,10 @@ class SingleRank:
 
 
 class ProcessGroup:
-    """A torch process group (the default one unless given): gloo or NCCL, as it was started."""
+    """A torch process group (the default one unless given): gloo or NCCL, as it was started.
+
+    CPU tensors of gloo's ranks on one machine go through shared memory (`shoal.sharded.same_host`).
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
@@ -53,18 +57,28 @@ class ProcessGroup:
 
     def all_to_all(self, flat: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None = None) -> Tensor:
         if recv_splits is None:
-            lengths = torch.empty(self.world_size, dtype=torch.int64)
-            dist.all_to_all_single(lengths, torch.tensor(send_splits, dtype=torch.int64), group=self.group)
-            recv_splits = lengths.tolist()
+            recv_splits = self._one_each(torch.tensor(send_splits, dtype=torch.int64))
         total = sum(recv_splits)
         out = empty_flat(total) if flat.dtype == torch.float32 and flat.is_cpu else flat.new_empty(total)
-        dist.all_to_all_single(out, flat, list(recv_splits), list(send_splits), group=self.group)
+        self._exchange(out, flat, recv_splits, send_splits)
         return out
 
+    def _exchange(self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int]) -> None:
+        rings = rings_of(self.group) if flat.is_cpu and self.world_size > 1 else None
+        if rings is None:
+            dist.all_to_all_single(out, flat, list(recv), list(send), group=self.group)
+            return
+        if sum(send) != flat.numel():
+            raise ConfigError(f"send_splits add up to {sum(send)}, the tensor has {flat.numel()} elements")
+        rings.all_to_all(out, flat.contiguous(), recv, send)
+
     def gather_totals(self, value: int) -> list[int]:
-        mine = torch.full((self.world_size,), value, dtype=torch.int64)
+        return self._one_each(torch.full((self.world_size,), value, dtype=torch.int64))
+
+    def _one_each(self, mine: Tensor) -> list[int]:
+        """Element ``r`` goes to rank ``r``."""
         out = torch.empty_like(mine)
-        dist.all_to_all_single(out, mine, group=self.group)
+        self._exchange(out, mine, [1] * self.world_size, [1] * self.world_size)
         return out.tolist()
 
 

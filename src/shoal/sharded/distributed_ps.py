@@ -13,7 +13,7 @@ from shoal.sharded.fan_out import fan_out
 from shoal.sharded.route import RouteCache, check_slots, one_dim, positions_of_shards, split_rows
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.entry import HashTableConfigInstance, infer_dim_size
-from shoal.table.export_mode import is_exporting, is_exporting_distributed
+from shoal.table.export_mode import is_exporting_distributed
 
 RAW_METHODS = ("raw_lookup", "raw_apply_gradients", "raw_assign")
 
@@ -107,8 +107,8 @@ class DistributedHashTable:
         return self
 
     def apply_gradients(
-        self, ids: Tensor, grads: Tensor, global_step: Any = 0, use_multi_threads: bool = False,
-        enable_dedup: bool = True, req_time: Any = None,
+        self, ids: Tensor, grads: Tensor, global_step: Any = 0, req_time: Any = None, *,
+        use_multi_threads: bool = False, enable_dedup: bool = True,
     ) -> DistributedHashTable:  # fmt: skip
         """One optimizer step per distinct id with the sum of its gradients, whatever ``enable_dedup`` says."""
         given = ids
@@ -256,7 +256,7 @@ class DistributedMultiTypeHashTable:
         self, verb: str, writes: Mapping[str, tuple[Tensor, Tensor]], req_time: Any
     ) -> DistributedMultiTypeHashTable:
         check_slots(writes, self._dims)
-        self._check_writable(verb)
+        export.check_writable(verb)
         seconds = as_time(req_time, "slots")
         per_part: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self._tables]
         for slot in sorted(writes):
@@ -273,7 +273,7 @@ class DistributedMultiTypeHashTable:
     ) -> DistributedMultiTypeHashTable:
         """``{slot: (ids, grads)}``: one optimizer step per slot and distinct id with the sum of its gradients."""
         check_slots(slot_to_id_and_grad, self._dims)
-        self._check_writable("apply_gradients")
+        export.check_writable("apply_gradients")
         step, seconds = as_int(global_step, "slots", "global_step"), as_time(req_time, "slots")
         names, route = self._route({slot: pair[0] for slot, pair in slot_to_id_and_grad.items()})
         grads = []
@@ -294,10 +294,6 @@ class DistributedMultiTypeHashTable:
             for part, at in zip(self._tables, positions_of_shards(ids, len(self._tables)), strict=True):
                 status[at] = part.reinitialize(slot, ids[at])[1]
         return self, status
-
-    def _check_writable(self, verb: str) -> None:
-        if is_exporting():
-            raise RuntimeError(f"{verb} is not possible while exporting: exported tables are for serving alone")
 
     def get_queue_hooks(self) -> list[Any]:
         """The hooks of the parts."""

@@ -135,7 +135,8 @@ class DistributedMultiTypeHashTableMpi:
             "support for reordering outside the data pipeline is dropped; give early_reorder_indicies_res_pack"
         )
         slots = sorted(slot_to_id)
-        assert len(slots) == len(self._dims), f"the tables are {len(self._dims)}, the slots {slots}"
+        known = sorted(getattr(self._table, "tables", slots))
+        assert slots == known, f"the tables are {known}, the slots {slots}"
         bundle = {} if auxiliary_bundle is None else auxiliary_bundle
         all_fids, shard_sizes, sizes, emb_offset_sz, offsets, req_time = early_reorder_indicies_res_pack
         k, n = len(slots), self.shard_num

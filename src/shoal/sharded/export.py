@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.sharded.metrics import model_name
 from shoal.sharded.route import Route
-from shoal.table.export_mode import get_current_export_ctx
+from shoal.table.export_mode import get_current_export_ctx, is_exporting
 
 RemotePredict = Callable[..., list[Tensor]]
 
@@ -48,28 +48,52 @@ def export_parts(parts: Sequence[Any], dims: Mapping[str, int], *, native: bool)
 
 def remote_lookup(table: Any, route: Route, names: Sequence[str], *, model_native: bool) -> list[Tensor]:
     """Each part's flat rows of a route from the serving processes of the parts, or zeros where nobody serves yet."""
-    if _remote_predict is None:
-        return [torch.zeros(floats.stop - floats.start) for floats in route.floats]
     result = []
-    for i in range(len(table.tables)):
-        common = {
-            "model_name": f"{model_name()}:ps_{i}", "task": i, "old_model_name": f"ps_{i}", "model_version": -1,
-            "max_rpc_deadline_millis": table.max_rpc_deadline_millis,
-        }  # fmt: skip
+    for i, (ids, counts) in enumerate(zip(route.ids, route.counts, strict=True)):
+        sizes = [n * dim for n, dim in zip(counts, route.dims, strict=True)]
+        deadline = table.max_rpc_deadline_millis
         if model_native:
-            splits = torch.tensor([0, *route.counts[i]]).cumsum(0)
-            [found] = _remote_predict(
-                ["id", "id_split"], [route.ids[i], splits], ["flat_emb"], output_types=[torch.float32],
-                signature_name="raw_lookup", **common,
-            )  # fmt: skip
-            result.append(found.reshape(-1).contiguous())
+            result.append(predict_raw(i, ids, torch.tensor([0, *counts]).cumsum(0), sum(sizes), deadline))
             continue
-        slots = sorted(names)
-        ids = dict(zip(names, torch.split(route.ids[i], route.counts[i]), strict=True))
-        rows = _remote_predict(
-            slots, [ids[slot] for slot in slots], slots, output_types=[torch.float32] * len(slots),
-            signature_name="lookup", **common,
-        )  # fmt: skip
-        found = dict(zip(slots, rows, strict=True))
-        result.append(torch.cat([found[name].reshape(-1) for name in names]))
+        wanted = dict(zip(names, torch.split(ids, counts), strict=True))
+        found = predict_slots(i, wanted, dict(zip(names, route.dims, strict=True)), deadline)
+        result.append(torch.cat([found[name] for name in names]))
     return result
+
+
+def predict_raw(ps: int, ids: Tensor, splits: Tensor, floats: int, deadline_millis: int) -> Tensor:
+    """The flat rows of a native part: ids of all its tables, table after table, and where each begins."""
+    if _remote_predict is None:
+        return torch.zeros(floats)
+    [found] = _remote_predict(
+        ["id", "id_split"], [ids, splits], ["flat_emb"], output_types=[torch.float32],
+        signature_name="raw_lookup", **_where(ps, deadline_millis),
+    )  # fmt: skip
+    return found.reshape(-1).contiguous()
+
+
+def predict_slots(
+    ps: int, ids: Mapping[str, Tensor], dims: Mapping[str, int], deadline_millis: int
+) -> dict[str, Tensor]:
+    """The flat rows of each table of a part, tables in sorted order on the way."""
+    if _remote_predict is None:
+        return {slot: torch.zeros(ids[slot].numel() * dims[slot]) for slot in ids}
+    slots = sorted(ids)
+    rows = _remote_predict(
+        slots, [ids[slot] for slot in slots], slots, output_types=[torch.float32] * len(slots),
+        signature_name="lookup", **_where(ps, deadline_millis),
+    )  # fmt: skip
+    return {slot: found.reshape(-1).contiguous() for slot, found in zip(slots, rows, strict=True)}
+
+
+def _where(ps: int, deadline_millis: int) -> dict[str, Any]:
+    return {
+        "model_name": f"{model_name()}:ps_{ps}", "task": ps, "old_model_name": f"ps_{ps}", "model_version": -1,
+        "max_rpc_deadline_millis": deadline_millis,
+    }  # fmt: skip
+
+
+def check_writable(verb: str) -> None:
+    """Raises while a model is exported."""
+    if is_exporting():
+        raise RuntimeError(f"{verb} is not possible while exporting: exported tables are for serving alone")

@@ -72,11 +72,9 @@ class AllToAllLists:
             bundle.update(passed)
         self._put(bundle, recv_embeddings=self._exchange.rows(bundle.pop(p + "fused_embeddings"), splits, recv))
 
-    def rows(self, bundle: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
+    def rows(self, bundle: Mapping[str, Any]) -> tuple[list[Tensor], Tensor]:
+        """The flat rows that came, and the floats of each list in them."""
         return [bundle[self._prefix + "recv_embeddings"]], bundle[self._prefix + "fid_list_emb_row_lenth"]
-
-    def size(self, bundle: dict[str, Any]) -> tuple[int, Tensor]:
-        return bundle[self._prefix + "recv_embeddings"].numel(), bundle[self._prefix + "fid_list_emb_row_lenth"]
 
     def apply(self, flat: Tensor, bundle: dict[str, Any], step: int, seconds: int) -> None:
         names = (

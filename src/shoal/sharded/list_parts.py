@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.ragged import Ragged
+from shoal.sharded.export import predict_raw, predict_slots
 
 
 def local_lookup(
@@ -24,6 +25,22 @@ def local_lookup(
         found = part.lookup(wanted["ids"])
         flat = {table: rows.reshape(-1) for table, rows in found.items()}
         result.append({table: rows.half().float() for table, rows in flat.items()} if float16 else flat)
+    return result
+
+
+def exported_lookup(
+    lists: Sequence[dict[str, Any]], native: bool, features: Sequence[str], dims: Mapping[str, int], deadline: int
+) -> list[dict[str, Tensor]]:
+    """The same from the serving processes of the parts, in an exported model."""
+    result = []
+    for ps, wanted in enumerate(lists):
+        if native:
+            [(table, ids)] = wanted["ids"].items()
+            splits = wanted["splits"][table]
+            floats = sum(n * dims[f] for n, f in zip(splits.diff().tolist(), features, strict=True))
+            result.append({table: predict_raw(ps, ids, splits, floats, deadline)})
+        else:
+            result.append(predict_slots(ps, wanted["ids"], dims, deadline))
     return result
 
 

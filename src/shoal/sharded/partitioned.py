@@ -9,20 +9,18 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.ops.layout import flatten_layout, fused_embedding_to_layout, fused_embedding_to_layout_grad, nest_layout
 from shoal.ragged import Ragged
+from shoal.sharded.batch_bundle import OFFSETS, SIZES, keep_rows, keep_shards, pop_shards, rows_of, take_shards, work_of
+from shoal.sharded.export import check_writable, export_parts
 from shoal.sharded.fan_out import fan_out
 from shoal.sharded.gpu_embedding import AllToAllLists
-from shoal.sharded.layout_config import PREFIX, ParserCtx, as_features, get_default_parser_ctx, params_of, shard_batch
-from shoal.sharded.list_parts import local_apply, local_lookup, remote_apply, remote_lookup
+from shoal.sharded.layout_config import PREFIX, ParserCtx, get_default_parser_ctx, params_of
+from shoal.sharded.list_parts import exported_lookup, local_apply, local_lookup, remote_apply, remote_lookup
+from shoal.sharded.pooling import Pooling
 from shoal.sharded.prefetch_queue import AsyncFunctionMgr, Hook, enqueue_dicts_with_queue_return
 from shoal.table.arguments import as_ids, as_int, as_time
 from shoal.table.entry import infer_dim_size
-from shoal.table.export_mode import get_current_export_ctx, is_exporting, is_exporting_distributed
-
-SPARSE_FEATURES = f"{PREFIX}sparse_features"
-SIZES = ("batch_size", "nfl_size", "feature_size", "fid_size", "emb_size")
-OFFSETS = ("fid_offset", "feature_offset", "nfl_offset")
+from shoal.table.export_mode import is_exporting, is_exporting_distributed
 
 
 class PartitionedHashTable:
@@ -54,13 +52,14 @@ class PartitionedHashTable:
             raise ConfigError("use_native_multi_hash_table differs from that of the parser context")
         self._queue_configs = dict(queue_configs or {})
         self._hooks: list[Hook] = []
-        self._configs = self._params.feature_configs
-        self._features = sorted(self._configs.feature_configs)
+        self._pooling = Pooling(self._ctx, self._shards)
+        configs = self._params.feature_configs.feature_configs
+        self._features = sorted(configs)
         subs = self._params.sub_table_name_to_config
         self._dims = {name: infer_dim_size(config.table_config) for name, config in subs.items()}
-        self._tables_of_lists = sorted({f.table for f in self._configs.feature_configs.values()})
+        self._tables_of_lists = sorted({f.table for f in configs.values()})
         self.slot_mapping: dict[str, str] = {
-            name: name if self._native else self._configs.feature_configs[name].table for name in self._features
+            name: name if self._native else configs[name].table for name in self._features
         }
         """Feature -> its sub-table."""
         self._exchange: AllToAllLists | None = None
@@ -71,8 +70,6 @@ class PartitionedHashTable:
             self._tables = [table_factory(i, subs) for i in range(self._shards)]
             self._fan = fan_out(self._tables)
         if is_exporting_distributed():
-            from shoal.sharded.export import export_parts
-
             export_parts(self._tables, self._dims, native=self._native)
 
     @property
@@ -98,15 +95,13 @@ class PartitionedHashTable:
         ``ret_lookup_callable_fn`` the batch is sharded and ``f`` does the rest.
         """
         bundle = {} if auxiliary_bundle is None else auxiliary_bundle
-        sharded = self._take_shards(features)
-        self._keep_offsets(sharded, bundle)
+        sharded = take_shards(features, self._ctx)
+        for name in (*OFFSETS, *(("batch_size",) if self._exchange is not None else SIZES)):
+            bundle[PREFIX + name] = sharded[name]
         if self._exchange is not None:
             self._exchange.begin(sharded, bundle, self._tables_of_lists, features.get("req_time"))
         else:
-            for name in ("shards", "shards_row_split", "shards_row_split_size"):
-                for key, value in sharded.get(name, {}).items():
-                    table, ps = key.rsplit(":", 1)
-                    bundle[f"{PREFIX}{name}@{ps}@{table}"] = value
+            keep_shards(sharded, bundle)
 
         def finish(bundle: dict[str, Any], features: dict[str, Any]) -> Any:
             self._read(bundle)
@@ -128,95 +123,35 @@ class PartitionedHashTable:
             return lambda bundle, features: self._pool(bundle)
         return finish(bundle, features)
 
-    def _take_shards(self, features: dict[str, Any]) -> dict[str, Any]:
-        if SPARSE_FEATURES in features:
-            batch = features.pop(SPARSE_FEATURES)
-            features.update(as_features(shard_batch(batch, self._params, self._ctx.parser_type), self._native))
-        taken: dict[str, Any] = {}
-        for key in [key for key in features if key.startswith(PREFIX)]:
-            name = key.removeprefix(PREFIX)
-            value = features.pop(key)
-            group, slash, rest = name.partition("/")
-            if slash:
-                taken.setdefault(group, {})[rest] = value
-            else:
-                taken[name] = value
-        if "shards" not in taken:
-            raise ConfigError(
-                "features hold no sharded batch; call sharding_sparse_fids_with_context(batch, features) first, or put "
-                f"the batch under {SPARSE_FEATURES!r}"
-            )
-        return taken
-
-    def _keep_offsets(self, sharded: dict[str, Any], bundle: dict[str, Any]) -> None:
-        names = (*OFFSETS, "batch_size") if self._exchange is not None else (*OFFSETS, *SIZES)
-        for name in names:
-            bundle[PREFIX + name] = sharded[name]
-
     def _read(self, bundle: dict[str, Any]) -> None:
         """Ids from the bundle to rows in the bundle."""
         if self._exchange is not None:
             self._exchange.read(bundle)
             return
-        lists: list[dict[str, Any]] = []
-        for ps in range(self._shards):
-            ids = {table: bundle.pop(f"{PREFIX}shards@{ps}@{table}") for table in self._tables_of_lists}
-            splits = {t: bundle.pop(f"{PREFIX}shards_row_split@{ps}@{t}", None) for t in self._tables_of_lists}
-            for table in self._tables_of_lists:
-                bundle.pop(f"{PREFIX}shards_row_split_size@{ps}@{table}", None)
-            lists.append({"ids": ids, "splits": splits})
-        look = remote_lookup if hasattr(self._fan, "client") else local_lookup
-        rows = look(self._fan, lists, self._native, self._features, self._params.transfer_float16)
-        for ps, (part, found) in enumerate(zip(lists, rows, strict=True)):
-            for table in self._tables_of_lists:
-                key = f"{PREFIX}{table}:{ps}"
-                bundle[f"{key}:embs"] = found[table]
-                if not is_exporting():
-                    bundle[f"{key}:fids"] = part["ids"][table]
-                    if self._native:
-                        bundle[f"{key}:fids_row_split"] = part["splits"][table]
+        lists = pop_shards(bundle, self._tables_of_lists, self._shards)
+        if is_exporting_distributed():
+            deadline = self.max_rpc_deadline_millis
+            rows = exported_lookup(lists, self._native, self._features, self._dims, deadline)
+        else:
+            look = remote_lookup if hasattr(self._fan, "client") else local_lookup
+            rows = look(self._fan, lists, self._native, self._features, self._params.transfer_float16)
+        keep_rows(bundle, lists, rows, fids=not is_exporting(), native=self._native)
+
+    def _rows(self, bundle: Mapping[str, Any]) -> tuple[list[Tensor], Tensor | None]:
+        if self._exchange is not None:
+            return self._exchange.rows(bundle)
+        return rows_of(bundle, self._tables_of_lists, self._shards), None
 
     def _pool(self, bundle: dict[str, Any]) -> dict[str, Any]:
-        if self._exchange is not None:
-            rows, lengths = self._exchange.rows(bundle)
-            more: dict[str, Any] = {"version": 4, "fid_list_emb_row_lenth": lengths}
-        else:
-            rows = self._lists(bundle, "embs")
-            more = {name: bundle[PREFIX + name] for name in SIZES if name != "batch_size"} | {"version": 5}
-        self._to_device(bundle, rows)
-        fid_offset, feature_offset, nfl_offset = (self._place(bundle[PREFIX + name]) for name in OFFSETS)
-        tensors = fused_embedding_to_layout(
-            self._placed(rows), None, fid_offset, feature_offset, nfl_offset,
-            bundle[PREFIX + "batch_size"], self._ctx.parser_type, self._configs, self._shards, **more,
-        )  # fmt: skip
-        return self.nest_layout(tensors)
-
-    def _lists(self, bundle: Mapping[str, Any], what: str) -> list[Tensor]:
-        return [bundle[f"{PREFIX}{t}:{ps}:{what}"] for t in self._tables_of_lists for ps in range(self._shards)]
-
-    def _on_gpu(self) -> bool:
-        ctx = get_current_export_ctx()
-        wanted = ctx.with_remote_gpu if is_exporting() and ctx is not None else self._params.use_gpu
-        return wanted and torch.cuda.is_available()
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        return tensor.cuda(non_blocking=True) if self._on_gpu() else tensor
-
-    def _placed(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        return [self._place(r) for r in rows]
-
-    def _to_device(self, bundle: dict[str, Any], rows: Sequence[Tensor]) -> None:
-        if self._on_gpu():
-            for name in OFFSETS:
-                bundle[PREFIX + name] = bundle[PREFIX + name].cuda(non_blocking=True)
+        return self._pooling.forward(bundle, *self._rows(bundle))
 
     def nest_layout(self, tensors: Sequence[Any]) -> dict[str, Any]:
         """``{layout: tensor or list}`` from tensors in flattened order."""
-        return nest_layout(self._configs, list(tensors))
+        return self._pooling.nest(tensors)
 
     def flatten_layout(self, nested: Mapping[str, Any]) -> list[Any]:
         """Tensors by sorted layout name, those of a list in slice order."""
-        return flatten_layout(self._configs, dict(nested))
+        return self._pooling.flatten(nested)
 
     # --- update ---------------------------------------------------------------------------------------------------
 
@@ -235,6 +170,7 @@ class PartitionedHashTable:
         A layout without a gradient counts as zeros. Every id of a list makes a step of its own, also where no layout
         uses a slice.
         """
+        check_writable("apply_gradients")
         if auxiliary_bundle is None:
             raise ConfigError("apply_gradients needs the auxiliary_bundle that lookup filled")
         bundle = auxiliary_bundle
@@ -243,35 +179,11 @@ class PartitionedHashTable:
             req_time = int(req_time.max()) if req_time.numel() else 0
         seconds = as_time(req_time, "partitioned table")
         grads = [torch.zeros_like(var) if grad is None else grad.detach() for grad, var in layout_grads_and_vars]
-        fid_offset, feature_offset, nfl_offset = (bundle[PREFIX + name] for name in OFFSETS)
-        if self._exchange is not None:
-            size, lengths = self._exchange.size(bundle)
-            shapes = [torch.empty(size, device=fid_offset.device)]
-            more: dict[str, Any] = {"version": 4, "fid_list_emb_row_lenth": lengths}
-        else:
-            shapes = self._lists(bundle, "embs")
-            if self._on_gpu():
-                shapes = [torch.empty_like(s, device="cuda") for s in shapes]
-            more = {name: bundle[PREFIX + name] for name in SIZES if name != "batch_size"} | {"version": 5}
-        flat = fused_embedding_to_layout_grad(
-            nfl_offset, feature_offset, fid_offset, bundle[PREFIX + "batch_size"], shapes, None, grads,
-            self._ctx.parser_type, self._configs, self._shards, layout_tensors_grad_scale=grad_scale, **more,
-        )  # fmt: skip
-        flat = [f.cpu() for f in flat]
+        flat = self._pooling.backward(bundle, grads, *self._rows(bundle), grad_scale)
         if self._exchange is not None:
             self._exchange.apply(flat[0], bundle, step, seconds)
             return self
-        lists = []
-        for ps in range(self._shards):
-            at = {table: i * self._shards + ps for i, table in enumerate(self._tables_of_lists)}
-            key = {table: f"{PREFIX}{table}:{ps}" for table in self._tables_of_lists}
-            lists.append(
-                {
-                    "ids": {t: bundle[f"{k}:fids"] for t, k in key.items()},
-                    "splits": {t: bundle.get(f"{k}:fids_row_split") for t, k in key.items()},
-                    "grads": {t: flat[i] for t, i in at.items()},
-                }
-            )
+        lists = work_of(bundle, self._tables_of_lists, self._shards, flat)
         if async_push and async_function_mgr is not None:
             async_function_mgr.add_async_function(
                 self._push, (lists, step, seconds), is_async=True, queue_name="postpush_queue"
@@ -297,6 +209,7 @@ class PartitionedHashTable:
     def _direct(self, verb: str, data: Mapping[int, Mapping[str, tuple[Tensor, Tensor]]], req_time: Any) -> Any:
         if self._params.enable_gpu_emb:
             raise NotImplementedError(f"{verb} is not supported with enable_gpu_emb")
+        check_writable(verb)
         for ps, writes in data.items():
             self._check_part(ps)
             for name, (ids, _) in writes.items():

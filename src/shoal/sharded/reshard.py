@@ -10,6 +10,7 @@ from typing import Any
 from shoal.errors import ConfigError, DataError
 from shoal.sharded.ps.checkpoint import Checkpoints, read_manifest
 from shoal.sharded.ps.shard import Shard, build_table
+from shoal.sharded.ps.snapshot import ShardSnapshot
 from shoal.sharded.ps.streams import Streams
 from shoal.table.checkpoint import restore_table
 from shoal.table.table import HashTable
@@ -97,5 +98,5 @@ def reshard_servers(source: str | os.PathLike[str], target: str | os.PathLike[st
             shard.add(spec, load_shard(build_table(spec), source, name, (index, of)))
             rows[name] += shard.tables[name].size()
         shard.version = max(manifest["version"] for _, manifest in found)
-        Checkpoints(target / f"shard-{index:05d}").save(shard, streams, 0)
+        Checkpoints(target / f"shard-{index:05d}").save(ShardSnapshot(shard, streams, 0))
     return rows

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time, check_rates
 from shoal.table.messages import EntryDump
@@ -45,7 +46,7 @@ def fused_lookup(
 
 def lookup_blocks(tables: Sequence[HashTable], ids: Tensor, sizes: Tensor, sources: int, floats: int) -> Tensor:
     """The native part of `fused_lookup`, on arguments that were checked."""
-    out = torch.empty(floats, dtype=torch.float32)
+    out = empty_flat(floats)
     _core.fused_lookup(
         [table._native for table in tables],
         sizes.data_ptr(),

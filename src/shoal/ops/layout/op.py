@@ -1,11 +1,13 @@
 """`fused_embedding_to_layout` and `fused_embedding_to_layout_grad`."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
 from shoal.ops import _inputs
 from shoal.ops._op import Op
@@ -181,9 +183,10 @@ def _requests(plan: Plan, args: tuple[Any, ...]) -> list[Request]:
     )
 
 
-def _outputs(plan: Plan, embeddings: list[Tensor], batch: int, make: str) -> list[Tensor]:
-    like = embeddings[0] if embeddings else torch.zeros(0, device="cpu")
-    return [getattr(like, make)(reference.output_shape(shape, batch)) for shape in plan.shapes]
+def _zeros(shape: list[int], like: list[Tensor]) -> Tensor:
+    if like and like[0].dtype is not torch.float32:
+        return like[0].new_zeros(shape)
+    return empty_flat(math.prod(shape)).zero_().view(shape)
 
 
 def _native(
@@ -205,7 +208,7 @@ def _layout_cpu(*args: Any) -> list[Tensor]:
     plan = plan_of_key(args[5])
     requests = _requests(plan, args)
     embeddings = [e.detach().contiguous() for e in args[0]]
-    outs = _outputs(plan, embeddings, sum(args[4]), "new_zeros")
+    outs = [_zeros(reference.output_shape(shape, sum(args[4])), embeddings) for shape in plan.shapes]
     wide = bool(embeddings) and embeddings[0].dtype is torch.float64
     _native(_core.embedding_to_layout, plan, requests, embeddings, args, [o.data_ptr() for o in outs], wide)
     return outs
@@ -239,7 +242,7 @@ def _layout_grad_cpu(grads: list[Tensor], scale: float, *args: Any) -> list[Tens
     requests = _requests(plan, args)
     _check_grads(plan, grads, args[0], sum(args[4]))
     grads = [g.contiguous() for g in grads]
-    outs = [torch.zeros_like(e, memory_format=torch.contiguous_format) for e in args[0]]
+    outs = [_zeros(list(e.shape), args[0]) for e in args[0]]
     wide = bool(outs) and outs[0].dtype is torch.float64
     _native(_core.embedding_to_layout_gradient, plan, requests, outs, args, [g.data_ptr() for g in grads], wide, scale)
     return outs

@@ -11,12 +11,10 @@ from typing import Any
 from shoal.errors import DataError
 from shoal.sharded.ps.log import sync_directory
 from shoal.sharded.ps.shard import Shard, build_table
+from shoal.sharded.ps.snapshot import ShardSnapshot
 from shoal.sharded.ps.streams import Streams
-from shoal.table.checkpoint import naming, restore_table
-from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
-from shoal.table.checkpoint.scales import has_scales, save_scales
-from shoal.table.checkpoint.single import save_shards
-from shoal.table.table import HashTable
+from shoal.table.checkpoint import restore_table
+from shoal.table.checkpoint.filters import restore_hash_filter
 
 FORMAT = 1
 
@@ -43,31 +41,16 @@ class Checkpoints:
     def path(self, number: int) -> Path:
         return self.directory / f"checkpoint-{number:016d}"
 
-    def save(self, shard: Shard, streams: Streams, number: int) -> Path:
-        """Writes the shard as it is, under the name of the last write in it. The caller holds writes back."""
-        path = self.path(number)
+    def save(self, snapshot: ShardSnapshot) -> Path:
+        """Writes a snapshot, under the name of the last write in it. Writes to the shard may go on."""
+        path = self.path(snapshot.number)
         if path.exists():
             return path
-        draft = self.directory / f"draft-{number:016d}-{os.getpid()}"
+        draft = self.directory / f"draft-{snapshot.number:016d}-{os.getpid()}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
-            tables = {}
-            for position, (name, table) in enumerate(sorted(shard.tables.items())):
-                save_rows(table, str(draft / f"table-{position:05d}"))
-                save_hash_filter(table.hash_filter, str(draft / f"filter-{position:05d}"), True)
-                tables[name] = {
-                    "file": f"table-{position:05d}",
-                    "filter": f"filter-{position:05d}",
-                    "spec": shard.specs[name],
-                    "rows": table.size(),
-                    "max_update_time": table.max_update_time,
-                    "calls": table._native.calls(),
-                }
-            manifest = {
-                "format": FORMAT, "shard": shard.index, "of": shard.of, "number": number, "version": shard.version,
-                "streams": streams.dump(), "tables": tables,
-            }  # fmt: skip
+            manifest = {"format": FORMAT, **snapshot.save(draft)}
             with open(draft / "manifest.json", "w") as file:
                 json.dump(manifest, file)
                 file.flush()
@@ -116,10 +99,3 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if manifest.get("format") != FORMAT:
         raise DataError(f"checkpoint {path} has format {manifest.get('format')}, this version reads {FORMAT}")
     return manifest
-
-
-def save_rows(table: HashTable, basename: str) -> None:
-    """All rows, stale ones too: what is loaded again is what was there."""
-    count = naming.shard_count(table.saver_parallel, table.size())
-    save_shards([(table._native, None, 0)], basename, count)
-    save_scales(basename, {table.name: table._native.scales()} if has_scales(table.table_config) else {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from shoal.sharded.ps.checkpoint import Checkpoints
 from shoal.sharded.ps.log import Log, replay
 from shoal.sharded.ps.protocol import FLOAT16, Op, Reply, Request, Status, error_reply, parse_request
 from shoal.sharded.ps.shard import Shard, status_of
+from shoal.sharded.ps.snapshot import WHOLE_TABLE, ShardSnapshot
 from shoal.sharded.ps.streams import Streams, Verdict
 
 UNORDERED = bytes(16)
@@ -33,7 +34,10 @@ class Durability(StrEnum):
 
 
 class Engine:
-    """The writes of one shard, in one order. One thread at a time calls `apply` and `checkpoint`."""
+    """The writes of one shard, in one order. One thread at a time calls `apply` and `begin_checkpoint`.
+
+    A checkpoint is begun between two writes; another thread may finish it while writes go on.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,9 @@ class Engine:
         self.checkpoints: Checkpoints | None = None
         self.duplicates = 0
         self.recovered_records = 0
+        self.logged: Callable[[], None] = lambda: None
+        """Called when a write is in the log and not applied yet: the wait for the disk may begin."""
+        self._snapshot: ShardSnapshot | None = None
         if directory is not None:
             self.checkpoints = Checkpoints(Path(directory), keep=keep_checkpoints)
         elif self.durability != Durability.NONE:
@@ -93,6 +100,13 @@ class Engine:
             return error_reply(
                 request.request, Status.GAP, f"write {self.streams.expected(request.stream)} comes first"
             )
+        snapshot = self._snapshot
+        if snapshot is not None and request.op in WHOLE_TABLE:
+            return error_reply(
+                request.request,
+                Status.UNAVAILABLE,
+                f"shard {self.shard.index} takes a checkpoint; {request.op.name.lower()} comes after it",
+            )
         if request.op in (Op.REINITIALIZE, Op.INSERT) and not request.req_time:
             request.req_time = int(time.time()) if request.op == Op.REINITIALIZE else 0
         try:
@@ -108,7 +122,10 @@ class Engine:
                     Status.UNAVAILABLE,
                     f"shard {self.shard.index} cannot write its log ({error}); nothing was applied",
                 )
+            self.logged()
         try:
+            if snapshot is not None:
+                snapshot.before_write(request)
             payload = self.shard.write(request)
         except Exception as error:
             self._remember(request, [])
@@ -132,15 +149,35 @@ class Engine:
                                            names=request.names, ids=request.ids))  # fmt: skip
         return self.streams.answer(request.stream, request.seq)
 
-    def checkpoint(self) -> str:
-        """Writes all tables to a new checkpoint and drops the log behind it; the checkpoint's path."""
+    @property
+    def in_checkpoint(self) -> bool:
+        """Whether a checkpoint was begun and is not finished."""
+        return self._snapshot is not None
+
+    def begin_checkpoint(self) -> ShardSnapshot:
+        """Holds on to the shard as it is after the last write. `finish_checkpoint` must follow, in any thread."""
         if self.checkpoints is None:
             raise ConfigError(f"shard {self.shard.index}: checkpoints need a directory; start the server with one")
+        if self._snapshot is not None:
+            raise ConfigError(f"shard {self.shard.index}: a checkpoint is being taken already")
         number = self.log.rotate() - 1 if self.log is not None else self.shard.version
-        path = self.checkpoints.save(self.shard, self.streams, number)
+        self._snapshot = snapshot = ShardSnapshot(self.shard, self.streams, number)
+        return snapshot
+
+    def finish_checkpoint(self, snapshot: ShardSnapshot) -> str:
+        """Writes the checkpoint and drops the log behind it; the checkpoint's path."""
+        assert self.checkpoints is not None
+        try:
+            path = self.checkpoints.save(snapshot)
+        finally:
+            self._snapshot = None
         if self.log is not None:
             self.log.drop_before(self.checkpoints.oldest() + 1)
         return str(path)
+
+    def checkpoint(self) -> str:
+        """Begins and finishes a checkpoint; its path."""
+        return self.finish_checkpoint(self.begin_checkpoint())
 
     def close(self) -> None:
         if self.log is not None:

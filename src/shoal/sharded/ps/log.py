@@ -40,6 +40,8 @@ class Log:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.next_number = next_number
+        self.durable_number = next_number - 1
+        """Records up to this one are on the disk."""
         self.bytes_written = 0
         self._lock = threading.Lock()
         self._fd = -1
@@ -78,10 +80,12 @@ class Log:
     def sync(self) -> None:
         """Everything appended before this call is on the disk when it returns."""
         with self._lock:
+            number = self.next_number - 1  # read first: its record is in the file
             end = self._end
             if end != self._durable:
                 os.fdatasync(self._fd)
                 self._durable = end
+            self.durable_number = number
 
     def rotate(self) -> int:
         """Goes on in a new file; returns the number of its first record. What came before is durable."""

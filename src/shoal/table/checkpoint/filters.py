@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,23 +29,42 @@ def save_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter: bo
     """
     if not enable_hash_filter or not isinstance(hash_filter, SlidingHashFilter):
         return
-    naming.make_parents(basename)
-    count = hash_filter.split_num
-    for block in range(count):
-        state = hash_filter.get_block(block)
-        meta = HashFilterSplitMetaDump(
-            failure_count=state.failure_count,
-            total_size=state.total_size,
-            num_elements=state.num_elements,
-            fill_rate=state.fill_rate,
-            sliding_hash_filter_meta=_sliding_meta(hash_filter),
-        )
-        path = naming.shard_path(basename, block, count)
-        _core.write_filter_block(
-            naming.temporary_path(path), path, meta.SerializeToString(), state.cells.ctypes.data, len(state.cells)
-        )
-    naming.remove_other_counts(basename, count)
-    naming.sync_folder(os.path.dirname(os.fspath(basename)))
+    blocks = (hash_filter.get_block(block) for block in range(hash_filter.split_num))
+    FilterCopy(_sliding_meta(hash_filter), blocks).save(basename)
+
+
+@dataclass(frozen=True)
+class FilterCopy:
+    """The counts of a sliding filter on their way to files."""
+
+    meta: SlidingHashFilterMetaDump
+    blocks: Iterable[FilterBlockState]
+
+    @classmethod
+    def of(cls, hash_filter: Any) -> FilterCopy | None:
+        """All counts as they are now, in memory of their own; None for a filter without any."""
+        if not isinstance(hash_filter, SlidingHashFilter):
+            return None
+        blocks = [hash_filter.get_block(block) for block in range(hash_filter.split_num)]
+        return cls(_sliding_meta(hash_filter), blocks)
+
+    def save(self, basename: StrPath) -> None:
+        naming.make_parents(basename)
+        count = self.meta.split_num
+        for block, state in enumerate(self.blocks):
+            meta = HashFilterSplitMetaDump(
+                failure_count=state.failure_count,
+                total_size=state.total_size,
+                num_elements=state.num_elements,
+                fill_rate=state.fill_rate,
+                sliding_hash_filter_meta=self.meta,
+            )
+            path = naming.shard_path(basename, block, count)
+            _core.write_filter_block(
+                naming.temporary_path(path), path, meta.SerializeToString(), state.cells.ctypes.data, len(state.cells)
+            )
+        naming.remove_other_counts(basename, count)
+        naming.sync_folder(os.path.dirname(os.fspath(basename)))
 
 
 def restore_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter: bool = False) -> None:

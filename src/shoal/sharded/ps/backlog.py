@@ -1,0 +1,86 @@
+"""Requests that wait for a thread, and the way of their answers back to the thread that owns the network socket."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from shoal.sharded.ps.metrics import Metrics
+from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply, nbytes_of
+
+ADDRESS = "inproc://replies"
+
+
+class Waiting(NamedTuple):
+    """A request that was taken in: who asked (a connection, or a function of the server), what, and its bytes."""
+
+    target: bytes | Callable[[Reply], None]
+    request: Request
+    size: int
+
+
+class Backlog:
+    """Two queues, for reads and for writes, and a count of what was taken in and has no answer yet.
+
+    None in a queue ends one thread that reads it.
+    """
+
+    def __init__(self, zmq: Any, context: Any, metrics: Metrics) -> None:
+        self._zmq, self._context = zmq, context
+        self.metrics = metrics
+        self.reads: SimpleQueue[Waiting | None] = SimpleQueue()
+        self.writes: SimpleQueue[Waiting | None] = SimpleQueue()
+        self.queued_bytes = 0
+        self.pending = 0
+        self._lock = threading.Lock()
+
+    def add(self, target: bytes | Callable[[Reply], None], request: Request, size: int = 0) -> None:
+        """Takes a request in. Checkpoints stand in one order with writes."""
+        with self._lock:
+            self.queued_bytes += size
+            self.pending += 1
+        queue = self.writes if request.op.writes or request.op == Op.CHECKPOINT else self.reads
+        queue.put(Waiting(target, request, size))
+
+    def replies(self) -> Any:
+        """The socket on which answers come, for the thread that owns the network socket."""
+        socket = self._context.socket(self._zmq.PULL)
+        socket.setsockopt(self._zmq.RCVHWM, 0)
+        socket.bind(ADDRESS)
+        return socket
+
+    @contextlib.contextmanager
+    def outlet(self) -> Iterator[Any]:
+        """Another thread's way to send answers there."""
+        socket = self._context.socket(self._zmq.PUSH)
+        socket.setsockopt(self._zmq.SNDHWM, 0)
+        socket.setsockopt(self._zmq.LINGER, 1000)
+        socket.connect(ADDRESS)
+        try:
+            yield socket
+        finally:
+            socket.close()
+
+    def answer(self, outlet: Any, waiting: Waiting, reply: Reply) -> None:
+        """Sends the answer of a request and takes it off the books."""
+        target, request, size = waiting
+        self.metrics.done(request.op.name, reply.status.name, time.perf_counter() - request.arrived)
+        self.metrics.bytes_out += sum(nbytes_of(p) for p in reply.payload)
+        if callable(target):
+            target(reply)
+        else:
+            outlet.send_multipart([target, *reply.frames()], copy=False)
+        with self._lock:
+            self.queued_bytes -= size
+            self.pending -= 1
+
+
+def expired(request: Request) -> Reply | None:
+    """The answer to a request whose sender has given up."""
+    if request.deadline_ms and (time.perf_counter() - request.arrived) * 1000 > request.deadline_ms:
+        return error_reply(request.request, Status.EXPIRED, "the request waited longer than its sender would")
+    return None

@@ -1,0 +1,19 @@
+"""Bounds of what one server takes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of what one server takes on."""
+
+    max_ids: int = 1 << 24
+    """Ids in one request."""
+    max_message_bytes: int = 2 << 30
+    """Bytes in one frame; a connection that sends more is cut."""
+    max_queued_bytes: int = 4 << 30
+    """Requests that wait; beyond it no more are read, and senders feel it. Raise it if memory allows."""
+    inline_ids: int = 2048
+    """Lookups up to this size are answered by the socket thread itself: a hand-over would cost more."""

@@ -1,0 +1,175 @@
+"""The order of all writes: one thread applies them, one waits for the disk, one writes checkpoints meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from shoal.errors import DeadlineError, PeerError, ShoalError
+from shoal.sharded.ps.backlog import Backlog, Waiting, expired
+from shoal.sharded.ps.engine import Engine
+from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply
+from shoal.sharded.ps.shard import status_of
+from shoal.sharded.ps.snapshot import ShardSnapshot
+
+log = logging.getLogger("shoal.ps")
+
+EVICTION = b"server eviction\0"  # the stream of the server's own evictions
+
+
+APPENDED = object()  # to the log: a wait for the disk has something to wait for
+
+
+class Applied(NamedTuple):
+    """A write whose answer may leave once the log is on the disk up to ``number``."""
+
+    waiting: Waiting
+    reply: Reply
+    number: int
+
+
+class Writes:
+    """What a server does to its shard. Answers to writes leave once they are as durable as was promised."""
+
+    def __init__(self, engine: Engine, backlog: Backlog) -> None:
+        self._engine, self._backlog = engine, backlog
+        self._syncs: SimpleQueue[Applied | object | None] = SimpleQueue()
+        self._snapshots: SimpleQueue[tuple[Waiting, ShardSnapshot] | None] = SimpleQueue()
+        self._own_checkpoint = threading.Lock()
+        self.checkpoint_failures = 0
+
+    def end(self) -> None:
+        """Has every loop return once it has done what it was given."""
+        self._backlog.writes.put(None)
+        self._syncs.put(None)
+        self._snapshots.put(None)
+
+    # --- the threads ----------------------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        """Applies one write after another; with a log their answers go by way of `sync_loop`."""
+        log_file = self._engine.log
+        if log_file is not None:
+            self._engine.logged = lambda: self._syncs.put(APPENDED)
+        with self._backlog.outlet() as outlet:
+            while (waiting := self._backlog.writes.get()) is not None:
+                reply = self._write(waiting)
+                if reply is not None and log_file is not None:
+                    self._syncs.put(Applied(waiting, reply, log_file.next_number - 1))
+                elif reply is not None:
+                    self._backlog.answer(outlet, waiting, reply)
+                del waiting, reply  # frees the request's frames before the next wait
+
+    def _write(self, waiting: Waiting) -> Reply | None:
+        """The answer, or None where `checkpoint_loop` will give it."""
+        request = waiting.request
+        late = expired(request)
+        if late is not None:
+            return late
+        if request.op == Op.CHECKPOINT:
+            return self._begin_checkpoint(waiting)
+        if request.op == Op.APPLY and request.read_version:
+            self._backlog.metrics.staleness.add(max(0, self._engine.shard.version - request.read_version))
+        return self._engine.apply([request])[0]
+
+    def _begin_checkpoint(self, waiting: Waiting) -> Reply | None:
+        if self._engine.in_checkpoint:
+            return self._refused(waiting.request, "a checkpoint is being taken already")
+        try:
+            self._snapshots.put((waiting, self._engine.begin_checkpoint()))
+        except Exception as error:
+            return self._failed(waiting.request, error)
+        return None
+
+    def _failed(self, request: Request, error: Exception) -> Reply:
+        log.error("the checkpoint failed", exc_info=error)
+        self.checkpoint_failures += 1
+        if isinstance(error, ShoalError):
+            return error_reply(request.request, status_of(error), f"shard {self._engine.shard.index}: {error}")
+        return self._refused(request, str(error))
+
+    def _refused(self, request: Request, why: str) -> Reply:
+        return error_reply(request.request, Status.UNAVAILABLE, f"shard {self._engine.shard.index}: {why}")
+
+    def checkpoint_loop(self) -> None:
+        """Writes checkpoints to the disk while `loop` goes on."""
+        with self._backlog.outlet() as outlet:
+            while (begun := self._snapshots.get()) is not None:
+                waiting, snapshot = begun
+                try:
+                    path = self._engine.finish_checkpoint(snapshot)
+                    reply = Reply(Status.OK, waiting.request.request, self._engine.shard.version, [path.encode()])
+                except Exception as error:
+                    reply = self._failed(waiting.request, error)
+                self._backlog.answer(outlet, waiting, reply)
+                del begun, waiting, snapshot
+
+    def sync_loop(self) -> None:
+        """Waits for the disk, once for all that was logged meanwhile, and lets the answers go.
+
+        A wait begins when a write is in the log, beside the work of applying it.
+        """
+        log_file = self._engine.log
+        if log_file is None:
+            return
+        with self._backlog.outlet() as outlet:
+            ended = False
+            while not ended:
+                items = [self._syncs.get(), *_rest(self._syncs)]
+                ended = None in items
+                done = [item for item in items if isinstance(item, Applied)]
+                if APPENDED in items or any(item.number > log_file.durable_number for item in done):
+                    begin = time.perf_counter()
+                    log_file.sync()  # an error here ends the server: what is on the disk is not known any more
+                    self._backlog.metrics.sync_seconds.add(time.perf_counter() - begin)
+                for waiting, reply, _ in done:
+                    self._backlog.answer(outlet, waiting, reply)
+                del items, done
+
+    # --- the server's own writes ----------------------------------------------------------------------------------
+
+    def evict(self) -> None:
+        """Removes expired rows, in the order of all writes; what comes in the middle of a checkpoint is left out."""
+        for name, table in list(self._engine.shard.tables.items()):
+            number = time.time_ns()
+            request = Request(
+                Op.EVICT, stream=EVICTION, seq=number, acked=number - 1, req_time=table.max_update_time,
+                counts=[0], names=(name,),
+            )  # fmt: skip
+            request.arrived = time.perf_counter()
+            self._backlog.add(lambda _: None, request)
+
+    def checkpoint(self, timeout: timedelta) -> str:
+        """Takes a checkpoint of now; its path."""
+        until = time.monotonic() + timeout.total_seconds()
+        index = self._engine.shard.index
+        with self._own_checkpoint:
+            while True:
+                replies: SimpleQueue[Reply] = SimpleQueue()
+                request = Request(Op.CHECKPOINT)
+                request.arrived = time.perf_counter()
+                failures = self.checkpoint_failures
+                self._backlog.add(replies.put, request)
+                try:
+                    reply = replies.get(timeout=max(0.0, until - time.monotonic()))
+                except Empty:
+                    raise DeadlineError(f"shard {index}: no checkpoint within {timeout}") from None
+                if reply.status == Status.OK:
+                    return reply.text()
+                if reply.status != Status.UNAVAILABLE or failures != self.checkpoint_failures:
+                    raise PeerError(reply.text())
+                time.sleep(0.02)  # a worker's checkpoint is being taken
+
+
+def _rest(queue: SimpleQueue[Any]) -> list[Any]:
+    """Everything that waits in a queue now."""
+    found = []
+    while True:
+        try:
+            found.append(queue.get_nowait())
+        except Empty:
+            return found

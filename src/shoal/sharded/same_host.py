@@ -1,0 +1,138 @@
+"""All-to-all through shared memory, for the ranks of a process group that all run on one machine.
+
+gloo sends between local ranks through the loopback network. Rings in shared memory move the same bytes with two copies
+in a cache and no system call per piece. ``SHOAL_SHARED_MEMORY=0`` turns them off; where ranks are on several machines,
+or cannot reach each other's memory, the process group is used as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import DeadlineError, PeerError
+
+RING_BYTES = 1 << 20
+MAX_RANKS = 16  # rings of all pairs take ranks² x 1 MiB once they have been used
+TICK_S = 0.5
+
+_rings: weakref.WeakKeyDictionary[Any, Rings | None] = weakref.WeakKeyDictionary()
+
+
+class Rings:
+    """The rings of one process group. Calls come in the same order on every rank, from one thread at a time."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, pids: Sequence[int], timeout_s: float) -> None:
+        self._memory = memory
+        self._view = np.frombuffer(memory, np.uint8)
+        self._native = _core.Rings(self._view.ctypes.data, rank, len(pids), RING_BYTES)
+        self._rank, self._pids, self._timeout_s = rank, list(pids), timeout_s
+        self._broken = ""
+
+    def all_to_all(self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int]) -> None:
+        """``send[r]`` elements of ``flat`` go to rank ``r``, ``recv[r]`` of it come to ``out``."""
+        if self._broken:
+            raise PeerError(f"rank {self._rank}: an earlier exchange failed ({self._broken}); start the ranks again")
+        size = flat.element_size()
+        try:
+            self._native.start(flat.data_ptr(), [n * size for n in send], out.data_ptr(), [n * size for n in recv])
+            until = time.monotonic() + self._timeout_s
+            while not self._native.run(TICK_S):
+                self._look(until)
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def _look(self, until: float) -> None:
+        """Nothing has moved for a tick: is a peer gone, is it too late?"""
+        for rank, pid in enumerate(self._pids):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                raise PeerError(f"rank {rank} (process {pid}) has ended while rank {self._rank} waits for it") from None
+            except PermissionError:
+                pass
+        if time.monotonic() > until:
+            raise DeadlineError(
+                f"rank {self._rank} waited {self._timeout_s:g} s in an exchange; see the other ranks, or raise the "
+                "process group's timeout"
+            )
+
+
+def rings_of(group: dist.ProcessGroup | None) -> Rings | None:
+    """The rings of a group, made on the first call, which all of its ranks make together; None where they cannot be."""
+    key = group if group is not None else dist.group.WORLD
+    if key not in _rings:
+        _rings[key] = _open(group)
+    return _rings[key]
+
+
+def _open(group: dist.ProcessGroup | None) -> Rings | None:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if ranks > MAX_RANKS or dist.get_backend(group) != "gloo":
+        return None
+    total = _core.Rings.bytes(ranks, RING_BYTES)
+    wanted = os.environ.get("SHOAL_SHARED_MEMORY", "1") != "0"
+    fd = _create(total) if rank == 0 and wanted else -1
+    try:
+        told = _gather([_host(), os.getpid(), fd, int(wanted)], group)
+        same = all(host == told[0][0] and host >= 0 and yes for host, _, _, yes in told) and told[0][2] >= 0
+        memory = _attach(told[0][1], told[0][2], total) if same else None
+        if not all(yes for (yes,) in _gather([int(memory is not None)], group)):
+            return None
+        assert memory is not None
+        return Rings(memory, rank, [pid for _, pid, _, _ in told], _timeout_s(group))
+    finally:
+        if fd >= 0:
+            os.close(fd)  # everybody has mapped it by now
+
+
+def _gather(numbers: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:
+    mine = torch.tensor(numbers)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    return [each.tolist() for each in found]
+
+
+def _host() -> int:
+    """A number that ranks share when they run on one machine and see each other's processes; -1 where none is known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = int(file.read().replace("-", ""), 16)
+        return (boot ^ os.stat("/proc/self/ns/pid").st_ino) & ((1 << 62) - 1)
+    except (OSError, ValueError):
+        return -1
+
+
+def _create(total: int) -> int:
+    try:
+        fd = os.memfd_create("shoal-rings", os.MFD_CLOEXEC)
+        os.ftruncate(fd, total)
+        return fd
+    except (AttributeError, OSError):
+        return -1
+
+
+def _attach(pid: int, fd: int, total: int) -> mmap.mmap | None:
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
+        return mmap.mmap(file.fileno(), total)
+    return None
+
+
+def _timeout_s(group: dist.ProcessGroup | None) -> float:
+    try:
+        key: Any = group if group is not None else dist.group.WORLD
+        return key._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return 1800.0

@@ -1,0 +1,120 @@
+"""Shared memory between ranks of one machine: rings in this process first, then real ranks."""
+
+import os
+import random
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from shoal import _core
+from shoal.sharded import AllToAllHashTable, ProcessGroup
+from shoal.testing import run_ranks
+
+
+def rings(ranks, ring_bytes=64):
+    memory = np.zeros(_core.Rings.bytes(ranks, ring_bytes) + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory, [_core.Rings(memory.ctypes.data + start, r, ranks, ring_bytes) for r in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ring_bytes", [64, 4096])
+def test_bytes_arrive_in_order_whatever_the_ring_holds(ranks, ring_bytes):
+    rng = random.Random(ranks)
+    memory, all_rings = rings(ranks, ring_bytes)
+    rounds = 30
+    sizes = [[[rng.choice([0, 1, 7, 8, 63, 64, 65, 1000]) for _ in range(ranks)] for _ in range(ranks)]
+             for _ in range(rounds)]  # fmt: skip
+    data = [[[rng.randbytes(n) for n in row] for row in of_round] for of_round in sizes]
+    failed = []
+
+    def work(r):
+        for k in range(rounds):
+            mine = np.frombuffer(b"".join(data[k][r]) or b"\0", np.uint8)
+            recv = [sizes[k][p][r] for p in range(ranks)]
+            out = np.zeros(max(1, sum(recv)), np.uint8)
+            all_rings[r].start(mine.ctypes.data, sizes[k][r], out.ctypes.data, recv)
+            while not all_rings[r].run(5.0):
+                failed.append(f"rank {r} stands in round {k}")
+                return
+            if out.tobytes()[: sum(recv)] != b"".join(data[k][p][r] for p in range(ranks)):
+                failed.append(f"rank {r} got other bytes in round {k}")
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failed
+    assert memory is not None
+
+
+def test_ranks_that_disagree_are_told():
+    _memory, (a, b) = rings(2)
+    data, out = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
+    a.start(data.ctypes.data, [0, 10], out.ctypes.data, [0, 10])
+    assert not a.run(0.01)
+    b.start(data.ctypes.data, [10, 0], out.ctypes.data, [11, 0])
+    with pytest.raises(ValueError, match="rank 0 sends 10 bytes where rank 1 awaits 11"):
+        b.run(0.01)
+    with pytest.raises(ValueError, match="gives itself"):
+        a.start(data.ctypes.data, [1, 0], out.ctypes.data, [2, 0])
+    with pytest.raises(ValueError, match="multiple of 64"):
+        _core.Rings(64, 0, 1, 65)
+
+
+def exchange(rank, world, shared):
+    from shoal.sharded.same_host import rings_of
+
+    os.environ["SHOAL_SHARED_MEMORY"] = "1" if shared else "0"
+    backend = ProcessGroup()
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for dtype in (torch.int64, torch.float32, torch.float16, torch.int32):
+        lengths = torch.randint(0, 3000, (world, world), generator=generator)
+        lengths[0] = 0  # rank 0 has nothing to send
+        flat = (torch.arange(int(lengths[rank].sum())) + 1000 * rank).to(dtype)
+        known = backend.all_to_all(flat, lengths[rank].tolist(), lengths[:, rank].tolist())
+        unknown = backend.all_to_all(flat, lengths[rank].tolist())
+        assert torch.equal(known, unknown)
+        found.append(known)
+    return (rings_of(None) is not None), backend.gather_totals(rank + 5), found
+
+
+def test_shared_memory_and_gloo_give_the_same():
+    ours, theirs = run_ranks(3, exchange, True, timeout_s=60), run_ranks(3, exchange, False, timeout_s=60)
+    for (shared, totals, found), (plain, expected_totals, expected) in zip(ours, theirs, strict=True):
+        assert shared
+        assert not plain
+        assert totals == expected_totals == [5, 6, 7]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def alone(rank, world):
+    table = AllToAllHashTable(4, optimizer="sgd", initializer="zeros")
+    table.lookup(torch.arange(10))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    table.lookup(torch.arange(20))
+
+
+def test_a_rank_that_died_is_noticed():
+    with pytest.raises(Exception, match=r"rank 1|killed|SIGKILL"):
+        run_ranks(2, alone, timeout_s=30)
+
+
+def mixed(rank, world):
+    """A rank without ids, all ids of one shard, repeated and negative ids, one after another."""
+    local = AllToAllHashTable(3, optimizer="sgd", lr=1.0, initializer="zeros")
+    for ids in ([], [2, 2, 2], [-1, -1, 5], [0, 2, 4, 6] * 500):
+        ids = torch.tensor(ids if rank != 1 else [], dtype=torch.int64)
+        assert local.lookup(ids).shape == (ids.numel(), 3)
+        local.apply_gradients(ids, torch.ones(ids.numel(), 3))
+    return local.lookup(torch.tensor([2, -1, 5, 0])).tolist()
+
+
+def test_ranks_without_ids_take_part():
+    assert run_ranks(2, mixed, timeout_s=60)[1] == [[-503.0] * 3, [-2.0] * 3, [-1.0] * 3, [-500.0] * 3]
