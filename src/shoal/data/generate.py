@@ -32,6 +32,8 @@ class CriteoLike:
     rows: int
     seed: int = 0
     scale: float = 1.0
+    first_row: int = 0
+    """Draw other lines of the same truth: those behind this many."""
 
     def __post_init__(self) -> None:
         if self.rows < 0:
@@ -42,7 +44,8 @@ class CriteoLike:
     def chunks(self) -> Iterator[bytes]:
         """The text, some thousand lines at a time."""
         for number, begin in enumerate(range(0, self.rows, _CHUNK)):
-            yield self._chunk(np.random.default_rng((self.seed, number)), min(_CHUNK, self.rows - begin))
+            random = np.random.default_rng((self.seed, number + -(-self.first_row // _CHUNK)))
+            yield self._chunk(random, min(_CHUNK, self.rows - begin))
 
     def _chunk(self, random: np.random.Generator, n: int) -> bytes:
         counts = np.floor(np.exp(random.normal(1.0, 1.5, (n, 13)))).astype(np.int64) - 1
@@ -50,9 +53,9 @@ class CriteoLike:
         # Rank r has a weight of about 1 / r: exponentials of uniform numbers.
         rank = np.floor(np.exp(random.random((n, 26)) * np.log(cardinality))).astype(np.uint64)
         words = _mix(rank * np.uint64(26) + np.arange(26, dtype=np.uint64) + np.uint64(self.seed << 40))
-        bias = _normal(words) * 0.25
+        bias = _normal(words) * np.where(cardinality < 20_000, 0.42, 0.2)
         pairs = sum(_normal(words[:, a] ^ words[:, b]) for a, b in ((0, 5), (8, 16), (3, 21), (13, 19), (6, 22)))
-        logit = -1.6 + bias.sum(1) + 0.3 * pairs + 0.12 * (np.log1p(np.maximum(counts[:, :4], 0)) - 1).sum(1)
+        logit = -1.6 + bias.sum(1) + 0.4 * pairs + 0.12 * (np.log1p(np.maximum(counts[:, :4], 0)) - 1).sum(1)
         label = random.random(n) < 1 / (1 + np.exp(-logit))
         return _lines(label, counts, random.random((n, 13)) < 0.1, words, random.random((n, 26)) < 0.03)
 
