@@ -82,13 +82,15 @@ void data(nb::module_& m) {
            })
       .def(
           "parse",
-          [](const TextParser& self, nb::bytes text, int64_t begin, bool final, int64_t max_rows, int64_t limit) {
+          [](const TextParser& self, nb::bytes text, int64_t begin, bool final, int64_t max_rows, int64_t limit,
+             bool threads) {
             const std::string_view view(text.c_str(), text.size());
             if (begin < 0 || begin > static_cast<int64_t>(view.size())) throw std::invalid_argument("begin is outside");
             const nb::gil_scoped_release release;
-            return self.parse(view.substr(begin), final, max_rows, limit);
+            return self.parse(view.substr(begin), final, max_rows, limit, threads);
           },
-          nb::arg("text"), nb::arg("begin"), nb::arg("final"), nb::arg("max_rows"), nb::arg("limit"));
+          nb::arg("text"), nb::arg("begin"), nb::arg("final"), nb::arg("max_rows"), nb::arg("limit"),
+          nb::arg("threads") = false);
   m.def(
       "parse_tf_examples",
       [](nb::list messages, const std::string& label, const std::string& time, const std::vector<std::string>& dense,

@@ -99,7 +99,7 @@ TextParser::TextParser(std::vector<TextColumn> columns, char delimiter, char quo
   }
 }
 
-Block TextParser::parse(std::string_view text, bool final, int64_t max_rows, int64_t limit) const {
+Block TextParser::parse(std::string_view text, bool final, int64_t max_rows, int64_t limit, bool threads) const {
   Block out;
   std::vector<int64_t> starts;  // of the lines, and where the last one ends
   const char* const begin = text.data();
@@ -116,14 +116,19 @@ Block TextParser::parse(std::string_view text, bool final, int64_t max_rows, int
   out.consumed = at - begin;
   starts.push_back(out.consumed);
 
-  const int64_t parts = std::max<int64_t>(1, (out.lines + kLinesPerPart - 1) / kLinesPerPart);
+  const int64_t share = threads ? kLinesPerPart : std::max<int64_t>(1, out.lines);
+  const int64_t parts = std::max<int64_t>(1, (out.lines + share - 1) / share);
   std::vector<Block> blocks(parts);
   parallel_parts(parts, [&](int64_t part) {
-    const int64_t first = part * kLinesPerPart;
-    parse_lines(text, starts.data(), first, std::min(out.lines, first + kLinesPerPart), &blocks[part]);
+    const int64_t first = part * share;
+    parse_lines(text, starts.data(), first, std::min(out.lines, first + share), &blocks[part]);
   });
   const auto join = [&](auto Block::*field, int64_t per_row) {
     auto& to = out.*field;
+    if (blocks.size() == 1) {
+      to = std::move(blocks[0].*field);
+      return;
+    }
     to.reserve(out.lines * per_row);
     for (Block& block : blocks) to.insert(to.end(), (block.*field).begin(), (block.*field).end());
   };

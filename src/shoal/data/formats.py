@@ -54,7 +54,7 @@ def _example_batch(schema: Schema, **options: Any) -> Format:
     return ExampleFormat(schema=schema, batches=True, **options)
 
 
-_TEXT = frozenset({"columns", "delimiter", "quote", "separator", "max_line_bytes", "part_bytes"})
+_TEXT = frozenset({"columns", "delimiter", "quote", "separator", "max_line_bytes", "part_bytes", "threads"})
 FORMATS: dict[str, tuple[Callable[..., Format], frozenset[str]]] = {
     "criteo": (_criteo, _TEXT - {"columns"}),
     "csv": (_csv, _TEXT),

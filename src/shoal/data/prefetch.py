@@ -17,21 +17,29 @@ _END = object()
 class Prefetch:
     """Iterates over ``stream`` while a thread keeps up to ``depth`` batches ready. Close it, or use it in ``with``.
 
-    Parsing is native and lets go of the interpreter, so it overlaps with training.
+    Parsing is native and lets go of the interpreter, so it overlaps with training. With a ``depth`` of 0 there is no
+    thread, and batches are read when they are asked for.
     """
 
     def __init__(self, stream: Iterable[Batch], depth: int = 8) -> None:
+        self._stream = stream
+        self._thread: threading.Thread | None = None
         self._queue: queue.Queue[Any] = queue.Queue(max(1, depth))
         self._stop = threading.Event()
+        if not depth:
+            return
         self._thread = threading.Thread(target=self._run, args=(iter(stream),), name="shoal-read", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Batch]:
+        return iter(self._stream) if self._thread is None else self._ready_ones(self._thread)
+
+    def _ready_ones(self, thread: threading.Thread) -> Iterator[Batch]:
         while True:
             try:
                 item = self._queue.get(timeout=_TICK_S)
             except queue.Empty:
-                if not self._thread.is_alive() and self._queue.empty():
+                if not thread.is_alive() and self._queue.empty():
                     raise PeerError("the reading thread ended without a word") from None
                 continue
             if item is _END:
@@ -48,7 +56,8 @@ class Prefetch:
     def close(self) -> None:
         """Ends the thread."""
         self._stop.set()
-        self._thread.join(timeout=60)
+        if self._thread is not None:
+            self._thread.join(timeout=60)
 
     def __enter__(self) -> Prefetch:
         return self

@@ -68,8 +68,8 @@ class Samples:
         return Samples(label=self.label[begin:end], dense=self.dense[begin:end], ids=ids, offsets=offsets, time=time)
 
     @staticmethod
-    def join(parts: Sequence[Samples]) -> Samples:
-        """All of them one after the other."""
+    def join(parts: Sequence[Samples], room: dict[str, np.ndarray] | None = None) -> Samples:
+        """All of them one after the other; in the memory of ``room``, where a former result was and is over."""
         if len(parts) == 1:
             return parts[0]
         ragged = parts[0].offsets is not None
@@ -79,9 +79,9 @@ class Samples:
             offsets.append(part.offsets[1:] + int(offsets[-1][-1]))
         times = [part.time for part in parts if part.time is not None]
         return Samples(
-            label=_join([part.label for part in parts]),
-            dense=_join([part.dense for part in parts]),
-            ids=_join([part.ids for part in parts]),
+            label=_join([part.label for part in parts], room, "label"),
+            dense=_join([part.dense for part in parts], room, "dense"),
+            ids=_join([part.ids for part in parts], room, "ids"),
             offsets=_join(offsets) if ragged else None,
             time=_join(times) if times else None,
         )
@@ -103,8 +103,15 @@ def _rows(tensor: Tensor, index: Tensor) -> Tensor:
     return torch.from_numpy(np.take(tensor.numpy(), index.numpy(), axis=0))
 
 
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in tensors]))
+def _join(tensors: Sequence[Tensor], room: dict[str, np.ndarray] | None = None, name: str = "") -> Tensor:
+    arrays = [tensor.numpy() for tensor in tensors]
+    if room is None:
+        return torch.from_numpy(np.concatenate(arrays))
+    rows = sum(map(len, arrays))  # fresh pages would cost more than the copy
+    kept = room.get(name)
+    if kept is None or len(kept) < rows:
+        kept = room[name] = np.empty((rows, *arrays[0].shape[1:]), arrays[0].dtype)
+    return torch.from_numpy(np.concatenate(arrays, out=kept[:rows]))
 
 
 def from_block(block: _core.Block, dense: int, features: int, *, ragged: bool, timed: bool) -> Samples:

@@ -82,6 +82,8 @@ class Stream:
         self._progress: dict[str, Any] = {
             "epoch": 0, "unit": 0, "cursor": None, "stripe": 0, "window": 0, "rows": 0, "bad": 0, "batch": 0,
         }  # fmt: skip
+        # The batches of a shuffled window are copies, so the next one may lie where it was.
+        self._room: dict[str, np.ndarray] | None = {} if shuffle_rows else None
         self.state = dict(self._progress)
         """From where iteration begins; that of a `Batch` to go on behind it."""
 
@@ -139,8 +141,8 @@ class Stream:
                 if cursor is None:
                     cursor = self.form.open(units[progress["unit"]], progress["cursor"], self._count(progress))
                 mine = not self._striped or progress["stripe"] % self.world == self.rank
-                part = _exactly(cursor, min(_STRIPE, wanted) if self._striped else wanted)
-                if part is None:
+                read = _exactly(cursor, min(_STRIPE, wanted) if self._striped else wanted)
+                if not read:
                     cursor.close()
                     cursor = None
                     progress.update(unit=progress["unit"] + 1, cursor=None)
@@ -148,12 +150,12 @@ class Stream:
                 progress["stripe"] += 1
                 progress["cursor"] = cursor.state()
                 if mine:
-                    parts.append(part)
-                    wanted -= len(part)
+                    parts += read
+                    wanted -= sum(map(len, read))
         finally:
             if cursor is not None:
                 cursor.close()
-        return self._finished(Samples.join(parts)) if parts else None
+        return self._finished(Samples.join(parts, self._room)) if parts else None
 
     def _finished(self, samples: Samples) -> Samples:
         label, dense = samples.label, samples.dense
@@ -202,8 +204,8 @@ def expand(files: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _exactly(cursor: Cursor, rows: int) -> Samples | None:
-    """``rows`` samples, or those that are left; None where that is none."""
+def _exactly(cursor: Cursor, rows: int) -> list[Samples]:
+    """``rows`` samples in parts, or those that are left."""
     parts: list[Samples] = []
     while rows > 0:
         part = cursor.read(rows)
@@ -212,7 +214,7 @@ def _exactly(cursor: Cursor, rows: int) -> Samples | None:
         if len(part):
             parts.append(part)
             rows -= len(part)
-    return Samples.join(parts) if parts else None
+    return parts
 
 
 def _generator(*numbers: int) -> torch.Generator:

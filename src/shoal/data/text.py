@@ -29,6 +29,7 @@ class TextFormat:
         separator: what stands between the values of a sparse cell; empty where a cell is one value.
         max_line_bytes: a longer line is a bad row, whatever it holds.
         part_bytes: ranks share out pieces of this size.
+        threads: parse on all threads of the native pool; for reading that does not go on beside training.
     """
 
     schema: Schema
@@ -38,6 +39,7 @@ class TextFormat:
     separator: str = ""
     max_line_bytes: int = 1 << 20
     part_bytes: int = 1 << 26
+    threads: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("delimiter", (1,)), ("quote", (0, 1)), ("separator", (0, 1))):
@@ -139,7 +141,7 @@ class TextCursor:
             limit = (1 << 62) if end is None else end - self._offset
             if limit <= 0:
                 return None
-            block = self._parser.parse(self._buffer, self._at, self._final, rows, limit)
+            block = self._parser.parse(self._buffer, self._at, self._final, rows, limit, self._form.threads)
             first = self._lines
             for line, offset, why in block.bad:
                 self._report(first + line, self._offset + offset, why)

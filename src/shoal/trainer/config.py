@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 import types
 import typing
@@ -43,13 +44,14 @@ class DataConfig:
     log_dense: bool | None = None
     shuffle_rows: int = 65536
     """Rows in memory that are shuffled; 0 keeps the order. Raise it when neighbours in the files are alike."""
-    prefetch: int = 8
-    """Batches read ahead."""
+    prefetch: int | None = None
+    """Batches that a thread reads ahead; 0 reads between steps, on all threads. By default 8, and 0 where there are no
+    more than two CPUs: there a reading thread takes more from the step than it saves."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the format: columns, delimiter, quote, separator, max_line_bytes, part_bytes; lists."""
 
     def __post_init__(self) -> None:
-        _at_least(self, shuffle_rows=0, prefetch=1)
+        _at_least(self, shuffle_rows=0, prefetch=0)
         if not self.train:
             raise ConfigError("[data] train names the files to learn from, got none")
         self.make_format()
@@ -66,9 +68,18 @@ class DataConfig:
         )  # fmt: skip
 
     def make_format(self) -> Any:
-        from shoal.data.formats import make_format
+        from shoal.data.formats import FORMATS, make_format
 
-        return make_format(self.format, self.schema(), **self.options)
+        options = dict(self.options)
+        if self.format in FORMATS and "threads" in FORMATS[self.format][1]:
+            options.setdefault("threads", not self.ahead())
+        return make_format(self.format, self.schema(), **options)
+
+    def ahead(self) -> int:
+        """Batches to read ahead."""
+        if self.prefetch is not None:
+            return self.prefetch
+        return 8 if len(os.sched_getaffinity(0)) > 2 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

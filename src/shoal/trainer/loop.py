@@ -112,7 +112,7 @@ class Trainer:
         begun, first = time.perf_counter(), self.at.samples
         if why == "finished":
             self.stream.restart(self.reader)
-            with Prefetch(self.stream, self.config.data.prefetch) as batches:
+            with Prefetch(self.stream, self.config.data.ahead()) as batches:
                 why = self._loop(Epochs(iter(batches)))
         seconds = time.perf_counter() - begun
         if self.config.out.dir is not None:
@@ -221,7 +221,7 @@ class Trainer:
         metrics = Metrics(1)
         self.model.eval(), self.rows.eval()
         try:
-            with Prefetch(self.eval_stream, self.config.data.prefetch) as batches:
+            with Prefetch(self.eval_stream, self.config.data.ahead()) as batches:
                 each, number = iter(batches), 0
                 while number != self.config.eval.max_batches:
                     batch = next(each, None)
