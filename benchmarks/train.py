@@ -12,7 +12,7 @@ metrics; only the embeddings differ:
   `torch.optim.Adagrad` or `SparseAdam`; ids hashed into twice as many rows as there are categories;
 - TorchRec's fused `EmbeddingBagCollection` (FBGEMM's kernels) with its Adagrad, hashed likewise.
 
-They take turns, each over all lines, in several rounds. The rate is the median over stretches of 20 steps of the last
+They take turns, each in a process of its own over all lines, in several rounds. The rate is the median over stretches of 20 steps of the last
 two thirds of a run, when tables are warm; AUC is that of all predictions, each made before its sample was learnt.
 """
 
@@ -37,51 +37,44 @@ from benchmarks.harness import machine, touch_memory
 from shoal.data import CRITEO, CriteoLike, Samples, Stream, make_format, write_criteo
 from shoal.data.generate import _CARDINALITY
 from shoal.models import DeepFm, Inputs
-from shoal.trainer import Config, Metrics, load_config, train
-from shoal.trainer.reporter import Reporter
+from shoal.trainer import Metrics
 
-DIM, BATCH, STRETCH, SCALE, LR, DENSE_LR = 16, 4096, 20, 0.01, 0.02, 0.001
+DIM, BATCH, STRETCH, SCALE, LR, DENSE_LR, SHUFFLE = 16, 4096, 20, 0.01, 0.02, 0.001, 65536
 SIGNATURE = (1 << 48) - 1
 INPUTS = Inputs(dense=CRITEO.dense, sparse=CRITEO.sparse, dim=DIM)
 
 
-class Rates(Reporter):
-    """samples/s of each stretch."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-
-    def progress(self, **values: Any) -> None:
-        self.rates.append(values["samples_per_s"])
-
-
 def ours(path: str, hidden: list[int], optimizer: str) -> dict[str, Any]:
-    rates = Rates()
-    result = train(config(path, hidden, optimizer), reporter=rates)
-    return {"rates": rates.rates, "auc": result["auc"], "rows": result["rows"]}
+    """The command itself, in a process of its own."""
+    settings = {
+        "table.lr": LR, "table.init_scale": SCALE, "table.optimizer": optimizer, "model.hidden": hidden,
+        "data.shuffle_rows": SHUFFLE,
+    }  # fmt: skip
+    flags = ["--train", path, "--dim", DIM, "--batch-size", BATCH, "--lr", DENSE_LR, "--log-steps", STRETCH, "--json"]
+    command = [sys.executable, "-m", "shoal", "train", *map(str, flags), "--set"]
+    command += [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    rates = [event["samples_per_s"] for event in events if event["event"] == "progress"]
+    return {"rates": rates, "auc": events[-1]["auc"], "rows": events[-1]["rows"]}
 
 
-def config(path: str, hidden: list[int], optimizer: str) -> Config:
-    return load_config(
-        None,
-        {
-            "data.train": [path], "table.dim": DIM, "table.lr": LR, "table.init_scale": SCALE,
-            "table.optimizer": optimizer, "model.hidden": hidden, "train.batch_size": BATCH, "train.lr": DENSE_LR,
-            "out.log_steps": STRETCH,
-        },
-    )  # fmt: skip
+def apart(name: str, path: str, hidden: list[int]) -> dict[str, Any]:
+    """A rival in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.train", "--one", name, "--data", path, "--hidden", *map(str, hidden)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def rival(path: str, hidden: list[int], make: Callable[[list[int]], tuple[Any, Any]]) -> dict[str, Any]:
     """The same loop by hand; ``make`` gives ``ids [B, F] -> rows [B, F, D]`` and its optimizer, if it has one."""
-    given = config(path, hidden, "adagrad").data
     torch.manual_seed(0)
     model = DeepFm(INPUTS, hidden=hidden)
     dense = torch.optim.Adam(model.parameters(), lr=DENSE_LR, fused=True)
     sizes = [2 * max(3, n) for n in _CARDINALITY]
     embed, sparse = make(sizes)
     stream = Stream([path], make_format("criteo", CRITEO, threads=True), CRITEO, batch_size=BATCH,
-                    shuffle_rows=given.shuffle_rows)  # fmt: skip
+                    shuffle_rows=SHUFFLE)  # fmt: skip
     metrics, rates, mark, done = Metrics(), [], time.perf_counter(), 0
     for number, batch in enumerate(stream, start=1):
         samples: Samples = batch.samples
@@ -170,6 +163,15 @@ def torchrec_fused(sizes: list[int]) -> tuple[Any, Any]:
     return embed, None
 
 
+RIVALS: dict[str, Callable[[list[int]], tuple[Any, Any]]] = {
+    "EmbeddingBag x 26, Adagrad": bag_per_feature("adagrad"),
+    "EmbeddingBag x 1, Adagrad": one_bag("adagrad"),
+    "EmbeddingBag x 26, SparseAdam": bag_per_feature("adam"),
+    "EmbeddingBag x 1, SparseAdam": one_bag("adam"),
+    "TorchRec + FBGEMM, Adagrad": torchrec_fused,
+}
+
+
 def import_seconds(name: str) -> float:
     """Of ``import name`` in a fresh interpreter, the least of five."""
     code = f"import time; t = time.perf_counter(); import {name}; print(time.perf_counter() - t)"
@@ -182,26 +184,21 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=600_000)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 32])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", help="names of contestants, or their beginnings")
     parser.add_argument("--data", help="keep the generated lines here, and use them if they are there")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     hidden = options.hidden
+    if options.one:
+        print(json.dumps(rival(options.data, hidden, RIVALS[options.one])))
+        return
     contestants: dict[str, Callable[[str], dict[str, Any]]] = {
-        "shoal adagrad": lambda path: ours(path, hidden, "adagrad"),
-        "EmbeddingBag x 26 adagrad": lambda path: rival(path, hidden, bag_per_feature("adagrad")),
-        "EmbeddingBag x 1 adagrad": lambda path: rival(path, hidden, one_bag("adagrad")),
-        "shoal adam": lambda path: ours(path, hidden, "adam"),
-        "EmbeddingBag x 26 SparseAdam": lambda path: rival(path, hidden, bag_per_feature("adam")),
-        "EmbeddingBag x 1 SparseAdam": lambda path: rival(path, hidden, one_bag("adam")),
+        "shoal train, adagrad": lambda path: ours(path, hidden, "adagrad"),
+        "shoal train, adam": lambda path: ours(path, hidden, "adam"),
     }
-    try:
-        import torchrec  # noqa: F401
-
-        contestants["TorchRec fused adagrad"] = lambda path: rival(path, hidden, torchrec_fused)
-    except ImportError:
-        print("torchrec is not installed: pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0")
+    contestants |= {name: lambda path, n=name: apart(n, path, hidden) for name in RIVALS}
     if options.only:
         contestants = {n: c for n, c in contestants.items() if any(n.startswith(only) for only in options.only)}
     about = machine()
@@ -226,7 +223,7 @@ def main() -> None:
     for name, one in results.items():
         one["rate"], one["best"] = statistics.median(one["rates"]), max(one["rates"])
         one["auc"] = statistics.mean(one["auc"])
-        mine = results.get("shoal adam" if "dam" in name else "shoal adagrad", {}).get("rates")
+        mine = results.get("shoal train, adam" if name.endswith("Adam") else "shoal train, adagrad", {}).get("rates")
         one["ratio"] = statistics.median(mine) / one["rate"] if mine else float("nan")
         ratio = f"{one['ratio']:9.2f}x" if not name.startswith("shoal") else ""
         print(f"{name:30} {one['rate']:10,.0f} {one['best']:10,.0f} {one['auc']:8.4f} {one['rows']:10,} {ratio:>10}")

@@ -44,7 +44,10 @@ class ParquetFormat:
                 raise ConfigError(
                     f"{path}: there is no column {missing[0]!r}; the columns are {', '.join(sorted(names)[:50])}"
                 )
-            return [Unit(path=path, begin=group) for group in range(file.num_row_groups)]
+            return [
+                Unit(path=path, begin=group, size=max(1, file.metadata.row_group(group).num_rows))
+                for group in range(file.num_row_groups)
+            ]
 
     def open(self, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad) -> ParquetCursor:
         return ParquetCursor(self, unit, state, bad)

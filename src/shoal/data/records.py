@@ -23,7 +23,8 @@ class RecordFormat:
     """Whether a record holds many samples."""
 
     def units(self, path: str) -> list[Unit]:
-        return [Unit(path=path)] if file_size(path) else []
+        size = file_size(path)
+        return [Unit(path=path, size=size)] if size else []
 
     def open(self, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad) -> RecordCursor:
         return RecordCursor(self, unit, state, bad)

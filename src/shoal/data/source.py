@@ -21,6 +21,8 @@ class Unit:
     path: str
     begin: int = 0
     end: int | None = None
+    size: int = 1
+    """How much there is in it, in whatever measure its file's other units have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from shoal.data.schema import Schema
 from shoal.data.source import BadRow, Cursor, Format, OnBad, Unit
 from shoal.errors import ConfigError, DataError
 
-_STRIPE = 1024  # rows that ranks take in turn where there are fewer units than ranks
+_UNEVEN = 1.5  # the most that a rank may have of the mean; above it ranks take batches of all files in turn
 _WINDOW = 1 << 15  # rows that are read at once, at least, if that is no less than a batch
 
 
@@ -41,7 +41,8 @@ class Stream:
 
     Args:
         files: paths and glob patterns, read in sorted order unless shuffled.
-        batch_size: of each rank; only the last batch of an epoch may be smaller.
+        batch_size: of each rank. The last batch of an epoch may be smaller, and where ranks take turns in the same
+            files (since there are too few to share out) the last of a file.
         shuffle_rows: how many rows are in memory to be shuffled; 0 keeps the order of the files.
         epochs: passes over the files.
         on_bad: is told of each bad row, which is then left out; by default they are only counted (``bad_rows``).
@@ -76,7 +77,7 @@ class Stream:
         self.files = expand(files)
         self._on_bad = on_bad
         self._units = [unit for path in self.files for unit in form.units(path)]
-        self._striped = len(self._units) < world
+        self._striped = _uneven(self._units, world)
         batches = max(1, (shuffle_rows or _WINDOW) // batch_size) if shuffle_rows or batch_size < _WINDOW else 1
         self._window = batches * batch_size
         self._progress: dict[str, Any] = {
@@ -137,11 +138,11 @@ class Stream:
         wanted = self._window
         cursor: Cursor | None = None
         try:
-            while wanted and progress["unit"] < len(units):
+            while wanted > 0 and progress["unit"] < len(units):
                 if cursor is None:
                     cursor = self.form.open(units[progress["unit"]], progress["cursor"], self._count(progress))
                 mine = not self._striped or progress["stripe"] % self.world == self.rank
-                read = _exactly(cursor, min(_STRIPE, wanted) if self._striped else wanted)
+                read = _exactly(cursor, self.batch_size if self._striped else wanted)
                 if not read:
                     cursor.close()
                     cursor = None
@@ -202,6 +203,12 @@ def expand(files: Sequence[str]) -> list[str]:
     if not found:
         raise ConfigError("data: no files were given")
     return list(dict.fromkeys(found))
+
+
+def _uneven(units: Sequence[Unit], world: int) -> bool:
+    """Whether sharing out units would leave some rank with much more than others."""
+    shares = [sum(unit.size for unit in units[rank::world]) for rank in range(world)]
+    return max(shares) > _UNEVEN * sum(shares) / world
 
 
 def _exactly(cursor: Cursor, rows: int) -> list[Samples]:

@@ -71,7 +71,9 @@ class DataConfig:
         from shoal.data.formats import FORMATS, make_format
 
         options = dict(self.options)
-        if self.format in FORMATS and "threads" in FORMATS[self.format][1]:
+        if self.format not in FORMATS:
+            raise ConfigError(f"[data] format is one of {', '.join(FORMATS)}, got {self.format!r}")
+        if "threads" in FORMATS[self.format][1]:
             options.setdefault("threads", not self.ahead())
         return make_format(self.format, self.schema(), **options)
 
