@@ -12,8 +12,9 @@ metrics; only the embeddings differ:
   `torch.optim.Adagrad` or `SparseAdam`; ids hashed into twice as many rows as there are categories;
 - TorchRec's fused `EmbeddingBagCollection` (FBGEMM's kernels) with its Adagrad, hashed likewise.
 
-They take turns, each in a process of its own over all lines, in several rounds. The rate is the median over stretches of 20 steps of the last
-two thirds of a run, when tables are warm; AUC is that of all predictions, each made before its sample was learnt.
+They take turns, each in a process of its own over all lines, in several rounds. The rate is the median over stretches
+of 20 steps of the last two thirds of a run, when tables are warm; AUC is that of all predictions, each made before its
+sample was learnt.
 """
 
 from __future__ import annotations

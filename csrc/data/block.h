@@ -6,8 +6,8 @@
 
 namespace shoal {
 
-// One row of `dense` numbers and `sparse` features per sample. A feature has one id, or with `ragged` any number of them:
-// then `lengths` has an entry per sample and feature.
+// One row of `dense` numbers and `sparse` features per sample. A feature has one id, or with `ragged` any number of
+// them: then `lengths` has an entry per sample and feature.
 struct Block {
   int64_t rows = 0;
   std::vector<float> label;

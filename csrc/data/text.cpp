@@ -123,7 +123,7 @@ Block TextParser::parse(std::string_view text, bool final, int64_t max_rows, int
     const int64_t first = part * share;
     parse_lines(text, starts.data(), first, std::min(out.lines, first + share), &blocks[part]);
   });
-  const auto join = [&](auto Block::*field, int64_t per_row) {
+  const auto join = [&](auto Block::* field, int64_t per_row) {
     auto& to = out.*field;
     if (blocks.size() == 1) {
       to = std::move(blocks[0].*field);

@@ -25,8 +25,8 @@ class TextParser {
   TextParser(std::vector<TextColumn> columns, char delimiter, char quote, char separator, int64_t max_line);
 
   // Reads whole lines that begin before `limit`, at most `max_rows` of them. `final` says that the text does not go on,
-  // so that the last line needs no newline. A line that cannot be read is bad and gives no sample. `threads` spreads the
-  // work over the pool.
+  // so that the last line needs no newline. A line that cannot be read is bad and gives no sample. `threads` spreads
+  // the work over the pool.
   Block parse(std::string_view text, bool final, int64_t max_rows, int64_t limit, bool threads) const;
 
   bool ragged() const { return separator_ != 0; }

@@ -182,7 +182,7 @@ Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::stri
     }
   });
   Block out;
-  const auto join = [&](auto Block::*field) {
+  const auto join = [&](auto Block::* field) {
     for (Block& block : blocks) (out.*field).insert((out.*field).end(), (block.*field).begin(), (block.*field).end());
   };
   join(&Block::label), join(&Block::dense), join(&Block::ids), join(&Block::lengths), join(&Block::time);

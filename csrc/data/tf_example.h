@@ -19,8 +19,8 @@ struct ExampleLayout {
 // Samples in order; sparse features are ragged. A message that cannot be read is bad and gives no sample.
 Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::string_view>& messages);
 
-// Whole TFRecord frames at the beginning of `text`, at most `max_records`. Throws std::invalid_argument at a frame whose
-// header is corrupt, since nobody knows where the next begins. A frame whose payload is corrupt has `good` false.
+// Whole TFRecord frames at the beginning of `text`, at most `max_records`. Throws std::invalid_argument at a frame
+// whose header is corrupt, since nobody knows where the next begins. A frame whose payload is corrupt has `good` false.
 struct Frame {
   int64_t offset, begin, size;
   bool good;

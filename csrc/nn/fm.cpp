@@ -7,7 +7,9 @@
 namespace shoal {
 namespace {
 
-int64_t grain(int64_t features, int64_t dim) { return std::max<int64_t>(1, 65536 / std::max<int64_t>(1, features * dim)); }
+int64_t grain(int64_t features, int64_t dim) {
+  return std::max<int64_t>(1, 65536 / std::max<int64_t>(1, features * dim));
+}
 
 }  // namespace
 

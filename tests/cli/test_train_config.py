@@ -54,7 +54,10 @@ def test_changes_stand_above_the_file(tmp_path):
         (MINIMAL + "[train]\nepochs = 0\n", r"\[train\] epochs is at least 1, got 0"),
         (MINIMAL + "[train]\nepochs = 1.5\n", "epochs is a whole number, got 1.5"),
         (MINIMAL + "[train]\nepochs = true\n", "epochs is a whole number, got True"),
-        (MINIMAL + '[train]\noptimizer = "lion"\n', "optimizer is one of 'adam', 'adamw', 'adagrad', 'sgd', got 'lion'"),
+        (
+            MINIMAL + '[train]\noptimizer = "lion"\n',
+            "optimizer is one of 'adam', 'adamw', 'adagrad', 'sgd', got 'lion'",
+        ),
         (MINIMAL + '[table]\noptimizer = "lion"\n', r"\[table\] optimizer is one of .*adagrad.*got 'lion'"),
         (MINIMAL + "[table]\noptimizer_options = { beta = 1 }\n", "unexpected keyword argument 'beta'"),
         (MINIMAL + "[table]\ndim = 0\n", r"\[table\] dim is at least 1, got 0"),

@@ -76,7 +76,7 @@ def test_ranks_share_out_all_samples(files, world, part_bytes, shuffle_rows):
         all_labels(stream(files, rank=r, world=world, part_bytes=part_bytes, shuffle_rows=shuffle_rows))
         for r in range(world)
     ]
-    assert sorted(sum(parts, [])) == GOOD
+    assert sorted(label for part in parts for label in part) == GOOD
     assert max(map(len, parts)) < 2 * len(GOOD) / world + 64
 
 

@@ -138,10 +138,15 @@ def _train(flags: Flags, config: Any) -> int:
     from shoal.trainer.ranks import Ranks
 
     ranks = Ranks()
-    with _signals() as stop, make_reporter(config, ranks.rank, as_json=flags.json) as reporter:
-        with trainer(config, ranks=ranks, reporter=reporter, stop=lambda: bool(stop), fresh=flags.fresh) as one:
-            result = one.run()
-    return 128 + stop[0] if result["why"] == "interrupted" and stop else 0 if result["why"] != "interrupted" else 130
+    with (
+        _signals() as stop,
+        make_reporter(config, ranks.rank, as_json=flags.json) as reporter,
+        trainer(config, ranks=ranks, reporter=reporter, stop=lambda: bool(stop), fresh=flags.fresh) as one,
+    ):
+        result = one.run()
+    if result["why"] != "interrupted":
+        return 0
+    return 128 + (stop[0] if stop else signal.SIGINT)  # it may have been another rank that was asked
 
 
 @contextmanager

@@ -176,7 +176,8 @@ def _line(values: dict[str, Any]) -> str:
     return (
         f"step {values['step']:,}: {values['samples_per_s']:,.0f} samples/s, AUC {values['auc']:.4f} "
         f"(last {values['window_auc']:.4f}), logloss {values['logloss']:.4f}, calibration {values['calibration']:.3f}"
-        f"{rows}, table {values['table_bytes'] / 2**20:,.0f} MiB, process {values['resident_bytes'] / 2**20:,.0f} MiB{bad}"
+        f"{rows}, table {values['table_bytes'] / 2**20:,.0f} MiB, "
+        f"process {values['resident_bytes'] / 2**20:,.0f} MiB{bad}"
     )
 
 

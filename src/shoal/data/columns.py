@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def interleave(columns: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """``(values, offsets [n + 1])`` of each feature to ids and offsets ``[n * F + 1]``, the features of a sample together.
+    """``(values, offsets [n + 1])`` of each feature to ids and offsets ``[n * F + 1]``, a sample's features together.
 
     >>> user, tags = (torch.tensor([1, 2]), torch.tensor([0, 1, 2])), (torch.tensor([7, 8]), torch.tensor([0, 2, 2]))
     >>> interleave([user, tags])

@@ -62,7 +62,7 @@ class ExampleFormat(RecordFormat):
         names = [schema.label, *schema.sparse, *([schema.time] if schema.time else [])]
         wire = _core.WireBatch(kind, payloads, names)
         n = wire.batch
-        columns = [_column(*column, n) for column in wire.columns()]
+        columns = [_column(n, *column) for column in wire.columns()]
         values, label_offsets = columns[0]
         good = label_offsets.diff() > 0
         bad = [(i, f"it has no label {schema.label!r}") for i in (~good).nonzero().view(-1).tolist()]
@@ -85,7 +85,7 @@ def _first(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.where(offsets.diff() > 0, first, 0)
 
 
-def _column(ids: int, splits: int, rows: int, shared: bool, n: int) -> tuple[Tensor, Tensor]:
+def _column(n: int, ids: int, splits: int, rows: int, shared: bool) -> tuple[Tensor, Tensor]:
     """Values and offsets ``[n + 1]``; a shared feature is repeated."""
     offsets = from_address(splits, rows + 1)
     values = from_address(ids, int(offsets[-1]))

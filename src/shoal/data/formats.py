@@ -14,20 +14,22 @@ def _criteo(schema: Schema, **options: Any) -> Format:
     from shoal.data.schema import CRITEO
     from shoal.data.text import TextFormat
 
-    columns = [CRITEO.label, *CRITEO.dense, *CRITEO.sparse]
-    return TextFormat(schema=schema, columns=columns, **{"delimiter": "\t", **options})
+    options.setdefault("delimiter", "\t")
+    return TextFormat(schema=schema, columns=[CRITEO.label, *CRITEO.dense, *CRITEO.sparse], **options)
 
 
 def _csv(schema: Schema, **options: Any) -> Format:
     from shoal.data.text import TextFormat
 
-    return TextFormat(schema=schema, **{"quote": '"', **options})
+    options.setdefault("quote", '"')
+    return TextFormat(schema=schema, **options)
 
 
 def _tsv(schema: Schema, **options: Any) -> Format:
     from shoal.data.text import TextFormat
 
-    return TextFormat(schema=schema, **{"delimiter": "\t", **options})
+    options.setdefault("delimiter", "\t")
+    return TextFormat(schema=schema, **options)
 
 
 def _parquet(schema: Schema, **options: Any) -> Format:

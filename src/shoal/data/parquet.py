@@ -130,10 +130,14 @@ def _list(part: Any, name: str, schema: Schema, path: str) -> tuple[Tensor, Tens
 
     array = _array(part, name)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        import pyarrow.compute as pc
+        import pyarrow.compute
+
+        lengths_of: Any = pyarrow.compute.call_function
 
         lengths = torch.from_numpy(
-            np.array(pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
+            np.array(
+                lengths_of("list_value_length", [array]).fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64
+            )
         )
         values = array.flatten()
     else:

@@ -1,4 +1,4 @@
-"""What a file format gives: units of work that ranks share out, and cursors that read a unit and know where they are."""
+"""What a file format gives: units of work that ranks share out, and cursors that know where in a unit they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gzip
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from shoal.data.samples import Samples
 from shoal.errors import ConfigError
@@ -16,7 +16,7 @@ _COUNT_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A part of a file that one rank reads alone: bytes ``begin`` to ``end`` of text, row group ``begin`` of Parquet."""
+    """A part of a file that one rank reads: bytes ``begin`` to ``end`` of text, row group ``begin`` of Parquet."""
 
     path: str
     begin: int = 0
@@ -70,8 +70,10 @@ class Cursor(Protocol):
 class Format(Protocol):
     """A kind of file. Implementations are frozen: everything that changes is in the cursors."""
 
-    ragged: bool
-    """Whether a feature may have any number of ids."""
+    @property
+    def ragged(self) -> bool:
+        """Whether a feature may have any number of ids."""
+        ...
 
     def units(self, path: str) -> list[Unit]:
         """The units of one file."""
@@ -82,7 +84,7 @@ class Format(Protocol):
         ...
 
 
-def open_bytes(path: str) -> IO[bytes]:
+def open_bytes(path: str) -> Any:
     """A file, unpacked if it is gzip by its first bytes."""
     return gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")
 
@@ -92,7 +94,7 @@ def is_gzip(path: str) -> bool:
         return file.read(2) == b"\x1f\x8b"
 
 
-class open_error:  # noqa: N801 - reads as a verb where it is used
+class open_error:
     """Names the file when it cannot be opened."""
 
     def __init__(self, path: str) -> None:

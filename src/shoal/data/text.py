@@ -64,7 +64,9 @@ class TextFormat:
         if is_gzip(path) or self.quote or size <= self.part_bytes:
             return [Unit(path=path, size=size)]
         return [
-            Unit(path=path, begin=begin, end=min(begin + self.part_bytes, size), size=min(self.part_bytes, size - begin))
+            Unit(
+                path=path, begin=begin, end=min(begin + self.part_bytes, size), size=min(self.part_bytes, size - begin)
+            )
             for begin in range(0, size, self.part_bytes)
         ]
 

@@ -53,9 +53,7 @@ class _Fm(torch.autograd.Function):
         grad_flat = None if grad_flat is None else grad_flat.contiguous()
         flat_at = 0 if grad_flat is None else grad_flat.data_ptr()
         out = empty_rows(n * features, dim)
-        _core.fm_gradient(
-            rows.data_ptr(), sums.data_ptr(), grad.data_ptr(), flat_at, n, features, dim, out.data_ptr()
-        )
+        _core.fm_gradient(rows.data_ptr(), sums.data_ptr(), grad.data_ptr(), flat_at, n, features, dim, out.data_ptr())
         return out.view(n, features, dim)
 
 
@@ -65,6 +63,7 @@ def pair_dots(rows: Tensor) -> Tensor:
     >>> pair_dots(torch.tensor([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]]))
     tensor([[11., 17., 39.]])
     """
-    dots = torch.bmm(rows, rows.transpose(1, 2))
-    below = torch.tril_indices(rows.shape[1], rows.shape[1], offset=-1)
-    return dots[:, below[0], below[1]]
+    features = rows.shape[1]
+    dots = torch.bmm(rows, rows.transpose(1, 2)).flatten(1)
+    first, second = torch.tril_indices(features, features, offset=-1, device=rows.device)
+    return dots.index_select(1, first * features + second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class Mlp(nn.Module):
         self.parts = parts
         self.dropout = dropout
         self.linear_out = out is not None
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.out_width = sizes[-1]
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -40,11 +41,7 @@ class Mlp(nn.Module):
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, nn.Linear)
             if x is None:
-                x = layer.bias
-                for part, weight in zip(inputs, layer.weight.split(self.parts, 1), strict=True):
-                    if part.shape[1]:
-                        x = torch.addmm(x, part, weight.t())
-                x = x if x.dim() == 2 else x.expand(inputs[0].shape[0], -1)
+                x = self._first(layer, inputs)
             else:
                 x = layer(x)
             if number < len(self.layers) - 1 or not self.linear_out:
@@ -52,4 +49,11 @@ class Mlp(nn.Module):
                 if self.dropout:
                     x = nn.functional.dropout(x, self.dropout, self.training)
         assert x is not None
+        return x
+
+    def _first(self, layer: nn.Linear, inputs: Sequence[Tensor]) -> Tensor:
+        x: Tensor = layer.bias.expand(inputs[0].shape[0], -1)
+        for part, weight in zip(inputs, layer.weight.split(self.parts, 1), strict=True):
+            if part.shape[1]:
+                x = torch.addmm(x, part, weight.t())
         return x

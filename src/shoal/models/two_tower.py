@@ -51,9 +51,7 @@ class TwoTower(nn.Module):
 
 
 class _Tower(nn.Module):
-    def __init__(
-        self, inputs: Inputs, which: str, names: Sequence[str], hidden: Sequence[int], dropout: float
-    ) -> None:
+    def __init__(self, inputs: Inputs, which: str, names: Sequence[str], hidden: Sequence[int], dropout: float) -> None:
         super().__init__()
         unknown = [name for name in names if name not in inputs.dense and name not in inputs.sparse]
         if unknown or not names:

@@ -1,7 +1,8 @@
 """Checkpoints of a run: a folder with rows, dense tensors, positions and metrics, which is there when it is whole.
 
-``<dir>/ckpt-<step>/`` holds the table's record files (one set for all ranks, readable by `shoal.table`), ``dense.safetensors``,
-``rank-00000.safetensors`` … and ``manifest.json``, written last. The folder is filled under another name and renamed.
+``<dir>/ckpt-<step>/`` holds the table's record files (one set for all ranks, readable by `shoal.table`),
+``dense.safetensors``, ``rank-00000.safetensors`` … and ``manifest.json``, written last. The folder is filled under
+another name and renamed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from torch import Tensor, nn
 from shoal import _core
 from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.ops.reorder.op import empty_shards
-from shoal.table.checkpoint import list_checkpoints, restore_table
-from shoal.table.checkpoint import naming
+from shoal.table.checkpoint import list_checkpoints, naming, restore_table
 from shoal.table.checkpoint.chain import MANIFEST
 from shoal.table.checkpoint.incremental import _expiry_to_json
 from shoal.table.checkpoint.manifest import Manifest, file_sizes, remove_folder

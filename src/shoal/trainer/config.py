@@ -273,7 +273,7 @@ def _config(content: Mapping[str, Any], where: str) -> Config:
     if unknown:
         raise ConfigError(f"{where}: there is no section [{unknown[0]}]; sections are {', '.join(_SECTIONS)}")
     if "data" not in content:
-        raise ConfigError(f"{where}: [data] with train = [\"FILE\", …] is missing")
+        raise ConfigError(f'{where}: [data] with train = ["FILE", …] is missing')
     made = {name: _section(_SECTIONS[name], value, name, where) for name, value in content.items()}
     return Config(**made)
 
@@ -328,7 +328,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 
 def _resolve_paths(content: dict[str, Any], base: Path) -> None:
     for section, names in (("data", ("train", "eval")), ("out", ("dir", "tensorboard"))):
-        inner = content.get(section)
+        inner: Any = content.get(section)
         for name in names if isinstance(inner, dict) else ():
             value = inner.get(name)
             if isinstance(value, str):

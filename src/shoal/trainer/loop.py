@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,9 +72,10 @@ class Trainer:
         self._bad_reporter = reporter or Reporter()
         self.stop = stop
         train = config.train
-        if train.threads is not None:
-            torch.set_num_threads(train.threads)
-            _core.set_num_threads(train.threads)
+        threads = train.threads or _fair_threads()
+        if threads is not None:
+            torch.set_num_threads(threads)
+            _core.set_num_threads(threads)
         self.device = _device(train.device)
         self.schema = config.data.schema()
         torch.manual_seed(train.seed)
@@ -96,7 +98,8 @@ class Trainer:
         self.resumed = None if fresh or config.out.dir is None else self._resume(config.out.dir)
         if fresh and config.out.dir is not None and checkpoint.newest(config.out.dir):
             raise ConfigError(
-                f"--fresh: {config.out.dir} has checkpoints of another run; remove them or name another folder with --out"
+                f"--fresh: {config.out.dir} has checkpoints of another run; remove them or name another folder "
+                "with --out"
             )
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -321,8 +324,8 @@ class Trainer:
             self.metrics.load(snapshot.metrics)
         else:
             self.reporter.note(
-                f"{path} was written by {manifest.content['world']} ranks and this run has {self.ranks.world}: rows and "
-                "weights go on, reading begins at the first file again"
+                f"{path} was written by {manifest.content['world']} ranks and this run has {self.ranks.world}: rows "
+                "and weights go on, reading begins at the first file again"
             )
         return path
 
@@ -392,6 +395,14 @@ def resident_bytes() -> int:
         return 0
 
 
+def _fair_threads() -> int | None:
+    """Of each of several ranks on this machine, so that they do not fight over CPUs; None leaves it to torch."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks < 2 or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
@@ -402,5 +413,3 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"[train] device is cpu, cuda or cuda:0, …, got {name!r}")
     return device
-
-

@@ -14,8 +14,8 @@ BINS = 1 << 14
 class Metrics:
     """Counts predictions in bins of their logit, from -16 to 16; keeps the last ``window`` of them as they are.
 
-    The binned AUC is of everything so far and off by at most half of the pairs that share a bin, which is some 1e-4. The
-    exact one is of the window. ``calibration`` is what was predicted over what happened, 1 where they agree.
+    The binned AUC is of everything so far and off by at most half of the pairs that share a bin, which is some 1e-4.
+    The exact one is of the window. ``calibration`` is what was predicted over what happened, 1 where they agree.
     """
 
     def __init__(self, window: int = 100_000) -> None:
