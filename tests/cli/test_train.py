@@ -17,7 +17,7 @@ from shoal.data import CriteoLike, write_criteo
 from shoal.trainer import load_config
 from shoal.trainer.loop import trainer
 
-DEADLINE_S = 60
+DEADLINE_S = 100  # torch takes its time to start on a machine that is busy
 SMALL = [
     "--set", "model.hidden=[16]", "data.shuffle_rows=2048", "table.lr=0.05", "--dim", "8", "--batch-size", "256",
     "--threads", "1",
@@ -117,6 +117,7 @@ def test_equal_runs_end_in_equal_bits_and_so_do_those_that_were_interrupted(caps
         assert (a / name).read_bytes() == (b / name).read_bytes() == (c / name).read_bytes()
 
 
+@pytest.mark.timeout(240)
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(data, tmp_path):
     """kill -9 at a random moment between two checkpoints, or within one; rows are stamped with a time of the data."""
     lines = (data / "train.tsv").read_text().splitlines()
@@ -148,6 +149,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(data, tmp_path):
     same_checkpoint(newest(tmp_path / "whole"), newest(out))
 
 
+@pytest.mark.timeout(240)
 def test_ctrl_c_leaves_a_checkpoint_and_ends_with_130(data, tmp_path):
     shell = command(data, "--out", tmp_path / "run", "--epochs", 500, "--log-steps", 5)
     process = subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -273,6 +275,7 @@ def test_tensorboard_gets_the_metrics(capsys, data, tmp_path):
     assert [one.step for one in read.Scalars("train/auc")] == [10, 20, 30, 40]
 
 
+@pytest.mark.timeout(240)
 def test_two_ranks_share_the_work_and_go_on_from_their_checkpoint(data, tmp_path):
     pytest.importorskip("tensorboard")
     shell = [sys.executable, "-m", "shoal", "launch", "-n", "2", "-m", "shoal", *command(data)[3:]]
@@ -290,7 +293,7 @@ def test_two_ranks_share_the_work_and_go_on_from_their_checkpoint(data, tmp_path
     assert of("start", rest)[0]["step"] == 10
     assert (rest[-1]["samples"], rest[-1]["why"]) == (12_000, "finished")
     assert of("eval", rest)[0]["samples"] == 2000
-    assert rest[-1]["auc"] > 0.6
+    assert of("eval", rest)[0]["auc"] > 0.6
     manifest = json.loads((newest(tmp_path / "run") / "manifest.json").read_text())
     assert manifest["content"]["world"] == 2
     assert manifest["content"]["tables"][0]["rows"] == rest[-1]["rows"] == len(rows_of(newest(tmp_path / "run")))
@@ -309,6 +312,7 @@ def test_two_ranks_share_the_work_and_go_on_from_their_checkpoint(data, tmp_path
     assert {"Alltoall_id_dist", "Alltoall_emb_dist"} <= set(tags["histograms"])
 
 
+@pytest.mark.timeout(240)
 def test_parameter_servers_hold_the_rows(capsys, data, tmp_path):
     pytest.importorskip("zmq")
     from shoal.sharded.placement.local import LocalServers
