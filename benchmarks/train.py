@@ -60,19 +60,20 @@ def ours(path: str, hidden: list[int], optimizer: str) -> dict[str, Any]:
     return {"rates": rates, "auc": events[-1]["auc"], "rows": events[-1]["rows"]}
 
 
-def apart(name: str, path: str, hidden: list[int]) -> dict[str, Any]:
+def apart(name: str, path: str, hidden: list[int], factor: int) -> dict[str, Any]:
     """A rival in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.train", "--one", name, "--data", path, "--hidden", *map(str, hidden)]
+    command = [sys.executable, "-m", "benchmarks.train", "--one", name, "--data", path]
+    command += ["--factor", str(factor), "--hidden", *map(str, hidden)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rival(path: str, hidden: list[int], make: Callable[[list[int]], tuple[Any, Any]]) -> dict[str, Any]:
+def rival(path: str, hidden: list[int], factor: int, make: Callable[[list[int]], tuple[Any, Any]]) -> dict[str, Any]:
     """The same loop by hand; ``make`` gives ``ids [B, F] -> rows [B, F, D]`` and its optimizer, if it has one."""
     torch.manual_seed(0)
     model = DeepFm(INPUTS, hidden=hidden)
     dense = torch.optim.Adam(model.parameters(), lr=DENSE_LR, fused=True)
-    sizes = [2 * max(3, n) for n in _CARDINALITY]
+    sizes = [factor * max(3, n) for n in _CARDINALITY]
     embed, sparse = make(sizes)
     stream = Stream([path], make_format("criteo", CRITEO, threads=True), CRITEO, batch_size=BATCH,
                     shuffle_rows=SHUFFLE)  # fmt: skip
@@ -184,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=600_000)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 32])
+    parser.add_argument("--factor", type=int, default=2, help="rows of the rivals per category; more collide less")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", help="names of contestants, or their beginnings")
@@ -193,13 +195,13 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     hidden = options.hidden
     if options.one:
-        print(json.dumps(rival(options.data, hidden, RIVALS[options.one])))
+        print(json.dumps(rival(options.data, hidden, options.factor, RIVALS[options.one])))
         return
     contestants: dict[str, Callable[[str], dict[str, Any]]] = {
         "shoal train, adagrad": lambda path: ours(path, hidden, "adagrad"),
         "shoal train, adam": lambda path: ours(path, hidden, "adam"),
     }
-    contestants |= {name: lambda path, n=name: apart(n, path, hidden) for name in RIVALS}
+    contestants |= {name: lambda path, n=name: apart(n, path, hidden, options.factor) for name in RIVALS}
     if options.only:
         contestants = {n: c for n, c in contestants.items() if any(n.startswith(only) for only in options.only)}
     about = machine()

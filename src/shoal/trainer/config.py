@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 import types
 import typing
@@ -11,6 +10,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
+from shoal import _core
 from shoal.data.schema import CRITEO, Schema
 from shoal.errors import ConfigError
 
@@ -81,7 +81,7 @@ class DataConfig:
         """Batches to read ahead."""
         if self.prefetch is not None:
             return self.prefetch
-        return 8 if len(os.sched_getaffinity(0)) > 2 else 0
+        return 8 if _core.num_threads() > 2 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

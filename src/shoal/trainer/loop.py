@@ -400,7 +400,7 @@ def _fair_threads() -> int | None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks < 2 or "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return max(1, _core.num_threads() // ranks)
 
 
 def _device(name: str) -> torch.device:
