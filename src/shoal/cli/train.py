@@ -17,14 +17,19 @@ from shoal.errors import ConfigError
 
 _ABOUT = """Train a model on files of clicks: Criteo TSV, CSV, Parquet, TFRecord or example records.
 
-To try it:
+To try it (the first writes data and try/criteo.toml; Ctrl-C and the second again goes on where it was):
 
-  shoal train --init try          writes try/train.tsv, try/eval.tsv and try/criteo.toml
-  shoal train try/criteo.toml     trains; Ctrl-C and the same command again goes on where it was
+  shoal train --init try
 
-On your data: shoal train my.toml --epochs 2 --model dlrm --set table.lr=0.1
-On two ranks: shoal launch -n 2 -m shoal train my.toml
-Against parameter servers: shoal train my.toml --ps 10.0.0.1:7100 10.0.0.2:7100
+  shoal train try/criteo.toml
+
+On your data, on two ranks, against parameter servers:
+
+  shoal train my.toml --epochs 2 --model dlrm --set table.lr=0.1
+
+  shoal launch -n 2 -m shoal train my.toml
+
+  shoal train my.toml --ps 10.0.0.1:7100 10.0.0.2:7100
 
 Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 130 interrupted (a
 checkpoint was written if there is an --out)."""

@@ -81,7 +81,8 @@ class Trainer:
         torch.manual_seed(train.seed)
         inputs = Inputs(dense=self.schema.dense, sparse=self.schema.sparse, dim=config.table.dim)
         self.model = build_model(config.model.name, inputs, config.model.options).to(self.device)
-        self.optimizer = _OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=True)
+        fused = self.device.type == "cpu" or train.optimizer != "adagrad"  # torch's Adagrad has no fused step on GPUs
+        self.optimizer = _OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=fused)
         torch.manual_seed(train.seed * 1_000_003 + self.ranks.rank)  # for dropout, which differs between ranks
         self.rows = Rows(config, self.ranks).to(self.device)
         self.bucket = GradientBucket(self.model.parameters(), numbers=3)
