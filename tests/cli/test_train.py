@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+import shoal
 from shoal import _core
 from shoal.cli.main import main
 from shoal.data import CriteoLike, write_criteo
+from shoal.table import restore_incremental
 from shoal.trainer import load_config
 from shoal.trainer.loop import trainer
 
@@ -96,6 +98,9 @@ def test_it_learns_evaluates_and_leaves_a_checkpoint(capsys, data, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-00000080", "ckpt-00000094"]
     progress = of("progress", told)[-1]
     assert {"auc", "window_auc", "logloss", "calibration", "samples_per_s", "rows", "resident_bytes"} <= progress.keys()
+    table = shoal.HashTable(8, optimizer=shoal.Adagrad(), name="features")
+    assert restore_incremental(table, tmp_path).step == 94
+    assert table.size() == end["rows"]
     again = run(capsys, data, "--eval", data / "eval.tsv", "--epochs", 2, "--out", tmp_path)
     assert again[-1]["samples"] == 24_000
     assert of("start", again)[0]["resumed"].endswith("ckpt-00000094")
@@ -186,6 +191,15 @@ def test_files_without_samples_are_no_error(capsys, tmp_path):
     (tmp_path / "none.tsv").write_text("")
     assert main(["train", "--train", str(tmp_path / "none.tsv"), "--out", str(tmp_path / "run"), "--threads", "1"]) == 0
     assert "the files hold no samples" in capsys.readouterr().out
+
+
+def test_an_out_folder_that_cannot_be_written_is_told_in_a_line(capsys, data, tmp_path):
+    (tmp_path / "file").write_text("")
+    argv = ["train", "--train", str(data / "train.tsv"), *SMALL, "--max-steps", "1"]
+    assert main([*argv, "--out", str(tmp_path / "file" / "run")]) == 1
+    said = capsys.readouterr().err
+    assert "Not a directory" in said
+    assert "Traceback" not in said
 
 
 def test_early_stopping_ends_when_nothing_gets_better(capsys, data):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.arguments import parse
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 
 _ABOUT = """Train a model on files of clicks: Criteo TSV, CSV, Parquet, TFRecord or example records.
 
@@ -119,6 +119,11 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(f"shoal train: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a folder that is not ours
+        if isinstance(error, ShoalError):
+            raise
+        print(f"shoal train: {error}", file=sys.stderr)
+        return 1
 
 
 def changes(flags: Flags) -> dict[str, Any]:
@@ -156,11 +161,11 @@ def _train(flags: Flags, config: Any) -> int:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The first Ctrl-C (or SIGTERM) asks the loop to end after its step; the second ends at once."""
+    """The first Ctrl-C (or SIGTERM) asks the loop to end after its step; a second Ctrl-C ends at once."""
     got: list[int] = []
 
     def ask(number: int, _: Any) -> None:
-        if got:
+        if number == signal.SIGINT and number in got:  # a launcher may send SIGTERM behind the terminal's SIGINT
             raise KeyboardInterrupt
         got.append(number)
 
