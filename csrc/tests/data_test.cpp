@@ -99,4 +99,3 @@ TEST(fm_is_the_sum_over_pairs) {
 }
 
 }  // namespace
-
