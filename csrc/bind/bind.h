@@ -26,5 +26,6 @@ void io(nb::module_& m);
 void train(nb::module_& m);
 void nn(nb::module_& m);
 void sharded(nb::module_& m);
+void data(nb::module_& m);
 
 }  // namespace shoal::bind

@@ -44,4 +44,5 @@ NB_MODULE(_core, m) {
   shoal::bind::train(m);
   shoal::bind::nn(m);
   shoal::bind::sharded(m);
+  shoal::bind::data(m);
 }

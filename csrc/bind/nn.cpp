@@ -4,6 +4,7 @@
 
 #include "bind/bind.h"
 #include "nn/bag.h"
+#include "nn/fm.h"
 #include "table/table.h"
 
 namespace shoal::bind {
@@ -27,6 +28,20 @@ int64_t head_bytes(const Layout& layout) { return layout.serving ? layout.row_by
 }  // namespace
 
 void nn(nb::module_& m) {
+  m.def(
+      "fm",
+      [](uintptr_t rows, int64_t n, int64_t features, int64_t dim, uintptr_t sums, uintptr_t out) {
+        fm(ptr<float>(rows), n, features, dim, ptr<float>(sums), ptr<float>(out));
+      },
+      NoGil());
+  m.def(
+      "fm_gradient",
+      [](uintptr_t rows, uintptr_t sums, uintptr_t grad, uintptr_t grad_flat, int64_t n, int64_t features, int64_t dim,
+         uintptr_t grad_rows) {
+        fm_gradient(ptr<float>(rows), ptr<float>(sums), ptr<float>(grad), ptr<float>(grad_flat), n, features, dim,
+                    ptr<float>(grad_rows));
+      },
+      NoGil());
   m.def(
       "pool",
       [](uintptr_t offsets, int64_t count, uintptr_t rows, int64_t n, int64_t dim, int32_t how, int64_t length,

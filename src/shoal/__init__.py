@@ -32,7 +32,10 @@ _LAZY = {
     "Sgd": "shoal.table.optim",
     "HashTable": "shoal.table.table",
 }
-_MODULES = ("comm", "errors", "fid", "gather", "nn", "ops", "serving", "sharded", "table", "testing", "train")
+_MODULES = (
+    "comm", "data", "errors", "fid", "gather", "models", "nn", "ops", "serving", "sharded", "table", "testing", "train",
+    "trainer",
+)  # fmt: skip
 
 __all__ = ["__version__", *_LAZY, *_MODULES]
 

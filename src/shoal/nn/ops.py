@@ -41,8 +41,11 @@ def _rows_gradient(grad: Tensor, ids: Tensor, tape: Tensor, handle: int, padding
     if padding is not None:
         keep = ids != padding
         ids, grad = ids[keep], grad[keep]
-    # A copy, since a gradient that waits for its step must not change with a tensor that the user holds.
-    grad = grad.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    # A copy, since a gradient that waits for its step must not change with a tensor that the user holds. One that is
+    # applied when this pass ends is held by autograd until then, which adds to no tensor that somebody else holds.
+    slot = find_slot(handle)
+    waits = slot.held or slot.fused is False
+    grad = grad.to(torch.float32, memory_format=torch.contiguous_format, copy=waits)
     return _hand_over(handle, ids, grad, tape)
 
 

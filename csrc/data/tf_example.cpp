@@ -1,0 +1,218 @@
+#include "data/tf_example.h"
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <unordered_map>
+
+#include "core/thread_pool.h"
+#include "data/text_hash.h"
+#include "io/crc32c.h"
+#include "io/record.h"
+
+namespace shoal {
+namespace {
+
+struct Malformed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A protobuf message, field by field.
+struct Fields {
+  const char* at;
+  const char* end;
+  int field = 0, type = 0;
+  uint64_t number = 0;
+  std::string_view bytes;
+
+  explicit Fields(std::string_view text) : at(text.data()), end(text.data() + text.size()) {}
+
+  bool next() {
+    if (at == end) return false;
+    const uint64_t key = varint();
+    field = static_cast<int>(key >> 3);
+    type = static_cast<int>(key & 7);
+    switch (type) {
+      case 0:
+        number = varint();
+        return true;
+      case 1:
+        bytes = take(8);
+        return true;
+      case 2:
+        bytes = take(varint());
+        return true;
+      case 5:
+        bytes = take(4);
+        return true;
+      default:
+        throw Malformed("it has wire type " + std::to_string(type) + " and is no tf.Example");
+    }
+  }
+  uint64_t varint() {
+    uint64_t out = 0;
+    for (int shift = 0; shift < 64; shift += 7) {
+      if (at == end) throw Malformed("it is cut off");
+      const auto byte = static_cast<uint8_t>(*at++);
+      out |= static_cast<uint64_t>(byte & 0x7f) << shift;
+      if (!(byte & 0x80)) return out;
+    }
+    throw Malformed("it holds a number of more than 64 bits");
+  }
+  std::string_view take(uint64_t n) {
+    if (n > static_cast<uint64_t>(end - at)) throw Malformed("it is cut off");
+    const std::string_view out(at, n);
+    at += n;
+    return out;
+  }
+};
+
+// One Feature: a list of texts, floats or integers.
+struct Values {
+  int kind = 0;  // 1 bytes, 2 floats, 3 integers
+  std::vector<std::string_view> texts;
+  std::vector<float> floats;
+  std::vector<int64_t> integers;
+
+  void read(std::string_view feature) {
+    kind = 0;
+    texts.clear(), floats.clear(), integers.clear();
+    for (Fields one(feature); one.next();) {
+      if (one.field < 1 || one.field > 3 || one.type != 2) continue;
+      kind = one.field;
+      for (Fields list(one.bytes); list.next();) {
+        if (list.field != 1) continue;
+        if (kind == 1 && list.type == 2) {
+          texts.push_back(list.bytes);
+        } else if (kind == 2 && (list.type == 2 || list.type == 5)) {
+          if (list.bytes.size() % 4) throw Malformed("a list of floats is cut off");
+          const size_t old = floats.size();
+          floats.resize(old + list.bytes.size() / 4);
+          if (!list.bytes.empty()) std::memcpy(floats.data() + old, list.bytes.data(), list.bytes.size());
+        } else if (kind == 3 && list.type == 0) {
+          integers.push_back(static_cast<int64_t>(list.number));
+        } else if (kind == 3 && list.type == 2) {
+          for (Fields packed(list.bytes); packed.at != packed.end;) {
+            integers.push_back(static_cast<int64_t>(packed.varint()));
+          }
+        } else {
+          throw Malformed("a list of values has wire type " + std::to_string(list.type));
+        }
+      }
+    }
+  }
+  bool number(double* out) const {
+    if (kind == 2 && !floats.empty()) return *out = floats[0], std::isfinite(floats[0]);
+    if (kind == 3 && !integers.empty()) return *out = static_cast<double>(integers[0]), true;
+    return false;
+  }
+};
+
+enum class What { label, time, dense, sparse };
+
+}  // namespace
+
+Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::string_view>& messages) {
+  if (layout.slots.size() != layout.sparse.size()) throw std::invalid_argument("every sparse feature has a slot");
+  std::unordered_map<std::string_view, std::pair<What, size_t>> names;
+  for (size_t i = 0; i < layout.dense.size(); ++i) names[layout.dense[i]] = {What::dense, i};
+  for (size_t i = 0; i < layout.sparse.size(); ++i) names[layout.sparse[i]] = {What::sparse, i};
+  if (!layout.time.empty()) names[layout.time] = {What::time, 0};
+  names[layout.label] = {What::label, 0};
+  const size_t dense = layout.dense.size();
+  constexpr int64_t kPerPart = 1024;
+  const int64_t count = static_cast<int64_t>(messages.size());
+  std::vector<Block> blocks(std::max<int64_t>(1, (count + kPerPart - 1) / kPerPart));
+  parallel_parts(static_cast<int64_t>(blocks.size()), [&](int64_t part) {
+    Block& out = blocks[part];
+    Values values;
+    std::vector<float> row(dense);
+    std::vector<std::vector<int64_t>> lists(layout.sparse.size());
+    for (int64_t i = part * kPerPart; i < std::min(count, (part + 1) * kPerPart); ++i) {
+      std::fill(row.begin(), row.end(), 0.0f);
+      for (auto& list : lists) list.clear();
+      double label = 0, time = 0;
+      bool labelled = false;
+      try {
+        for (Fields example(messages[i]); example.next();) {
+          if (example.field != 1 || example.type != 2) continue;
+          for (Fields features(example.bytes); features.next();) {
+            if (features.field != 1 || features.type != 2) continue;
+            std::string_view key, feature;
+            for (Fields entry(features.bytes); entry.next();) {
+              if (entry.type != 2) continue;
+              (entry.field == 1 ? key : feature) = entry.bytes;
+            }
+            const auto found = names.find(key);
+            if (found == names.end()) continue;
+            values.read(feature);
+            const auto [what, index] = found->second;
+            double number = 0;
+            if (what == What::sparse) {
+              if (values.kind == 2) throw Malformed("feature '" + layout.sparse[index] + "' holds floats, not ids");
+              auto& list = lists[index];
+              list.clear();
+              for (auto text : values.texts) list.push_back(text_fid(text, layout.slots[index]));
+              for (auto id : values.integers) {
+                list.push_back(layout.raw ? id : number_fid(id, layout.slots[index]));
+              }
+            } else if (values.number(&number)) {
+              if (what == What::label) label = number, labelled = true;
+              if (what == What::time) time = number;
+              if (what == What::dense) row[index] = static_cast<float>(number);
+            } else if (what != What::dense || values.kind == 1 || !values.floats.empty()) {
+              throw Malformed("feature '" + std::string(key.substr(0, 40)) + "' is no finite number");
+            }
+          }
+        }
+        if (!labelled) throw Malformed("it has no label '" + layout.label + "'");
+        if (!(time >= 0 && time <= 4294967295.0)) throw Malformed("its time is no time in seconds since 1970");
+      } catch (const Malformed& error) {
+        out.bad.push_back({i, 0, error.what()});
+        continue;
+      }
+      out.label.push_back(static_cast<float>(label));
+      out.dense.insert(out.dense.end(), row.begin(), row.end());
+      if (!layout.time.empty()) out.time.push_back(static_cast<int64_t>(time));
+      for (auto& list : lists) {
+        out.lengths.push_back(static_cast<int64_t>(list.size()));
+        out.ids.insert(out.ids.end(), list.begin(), list.end());
+      }
+      ++out.rows;
+    }
+  });
+  Block out;
+  const auto join = [&](auto Block::* field) {
+    for (Block& block : blocks) (out.*field).insert((out.*field).end(), (block.*field).begin(), (block.*field).end());
+  };
+  join(&Block::label), join(&Block::dense), join(&Block::ids), join(&Block::lengths), join(&Block::time);
+  join(&Block::bad);
+  for (const Block& block : blocks) out.rows += block.rows;
+  out.lines = count;
+  return out;
+}
+
+std::vector<Frame> read_frames(std::string_view text, int64_t max_records, int64_t* consumed) {
+  std::vector<Frame> out;
+  size_t at = 0;
+  while (static_cast<int64_t>(out.size()) < max_records && text.size() - at >= kRecordHeader) {
+    uint64_t size;
+    uint32_t crc;
+    std::memcpy(&size, text.data() + at, 8);
+    std::memcpy(&crc, text.data() + at + 8, 4);
+    if (crc != mask_crc(crc32c(text.data() + at, 8)) || size > (uint64_t{1} << 40)) {
+      if (!out.empty()) break;  // what came before is whole; the next call will fail
+      throw std::invalid_argument("the header of a record is corrupt");
+    }
+    if (text.size() - at - kRecordHeader < size + kRecordFooter) break;
+    const char* payload = text.data() + at + kRecordHeader;
+    std::memcpy(&crc, payload + size, 4);
+    out.push_back({static_cast<int64_t>(at), static_cast<int64_t>(at + kRecordHeader), static_cast<int64_t>(size),
+                   crc == mask_crc(crc32c(payload, size))});
+    at += kRecordHeader + size + kRecordFooter;
+  }
+  *consumed = static_cast<int64_t>(at);
+  return out;
+}
+
+}  // namespace shoal

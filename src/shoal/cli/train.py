@@ -1,0 +1,244 @@
+"""`shoal train`: a click model on your files, from a TOML file and flags."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.arguments import parse
+from shoal.errors import ConfigError, ShoalError
+
+_ABOUT = """Train a model on files of clicks: Criteo TSV, CSV, Parquet, TFRecord or example records.
+
+To try it (the first writes data and try/criteo.toml; Ctrl-C and the second again goes on where it was):
+
+  shoal train --init try
+
+  shoal train try/criteo.toml
+
+On your data, on two ranks, against parameter servers:
+
+  shoal train my.toml --epochs 2 --model dlrm --set table.lr=0.1
+
+  shoal launch -n 2 -m shoal train my.toml
+
+  shoal train my.toml --ps 10.0.0.1:7100 10.0.0.2:7100
+
+Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 130 interrupted (a
+checkpoint was written if there is an --out)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Without a flag the configuration decides."""
+
+    config: Path | None = None
+    """TOML file with [data], [table], [model], [train], [eval] and [out]; for --generate the file to write."""
+    train: tuple[str, ...] | None = None
+    """Files to learn from: paths, folders, patterns."""
+    eval: tuple[str, ...] | None = None
+    """Files to evaluate on."""
+    format: str | None = None
+    """criteo, csv, tsv, parquet, tfrecord, example or example_batch."""
+    model: str | None = None
+    """deepfm, dlrm, dcn, two_tower, or package.module:Class of yours."""
+    epochs: int | None = None
+    batch_size: int | None = None
+    max_steps: int | None = None
+    lr: float | None = None
+    """Of the dense part; that of the rows is --set table.lr=…"""
+    dim: int | None = None
+    """Width of a row."""
+    seed: int | None = None
+    device: str | None = None
+    threads: int | None = None
+    ps: tuple[str, ...] | None = None
+    """Parameter servers that hold the rows, in the order of their shards."""
+    out: str | None = None
+    """Folder for checkpoints; a run that finds one there goes on from it."""
+    keep: int | None = None
+    """Checkpoints that stay."""
+    checkpoint_steps: int | None = None
+    """Steps between checkpoints."""
+    log_steps: int | None = None
+    """Steps between reports."""
+    eval_steps: int | None = None
+    """Steps between evaluations; by default at the end of each epoch."""
+    patience: int | None = None
+    """Stop after so many evaluations without a new best."""
+    tensorboard: str | None = None
+    """Folder for TensorBoard."""
+    set: tuple[str, ...] = ()
+    """Any setting: section.name=value, the value as in TOML."""
+    strict: bool = False
+    """End at the first bad row."""
+    fresh: bool = False
+    """Do not go on from a checkpoint."""
+    json: bool = False
+    """One JSON object a line on stdout, for machines."""
+    init: Path | None = None
+    """Write a folder with generated data and a configuration to begin with."""
+    generate: str | None = None
+    """criteo:N writes N lines of Criteo-like data to CONFIG (a .tsv or .tsv.gz)."""
+
+
+_WHERE = {
+    "train": "data.train", "eval": "data.eval", "format": "data.format", "model": "model.name",
+    "epochs": "train.epochs", "batch_size": "train.batch_size", "max_steps": "train.max_steps", "lr": "train.lr",
+    "dim": "table.dim", "seed": "train.seed", "device": "train.device", "threads": "train.threads", "ps": "train.ps",
+    "out": "out.dir", "keep": "out.keep", "checkpoint_steps": "out.every_steps", "log_steps": "out.log_steps",
+    "eval_steps": "eval.every_steps", "patience": "eval.patience", "tensorboard": "out.tensorboard",
+}  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command."""
+    # Before torch is imported: its idle threads then spin for a moment only and leave the CPUs to the tables' threads.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    flags = parse(Flags, argv, "train", _ABOUT, positional="config")
+    if isinstance(flags, int):
+        return flags
+    try:
+        if flags.generate is not None:
+            return _generate(flags)
+        if flags.init is not None:
+            return _init(flags)
+        from shoal.trainer.config import load_config
+
+        if flags.config is None and flags.train is None:
+            raise ConfigError("what to train on? Give a CONFIG.toml or --train FILE …; --init DIR writes a first one")
+        config = load_config(flags.config, changes(flags))
+        return _train(flags, config)
+    except ConfigError as error:
+        print(f"shoal train: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a full disk, a folder that is not ours
+        if isinstance(error, ShoalError):
+            raise
+        print(f"shoal train: {error}", file=sys.stderr)
+        return 1
+
+
+def changes(flags: Flags) -> dict[str, Any]:
+    """What the flags say, by section and name."""
+    given = {_WHERE[name]: getattr(flags, name) for name in _WHERE if getattr(flags, name) is not None}
+    if flags.strict:
+        given["train.strict"] = True
+    for one in flags.set:
+        key, equals, text = one.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes section.name=value, such as table.lr=0.1, got {one!r}")
+        try:
+            given[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            given[key.strip()] = text  # a bare text needs no quotes on the command line
+    return given
+
+
+def _train(flags: Flags, config: Any) -> int:
+    from shoal.cli.train_console import make_reporter
+    from shoal.trainer.loop import trainer
+    from shoal.trainer.ranks import Ranks
+
+    ranks = Ranks()
+    with (
+        _signals() as stop,
+        make_reporter(config, ranks.rank, as_json=flags.json) as reporter,
+        trainer(config, ranks=ranks, reporter=reporter, stop=lambda: bool(stop), fresh=flags.fresh) as one,
+    ):
+        result = one.run()
+    if result["why"] != "interrupted":
+        return 0
+    return 128 + (stop[0] if stop else signal.SIGINT)  # it may have been another rank that was asked
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The first Ctrl-C (or SIGTERM) asks the loop to end after its step; a second Ctrl-C ends at once."""
+    got: list[int] = []
+
+    def ask(number: int, _: Any) -> None:
+        if number == signal.SIGINT and number in got:  # a launcher may send SIGTERM behind the terminal's SIGINT
+            raise KeyboardInterrupt
+        got.append(number)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield got
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _generate(flags: Flags) -> int:
+    from shoal.data.generate import CriteoLike, write_criteo
+
+    kind, _, rows = (flags.generate or "").partition(":")
+    if kind != "criteo" or not rows.replace("_", "").isdigit():
+        raise ConfigError(f"--generate is criteo:N, such as criteo:1000000, got {flags.generate!r}")
+    if flags.config is None:
+        raise ConfigError("--generate needs the file to write: shoal train --generate criteo:1000000 data.tsv")
+    size = write_criteo(flags.config, CriteoLike(rows=int(rows), seed=flags.seed or 0))
+    print(f"{flags.config}: {int(rows):,} lines, {size / 1e6:.1f} MB", file=sys.stderr)
+    return 0
+
+
+def _init(flags: Flags) -> int:
+    from shoal.data.generate import CriteoLike, write_criteo
+
+    folder = flags.init
+    assert folder is not None
+    target, (train, held) = folder / "criteo.toml", INIT_ROWS
+    if target.exists():
+        raise ConfigError(f"--init: {target} exists already; name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_criteo(folder / "train.tsv", CriteoLike(rows=train, seed=1))
+        write_criteo(folder / "eval.tsv", CriteoLike(rows=held, seed=1, first_row=train))
+        target.write_text(STARTER)
+    except OSError as error:
+        raise ConfigError(f"--init: cannot write to {str(folder)!r} ({error.strerror or error})") from None
+    print(f"Wrote {train + held:,} lines of clicks and {target}. Next:\n\n  shoal train {target}\n", file=sys.stderr)
+    return 0
+
+
+INIT_ROWS = (400_000, 40_000)
+STARTER = """\
+# shoal train criteo.toml
+# Paths are relative to this file. Every setting: docs/training.md.
+
+[data]
+format = "criteo"            # or csv, tsv, parquet, tfrecord, example, example_batch
+train = ["train.tsv"]        # paths, folders, patterns; .gz too
+eval = ["eval.tsv"]
+shuffle_rows = 65536
+
+[table]                      # one row per distinct category, made when it is first seen
+dim = 16
+optimizer = "adagrad"
+lr = 0.02
+
+[model]
+name = "deepfm"              # or dlrm, dcn, two_tower, package.module:Class
+hidden = [256, 128]
+
+[train]
+epochs = 1
+batch_size = 1024
+lr = 0.001
+
+[eval]
+patience = 0                 # stop after so many evaluations without a new best
+
+[out]
+dir = "run"                  # checkpoints; the same command again goes on from the newest
+every_steps = 200
+log_steps = 50
+"""

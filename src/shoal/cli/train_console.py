@@ -1,0 +1,192 @@
+"""What `shoal train` shows: a live line on a terminal, plain lines elsewhere, JSON lines for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shoal.trainer.config import Config
+from shoal.trainer.reporter import Reporter
+
+
+@contextmanager
+def make_reporter(config: Config, rank: int, *, as_json: bool) -> Iterator[Reporter]:
+    """The reporter that fits where the output goes; the other ranks tell of bad rows alone."""
+    if as_json:
+        yield JsonReporter(rank)
+    elif rank == 0 and sys.stderr.isatty():
+        with LiveReporter(config) as live:
+            yield live
+    else:
+        yield PlainReporter(rank)
+
+
+class JsonReporter(Reporter):
+    """One object a line on stdout; ``event`` says which."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def _write(self, event: str, values: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        print(json.dumps({"event": event, "rank": self._rank, **finite}), flush=True)
+
+    def start(self, **values: Any) -> None:
+        self._write("start", values)
+
+    def progress(self, **values: Any) -> None:
+        self._write("progress", values)
+
+    def evaluated(self, **values: Any) -> None:
+        self._write("eval", values)
+
+    def saved(self, *, step: int, path: str, seconds: float) -> None:
+        self._write("checkpoint", {"step": step, "path": path, "seconds": seconds})
+
+    def bad_row(self, *, where: str, why: str) -> None:
+        self._write("bad_row", {"where": where, "why": why})
+
+    def note(self, text: str) -> None:
+        self._write("note", {"text": text})
+
+    def end(self, **values: Any) -> None:
+        self._write("end", values)
+
+
+class PlainReporter(Reporter):
+    """Lines on stderr without colour, the result on stdout."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def start(self, **values: Any) -> None:
+        ranks = f" on {values['world']} ranks" if values["world"] > 1 else ""
+        self.say(
+            f"{values['model']}, {values['parameters']:,} dense parameters, {values['files']} files, "
+            f"batches of {values['batch_size']:,}{ranks}"
+        )
+        if values["resumed"]:
+            self.say(f"goes on from {values['resumed']} at step {values['step']:,}")
+
+    def progress(self, **values: Any) -> None:
+        self.say(_line(values))
+
+    def evaluated(self, **values: Any) -> None:
+        best = ", the best so far" if values["is_best"] else ""
+        self.say(
+            f"evaluation at step {values['step']:,}: AUC {values['auc']:.4f}, logloss {values['logloss']:.4f}, "
+            f"calibration {values['calibration']:.3f} on {values['samples']:,} samples{best}"
+        )
+
+    def saved(self, *, step: int, path: str, seconds: float) -> None:
+        self.say(f"checkpoint {path} ({seconds:.1f} s)")
+
+    def bad_row(self, *, where: str, why: str) -> None:
+        prefix = f"rank {self._rank}: " if self._rank else ""
+        self.say(f"{prefix}bad row left out: {where}: {why} (further ones are only counted; --strict stops)")
+
+    def note(self, text: str) -> None:
+        self.say(f"note: {text}")
+
+    def end(self, **values: Any) -> None:
+        print(summary(values), flush=True)
+
+
+class LiveReporter(PlainReporter):
+    """A live line at the bottom of a terminal."""
+
+    _REFRESH_S = 0.1
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        from shoal.errors import missing_extra
+
+        try:
+            from rich.console import Console
+            from rich.live import Live
+            from rich.text import Text
+        except ImportError as error:
+            raise missing_extra(str(error.name), "cli") from None
+        self._console = Console(stderr=True)
+        self._text = Text
+        self._live = Live(Text("reading …"), console=self._console, refresh_per_second=10, transient=True)
+        self._epochs = config.train.epochs
+        self._known: dict[str, Any] = {}
+        self._drawn, self._mark, self._mark_samples = 0.0, time.monotonic(), 0
+
+    def __enter__(self) -> LiveReporter:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(self._text(text), highlight=False)
+
+    def start(self, **values: Any) -> None:
+        super().start(**values)
+        self._mark = time.monotonic()
+
+    def tick(self, *, step: int, epoch: int, samples: int) -> None:
+        now = time.monotonic()
+        if now - self._drawn < self._REFRESH_S:
+            return
+        self._drawn = now
+        if not self._mark_samples or now - self._mark > 3:
+            if self._mark_samples:
+                self._known["live_rate"] = (samples - self._mark_samples) / (now - self._mark)
+            self._mark, self._mark_samples = now, samples
+        self._live.update(self._line(step, epoch, samples))
+
+    def _line(self, step: int, epoch: int, samples: int) -> Any:
+        known = self._known
+        rate = known.get("live_rate", known.get("samples_per_s"))
+        line = self._text.assemble(
+            (f"epoch {min(epoch + 1, self._epochs)}/{self._epochs} ", "dim"), (f"step {step:,} ", "bold"),
+            f"{samples:,} samples ", (f"{rate:,.0f}/s " if rate else "", "cyan"),
+        )  # fmt: skip
+        if "auc" in known:
+            line.append(f"AUC {known['auc']:.4f} ", "bold green")
+            line.append(f"(last {known['window_auc']:.4f}) ", "green")
+            line.append(f"logloss {known['logloss']:.4f} ")
+            line.append(f"{known['rows']:,} rows {known['resident_bytes'] / 2**30:.2f} GiB", "dim")
+        return line
+
+    def progress(self, **values: Any) -> None:
+        self._known.update(values)
+        super().progress(**values)
+
+    def end(self, **values: Any) -> None:
+        self._live.stop()
+        super().end(**values)
+
+
+def _line(values: dict[str, Any]) -> str:
+    rows = "" if values["rows"] is None else f", {values['rows']:,} rows"
+    bad = f", {values['bad_rows']:,} bad rows" if values["bad_rows"] else ""
+    return (
+        f"step {values['step']:,}: {values['samples_per_s']:,.0f} samples/s, AUC {values['auc']:.4f} "
+        f"(last {values['window_auc']:.4f}), logloss {values['logloss']:.4f}, calibration {values['calibration']:.3f}"
+        f"{rows}, table {values['table_bytes'] / 2**20:,.0f} MiB, "
+        f"process {values['resident_bytes'] / 2**20:,.0f} MiB{bad}"
+    )
+
+
+def summary(values: dict[str, Any]) -> str:
+    """The end of a run for people."""
+    why = {
+        "finished": "finished", "early_stop": "stopped early: no new best", "max_steps": "stopped at max_steps",
+        "interrupted": "interrupted; the same command goes on from the checkpoint",
+    }[values["why"]]  # fmt: skip
+    if not values["samples"]:
+        return f"{why}; the files hold no samples ({values['bad_rows']:,} bad rows)"
+    return f"{why} after {values['seconds']:.1f} s; {_line(values)}"

@@ -1,0 +1,35 @@
+"""Features that come column by column, put together sample by sample."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def interleave(columns: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """``(values, offsets [n + 1])`` of each feature to ids and offsets ``[n * F + 1]``, a sample's features together.
+
+    >>> user, tags = (torch.tensor([1, 2]), torch.tensor([0, 1, 2])), (torch.tensor([7, 8]), torch.tensor([0, 2, 2]))
+    >>> interleave([user, tags])
+    (tensor([1, 7, 8, 2]), tensor([0, 1, 3, 4, 4]))
+    """
+    lengths = torch.stack([offsets.diff() for _, offsets in columns], 1).reshape(-1)
+    base, starts = 0, []
+    for values, offsets in columns:
+        starts.append(offsets[:-1] + base)
+        base += values.shape[0]
+    out = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=out[1:])
+    shift = torch.repeat_interleave(torch.stack(starts, 1).reshape(-1) - out[:-1], lengths)
+    return torch.cat([values for values, _ in columns])[torch.arange(shift.shape[0]) + shift], out
+
+
+def from_address(address: int, size: int) -> Tensor:
+    """A copy of ``size`` int64 that native code holds."""
+    if not size:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(address)).copy())

@@ -1,0 +1,95 @@
+"""``Example`` and ``ExampleBatch`` records (`shoal/proto/example.proto`), whose ids are ready made."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.data.columns import from_address, interleave
+from shoal.data.records import RecordFormat
+from shoal.data.samples import Samples
+from shoal.data.schema import Schema
+from shoal.errors import ConfigError
+
+_EXAMPLE, _BATCH = 0, 2  # as in csrc/ops/example_wire.h
+_SIGNATURE = (1 << 48) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleFormat(RecordFormat):
+    """One sample a record, or with ``batches`` a batch of them.
+
+    These messages know ids alone. The label is the signature (low 48 bits) of the first id of the feature that the
+    schema names as label; the time, too.
+    """
+
+    schema: Schema
+    batches: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schema.dense:
+            raise ConfigError(
+                f"data: example records hold ids and no numbers, but dense names {', '.join(self.schema.dense)}"
+            )
+
+    @property
+    def rows_per_record(self) -> bool:  # pyrefly: ignore[bad-override]
+        return self.batches
+
+    def decode(self, payloads: Sequence[bytes]) -> tuple[Samples, list[tuple[int, str]]]:
+        if not self.batches:
+            with contextlib.suppress(ValueError):  # one of them is bad: find out which
+                return self._samples(_EXAMPLE, list(payloads))
+        parts, bad = [], []
+        for number, payload in enumerate(payloads):
+            try:
+                samples, wrong = self._samples(_BATCH if self.batches else _EXAMPLE, [payload])
+                parts.append(samples)
+                bad += [(number, why) for _, why in wrong]
+            except ValueError as error:
+                bad.append((number, str(error).removeprefix("sharding_sparse_fids: ")))
+        timed = self.schema.time is not None
+        empty = Samples.empty(0, len(self.schema.sparse), ragged=True, timed=timed)
+        return Samples.join(parts) if parts else empty, bad
+
+    def _samples(self, kind: int, payloads: list[bytes]) -> tuple[Samples, list[tuple[int, str]]]:
+        schema = self.schema
+        names = [schema.label, *schema.sparse, *([schema.time] if schema.time else [])]
+        wire = _core.WireBatch(kind, payloads, names)
+        n = wire.batch
+        columns = [_column(n, *column) for column in wire.columns()]
+        values, label_offsets = columns[0]
+        good = label_offsets.diff() > 0
+        bad = [(i, f"it has no label {schema.label!r}") for i in (~good).nonzero().view(-1).tolist()]
+        ids, offsets = interleave(columns[1 : 1 + len(schema.sparse)])
+        samples = Samples(
+            label=_first(values, label_offsets).float(),
+            dense=torch.empty(n, 0),
+            ids=ids,
+            offsets=offsets,
+            time=_first(*columns[-1]) if schema.time else None,
+        )
+        return samples.take(good.nonzero().view(-1)) if bad else samples, bad
+
+
+def _first(values: Tensor, offsets: Tensor) -> Tensor:
+    """The signature of the first id of each bag, 0 for an empty one."""
+    if not values.numel():
+        return torch.zeros(offsets.shape[0] - 1, dtype=torch.int64)
+    first = values[offsets[:-1].clamp_max(values.shape[0] - 1)] & _SIGNATURE
+    return torch.where(offsets.diff() > 0, first, 0)
+
+
+def _column(n: int, ids: int, splits: int, rows: int, shared: bool) -> tuple[Tensor, Tensor]:
+    """Values and offsets ``[n + 1]``; a shared feature is repeated."""
+    offsets = from_address(splits, rows + 1)
+    values = from_address(ids, int(offsets[-1]))
+    if shared:
+        one = values[: int(offsets[1])] if rows else values[:0]
+        return one.repeat(n), torch.arange(n + 1) * one.shape[0]
+    return values, offsets

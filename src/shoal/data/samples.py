@@ -1,0 +1,144 @@
+"""`Samples`: labels, numbers and ids of some samples, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal import _core
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """n samples with D numbers and F features.
+
+    ``ids`` are int64 ``[n, F]``, one id a feature; or ``[m]`` with ``offsets`` ``[n * F + 1]``: feature f of sample i
+    has ``ids[offsets[i * F + f]:offsets[i * F + f + 1]]``.
+    """
+
+    label: Tensor
+    dense: Tensor
+    ids: Tensor
+    offsets: Tensor | None = None
+    time: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.label.shape[0]
+
+    @property
+    def features(self) -> int:
+        if self.offsets is None:
+            return self.ids.shape[1]
+        return (self.offsets.shape[0] - 1) // max(len(self), 1)
+
+    def take(self, index: Tensor) -> Samples:
+        """The samples with these numbers, in their order."""
+        time = None if self.time is None else _rows(self.time, index)
+        if self.offsets is None:
+            ids, offsets = _rows(self.ids, index), None
+        else:
+            ids, offsets = self._take_bags(index)
+        return Samples(
+            label=_rows(self.label, index), dense=_rows(self.dense, index), ids=ids, offsets=offsets, time=time
+        )
+
+    def _take_bags(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.offsets is not None
+        features = self.features
+        lengths = self.offsets.diff().view(len(self), features)[index].reshape(-1)
+        offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        starts = self.offsets[:-1].view(len(self), features)[index].reshape(-1)
+        shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
+        return self.ids[torch.arange(shift.shape[0]) + shift], offsets
+
+    def part(self, begin: int, end: int) -> Samples:
+        """Samples ``begin`` to ``end``, without a copy but for offsets."""
+        time = None if self.time is None else self.time[begin:end]
+        if self.offsets is None:
+            ids, offsets = self.ids[begin:end], None
+        else:
+            features = self.features
+            offsets = self.offsets[begin * features : end * features + 1]
+            ids, offsets = self.ids[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0]
+        return Samples(label=self.label[begin:end], dense=self.dense[begin:end], ids=ids, offsets=offsets, time=time)
+
+    @staticmethod
+    def join(parts: Sequence[Samples], room: dict[str, np.ndarray] | None = None) -> Samples:
+        """All of them one after the other; in the memory of ``room``, where a former result was and is over."""
+        if len(parts) == 1:
+            return parts[0]
+        ragged = parts[0].offsets is not None
+        offsets: list[Tensor] = [torch.zeros(1, dtype=torch.int64)]
+        for part in parts if ragged else ():
+            assert part.offsets is not None
+            offsets.append(part.offsets[1:] + int(offsets[-1][-1]))
+        times = [part.time for part in parts if part.time is not None]
+        return Samples(
+            label=_join([part.label for part in parts], room, "label"),
+            dense=_join([part.dense for part in parts], room, "dense"),
+            ids=_join([part.ids for part in parts], room, "ids"),
+            offsets=_join(offsets) if ragged else None,
+            time=_join(times) if times else None,
+        )
+
+    @staticmethod
+    def empty(dense: int, features: int, *, ragged: bool = False, timed: bool = False) -> Samples:
+        """No samples, of the right shape."""
+        return Samples(
+            label=torch.empty(0),
+            dense=torch.empty(0, dense),
+            ids=torch.empty(0, dtype=torch.int64) if ragged else torch.empty(0, features, dtype=torch.int64),
+            offsets=torch.zeros(1, dtype=torch.int64) if ragged else None,
+            time=torch.empty(0, dtype=torch.int64) if timed else None,
+        )
+
+
+# With numpy, on one thread: this runs beside training, which has torch's threads.
+def _rows(tensor: Tensor, index: Tensor) -> Tensor:
+    return torch.from_numpy(np.take(tensor.numpy(), index.numpy(), axis=0))
+
+
+def _join(tensors: Sequence[Tensor], room: dict[str, np.ndarray] | None = None, name: str = "") -> Tensor:
+    arrays = [tensor.numpy() for tensor in tensors]
+    if room is None:
+        return torch.from_numpy(np.concatenate(arrays))
+    rows = sum(map(len, arrays))  # fresh pages would cost more than the copy
+    kept = room.get(name)
+    if kept is None or len(kept) < rows:
+        kept = room[name] = np.empty((rows, *arrays[0].shape[1:]), arrays[0].dtype)
+    return torch.from_numpy(np.concatenate(arrays, out=kept[:rows]))
+
+
+def from_block(block: _core.Block, dense: int, features: int, *, ragged: bool, timed: bool) -> Samples:
+    """The samples of a native block."""
+    n = block.rows
+    label, numbers = torch.empty(n), torch.empty(n, dense)
+    ids = torch.empty(block.ids, dtype=torch.int64)
+    offsets = torch.zeros(n * features + 1 if ragged else 1, dtype=torch.int64)
+    time = torch.empty(n if timed else 0, dtype=torch.int64)
+    lengths = offsets[1:]
+    block.copy(
+        label.data_ptr(),
+        numbers.data_ptr(),
+        numbers.numel(),
+        ids.data_ptr(),
+        ids.numel(),
+        lengths.data_ptr(),
+        lengths.numel(),
+        time.data_ptr(),
+        time.numel(),
+    )
+    if ragged:
+        torch.cumsum(lengths, 0, out=lengths)
+    return Samples(
+        label=label,
+        dense=numbers,
+        ids=ids if ragged else ids.view(n, features),
+        offsets=offsets if ragged else None,
+        time=time if timed else None,
+    )

@@ -1,0 +1,126 @@
+"""What a file format gives: units of work that ranks share out, and cursors that know where in a unit they are."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shoal.data.samples import Samples
+from shoal.errors import ConfigError
+
+_COUNT_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A part of a file that one rank reads: bytes ``begin`` to ``end`` of text, row group ``begin`` of Parquet."""
+
+    path: str
+    begin: int = 0
+    end: int | None = None
+    size: int = 1
+    """How much there is in it, in whatever measure its file's other units have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRow:
+    """A line, row or record that could not be read, or with ``rest`` all that comes after it in its file."""
+
+    path: str
+    why: str
+    line: int | None = None
+    """From 1; None where only ``offset`` is known."""
+    offset: int = 0
+    rest: bool = False
+    noun: str = "line"
+
+    def where(self) -> str:
+        """File and line, which for the middle of a large file is counted now."""
+        line = self.line
+        if line is None and self.noun == "line":
+            line = 1 + count_newlines(self.path, self.offset)
+        return f"{self.path}, {self.noun} {line}" if line is not None else f"{self.path}, byte {self.offset}"
+
+    def __str__(self) -> str:
+        rest = "; the rest of the file is skipped" if self.rest else ""
+        return f"{self.where()}: {self.why}{rest}"
+
+
+OnBad = Callable[[BadRow], None]
+"""Is told of each bad row; may raise."""
+
+
+class Cursor(Protocol):
+    """Reads the samples of one unit in order."""
+
+    def read(self, rows: int) -> Samples | None:
+        """At most ``rows`` further samples, perhaps none; None when the unit has ended."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Where the next `read` begins, as JSON values that `Format.open` takes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Format(Protocol):
+    """A kind of file. Implementations are frozen: everything that changes is in the cursors."""
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a feature may have any number of ids."""
+        ...
+
+    def units(self, path: str) -> list[Unit]:
+        """The units of one file."""
+        ...
+
+    def open(self, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad) -> Cursor:
+        """A cursor at the beginning of a unit, or where another cursor's `state` was."""
+        ...
+
+
+def open_bytes(path: str) -> Any:
+    """A file, unpacked if it is gzip by its first bytes."""
+    return gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")
+
+
+def is_gzip(path: str) -> bool:
+    with open_error(path), open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+class open_error:
+    """Names the file when it cannot be opened."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+            raise ConfigError(f"data: cannot read {self.path!r} ({error.strerror or error})") from None
+
+
+def count_newlines(path: str, before: int) -> int:
+    """Newlines in the first ``before`` bytes."""
+    total = 0
+    with open_bytes(path) as file:
+        while before > 0:
+            block = file.read(min(before, _COUNT_BYTES))
+            if not block:
+                break
+            total += block.count(b"\n")
+            before -= len(block)
+    return total
+
+
+def file_size(path: str) -> int:
+    with open_error(path):
+        return os.path.getsize(path)

@@ -1,0 +1,232 @@
+"""`Stream`: batches from files, shuffled in windows, shared out over ranks, and resumable to the sample.
+
+A stream reads a window of rows, permutes it by the seed, the epoch and the window's number, and hands it out in
+batches. Where it stands is therefore a few numbers: the cursor at the window's beginning, and how many of its batches
+were taken. Going on from there reads that window again.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.data.samples import Samples
+from shoal.data.schema import Schema
+from shoal.data.source import BadRow, Cursor, Format, OnBad, Unit
+from shoal.errors import ConfigError, DataError
+
+_UNEVEN = 1.5  # the most that a rank may have of the mean; above it ranks take batches of all files in turn
+_WINDOW = 1 << 15  # rows that are read at once, at least, if that is no less than a batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """``samples``, and the ``state`` from which a stream goes on behind them."""
+
+    samples: Samples
+    state: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class Stream:
+    """Iterates over batches of ``files``. Every rank makes one, with the same arguments but for ``rank``.
+
+    Args:
+        files: paths and glob patterns, read in sorted order unless shuffled.
+        batch_size: of each rank. The last batch of an epoch may be smaller, and where ranks take turns in the same
+            files (since there are too few to share out) the last of a file.
+        shuffle_rows: how many rows are in memory to be shuffled; 0 keeps the order of the files.
+        epochs: passes over the files.
+        on_bad: is told of each bad row, which is then left out; by default they are only counted (``bad_rows``).
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        form: Format,
+        schema: Schema,
+        *,
+        batch_size: int,
+        shuffle_rows: int = 0,
+        seed: int = 0,
+        epochs: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        on_bad: OnBad | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("shuffle_rows", shuffle_rows, 0),
+            ("epochs", epochs, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"data: {name} is at least {least}, got {value}")
+        if not 0 <= rank < world:
+            raise ConfigError(f"data: rank is 0..{world - 1}, got {rank}")
+        self.form, self.schema = form, schema
+        self.batch_size, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle_rows, seed, epochs
+        self.rank, self.world = rank, world
+        self.files = expand(files)
+        self._on_bad = on_bad
+        self._units = [unit for path in self.files for unit in form.units(path)]
+        self._striped = _uneven(self._units, world)
+        batches = max(1, (shuffle_rows or _WINDOW) // batch_size) if shuffle_rows or batch_size < _WINDOW else 1
+        self._window = batches * batch_size
+        self._progress: dict[str, Any] = {
+            "epoch": 0, "unit": 0, "cursor": None, "stripe": 0, "window": 0, "rows": 0, "bad": 0, "batch": 0,
+        }  # fmt: skip
+        # The batches of a shuffled window are copies, so the next one may lie where it was.
+        self._room: dict[str, np.ndarray] | None = {} if shuffle_rows else None
+        self.state = dict(self._progress)
+        """From where iteration begins; that of a `Batch` to go on behind it."""
+
+    @property
+    def bad_rows(self) -> int:
+        """Rows that were left out so far."""
+        return self._progress["bad"]
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches from `state` on; each iteration begins there again."""
+        progress = self._progress = dict(self.state)
+        skip = progress["batch"]
+        while progress["epoch"] < self.epochs:
+            start = {**progress, "batch": 0}
+            samples = self._fill(progress)
+            if samples is None:
+                self._next_epoch(progress)
+                continue
+            order = self._order(start, len(samples))
+            for number, begin in enumerate(range(0, len(samples), self.batch_size)):
+                end = min(begin + self.batch_size, len(samples))
+                if number < skip:
+                    continue
+                part = samples.part(begin, end) if order is None else samples.take(order[begin:end])
+                last = end == len(samples)
+                if last:
+                    progress["rows"] += len(samples)
+                    progress["window"] += 1
+                yield Batch(samples=part, state={**progress, "batch": 0} if last else {**start, "batch": number + 1})
+            skip = 0
+
+    def restart(self, state: Mapping[str, Any]) -> None:
+        """Iteration begins behind the batch that ``state`` is of."""
+        missing = sorted(self.state.keys() - state.keys())
+        if missing:
+            raise DataError(f"the state of a stream lacks {', '.join(missing)}")
+        units = 1 if self._striped else self.world
+        if not 0 <= int(state["unit"]) <= max(1, -(-len(self._units) // units)):
+            raise DataError(f"the state of a stream is at unit {state['unit']}, but there are fewer")
+        self.state = {name: state[name] for name in self.state}
+
+    def _next_epoch(self, progress: dict[str, Any]) -> None:
+        progress.update(epoch=progress["epoch"] + 1, unit=0, cursor=None, stripe=0, window=0)
+        if progress["epoch"] < self.epochs and not progress["rows"]:
+            progress["epoch"] = self.epochs  # nothing in the files of this rank, and nothing will come
+
+    def _fill(self, progress: dict[str, Any]) -> Samples | None:
+        """The next window; None when the epoch has ended."""
+        units = self._epoch_units(progress["epoch"])
+        parts: list[Samples] = []
+        wanted = self._window
+        cursor: Cursor | None = None
+        try:
+            while wanted > 0 and progress["unit"] < len(units):
+                if cursor is None:
+                    cursor = self.form.open(units[progress["unit"]], progress["cursor"], self._count(progress))
+                mine = not self._striped or progress["stripe"] % self.world == self.rank
+                read = _exactly(cursor, self.batch_size if self._striped else wanted)
+                if not read:
+                    cursor.close()
+                    cursor = None
+                    progress.update(unit=progress["unit"] + 1, cursor=None)
+                    continue
+                progress["stripe"] += 1
+                progress["cursor"] = cursor.state()
+                if mine:
+                    parts += read
+                    wanted -= sum(map(len, read))
+        finally:
+            if cursor is not None:
+                cursor.close()
+        return self._finished(Samples.join(parts, self._room)) if parts else None
+
+    def _finished(self, samples: Samples) -> Samples:
+        label, dense = samples.label, samples.dense
+        if self.schema.positive_above is not None:
+            label = (label > self.schema.positive_above).float()
+        if self.schema.log_dense:
+            numbers = dense.numpy()
+            dense = torch.from_numpy(np.copysign(np.log1p(np.abs(numbers)), numbers))
+        return Samples(label=label, dense=dense, ids=samples.ids, offsets=samples.offsets, time=samples.time)
+
+    def _epoch_units(self, epoch: int) -> list[Unit]:
+        units = self._units
+        if self.shuffle_rows:
+            order = torch.randperm(len(units), generator=_generator(self.seed, epoch, 0, 0))
+            units = [units[i] for i in order.tolist()]
+        return units if self._striped else units[self.rank :: self.world]
+
+    def _order(self, start: Mapping[str, Any], rows: int) -> torch.Tensor | None:
+        if not self.shuffle_rows:
+            return None
+        generator = _generator(self.seed, start["epoch"], start["window"] + 1, self.rank)
+        return torch.randperm(rows, generator=generator)
+
+    def _count(self, progress: dict[str, Any]) -> OnBad:
+        def report(row: BadRow) -> None:
+            mine = not self._striped or self.rank == 0
+            progress["bad"] += mine
+            if self._on_bad is not None and mine:
+                self._on_bad(row)
+
+        return report
+
+
+def expand(files: Sequence[str]) -> list[str]:
+    """Paths and patterns to existing files, in sorted order, each once."""
+    found: list[str] = []
+    for pattern in files:
+        paths = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
+        if os.path.isdir(pattern):
+            paths = sorted(entry.path for entry in os.scandir(pattern) if entry.is_file() and entry.name[0] not in "._")
+        if not paths or not all(map(os.path.isfile, paths)):
+            raise ConfigError(f"data: there is no file {pattern!r}")
+        found += paths
+    if not found:
+        raise ConfigError("data: no files were given")
+    return list(dict.fromkeys(found))
+
+
+def _uneven(units: Sequence[Unit], world: int) -> bool:
+    """Whether sharing out units would leave some rank with much more than others."""
+    shares = [sum(unit.size for unit in units[rank::world]) for rank in range(world)]
+    return max(shares) > _UNEVEN * sum(shares) / world
+
+
+def _exactly(cursor: Cursor, rows: int) -> list[Samples]:
+    """``rows`` samples in parts, or those that are left."""
+    parts: list[Samples] = []
+    while rows > 0:
+        part = cursor.read(rows)
+        if part is None:
+            break
+        if len(part):
+            parts.append(part)
+            rows -= len(part)
+    return parts
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    seed = 0
+    for number in numbers:
+        seed = (seed * 0x9E3779B97F4A7C15 + number + 1) & ((1 << 63) - 1)
+        seed ^= seed >> 29
+    return torch.Generator().manual_seed(seed)

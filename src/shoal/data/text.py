@@ -1,0 +1,210 @@
+"""Criteo TSV and CSV, plain or gzip: byte ranges of files through the native parser."""
+
+from __future__ import annotations
+
+import csv
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal import _core
+from shoal.data.samples import Samples, from_block
+from shoal.data.schema import Schema
+from shoal.data.source import BadRow, OnBad, Unit, file_size, is_gzip, open_bytes, open_error
+from shoal.errors import ConfigError
+
+SKIP, LABEL, DENSE, SPARSE, RAW, TIME = range(6)  # as in csrc/data/text.h
+_BLOCK = 1 << 21
+_DAMAGED = (EOFError, OSError, zlib.error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFormat:
+    """Lines of cells between delimiters.
+
+    Args:
+        columns: the names of the columns in order; None reads them from each file's first line.
+        quote: what encloses cells that hold delimiters or newlines; empty for none, which lets ranks share one file.
+        separator: what stands between the values of a sparse cell; empty where a cell is one value.
+        max_line_bytes: a longer line is a bad row, whatever it holds.
+        part_bytes: ranks share out pieces of this size.
+        threads: parse on all threads of the native pool; for reading that does not go on beside training.
+    """
+
+    schema: Schema
+    columns: Sequence[str] | None = None
+    delimiter: str = ","
+    quote: str = ""
+    separator: str = ""
+    max_line_bytes: int = 1 << 20
+    part_bytes: int = 1 << 26
+    threads: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("delimiter", (1,)), ("quote", (0, 1)), ("separator", (0, 1))):
+            value = getattr(self, name)
+            if len(value.encode()) not in allowed:
+                raise ConfigError(f"data: {name} is one ASCII character{' or empty' * (0 in allowed)}, got {value!r}")
+        if self.max_line_bytes < 1:
+            raise ConfigError(f"data: max_line_bytes is at least 1, got {self.max_line_bytes}")
+        if self.part_bytes < 1:
+            raise ConfigError(f"data: part_bytes is at least 1, got {self.part_bytes}")
+        if self.columns is not None:
+            self.parser(self.columns, "data")
+
+    @property
+    def ragged(self) -> bool:
+        return bool(self.separator)
+
+    def units(self, path: str) -> list[Unit]:
+        size = file_size(path)
+        if not size:
+            return []
+        if is_gzip(path) or self.quote or size <= self.part_bytes:
+            return [Unit(path=path, size=size)]
+        return [
+            Unit(
+                path=path, begin=begin, end=min(begin + self.part_bytes, size), size=min(self.part_bytes, size - begin)
+            )
+            for begin in range(0, size, self.part_bytes)
+        ]
+
+    def open(self, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad) -> TextCursor:
+        columns = self.header(unit.path)[0] if self.columns is None else self.columns
+        return TextCursor(self, self.parser(columns, unit.path), unit, state, bad)
+
+    def header(self, path: str) -> tuple[list[str], int]:
+        """The names in a file's first line, and its length in bytes."""
+        with open_error(path), open_bytes(path) as file:
+            try:
+                line = file.readline(self.max_line_bytes)
+            except _DAMAGED:
+                line = b""
+        text = line.decode("utf-8-sig", "replace").rstrip("\r\n")
+        names = next(csv.reader([text], delimiter=self.delimiter, quotechar=self.quote or None), []) if text else []
+        return names, len(line)
+
+    def parser(self, columns: Sequence[str], where: str) -> _core.TextParser:
+        """The native parser of lines with these columns."""
+        schema, roles, indices, slots = self.schema, [], [], []
+        known: dict[str, tuple[int, int, int]] = {schema.label: (LABEL, 0, 0)}
+        known |= {name: (DENSE, index, 0) for index, name in enumerate(schema.dense)}
+        sparse = RAW if schema.raw else SPARSE
+        known |= {name: (sparse, index, schema.slot(name)) for index, name in enumerate(schema.sparse)}
+        if schema.time:
+            known[schema.time] = (TIME, 0, 0)
+        missing = [name for name in known if name not in columns]
+        if missing:
+            raise ConfigError(
+                f"{where}: there is no column {missing[0]!r}; the columns are {', '.join(map(repr, columns[:50]))}"
+            )
+        for name in columns:
+            role, index, slot = known.pop(name, (SKIP, 0, 0))
+            roles.append(role), indices.append(index), slots.append(slot)
+        return _core.TextParser(
+            roles,
+            indices,
+            slots,
+            ord(self.delimiter),
+            ord(self.quote or "\0"),
+            ord(self.separator or "\0"),
+            self.max_line_bytes,
+        )
+
+
+class TextCursor:
+    """The lines that begin in a unit."""
+
+    def __init__(
+        self, form: TextFormat, parser: _core.TextParser, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad
+    ) -> None:
+        self._form, self._parser, self._unit, self._bad = form, parser, unit, bad
+        schema = form.schema
+        self._shape = (len(schema.dense), len(schema.sparse))
+        self._timed = schema.time is not None
+        self._buffer, self._at, self._final = b"", 0, False
+        self._offset, self._lines = 0, 0  # of the buffer's next line, in the file; lines since the unit's begin
+        with open_error(unit.path):
+            self._file = open_bytes(unit.path)
+        if state is not None:
+            self._seek(int(state["offset"]))
+            self._lines = int(state["lines"])
+        elif unit.begin:
+            self._seek(unit.begin - 1)  # the line that runs over the border belongs to the unit before
+            self._skip_line()
+        elif form.columns is None:
+            self._seek(form.header(unit.path)[1])
+            self._lines = 1
+
+    def read(self, rows: int) -> Samples | None:
+        while True:
+            end = self._unit.end
+            limit = (1 << 62) if end is None else end - self._offset
+            if limit <= 0:
+                return None
+            block = self._parser.parse(self._buffer, self._at, self._final, rows, limit, self._form.threads)
+            first = self._lines
+            for line, offset, why in block.bad:
+                self._report(first + line, self._offset + offset, why)
+            self._at += block.consumed
+            self._offset += block.consumed
+            self._lines += block.lines
+            if block.rows:
+                return from_block(block, *self._shape, ragged=self._form.ragged, timed=self._timed)
+            if not block.lines:
+                if self._final:
+                    return None
+                self._refill()
+
+    def state(self) -> dict[str, Any]:
+        return {"offset": self._offset, "lines": self._lines}
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _report(self, line: int, offset: int, why: str, *, rest: bool = False) -> None:
+        number = None if self._unit.begin else line + 1
+        self._bad(BadRow(path=self._unit.path, why=why, line=number, offset=offset, rest=rest))
+
+    def _more(self) -> bytes:
+        try:
+            return self._file.read(_BLOCK)
+        except _DAMAGED as error:
+            self._report(self._lines, self._offset, f"the file is damaged ({error})", rest=True)
+            return b""
+
+    def _refill(self) -> None:
+        """More text behind what is left; a line without an end is dropped."""
+        rest = self._buffer[self._at :]
+        more = self._more()
+        self._final = not more
+        self._buffer, self._at = rest + more, 0
+        if len(rest) > self._form.max_line_bytes and b"\n" not in self._buffer:
+            limit = self._form.max_line_bytes
+            self._report(self._lines, self._offset, f"the line has more than {limit} bytes")
+            self._skip_line()
+            self._lines += 1
+
+    def _skip_line(self) -> None:
+        """To behind the next newline."""
+        while True:
+            cut = self._buffer.find(b"\n", self._at)
+            if cut >= 0:
+                self._offset += cut + 1 - self._at
+                self._at = cut + 1
+                return
+            self._offset += len(self._buffer) - self._at
+            self._buffer, self._at = self._more(), 0
+            if not self._buffer:
+                self._final = True
+                return
+
+    def _seek(self, offset: int) -> None:
+        """Gzip is unpacked up to there, which is as quick as reading that much again."""
+        try:
+            self._file.seek(offset)
+        except _DAMAGED as error:
+            self._report(self._lines, offset, f"the file is damaged ({error})", rest=True)
+            self._final = True
+        self._offset = offset

@@ -1,0 +1,60 @@
+"""A model by its name, or by the import path of a module of yours."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from shoal.errors import ConfigError
+from shoal.models.inputs import Inputs
+
+MODELS = {
+    "deepfm": "shoal.models.deepfm:DeepFm",
+    "dlrm": "shoal.models.dlrm:Dlrm",
+    "dcn": "shoal.models.dcn:DcnV2",
+    "two_tower": "shoal.models.two_tower:TwoTower",
+}
+"""Name -> where the class is."""
+
+
+def build_model(name: str, inputs: Inputs, options: Mapping[str, Any] | None = None) -> nn.Module:
+    """The model ``name`` (one of `MODELS`) or ``package.module:Class``, called with ``inputs`` and the options.
+
+    >>> build_model("deepfm", Inputs(sparse=("user", "item"), dim=8), {"hidden": [32]}).deep.out_width
+    1
+    """
+    options = dict(options or {})
+    make = find_model(name)
+    try:
+        inspect.signature(make).bind(inputs, **options)
+    except TypeError as error:
+        takes = [p.name for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        raise ConfigError(f"model {name!r}: {error}; its options are: {', '.join(takes) or 'none'}") from None
+    model = make(inputs, **options)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model {name!r}: it made a {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def find_model(name: str) -> Any:
+    """The class or function that makes the model."""
+    path = MODELS.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(f"model: name is one of {', '.join(MODELS)} or package.module:Class, got {name!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as python -m does: a module beside the configuration is found
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"model {name!r}: there is no module {error.name!r} on Python's path") from None
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(f"model {name!r}: module {module_name!r} has no {attribute!r}") from None

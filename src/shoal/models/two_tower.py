@@ -1,0 +1,68 @@
+"""Two towers: a net for the user's features, one for the item's, and the dot product of what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+from shoal.models.inputs import Inputs
+from shoal.models.mlp import Mlp
+
+
+class TwoTower(nn.Module):
+    """Scores a user and an item by the dot product of their vectors, so that items can be searched by nearness.
+
+    Args:
+        user: names of the features, dense or sparse, of the user's tower.
+        item: those of the item's tower; none may be in both, and those in neither are not used.
+        hidden: widths of both towers; the last is the width of the vectors.
+        temperature: what the dot product of vectors of length 1 is divided by; None leaves vectors as they are.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        *,
+        user: Sequence[str],
+        item: Sequence[str],
+        hidden: Sequence[int] = (128, 64),
+        temperature: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if temperature is not None and not temperature > 0:
+            raise ConfigError(f"model: temperature is above 0, got {temperature}")
+        if both := sorted(set(user) & set(item)):
+            raise ConfigError(f"model: {both[0]!r} is in both towers; a feature belongs to one")
+        self.temperature = temperature
+        self.user, self.item = (_Tower(inputs, which, names, hidden, dropout) for which, names in
+                                (("user", user), ("item", item)))  # fmt: skip
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+        """``[B]`` logits."""
+        user, item = self.user(dense, rows), self.item(dense, rows)
+        if self.temperature is not None:
+            user, item = nn.functional.normalize(user, dim=1), nn.functional.normalize(item, dim=1)
+        return (user * item).sum(1) / (self.temperature or 1.0) + self.bias
+
+
+class _Tower(nn.Module):
+    def __init__(self, inputs: Inputs, which: str, names: Sequence[str], hidden: Sequence[int], dropout: float) -> None:
+        super().__init__()
+        unknown = [name for name in names if name not in inputs.dense and name not in inputs.sparse]
+        if unknown or not names:
+            what = f"there is no feature {unknown[0]!r}" if unknown else "it has no feature"
+            raise ConfigError(f"model: the {which} tower: {what}; features are {[*inputs.dense, *inputs.sparse]}")
+        self.dense = [inputs.dense.index(name) for name in names if name in inputs.dense]
+        self.rows = [inputs.sparse.index(name) for name in names if name in inputs.sparse]
+        hidden = list(hidden)
+        if not hidden:
+            raise ConfigError("model: hidden has at least one width, that of the towers' vectors")
+        self.net = Mlp([len(self.dense), len(self.rows) * inputs.dim], hidden[:-1], hidden[-1], dropout)
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+        return self.net(dense[:, self.dense], rows[:, self.rows].flatten(1))

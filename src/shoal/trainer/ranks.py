@@ -1,0 +1,83 @@
+"""The ranks of a run: one process alone, or those that ``torchrun`` or ``shoal launch`` started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_DEADLINE = timedelta(minutes=10)
+
+
+class Ranks:
+    """Who this process is, and the few collectives that training needs; without others they do nothing."""
+
+    def __init__(self) -> None:
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.started = False
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=_DEADLINE)
+            self.started = True
+        self.rank = dist.get_rank() if self.world > 1 else 0
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """In place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, which is JSON-like."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        if self.world == 1:
+            return [value]
+        out: list[Any] = [None] * self.world
+        dist.all_gather_object(out, value)
+        return out
+
+    def close(self) -> None:
+        if self.started and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class GradientBucket:
+    """All gradients of a model in one flat tensor with some numbers behind them, so that a step needs one all-reduce.
+
+    Parameters' ``grad`` are views into it; `zero` replaces ``optimizer.zero_grad``.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], numbers: int) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        total = sum(p.numel() for p in self._parameters)
+        first = self._parameters[0] if self._parameters else torch.empty(0)
+        self.flat = torch.zeros(total + numbers, dtype=torch.float32, device=first.device)
+        self.numbers = self.flat[total:]
+        self._views, at = [], 0
+        for parameter in self._parameters:
+            self._views.append(self.flat[at : at + parameter.numel()].view_as(parameter))
+            at += parameter.numel()
+
+    def zero(self) -> None:
+        self.flat.zero_()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view

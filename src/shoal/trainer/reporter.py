@@ -1,0 +1,33 @@
+"""`Reporter`: what a run tells while it goes on. The base tells nothing; the command line's tell people or machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Reporter:
+    """Events of a run on the first rank, with plain values. Bad rows may come from another thread."""
+
+    def start(self, **values: Any) -> None:
+        """Before the first step: ``step``, ``resumed`` (a path or None), ``world``, ``model``, ``parameters``."""
+
+    def tick(self, *, step: int, epoch: int, samples: int) -> None:
+        """After every step; must be cheap."""
+
+    def progress(self, **values: Any) -> None:
+        """Every ``log_steps``: step, epoch, samples, samples_per_s, auc, logloss, calibration, rows, memory, …"""
+
+    def evaluated(self, **values: Any) -> None:
+        """step, auc, logloss, calibration, samples, best."""
+
+    def saved(self, *, step: int, path: str, seconds: float) -> None:
+        """A checkpoint is whole."""
+
+    def bad_row(self, *, where: str, why: str) -> None:
+        """The first row that could not be read."""
+
+    def note(self, text: str) -> None:
+        """Something that a person should know."""
+
+    def end(self, **values: Any) -> None:
+        """How it ended: ``why`` is finished, early_stop, max_steps or interrupted."""

@@ -1,0 +1,367 @@
+"""`shoal train` as a user runs it: alone, interrupted, killed, on two ranks, against parameter servers."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal import _core
+from shoal.cli.main import main
+from shoal.data import CriteoLike, write_criteo
+from shoal.table import restore_incremental
+from shoal.trainer import load_config
+from shoal.trainer.loop import trainer
+
+DEADLINE_S = 100  # torch takes its time to start on a machine that is busy
+SMALL = [
+    "--set", "model.hidden=[16]", "data.shuffle_rows=2048", "table.lr=0.05", "--dim", "8", "--batch-size", "256",
+    "--threads", "1",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def threads_are_given_back():
+    threads, native = torch.get_num_threads(), _core.num_threads()
+    yield
+    torch.set_num_threads(threads)
+    _core.set_num_threads(native)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("criteo")
+    write_criteo(folder / "train.tsv", CriteoLike(rows=12_000, seed=1, scale=0.01))
+    write_criteo(folder / "eval.tsv", CriteoLike(rows=2_000, seed=1, scale=0.01, first_row=12_000))
+    return folder
+
+
+def run(capsys, data, *more, code=0):
+    """The events of a run in this process."""
+    assert main(["train", "--train", str(data / "train.tsv"), "--json", *SMALL, *map(str, more)]) == code
+    return events(capsys.readouterr().out)
+
+
+def events(text):
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def of(kind, told):
+    return [event for event in told if event["event"] == kind]
+
+
+def command(data, *more):
+    return [sys.executable, "-m", "shoal", "train", "--train", str(data / "train.tsv"), *SMALL, *map(str, more)]
+
+
+def rows_of(checkpoint):
+    """The records of all rows, in an order of their own."""
+    files = sorted(checkpoint.glob("features-*-of-*"))
+    assert files
+    return sorted(record for file in files for record in _core.read_records(str(file)))
+
+
+def newest(folder):
+    return sorted(path for path in folder.iterdir() if path.name.startswith("ckpt-"))[-1]
+
+
+def same_checkpoint(one, other):
+    assert one.name == other.name
+    assert rows_of(one) == rows_of(other)
+    for name in ("dense.safetensors", "rank-00000.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    ours, theirs = (json.loads((path / "manifest.json").read_text())["content"] for path in (one, other))
+    assert ours["readers"] == theirs["readers"]
+    assert ours["progress"]["samples"] == theirs["progress"]["samples"]
+
+
+def test_it_learns_evaluates_and_leaves_a_checkpoint(capsys, data, tmp_path):
+    told = run(
+        capsys, data, "--eval", data / "eval.tsv", "--epochs", 2, "--out", tmp_path, "--log-steps", 20,
+        "--checkpoint-steps", 20, "--keep", 2,
+    )  # fmt: skip
+    end = told[-1]
+    assert (end["event"], end["why"], end["samples"], end["epoch"]) == ("end", "finished", 24_000, 2)
+    assert end["rows"] > 1000
+    assert end["auc"] > 0.6
+    evaluations = of("eval", told)
+    assert [one["step"] for one in evaluations] == [47, 94]
+    assert evaluations[0]["samples"] == 2000
+    assert evaluations[0]["auc"] > 0.65
+    assert len(of("checkpoint", told)) == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-00000080", "ckpt-00000094"]
+    progress = of("progress", told)[-1]
+    assert {"auc", "window_auc", "logloss", "calibration", "samples_per_s", "rows", "resident_bytes"} <= progress.keys()
+    table = shoal.HashTable(8, optimizer=shoal.Adagrad(), name="features")
+    assert restore_incremental(table, tmp_path).step == 94
+    assert table.size() == end["rows"]
+    again = run(capsys, data, "--eval", data / "eval.tsv", "--epochs", 2, "--out", tmp_path)
+    assert again[-1]["samples"] == 24_000
+    assert of("start", again)[0]["resumed"].endswith("ckpt-00000094")
+
+
+def test_equal_runs_end_in_equal_bits_and_so_do_those_that_were_interrupted(capsys, data, tmp_path):
+    for name in ("a", "b"):
+        run(capsys, data, "--out", tmp_path / name, "--set", "model.dropout=0.1", "out.every_s=0")
+    for steps in (13, 26):
+        told = run(capsys, data, "--out", tmp_path / "c", "--max-steps", steps, "--set", "model.dropout=0.1")
+        assert told[-1]["why"] == "max_steps"
+    run(capsys, data, "--out", tmp_path / "c", "--set", "model.dropout=0.1")
+    a, b, c = (newest(tmp_path / name) for name in "abc")
+    started = {json.loads((p / "manifest.json").read_text())["content"]["progress"]["started_s"] for p in (a, b, c)}
+    if len(started) == 1:  # rows are stamped with the second in which a run began
+        same_checkpoint(a, b)
+        same_checkpoint(a, c)
+    for name in ("dense.safetensors", "rank-00000.safetensors"):
+        assert (a / name).read_bytes() == (b / name).read_bytes() == (c / name).read_bytes()
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(data, tmp_path):
+    """kill -9 at a random moment between two checkpoints, or within one; rows are stamped with a time of the data."""
+    lines = (data / "train.tsv").read_text().splitlines()
+    timed = tmp_path / "timed.tsv"
+    names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)), "time"]
+    timed.write_text("\n".join(["\t".join(names), *(f"{line}\t{1_700_000_000 + i}" for i, line in enumerate(lines))]))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[data]\ntrain = ["timed.tsv"]\nformat = "tsv"\nlabel = "label"\ntime = "time"\nshuffle_rows = 1000\n'
+        f"dense = {json.dumps(names[1:14])}\nsparse = {json.dumps(names[14:40])}\n[table]\ndim = 8\n"
+        "[model]\nhidden = [16]\ndropout = 0.1\n[train]\nbatch_size = 64\nthreads = 1\n[out]\nevery_steps = 10\n"
+    )
+    assert main(["train", str(config), "--out", str(tmp_path / "whole"), "--json"]) == 0
+    out = tmp_path / "killed"
+    shell = [sys.executable, "-m", "shoal", "train", str(config), "--out", str(out), "--json"]
+    wait_for = random.randint(1, 12)
+    process = subprocess.Popen(shell, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + DEADLINE_S
+    while process.poll() is None and time.monotonic() < until:
+        numbers = [int(p.name.split("-")[1]) for p in out.glob("ckpt-*")] if out.exists() else []
+        if numbers and max(numbers) >= 10 * wait_for:
+            break
+        time.sleep(0.002)
+    time.sleep(random.random() * 0.05)
+    process.kill()
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    assert int(newest(out).name.split("-")[1]) < 188
+    assert main(["train", str(config), "--out", str(out), "--json"]) == 0
+    same_checkpoint(newest(tmp_path / "whole"), newest(out))
+
+
+@pytest.mark.timeout(240)
+def test_ctrl_c_leaves_a_checkpoint_and_ends_with_130(data, tmp_path):
+    shell = command(data, "--out", tmp_path / "run", "--epochs", 500, "--log-steps", 5)
+    process = subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert "interrupted; the same command goes on from the checkpoint" in out
+    assert "Traceback" not in err
+    assert "\x1b" not in out + err  # colour is for terminals
+    assert newest(tmp_path / "run").exists()
+
+
+def test_bad_rows_are_counted_shown_once_and_stop_a_strict_run(capsys, data, tmp_path):
+    path = tmp_path / "bad.tsv"
+    lines = (data / "train.tsv").read_text().splitlines()[:600]
+    lines[41] = "what?"
+    lines[300] = lines[300].replace("\t", "\tx", 1)
+    path.write_text("\n".join(lines))
+    assert main(["train", "--train", str(path), *SMALL]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("bad row left out") == 1
+    assert f"{path}, line 42: column 1 is the label" in said.err
+    assert "2 bad rows" in said.out
+    assert main(["train", "--train", str(path), "--strict", *SMALL]) == 1
+    said = capsys.readouterr()
+    assert f"shoal train: {path}, line 42" in said.err
+    assert "Traceback" not in said.err
+
+
+def test_files_without_samples_are_no_error(capsys, tmp_path):
+    (tmp_path / "none.tsv").write_text("")
+    assert main(["train", "--train", str(tmp_path / "none.tsv"), "--out", str(tmp_path / "run"), "--threads", "1"]) == 0
+    assert "the files hold no samples" in capsys.readouterr().out
+
+
+def test_an_out_folder_that_cannot_be_written_is_told_in_a_line(capsys, data, tmp_path):
+    (tmp_path / "file").write_text("")
+    argv = ["train", "--train", str(data / "train.tsv"), *SMALL, "--max-steps", "1"]
+    assert main([*argv, "--out", str(tmp_path / "file" / "run")]) == 1
+    said = capsys.readouterr().err
+    assert "Not a directory" in said
+    assert "Traceback" not in said
+
+
+def test_early_stopping_ends_when_nothing_gets_better(capsys, data):
+    told = run(
+        capsys, data, "--eval", data / "eval.tsv", "--epochs", 50, "--patience", 2, "--set", "table.lr=0.5"
+    )  # fmt: skip
+    assert told[-1]["why"] == "early_stop"
+    best = max(one["auc"] for one in of("eval", told))
+    assert best == pytest.approx(told[-1]["best"])
+    assert [one["auc"] < best for one in of("eval", told)][-2:] == [True, True]
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(capsys, data, tmp_path):
+    run(capsys, data, "--out", tmp_path, "--max-steps", 2)
+    assert main(["train", "--train", str(data / "train.tsv"), "--out", str(tmp_path), *SMALL, "--dim", "4"]) == 2
+    assert "table.dim = 8, the configuration has 4" in capsys.readouterr().err
+    assert main(["train", "--train", str(data / "train.tsv"), "--out", str(tmp_path), *SMALL, "--fresh"]) == 2
+    assert "has checkpoints of another run" in capsys.readouterr().err
+    (dense,) = tmp_path.glob("ckpt-*/dense.safetensors")
+    dense.write_bytes(dense.read_bytes()[:-1])  # damaged: it does not count, so the run begins anew
+    assert of("start", run(capsys, data, "--out", tmp_path, "--max-steps", 2))[0]["resumed"] is None
+
+
+class Linear(nn.Module):
+    """A model of the user's own."""
+
+    def __init__(self, inputs, *, bias=0.0):
+        super().__init__()
+        self.dense = nn.Linear(len(inputs.dense), 1)
+        self.bias = bias
+
+    def forward(self, dense, rows):
+        return self.dense(dense).squeeze(1) + rows.sum((1, 2)) + self.bias
+
+
+class Wrong(Linear):
+    def forward(self, dense, rows):
+        return super().forward(dense, rows).unsqueeze(1)
+
+
+def test_a_model_of_ones_own_is_found_by_its_path(capsys, data, monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_models", sys.modules[__name__])
+    shell = ["train", "--train", str(data / "train.tsv"), "--json", "--max-steps", "2", "--threads", "1", "--set"]
+    assert main([*shell, "model.bias=-1.0", "--model", "my_models:Linear"]) == 0
+    assert events(capsys.readouterr().out)[-1]["samples"] == 8192
+    assert main([*shell, "model.bias=-1.0", "--model", "my_models:Wrong"]) == 2
+    assert "forward gives logits of shape [4096], got [4096, 1]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["dlrm", "dcn"])
+def test_other_models_learn_too(capsys, data, model):
+    told = [
+        json.loads(line)
+        for line in _out(capsys, data, "--model", model, "--dim", 8, "--batch-size", 256, "--threads", 1)
+    ]
+    assert told[-1]["auc"] > 0.6
+
+
+def _out(capsys, data, *more):
+    assert main(["train", "--train", str(data / "train.tsv"), "--json", *map(str, more)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_many_ids_a_feature_are_pooled(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "y,user,tags\n" + "".join(f"{i % 2},u{i % 5},{'red|' if i % 2 else ''}t{i % 3}\n" for i in range(4000))
+    )
+    config = load_config(None, {
+        "data.train": [str(path)], "data.format": "csv", "data.label": "y", "data.sparse": ["user", "tags"],
+        "data.separator": "|", "train.batch_size": 100, "table.dim": 4, "table.combiner": "mean",
+        "model.hidden": [8], "train.threads": 1,
+    })  # fmt: skip
+    with trainer(config) as one:
+        result = one.run()
+        assert result["window_auc"] > 0.9  # "red" tells
+        assert result["rows"] == 5 + 4
+
+
+def test_tensorboard_gets_the_metrics(capsys, data, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(capsys, data, "--tensorboard", tmp_path, "--log-steps", 10, "--eval", data / "eval.tsv")
+    read = EventAccumulator(str(tmp_path)).Reload()
+    assert {"train/auc", "train/logloss", "train/rows", "eval/auc"} <= set(read.Tags()["scalars"])
+    assert [one.step for one in read.Scalars("train/auc")] == [10, 20, 30, 40]
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_share_the_work_and_go_on_from_their_checkpoint(data, tmp_path):
+    pytest.importorskip("tensorboard")
+    shell = [sys.executable, "-m", "shoal", "launch", "-n", "2", "-m", "shoal", *command(data)[3:]]
+    more = ["--out", str(tmp_path / "run"), "--json", "--log-steps", "5", "--eval", str(data / "eval.tsv")]
+    more += ["--tensorboard", str(tmp_path / "board")]
+
+    def launch(*extra):
+        done = subprocess.run([*shell, *more, *extra], capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads(line.split("] ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("[rank")]
+
+    first = launch("--max-steps", "10")
+    assert first[-1]["samples"] == 10 * 2 * 256
+    rest = launch()
+    assert of("start", rest)[0]["step"] == 10
+    assert (rest[-1]["samples"], rest[-1]["why"]) == (12_000, "finished")
+    assert of("eval", rest)[0]["samples"] == 2000
+    assert of("eval", rest)[0]["auc"] > 0.6
+    manifest = json.loads((newest(tmp_path / "run") / "manifest.json").read_text())
+    assert manifest["content"]["world"] == 2
+    assert manifest["content"]["tables"][0]["rows"] == rest[-1]["rows"] == len(rows_of(newest(tmp_path / "run")))
+    # One process takes the rows of both, and reads from the beginning.
+    config = load_config(None, {
+        "data.train": [str(data / "train.tsv")], "model.hidden": [16], "data.shuffle_rows": 2048, "table.dim": 8,
+        "table.lr": 0.05, "train.batch_size": 256, "train.threads": 1, "out.dir": str(tmp_path / "run"),
+    })  # fmt: skip
+    with trainer(config) as alone:
+        assert alone.resumed is not None
+        assert alone.rows.size() == rest[-1]["rows"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tags = EventAccumulator(str(tmp_path / "board")).Reload().Tags()
+    assert "all_fids_size" in tags["scalars"]
+    assert {"Alltoall_id_dist", "Alltoall_emb_dist"} <= set(tags["histograms"])
+
+
+@pytest.mark.timeout(240)
+def test_parameter_servers_hold_the_rows(capsys, data, tmp_path):
+    pytest.importorskip("zmq")
+    from shoal.sharded.placement.local import LocalServers
+
+    with LocalServers(2, ["--threads", "1"], env={"OMP_NUM_THREADS": "1"}) as servers:
+        told = run(
+            capsys, data, "--ps", *servers.addresses, "--out", tmp_path, "--max-steps", 20, "--eval", data / "eval.tsv"
+        )
+        assert told[-1]["rows"] > 1000
+        again = run(capsys, data, "--ps", *servers.addresses, "--out", tmp_path)
+        assert of("start", again)[0]["step"] == 20
+        assert again[-1]["samples"] == 12_000
+        assert again[-1]["auc"] > 0.6
+
+
+def test_a_new_user_gets_data_and_a_configuration(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.cli.train.INIT_ROWS", (8192, 1000))
+    assert main(["train", "--init", str(tmp_path / "try")]) == 0
+    assert "shoal train" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "try" / "criteo.toml"), "--threads", "1"]) == 0
+    assert "finished" in capsys.readouterr().out
+    assert main(["train", "--init", str(tmp_path / "try")]) == 2
+    assert main(["train", "--generate", "criteo:100", str(tmp_path / "g.tsv.gz")]) == 0
+
+
+def test_the_example_is_what_init_writes():
+    from pathlib import Path
+
+    from shoal.cli.train import STARTER
+
+    assert (Path(__file__).parents[2] / "examples" / "criteo.toml").read_text() == STARTER
+
+
+def test_training_uses_the_threads_it_is_given(data):
+    config = load_config(None, {"data.train": [str(data / "train.tsv")], "train.threads": 1, "train.max_steps": 1})
+    with trainer(config) as one:
+        one.run()
+    assert (torch.get_num_threads(), _core.num_threads()) == (1, 1)

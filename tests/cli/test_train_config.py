@@ -1,0 +1,137 @@
+"""The configuration of `shoal train`, and its metrics: plain values, no training."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cli.main import main
+from shoal.errors import ConfigError
+from shoal.trainer import Metrics, exact_auc, load_config
+
+MINIMAL = '[data]\ntrain = ["a.tsv"]\n'
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_minimal_configuration_has_defaults_and_paths_of_its_folder(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL + '[out]\ndir = "run"\n'))
+    assert config.data.train == (str(tmp_path / "a.tsv"),)
+    assert config.out.dir == str(tmp_path / "run")
+    assert (config.table.dim, config.model.name, config.train.batch_size) == (16, "deepfm", 4096)
+    assert len(config.data.schema().sparse) == 26
+    assert config.data.schema().log_dense
+
+
+def test_what_a_section_does_not_know_goes_to_the_model_and_the_format(tmp_path):
+    text = MINIMAL + 'format = "csv"\nlabel = "y"\nsparse = ["u"]\nseparator = "|"\n[model]\nhidden = [8]\n'
+    config = load_config(write(tmp_path, text))
+    assert config.model.options == {"hidden": [8]}
+    assert config.data.make_format().ragged
+
+
+def test_changes_stand_above_the_file(tmp_path):
+    path = write(tmp_path, MINIMAL + "[train]\nepochs = 2\n")
+    config = load_config(path, {"train.epochs": 3, "model.hidden": [4], "table.lr": 1})
+    assert (config.train.epochs, config.model.options, config.table.lr) == (3, {"hidden": [4]}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"\[data\] with train"),
+        ("[data]\n", r"\[data\] train is missing"),
+        ("[data]\ntrain = []\n", "names the files to learn from, got none"),
+        ("[data]\ntrain = 3\n", "train is a list of texts, got 3"),
+        (MINIMAL + "[trian]\n", r"no section \[trian\]; sections are data, table, model, train, eval, out"),
+        (MINIMAL + "[train]\nepoch = 1\n", r"\[train\] knows no 'epoch'; it knows epochs, batch_size"),
+        (MINIMAL + "[train]\nepochs = 0\n", r"\[train\] epochs is at least 1, got 0"),
+        (MINIMAL + "[train]\nepochs = 1.5\n", "epochs is a whole number, got 1.5"),
+        (MINIMAL + "[train]\nepochs = true\n", "epochs is a whole number, got True"),
+        (
+            MINIMAL + '[train]\noptimizer = "lion"\n',
+            "optimizer is one of 'adam', 'adamw', 'adagrad', 'sgd', got 'lion'",
+        ),
+        (MINIMAL + '[table]\noptimizer = "lion"\n', r"\[table\] optimizer is one of .*adagrad.*got 'lion'"),
+        (MINIMAL + "[table]\noptimizer_options = { beta = 1 }\n", "unexpected keyword argument 'beta'"),
+        (MINIMAL + "[table]\ndim = 0\n", r"\[table\] dim is at least 1, got 0"),
+        (MINIMAL + "[eval]\npatience = 2\n", "patience needs files to evaluate on"),
+        (MINIMAL + 'format = "xml"\n', "format is one of criteo, csv"),
+        (MINIMAL + "colums = [1]\n", "format 'criteo' does not take colums"),
+        (MINIMAL + 'format = "csv"\n', "label names the column to predict"),
+        ("[data\n", "not a TOML file"),
+        ("data = 3\n", r"\[data\] is a section, got 3"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_is_allowed(tmp_path, capsys, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+    assert main(["train", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("shoal train: ")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "what to train on?"),
+        (["/no/such.toml"], "cannot read the configuration"),
+        (["--train", "/no/such.tsv"], "there is no file '/no/such.tsv'"),
+        (["--train", "x", "--set", "lr"], "--set takes section.name=value"),
+        (["--train", "x", "--set", "lr=3"], "settings are section.name"),
+        (["--generate", "movielens:3", "x"], "--generate is criteo:N"),
+        (["--generate", "criteo:3"], "--generate needs the file to write"),
+    ],
+)
+def test_wrong_usage_ends_with_two_and_one_line(capsys, argv, message):
+    assert main(["train", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys):
+    assert main(["train", "--help"]) == 0
+    assert "shoal train --init" in capsys.readouterr().out
+    assert main(["train", "--no-such-flag"]) == 2
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.booleans()), max_size=40))
+def test_auc_counts_pairs(samples):
+    scores, labels = np.array([s for s, _ in samples], float), np.array([y for _, y in samples], bool)
+    pairs = [(a > b) + 0.5 * (a == b) for a in scores[labels] for b in scores[~labels]]
+    found = exact_auc(scores, labels)
+    assert math.isnan(found) if not pairs else found == pytest.approx(sum(pairs) / len(pairs))
+
+
+def test_streaming_metrics_agree_with_exact_ones_and_survive_a_checkpoint():
+    random = np.random.default_rng(0)
+    metrics = Metrics(window=1000)
+    logits = random.normal(-1, 2, 20_000).astype(np.float32)
+    labels = (random.random(20_000) < 1 / (1 + np.exp(-logits))).astype(np.float32)
+    for part in range(0, 20_000, 700):
+        metrics.add(logits[part : part + 700], labels[part : part + 700])
+    values = metrics.values()
+    assert values["auc"] == pytest.approx(exact_auc(logits, labels), abs=2e-4)
+    recent = slice(20_000 - 20_000 % 700 - 700, None)
+    assert values["window_auc"] == pytest.approx(exact_auc(logits[recent], labels[recent]))
+    wide = logits.astype(float)
+    loss = -(labels * -np.log1p(np.exp(-wide)) + (1 - labels) * -np.log1p(np.exp(wide))).mean()
+    assert values["logloss"] == pytest.approx(loss, rel=1e-6)
+    assert values["calibration"] == pytest.approx((1 / (1 + np.exp(-wide))).sum() / labels.sum())
+    again = Metrics(window=1000)
+    again.load(metrics.state())
+    assert again.values() == values
+
+
+def test_metrics_of_nothing_are_nan():
+    assert all(math.isnan(value) for value in Metrics().values().values())
+    empty = Metrics()
+    empty.load(Metrics().state())
+    assert empty.rows == 0
