@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import re
-from pathlib import Path
 from typing import Any
 
 import shoal
 
-HERE = Path(__file__).parent
 HOMES = {  # of modules whose names are exported somewhere other than by their own package
     "shoal._core": "shoal",
     "shoal.proto.feature_configs": "shoal.ops",
@@ -43,15 +40,6 @@ html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 
 
-def place_the_rest(app: Any, docname: str, source: list[str]) -> None:
-    """Pages that the index does not name stand where it says `(the rest)`, so that a new page needs no edit there."""
-    if docname != "index":
-        return
-    named = set(re.findall(r"^[\w/]+$", source[0], re.MULTILINE)) | {"index"}
-    rest = sorted(page.stem for page in HERE.glob("*.md") if page.stem not in named)
-    source[0] = source[0].replace("(the rest)", "\n".join(rest))
-
-
 def skip(app: Any, what: str, name: str, item: Any, skip: bool, options: Any) -> bool | None:
     """A name that several packages export is described once, where it lives. Protobuf messages describe themselves in
     the .proto files; their generated methods would bury the rest."""
@@ -65,5 +53,4 @@ def skip(app: Any, what: str, name: str, item: Any, skip: bool, options: Any) ->
 
 
 def setup(app: Any) -> None:
-    app.connect("source-read", place_the_rest)
     app.connect("autodoc-skip-member", skip)
