@@ -88,6 +88,7 @@ _reorder = Op(
     check=_check_reorder,
     cpu=_reorder_cpu,
     reference=reference.reorder_by_indices,
+    cuda="reorder:reorder_by_indices",
     fake=lambda keys, shard_ids, num_of_shards: (
         keys.new_empty(new_size()),
         keys.new_empty(num_of_shards, dtype=torch.int32),
@@ -186,5 +187,6 @@ _fused_reorder = Op(
     check=_check_fused,
     cpu=_fused_cpu,
     reference=_fused_reference,
+    cuda="reorder:fused_reorder_by_indices",
     fake=_fused_fake,
 )

@@ -1,0 +1,94 @@
+"""The fused gather and its gradient: one launch for all tables, a lane per float."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shoal.ops.cuda import launch
+from shoal.ops.cuda.launch import ELEMENTS, part_of, pointer, steps, tiles, upload
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _fused_gather(
+    fused, size, tile_starts, offsets_at, wide, rows_at, lengths, dims, flag, scale, tables,
+    BACK: tl.constexpr, ELEMENT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies each table's vectors out of the buffer, or adds them (``BACK``) into it."""
+    tile = tl.program_id(0).to(tl.int64)
+    table = part_of(tile, tile_starts, tables, STEPS)
+    dim = tl.load(dims + table)
+    count = tl.load(lengths + table) * dim
+    f = (tile - tl.load(tile_starts + table)) * BLOCK + tl.arange(0, BLOCK)
+    inside = f < count
+    if count < 2147483648:
+        row = (f.to(tl.uint32) // dim.to(tl.uint32)).to(tl.int64)
+    else:
+        row = f // dim
+    column = f - row * dim
+    address = tl.load(offsets_at + table)
+    if tl.load(wide + table) != 0:
+        offset = tl.load(pointer(address, tl.int64) + row, mask=inside, other=0)
+    else:
+        offset = tl.load(pointer(address, tl.int32) + row, mask=inside, other=0).to(tl.int64)
+    bad = inside & ((offset < 0) | (offset + dim > size))
+    tl.atomic_max(flag + f * 0, (tables - table) * 4294967296 + 2147483647 - row, mask=bad & (column == 0))
+    inside = inside & (bad == 0)
+    rows = pointer(tl.load(rows_at + table), ELEMENT)
+    if BACK:
+        tl.atomic_add(fused + offset + column, tl.load(rows + f, mask=inside, other=0) * scale.to(ELEMENT), mask=inside, sem="relaxed")
+    else:
+        tl.store(rows + f, tl.load(fused + offset + column, mask=inside, other=0), mask=inside)
+
+
+def _run(fused: Tensor, offsets: list[Tensor], rows: list[Tensor], dims: list[int], scale: float, back: bool) -> None:
+    lengths, size = [o.shape[0] for o in offsets], fused.numel()
+    edges = tiles([n * d for n, d in zip(lengths, dims, strict=True)], _BLOCK)
+    tables = len(dims)
+    if not edges[-1]:
+        return
+    flag = launch.new_flag(fused)
+    numbers = upload(
+        [
+            *edges, *(o.data_ptr() for o in offsets), *(o.dtype is torch.int64 for o in offsets),
+            *(r.data_ptr() for r in rows), *lengths, *dims,
+        ],
+        fused,
+    )  # fmt: skip
+    edge, offsets_at, wide, rows_at, length, dim = numbers.split([tables + 1, *[tables] * 5])
+    _fused_gather[(edges[-1],)](
+        fused, size, edge, offsets_at, wide, rows_at, length, dim, flag, scale, tables,
+        BACK=back, ELEMENT=ELEMENTS[fused.dtype], STEPS=steps(tables), BLOCK=_BLOCK,
+    )  # fmt: skip
+
+    def message(at: int) -> str:
+        table = tables - (at >> 32)
+        row = 2147483647 - (at & 0xFFFFFFFF)
+        return (
+            f"offsets[{table}][{row}] = {int(offsets[table][row])} + width {dims[table]} lies outside the buffer of "
+            f"{size} floats"
+        )
+
+    launch.raise_if(flag, message)
+
+
+def fused_gather_embeddings_by_input(fused: Tensor, offsets: list[Tensor], dims: list[int]) -> list[Tensor]:
+    fused, offsets = fused.detach().contiguous(), [o.contiguous() for o in offsets]
+    outs = [fused.new_empty((o.shape[0], dim)) for o, dim in zip(offsets, dims, strict=True)]
+    _run(fused, offsets, outs, dims, 1.0, False)
+    return outs
+
+
+def fused_gather_embeddings_by_input_gradient(
+    size: int, grads: list[Tensor], offsets: list[Tensor], dims: list[int], scale: float
+) -> Tensor:
+    if not grads:
+        return torch.zeros(size)
+    grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
+    out = grads[0].new_zeros(size)
+    _run(out, offsets, grads, dims, scale, True)
+    return out

@@ -1,0 +1,133 @@
+"""What every kernel launch shares: small tables of numbers for the device, checks that the device makes, block sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shoal.errors import ConfigError
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""The kernels run in Triton's interpreter, on CPU tensors."""
+
+ELEMENTS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int64: tl.int64, torch.int32: tl.int32}
+"""Triton's name of a tensor's elements."""
+
+_checks = True
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Inside it no op waits for the device to hear of bad indices: they are skipped instead of raised.
+
+    For CUDA graphs and for loops whose indices an earlier op has made. Sizes are checked all the same.
+    """
+    global _checks
+    before, _checks = _checks, False
+    try:
+        yield
+    finally:
+        _checks = before
+
+
+def new_flag(like: Tensor) -> Tensor:
+    """int64 zero on the device; a kernel raises it to ``n - i`` where element ``i`` is bad, so the first one stays."""
+    return torch.zeros(1, dtype=torch.int64, device=like.device)
+
+
+def raise_if(flag: Tensor, message: Callable[[int], str]) -> None:
+    """Waits for the device and raises with what ``message`` makes of the flag, if it was raised."""
+    if not _checks:
+        return
+    value = int(flag)
+    if value:
+        raise ConfigError(message(value))
+
+
+def upload(values: Sequence[int], like: Tensor) -> Tensor:
+    """int64 numbers on the device of a tensor, without waiting for it."""
+    if like.is_cuda:
+        return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(like.device, non_blocking=True)
+    return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+
+def blocks(count: int, size: int) -> tuple[int]:
+    """A grid that covers ``count`` elements by blocks of ``size``."""
+    return (max(1, -(-count // size)),)
+
+
+def tiles(counts: Sequence[int], size: int) -> list[int]:
+    """Where each part's blocks start when every part has its own: ``[parts + 1]``."""
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + -(-count // size))
+    return starts
+
+
+def steps(parts: int) -> int:
+    """How many halvings `part_of` needs."""
+    return max(0, (parts - 1).bit_length())
+
+
+@triton.jit
+def part_of(position, starts, parts, STEPS: tl.constexpr):
+    """The last part whose start is not after the position; ``starts`` rises."""
+    part = position * 0
+    for i in tl.static_range(STEPS):
+        further = part + (1 << (STEPS - 1 - i))
+        inside = further < parts
+        start = tl.load(starts + further, mask=inside, other=0)
+        part = tl.where(inside & (start <= position), further, part)
+    return part
+
+
+@triton.jit
+def pointer(address, ELEMENT: tl.constexpr):
+    """The address of elements that an int64 holds."""
+    return address.to(tl.pointer_type(ELEMENT))
+
+
+@triton.jit
+def _check_splits(splits, rows, length, flag, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = r <= rows
+    here = tl.load(splits + r, mask=inside, other=0)
+    before = tl.load(splits + r - 1, mask=inside & (r > 0), other=0)
+    bad = (here < before) | ((r == 0) & (here != 0)) | ((r == rows) & (here != length))
+    tl.atomic_max(flag + r * 0, rows + 1 - r, mask=inside & bad)
+
+
+def check_row_splits(splits: Tensor, length: int, flag: Tensor) -> None:
+    """Raises the flag unless the splits rise from 0 to ``length``."""
+    rows = splits.shape[0] - 1
+    _check_splits[blocks(rows + 1, 1024)](splits, rows, length, flag, BLOCK=1024)
+
+
+def vector_width(row_bytes: int) -> tuple[torch.dtype, int]:
+    """The widest integer that cuts a row of bytes evenly, and how many of them it has."""
+    for dtype, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
+        if row_bytes % size == 0:
+            return dtype, row_bytes // size
+    return torch.uint8, row_bytes
+
+
+def as_words(rows: Tensor) -> Tensor:
+    """The same bytes of contiguous rows as ``[n, words]`` of a plain integer type."""
+    n = rows.shape[0]
+    row_bytes = rows.element_size()
+    for length in rows.shape[1:]:
+        row_bytes *= length
+    dtype, words = vector_width(row_bytes)
+    if rows.dtype is torch.bool:
+        rows = rows.view(torch.uint8)
+    return rows.reshape(n, -1).view(dtype) if row_bytes and n else rows.new_empty((n, words), dtype=dtype)
+
+
+WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
+
