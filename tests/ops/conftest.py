@@ -9,12 +9,17 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 import shoal
 from shoal.ops._op import Op
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SLOW_INTERPRETED = ("thread", "large", "compile", "export", "opcheck", "heavy")  # in a test's name: too slow there
+
+if INTERPRETED or torch.cuda.is_available():
+    settings.register_profile("device", parent=settings.get_profile("shoal"), max_examples=12)
+    settings.load_profile("device")
 
 if INTERPRETED:
     from shoal.ops.cuda.unique import fill_with_offset_map

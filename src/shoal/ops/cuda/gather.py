@@ -40,7 +40,8 @@ def _fused_gather(
     inside = inside & (bad == 0)
     rows = pointer(tl.load(rows_at + table), ELEMENT)
     if BACK:
-        tl.atomic_add(fused + offset + column, tl.load(rows + f, mask=inside, other=0) * scale.to(ELEMENT), mask=inside, sem="relaxed")
+        value = (tl.load(rows + f, mask=inside, other=0) * scale).to(ELEMENT)
+        tl.atomic_add(fused + offset + column, value, mask=inside, sem="relaxed")
     else:
         tl.store(rows + f, tl.load(fused + offset + column, mask=inside, other=0), mask=inside)
 
@@ -89,6 +90,8 @@ def fused_gather_embeddings_by_input_gradient(
     if not grads:
         return torch.zeros(size)
     grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
+    if grads[0].dtype is torch.float64:  # a kernel's own numbers are float32
+        grads, scale = [g * scale for g in grads], 1.0
     out = grads[0].new_zeros(size)
     _run(out, offsets, grads, dims, scale, True)
     return out

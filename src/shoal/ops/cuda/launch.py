@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal import _core
 from shoal.errors import ConfigError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,6 +35,11 @@ def unchecked() -> Iterator[None]:
         yield
     finally:
         _checks = before
+
+
+def checks() -> bool:
+    """Whether ops wait to hear of bad indices."""
+    return _checks
 
 
 def new_flag(like: Tensor) -> Tensor:
@@ -103,8 +109,23 @@ def _check_splits(splits, rows, length, flag, BLOCK: tl.constexpr):
     tl.atomic_max(flag + r * 0, rows + 1 - r, mask=inside & bad)
 
 
-def check_row_splits(splits: Tensor, length: int, flag: Tensor) -> None:
-    """Raises the flag unless the splits rise from 0 to ``length``."""
+def refuse_row_splits(splits: Tensor, length: int) -> None:
+    """Raises with what is wrong with the splits, once the device has found that something is."""
+    splits = splits.cpu().contiguous()
+    try:
+        _core.check_row_splits(splits.data_ptr(), splits.numel() - 1, length)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def check_row_splits(splits: Tensor, length: int, flag: Tensor | None = None) -> None:
+    """Raises the flag unless the splits rise from 0 to ``length``; without a flag, waits and raises an error."""
+    if flag is None:
+        flag = new_flag(splits)
+        check_row_splits(splits, length, flag)
+        if _checks and int(flag):
+            refuse_row_splits(splits, length)
+        return
     rows = splits.shape[0] - 1
     _check_splits[blocks(rows + 1, 1024)](splits, rows, length, flag, BLOCK=1024)
 

@@ -79,7 +79,7 @@ def _embedding_to_layout(
     there += (first_sample + sample) * sample_stride + place + t * sequence_stride + column
     total = tl.zeros((BLOCK,), dtype=ELEMENT)
     if BACK:
-        total = tl.load(there, mask=inside, other=0) * scale.to(ELEMENT) / share
+        total = (tl.load(there, mask=inside, other=0) * scale / share).to(ELEMENT)
     most = tl.max(high - low, axis=0)
     i = most * 0
     while i < most:
@@ -183,6 +183,8 @@ def embedding_to_layout_grad(grads: list[Tensor], scale: float, *args: Any) -> l
     plan = plan_of_key(args[5])
     requests = _requests(plan, args)
     _check_grads(plan, grads, args[0], sum(args[4]))
+    if grads and grads[0].dtype is torch.float64:  # a kernel's own numbers are float32
+        grads, scale = [g * scale for g in grads], 1.0
     outs = [torch.zeros_like(e, memory_format=torch.contiguous_format) for e in args[0]]
     _run(plan, requests, outs, [g.contiguous() for g in grads], args[1:4], scale, True)
     return outs

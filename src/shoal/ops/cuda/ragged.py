@@ -19,9 +19,7 @@ def row_ids(row_splits: Tensor, length: int) -> Tensor:
     row_splits = row_splits.contiguous()
     rows = row_splits.shape[0] - 1
     out = torch.empty(length, dtype=torch.int64, device=row_splits.device)
-    flag = launch.new_flag(out)
-    launch.check_row_splits(row_splits, length, flag)
-    launch.raise_if(flag, lambda at: f"row_splits rise from 0 to {length}, but entry {rows + 1 - at} does not")
+    launch.check_row_splits(row_splits, length)
     if length:
         _row_ids[blocks(length, 1024)](row_splits, out, rows, length, STEPS=steps(rows), BLOCK=1024)
     return out
@@ -42,7 +40,7 @@ def normalize_merged_split(row_split: Tensor, row_split_size: Tensor) -> Tensor:
     n, parts = row_split.shape[0], sizes.shape[0]
     ends = sizes.cumsum(0)
     if not parts or bool(((sizes < 1).any()) | (ends[-1] != n)):  # the one wait: the sizes decide what is read below
-        raise launch.ConfigError(f"normalize_merged_split: sizes {sizes.tolist()} do not cut {n} entries")
+        raise launch.ConfigError(f"normalize_merged_split: row_split_size {sizes.tolist()} does not cut {n} entries")
     last = row_split[ends - 1]
     out = row_split.new_empty(n + 1 - parts)
     _normalize[blocks(n, 1024)](

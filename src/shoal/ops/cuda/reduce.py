@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -102,7 +102,7 @@ def _shape(d: int, lanes: int) -> tuple[int, int]:
     return columns, max(4, min(256, lanes // columns))
 
 
-def _message(index: Tensor, rows: int) -> "launch.Callable[[int], str]":
+def _message(index: Tensor, rows: int) -> Callable[[int], str]:
     n = index.shape[0]
     return lambda at: f"a segment index must lie in [0, {rows}), got {int(index[n - at])}"
 
@@ -217,13 +217,13 @@ def _run_slices(splits: list[Tensor], rows: list[Tensor], outs: list[Tensor], co
 def _check_splits(splits: list[Tensor], lengths: Sequence[int]) -> list[Tensor]:
     splits = [s.contiguous() for s in splits]
     if len(splits) == 1:
-        flag = launch.new_flag(splits[0])
-        launch.check_row_splits(splits[0], lengths[0], flag)
-    else:
-        every = torch.stack(splits)
-        wrong = (every[:, 0] != 0) | (every[:, -1] != upload(lengths, every)) | (every.diff(dim=1) < 0).any(1)
-        flag = wrong.any()
-    launch.raise_if(flag, lambda _: f"row splits rise from 0 to the number of rows, {list(lengths)}; one set does not")
+        launch.check_row_splits(splits[0], lengths[0])
+        return splits
+    every = torch.stack(splits)
+    wrong = (every[:, 0] != 0) | (every[:, -1] != upload(lengths, every)) | (every.diff(dim=1) < 0).any(1)
+    if launch.checks() and bool(wrong.any()):
+        table = int(wrong.nonzero()[0])
+        launch.refuse_row_splits(splits[table], lengths[table])
     return splits
 
 

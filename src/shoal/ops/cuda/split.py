@@ -118,9 +118,7 @@ def ragged_split_by_indices(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     indices, values, row_splits = indices.contiguous(), values.contiguous(), row_splits.contiguous()
     n, rows = indices.shape[0], row_splits.shape[0] - 1
-    flag = launch.new_flag(indices)
-    launch.check_row_splits(row_splits, n, flag)
-    launch.raise_if(flag, lambda at: f"row_splits rise from 0 to {n}, but entry {rows + 1 - at} does not")
+    launch.check_row_splits(row_splits, n)
     made, sizes = _parts(indices, num_splits)
     out_values = [values.new_empty(size) for size in sizes]
     out_pos = [values.new_empty(size) for size in sizes]

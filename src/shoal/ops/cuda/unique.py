@@ -55,7 +55,7 @@ def unique_key_with_value_and_offset(
     # The splits are checked before they are used: wrong ones would reach past the keys.
     bad, total = torch.cat([flag, ends[-1:]]).tolist()
     if bad:
-        raise ConfigError(f"row_splits rise from 0 to {n}, but entry {rows + 1 - bad} does not")
+        launch.refuse_row_splits(row_splits, n)
     id_splits = torch.zeros_like(row_splits)
     buffer = values.new_zeros(total if generate_buffer else 0, dtype=torch.float32)
     if not n:
@@ -80,7 +80,7 @@ def _own(
     inside = e < n
     key = tl.load(pos + e, mask=inside, other=0)
     bad = inside & ((key < 0) | (key >= keys))
-    tl.atomic_max(flag + e * 0, 4611686018427387904 + n - e, mask=bad)
+    tl.atomic_max(flag + e * 0, n - e, mask=bad)
     tl.atomic_max(owner + key, e.to(tl.int32), mask=inside & (bad == 0), sem="relaxed")
 
 
@@ -181,11 +181,12 @@ class _Map:
             )  # fmt: skip
         last = ends[-1:] if self.rows else torch.zeros_like(flags[0])
         bad_pos, bad_map, bad_key, self.floats = torch.cat([*flags, last]).tolist()
-        if bad_pos or bad_map:
-            what = "pos" if bad_pos else "value_offset_map"
-            raise ConfigError(f"{op}: the row splits of {what} do not rise from 0 to the number of its values")
+        if bad_pos:
+            launch.refuse_row_splits(self.pos_splits, n)
+        if bad_map:
+            launch.refuse_row_splits(self.offset_splits, offsets.shape[0])
         if bad_key:
-            at = n - (bad_key - 4611686018427387904)
+            at = n - bad_key
             raise ConfigError(f"{op}: an element of pos must lie in [0, {self.keys}), got {int(pos[at])}")
         if floats is not None and floats != self.floats:
             raise ConfigError(f"{op}: pos and dims need {self.floats} floats, but value has {floats}")
