@@ -15,7 +15,7 @@ import shoal
 from shoal.ops._op import Op
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SLOW_INTERPRETED = ("thread", "large", "compile", "export", "opcheck", "heavy")  # in a test's name: too slow there
+SLOW_INTERPRETED = ("thread_count", "2-threads", "5-threads", "large", "compile", "export", "opcheck", "heavy")  # in a test's name: too slow there
 
 if INTERPRETED or torch.cuda.is_available():
     settings.register_profile("device", parent=settings.get_profile("shoal"), max_examples=12)
@@ -86,7 +86,10 @@ def same_for_any_thread_count():
             assert len(flat(other)) == len(flat(results[0]))
             for a, b in zip(flat(results[0]), flat(other), strict=True):
                 assert a.dtype == b.dtype
-                assert torch.equal(a, b)
+                if a.is_cuda:  # sums by atomics: their order is not fixed
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+                else:
+                    assert torch.equal(a, b)
         return results[0]
 
     yield check

@@ -19,7 +19,7 @@ class Distinct(NamedTuple):
     keys: Tensor
     """int64 ``[n]``; the first ``count`` are the distinct keys in order of first occurrence."""
     inverse: Tensor
-    """int32 ``[n]``: each key's number among the distinct ones."""
+    """``[n]``: each key's number among the distinct ones, int32 or as asked for."""
     count: Tensor
     """int32 ``[1]``."""
     ends: Tensor
@@ -47,7 +47,7 @@ def _compact(keys, firsts, ends, distinct, inverse, n, BLOCK: tl.constexpr):
     tl.store(distinct + number, tl.load(keys + o, mask=mine, other=0), mask=mine)
 
 
-def dedup(keys: Tensor, starts: Tensor | None = None) -> Distinct:
+def dedup(keys: Tensor, starts: Tensor | None = None, inverse_dtype: torch.dtype = torch.int32) -> Distinct:
     """The distinct keys of ``keys`` (int64 ``[n]``, contiguous), per part if ``starts`` ``[parts + 1]`` cuts them."""
     n = keys.shape[0]
     slots, places = insert(keys, starts)
@@ -56,8 +56,9 @@ def dedup(keys: Tensor, starts: Tensor | None = None) -> Distinct:
     _mark[blocks(n, 1024)](slots, places, firsts, marks, n, BLOCK=1024)
     ends = torch.cumsum(marks, 0, dtype=torch.int32)
     distinct = torch.empty_like(keys)
-    _compact[blocks(n, 1024)](keys, firsts, ends, distinct, places, n, BLOCK=1024)
-    return Distinct(distinct, places, ends[-1:] if n else torch.zeros_like(ends[:1]), ends)
+    inverse = places if inverse_dtype is torch.int32 else torch.empty(n, dtype=inverse_dtype, device=keys.device)
+    _compact[blocks(n, 1024)](keys, firsts, ends, distinct, inverse, n, BLOCK=1024)
+    return Distinct(distinct, inverse, ends[-1:] if n else torch.zeros_like(ends[:1]), ends)
 
 
 def unique_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,5 +66,5 @@ def unique_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     ids = ids.contiguous()
     if not ids.numel():
         return ids, torch.empty_like(ids)
-    found = dedup(ids)
-    return found.keys[: int(found.count)], found.inverse.long()
+    found = dedup(ids, inverse_dtype=torch.int64)
+    return found.keys[: int(found.count)], found.inverse

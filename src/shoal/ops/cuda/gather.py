@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,40 @@ from shoal.ops.cuda import launch
 from shoal.ops.cuda.launch import ELEMENTS, part_of, pointer, steps, tiles, upload
 
 _BLOCK = 1024
+
+
+@triton.jit
+def _fused_rows(
+    fused, size, tile_starts, offsets_at, wide, rows_at, lengths, dims, flag, scale, tables,
+    BACK: tl.constexpr, ELEMENT: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_fused_gather` for tables of similar width: an offset is read once per row."""
+    tile = tl.program_id(0).to(tl.int64)
+    table = part_of(tile, tile_starts, tables, STEPS)
+    dim = tl.load(dims + table)
+    row = (tile - tl.load(tile_starts + table)) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < tl.load(lengths + table)
+    address = tl.load(offsets_at + table)
+    if tl.load(wide + table) != 0:
+        offset = tl.load(pointer(address, tl.int64) + row, mask=inside, other=0)
+    else:
+        offset = tl.load(pointer(address, tl.int32) + row, mask=inside, other=0).to(tl.int64)
+    bad = inside & ((offset < 0) | (offset + dim > size))
+    tl.atomic_max(flag + row * 0, (tables - table) * 4294967296 + 2147483647 - row, mask=bad)
+    inside = inside & (bad == 0)
+    rows = pointer(tl.load(rows_at + table), ELEMENT)
+    begin = dim * 0
+    while begin < dim:
+        c = begin + tl.arange(0, COLUMNS)
+        both = inside[:, None] & (c < dim)[None, :]
+        there = fused + offset[:, None] + c[None, :]
+        mine = rows + row[:, None] * dim + c[None, :]
+        if BACK:
+            value = (tl.load(mine, mask=both, other=0) * scale).to(ELEMENT)
+            tl.atomic_add(there, value, mask=both, sem="relaxed")
+        else:
+            tl.store(mine, tl.load(there, mask=both, other=0), mask=both)
+        begin += COLUMNS
 
 
 @triton.jit
@@ -48,8 +84,15 @@ def _fused_gather(
 
 def _run(fused: Tensor, offsets: list[Tensor], rows: list[Tensor], dims: list[int], scale: float, back: bool) -> None:
     lengths, size = [o.shape[0] for o in offsets], fused.numel()
-    edges = tiles([n * d for n, d in zip(lengths, dims, strict=True)], _BLOCK)
-    tables = len(dims)
+    tables, floats = len(dims), sum(n * d for n, d in zip(lengths, dims, strict=True))
+    columns = min(128, triton.next_power_of_2(max(1, *dims, 1)))
+    # Lanes past a row's width idle: worth it while more than half of them work.
+    by_rows = 2 * floats > sum(n * -(-d // columns) for n, d in zip(lengths, dims, strict=True)) * columns
+    if by_rows:
+        block = max(4, 2048 // columns)
+        edges = tiles([n if d else 0 for n, d in zip(lengths, dims, strict=True)], block)
+    else:
+        edges = tiles([n * d for n, d in zip(lengths, dims, strict=True)], _BLOCK)
     if not edges[-1]:
         return
     flag = launch.new_flag(fused)
@@ -61,10 +104,12 @@ def _run(fused: Tensor, offsets: list[Tensor], rows: list[Tensor], dims: list[in
         fused,
     )  # fmt: skip
     edge, offsets_at, wide, rows_at, length, dim = numbers.split([tables + 1, *[tables] * 5])
-    _fused_gather[(edges[-1],)](
-        fused, size, edge, offsets_at, wide, rows_at, length, dim, flag, scale, tables,
-        BACK=back, ELEMENT=ELEMENTS[fused.dtype], STEPS=steps(tables), BLOCK=_BLOCK,
-    )  # fmt: skip
+    args = (fused, size, edge, offsets_at, wide, rows_at, length, dim, flag, scale, tables)
+    common: dict[str, Any] = {"BACK": back, "ELEMENT": ELEMENTS[fused.dtype], "STEPS": steps(tables)}
+    if by_rows:
+        _fused_rows[(edges[-1],)](*args, COLUMNS=columns, BLOCK=block, **common)
+    else:
+        _fused_gather[(edges[-1],)](*args, BLOCK=_BLOCK, **common)
 
     def message(at: int) -> str:
         table = tables - (at >> 32)

@@ -112,7 +112,7 @@ def insert(keys: Tensor, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
     parts = 1 if starts is None else starts.shape[0] - 1
     _insert[blocks(n, 128)](
         keys, slots, places, n, size - 1, keys if starts is None else starts, parts,
-        PARTS=parts > 1, STEPS=steps(parts), INLINE=not INTERPRETED, BLOCK=128, num_warps=4,
+        PARTS=parts > 1, STEPS=steps(parts), INLINE=not INTERPRETED, BLOCK=128, num_warps=1,
     )  # fmt: skip
     return slots, places
 
@@ -122,5 +122,5 @@ def find(keys: Tensor, wanted: Tensor, flag: Tensor) -> Tensor:
     slots, _ = insert(keys)
     n = wanted.numel()
     places = torch.empty(n, dtype=torch.int64, device=wanted.device)
-    _find[blocks(n, 128)](keys, slots, wanted, places, n, slots.shape[0] - 1, flag, BLOCK=128, num_warps=4)
+    _find[blocks(n, 128)](keys, slots, wanted, places, n, slots.shape[0] - 1, flag, BLOCK=128, num_warps=1)
     return places

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.ops.cuda import launch
 from shoal.ops.cuda.launch import ELEMENTS, pointer, upload
 from shoal.ops.layout.blocks import Request
-from shoal.ops.layout.op import _check_grads, _requests
+from shoal.ops.layout.op import _check_grads, _layout_cpu, _requests
 from shoal.ops.layout.plan import Plan, plan_of_key
 from shoal.ops.layout.reference import output_shape
 from shoal.proto.feature_configs import PoolingType
@@ -25,20 +25,26 @@ from shoal.proto.feature_configs import PoolingType
 _BLOCK = 256
 _FIELDS = 11  # of a task: those of `Task`, and the length of its sequence axis
 _FIRSTN = int(PoolingType.FIRSTN)
-_ERRORS = {
-    1: "a feature that is not shared has a row per sample, but nfl_offset gives one fewer",
-    2: "feature_offset rises and ends within fid_offset, but a row does not",
-    3: "fid_offset names a block past the last one",
-    4: "a fid reaches past its block",
-    5: "nfl_offset never falls and stays within feature_offset, but it does not",
-}
+
+
+@triton.jit
+def _check_offsets(nfl, nfl_length, rows, row_count, fid_count, flag, BLOCK: tl.constexpr):
+    """Raises the flag unless both vectors rise and stay within what they point into."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = tl.load(nfl + i, mask=i < nfl_length, other=0) & 0x7FFFFFFF
+    before = tl.load(nfl + i - 1, mask=(i < nfl_length) & (i > 0), other=0) & 0x7FFFFFFF
+    bad = (i < nfl_length) & ((here < before) | (here > row_count + 1))
+    here = tl.load(rows + i, mask=i < row_count, other=0)
+    before = tl.load(rows + i - 1, mask=(i < row_count) & (i > 0), other=0)
+    bad = bad | ((i < row_count) & ((here < before) | (here > fid_count)))
+    tl.store(flag + i * 0, 1, mask=bad)
 
 
 @triton.jit
 def _embedding_to_layout(
     tile_tasks, tile_starts, tasks, outputs, nfl, nfl_length, rows, row_count, fids, fid_count, batch, first_sample,
     block_at, block_sizes, block_strides, block_count, flag, scale,
-    BACK: tl.constexpr, ELEMENT: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    BACK: tl.constexpr, FLAT: tl.constexpr, ELEMENT: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     task = tasks + tl.load(tile_tasks + tile) * FIELDS
@@ -61,20 +67,19 @@ def _embedding_to_layout(
     after = tl.load(nfl + feature + 1, mask=more, other=0) & 0x7FFFFFFF
     have = tl.where(more, after, row_count) - first
     need = tl.where(shared != 0, 1, batch)
-    tl.atomic_max(flag, 5, mask=have < 0)
-    tl.atomic_max(flag, 1, mask=(have > 0) & (have < need))
+    tl.store(flag, 1, mask=(have != 0) & (have < need))
     present = inside & (have > 0) & (have >= need)
     row = first + tl.where(shared != 0, 0, sample)
     exists = present & (row < row_count)
     begin = tl.load(rows + row, mask=exists, other=0)
     end = tl.load(rows + row + 1, mask=exists & (row + 1 < row_count), other=fid_count)
     ordered = (begin >= 0) & (end >= begin) & (end <= fid_count)
-    tl.atomic_max(flag + f * 0, 2, mask=present & ((exists & ordered) == 0))
+    tl.store(flag + f * 0, 1, mask=present & ((exists & ordered) == 0))
     count = tl.where(exists & ordered, end - begin, 0)
     # which of them this lane pools
     low = tl.where(pooling == 3, t, 0)
     high = tl.where(pooling == 3, tl.minimum(tl.minimum(count, longest), t + 1), count)
-    share = tl.where(pooling == 1, count, 1).to(ELEMENT)
+    share = tl.where(pooling == 1, tl.maximum(count, 1), 1).to(ELEMENT)
     there = pointer(tl.load(outputs + output), ELEMENT)
     there += (first_sample + sample) * sample_stride + place + t * sequence_stride + column
     total = tl.zeros((BLOCK,), dtype=ELEMENT)
@@ -88,11 +93,13 @@ def _embedding_to_layout(
         fid = tl.load(fids + begin + k, mask=active, other=0)
         block = (fid >> 32) & 0xFFFFFFFF
         known = active & (block < block_count)
-        tl.atomic_max(flag + f * 0, 3, mask=active & (known == 0))
         block = tl.where(known, block, 0)
-        address = (fid & 0xFFFFFFFF) * tl.load(block_strides + block, mask=known, other=0) + start
+        stride = tl.load(block_strides + block, mask=known, other=0)
+        address = (fid & 0xFFFFFFFF) * stride + start
         fits = known & (address + width <= tl.load(block_sizes + block, mask=known, other=0))
-        tl.atomic_max(flag + f * 0, 4, mask=known & (fits == 0))
+        if not FLAT:
+            fits = fits & (start + width <= stride)
+        tl.store(flag + f * 0, 1, mask=active & (fits == 0))
         vector = pointer(tl.load(block_at + block, mask=known, other=0), ELEMENT) + address + column
         if BACK:
             tl.atomic_add(vector, total, mask=fits, sem="relaxed")
@@ -128,11 +135,18 @@ def _added(key: str) -> frozenset[int]:
     return frozenset(task.output for task in plan_of_key(key).tasks if task.adds)
 
 
+def _refuse(args: tuple[Any, ...]) -> None:
+    """Raises as the CPU does, which names the place."""
+    host = [e.detach().cpu() for e in args[0]], *(t.cpu() for t in args[1:4])
+    _layout_cpu(*host, *args[4:8], [t.cpu() for t in args[8]], [t.cpu() for t in args[9]])
+    raise launch.ConfigError("fused_embedding_to_layout: the offsets changed while they were used")
+
+
 def _run(
-    plan: Plan, requests: list[Request], sources: list[Tensor], outputs: list[Tensor], offsets: tuple[Tensor, ...],
+    plan: Plan, requests: list[Request], sources: list[Tensor], outputs: list[Tensor], args: tuple[Any, ...],
     scale: float, back: bool,
 ) -> None:  # fmt: skip
-    fids, rows, nfl = (t.contiguous() for t in offsets)
+    fids, rows, nfl = (t.contiguous() for t in args[1:4])
     if not outputs:
         return
     like, size = outputs[0], outputs[0].element_size()
@@ -141,8 +155,12 @@ def _run(
     for q in requests:
         if q.nfl[1] < len(plan.feature_names):
             raise launch.ConfigError(
-                f"fused_embedding_to_layout: nfl_offset has fewer than {len(plan.feature_names)} entries"
+                f"fused_embedding_to_layout: nfl_offset has an entry per feature, {len(plan.feature_names)}, "
+                f"got {q.nfl[1]}"
             )
+        _check_offsets[launch.blocks(max(q.nfl[1], q.rows[1]), 1024)](
+            nfl[q.nfl[0] :], q.nfl[1], rows[q.rows[0] :], q.rows[1], q.fids[1], flag, BLOCK=1024
+        )
         tasks, tile_tasks, tile_starts = _tiles(plan.key, q.batch, like.device)
         if not tile_tasks.shape[0]:
             continue
@@ -158,9 +176,10 @@ def _run(
         _embedding_to_layout[(tile_tasks.shape[0],)](
             tile_tasks, tile_starts, tasks, out_at, nfl[q.nfl[0] :], q.nfl[1], rows[q.rows[0] :], q.rows[1],
             fids[q.fids[0] :], q.fids[1], q.batch, q.first_row, block_at, sizes, strides, blocks, flag, scale,
-            BACK=back, ELEMENT=ELEMENTS[like.dtype], FIELDS=_FIELDS, BLOCK=_BLOCK, num_warps=4,
+            BACK=back, FLAT=args[7] > 2, ELEMENT=ELEMENTS[like.dtype], FIELDS=_FIELDS, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
-    launch.raise_if(flag, lambda kind: f"fused_embedding_to_layout: {_ERRORS[kind]}")
+    if launch.checks() and int(flag):
+        _refuse(args)
 
 
 def embedding_to_layout(*args: Any) -> list[Tensor]:
@@ -175,7 +194,7 @@ def embedding_to_layout(*args: Any) -> list[Tensor]:
         sizes = output_shape(shape, total)
         whole = sizes[0] == total and i not in added
         outputs.append(like.new_empty(sizes) if whole else like.new_zeros(sizes))
-    _run(plan, requests, embeddings, outputs, args[1:4], 1.0, False)
+    _run(plan, requests, embeddings, outputs, args, 1.0, False)
     return outputs
 
 
@@ -186,5 +205,5 @@ def embedding_to_layout_grad(grads: list[Tensor], scale: float, *args: Any) -> l
     if grads and grads[0].dtype is torch.float64:  # a kernel's own numbers are float32
         grads, scale = [g * scale for g in grads], 1.0
     outs = [torch.zeros_like(e, memory_format=torch.contiguous_format) for e in args[0]]
-    _run(plan, requests, outs, [g.contiguous() for g in grads], args[1:4], scale, True)
+    _run(plan, requests, outs, [g.contiguous() for g in grads], args, scale, True)
     return outs

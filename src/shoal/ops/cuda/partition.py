@@ -1,7 +1,8 @@
 """A stable partition: elements to parts, order kept, by counting in tiles.
 
-A tile counts its elements per part (each pair of them compared, which costs the same for any number of parts); one
-running sum over the counts, part by part, then says where each tile's elements of each part begin.
+A tile counts its elements per part; one running sum over the counts, part by part, then says where each tile's elements
+of each part begin. Up to 32 parts are counted by running sums of packed bytes, eight parts to a word; more of them by
+comparing each pair of elements, which costs the same for any number of parts.
 """
 
 from __future__ import annotations
@@ -15,12 +16,29 @@ from torch import Tensor
 
 from shoal.ops.cuda.launch import blocks
 
-TILE = 128
+TILE = 128  # a part's elements of a tile fit in a byte
+PACKED_PARTS = 32
 
 
 @triton.jit
-def rank_in_tile(part, counts, kept, tile, tiles, TILE: tl.constexpr):
-    """How many kept elements of the same part stand before each one; leaves the tile's counts in ``counts``."""
+def rank_in_tile(part, counts, kept, tile, tiles, parts, WORDS: tl.constexpr, TILE: tl.constexpr):
+    """How many kept elements of the same part stand before each one; leaves the tile's counts in ``counts``.
+
+    With 0 ``WORDS`` elements are compared by pairs, and ``counts`` must be zero before.
+    """
+    if WORDS > 0:
+        rank = part * 0
+        byte = ((part % 8) * 8).to(tl.int64)
+        for w in tl.static_range(WORDS):
+            mine = kept & (part // 8 == w)
+            one = tl.where(mine, (byte * 0 + 1) << byte, 0)
+            until = tl.cumsum(one, axis=0)
+            rank = tl.where(mine, ((until >> byte) & 255).to(tl.int32) - 1, rank)
+            eight = tl.arange(0, 8)
+            total = (tl.sum(one, axis=0) >> (eight * 8).to(tl.int64)) & 255
+            place = (w * 8 + eight).to(tl.int64) * tiles + tile
+            tl.store(counts + place, total.to(tl.int32), mask=w * 8 + eight < parts)
+        return rank
     lane = tl.arange(0, TILE)
     code = tl.where(kept, part, -1)
     same = (code[:, None] == code[None, :]) & kept[:, None]
@@ -31,7 +49,7 @@ def rank_in_tile(part, counts, kept, tile, tiles, TILE: tl.constexpr):
 
 
 @triton.jit
-def _count(parts_of, ranks, counts, flag, n, parts, tiles, TILE: tl.constexpr):
+def _count(parts_of, ranks, counts, flag, n, parts, tiles, WORDS: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
     o = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = o < n
@@ -39,8 +57,30 @@ def _count(parts_of, ranks, counts, flag, n, parts, tiles, TILE: tl.constexpr):
     bad = inside & ((part < 0) | (part >= parts))
     tl.atomic_max(flag + o * 0, n - o, mask=bad)
     kept = inside & (bad == 0)
-    rank = rank_in_tile(part.to(tl.int32), counts, kept, tile, tiles, TILE)
+    rank = rank_in_tile(part.to(tl.int32), counts, kept, tile, tiles, parts, WORDS, TILE)
     tl.store(ranks + o, rank, mask=kept)
+
+
+@triton.jit
+def _sizes(ends, flag, sizes, parts, tiles, BLOCK: tl.constexpr):
+    """Elements per part, and the flag after them."""
+    part = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = part < parts
+    before = tl.load(ends + part * tiles - 1, mask=real & (part > 0), other=0)
+    size = tl.load(ends + (part + 1) * tiles - 1, mask=real, other=0) - before
+    tl.store(sizes + part, size.to(tl.int64), mask=real)
+    tl.store(sizes + part, tl.load(flag + part * 0), mask=part == parts)
+
+
+def words_of(parts: int) -> int:
+    """How many packed words count the parts of a tile; 0: by pairs."""
+    return -(-parts // 8) if parts <= PACKED_PARTS else 0
+
+
+def new_counts(parts: int, tiles: int, like: Tensor) -> Tensor:
+    """int32 ``[parts * tiles]``, zero where `rank_in_tile` needs it."""
+    make = torch.empty if words_of(parts) else torch.zeros
+    return make(parts * tiles, dtype=torch.int32, device=like.device)
 
 
 class Partition(NamedTuple):
@@ -52,8 +92,10 @@ class Partition(NamedTuple):
     """int32 ``[parts, tiles]``."""
     ends: Tensor
     """int32 ``[parts * tiles]``: the running sum of the counts."""
-    sizes: Tensor
-    """int64 ``[parts + 1]`` on the host: elements per part, and the flag of a bad part number."""
+    sizes: list[int]
+    """Elements per part."""
+    bad: int
+    """``n - i`` where element ``i`` is the first with a bad part number, 0 for none."""
 
 
 def partition(parts_of: Tensor, parts: int) -> Partition:
@@ -61,13 +103,16 @@ def partition(parts_of: Tensor, parts: int) -> Partition:
     n = parts_of.shape[0]
     tiles = max(1, -(-n // TILE))
     ranks = torch.empty(n, dtype=torch.int32, device=parts_of.device)
-    counts = torch.zeros(parts * tiles, dtype=torch.int32, device=parts_of.device)
+    counts, words = new_counts(parts, tiles, parts_of), words_of(parts)
     flag = torch.zeros(1, dtype=torch.int64, device=parts_of.device)
-    _count[blocks(n, TILE)](parts_of, ranks, counts, flag, n, parts, tiles, TILE=TILE, num_warps=4)
+    _count[blocks(n, TILE)](
+        parts_of, ranks, counts, flag, n, parts, tiles, WORDS=words, TILE=TILE, num_warps=1 if words else 4
+    )
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    last = ends[tiles - 1 :: tiles].long()
-    sizes = torch.cat([last[:1], last.diff(), flag]).cpu()
-    return Partition(ranks, counts, ends, sizes)
+    sizes = torch.empty(parts + 1, dtype=torch.int64, device=parts_of.device)
+    _sizes[blocks(parts + 1, 64)](ends, flag, sizes, parts, tiles, BLOCK=64)
+    *sizes, bad = sizes.tolist()
+    return Partition(ranks, counts, ends, sizes, bad)
 
 
 @triton.jit

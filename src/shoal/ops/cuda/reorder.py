@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ops.cuda.hashing import insert
 from shoal.ops.cuda.launch import blocks, part_of, steps, tiles, upload
-from shoal.ops.cuda.partition import TILE, rank_in_tile
+from shoal.ops.cuda.partition import TILE, new_counts, rank_in_tile, words_of
 from shoal.ops.reorder.op import empty_shards
 
 _FLOATS = 2**31 - 1
@@ -35,7 +35,8 @@ def _tile(tile, n, starts, tile_starts, tables, TABLES: tl.constexpr, STEPS: tl.
 @triton.jit
 def _rank(
     keys, shard_ids, slots, places, firsts, codes, counts, flag, n, shards, empty, starts, tile_starts, tables,
-    tile_count, GIVEN: tl.constexpr, TABLES: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+    tile_count, GIVEN: tl.constexpr, WORDS: tl.constexpr, TABLES: tl.constexpr, STEPS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """The first occurrence of each element, and its rank in the tile among those of its shard (``GIVEN``: backwards)."""
     tile = tl.program_id(0).to(tl.int64)
@@ -57,7 +58,7 @@ def _rank(
         shard = key % (shards - empty)
         shard = tl.where(shard < 0, shard + (shards - empty), shard) + empty
     shard = shard.to(tl.int32)
-    rank = rank_in_tile(shard, counts, kept, tile, tile_count, TILE)
+    rank = rank_in_tile(shard, counts, kept, tile, tile_count, shards, WORDS, TILE)
     tl.store(codes + o, tl.where(kept, shard * TILE + rank, -1), mask=inside)
 
 
@@ -90,103 +91,112 @@ def _place(
 
 
 @triton.jit
-def _spread(firsts, offsets, n, BLOCK: tl.constexpr):
-    """Later occurrences take the offset of the first."""
-    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = o < n
-    first = tl.load(firsts + o, mask=inside, other=0)
-    later = inside & (first != o)
-    tl.store(offsets + o, tl.load(offsets + first, mask=later, other=0), mask=later)
-
-
-@triton.jit
-def _sizes(ends, slot_sizes, shard_sizes, tile_starts, tables, tile_count, TABLES: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements per (shard, table) and per shard."""
-    shard = tl.program_id(0).to(tl.int64)
-    start = tl.load(ends + shard * tile_count - 1, mask=shard > 0, other=0)
-    stop = tl.load(ends + (shard + 1) * tile_count - 1)
-    tl.store(shard_sizes + shard, stop - start)
+def _spread(
+    firsts, offsets, ends, shard_sizes, slot_sizes, tile_starts, n, shards, tables, tile_count, SPREAD: tl.constexpr,
+    TABLES: tl.constexpr, SHARDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Later occurrences take the offset of the first; and the elements per shard, and per (shard, table)."""
+    if SPREAD:
+        o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = o < n
+        first = tl.load(firsts + o, mask=inside, other=0)
+        later = inside & (first != o)
+        tl.store(offsets + o, tl.load(offsets + first, mask=later, other=0), mask=later)
+    list_ = tl.program_id(0) * SHARDS + tl.arange(0, SHARDS)
+    real = list_ < shards * tables
+    shard = (list_ // tables).to(tl.int64) * tile_count
+    first_tile, last_tile = shard, shard + tile_count
     if TABLES:
-        begin = tables * 0
-        while begin < tables:
-            m = begin + tl.arange(0, BLOCK)
-            inside = m < tables
-            first = tl.load(tile_starts + m, mask=inside, other=0) + shard * tile_count
-            last = tl.load(tile_starts + m + 1, mask=inside, other=0) + shard * tile_count
-            low = tl.load(ends + first - 1, mask=inside & (first > 0), other=0)
-            high = tl.load(ends + last - 1, mask=inside & (last > 0), other=0)
-            tl.store(slot_sizes + shard * tables + m, high - low, mask=inside)
-            begin += BLOCK
+        table = list_ % tables
+        first_tile = shard + tl.load(tile_starts + table, mask=real, other=0)
+        last_tile = shard + tl.load(tile_starts + table + 1, mask=real, other=0)
+    low = tl.load(ends + first_tile - 1, mask=real & (first_tile > 0), other=0)
+    high = tl.load(ends + last_tile - 1, mask=real & (last_tile > 0), other=0)
+    tl.store(slot_sizes + list_, high - low, mask=real)
+    mine = list_ < shards
+    stop = list_.to(tl.int64) * tile_count
+    low = tl.load(ends + stop - 1, mask=mine & (list_ > 0), other=0)
+    high = tl.load(ends + stop + tile_count - 1, mask=mine, other=0)
+    tl.store(shard_sizes + list_, high - low, mask=mine)
 
 
 def reorder_by_indices(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> tuple[Tensor, Tensor]:
     keys, shard_ids = keys.contiguous(), shard_ids.contiguous()
-    n, device = keys.shape[0], keys.device
+    n, device, words = keys.shape[0], keys.device, words_of(num_of_shards)
     count = max(1, -(-n // TILE))
     slots, places = insert(keys)
     firsts, codes = torch.empty_like(places), torch.empty_like(places)
-    counts = torch.zeros(num_of_shards * count, dtype=torch.int32, device=device)
+    counts = new_counts(num_of_shards, count, keys)
     flag = torch.zeros(1, dtype=torch.int64, device=device)
     common: dict[str, Any] = {"GIVEN": True, "TABLES": False, "STEPS": 0, "TILE": TILE}
     _rank[(count,)](
-        keys, shard_ids, slots, places, firsts, codes, counts, flag, n, num_of_shards, 0, keys, keys, 1, count, **common
-    )
+        keys, shard_ids, slots, places, firsts, codes, counts, flag, n, num_of_shards, 0, keys, keys, 1, count,
+        WORDS=words, num_warps=1 if words else 4, **common,
+    )  # fmt: skip
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    order, sizes = torch.empty_like(keys), torch.empty(num_of_shards, dtype=torch.int32, device=device)
+    order, sizes = torch.empty_like(keys), torch.empty((2, num_of_shards), dtype=torch.int32, device=device)
     _place[(count,)](
-        keys, codes, counts, ends, ends, keys, order, codes, n, 0, keys, keys, 1, count, MIXED=False, **common
-    )
-    _sizes[(num_of_shards,)](ends, sizes, sizes, keys, 1, count, TABLES=False, BLOCK=32)
+        keys, codes, counts, ends, ends, keys, order, codes, n, 0, keys, keys, 1, count, MIXED=False, num_warps=1,
+        **common,
+    )  # fmt: skip
+    _spread[blocks(num_of_shards, 256)](
+        firsts, codes, ends, sizes[0], sizes[1], keys, n, num_of_shards, 1, count, SPREAD=False, TABLES=False,
+        SHARDS=256, BLOCK=256,
+    )  # fmt: skip
     kept, bad = torch.cat([ends[-1:], flag]).tolist()
     if bad:
         raise ConfigError(
             f"reorder_by_indices: a shard id must lie in [0, {num_of_shards}), got {int(shard_ids[n - bad])}"
         )
-    return order[:kept], sizes
+    return order[:kept], sizes[0]
 
 
 def fused_reorder_by_indices(
     inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     empty = empty_shards(num_of_shards, None if wish < 0 else bool(wish))
-    lengths, tables = [ids.shape[0] for ids in inputs], len(inputs)
+    lengths, tables, shards = [ids.shape[0] for ids in inputs], len(inputs), num_of_shards
     keys = inputs[0].contiguous() if tables == 1 else torch.cat(inputs)
-    n, device = keys.shape[0], keys.device
+    n, device, words = keys.shape[0], keys.device, words_of(shards)
     edges = tiles(lengths, TILE)
     count = max(1, edges[-1])
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    numbers = upload([*starts, *edges, *dim_sizes, *lengths], keys)
-    start, edge, dims, given = numbers.split([tables + 1, tables + 1, tables, tables])
+    if tables == 1:
+        start = edge = dims = keys
+        given = torch.full((1,), n, dtype=torch.int32, device=device)
+    else:
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        numbers = upload([*starts, *edges, *dim_sizes, *lengths], keys)
+        start, edge, dims, given = numbers.split([tables + 1, tables + 1, tables, tables])
+        given = given.int()
     slots, places = insert(keys, start if tables > 1 else None)
     firsts, codes = torch.empty_like(places), torch.empty_like(places)
-    counts = torch.zeros(num_of_shards * count, dtype=torch.int32, device=device)
+    counts = new_counts(shards, count, keys)
     common: dict[str, Any] = {"GIVEN": False, "TABLES": tables > 1, "STEPS": steps(tables), "TILE": TILE}
     _rank[(count,)](
-        keys, keys, slots, places, firsts, codes, counts, numbers, n, num_of_shards, empty, start, edge, tables, count,
-        **common,
+        keys, keys, slots, places, firsts, codes, counts, keys, n, shards, empty, start, edge, tables, count,
+        WORDS=words, num_warps=1 if words else 4, **common,
     )  # fmt: skip
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     mixed = any(dim != dim_sizes[0] for dim in dim_sizes)
     floats = ends
     if mixed:
         widths = dims.repeat_interleave(edge.diff(), output_size=edges[-1]) if edges[-1] else dims[:1]
-        floats = torch.cumsum(counts.view(num_of_shards, count) * widths, 1)
-        floats = (floats + (floats[:, -1:].cumsum(0) - floats[:, -1:])).view(-1)
+        floats = torch.cumsum((counts.view(shards, count) * widths).view(-1), 0)
     output, offsets = torch.empty_like(keys), torch.empty_like(places)
     _place[(count,)](
         keys, codes, counts, ends, floats, dims, output, offsets, n, dim_sizes[0], start, edge, tables, count,
-        MIXED=mixed, **common,
+        MIXED=mixed, num_warps=1, **common,
     )  # fmt: skip
-    _spread[blocks(n, 1024)](firsts, offsets, n, BLOCK=1024)
-    shard_sizes = torch.empty(num_of_shards, dtype=torch.int32, device=device)
-    slot_sizes = shard_sizes if tables == 1 else torch.empty(num_of_shards * tables, dtype=torch.int32, device=device)
-    _sizes[(num_of_shards,)](ends, slot_sizes, shard_sizes, edge, tables, count, TABLES=tables > 1, BLOCK=32)
-    if tables == 1:
-        slot_sizes = shard_sizes.clone()
+    shard_sizes = torch.empty(shards, dtype=torch.int32, device=device)
+    slot_sizes = torch.empty(shards * tables, dtype=torch.int32, device=device)
+    _spread[(max(blocks(n, 1024)[0], blocks(shards * tables, 1024)[0]),)](
+        firsts, offsets, ends, shard_sizes, slot_sizes, edge, n, shards, tables, count, SPREAD=True, TABLES=tables > 1,
+        SHARDS=1024, BLOCK=1024,
+    )  # fmt: skip
     if sum(length * dim for length, dim in zip(lengths, dim_sizes, strict=True)) > _FLOATS:
         total = int(floats[-1]) if mixed else int(ends[-1]) * dim_sizes[0]
         if total > _FLOATS:
             raise ConfigError("fused_reorder_by_indices: the embeddings are more than 2^31 - 1 floats wide in all")
-    return output[: int(ends[-1])], shard_sizes, slot_sizes, given.int(), offsets
+    return output[: int(ends[-1])], shard_sizes, slot_sizes, given, offsets

@@ -74,11 +74,10 @@ def _row_splits(
 
 def _parts(indices: Tensor, parts: int) -> tuple[Partition, list[int]]:
     made = partition(indices, parts)
-    *sizes, flag = made.sizes.tolist()
-    if flag:
-        bad = int(indices[indices.shape[0] - flag])
+    if made.bad:
+        bad = int(indices[indices.shape[0] - made.bad])
         raise ConfigError(f"split_by_indices: an index must lie in [0, {parts}), got {bad}")
-    return made, sizes
+    return made, made.sizes
 
 
 def _copy(indices: Tensor, made: Partition, parts: list[Tensor], rows: Tensor, back: bool) -> None:
@@ -132,6 +131,7 @@ def ragged_split_by_indices(
         )
     group = min(64, triton.next_power_of_2(num_splits))
     _row_splits[(rows + 1, -(-num_splits // group))](
-        indices, made.counts, made.ends, row_splits, splits_at, n, tiles, num_splits, TILE=TILE, PARTS=group
+        indices, made.counts, made.ends, row_splits, splits_at, n, tiles, num_splits, TILE=TILE, PARTS=group,
+        num_warps=1 if group <= 16 else 4,
     )
     return out_values, out_pos, out_splits
