@@ -15,7 +15,9 @@ import shoal
 from shoal.ops._op import Op
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SLOW_INTERPRETED = ("thread_count", "2-threads", "5-threads", "large", "compile", "export", "opcheck", "heavy")  # in a test's name: too slow there
+SLOW_INTERPRETED = ("thread_count", "2-threads", "5-threads", "large_", "compile", "export", "opcheck", "heavy_c", "gradcheck_of_random")  # in a test's name: too slow there
+
+HOST_ONLY = ("test_docs", "test_feature_configs", "test_sharding")  # of what runs on the CPU whatever the device
 
 if INTERPRETED or torch.cuda.is_available():
     settings.register_profile("device", parent=settings.get_profile("shoal"), max_examples=12)
@@ -30,7 +32,7 @@ if INTERPRETED:
 
     def _interpreted_fill(fill, buffer, disjoint):
         fill_op._check_fill(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.dims)
-        fill_with_offset_map(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.offsets, buffer, fill.dims)
+        fill_with_offset_map(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.offsets, buffer, fill.dims, disjoint)
 
     fill_op._fill_native = _interpreted_fill
 
@@ -39,7 +41,7 @@ def pytest_generate_tests(metafunc):
     """Every test of this folder runs on each device; `device` is made by an autouse fixture below."""
     if "device" in metafunc.fixturenames:
         devices = ["cpu"]
-        if torch.cuda.is_available() and not INTERPRETED:
+        if torch.cuda.is_available() and not INTERPRETED and metafunc.module.__name__.rpartition(".")[2] not in HOST_ONLY:
             devices.append(pytest.param("cuda", marks=pytest.mark.gpu))
         metafunc.parametrize("device", devices, indirect=True)
 

@@ -42,7 +42,11 @@ class SingleRank:
 
 
 class ProcessGroup:
-    """A torch process group (the default one unless given): gloo or NCCL, as it was started."""
+    """A torch process group (the default one unless given): gloo or NCCL, as it was started.
+
+    Tensors may be on any device: what the group cannot send from where it lies is copied to where it can (NCCL takes the
+    current GPU's memory, gloo the host's), and what came is copied to the device of what was sent.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
@@ -50,22 +54,33 @@ class ProcessGroup:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        backends = str(dist.get_backend_config(group))
+        self._gpu = "nccl" in backends
+        self._host = "gloo" in backends or "mpi" in backends
+
+    def _wire(self, device: torch.device) -> torch.device:
+        """Where tensors of a device are sent from."""
+        if device.type == "cuda":
+            return device if self._gpu else torch.device("cpu")
+        return device if self._host or not self._gpu else torch.device("cuda", torch.cuda.current_device())
 
     def all_to_all(self, flat: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None = None) -> Tensor:
         if recv_splits is None:
-            lengths = torch.empty(self.world_size, dtype=torch.int64)
-            dist.all_to_all_single(lengths, torch.tensor(send_splits, dtype=torch.int64), group=self.group)
-            recv_splits = lengths.tolist()
+            recv_splits = self._exchange(torch.tensor(send_splits, dtype=torch.int64, device="cpu"))
         total = sum(recv_splits)
-        out = empty_flat(total) if flat.dtype == torch.float32 and flat.is_cpu else flat.new_empty(total)
-        dist.all_to_all_single(out, flat, list(recv_splits), list(send_splits), group=self.group)
-        return out
+        sent = flat.to(self._wire(flat.device))
+        out = empty_flat(total) if sent.dtype == torch.float32 and sent.is_cpu else sent.new_empty(total)
+        dist.all_to_all_single(out, sent, list(recv_splits), list(send_splits), group=self.group)
+        return out.to(flat.device)
 
-    def gather_totals(self, value: int) -> list[int]:
-        mine = torch.full((self.world_size,), value, dtype=torch.int64)
+    def _exchange(self, mine: Tensor) -> list[int]:
+        mine = mine.to(self._wire(mine.device))
         out = torch.empty_like(mine)
         dist.all_to_all_single(out, mine, group=self.group)
         return out.tolist()
+
+    def gather_totals(self, value: int) -> list[int]:
+        return self._exchange(torch.full((self.world_size,), value, dtype=torch.int64, device="cpu"))
 
 
 def default_backend(group: Any = None) -> AllToAll:

@@ -15,6 +15,7 @@ from shoal.sharded.fan_out import fan_out
 from shoal.sharded.gpu_embedding import AllToAllLists
 from shoal.sharded.layout_config import PREFIX, ParserCtx, as_features, get_default_parser_ctx, params_of, shard_batch
 from shoal.sharded.list_parts import local_apply, local_lookup, remote_apply, remote_lookup
+from shoal.sharded.placement import home
 from shoal.sharded.prefetch_queue import AsyncFunctionMgr, Hook, enqueue_dicts_with_queue_return
 from shoal.table.arguments import as_ids, as_int, as_time
 from shoal.table.entry import infer_dim_size
@@ -70,6 +71,7 @@ class PartitionedHashTable:
         else:
             self._tables = [table_factory(i, subs) for i in range(self._shards)]
             self._fan = fan_out(self._tables)
+        self._home = home(self._tables[0])
         if is_exporting_distributed():
             from shoal.sharded.export import export_parts
 
@@ -257,7 +259,7 @@ class PartitionedHashTable:
             nfl_offset, feature_offset, fid_offset, bundle[PREFIX + "batch_size"], shapes, None, grads,
             self._ctx.parser_type, self._configs, self._shards, layout_tensors_grad_scale=grad_scale, **more,
         )  # fmt: skip
-        flat = [f.cpu() for f in flat]
+        flat = [f.to(self._home) for f in flat]
         if self._exchange is not None:
             self._exchange.apply(flat[0], bundle, step, seconds)
             return self

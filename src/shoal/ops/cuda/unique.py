@@ -86,10 +86,12 @@ def _own(
 
 @triton.jit
 def _pairs(
-    offset_splits, offsets, owner, pos_splits, dims, bases, value, buffer, flag, n, keys, rows, floats, size,
-    MODE: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    offset_splits, offsets, owner, pos_splits, dims, bases, value, buffer, winners, n, keys, rows, floats, size,
+    MODE: tl.constexpr, ORDERED: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Per offset of an owned key: check it (0), copy its vector there (1), or add what is there to its vector (2)."""
+    """Per offset of an owned key: check it (0), copy its vector there (1), add what is there to its vector (2), or say
+    who comes last (3) at each place of the buffer, which alone writes it if ``ORDERED``. (0: ``winners`` is a flag.)
+    """
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = j < n
     key = part_of(j, offset_splits, keys, KEYS)
@@ -104,7 +106,7 @@ def _pairs(
     offset = tl.load(offsets + j, mask=inside, other=0)
     good = (offset >= 0) & (offset + width <= size) & (start + width <= floats)
     if MODE == 0:
-        tl.atomic_max(flag + j * 0, n - j, mask=inside & (good == 0))
+        tl.atomic_max(winners + j * 0, n - j, mask=inside & (good == 0))
     else:
         inside = inside & good
         last = tl.max(tl.where(inside, width, 0), axis=0)
@@ -114,7 +116,13 @@ def _pairs(
             both = inside[:, None] & (c[None, :] < width[:, None])
             mine = value + start[:, None] + c[None, :]
             there = buffer + offset[:, None] + c[None, :]
-            if MODE == 1:
+            turn = (element * 4294967296 + j)[:, None]
+            winner = winners + offset[:, None] + c[None, :]
+            if MODE == 3:
+                tl.atomic_max(winner, turn + c[None, :] * 0, mask=both, sem="relaxed")
+            elif MODE == 1:
+                if ORDERED:
+                    both = both & (tl.load(winner, mask=both, other=-1) == turn)
                 tl.store(there, tl.load(mine, mask=both, other=0), mask=both)
             else:
                 tl.atomic_add(mine, tl.load(there, mask=both, other=0), mask=both, sem="relaxed")
@@ -194,17 +202,21 @@ class _Map:
         self._run(0, self.offsets, self.offsets, flag)
         launch.raise_if(flag, lambda at: f"{op}: an offset + width lies outside the buffer of {size} floats")
 
-    def _run(self, mode: int, value: Tensor, buffer: Tensor, flag: Tensor) -> None:
+    def _run(self, mode: int, value: Tensor, buffer: Tensor, winners: Tensor, ordered: bool = False) -> None:
         n = self.offsets.shape[0]
         if n and self.keys and self.pos.shape[0]:
             _pairs[blocks(n, 64)](
                 self.offset_splits, self.offsets, self.owner, self.pos_splits, self.dims, self.bases, value, buffer,
-                flag, n, self.keys, self.rows, self.floats, self.size, MODE=mode, KEYS=steps(self.keys),
+                winners, n, self.keys, self.rows, self.floats, self.size, MODE=mode, ORDERED=ordered, KEYS=steps(self.keys),
                 STEPS=steps(self.rows), COLUMNS=16, BLOCK=64,
             )  # fmt: skip
 
-    def fill(self, value: Tensor, buffer: Tensor) -> None:
-        self._run(1, value.detach().contiguous(), buffer, self.owner)
+    def fill(self, value: Tensor, buffer: Tensor, disjoint: bool) -> None:
+        value, winners = value.detach().contiguous(), self.owner
+        if not disjoint:  # the last writer wins, in the order of pos
+            winners = torch.full((buffer.shape[0],), -1, dtype=torch.int64, device=buffer.device)
+            self._run(3, value, buffer, winners)
+        self._run(1, value, buffer, winners, not disjoint)
 
     def sum(self, grad: Tensor) -> Tensor:
         grad, out = grad.contiguous(), grad.new_zeros(self.floats)
@@ -220,11 +232,11 @@ class _Map:
 
 def fill_with_offset_map(
     pos: Tensor, pos_splits: Tensor, value: Tensor, offset_splits: Tensor, offsets: Tensor, buffer: Tensor,
-    dims: Sequence[int],
+    dims: Sequence[int], disjoint: bool = False,
 ) -> None:  # fmt: skip
-    """Writes ``buffer`` in place, or raises before anything is written."""
+    """Writes ``buffer`` in place, or raises before anything is written. ``disjoint``: no two offsets overlap."""
     args = (pos, pos_splits, offset_splits, offsets)
-    _Map("fill_with_offset_map", *args, dims, buffer.shape[0], value.shape[0]).fill(value, buffer)
+    _Map("fill_with_offset_map", *args, dims, buffer.shape[0], value.shape[0]).fill(value, buffer, disjoint)
 
 
 def fill_with_offset_map_gradient(

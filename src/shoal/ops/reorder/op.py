@@ -52,7 +52,7 @@ def reorder_by_indices(input: Any, shard_ids: Any, num_of_shards: int) -> tuple[
         raise ConfigError(f"{op}: a 2-D input has at least one column, got shape {list(input.shape)}")
     keys = _keys(input if input.dim() == 1 else input[:, 0])
     order, sizes = _reorder(keys, _inputs.vector(shard_ids, op, "shard_ids"), int(num_of_shards))
-    return input.index_select(0, order), sizes
+    return input.to(order.device).index_select(0, order), sizes
 
 
 def _keys(column: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def fill_with_offset_map(
     if buffer.is_cpu:
         _fill_native(fill, buffer, offsets is value_buffer._offsets)
     else:
-        _fill_device(fill, buffer)
+        _fill_device(fill, buffer, offsets is value_buffer._offsets)
     if value.requires_grad:
         value_buffer._fills.append(fill)
     return value_buffer
@@ -151,7 +151,7 @@ def _fill_native(fill: Fill, buffer: Tensor, disjoint: bool) -> None:
     )  # fmt: skip
 
 
-def _fill_device(fill: Fill, buffer: Tensor) -> None:
+def _fill_device(fill: Fill, buffer: Tensor, disjoint: bool) -> None:
     """In place, by the op's kernel for the buffer's device; what is on the CPU follows it there."""
     fill = Fill(*(t.to(buffer.device) if isinstance(t, Tensor) else t for t in fill))
     if not buffer.is_cuda or _fill_all.kernel is _fill_all.reference:
@@ -161,7 +161,7 @@ def _fill_device(fill: Fill, buffer: Tensor) -> None:
 
     assert fill.value is not None
     _check_fill(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.dims)
-    fill_cuda(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.offsets, buffer, fill.dims)
+    fill_cuda(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.offsets, buffer, fill.dims, disjoint)
 
 
 def _reference_fill(fill: Fill, buffer: Tensor) -> Tensor:
