@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.hashing import insert
-from shoal.ops.cuda.launch import blocks
+from shoal.ops.cuda.hashing import give_slots, insert
+from shoal.ops.cuda.launch import Kernel, aligned, blocks, pointer
+
+_BLOCK = 1024
+_SCANNED = 8192  # blocks whose counts one program adds up
 
 
 class Distinct(NamedTuple):
@@ -22,43 +25,83 @@ class Distinct(NamedTuple):
     """``[n]``: each key's number among the distinct ones, int32 or as asked for."""
     count: Tensor
     """int32 ``[1]``."""
-    ends: Tensor
-    """int32 ``[n]``: how many distinct keys have occurred up to and including each position."""
+    ranks: Tensor
+    """int32 ``[n]``: how many distinct keys a block of 1024 has up to and including each position."""
+    bases: Tensor
+    """int32 ``[blocks + 1]``: how many distinct keys stand before each block."""
 
 
-@triton.jit
-def _mark(slots, places, firsts, marks, n, BLOCK: tl.constexpr):
+@Kernel
+def _mark(slots, places, firsts, ranks, counts, n, BLOCK: tl.constexpr):
+    """The first occurrence of each key, and the running count of such in the block."""
+    slots, places, firsts = pointer(slots, tl.int32), pointer(places, tl.int32), pointer(firsts, tl.int32)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = o < n
     place = tl.load(places + o, mask=inside, other=0)
-    first = tl.load(slots + place, mask=inside, other=0)
+    first = tl.load(slots + place, mask=inside, other=-1)
     tl.store(firsts + o, first, mask=inside)
-    tl.store(marks + o, (first == o).to(tl.int8), mask=inside)
+    mark = (inside & (first == o)).to(tl.int32)
+    tl.store(pointer(ranks, tl.int32) + o, tl.cumsum(mark, axis=0), mask=inside)
+    tl.store(pointer(counts, tl.int32) + tl.program_id(0), tl.sum(mark, axis=0))
 
 
-@triton.jit
-def _compact(keys, firsts, ends, distinct, inverse, n, BLOCK: tl.constexpr):
+@Kernel
+def _scan(counts, bases, n, BLOCK: tl.constexpr):
+    """The running sum of the counts, from 0, and the total after them."""
+    i = tl.arange(0, BLOCK)
+    count = tl.load(pointer(counts, tl.int32) + i, mask=i < n, other=0)
+    end = tl.cumsum(count, axis=0)
+    tl.store(pointer(bases, tl.int32) + i, end - count, mask=i <= n)
+
+
+@Kernel
+def _compact(
+    keys, firsts, ranks, bases, slots, places, distinct, inverse, n, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Distinct keys to their places, every key's number, and the slots free again."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = o < n
-    first = tl.load(firsts + o, mask=inside, other=0)
-    number = tl.load(ends + first, mask=inside, other=1) - 1
-    tl.store(inverse + o, number, mask=inside)
+    first = tl.load(pointer(firsts, tl.int32) + o, mask=inside, other=0)
+    number = tl.load(pointer(ranks, tl.int32) + first, mask=inside, other=0) - 1
+    number += tl.load(pointer(bases, tl.int32) + first // BLOCK, mask=inside, other=0)
+    if WIDE:
+        tl.store(pointer(inverse, tl.int64) + o, number.to(tl.int64), mask=inside)
+    else:
+        tl.store(pointer(inverse, tl.int32) + o, number, mask=inside)
     mine = inside & (first == o)
-    tl.store(distinct + number, tl.load(keys + o, mask=mine, other=0), mask=mine)
+    tl.store(
+        pointer(distinct, tl.int64) + number, tl.load(pointer(keys, tl.int64) + o, mask=mine, other=0), mask=mine
+    )
+    place = tl.load(pointer(places, tl.int32) + o, mask=mine, other=0)
+    tl.store(pointer(slots, tl.int32) + place, o * 0 - 1, mask=mine)
 
 
 def dedup(keys: Tensor, starts: Tensor | None = None, inverse_dtype: torch.dtype = torch.int32) -> Distinct:
     """The distinct keys of ``keys`` (int64 ``[n]``, contiguous), per part if ``starts`` ``[parts + 1]`` cuts them."""
     n = keys.shape[0]
-    slots, places = insert(keys, starts)
-    firsts = torch.empty_like(places)
-    marks = torch.empty(n, dtype=torch.int8, device=keys.device)
-    _mark[blocks(n, 1024)](slots, places, firsts, marks, n, BLOCK=1024)
-    ends = torch.cumsum(marks, 0, dtype=torch.int32)
+    count = blocks(n, _BLOCK)[0]
+    room = aligned(n)
+    work = torch.empty(3 * room + 2 * aligned(count + 1), dtype=torch.int32, device=keys.device)
+    places = work.data_ptr()
+    firsts, ranks = places + 4 * room, places + 8 * room
+    counts = places + 12 * room
+    bases = counts + 4 * aligned(count + 1)
+    slots = insert(keys, places, starts)
+    _mark(count, slots.data_ptr(), places, firsts, ranks, counts, n, BLOCK=_BLOCK)
+    bases_tensor = work[3 * room + aligned(count + 1) :][: count + 1]
+    if count < _SCANNED:
+        _scan(1, counts, bases, count, BLOCK=triton.next_power_of_2(count + 1))
+    else:
+        bases_tensor[0] = 0
+        torch.cumsum(work[3 * room :][:count], 0, dtype=torch.int32, out=bases_tensor[1:])
     distinct = torch.empty_like(keys)
-    inverse = places if inverse_dtype is torch.int32 else torch.empty(n, dtype=inverse_dtype, device=keys.device)
-    _compact[blocks(n, 1024)](keys, firsts, ends, distinct, inverse, n, BLOCK=1024)
-    return Distinct(distinct, inverse, ends[-1:] if n else torch.zeros_like(ends[:1]), ends)
+    inverse = torch.empty(n, dtype=inverse_dtype, device=keys.device)
+    _compact(
+        count, keys.data_ptr(), firsts, ranks, bases, slots.data_ptr(), places, distinct.data_ptr(), inverse.data_ptr(), n,
+        WIDE=inverse_dtype is torch.int64, BLOCK=_BLOCK,
+    )  # fmt: skip
+    give_slots(slots)
+    return Distinct(distinct, inverse, bases_tensor[count:], work[2 * room : 2 * room + n], bases_tensor)
 
 
 def unique_ids(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -10,17 +11,20 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.ops.cuda import launch
-from shoal.ops.cuda.launch import ELEMENTS, part_of, pointer, steps, tiles, upload
+from shoal.ops.cuda.launch import ELEMENTS, Kernel, part_of, pointer, steps, tiles, upload
 
 _BLOCK = 1024
 
 
-@triton.jit
+@Kernel
 def _fused_rows(
     fused, size, tile_starts, offsets_at, wide, rows_at, lengths, dims, flag, scale, tables,
     BACK: tl.constexpr, ELEMENT: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`_fused_gather` for tables of similar width: an offset is read once per row."""
+    fused, tile_starts, offsets_at = pointer(fused, ELEMENT), pointer(tile_starts, tl.int64), pointer(offsets_at, tl.int64)
+    wide, rows_at, lengths = pointer(wide, tl.int64), pointer(rows_at, tl.int64), pointer(lengths, tl.int64)
+    dims, flag, scale = pointer(dims, tl.int64), pointer(flag, tl.int64), tl.load(pointer(scale, tl.float64)).to(ELEMENT)
     tile = tl.program_id(0).to(tl.int64)
     table = part_of(tile, tile_starts, tables, STEPS)
     dim = tl.load(dims + table)
@@ -42,19 +46,22 @@ def _fused_rows(
         there = fused + offset[:, None] + c[None, :]
         mine = rows + row[:, None] * dim + c[None, :]
         if BACK:
-            value = (tl.load(mine, mask=both, other=0) * scale).to(ELEMENT)
+            value = tl.load(mine, mask=both, other=0) * scale
             tl.atomic_add(there, value, mask=both, sem="relaxed")
         else:
             tl.store(mine, tl.load(there, mask=both, other=0), mask=both)
         begin += COLUMNS
 
 
-@triton.jit
+@Kernel
 def _fused_gather(
     fused, size, tile_starts, offsets_at, wide, rows_at, lengths, dims, flag, scale, tables,
     BACK: tl.constexpr, ELEMENT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies each table's vectors out of the buffer, or adds them (``BACK``) into it."""
+    fused, tile_starts, offsets_at = pointer(fused, ELEMENT), pointer(tile_starts, tl.int64), pointer(offsets_at, tl.int64)
+    wide, rows_at, lengths = pointer(wide, tl.int64), pointer(rows_at, tl.int64), pointer(lengths, tl.int64)
+    dims, flag, scale = pointer(dims, tl.int64), pointer(flag, tl.int64), tl.load(pointer(scale, tl.float64)).to(ELEMENT)
     tile = tl.program_id(0).to(tl.int64)
     table = part_of(tile, tile_starts, tables, STEPS)
     dim = tl.load(dims + table)
@@ -76,10 +83,15 @@ def _fused_gather(
     inside = inside & (bad == 0)
     rows = pointer(tl.load(rows_at + table), ELEMENT)
     if BACK:
-        value = (tl.load(rows + f, mask=inside, other=0) * scale).to(ELEMENT)
+        value = tl.load(rows + f, mask=inside, other=0) * scale
         tl.atomic_add(fused + offset + column, value, mask=inside, sem="relaxed")
     else:
         tl.store(rows + f, tl.load(fused + offset + column, mask=inside, other=0), mask=inside)
+
+
+def _bits(value: float) -> int:
+    """A float64 as the int64 of the same bits."""
+    return struct.unpack("<q", struct.pack("<d", value))[0]
 
 
 def _run(fused: Tensor, offsets: list[Tensor], rows: list[Tensor], dims: list[int], scale: float, back: bool) -> None:
@@ -99,17 +111,18 @@ def _run(fused: Tensor, offsets: list[Tensor], rows: list[Tensor], dims: list[in
     numbers = upload(
         [
             *edges, *(o.data_ptr() for o in offsets), *(o.dtype is torch.int64 for o in offsets),
-            *(r.data_ptr() for r in rows), *lengths, *dims,
+            *(r.data_ptr() for r in rows), *lengths, *dims, _bits(scale),
         ],
         fused,
     )  # fmt: skip
-    edge, offsets_at, wide, rows_at, length, dim = numbers.split([tables + 1, *[tables] * 5])
-    args = (fused, size, edge, offsets_at, wide, rows_at, length, dim, flag, scale, tables)
+    at = numbers.data_ptr()
+    parts = [at, *(at + 8 * (tables + 1 + i * tables) for i in range(6))]
+    args = (fused.data_ptr(), size, *parts[:6], flag.data_ptr(), parts[6], tables)
     common: dict[str, Any] = {"BACK": back, "ELEMENT": ELEMENTS[fused.dtype], "STEPS": steps(tables)}
     if by_rows:
-        _fused_rows[(edges[-1],)](*args, COLUMNS=columns, BLOCK=block, **common)
+        _fused_rows(edges[-1], *args, **common, COLUMNS=columns, BLOCK=block)
     else:
-        _fused_gather[(edges[-1],)](*args, BLOCK=_BLOCK, **common)
+        _fused_gather(edges[-1], *args, **common, BLOCK=_BLOCK)
 
     def message(at: int) -> str:
         table = tables - (at >> 32)
@@ -135,8 +148,6 @@ def fused_gather_embeddings_by_input_gradient(
     if not grads:
         return torch.zeros(size)
     grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
-    if grads[0].dtype is torch.float64:  # a kernel's own numbers are float32
-        grads, scale = [g * scale for g in grads], 1.0
     out = grads[0].new_zeros(size)
     _run(out, offsets, grads, dims, scale, True)
     return out

@@ -5,12 +5,17 @@ probing; equal ones lower the position to the first of them. A slot never change
 probing. Elements of different parts (tables, rows) are never equal.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.launch import INTERPRETED, blocks, part_of, steps
+from shoal.ops.cuda.launch import INTERPRETED, Kernel, blocks, part_of, pointer, steps
+
+_KEPT_SLOTS = 1 << 24
+_kept: dict[tuple[int, int, int], Tensor] = {}
 
 
 @triton.jit
@@ -43,24 +48,27 @@ def _claim(slot, value, wanted, spare, INLINE: tl.constexpr):
     return tl.atomic_cas(tl.where(wanted, slot, spare), tl.where(wanted, free, free - 1), value, sem="relaxed")
 
 
-@triton.jit
+@Kernel
 def _insert(
     keys, slots, places, n, mask, starts, parts,
     PARTS: tl.constexpr, STEPS: tl.constexpr, INLINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    keys, slots, places = pointer(keys, tl.int64), pointer(slots, tl.int32), pointer(places, tl.int32)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     todo = o < n
     key = tl.load(keys + o, mask=todo, other=0)
     h = mix(key)
     begin = o * 0
-    end = o * 0 + n
+    end = o * 0 + n.to(tl.int32)
     if PARTS:
+        starts = pointer(starts, tl.int64)
         part = part_of(o.to(tl.int64), starts, parts, STEPS)
         begin = tl.load(starts + part, mask=todo, other=0).to(tl.int32)
         end = tl.load(starts + part + 1, mask=todo, other=0).to(tl.int32)
         h += part.to(tl.uint64) * 0x9E3779B97F4A7C15
         h ^= h >> 29
-    at = (h & mask.to(tl.uint64)).to(tl.int32)
+    mask = mask.to(tl.int32)
+    at = h.to(tl.int32) & mask
     while tl.max(todo.to(tl.int32), axis=0) > 0:
         found = tl.load(slots + at, mask=todo, other=0, volatile=True)
         free = todo & (found == -1)
@@ -76,13 +84,11 @@ def _insert(
 
 
 @triton.jit
-def _find(
-    keys, slots, wanted, places, n, mask, flag, BLOCK: tl.constexpr
-):  # fmt: skip
+def _find(keys, slots, wanted, places, n, mask, flag, BLOCK: tl.constexpr):
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     todo = o < n
     key = tl.load(wanted + o, mask=todo, other=0)
-    at = (mix(key) & mask.to(tl.uint64)).to(tl.int32)
+    at = mix(key).to(tl.int32) & mask
     while tl.max(todo.to(tl.int32), axis=0) > 0:
         found = tl.load(slots + at, mask=todo, other=-1)
         other = tl.load(keys + found, mask=todo & (found >= 0), other=0)
@@ -99,28 +105,49 @@ def capacity(n: int) -> int:
     return max(64, 1 << ((4 if n <= 1 << 21 else 2) * max(1, n) - 1).bit_length())
 
 
-def insert(keys: Tensor, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Hashes keys (fewer than 2^30); returns the slots and the slot of every key, int32.
+def take_slots(size: int, like: Tensor) -> Tensor:
+    """Free slots. Those that `give_slots` got are taken again, so that a batch need not clear them first."""
+    if like.is_cuda:
+        kept = _kept.pop(_slots_key(size, like), None)
+        if kept is not None:
+            return kept
+    return torch.full((size,), -1, dtype=torch.int32, device=like.device)
 
-    ``starts`` ``[parts + 1]`` cuts the keys into parts that have nothing in common. ``slots[places[i]]`` is then the
-    position of the first key that is equal to key ``i``.
+
+def give_slots(slots: Tensor) -> None:
+    """Keeps slots for the next batch on this stream; a kernel that was launched before frees each of them again."""
+    if slots.is_cuda and slots.shape[0] <= _KEPT_SLOTS and not torch.cuda.is_current_stream_capturing():
+        _kept[_slots_key(slots.shape[0], slots)] = slots
+
+
+def _slots_key(size: int, like: Tensor) -> tuple[int, int, int]:
+    device = like.get_device()
+    return size, device, torch._C._cuda_getCurrentRawStream(device)
+
+
+def insert(keys: Tensor, places: int, starts: Tensor | None = None) -> Tensor:
+    """Hashes contiguous keys (fewer than 2^29); the slot of every key goes to address ``places``, int32 ``[n]``.
+
+    ``starts`` ``[parts + 1]`` cuts the keys into parts that have nothing in common. In the slots that are returned, that
+    of key ``i`` then holds the position of the first key that is equal to it. A later kernel may free them all, and
+    then `give_slots`.
     """
     n = keys.shape[0]
-    size = capacity(n)
-    slots = torch.full((size,), -1, dtype=torch.int32, device=keys.device)
-    places = torch.empty(n, dtype=torch.int32, device=keys.device)
+    slots = take_slots(capacity(n), keys)
     parts = 1 if starts is None else starts.shape[0] - 1
-    _insert[blocks(n, 128)](
-        keys, slots, places, n, size - 1, keys if starts is None else starts, parts,
-        PARTS=parts > 1, STEPS=steps(parts), INLINE=not INTERPRETED, BLOCK=128, num_warps=1,
+    _insert(
+        blocks(n, 128)[0], keys.data_ptr(), slots.data_ptr(), places, n, slots.shape[0] - 1,
+        0 if starts is None else starts.data_ptr(), parts, warps=4,
+        PARTS=parts > 1, STEPS=steps(parts), INLINE=not INTERPRETED, BLOCK=128,
     )  # fmt: skip
-    return slots, places
+    return slots
 
 
 def find(keys: Tensor, wanted: Tensor, flag: Tensor) -> Tensor:
     """Where each wanted key first occurs in ``keys``, int64, -1 for none, which raises the flag to ``n - i``."""
-    slots, _ = insert(keys)
+    scratch = torch.empty(keys.shape[0], dtype=torch.int32, device=keys.device)
+    slots = insert(keys, scratch.data_ptr())
     n = wanted.numel()
     places = torch.empty(n, dtype=torch.int64, device=wanted.device)
-    _find[blocks(n, 128)](keys, slots, wanted, places, n, slots.shape[0] - 1, flag, BLOCK=128, num_warps=1)
+    _find[blocks(n, 128)](keys, slots, wanted, places, n, slots.shape[0] - 1, flag, BLOCK=128)
     return places

@@ -178,7 +178,7 @@ def _run(
             fids[q.fids[0] :], q.fids[1], q.batch, q.first_row, block_at, sizes, strides, blocks, flag, scale,
             BACK=back, FLAT=args[7] > 2, ELEMENT=ELEMENTS[like.dtype], FIELDS=_FIELDS, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
-    if launch.checks() and int(flag):
+    if launch.read_flag(flag):
         _refuse(args)
 
 

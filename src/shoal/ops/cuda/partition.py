@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.launch import blocks
+from shoal.ops.cuda.launch import Kernel, blocks, new_flag, pointer
 
 TILE = 128  # a part's elements of a tile fit in a byte
 PACKED_PARTS = 32
@@ -48,8 +48,10 @@ def rank_in_tile(part, counts, kept, tile, tiles, parts, WORDS: tl.constexpr, TI
     return before
 
 
-@triton.jit
+@Kernel
 def _count(parts_of, ranks, counts, flag, n, parts, tiles, WORDS: tl.constexpr, TILE: tl.constexpr):
+    parts_of, ranks = pointer(parts_of, tl.int64), pointer(ranks, tl.int32)
+    counts, flag = pointer(counts, tl.int32), pointer(flag, tl.int64)
     tile = tl.program_id(0)
     o = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = o < n
@@ -61,15 +63,18 @@ def _count(parts_of, ranks, counts, flag, n, parts, tiles, WORDS: tl.constexpr, 
     tl.store(ranks + o, rank, mask=kept)
 
 
-@triton.jit
+@Kernel
 def _sizes(ends, flag, sizes, parts, tiles, BLOCK: tl.constexpr):
-    """Elements per part, and the flag after them."""
+    """Elements per part, and the flag after them, which is cleared."""
+    ends, flag, sizes = pointer(ends, tl.int32), pointer(flag, tl.int64), pointer(sizes, tl.int64)
     part = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = part < parts
     before = tl.load(ends + part * tiles - 1, mask=real & (part > 0), other=0)
     size = tl.load(ends + (part + 1) * tiles - 1, mask=real, other=0) - before
     tl.store(sizes + part, size.to(tl.int64), mask=real)
-    tl.store(sizes + part, tl.load(flag + part * 0), mask=part == parts)
+    last = part == parts
+    tl.store(sizes + part, tl.load(flag + part * 0, mask=last, other=0), mask=last)
+    tl.store(flag + part * 0, part * 0, mask=last)
 
 
 def words_of(parts: int) -> int:
@@ -104,13 +109,16 @@ def partition(parts_of: Tensor, parts: int) -> Partition:
     tiles = max(1, -(-n // TILE))
     ranks = torch.empty(n, dtype=torch.int32, device=parts_of.device)
     counts, words = new_counts(parts, tiles, parts_of), words_of(parts)
-    flag = torch.zeros(1, dtype=torch.int64, device=parts_of.device)
-    _count[blocks(n, TILE)](
-        parts_of, ranks, counts, flag, n, parts, tiles, WORDS=words, TILE=TILE, num_warps=1 if words else 4
-    )
+    flag = new_flag(parts_of)
+    _count(
+        blocks(n, TILE)[0], parts_of.data_ptr(), ranks.data_ptr(), counts.data_ptr(), flag.data_ptr(), n, parts, tiles,
+        warps=1 if words else 4, WORDS=words, TILE=TILE,
+    )  # fmt: skip
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     sizes = torch.empty(parts + 1, dtype=torch.int64, device=parts_of.device)
-    _sizes[blocks(parts + 1, 64)](ends, flag, sizes, parts, tiles, BLOCK=64)
+    _sizes(
+        blocks(parts + 1, 64)[0], ends.data_ptr(), flag.data_ptr(), sizes.data_ptr(), parts, tiles, warps=1, BLOCK=64
+    )
     *sizes, bad = sizes.tolist()
     return Partition(ranks, counts, ends, sizes, bad)
 

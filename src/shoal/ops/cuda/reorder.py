@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.ops.cuda.hashing import insert
-from shoal.ops.cuda.launch import blocks, part_of, steps, tiles, upload
-from shoal.ops.cuda.partition import TILE, new_counts, rank_in_tile, words_of
+from shoal.ops.cuda.hashing import give_slots, insert
+from shoal.ops.cuda.launch import Kernel, aligned, blocks, part_of, pointer, steps, tiles, upload
+from shoal.ops.cuda.partition import TILE, rank_in_tile, words_of
 from shoal.ops.reorder.op import empty_shards
 
 _FLOATS = 2**31 - 1
@@ -32,13 +32,16 @@ def _tile(tile, n, starts, tile_starts, tables, TABLES: tl.constexpr, STEPS: tl.
     return o, o < n, table
 
 
-@triton.jit
+@Kernel
 def _rank(
     keys, shard_ids, slots, places, firsts, codes, counts, flag, n, shards, empty, starts, tile_starts, tables,
-    tile_count, GIVEN: tl.constexpr, WORDS: tl.constexpr, TABLES: tl.constexpr, STEPS: tl.constexpr,
-    TILE: tl.constexpr,
+    tile_count, GIVEN: tl.constexpr, WORDS: tl.constexpr, TABLES: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The first occurrence of each element, and its rank in the tile among those of its shard (``GIVEN``: backwards)."""
+    keys, shard_ids = pointer(keys, tl.int64), pointer(shard_ids, tl.int64)
+    slots, places, firsts = pointer(slots, tl.int32), pointer(places, tl.int32), pointer(firsts, tl.int32)
+    codes, counts, flag = pointer(codes, tl.int32), pointer(counts, tl.int32), pointer(flag, tl.int64)
+    starts, tile_starts = pointer(starts, tl.int64), pointer(tile_starts, tl.int64)
     tile = tl.program_id(0).to(tl.int64)
     o, inside, _ = _tile(tile, n, starts, tile_starts, tables, TABLES, STEPS, TILE)
     if GIVEN:
@@ -62,12 +65,16 @@ def _rank(
     tl.store(codes + o, tl.where(kept, shard * TILE + rank, -1), mask=inside)
 
 
-@triton.jit
+@Kernel
 def _place(
     keys, codes, counts, ends, float_ends, dims, output, offsets, n, dim, starts, tile_starts, tables, tile_count,
-    GIVEN: tl.constexpr, TABLES: tl.constexpr, MIXED: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+    GIVEN: tl.constexpr, MIXED: tl.constexpr, TABLES: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Each first occurrence to its place; ``GIVEN``: its position, else its key, and the offset of its vector."""
+    keys, codes, counts = pointer(keys, tl.int64), pointer(codes, tl.int32), pointer(counts, tl.int32)
+    ends, dims, output = pointer(ends, tl.int32), pointer(dims, tl.int64), pointer(output, tl.int64)
+    float_ends, offsets = pointer(float_ends, tl.int64), pointer(offsets, tl.int32)
+    starts, tile_starts = pointer(starts, tl.int64), pointer(tile_starts, tl.int64)
     tile = tl.program_id(0).to(tl.int64)
     o, inside, table = _tile(tile, n, starts, tile_starts, tables, TABLES, STEPS, TILE)
     if GIVEN:
@@ -90,18 +97,25 @@ def _place(
         tl.store(offsets + o, offset.to(tl.int32), mask=kept)
 
 
-@triton.jit
+@Kernel
 def _spread(
-    firsts, offsets, ends, shard_sizes, slot_sizes, tile_starts, n, shards, tables, tile_count, SPREAD: tl.constexpr,
-    TABLES: tl.constexpr, SHARDS: tl.constexpr, BLOCK: tl.constexpr,
+    slots, places, firsts, offsets, ends, shard_sizes, slot_sizes, given, tile_starts, n, shards, tables, tile_count,
+    SPREAD: tl.constexpr, TABLES: tl.constexpr, SHARDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Later occurrences take the offset of the first; and the elements per shard, and per (shard, table)."""
+    """Later occurrences take the offset of the first; slots are free again; elements per shard, and per shard and table."""
+    slots, places, firsts = pointer(slots, tl.int32), pointer(places, tl.int32), pointer(firsts, tl.int32)
+    ends, offsets, tile_starts = pointer(ends, tl.int32), pointer(offsets, tl.int32), pointer(tile_starts, tl.int64)
+    shard_sizes, slot_sizes = pointer(shard_sizes, tl.int32), pointer(slot_sizes, tl.int32)
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < n
+    first = tl.load(firsts + o, mask=inside, other=0)
     if SPREAD:
-        o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = o < n
-        first = tl.load(firsts + o, mask=inside, other=0)
         later = inside & (first != o)
         tl.store(offsets + o, tl.load(offsets + first, mask=later, other=0), mask=later)
+        if not TABLES:
+            tl.store(pointer(given, tl.int32) + o, n.to(tl.int32), mask=o == 0)
+    mine = inside & (first == o)
+    tl.store(slots + tl.load(places + o, mask=mine, other=0), o * 0 - 1, mask=mine)
     list_ = tl.program_id(0) * SHARDS + tl.arange(0, SHARDS)
     real = list_ < shards * tables
     shard = (list_ // tables).to(tl.int64) * tile_count
@@ -120,29 +134,44 @@ def _spread(
     tl.store(shard_sizes + list_, high - low, mask=mine)
 
 
+class _Work:
+    """Room for the passes over ``n`` keys, in one tensor: addresses of int32 vectors."""
+
+    def __init__(self, n: int, cells: int, like: Tensor) -> None:
+        room = aligned(n)
+        self.tensor = torch.empty(3 * room + aligned(cells) + 64, dtype=torch.int32, device=like.device)
+        self.places = self.tensor.data_ptr()
+        self.firsts, self.codes = self.places + 4 * room, self.places + 8 * room
+        self.counts_tensor = self.tensor[3 * room : 3 * room + cells]
+        self.counts = self.places + 12 * room
+
+
 def reorder_by_indices(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> tuple[Tensor, Tensor]:
     keys, shard_ids = keys.contiguous(), shard_ids.contiguous()
-    n, device, words = keys.shape[0], keys.device, words_of(num_of_shards)
+    n, words = keys.shape[0], words_of(num_of_shards)
     count = max(1, -(-n // TILE))
-    slots, places = insert(keys)
-    firsts, codes = torch.empty_like(places), torch.empty_like(places)
-    counts = new_counts(num_of_shards, count, keys)
-    flag = torch.zeros(1, dtype=torch.int64, device=device)
-    common: dict[str, Any] = {"GIVEN": True, "TABLES": False, "STEPS": 0, "TILE": TILE}
-    _rank[(count,)](
-        keys, shard_ids, slots, places, firsts, codes, counts, flag, n, num_of_shards, 0, keys, keys, 1, count,
-        WORDS=words, num_warps=1 if words else 4, **common,
+    work = _Work(n, num_of_shards * count, keys)
+    slots = insert(keys, work.places)
+    if not words:
+        work.counts_tensor.zero_()
+    flag = torch.zeros(1, dtype=torch.int64, device=keys.device)
+    common: dict[str, Any] = {"TABLES": False, "STEPS": 0, "TILE": TILE}
+    _rank(
+        count, keys.data_ptr(), shard_ids.data_ptr(), slots.data_ptr(), work.places, work.firsts, work.codes, work.counts,
+        flag.data_ptr(), n, num_of_shards, 0, 0, 0, 1, count, warps=1 if words else 4, GIVEN=True, WORDS=words, **common,
     )  # fmt: skip
-    ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    order, sizes = torch.empty_like(keys), torch.empty((2, num_of_shards), dtype=torch.int32, device=device)
-    _place[(count,)](
-        keys, codes, counts, ends, ends, keys, order, codes, n, 0, keys, keys, 1, count, MIXED=False, num_warps=1,
-        **common,
+    ends = torch.cumsum(work.counts_tensor, 0, dtype=torch.int32)
+    order, sizes = torch.empty_like(keys), torch.empty((2, num_of_shards), dtype=torch.int32, device=keys.device)
+    _place(
+        count, keys.data_ptr(), work.codes, work.counts, ends.data_ptr(), ends.data_ptr(), 0, order.data_ptr(), 0, n, 0, 0,
+        0, 1, count, warps=1, GIVEN=True, MIXED=False, **common,
     )  # fmt: skip
-    _spread[blocks(num_of_shards, 256)](
-        firsts, codes, ends, sizes[0], sizes[1], keys, n, num_of_shards, 1, count, SPREAD=False, TABLES=False,
-        SHARDS=256, BLOCK=256,
+    _spread(
+        max(blocks(n, 1024)[0], blocks(num_of_shards, 1024)[0]), slots.data_ptr(), work.places, work.firsts, 0,
+        ends.data_ptr(), sizes.data_ptr(), sizes.data_ptr() + 4 * num_of_shards, 0, 0, n, num_of_shards, 1, count,
+        SPREAD=False, TABLES=False, SHARDS=1024, BLOCK=1024,
     )  # fmt: skip
+    give_slots(slots)
     kept, bad = torch.cat([ends[-1:], flag]).tolist()
     if bad:
         raise ConfigError(
@@ -160,9 +189,9 @@ def fused_reorder_by_indices(
     n, device, words = keys.shape[0], keys.device, words_of(shards)
     edges = tiles(lengths, TILE)
     count = max(1, edges[-1])
+    start = edge = dims = None
     if tables == 1:
-        start = edge = dims = keys
-        given = torch.full((1,), n, dtype=torch.int32, device=device)
+        given = torch.empty(1, dtype=torch.int32, device=device)
     else:
         starts = [0]
         for length in lengths:
@@ -170,31 +199,37 @@ def fused_reorder_by_indices(
         numbers = upload([*starts, *edges, *dim_sizes, *lengths], keys)
         start, edge, dims, given = numbers.split([tables + 1, tables + 1, tables, tables])
         given = given.int()
-    slots, places = insert(keys, start if tables > 1 else None)
-    firsts, codes = torch.empty_like(places), torch.empty_like(places)
-    counts = new_counts(shards, count, keys)
-    common: dict[str, Any] = {"GIVEN": False, "TABLES": tables > 1, "STEPS": steps(tables), "TILE": TILE}
-    _rank[(count,)](
-        keys, keys, slots, places, firsts, codes, counts, keys, n, shards, empty, start, edge, tables, count,
-        WORDS=words, num_warps=1 if words else 4, **common,
+    start_at, edge_at, dims_at = (0 if t is None else t.data_ptr() for t in (start, edge, dims))
+    work = _Work(n, shards * count, keys)
+    slots = insert(keys, work.places, start)
+    if not words:
+        work.counts_tensor.zero_()
+    common: dict[str, Any] = {"TABLES": tables > 1, "STEPS": steps(tables), "TILE": TILE}
+    _rank(
+        count, keys.data_ptr(), 0, slots.data_ptr(), work.places, work.firsts, work.codes, work.counts, 0, n, shards, empty,
+        start_at, edge_at, tables, count, warps=1 if words else 4, GIVEN=False, WORDS=words, **common,
     )  # fmt: skip
-    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    ends = torch.cumsum(work.counts_tensor, 0, dtype=torch.int32)
     mixed = any(dim != dim_sizes[0] for dim in dim_sizes)
     floats = ends
     if mixed:
+        assert dims is not None
+        assert edge is not None
         widths = dims.repeat_interleave(edge.diff(), output_size=edges[-1]) if edges[-1] else dims[:1]
-        floats = torch.cumsum((counts.view(shards, count) * widths).view(-1), 0)
-    output, offsets = torch.empty_like(keys), torch.empty_like(places)
-    _place[(count,)](
-        keys, codes, counts, ends, floats, dims, output, offsets, n, dim_sizes[0], start, edge, tables, count,
-        MIXED=mixed, num_warps=1, **common,
+        floats = torch.cumsum((work.counts_tensor.view(shards, count) * widths).view(-1), 0)
+    output, offsets = torch.empty_like(keys), torch.empty(n, dtype=torch.int32, device=device)
+    _place(
+        count, keys.data_ptr(), work.codes, work.counts, ends.data_ptr(), floats.data_ptr(), dims_at, output.data_ptr(),
+        offsets.data_ptr(), n, dim_sizes[0], start_at, edge_at, tables, count, warps=1, GIVEN=False, MIXED=mixed, **common,
     )  # fmt: skip
     shard_sizes = torch.empty(shards, dtype=torch.int32, device=device)
     slot_sizes = torch.empty(shards * tables, dtype=torch.int32, device=device)
-    _spread[(max(blocks(n, 1024)[0], blocks(shards * tables, 1024)[0]),)](
-        firsts, offsets, ends, shard_sizes, slot_sizes, edge, n, shards, tables, count, SPREAD=True, TABLES=tables > 1,
-        SHARDS=1024, BLOCK=1024,
+    _spread(
+        max(blocks(n, 1024)[0], blocks(shards * tables, 1024)[0]), slots.data_ptr(), work.places, work.firsts,
+        offsets.data_ptr(), ends.data_ptr(), shard_sizes.data_ptr(), slot_sizes.data_ptr(), given.data_ptr(), edge_at, n,
+        shards, tables, count, SPREAD=True, TABLES=tables > 1, SHARDS=1024, BLOCK=1024,
     )  # fmt: skip
+    give_slots(slots)
     if sum(length * dim for length, dim in zip(lengths, dim_sizes, strict=True)) > _FLOATS:
         total = int(floats[-1]) if mixed else int(ends[-1]) * dim_sizes[0]
         if total > _FLOATS:

@@ -10,16 +10,18 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ops._inputs import check_same
 from shoal.ops.cuda import launch
-from shoal.ops.cuda.launch import WORDS, as_words, blocks, pointer, upload
+from shoal.ops.cuda.launch import WORDS, Kernel, as_words, blocks, pointer, upload
 from shoal.ops.cuda.partition import TILE, Partition, partition, place_in_part
 
 
-@triton.jit
+@Kernel
 def _move(
     indices, ranks, counts, ends, addresses, rows, n, tiles,
     words: tl.constexpr, BACK: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies rows to their parts, or back from them."""
+    indices, ranks, counts = pointer(indices, tl.int64), pointer(ranks, tl.int32), pointer(counts, tl.int32)
+    ends, addresses, rows = pointer(ends, tl.int32), pointer(addresses, tl.int64), pointer(rows, ELEMENT)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = o < n
     part = tl.load(indices + o, mask=inside, other=0)
@@ -87,10 +89,11 @@ def _copy(indices: Tensor, made: Partition, parts: list[Tensor], rows: Tensor, b
         return
     columns = min(64, triton.next_power_of_2(width))
     block = max(16, min(128, 4096 // columns))
-    _move[blocks(n, block)](
-        indices, made.ranks, made.counts, made.ends, upload([p.data_ptr() for p in parts], rows), words, n,
-        made.ends.shape[0] // len(parts), words=width, BACK=back, ELEMENT=WORDS[words.dtype], TILE=TILE, COLUMNS=columns,
-        BLOCK=block,
+    addresses = upload([p.data_ptr() for p in parts], rows)
+    _move(
+        blocks(n, block)[0], indices.data_ptr(), made.ranks.data_ptr(), made.counts.data_ptr(), made.ends.data_ptr(),
+        addresses.data_ptr(), words.data_ptr(), n, made.ends.shape[0] // len(parts), words=width, BACK=back,
+        ELEMENT=WORDS[words.dtype], TILE=TILE, COLUMNS=columns, BLOCK=block,
     )  # fmt: skip
 
 

@@ -16,12 +16,14 @@ from shoal.ops.cuda.launch import blocks, part_of, steps, upload
 
 
 @triton.jit
-def _row_bounds(row_splits, ends, id_splits, rows, BLOCK: tl.constexpr):
+def _row_bounds(row_splits, ranks, bases, id_splits, rows, BLOCK: tl.constexpr):
     """How many distinct keys stand before each row."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = r <= rows
     at = tl.load(row_splits + r, mask=inside, other=0)
-    tl.store(id_splits + r, tl.load(ends + at - 1, mask=inside & (at > 0), other=0).to(tl.int64), mask=inside)
+    some = inside & (at > 0)
+    before = tl.load(ranks + at - 1, mask=some, other=0) + tl.load(bases + (at - 1) // 1024, mask=some, other=0)
+    tl.store(id_splits + r, before.to(tl.int64), mask=inside)
 
 
 @triton.jit
@@ -47,7 +49,7 @@ def unique_key_with_value_and_offset(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     values, row_splits = values.contiguous(), row_splits.contiguous()
     n, rows = values.shape[0], len(dims)
-    flag = launch.new_flag(values)
+    flag = torch.zeros(1, dtype=torch.int64, device=values.device)
     launch.check_row_splits(row_splits, n, flag)
     widths = upload(dims, values)
     floats = widths * row_splits.diff()
@@ -61,7 +63,7 @@ def unique_key_with_value_and_offset(
     if not n:
         return values.new_empty(0), id_splits, values.new_zeros(1), values.new_empty(0), buffer
     found = dedup(values, row_splits if rows > 1 else None)
-    _row_bounds[blocks(rows + 1, 256)](row_splits, found.ends, id_splits, rows, BLOCK=256)
+    _row_bounds[blocks(rows + 1, 256)](row_splits, found.ranks, found.bases, id_splits, rows, BLOCK=256)
     numbers, order = torch.sort(found.inverse, stable=True)
     count = int(found.count)
     offset_splits, offsets = values.new_empty(count + 1), values.new_empty(n)
@@ -174,7 +176,7 @@ class _Map:
         self.offset_splits, self.offsets = offset_splits.contiguous(), offsets.contiguous()
         self.keys, self.rows, self.size = offset_splits.shape[0] - 1, len(dims), size
         n = pos.shape[0]
-        flags = [launch.new_flag(pos) for _ in range(3)]
+        flags = list(torch.zeros((3, 1), dtype=torch.int64, device=pos.device))
         launch.check_row_splits(self.pos_splits, n, flags[0])
         launch.check_row_splits(self.offset_splits, offsets.shape[0], flags[1])
         self.dims = upload(dims, pos)
