@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_ops                    # everything
     python -m benchmarks.gpu_ops -k layout --json out.json
 
-1,048,576 ids or rows unless said otherwise. Inputs rotate among eight sets, more than the cache holds; times are medians
-by device events around one call, whatever it waits for included. ``roof`` is the share of the bandwidth of a large
+1,048,576 ids or rows unless said otherwise. Inputs rotate among eight sets, more than the cache holds; times are
+medians by device events around one call, whatever it waits for included. ``roof`` is the share of the bandwidth of a large
 copy, counting only the bytes that the op must read and write: each input once, each output once.
 """
 
@@ -19,10 +19,12 @@ from torch import Tensor
 from benchmarks.harness import Report, median, parser
 from benchmarks.ops import layout_case
 from shoal import Ragged, ops
+from shoal.gather.codec import unpack12, unpack12_reference
 from shoal.ops.layout import reference as layout_reference
 from shoal.ops.layout.op import _arguments, _requests
 from shoal.ops.layout.plan import plan_of
 from shoal.ops.reorder import reference as reorder_reference
+from shoal.train.compression import topk_indices, topk_indices_reference
 
 N = 1 << 20
 SETS = 8
@@ -187,7 +189,11 @@ def reductions(bench: Bench) -> None:
     dim, bags = 64, N // 8
     rows = sets(lambda: torch.randn(N, dim, device=DEVICE))
     index = torch.arange(N, device=DEVICE) // 8
-    for name, f in (("reduce_sum", ops.reduce_sum), ("reduce_mean", ops.reduce_mean), ("reduce_sqrtn", ops.reduce_sqrtn)):
+    for name, f in (
+        ("reduce_sum", ops.reduce_sum),
+        ("reduce_mean", ops.reduce_mean),
+        ("reduce_sqrtn", ops.reduce_sqrtn),
+    ):
         bench.add(
             f"{name}, dim 64, bags of 8 (rival: index_add)", lambda i, f=f: f(index[:, None], rows(i), [bags]),
             lambda i: rows(i).new_zeros(bags, dim).index_add_(0, index, rows(i)), bytes_=N * (8 + 4.5 * dim),
@@ -228,7 +234,9 @@ def unique(bench: Bench) -> None:
     dims = [16] * 8
     bench.add("unique_key_with_value_and_offset, 8 rows", lambda i: ops.unique_key_with_value_and_offset(key(i), dims))
     made = [ops.unique_key_with_value_and_offset(key(i), dims) for i in range(SETS)]
-    pos = [Ragged.trusted(torch.arange(u.unique_key.values.shape[0], device=DEVICE), u.unique_key.row_splits) for u in made]
+    pos = [
+        Ragged.trusted(torch.arange(u.unique_key.values.shape[0], device=DEVICE), u.unique_key.row_splits) for u in made
+    ]
     values = [torch.randn(p.values.shape[0] * 16, device=DEVICE) for p in pos]
     bench.add(
         "fill_with_offset_map, dim 16",
@@ -246,7 +254,7 @@ def unique(bench: Bench) -> None:
 
 
 def layout(bench: Bench) -> None:
-    for name, features, shards, sliding in (("forward", 199, 5, False), ("backward", 29, 3, True)):
+    for features, shards, sliding in ((199, 5, False), (29, 3, True)):
         config, sharded, embeddings, ps = layout_case(features, shards, sliding)
         embeddings = [e.detach().to(DEVICE).requires_grad_(sliding) for e in embeddings]
         offsets = [t.to(DEVICE) for t in (sharded.fid_offset, sharded.feature_offset, sharded.nfl_offset)]
@@ -269,10 +277,10 @@ def layout(bench: Bench) -> None:
         grads = [torch.randn_like(o) for o in ours(0)]
         theirs = composed(0)
 
-        def backward(i: int, e: Any = embeddings, o: Any = offsets, c: Any = config, p: int = ps, g: Any = grads) -> Any:
-            return ops.fused_embedding_to_layout_grad(
-                o[2], o[1], o[0], 256, e, None, g, "example_batch", c, p
-            )
+        def backward(
+            i: int, e: Any = embeddings, o: Any = offsets, c: Any = config, p: int = ps, g: Any = grads
+        ) -> Any:
+            return ops.fused_embedding_to_layout_grad(o[2], o[1], o[0], 256, e, None, g, "example_batch", c, p)
 
         def autograd(i: int, e: Any = embeddings, t: Any = theirs, g: Any = grads) -> Any:
             return torch.autograd.grad(t, e, g, retain_graph=True)
@@ -294,7 +302,31 @@ def aligned(bench: Bench) -> None:
     )  # fmt: skip
 
 
-BENCHMARKS = {f.__name__: f for f in (dedup, reorder, split, lookup, gather, reductions, unique, layout, aligned)}
+def codec(bench: Bench) -> None:
+    from shoal.ops.cuda import codec as cuda_codec
+
+    count = 8 * N
+    packed = sets(lambda: torch.randint(0, 256, (count // 2 * 3,), dtype=torch.uint8, device=DEVICE))
+    bench.add(
+        "unpack12, 8 M indices", lambda i: unpack12(packed(i), (count,)), lambda i: unpack12_reference(packed(i)),
+        count=count, unit="G/s", bytes_=count * 9.5,
+    )  # fmt: skip
+    table = torch.randn(256, device=DEVICE)
+    bench.add(
+        "dequantize, 8 M values", lambda i: cuda_codec.dequantize(packed(i)[:count], table, torch.float32),
+        lambda i: table[packed(i)[:count].long()], count=count, unit="G/s", bytes_=count * 5,
+    )  # fmt: skip
+    gradient = sets(lambda: torch.randn(4 * N, device=DEVICE))
+    for k in (4 * N // 100, 4 * N // 10):
+        bench.add(
+            f"top-{k * 100 // (4 * N)} % of 4 M values", lambda i, k=k: topk_indices(gradient(i), k),
+            lambda i, k=k: topk_indices_reference(gradient(i), k), count=4 * N, unit="G/s", bytes_=16 * N,
+        )  # fmt: skip
+
+
+BENCHMARKS = {
+    f.__name__: f for f in (dedup, reorder, split, lookup, gather, reductions, unique, layout, aligned, codec)
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

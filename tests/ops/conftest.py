@@ -15,7 +15,17 @@ import shoal
 from shoal.ops._op import Op
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SLOW_INTERPRETED = ("thread_count", "2-threads", "5-threads", "large_", "compile", "export", "opcheck", "heavy_c", "gradcheck_of_random")  # in a test's name: too slow there
+SLOW_INTERPRETED = (
+    "thread_count",
+    "2-threads",
+    "5-threads",
+    "large_",
+    "compile",
+    "export",
+    "opcheck",
+    "heavy_c",
+    "gradcheck_of_random",
+)  # in a test's name: too slow there
 
 HOST_ONLY = ("test_docs", "test_feature_configs", "test_sharding")  # of what runs on the CPU whatever the device
 
@@ -32,7 +42,9 @@ if INTERPRETED:
 
     def _interpreted_fill(fill, buffer, disjoint):
         fill_op._check_fill(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.dims)
-        fill_with_offset_map(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.offsets, buffer, fill.dims, disjoint)
+        fill_with_offset_map(
+            fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.offsets, buffer, fill.dims, disjoint
+        )
 
     fill_op._fill_native = _interpreted_fill
 
@@ -41,7 +53,11 @@ def pytest_generate_tests(metafunc):
     """Every test of this folder runs on each device; `device` is made by an autouse fixture below."""
     if "device" in metafunc.fixturenames:
         devices = ["cpu"]
-        if torch.cuda.is_available() and not INTERPRETED and metafunc.module.__name__.rpartition(".")[2] not in HOST_ONLY:
+        if (
+            torch.cuda.is_available()
+            and not INTERPRETED
+            and metafunc.module.__name__.rpartition(".")[2] not in HOST_ONLY
+        ):
             devices.append(pytest.param("cuda", marks=pytest.mark.gpu))
         metafunc.parametrize("device", devices, indirect=True)
 

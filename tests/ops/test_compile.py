@@ -139,12 +139,18 @@ def assert_same(got, want):
         torch.testing.assert_close(a, b)
 
 
+def skip_layouts_on_old_torch(name):
+    if "layout" in name and torch.__version__ < "2.12":
+        pytest.skip("this torch's compiler takes no configuration object as a constant")
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
 
 
 def check_compiled(name, backend):
+    skip_layouts_on_old_torch(name)
     function, *args = CASES[name]
     eager_args, compiled_args = fresh(args), fresh(args)
     want = function(*eager_args)

@@ -74,10 +74,11 @@ def test_packed_indices_and_bins_are_those_of_the_cpu(kernels, device, n):
     from shoal.gather.codec import pack12, quantize, value_table
     from shoal.ops.cuda import codec
 
-    indices = torch.randint(0, 4096, (n,), device="cpu")
+    torch.set_default_device("cpu")  # the rest of `shoal.gather` makes its tensors there
+    indices = torch.randint(0, 4096, (n,))
     assert torch.equal(codec.unpack12(pack12(indices).to(device), n).cpu(), indices)
     if n:
-        q, params = quantize(torch.randn(n, device="cpu"), 16)
+        q, params = quantize(torch.randn(n), 16)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             table = value_table((*params[:4], dtype))
             assert torch.equal(codec.dequantize(q.to(device), table.to(device), dtype).cpu(), table[q.long()].to(dtype))

@@ -86,7 +86,6 @@ class TileSum:
         elif last and self.reduction == 1:
             self.values /= self.peers
 
-
     def _add_cuda(self, slots: Sequence[Slot], factors: Tensor) -> None:
         from shoal.ops.cuda import codec
 

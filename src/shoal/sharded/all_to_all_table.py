@@ -18,8 +18,8 @@ from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.ops.reorder.op import empty_shards
 from shoal.sharded import environment as env
 from shoal.sharded.backend import AllToAll, default_backend
+from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.sharded.distributed_ps_sync import Exchange
-from shoal.sharded.placement import home, ids_anywhere, rows_anywhere
 from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
 from shoal.table.checkpoint import restore_table
@@ -129,7 +129,9 @@ class AllToAllHashTable:
 
     def _write(self, verb: str, ids: Tensor, values: Tensor, req_time: Any) -> AllToAllHashTable:
         ids = ids_anywhere(ids, self.name).view(-1).to(self._home)
-        values = rows_anywhere(values, ids.numel(), self.dim_size, self.name, "values", self._home).view(-1, self.dim_size)
+        values = rows_anywhere(values, ids.numel(), self.dim_size, self.name, "values", self._home).view(
+            -1, self.dim_size
+        )
         shards = self.owner(ids)
         order = torch.argsort(shards, stable=True)
         counts = torch.bincount(shards, minlength=self.world_size)

@@ -12,7 +12,7 @@ from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.sharded import environment as env
 from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.backend import AllToAll, default_backend
-from shoal.sharded.placement import home
+from shoal.sharded.devices import home
 from shoal.sharded.prefetch_queue import AsyncPushHook, Hook, StructureQueue, enqueue_dicts_with_queue_return
 from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shoal.sharded import environment as env
 from shoal.sharded.backend import default_backend
+from shoal.sharded.devices import home
 from shoal.sharded.distributed_ps_sync import Exchange
-from shoal.sharded.placement import home
 from shoal.sharded.prefetch_queue import AsyncPushHook, StructureQueue, enqueue_dicts_with_queue_return
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ops.layout import flatten_layout, fused_embedding_to_layout, fused_embedding_to_layout_grad, nest_layout
 from shoal.ragged import Ragged
+from shoal.sharded.devices import home
 from shoal.sharded.fan_out import fan_out
 from shoal.sharded.gpu_embedding import AllToAllLists
 from shoal.sharded.layout_config import PREFIX, ParserCtx, as_features, get_default_parser_ctx, params_of, shard_batch
 from shoal.sharded.list_parts import local_apply, local_lookup, remote_apply, remote_lookup
-from shoal.sharded.placement import home
 from shoal.sharded.prefetch_queue import AsyncFunctionMgr, Hook, enqueue_dicts_with_queue_return
 from shoal.table.arguments import as_ids, as_int, as_time
 from shoal.table.entry import infer_dim_size

@@ -29,7 +29,20 @@ def _dequantize(q, table, out, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_peer(idxs, vals, table, values, counts, factor, n, k, totalk, PACKED: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_peer(
+    idxs,
+    vals,
+    table,
+    values,
+    counts,
+    factor,
+    n,
+    k,
+    totalk,
+    PACKED: tl.constexpr,
+    TABLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """``values[chunk, index] += factor * value``: a peer has no index of a chunk twice, so nobody else writes there."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
@@ -69,7 +82,14 @@ def dequantize(q: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_peer(
-    values: Tensor, counts: Tensor, idxs: Tensor, vals: Tensor, table: Tensor | None, factor: Tensor, k: int, packed: bool
+    values: Tensor,
+    counts: Tensor,
+    idxs: Tensor,
+    vals: Tensor,
+    table: Tensor | None,
+    factor: Tensor,
+    k: int,
+    packed: bool,
 ) -> None:
     """Adds one peer's chunks to the sums ``values`` and the int32 ``counts``, both ``[chunks, totalk]``, in place.
 

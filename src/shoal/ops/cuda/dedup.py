@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.hashing import give_slots, insert
+from shoal.ops.cuda.hashing import insert
 from shoal.ops.cuda.launch import Kernel, aligned, blocks, pointer
 
 _BLOCK = 1024
@@ -56,9 +56,9 @@ def _scan(counts, bases, n, BLOCK: tl.constexpr):
 
 @Kernel
 def _compact(
-    keys, firsts, ranks, bases, slots, places, distinct, inverse, n, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    keys, firsts, ranks, bases, distinct, inverse, n, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Distinct keys to their places, every key's number, and the slots free again."""
+    """Distinct keys to their places, and every key's number."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = o < n
     first = tl.load(pointer(firsts, tl.int32) + o, mask=inside, other=0)
@@ -69,11 +69,7 @@ def _compact(
     else:
         tl.store(pointer(inverse, tl.int32) + o, number, mask=inside)
     mine = inside & (first == o)
-    tl.store(
-        pointer(distinct, tl.int64) + number, tl.load(pointer(keys, tl.int64) + o, mask=mine, other=0), mask=mine
-    )
-    place = tl.load(pointer(places, tl.int32) + o, mask=mine, other=0)
-    tl.store(pointer(slots, tl.int32) + place, o * 0 - 1, mask=mine)
+    tl.store(pointer(distinct, tl.int64) + number, tl.load(pointer(keys, tl.int64) + o, mask=mine, other=0), mask=mine)
 
 
 def dedup(keys: Tensor, starts: Tensor | None = None, inverse_dtype: torch.dtype = torch.int32) -> Distinct:
@@ -97,10 +93,9 @@ def dedup(keys: Tensor, starts: Tensor | None = None, inverse_dtype: torch.dtype
     distinct = torch.empty_like(keys)
     inverse = torch.empty(n, dtype=inverse_dtype, device=keys.device)
     _compact(
-        count, keys.data_ptr(), firsts, ranks, bases, slots.data_ptr(), places, distinct.data_ptr(), inverse.data_ptr(), n,
+        count, keys.data_ptr(), firsts, ranks, bases, distinct.data_ptr(), inverse.data_ptr(), n,
         WIDE=inverse_dtype is torch.int64, BLOCK=_BLOCK,
     )  # fmt: skip
-    give_slots(slots)
     return Distinct(distinct, inverse, bases_tensor[count:], work[2 * room : 2 * room + n], bases_tensor)
 
 

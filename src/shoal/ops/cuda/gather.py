@@ -22,9 +22,17 @@ def _fused_rows(
     BACK: tl.constexpr, ELEMENT: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`_fused_gather` for tables of similar width: an offset is read once per row."""
-    fused, tile_starts, offsets_at = pointer(fused, ELEMENT), pointer(tile_starts, tl.int64), pointer(offsets_at, tl.int64)
+    fused, tile_starts, offsets_at = (
+        pointer(fused, ELEMENT),
+        pointer(tile_starts, tl.int64),
+        pointer(offsets_at, tl.int64),
+    )
     wide, rows_at, lengths = pointer(wide, tl.int64), pointer(rows_at, tl.int64), pointer(lengths, tl.int64)
-    dims, flag, scale = pointer(dims, tl.int64), pointer(flag, tl.int64), tl.load(pointer(scale, tl.float64)).to(ELEMENT)
+    dims, flag, scale = (
+        pointer(dims, tl.int64),
+        pointer(flag, tl.int64),
+        tl.load(pointer(scale, tl.float64)).to(ELEMENT),
+    )
     tile = tl.program_id(0).to(tl.int64)
     table = part_of(tile, tile_starts, tables, STEPS)
     dim = tl.load(dims + table)
@@ -59,9 +67,17 @@ def _fused_gather(
     BACK: tl.constexpr, ELEMENT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies each table's vectors out of the buffer, or adds them (``BACK``) into it."""
-    fused, tile_starts, offsets_at = pointer(fused, ELEMENT), pointer(tile_starts, tl.int64), pointer(offsets_at, tl.int64)
+    fused, tile_starts, offsets_at = (
+        pointer(fused, ELEMENT),
+        pointer(tile_starts, tl.int64),
+        pointer(offsets_at, tl.int64),
+    )
     wide, rows_at, lengths = pointer(wide, tl.int64), pointer(rows_at, tl.int64), pointer(lengths, tl.int64)
-    dims, flag, scale = pointer(dims, tl.int64), pointer(flag, tl.int64), tl.load(pointer(scale, tl.float64)).to(ELEMENT)
+    dims, flag, scale = (
+        pointer(dims, tl.int64),
+        pointer(flag, tl.int64),
+        tl.load(pointer(scale, tl.float64)).to(ELEMENT),
+    )
     tile = tl.program_id(0).to(tl.int64)
     table = part_of(tile, tile_starts, tables, STEPS)
     dim = tl.load(dims + table)

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from shoal.ops.cuda.launch import INTERPRETED, Kernel, blocks, part_of, pointer, steps
 
-_KEPT_SLOTS = 1 << 24
-_kept: dict[tuple[int, int, int], Tensor] = {}
-
 
 @triton.jit
 def mix(key):
@@ -46,6 +43,13 @@ def _claim(slot, value, wanted, spare, INLINE: tl.constexpr):
         )
     # Triton's own has no mask: lanes that want nothing swap in a place of their own.
     return tl.atomic_cas(tl.where(wanted, slot, spare), tl.where(wanted, free, free - 1), value, sem="relaxed")
+
+
+@Kernel
+def _clear(slots, pairs, BLOCK: tl.constexpr):
+    """All slots free; two to a store."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(pointer(slots, tl.int64) + i, (i * 0 - 1).to(tl.int64), mask=i < pairs)
 
 
 @Kernel
@@ -105,38 +109,19 @@ def capacity(n: int) -> int:
     return max(64, 1 << ((4 if n <= 1 << 21 else 2) * max(1, n) - 1).bit_length())
 
 
-def take_slots(size: int, like: Tensor) -> Tensor:
-    """Free slots. Those that `give_slots` got are taken again, so that a batch need not clear them first."""
-    if like.is_cuda:
-        kept = _kept.pop(_slots_key(size, like), None)
-        if kept is not None:
-            return kept
-    return torch.full((size,), -1, dtype=torch.int32, device=like.device)
-
-
-def give_slots(slots: Tensor) -> None:
-    """Keeps slots for the next batch on this stream; a kernel that was launched before frees each of them again."""
-    if slots.is_cuda and slots.shape[0] <= _KEPT_SLOTS and not torch.cuda.is_current_stream_capturing():
-        _kept[_slots_key(slots.shape[0], slots)] = slots
-
-
-def _slots_key(size: int, like: Tensor) -> tuple[int, int, int]:
-    device = like.get_device()
-    return size, device, torch._C._cuda_getCurrentRawStream(device)
-
-
 def insert(keys: Tensor, places: int, starts: Tensor | None = None) -> Tensor:
     """Hashes contiguous keys (fewer than 2^29); the slot of every key goes to address ``places``, int32 ``[n]``.
 
     ``starts`` ``[parts + 1]`` cuts the keys into parts that have nothing in common. In the slots that are returned, that
-    of key ``i`` then holds the position of the first key that is equal to it. A later kernel may free them all, and
-    then `give_slots`.
+    of key ``i`` then holds the position of the first key that is equal to it.
     """
     n = keys.shape[0]
-    slots = take_slots(capacity(n), keys)
+    size = capacity(n)
+    slots = torch.empty(size, dtype=torch.int32, device=keys.device)
+    _clear(blocks(size // 2, 4096)[0], slots.data_ptr(), size // 2, BLOCK=4096)
     parts = 1 if starts is None else starts.shape[0] - 1
     _insert(
-        blocks(n, 128)[0], keys.data_ptr(), slots.data_ptr(), places, n, slots.shape[0] - 1,
+        blocks(n, 128)[0], keys.data_ptr(), slots.data_ptr(), places, n, size - 1,
         0 if starts is None else starts.data_ptr(), parts, warps=4,
         PARTS=parts > 1, STEPS=steps(parts), INLINE=not INTERPRETED, BLOCK=128,
     )  # fmt: skip

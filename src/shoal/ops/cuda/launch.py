@@ -21,6 +21,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ELEMENTS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int64: tl.int64, torch.int32: tl.int32}
 """Triton's name of a tensor's elements."""
 
+
 class Kernel:
     """A Triton kernel that is launched in a third of the usual time: all its arguments are int64, addresses included.
 
@@ -206,4 +207,3 @@ def as_words(rows: Tensor) -> Tensor:
 
 
 WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
-

@@ -29,7 +29,7 @@ def _sum_by_index(
     target = tl.zeros((BLOCK,), dtype=tl.int64) - 1
     total = tl.zeros((BLOCK, COLUMNS), dtype=out.dtype.element_ty)
     count = tl.zeros((BLOCK,), dtype=tl.int32)
-    for r in range(0, RUN + 1):
+    for r in range(RUN + 1):
         i = first + r
         inside = (i < n) & (r < RUN)
         at = tl.load(index + i * stride, mask=inside, other=-1)

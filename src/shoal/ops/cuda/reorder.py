@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.ops.cuda.hashing import give_slots, insert
+from shoal.ops.cuda.hashing import insert
 from shoal.ops.cuda.launch import Kernel, aligned, blocks, part_of, pointer, steps, tiles, upload
 from shoal.ops.cuda.partition import TILE, rank_in_tile, words_of
 from shoal.ops.reorder.op import empty_shards
@@ -99,23 +99,21 @@ def _place(
 
 @Kernel
 def _spread(
-    slots, places, firsts, offsets, ends, shard_sizes, slot_sizes, given, tile_starts, n, shards, tables, tile_count,
+    firsts, offsets, ends, shard_sizes, slot_sizes, given, tile_starts, n, shards, tables, tile_count,
     SPREAD: tl.constexpr, TABLES: tl.constexpr, SHARDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Later occurrences take the offset of the first; slots are free again; elements per shard, and per shard and table."""
-    slots, places, firsts = pointer(slots, tl.int32), pointer(places, tl.int32), pointer(firsts, tl.int32)
+    """Later occurrences take the offset of the first; and the elements per shard, and per (shard, table)."""
+    firsts = pointer(firsts, tl.int32)
     ends, offsets, tile_starts = pointer(ends, tl.int32), pointer(offsets, tl.int32), pointer(tile_starts, tl.int64)
     shard_sizes, slot_sizes = pointer(shard_sizes, tl.int32), pointer(slot_sizes, tl.int32)
-    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = o < n
-    first = tl.load(firsts + o, mask=inside, other=0)
     if SPREAD:
+        o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = o < n
+        first = tl.load(firsts + o, mask=inside, other=0)
         later = inside & (first != o)
         tl.store(offsets + o, tl.load(offsets + first, mask=later, other=0), mask=later)
         if not TABLES:
             tl.store(pointer(given, tl.int32) + o, n.to(tl.int32), mask=o == 0)
-    mine = inside & (first == o)
-    tl.store(slots + tl.load(places + o, mask=mine, other=0), o * 0 - 1, mask=mine)
     list_ = tl.program_id(0) * SHARDS + tl.arange(0, SHARDS)
     real = list_ < shards * tables
     shard = (list_ // tables).to(tl.int64) * tile_count
@@ -167,11 +165,10 @@ def reorder_by_indices(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> t
         0, 1, count, warps=1, GIVEN=True, MIXED=False, **common,
     )  # fmt: skip
     _spread(
-        max(blocks(n, 1024)[0], blocks(num_of_shards, 1024)[0]), slots.data_ptr(), work.places, work.firsts, 0,
+        blocks(num_of_shards, 1024)[0], work.firsts, 0,
         ends.data_ptr(), sizes.data_ptr(), sizes.data_ptr() + 4 * num_of_shards, 0, 0, n, num_of_shards, 1, count,
         SPREAD=False, TABLES=False, SHARDS=1024, BLOCK=1024,
     )  # fmt: skip
-    give_slots(slots)
     kept, bad = torch.cat([ends[-1:], flag]).tolist()
     if bad:
         raise ConfigError(
@@ -225,11 +222,10 @@ def fused_reorder_by_indices(
     shard_sizes = torch.empty(shards, dtype=torch.int32, device=device)
     slot_sizes = torch.empty(shards * tables, dtype=torch.int32, device=device)
     _spread(
-        max(blocks(n, 1024)[0], blocks(shards * tables, 1024)[0]), slots.data_ptr(), work.places, work.firsts,
+        max(blocks(n, 1024)[0], blocks(shards * tables, 1024)[0]), work.firsts,
         offsets.data_ptr(), ends.data_ptr(), shard_sizes.data_ptr(), slot_sizes.data_ptr(), given.data_ptr(), edge_at, n,
         shards, tables, count, SPREAD=True, TABLES=tables > 1, SHARDS=1024, BLOCK=1024,
     )  # fmt: skip
-    give_slots(slots)
     if sum(length * dim for length, dim in zip(lengths, dim_sizes, strict=True)) > _FLOATS:
         total = int(floats[-1]) if mixed else int(ends[-1]) * dim_sizes[0]
         if total > _FLOATS:

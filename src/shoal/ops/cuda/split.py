@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -134,7 +133,16 @@ def ragged_split_by_indices(
         )
     group = min(64, triton.next_power_of_2(num_splits))
     _row_splits[(rows + 1, -(-num_splits // group))](
-        indices, made.counts, made.ends, row_splits, splits_at, n, tiles, num_splits, TILE=TILE, PARTS=group,
+        indices,
+        made.counts,
+        made.ends,
+        row_splits,
+        splits_at,
+        n,
+        tiles,
+        num_splits,
+        TILE=TILE,
+        PARTS=group,
         num_warps=1 if group <= 16 else 4,
     )
     return out_values, out_pos, out_splits
