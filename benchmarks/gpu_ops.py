@@ -4,8 +4,9 @@
     python -m benchmarks.gpu_ops -k layout --json out.json
 
 1,048,576 ids or rows unless said otherwise. Inputs rotate among eight sets, more than the cache holds; times are
-medians by device events around one call, whatever it waits for included. ``roof`` is the share of the bandwidth of a large
-copy, counting only the bytes that the op must read and write: each input once, each output once.
+medians by device events around one call on an idle GPU, the host's work and whatever the call waits for included.
+``roof`` is the share of the bandwidth of a large copy, counting only the bytes that the op must read and write: each
+input once, each output once.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Bench:
 
     def ms(self, call: Callable[[int], Any]) -> float:
         """Median milliseconds of ``call(i)``; ``i`` counts up, for the inputs to rotate."""
-        for i in range(3):
+        for i in range(10):
             call(i)
         times = []
         for i in range(self.repeats):
@@ -107,7 +108,8 @@ def reorder(bench: Bench) -> None:
     for name, make in (("uniform", uniform), ("skewed", skewed)):
         ids = sets(make)
         bench.add(
-            f"fused_reorder_by_indices, 8 shards, {name}", lambda i, ids=ids: ops.fused_reorder_by_indices([ids(i)], 8, [16]),
+            f"fused_reorder_by_indices, 8 shards, {name}", lambda i, ids=ids: ops.fused_reorder_by_indices([ids(i)],
+            8, [16]),
             lambda i, ids=ids: reorder_reference.fused_reorder_by_indices([ids(i)], 8, [16], 1), bytes_=20 * N, goal=4,
         )  # fmt: skip
     tables = sets(lambda: list(uniform().split(N // 32)))
@@ -163,7 +165,8 @@ def lookup(bench: Bench) -> None:
         return rows[order[torch.searchsorted(ordered, wanted(i))]]
 
     bench.add(
-        "gather_embeddings_by_input, dim 32", lambda i: ops.gather_embeddings_by_input(table, rows, wanted(i)), composed,
+        "gather_embeddings_by_input, dim 32", lambda i: ops.gather_embeddings_by_input(table, rows, wanted(i)),
+        composed,
         bytes_=N * (24 + 256),
     )  # fmt: skip
 
@@ -174,7 +177,8 @@ def gather(bench: Bench) -> None:
     places = sets(lambda: torch.randint(0, N, (N,), device=DEVICE))
     offsets = sets(lambda: (torch.randint(0, N, (N,), device=DEVICE) * dim).int())
     bench.add(
-        "fused_gather, dim 64 (rival: index_select)", lambda i: ops.fused_gather_embeddings_by_input(rows, [offsets(i)], [dim]),
+        "fused_gather, dim 64 (rival: index_select)", lambda i: ops.fused_gather_embeddings_by_input(rows,
+        [offsets(i)], [dim]),
         lambda i: rows.index_select(0, places(i)), bytes_=N * (4 + 8 * dim), unit="G rows/s",
     )  # fmt: skip
     grads = torch.randn(N, dim, device=DEVICE)

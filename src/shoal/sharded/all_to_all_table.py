@@ -32,9 +32,11 @@ class AllToAllHashTable:
     """One table whose rows are spread over the ranks of a process group by ``id mod N``; on one rank a plain table.
 
     It stands where a `shoal.HashTable` stands, in `shoal.nn.HashEmbeddingBag` for one, but every rank must call it
-    together with the others, also a rank that has no ids. Ids on a GPU are de-duplicated and dealt out there, and rows
-    come back there; the table itself may be on either (its ``device``). Updates are summed over a rank's equal ids; an id that
+    together with the others, also a rank that has no ids. Updates are summed over a rank's equal ids; an id that
     several ranks use makes one step per rank, rank 0's first.
+
+    Ids on a GPU are de-duplicated and dealt out there, and their rows come back there; the table itself may be on
+    either device (its ``device``).
 
     >>> import torch
     >>> from shoal.sharded import AllToAllHashTable

@@ -44,8 +44,8 @@ class SingleRank:
 class ProcessGroup:
     """A torch process group (the default one unless given): gloo or NCCL, as it was started.
 
-    Tensors may be on any device: what the group cannot send from where it lies is copied to where it can (NCCL takes the
-    current GPU's memory, gloo the host's), and what came is copied to the device of what was sent.
+    Tensors may be on any device: what the group cannot send from where it lies is copied to where it can (NCCL takes
+    the current GPU's memory, gloo the host's), and what came is copied to the device of what was sent.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

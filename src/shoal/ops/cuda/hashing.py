@@ -112,8 +112,8 @@ def capacity(n: int) -> int:
 def insert(keys: Tensor, places: int, starts: Tensor | None = None) -> Tensor:
     """Hashes contiguous keys (fewer than 2^29); the slot of every key goes to address ``places``, int32 ``[n]``.
 
-    ``starts`` ``[parts + 1]`` cuts the keys into parts that have nothing in common. In the slots that are returned, that
-    of key ``i`` then holds the position of the first key that is equal to it.
+    ``starts`` ``[parts + 1]`` cuts the keys into parts that have nothing in common. Of the slots that are returned,
+    that of key ``i`` holds the position of the first key that is equal to it.
     """
     n = keys.shape[0]
     size = capacity(n)

@@ -1,4 +1,4 @@
-"""What every kernel launch shares: small tables of numbers for the device, checks that the device makes, block sizes."""
+"""What every kernel launch shares: numbers for the device, checks that the device makes, block sizes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Kernel:
             made._init_handles()
             self._made[key] = made
         made.run(
-            grid, 1, 1, torch._C._cuda_getCurrentRawStream(device), made.function, made.packed_metadata, None, None, None,
-            *args, *constants.values(),
+            grid, 1, 1, torch._C._cuda_getCurrentRawStream(device), made.function, made.packed_metadata, None, None,
+            None, *args, *constants.values(),
         )  # fmt: skip
 
 

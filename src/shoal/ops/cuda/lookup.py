@@ -14,7 +14,8 @@ from shoal.ops.cuda.launch import ELEMENTS, blocks, part_of, pointer, steps, upl
 
 @triton.jit
 def _gather(
-    places, starts, addresses, out, n, lists, d: tl.constexpr, ELEMENT: tl.constexpr, LISTS: tl.constexpr, STEPS: tl.constexpr,
+    places, starts, addresses, out, n, lists, d: tl.constexpr, ELEMENT: tl.constexpr, LISTS: tl.constexpr,
+    STEPS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Row ``places[i]`` of the concatenated lists of rows."""

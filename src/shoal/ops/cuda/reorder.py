@@ -37,7 +37,7 @@ def _rank(
     keys, shard_ids, slots, places, firsts, codes, counts, flag, n, shards, empty, starts, tile_starts, tables,
     tile_count, GIVEN: tl.constexpr, WORDS: tl.constexpr, TABLES: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The first occurrence of each element, and its rank in the tile among those of its shard (``GIVEN``: backwards)."""
+    """Each element's first occurrence, and its rank in the tile among those of its shard (``GIVEN``: backwards)."""
     keys, shard_ids = pointer(keys, tl.int64), pointer(shard_ids, tl.int64)
     slots, places, firsts = pointer(slots, tl.int32), pointer(places, tl.int32), pointer(firsts, tl.int32)
     codes, counts, flag = pointer(codes, tl.int32), pointer(counts, tl.int32), pointer(flag, tl.int64)
@@ -155,13 +155,16 @@ def reorder_by_indices(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> t
     flag = torch.zeros(1, dtype=torch.int64, device=keys.device)
     common: dict[str, Any] = {"TABLES": False, "STEPS": 0, "TILE": TILE}
     _rank(
-        count, keys.data_ptr(), shard_ids.data_ptr(), slots.data_ptr(), work.places, work.firsts, work.codes, work.counts,
-        flag.data_ptr(), n, num_of_shards, 0, 0, 0, 1, count, warps=1 if words else 4, GIVEN=True, WORDS=words, **common,
+        count, keys.data_ptr(), shard_ids.data_ptr(), slots.data_ptr(), work.places, work.firsts, work.codes,
+        work.counts,
+        flag.data_ptr(), n, num_of_shards, 0, 0, 0, 1, count, warps=1 if words else 4, GIVEN=True, WORDS=words,
+        **common,
     )  # fmt: skip
     ends = torch.cumsum(work.counts_tensor, 0, dtype=torch.int32)
     order, sizes = torch.empty_like(keys), torch.empty((2, num_of_shards), dtype=torch.int32, device=keys.device)
     _place(
-        count, keys.data_ptr(), work.codes, work.counts, ends.data_ptr(), ends.data_ptr(), 0, order.data_ptr(), 0, n, 0, 0,
+        count, keys.data_ptr(), work.codes, work.counts, ends.data_ptr(), ends.data_ptr(), 0, order.data_ptr(), 0, n,
+        0, 0,
         0, 1, count, warps=1, GIVEN=True, MIXED=False, **common,
     )  # fmt: skip
     _spread(
@@ -203,7 +206,8 @@ def fused_reorder_by_indices(
         work.counts_tensor.zero_()
     common: dict[str, Any] = {"TABLES": tables > 1, "STEPS": steps(tables), "TILE": TILE}
     _rank(
-        count, keys.data_ptr(), 0, slots.data_ptr(), work.places, work.firsts, work.codes, work.counts, 0, n, shards, empty,
+        count, keys.data_ptr(), 0, slots.data_ptr(), work.places, work.firsts, work.codes, work.counts, 0, n, shards,
+        empty,
         start_at, edge_at, tables, count, warps=1 if words else 4, GIVEN=False, WORDS=words, **common,
     )  # fmt: skip
     ends = torch.cumsum(work.counts_tensor, 0, dtype=torch.int32)
@@ -217,13 +221,15 @@ def fused_reorder_by_indices(
     output, offsets = torch.empty_like(keys), torch.empty(n, dtype=torch.int32, device=device)
     _place(
         count, keys.data_ptr(), work.codes, work.counts, ends.data_ptr(), floats.data_ptr(), dims_at, output.data_ptr(),
-        offsets.data_ptr(), n, dim_sizes[0], start_at, edge_at, tables, count, warps=1, GIVEN=False, MIXED=mixed, **common,
+        offsets.data_ptr(), n, dim_sizes[0], start_at, edge_at, tables, count, warps=1, GIVEN=False, MIXED=mixed,
+        **common,
     )  # fmt: skip
     shard_sizes = torch.empty(shards, dtype=torch.int32, device=device)
     slot_sizes = torch.empty(shards * tables, dtype=torch.int32, device=device)
     _spread(
         max(blocks(n, 1024)[0], blocks(shards * tables, 1024)[0]), work.firsts,
-        offsets.data_ptr(), ends.data_ptr(), shard_sizes.data_ptr(), slot_sizes.data_ptr(), given.data_ptr(), edge_at, n,
+        offsets.data_ptr(), ends.data_ptr(), shard_sizes.data_ptr(), slot_sizes.data_ptr(), given.data_ptr(),
+        edge_at, n,
         shards, tables, count, SPREAD=True, TABLES=tables > 1, SHARDS=1024, BLOCK=1024,
     )  # fmt: skip
     if sum(length * dim for length, dim in zip(lengths, dim_sizes, strict=True)) > _FLOATS:

@@ -16,7 +16,8 @@ from shoal.ops.cuda.partition import TILE, Partition, partition, place_in_part
 @Kernel
 def _move(
     indices, ranks, counts, ends, addresses, rows, n, tiles,
-    words: tl.constexpr, BACK: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    words: tl.constexpr, BACK: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies rows to their parts, or back from them."""
     indices, ranks, counts = pointer(indices, tl.int64), pointer(ranks, tl.int32), pointer(counts, tl.int32)

@@ -89,7 +89,8 @@ def _own(
 @triton.jit
 def _pairs(
     offset_splits, offsets, owner, pos_splits, dims, bases, value, buffer, winners, n, keys, rows, floats, size,
-    MODE: tl.constexpr, ORDERED: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    MODE: tl.constexpr, ORDERED: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per offset of an owned key: check it (0), copy its vector there (1), add what is there to its vector (2), or say
     who comes last (3) at each place of the buffer, which alone writes it if ``ORDERED``. (0: ``winners`` is a flag.)
@@ -209,7 +210,8 @@ class _Map:
         if n and self.keys and self.pos.shape[0]:
             _pairs[blocks(n, 64)](
                 self.offset_splits, self.offsets, self.owner, self.pos_splits, self.dims, self.bases, value, buffer,
-                winners, n, self.keys, self.rows, self.floats, self.size, MODE=mode, ORDERED=ordered, KEYS=steps(self.keys),
+                winners, n, self.keys, self.rows, self.floats, self.size, MODE=mode, ORDERED=ordered,
+                KEYS=steps(self.keys),
                 STEPS=steps(self.rows), COLUMNS=16, BLOCK=64,
             )  # fmt: skip
 

@@ -153,15 +153,16 @@ def _fill_native(fill: Fill, buffer: Tensor, disjoint: bool) -> None:
 
 def _fill_device(fill: Fill, buffer: Tensor, disjoint: bool) -> None:
     """In place, by the op's kernel for the buffer's device; what is on the CPU follows it there."""
-    fill = Fill(*(t.to(buffer.device) if isinstance(t, Tensor) else t for t in fill))
+    assert fill.value is not None
+    value, pos, pos_splits, offset_splits, offsets = (t.to(buffer.device) for t in fill[:5] if isinstance(t, Tensor))
+    fill = Fill(value, pos, pos_splits, offset_splits, offsets, fill.dims)
     if not buffer.is_cuda or _fill_all.kernel is _fill_all.reference:
         buffer.copy_(_reference_fill(fill, buffer))
         return
     from shoal.ops.cuda.unique import fill_with_offset_map as fill_cuda
 
-    assert fill.value is not None
-    _check_fill(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.dims)
-    fill_cuda(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.offsets, buffer, fill.dims, disjoint)
+    _check_fill(pos, pos_splits, value, offset_splits, fill.dims)
+    fill_cuda(pos, pos_splits, value, offset_splits, offsets, buffer, fill.dims, disjoint)
 
 
 def _reference_fill(fill: Fill, buffer: Tensor) -> Tensor:
