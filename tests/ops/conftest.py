@@ -30,7 +30,7 @@ SLOW_INTERPRETED = (
 HOST_ONLY = ("test_docs", "test_feature_configs", "test_sharding")  # of what runs on the CPU whatever the device
 
 if INTERPRETED or torch.cuda.is_available():
-    settings.register_profile("device", parent=settings.get_profile("shoal"), max_examples=12)
+    settings.register_profile("device", parent=settings.get_profile("shoal"), max_examples=5 if INTERPRETED else 12)
     settings.load_profile("device")
 
 if INTERPRETED:
