@@ -67,8 +67,8 @@ def test_worked_example_of_concat():
 
 
 def test_split_is_the_inverse_of_concat_for_many_tensors():
-    generator = torch.Generator().manual_seed(0)
-    shapes = [torch.randint(1, 6, (int(torch.randint(1, 5, (1,), generator=generator)),)).tolist() for _ in range(1100)]
+    ranks = torch.randint(1, 5, (1100,), generator=torch.Generator().manual_seed(0), device="cpu").tolist()
+    shapes = [torch.randint(1, 6, (rank,)).tolist() for rank in ranks]
     tensors = [torch.randn(s) for s in shapes] + [torch.zeros(0, 3), torch.tensor(5.0), torch.randn(4, 6).t()]
     for out, want in zip(aligned_flat_split(tensors, aligned_flat_concat(tensors)), tensors, strict=True):
         assert torch.equal(out, want)

@@ -1,5 +1,7 @@
 """Reductions by index and by row splits: values, gradients, errors, threads."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given
@@ -214,6 +216,12 @@ def test_bad_arguments_of_reduce_and_split_are_refused(splits, rows, slices, mes
         fused_reduce_and_split_gpu(splits, rows, slices)
 
 
+def assert_equal_sums(a, b):
+    """Exactly, but for a GPU's kernels, which add in any order."""
+    close = 1e-12 if a.is_cuda or os.environ.get("TRITON_INTERPRET") == "1" else 0
+    torch.testing.assert_close(a, b, rtol=close, atol=close)
+
+
 @given(st.data())
 def test_the_reductions_agree(data):
     lengths = data.draw(st.lists(st.integers(0, 5), max_size=6))
@@ -226,9 +234,9 @@ def test_the_reductions_agree(data):
     by_index = fused_reduce_sum_and_split(ids, rows, batch, cut)
     whole = reduce_sum(ids[:, None], rows, [batch])
     for a, b, c in zip(by_splits, by_index, whole.split(cut, 1), strict=False):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
-    assert torch.equal(by_splits[-1], whole)
+        assert_equal_sums(a, b)
+        assert_equal_sums(a, c)
+    assert_equal_sums(by_splits[-1], whole)
     upstream = torch.randn_like(whole)
     want = upstream.repeat_interleave(torch.tensor(lengths, dtype=torch.int64), 0)
     for outs, grads in (

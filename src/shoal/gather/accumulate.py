@@ -1,6 +1,7 @@
 """From peers' chunks to the dense update: canonical order, float32, one addition per position and peer."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ class TileSum:
         if first:
             self.values.zero_()
             self.counts.zero_()
+        if self.values.is_cuda and find_spec("triton"):
+            self._add_cuda(slots, factors)
+            slots, factors = (), factors[:0]
         for slot, factor in zip(slots, factors.tolist(), strict=True):
             index, value = decode(slot, self.param, self.values.device)
             scaled = value * torch.tensor(factor, dtype=torch.float32, device=value.device)
@@ -81,6 +85,24 @@ class TileSum:
             self.values.copy_(torch.where(self.counts > 0, mean, torch.zeros_like(mean)))
         elif last and self.reduction == 1:
             self.values /= self.peers
+
+    def _add_cuda(self, slots: Sequence[Slot], factors: Tensor) -> None:
+        from shoal.ops.cuda import codec
+
+        assert self.values is not None
+        assert self.counts is not None
+        device = self.values.device
+        factors = factors.to(device, torch.float32)
+        packed = self.param.codec == "packed12"
+        for i, slot in enumerate(slots):
+            idxs, vals = slot.idxs.to(device), slot.vals.to(device)
+            dtype = CODES[slot.code][0]
+            table = slot.table.to(device) if dtype == torch.uint8 else None
+            if not packed:
+                idxs = idxs.clone().view(torch.int32)
+            if table is None:
+                vals = vals.clone().view(dtype)
+            codec.add_peer(self.values, self.counts, idxs, vals, table, factors[i : i + 1], self.param.k, packed)
 
 
 def decode(slot: Slot, param: ParamSpec, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """12-bit index packing and uint8 quantisation: the bytes of a payload, and their plain-torch meaning."""
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -61,11 +62,20 @@ def unpack12(packed: Tensor, shape: Any) -> Tensor:
     if n % 2 or packed.numel() != n // 2 * 3:
         raise ValueError(f"unpack12: {packed.numel()} bytes do not hold the {n} indices of shape {shape}")
     if not packed.is_cpu:
-        return unpack12_reference(packed).reshape(shape)
+        return unpack12_device(packed).reshape(shape)
     packed = packed.reshape(-1).contiguous()
     out = torch.empty(shape, dtype=torch.int64)
     _core.gather_unpack12(packed.data_ptr(), n, out.data_ptr())
     return out
+
+
+def unpack12_device(packed: Tensor) -> Tensor:
+    """unpack12, flat, on whatever device the bytes are."""
+    if packed.is_cuda and find_spec("triton"):
+        from shoal.ops.cuda import codec
+
+        return codec.unpack12(packed, packed.numel() // 3 * 2)
+    return unpack12_reference(packed)
 
 
 def unpack12_reference(packed: Tensor) -> Tensor:
@@ -147,6 +157,10 @@ def dequantize(q: Tensor, quant_params: QuantParams) -> Tensor:
         raise ValueError(f"dequantize: values must be below {bins}, got {int(q.max())}")
     table = value_table(quant_params)
     if not q.is_cpu:
+        if q.is_cuda and find_spec("triton"):
+            from shoal.ops.cuda import codec
+
+            return codec.dequantize(q, table, dtype)
         return table.to(q.device)[q.long()].to(dtype)
     q = q.contiguous()
     out = torch.empty(q.shape, dtype=torch.float32)

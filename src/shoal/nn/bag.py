@@ -11,10 +11,14 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.nn.jagged import Jagged, as_bags, as_jagged, as_keyed, is_keyed, split_keys
 from shoal.nn.module import TableModule
-from shoal.nn.ops import hash_bag
-from shoal.nn.pooling import as_pool
+from shoal.nn.ops import hash_bag, hash_rows
+from shoal.nn.pooling import FIRSTN, MEAN, as_pool
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.slot import TableSlot
+from shoal.ops.ragged_ops import fused_value_rowids
+from shoal.ops.reduce.by_index import mean_by_index, sum_by_index
+from shoal.ops.reduce.by_splits import first_n
+from shoal.ragged import Ragged
 
 
 class HashEmbeddingBag(TableModule):
@@ -102,6 +106,8 @@ class HashEmbeddingBag(TableModule):
     def _pooled(self, slot: TableSlot, bags: Jagged) -> Tensor:
         values, offsets, weights = bags
         assert offsets is not None
+        if slot.home.type == "cuda":
+            return self._placed(self._pooled_there(slot, values, offsets, weights))
         weights = None if weights is None else weights.to("cpu").contiguous()
         out = hash_bag(
             values.to("cpu").contiguous(),
@@ -118,6 +124,24 @@ class HashEmbeddingBag(TableModule):
             weights is not None and weights.requires_grad and torch.is_grad_enabled(),
         )
         return self._placed(out)
+
+    def _pooled_there(self, slot: TableSlot, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """The rows of a table on a GPU, pooled there."""
+        ids = ids.to(slot.home).contiguous()
+        bags = Ragged(ids, offsets.to(slot.home))
+        if self.padding_idx is not None:
+            keep = ids != self.padding_idx
+            left = torch.nn.functional.pad(keep.cumsum(0), (1, 0))[bags.row_splits]
+            ids, bags = ids[keep], Ragged.trusted(ids[keep], left)
+            weights = None if weights is None else weights.to(slot.home)[keep]
+        create = self.training and self.insert_missing
+        rows = hash_rows(ids, slot.anchor, slot.tape, slot.handle, slot.dim, create, None)
+        if weights is not None:
+            rows = rows * weights.to(slot.home)[:, None]
+        if self._kind == FIRSTN:
+            return first_n(rows, bags.row_splits, self._length)
+        reduce = mean_by_index if self._kind == MEAN else sum_by_index
+        return reduce(fused_value_rowids(bags), rows, bags.nrows())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, combiner={self.combiner!r}"

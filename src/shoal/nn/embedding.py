@@ -75,5 +75,5 @@ class HashEmbedding(TableModule):
 
     def _rows(self, slot: TableSlot, values: Tensor) -> Tensor:
         create = self.training and self.insert_missing
-        ids = values.to("cpu").contiguous()
+        ids = values.to(slot.home).contiguous()
         return self._placed(hash_rows(ids, slot.anchor, slot.tape, slot.handle, slot.dim, create, self.padding_idx))

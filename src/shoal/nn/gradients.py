@@ -64,6 +64,9 @@ class Gradients:
 def sum_by_id(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     """Distinct ids, by first occurrence, and the sums of their rows; always new tensors."""
     n, dim = grads.shape
+    if ids.is_cuda:
+        distinct, place = torch.unique(ids, return_inverse=True)
+        return distinct, grads.new_zeros(distinct.shape[0], dim).index_add_(0, place, grads)
     out_ids, out = torch.empty(n, dtype=torch.int64), torch.empty(n, dim)
     distinct = _core.sum_by_id(ids.data_ptr(), n, grads.data_ptr(), dim, out_ids.data_ptr(), out.data_ptr())
     return out_ids[:distinct].clone(), out[:distinct].clone()

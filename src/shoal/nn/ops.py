@@ -31,7 +31,7 @@ def _rows(
     if padding is None:
         return slot.lookup(ids, create)
     keep = ids != padding
-    out = torch.zeros(ids.shape[0], dim)
+    out = torch.zeros(ids.shape[0], dim, device=ids.device)
     out[keep] = slot.lookup(ids[keep], create)
     return out
 

@@ -35,6 +35,8 @@ class TableSlot:
     def __init__(self, table: EmbeddingTable) -> None:
         self.table = table
         self.dim = int(table.dim_size)
+        self.home = torch.device(getattr(table, "device", None) or "cpu")
+        """Where the table reads ids and leaves rows."""
         self.handle = next(_handles)
         self.anchor = torch.zeros(0, requires_grad=True)
         self.tape = torch.zeros(1, dtype=torch.int64)

@@ -1,7 +1,12 @@
 """One op, one place: its schema, checks, CPU kernel, plain-torch reference, fake kernel and gradient."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,10 +21,17 @@ _is_compiling = torch.compiler.is_compiling
 class Op:
     """A `torch.library` op of the namespace ``shoal``.
 
-    ``check(*args)`` raises on arguments that do not fit together and runs before either implementation. ``cpu(*args)``
-    is the native path; ``reference(*args)`` has the same meaning in plain torch, and serves every other device.
+    ``check(*args)`` raises on arguments that do not fit together and runs before any implementation. ``cpu(*args)``
+    is the native path; ``cuda`` names a function of `shoal.ops.cuda`, ``"module:function"``, imported on its first call
+    (Triton stays out of `import shoal`); ``reference(*args)`` has the same meaning in plain torch, and serves every
+    other device. On CUDA, arguments on the CPU follow the others to the device, except those whose numbers in the
+    schema are in ``host``. An op that ``sums`` with atomics takes its reference where
+    `torch.use_deterministic_algorithms` is on (and more than a warning).
     A plain eager call that needs no gradient skips the dispatcher, which would cost more than a small op itself.
     """
+
+    all: ClassVar[dict[str, Op]] = {}
+    """Every op by name."""
 
     def __init__(
         self,
@@ -29,14 +41,24 @@ class Op:
         reference: Callable[..., Any],
         fake: Callable[..., Any],
         check: Callable[..., None] | None = None,
+        cuda: str | None = None,
+        host: Sequence[int] = (),
+        sums: bool = False,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.reference = reference
         self.differentiable = False
+        self.check = check
         self._cpu = _checked(check, cpu)
+        self._cuda = cuda
+        self._host = frozenset(host)
+        self._sums = sums
+        Op.all[self.name] = self
         _LIBRARY.define(schema)
-        _LIBRARY.impl(self.name, self._cpu, "CPU")
+        _LIBRARY.impl(self.name, lambda *args: self._cpu(*args), "CPU")
         _LIBRARY.impl(self.name, _checked(check, reference), "CompositeExplicitAutograd")
+        if cuda is not None:
+            _LIBRARY.impl(self.name, self._run_cuda, "CUDA")
         torch.library.register_fake(f"shoal::{self.name}", fake, lib=_LIBRARY)
         self.overload = getattr(torch.ops.shoal, self.name).default
 
@@ -45,14 +67,40 @@ class Op:
         self.differentiable = True
         torch.library.register_autograd(f"shoal::{self.name}", backward, setup_context=setup_context, lib=_LIBRARY)
 
-    def register_cuda(self, kernel: Callable[..., Any]) -> None:
-        """Puts a kernel in the reference's place for CUDA tensors."""
-        _LIBRARY.impl(self.name, kernel, "CUDA")
+    @cached_property
+    def kernel(self) -> Callable[..., Any]:
+        """What runs on CUDA, without the checks; the reference where there is no Triton."""
+        if self._cuda is None or importlib.util.find_spec("triton") is None:
+            return self.reference
+        module, _, function = self._cuda.partition(":")
+        return getattr(importlib.import_module(f"shoal.ops.cuda.{module}"), function)
+
+    def run_kernel(self, *args: Any) -> Any:
+        """The checks, then `kernel`, wherever the tensors are; the tests run it in Triton's interpreter."""
+        if self.check is not None:
+            self.check(*args)
+        return self.kernel(*args)
+
+    def _run_cuda(self, *args: Any) -> Any:
+        if self.check is not None:
+            self.check(*args)
+        device = next(t.device for t in _tensors(args) if t.is_cuda)
+        args = tuple(arg if i in self._host else _follow(arg, device) for i, arg in enumerate(args))
+        strict = torch.are_deterministic_algorithms_enabled()
+        strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
+        kernel = self.reference if self._sums and strict else self.kernel
+        if device.index == torch.cuda.current_device():
+            return kernel(*args)
+        with torch.cuda.device(device):
+            return kernel(*args)
 
     def __call__(self, *args: Any) -> Any:
-        if _is_compiling() or not _is_plain(args):
-            return self.overload(*args)
-        return self._cpu(*args)
+        plain = 0 if _is_compiling() else _plain_device(args)
+        if plain == _CPU:
+            return self._cpu(*args)
+        if plain == _CUDA and self._cuda is not None:
+            return self._run_cuda(*args)
+        return self.overload(*args)
 
 
 def _checked(check: Callable[..., None] | None, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,29 +114,57 @@ def _checked(check: Callable[..., None] | None, implementation: Callable[..., An
     return run
 
 
-def _is_plain(args: Sequence[Any]) -> bool:
-    """True when all tensors are ordinary CPU tensors that nobody traces or differentiates."""
+_CPU, _CUDA = 1, 2
+
+
+def _plain_device(args: Sequence[Any]) -> int:
+    """Where the tensors are, when all are ordinary ones that nobody traces or differentiates, else 0."""
     if _dispatch_modes():
-        return False
+        return 0
     grad = torch.is_grad_enabled()
+    found = _CPU
     for arg in args:
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
-            if not arg.is_cpu or (grad and arg.requires_grad):
-                return False
+            if grad and arg.requires_grad:
+                return 0
+            if not arg.is_cpu:
+                if not arg.is_cuda:
+                    return 0
+                found = _CUDA
         elif kind is list:
             for item in arg:
                 kind = type(item)
                 if kind is Tensor or kind is Parameter:
-                    if not item.is_cpu or (grad and item.requires_grad):
-                        return False
+                    if grad and item.requires_grad:
+                        return 0
+                    if not item.is_cpu:
+                        if not item.is_cuda:
+                            return 0
+                        found = _CUDA
                 elif isinstance(item, Tensor):
-                    return False
+                    return 0
                 else:
                     break  # a list holds one kind of thing
         elif isinstance(arg, Tensor):
-            return False
-    return True
+            return 0
+    return found
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from (item for item in arg if isinstance(item, Tensor))
+
+
+def _follow(arg: Any, device: torch.device) -> Any:
+    if isinstance(arg, Tensor):
+        return arg.to(device) if arg.is_cpu else arg
+    if isinstance(arg, list) and any(isinstance(item, Tensor) and item.is_cpu for item in arg):
+        return [item.to(device) if isinstance(item, Tensor) else item for item in arg]
+    return arg
 
 
 def new_size() -> Any:

@@ -27,9 +27,15 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
     if any(part.dtype != parts[0].dtype for part in parts):
         raise ConfigError(f"{op}: all inputs have one dtype, got {sorted({str(p.dtype) for p in parts})}")
     zeros = parts[0].new_zeros(ALIGN)
+    pads: dict[int, Tensor] = {}
     pieces = []
     for part in parts:
-        pieces += [part.reshape(-1), zeros[: -part.numel() % ALIGN]]
+        pieces.append(part.reshape(-1))
+        gap = -part.numel() % ALIGN
+        if gap:
+            if gap not in pads:
+                pads[gap] = zeros[:gap]
+            pieces.append(pads[gap])
     flat = torch.cat(pieces)
     if isinstance(scale, Tensor):
         return flat * scale.reshape(()).to(flat)

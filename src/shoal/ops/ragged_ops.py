@@ -82,11 +82,13 @@ _row_ids = Op(
     "value_rowids(Tensor row_splits, SymInt length) -> Tensor",
     cpu=_row_ids_cpu,
     reference=row_ids_reference,
+    cuda="ragged:row_ids",
     fake=lambda row_splits, length: row_splits.new_empty(length),
 )
 _normalize = Op(
     "normalize_merged_split(Tensor row_split, Tensor row_split_size) -> Tensor",
     cpu=_normalize_cpu,
     reference=normalize_merged_split_reference,
+    cuda="ragged:normalize_merged_split",
     fake=lambda row_split, row_split_size: row_split.new_empty(row_split.shape[0] + 1 - row_split_size.shape[0]),
 )

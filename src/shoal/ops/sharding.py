@@ -142,7 +142,7 @@ def _from_dict(batch: Mapping[str, Any], plan: Plan, kind: int) -> tuple[list[tu
                     f"{_OP}: feature {name!r} is a Ragged or a list of id lists"
                     f" (with example_batch also a 1-D tensor, shared), got a tensor of shape {list(value.shape)}"
                 )
-            ids = _inputs.int64(value, _OP, f"feature {name!r}").contiguous()
+            ids = _inputs.int64(value, _OP, f"feature {name!r}").cpu().contiguous()
             given[name] = ids, torch.tensor([0, ids.numel()], device="cpu"), True
             continue
         if not isinstance(value, Ragged):
@@ -151,7 +151,7 @@ def _from_dict(batch: Mapping[str, Any], plan: Plan, kind: int) -> tuple[list[tu
         if size is not None and value.nrows() != size:
             raise ConfigError(f"{_OP}: feature {name!r} has {value.nrows()} samples, others have {size}")
         size = value.nrows()
-        given[name] = value.tensor.contiguous(), value.row_splits.contiguous(), False
+        given[name] = value.tensor.cpu().contiguous(), value.row_splits.cpu().contiguous(), False
     if size is None and given:
         raise ConfigError(f"{_OP}: all features are shared, so nothing tells the batch size; give one that is not")
     size = size or 0

@@ -18,9 +18,10 @@ from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.ops.reorder.op import empty_shards
 from shoal.sharded import environment as env
 from shoal.sharded.backend import AllToAll, default_backend
+from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.sharded.distributed_ps_sync import Exchange
 from shoal.sharded.route import gather_rows, scatter_rows
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.arguments import as_int, as_time
 from shoal.table.checkpoint import restore_table
 from shoal.table.checkpoint.naming import write_whole
 from shoal.table.fused import apply_blocks
@@ -33,6 +34,9 @@ class AllToAllHashTable:
     It stands where a `shoal.HashTable` stands, in `shoal.nn.HashEmbeddingBag` for one, but every rank must call it
     together with the others, also a rank that has no ids. Updates are summed over a rank's equal ids; an id that
     several ranks use makes one step per rank, rank 0's first.
+
+    Ids on a GPU are de-duplicated and dealt out there, and their rows come back there; the table itself may be on
+    either device (its ``device``).
 
     >>> import torch
     >>> from shoal.sharded import AllToAllHashTable
@@ -62,6 +66,7 @@ class AllToAllHashTable:
         self.name = self.table.name
         self.dim_size = self.table.dim_size
         self.config = self.table.config
+        self._home = home(self.table)
         self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._last: tuple[Any, int, tuple[Any, ...]] | None = None
 
@@ -72,7 +77,8 @@ class AllToAllHashTable:
             return last[2]
         fused = fused_reorder_by_indices([ids.view(-1)], self.world_size, [self.dim_size])
         came, sizes = self._exchange.ids(fused.output, fused.sharded_slot_sizes, 1)
-        route = fused.shard_sizes.long() * self.dim_size, sizes.long() * self.dim_size, came, fused
+        mine, theirs = fused.shard_sizes.cpu().long() * self.dim_size, sizes.cpu().long() * self.dim_size
+        route = mine, theirs, came.to(self._home).contiguous(), fused
         self._last = weakref.ref(ids), ids._version, route
         return route
 
@@ -81,28 +87,37 @@ class AllToAllHashTable:
         insert_missing: bool = False, req_time: Any = None,
     ) -> Tensor:  # fmt: skip
         """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``."""
-        ids = as_ids(ids, self.name)
+        ids = ids_anywhere(ids, self.name)
         mine, theirs, came, fused = self._route(ids)
         if insert_missing:
             rows = self.table.lookup(came, insert_missing=True, req_time=req_time).view(-1)
-        else:
+        elif came.is_cpu:
             rows = empty_flat(came.numel() * self.dim_size)
             self.table._native.lookup(came.data_ptr(), came.numel(), rows.data_ptr(), 0)
-        return gather_rows(self._exchange.rows(rows, theirs, mine), fused.fused_embedding_offsets, self.dim_size)
+        else:
+            rows = self.table.lookup(came).view(-1)
+        rows = self._exchange.rows(rows, theirs, mine).to(ids.device)
+        return gather_rows(rows, fused.fused_embedding_offsets, self.dim_size)
 
     def apply_gradients(
         self, ids: Tensor, grads: Tensor, global_step: Any = 0, use_multi_threads: bool = False,
         enable_dedup: bool = True, req_time: Any = None,
     ) -> AllToAllHashTable:  # fmt: skip
         """One optimizer step per rank and distinct id with the sum of that rank's gradients."""
-        ids = as_ids(ids, self.name)
-        grads = as_rows(grads, ids.numel(), self.dim_size, self.name, "grads").view(-1, self.dim_size)
+        ids = ids_anywhere(ids, self.name)
+        grads = rows_anywhere(grads, ids.numel(), self.dim_size, self.name, "grads", ids.device)
+        grads = grads.view(-1, self.dim_size)
         step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
         mine, theirs, came, fused = self._route(ids)
         size = int(mine.sum())
         flat = scatter_rows(size, [grads], [fused.fused_embedding_offsets], [self.dim_size])
-        flat = self._exchange.gradients(self._exchange.cast(flat), mine, theirs)
+        flat = self._exchange.gradients(self._exchange.cast(flat), mine, theirs).to(came.device)
         counts = (theirs // self.dim_size).contiguous()
+        if not came.is_cpu:
+            sizes = counts.tolist()
+            for part, rows in zip(came.split(sizes), flat.view(-1, self.dim_size).split(sizes), strict=True):
+                self.table.apply_gradients(part, rows, step, enable_dedup=False, req_time=seconds)
+            return self
         rates = self.table._rates(step)
         apply_blocks([self.table], came, counts, self.world_size, flat, rates, step, seconds, False)
         return self
@@ -115,8 +130,10 @@ class AllToAllHashTable:
         return self._write("assign_add", ids, values, req_time)
 
     def _write(self, verb: str, ids: Tensor, values: Tensor, req_time: Any) -> AllToAllHashTable:
-        ids = as_ids(ids, self.name).view(-1)
-        values = as_rows(values, ids.numel(), self.dim_size, self.name).view(-1, self.dim_size)
+        ids = ids_anywhere(ids, self.name).view(-1).to(self._home)
+        values = rows_anywhere(values, ids.numel(), self.dim_size, self.name, "values", self._home).view(
+            -1, self.dim_size
+        )
         shards = self.owner(ids)
         order = torch.argsort(shards, stable=True)
         counts = torch.bincount(shards, minlength=self.world_size)

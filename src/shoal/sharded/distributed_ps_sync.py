@@ -12,6 +12,7 @@ from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.sharded import environment as env
 from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.backend import AllToAll, default_backend
+from shoal.sharded.devices import home
 from shoal.sharded.prefetch_queue import AsyncPushHook, Hook, StructureQueue, enqueue_dicts_with_queue_return
 from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
@@ -71,6 +72,7 @@ class Exchange:
 class DistributedMultiTypeHashTableMpi:
     """K tables over N = ``shard_num`` ranks; ``table_factory(rank)`` builds this rank's shard of all of them.
 
+    Where the pack's ids are on a GPU, so are the rows that come back; the tables may be on the CPU or on it.
     All ranks call `lookup` and `apply_gradients` together. Gradients are not averaged over ranks: an id that several
     ranks use makes one optimizer step per rank, rank 0's first; with SGD that is the sum.
 
@@ -93,6 +95,7 @@ class DistributedMultiTypeHashTableMpi:
         )
         self.shard_num = shard_num
         self._table = table_factory(self._backend.rank)
+        self._home = home(self._table)
         self._dims = list(self._table.get_table_dim_sizes())
         self._capacity = {key: int(value) for key, value in (queue_configs or {}).items()}
         self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
@@ -141,10 +144,11 @@ class DistributedMultiTypeHashTableMpi:
         all_fids, shard_sizes, sizes, emb_offset_sz, offsets, req_time = early_reorder_indicies_res_pack
         k, n = len(slots), self.shard_num
         id_flat_t, id_size_flat_t = self._exchange.ids(all_fids, sizes, k)
+        id_flat_t, id_size_flat_t = id_flat_t.to(self._home), id_size_flat_t.cpu()
         rows, splits, id_offsets, emb_offsets, indices = self._table.fused_lookup(
             id_flat_t, id_size_flat_t, n, req_time
         )
-        recv = (sizes.view(n, k).long() * torch.tensor(self._dims)).sum(1).int()
+        recv = (sizes.view(n, k).cpu().long() * torch.tensor(self._dims, device="cpu")).sum(1).int()
         if flags.enable_alltoall_metrics:
             forward_metrics(slots, sizes.view(n, k), shard_sizes, splits, all_fids.numel())
         bundle.update(
@@ -168,6 +172,7 @@ class DistributedMultiTypeHashTableMpi:
         bundle = self._through("embedding_prefetch_capacity", "queue_fusedEmbA2A_to_fusedGather", bundle)
         rows = bundle.pop("recv_embeddings")
         offsets = bundle["fused_embedding_offsets"]
+        rows = rows.to(offsets[0].device) if offsets else rows
         found = [gather_rows(rows, o, dim) for o, dim in zip(offsets, self._dims, strict=True)]
         return dict(zip(slots, found, strict=True)), bundle
 
@@ -217,7 +222,7 @@ class DistributedMultiTypeHashTableMpi:
     def _push(self, work: dict[str, Any]) -> None:
         work["grad_flat_t"] = self._exchange.gradients(
             work.pop("grad_flat"), work["recv_emb_splits"], work["embedding_splits"]
-        )
+        ).to(self._home)
         work = self._through("enable_pipelined_bwda2a", "queue_fusedEmbGradA2A_to_sparseOptimize", work)
         self._table.fused_apply_gradient(
             work["id_flat_t"], work["indices"], work["id_size_flat_t"], work["grad_flat_t"], work["id_offsets"],

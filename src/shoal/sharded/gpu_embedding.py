@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.sharded import environment as env
 from shoal.sharded.backend import default_backend
+from shoal.sharded.devices import home
 from shoal.sharded.distributed_ps_sync import Exchange
 from shoal.sharded.prefetch_queue import AsyncPushHook, StructureQueue, enqueue_dicts_with_queue_return
 
@@ -25,6 +26,7 @@ class AllToAllLists:
         assert shards == backend.world_size, f"num_ps is the number of ranks, {backend.world_size}, got {shards}"
         self.table = table_factory(backend.rank, subs)
         self.shards = shards
+        self._home = home(self.table)
         self._dims = torch.tensor(self.table.get_table_dim_sizes())
         self._exchange = Exchange(backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._capacity = {key: int(value) for key, value in queue_configs.items()}
@@ -56,6 +58,7 @@ class AllToAllLists:
         p, k = self._prefix, self._dims.numel()
         sizes = bundle[p + "shards_table_row_lengths"]
         ids, came = self._exchange.ids(bundle.pop(p + "shards_value"), sizes, k)
+        ids = ids.to(self._home)
         rows, splits, id_offsets, emb_offsets, indices = self.table.fused_lookup(
             ids, came, self.shards, bundle[p + "req_time"]
         )
@@ -93,6 +96,7 @@ class AllToAllLists:
 
     def _push(self, work: dict[str, Any]) -> None:
         grads = self._exchange.gradients(work["grad_flat"], work["recv_emb_splits"], work["embedding_splits"])
+        grads = grads.to(self._home)
         self.table.fused_apply_gradient(
             work["id_flat_t"], work["indices"], work["id_size_flat_t"], grads, work["id_offsets"], work["emb_offsets"],
             work["global_step"], work["req_time"], self.shards,

@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 from shoal.sharded.batch_bundle import OFFSETS, SIZES, keep_rows, keep_shards, pop_shards, rows_of, take_shards, work_of
+from shoal.sharded.devices import home
 from shoal.sharded.export import check_writable, export_parts
 from shoal.sharded.fan_out import fan_out
 from shoal.sharded.gpu_embedding import AllToAllLists
@@ -69,6 +70,7 @@ class PartitionedHashTable:
         else:
             self._tables = [table_factory(i, subs) for i in range(self._shards)]
             self._fan = fan_out(self._tables)
+        self._home = home(self._tables[0])
         if is_exporting_distributed():
             export_parts(self._tables, self._dims, native=self._native)
 
@@ -179,7 +181,7 @@ class PartitionedHashTable:
             req_time = int(req_time.max()) if req_time.numel() else 0
         seconds = as_time(req_time, "partitioned table")
         grads = [torch.zeros_like(var) if grad is None else grad.detach() for grad, var in layout_grads_and_vars]
-        flat = self._pooling.backward(bundle, grads, *self._rows(bundle), grad_scale)
+        flat = [f.to(self._home) for f in self._pooling.backward(bundle, grads, *self._rows(bundle), grad_scale)]
         if self._exchange is not None:
             self._exchange.apply(flat[0], bundle, step, seconds)
             return self

@@ -40,16 +40,15 @@ class Pooling:
         self, bundle: Mapping[str, Any], grads: Sequence[Tensor], shapes: Sequence[Tensor], lengths: Tensor | None,
         scale: Any = None,
     ) -> list[Tensor]:  # fmt: skip
-        """The gradients of rows of these ``shapes``, on the CPU."""
+        """The gradients of rows of these ``shapes``."""
         if self._on_gpu():
             shapes = [torch.empty_like(s, device="cuda") for s in shapes]
         fid_offset, feature_offset, nfl_offset = (bundle[PREFIX + name] for name in OFFSETS)
-        flat = fused_embedding_to_layout_grad(
+        return fused_embedding_to_layout_grad(
             nfl_offset, feature_offset, fid_offset, bundle[PREFIX + "batch_size"], list(shapes), None, list(grads),
             self._ctx.parser_type, self._configs, self._shards, layout_tensors_grad_scale=scale,
             **self._sizes(bundle, lengths),
         )  # fmt: skip
-        return [f.cpu() for f in flat]
 
     def _sizes(self, bundle: Mapping[str, Any], lengths: Tensor | None) -> dict[str, Any]:
         if lengths is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_flat, empty_rows
 from shoal.errors import ConfigError
+from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.ops.split import split_by_indices
 
@@ -63,7 +64,9 @@ class Route:
 
 
 def gather_rows(flat: Tensor, offsets: Tensor, dim: int) -> Tensor:
-    """``[n, dim]``: the rows that start at int32 ``offsets`` of a flat float32 buffer."""
+    """``[n, dim]``: the rows that start at int32 ``offsets`` of a flat float32 buffer, on the buffer's device."""
+    if flat.is_cuda:
+        return fused_gather_embeddings_by_input(flat, [offsets], [dim])[0]
     n = offsets.numel()
     rows = empty_rows(n, dim)
     if n:
@@ -75,7 +78,9 @@ def gather_rows(flat: Tensor, offsets: Tensor, dim: int) -> Tensor:
 def scatter_rows(
     size: int, grads: Sequence[Tensor], offsets: Sequence[Tensor], dims: Sequence[int], scale: float = 1.0
 ) -> Tensor:
-    """A flat buffer with the sum of ``scale * grads[k]`` at the int32 ``offsets[k]``."""
+    """A flat buffer with the sum of ``scale * grads[k]`` at the int32 ``offsets[k]``, on the gradients' device."""
+    if any(grad.is_cuda for grad in grads):
+        return fused_gather_embeddings_by_input_gradient(size, list(grads), list(offsets), dims, scale)
     flat = empty_flat(size)
     grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
     for grad, offset, dim in zip(grads, offsets, dims, strict=True):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -75,11 +76,25 @@ def topk_indices(flat: Tensor, k: int, *, nonfinite: str = "raise", order: str =
         if bad and nonfinite == "raise":
             raise _nonfinite_error(flat)
         return indices
+    if flat.is_cuda and flat.dtype in (torch.float32, torch.float16, torch.bfloat16) and find_spec("triton"):
+        return _topk_indices_cuda(flat, k, nonfinite, order)
     return topk_indices_reference(flat, k, nonfinite=nonfinite, order=order)
 
 
+def _topk_indices_cuda(flat: Tensor, k: int, nonfinite: str, order: str) -> Tensor:
+    from shoal.ops.cuda.topk import largest
+
+    flat = flat.contiguous()
+    chosen, bad = largest(flat, k)
+    if order != "index":
+        chosen = chosen[torch.argsort(flat[chosen].float().abs(), descending=True, stable=True)]
+    if bool(bad):  # the one wait
+        return topk_indices_reference(flat, k, nonfinite=nonfinite, order=order)
+    return chosen
+
+
 def topk_indices_reference(flat: Tensor, k: int, *, nonfinite: str = "raise", order: str = "magnitude") -> Tensor:
-    """The meaning of ``topk_indices`` in plain torch, and its path for CUDA and float64.
+    """The meaning of ``topk_indices`` in plain torch, and its path for float64 and for tensors with NaN on CUDA.
 
     The k-th magnitude is found without sorting; everything above it is in, and the lowest indices equal to it.
     """

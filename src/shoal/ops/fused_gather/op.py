@@ -117,6 +117,8 @@ _gradient = Op(
     check=_check_gradient,
     cpu=_gradient_cpu,
     reference=reference.fused_gather_embeddings_by_input_gradient,
+    cuda="gather:fused_gather_embeddings_by_input_gradient",
+    sums=True,
     fake=lambda size, grads, offsets, dims, scale: grads[0].new_empty(size),
 )
 _gather = Op(
@@ -124,6 +126,7 @@ _gather = Op(
     check=lambda fused, offsets, dims: _check_offsets(_OP, offsets, dims),
     cpu=_gather_cpu,
     reference=reference.fused_gather_embeddings_by_input,
+    cuda="gather:fused_gather_embeddings_by_input",
     fake=lambda fused, offsets, dims: [
         fused.new_empty((o.shape[0], dim)) for o, dim in zip(offsets, dims, strict=True)
     ],

@@ -269,12 +269,18 @@ _layout = Op(
     f"embedding_to_layout({_SCHEMA}) -> Tensor[]",
     cpu=_layout_cpu,
     reference=_layout_reference,
+    cuda="layout:embedding_to_layout",
+    host=(8, 9),
+    sums=True,
     fake=_layout_fake,
 )
 _layout_grad = Op(
     f"embedding_to_layout_grad(Tensor[] grads, float scale, {_SCHEMA}) -> Tensor[]",
     cpu=_layout_grad_cpu,
     reference=_layout_grad_reference,
+    cuda="layout:embedding_to_layout_grad",
+    host=(10, 11),
+    sums=True,
     fake=lambda grads, scale, *args: [torch.empty_like(e, memory_format=torch.contiguous_format) for e in args[0]],
 )
 

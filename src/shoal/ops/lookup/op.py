@@ -120,6 +120,7 @@ _map = Op(
     check=_check_map,
     cpu=_map_cpu,
     reference=reference.map_id_to_embedding,
+    cuda="lookup:map_id_to_embedding",
     fake=lambda ids, embeddings, input, multi_threads: (
         embeddings[0].new_empty((*input.shape, embeddings[0].shape[1])),
         input.new_empty(input.shape),
@@ -160,5 +161,6 @@ _places = Op(
     check=_check_places,
     cpu=_places_cpu,
     reference=reference.id_places,
+    cuda="lookup:id_places",
     fake=lambda ids, input: input.new_empty(input.shape),
 )

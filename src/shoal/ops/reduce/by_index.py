@@ -175,6 +175,8 @@ _reduce = Op(
     check=_check,
     cpu=_cpu,
     reference=reference.reduce_by_index,
+    cuda="reduce:reduce_by_index",
+    sums=True,
     fake=lambda index, values, rows, how: values.new_empty((rows, values.shape[1])),
 )
 _reduce_backward = Op(
@@ -182,6 +184,7 @@ _reduce_backward = Op(
     check=_check_backward,
     cpu=_backward_cpu,
     reference=reference.reduce_by_index_backward,
+    cuda="reduce:reduce_by_index_backward",
     fake=lambda grad, index, how, values, norm: grad.new_empty((index.shape[0], grad.shape[1])),
 )
 

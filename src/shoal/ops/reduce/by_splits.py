@@ -114,6 +114,7 @@ _reduce = Op(
     check=_check,
     cpu=_cpu,
     reference=reference.reduce_and_split,
+    cuda="reduce:reduce_and_split",
     fake=lambda splits, embeddings, slices, counts: [
         embeddings[0].new_empty((splits[0].shape[0] - 1, width)) for width in slices
     ],
@@ -123,6 +124,7 @@ _reduce_backward = Op(
     check=_check_backward,
     cpu=_backward_cpu,
     reference=lambda splits, grads, rows, counts: reference.reduce_and_split_backward(splits, grads, counts),
+    cuda="reduce:reduce_and_split_backward",
     fake=lambda splits, grads, rows, counts: [
         grads[0].new_empty((n, sum(cut)))
         for n, cut in zip(rows, _per_table([g.shape[1] for g in grads], counts), strict=True)
@@ -178,6 +180,7 @@ _first_n = Op(
     check=_check_first_n,
     cpu=_first_n_cpu,
     reference=reference.first_n,
+    cuda="reduce:first_n",
     fake=lambda values, row_splits, limit: values.new_empty((row_splits.shape[0] - 1, limit, values.shape[1])),
 )
 _first_n_backward = Op(
@@ -185,6 +188,7 @@ _first_n_backward = Op(
     check=_check_first_n_backward,
     cpu=_first_n_backward_cpu,
     reference=reference.first_n_backward,
+    cuda="reduce:first_n_backward",
     fake=lambda grad, row_splits, n: grad.new_empty((n, grad.shape[2])),
 )
 

@@ -52,7 +52,7 @@ def reorder_by_indices(input: Any, shard_ids: Any, num_of_shards: int) -> tuple[
         raise ConfigError(f"{op}: a 2-D input has at least one column, got shape {list(input.shape)}")
     keys = _keys(input if input.dim() == 1 else input[:, 0])
     order, sizes = _reorder(keys, _inputs.vector(shard_ids, op, "shard_ids"), int(num_of_shards))
-    return input.index_select(0, order), sizes
+    return input.to(order.device).index_select(0, order), sizes
 
 
 def _keys(column: Tensor) -> Tensor:
@@ -88,6 +88,7 @@ _reorder = Op(
     check=_check_reorder,
     cpu=_reorder_cpu,
     reference=reference.reorder_by_indices,
+    cuda="reorder:reorder_by_indices",
     fake=lambda keys, shard_ids, num_of_shards: (
         keys.new_empty(new_size()),
         keys.new_empty(num_of_shards, dtype=torch.int32),
@@ -186,5 +187,6 @@ _fused_reorder = Op(
     check=_check_fused,
     cpu=_fused_cpu,
     reference=_fused_reference,
+    cuda="reorder:fused_reorder_by_indices",
     fake=_fused_fake,
 )

@@ -126,6 +126,7 @@ _unsplit = Op(
     check=_check_unsplit,
     cpu=_unsplit_cpu,
     reference=reference.split_by_indices_backward,
+    cuda="split:split_by_indices_backward",
     fake=lambda indices, grads: grads[0].new_empty((indices.shape[0], *grads[0].shape[1:])),
 )
 _split = Op(
@@ -133,6 +134,7 @@ _split = Op(
     check=_check_split,
     cpu=_split_cpu,
     reference=reference.split_by_indices,
+    cuda="split:split_by_indices",
     fake=_split_fake,
 )
 _split.register_gradient(
@@ -179,5 +181,6 @@ _ragged_split = Op(
     check=_check_ragged,
     cpu=_ragged_cpu,
     reference=reference.ragged_split_by_indices,
+    cuda="split:ragged_split_by_indices",
     fake=_ragged_fake,
 )

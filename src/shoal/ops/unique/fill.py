@@ -44,7 +44,7 @@ def fill_with_offset_map(
     if buffer.is_cpu:
         _fill_native(fill, buffer, offsets is value_buffer._offsets)
     else:
-        buffer.copy_(_reference_fill(fill, buffer))
+        _fill_device(fill, buffer, offsets is value_buffer._offsets)
     if value.requires_grad:
         value_buffer._fills.append(fill)
     return value_buffer
@@ -151,6 +151,20 @@ def _fill_native(fill: Fill, buffer: Tensor, disjoint: bool) -> None:
     )  # fmt: skip
 
 
+def _fill_device(fill: Fill, buffer: Tensor, disjoint: bool) -> None:
+    """In place, by the op's kernel for the buffer's device; what is on the CPU follows it there."""
+    assert fill.value is not None
+    value, pos, pos_splits, offset_splits, offsets = (t.to(buffer.device) for t in fill[:5] if isinstance(t, Tensor))
+    fill = Fill(value, pos, pos_splits, offset_splits, offsets, fill.dims)
+    if not buffer.is_cuda or _fill_all.kernel is _fill_all.reference:
+        buffer.copy_(_reference_fill(fill, buffer))
+        return
+    from shoal.ops.cuda.unique import fill_with_offset_map as fill_cuda
+
+    _check_fill(pos, pos_splits, value, offset_splits, fill.dims)
+    fill_cuda(pos, pos_splits, value, offset_splits, offsets, buffer, fill.dims, disjoint)
+
+
 def _reference_fill(fill: Fill, buffer: Tensor) -> Tensor:
     assert fill.value is not None
     _check_fill(fill.pos, fill.pos_splits, fill.value, fill.offset_splits, fill.dims)
@@ -200,6 +214,7 @@ _fill_all = Op(
     " Tensor[] offsets, int[] dims, int[] counts, Tensor buffer) -> Tensor",
     cpu=_fill_all_cpu,
     reference=_fill_all_reference,
+    cuda="unique:fill_with_offset_maps",
     fake=lambda *args: torch.empty_like(args[-1]),
 )
 
@@ -254,5 +269,7 @@ _gradient = Op(
     check=_check_gradient,
     cpu=_gradient_cpu,
     reference=reference.fill_with_offset_map_gradient,
+    cuda="unique:fill_with_offset_map_gradient",
+    sums=True,
     fake=lambda pos, pos_splits, grad, offset_splits, offsets, dims: grad.new_empty(new_size()),
 )

@@ -89,5 +89,6 @@ _unique = Op(
     check=_check,
     cpu=_cpu,
     reference=reference.unique_key_with_value_and_offset,
+    cuda="unique:unique_key_with_value_and_offset",
     fake=_fake,
 )

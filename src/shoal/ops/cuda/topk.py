@@ -1,0 +1,51 @@
+"""The k largest magnitudes of a flat tensor, ties to the lower index: one pass finds them, no sort of the whole."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shoal.ops.cuda.launch import blocks
+
+
+@triton.jit
+def _classify(values, least, marks, bad, n, BLOCK: tl.constexpr):
+    """1 for a magnitude above the least one, 2^32 for a tie with it: a running sum counts both."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    size = tl.abs(tl.load(values + i, mask=inside, other=0).to(tl.float32))
+    edge = tl.load(least)
+    mark = tl.where(size > edge, 1, tl.where(size == edge, 4294967296, 0).to(tl.int64))
+    tl.store(marks + i, mark, mask=inside)
+    finite = (size - size) == 0  # neither NaN nor infinite
+    tl.store(bad + i * 0, 1, mask=inside & (finite == 0))
+
+
+@triton.jit
+def _choose(marks, ends, chosen, n, k, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    above = tl.load(ends + n - 1) & 4294967295
+    mark = tl.load(marks + i, mask=inside, other=0)
+    end = tl.load(ends + i, mask=inside, other=0)
+    ties = tl.minimum(end >> 32, k - above)  # those up to here that are in
+    mine = inside & ((mark == 1) | ((mark > 1) & ((end >> 32) <= k - above)))
+    tl.store(chosen + (end & 4294967295) + ties - 1, i, mask=mine)
+
+
+def largest(flat: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Indices of the ``k`` (1 or more) largest magnitudes, ascending, and int32 ``[1]``: not 0 if one is not finite.
+
+    If one is not, the indices mean nothing. Waits for nothing.
+    """
+    n = flat.shape[0]
+    least = torch.topk(flat.abs().float(), k, sorted=False).values.amin().reshape(1)
+    marks = torch.empty(n, dtype=torch.int64, device=flat.device)
+    bad = torch.zeros(1, dtype=torch.int32, device=flat.device)
+    _classify[blocks(n, 1024)](flat, least, marks, bad, n, BLOCK=1024)
+    ends = torch.cumsum(marks, 0)
+    chosen = torch.zeros(k, dtype=torch.int64, device=flat.device)
+    _choose[blocks(n, 1024)](marks, ends, chosen, n, k, BLOCK=1024)
+    return chosen, bad
