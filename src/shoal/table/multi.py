@@ -80,10 +80,10 @@ class MultiHashTable:
             self._tables[table_name] = HashTable.from_config(own, name=table_name, hash_filter=hash_filter)
         if sync_client is not None:
             client = getattr(sync_client, "handle", sync_client)
-            parts = [(table.name, table.dim_size, table.lookup) for table in self._tables.values()]
+            parts = [(table.name, table.dim_size, table._client_lookup) for table in self._tables.values()]
             attached = client.attach_multi_table(name, parts)
             for table, touched in zip(self._tables.values(), attached or (), strict=False):
-                table._native.set_touched(*touched)
+                table._set_touched(*touched)
 
     @classmethod
     def from_configs(

@@ -1,0 +1,531 @@
+"""`CudaHashTable`: a `HashTable` whose rows live in GPU memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import CapacityError, ConfigError, UnsupportedError
+from shoal.table.arguments import as_int, as_time
+from shoal.table.cuda import bridge
+from shoal.table.cuda.backend import as_device, capturing
+from shoal.table.cuda.group import Group
+from shoal.table.cuda.layout import row_layout
+from shoal.table.cuda.updates import Update, apply_distinct, apply_each, apply_summed, count_bad
+from shoal.table.table import HashTable
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_ROW, _FRESH = (1 << 30) - 1, 1 << 30
+
+
+def hash_id(x: int) -> int:
+    """The hash of csrc/core/hash.h."""
+    x &= _MASK
+    for _ in range(2):
+        x ^= x >> 32
+        x = x * 0xD6E8FEB86659FD93 & _MASK
+    return x ^ x >> 32
+
+
+class CudaHashTable(HashTable):
+    """What ``HashTable(..., device="cuda")`` is: the same calls, on tensors of that device.
+
+    Lookups, updates and inserts run on the current stream and do not wait for the device, as long as there is room for
+    the ids (`reserve`): the host counts how many there may be, and looks when they might not fit. Calls from several
+    streams must be ordered by the caller, as for any tensor. What returns a Python number, or has a filter or a sync
+    client to ask, waits.
+
+    With ``on_bad_gradient="raise"`` a NaN or infinite gradient makes its call change nothing, and the error comes with
+    a later call or `as_op`, when the device has told of it.
+
+    ``deterministic``: the sums of equal ids' gradients are the same to the last bit in every run; without it their
+    order may depend on where rows lie.
+    """
+
+    device: torch.device
+    deterministic: bool
+
+    # --- building -----------------------------------------------------------------------------------------------------
+
+    def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
+        self.device = as_device(device, self.name)
+        self.deterministic = deterministic
+        self._group = Group(row_layout(self.table_config, self.name), self.device)
+        self._number = 0
+        self._host = _core.Table(layout, self.seed)  # has no rows: the filter, the clock and the scales
+        self._touched: tuple[Any, int] | None = None
+        self._skipped = 0
+        self._skipped_there: Tensor | None = None
+        self._bad: tuple[Tensor, torch.cuda.Event] | None = None
+        self._version = 0
+        self._walked: tuple[int, Tensor, Tensor] | None = None
+        return self._host
+
+    def join(self, group: Group, number: int) -> None:
+        """Moves to table ``number`` of a group; this table is empty."""
+        self._group, self._number = group, number
+
+    @property
+    def _native(self) -> _core.Table:
+        raise UnsupportedError(f"table {self.name!r} is on {self.device}; this operation works on CPU tables")
+
+    def _set_touched(self, touched: Any, number: int) -> None:
+        self._touched = touched, number
+
+    def _client_lookup(self, ids: Tensor) -> Tensor:
+        return self.lookup(ids.to(self.device)).cpu()
+
+    # --- arguments ----------------------------------------------------------------------------------------------------
+
+    def _ids(self, ids: Any) -> Tensor:
+        return device_ids(ids, self.name, self.device)
+
+    def _write_arguments(
+        self, ids: Any, values: Any, req_time: Any, what: str = "values"
+    ) -> tuple[Tensor, Tensor, int]:
+        ids = self._ids(ids)
+        rows = device_rows(values, ids.numel(), self.dim_size, self.name, self.device, what)
+        return ids, rows, as_time(req_time, self.name)
+
+    def _counts(self, n: int) -> list[int]:
+        counts = [0] * self._group.tables
+        counts[self._number] = n
+        return counts
+
+    def _insert(self, ids: Tensor, **options: Any) -> Tensor:
+        try:
+            return self._group.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
+        except CapacityError as error:
+            raise CapacityError(
+                f"table {self.name!r}: no room for {ids.numel()} ids more: {error}; nothing was changed. "
+                "Evict rows, use a narrower optimizer state, or put a CachedHashTable over a CPU table"
+            ) from None
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        ids: Tensor,
+        use_multi_threads: bool = False,
+        enable_dedup: bool = False,
+        *,
+        insert_missing: bool = False,
+        req_time: Any = None,
+    ) -> Tensor:
+        """As `HashTable.lookup`, on the table's device."""
+        ids = self._ids(ids)
+        if not insert_missing:
+            return self._read(self._group.find(ids, self._number, "weights"))
+        seconds = as_time(req_time, self.name)
+        drop = self._filtered(ids, dedup=False, remember=True)
+        rows = self._insert(ids, time=seconds, only_new=True, drop=drop)
+        self._host.raise_max_update_time(seconds)
+        self._version += 1
+        self._group.start_fresh(rows, ids, self._seed)
+        return self._read(self._group.gather(rows, self.dim_size))
+
+    def _read(self, weights: Tensor) -> Tensor:
+        """Raw weights as lookups show them."""
+        layout = self._group.layout
+        if layout.plain:
+            return weights
+        scales = self._host.scales()
+        for s in layout.segments:
+            part = weights[:, s.weight : s.weight + s.dim]
+            if s.codec == "fixed_r8":
+                quantum = s.native.r / 128
+                code = torch.trunc((part + torch.copysign(part.new_full((), quantum * 0.5), part)) / quantum)
+                part.copy_(torch.nan_to_num(code, nan=0.0, posinf=127, neginf=-128).clamp(-128, 127) * quantum)
+            elif s.codec == "one_bit":
+                part.copy_(s.native.amplitude * torch.tanh(scales[s.index] * part))
+        return weights
+
+    def contains(self, ids: Tensor) -> Tensor:
+        """bool ``[n]``: which ids have a row."""
+        return self._group.find(self._ids(ids), self._number, "rows") >= 0
+
+    def lookup_entry(self, ids: Tensor) -> list[bytes]:
+        """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
+        ids = torch.as_tensor(ids).to(self.device) if isinstance(ids, Tensor) else self._ids(ids)
+        ids = self._ids(ids).view(-1)
+        rows = self._group.find(ids, self._number, "rows")
+        known = rows >= 0
+        staged = _core.Table(self._group.layout.native, 0)
+        bridge.to_host(self._group, ids[known], rows[known], staged)
+        return _core.lookup_entry(staged, ids.tolist())
+
+    def size(self) -> int:
+        """How many ids have a row. Waits for the device."""
+        self._check_bad(wait=True)
+        return self._group.sizes()[self._number]
+
+    def memory_bytes(self) -> int:
+        """Bytes of GPU memory for index and rows (of all tables of a `MultiHashTable` that share them)."""
+        return self._group.bytes()
+
+    @property
+    def max_update_time(self) -> int:
+        """The largest ``req_time`` of any write so far."""
+        return self._host.max_update_time()
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
+        """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh."""
+        return self._assign(ids, values, req_time, add=False)
+
+    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
+        """Adds to the weights of ``ids``, every occurrence in order; a new id starts from its initializer."""
+        return self._assign(ids, values, req_time, add=True)
+
+    def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
+        ids, values, seconds = self._write_arguments(ids, values, req_time)
+        self._check_bad()
+        drop = self._filtered(ids, dedup=False, remember=add)
+        rows = self._insert(ids, time=seconds, drop=drop)
+        self._host.raise_max_update_time(seconds)
+        self._version += 1
+        self._group.start_fresh(rows, ids, self._seed)
+        self._group.assign(rows, values, add)
+        return self
+
+    def apply_gradients(
+        self,
+        ids: Tensor,
+        grads: Tensor,
+        global_step: Any = 0,
+        use_multi_threads: bool = False,
+        enable_dedup: bool = False,
+        req_time: Any = None,
+        *,
+        distinct: bool = False,
+    ) -> HashTable:
+        """As `HashTable.apply_gradients`. ``distinct`` promises that no id comes twice, which saves a sort.
+
+        With ``distinct`` an id that comes twice after all makes one of its steps, or a mixture of both.
+        """
+        ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")
+        step = as_int(global_step, self.name, "global_step")
+        self._apply(ids, grads, self._rates(step), step, enable_dedup, seconds, distinct=distinct)
+        return self
+
+    def _apply(
+        self,
+        ids: Tensor,
+        grads: Tensor,
+        rates: Sequence[float],
+        step: int,
+        dedup: bool,
+        seconds: int,
+        distinct: bool = False,
+    ) -> None:
+        self._check_step(step)
+        self._check_bad()
+        gate, drop = self._judge(grads)
+        drop = self._filtered(ids, dedup=dedup, remember=False, skip=drop)
+        rows = self._insert(ids, time=seconds, drop=drop, gate=gate)
+        self._host.raise_max_update_time(seconds)
+        if ids.numel() == 0:
+            return
+        self._version += 1
+        self._move_scales(step)
+        every_rate = [[]] * self._number + [list(rates)]
+        update_rows(self._group, ids, rows, self._number, grads, self._update(every_rate, step), dedup, distinct,
+                    self.deterministic)  # fmt: skip
+        self._mark(ids, rows)
+
+    def _update(self, rates: Sequence[Sequence[float]], step: int) -> Update:
+        calls = self._host.calls()
+        self._host.set_calls(calls + 1)
+        return Update(rates, self._host.scales(), step, hash_id(self._seed + calls), self._seed)
+
+    @property
+    def _seed(self) -> int:
+        return hash_id(self.seed + _GOLDEN)
+
+    def _move_scales(self, step: int) -> None:
+        """`Table::update_scales` of the native core."""
+        if self._group.layout.plain or step < 0:
+            return
+        scales = self._host.scales()
+        for s in self._group.layout.segments:
+            if s.codec == "one_bit" and s.native.step_size > 0 and step % s.native.step_size == 0:
+                scales[s.index] = min(s.native.init_scale * (1 + 0.005 * step) ** 0.5, s.native.max_scale)
+        self._host.set_scales(scales)
+
+    def _mark(self, ids: Tensor, rows: Tensor) -> None:
+        if self._touched is not None:
+            passed = ids[rows >= 0].cpu()
+            keys, number = self._touched
+            keys.insert(passed, number)
+
+    # --- what a write asks first --------------------------------------------------------------------------------------
+
+    def _filtered(self, ids: Tensor, *, dedup: bool, remember: bool, skip: Tensor | None = None) -> Tensor | None:
+        """uint8: which ids the filter, or ``skip``, keeps out; None: none. Waits for the device if it has a filter."""
+        if not self._host.has_filter() or ids.numel() == 0:
+            return skip
+        unknown = self._group.find(ids, self._number, "rows") < 0
+        if skip is not None:
+            unknown &= skip == 0
+        asked = ids[unknown].cpu()
+        drop = torch.zeros(asked.numel(), dtype=torch.uint8)
+        if asked.numel():
+            self._host.filtered(asked.data_ptr(), asked.numel(), dedup, remember, drop.data_ptr())
+        out = torch.zeros(ids.numel(), dtype=torch.uint8, device=self.device) if skip is None else skip.clone()
+        out[unknown] = drop.to(self.device)
+        return out
+
+    def _judge(self, grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gate and drop for `Group.insert` from gradients that hold NaN or infinity."""
+        n = grads.numel() // self.dim_size
+        if self.on_bad_gradient == "ignore" or n == 0:
+            return None, None
+        if self.on_bad_gradient == "skip":
+            drop = torch.empty(n, dtype=torch.uint8, device=self.device)
+            bad = count_bad(grads, self.dim_size, drop)
+            self._skipped_there = bad if self._skipped_there is None else self._skipped_there + bad
+            return None, drop
+        bad = count_bad(grads, self.dim_size, None)
+        if self.device.type == "cuda":
+            if not capturing(self.device):
+                told = torch.empty(1, dtype=torch.int64, pin_memory=True)
+                told.copy_(bad, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+                self._bad = told, event
+        elif int(bad):
+            self._refuse(int(bad))
+        return bad, None
+
+    def _check_bad(self, wait: bool = False) -> None:
+        """Raises for gradients of a call before that turned out to be bad."""
+        if self._bad is None or capturing(self.device):
+            return
+        told, event = self._bad
+        if wait:
+            event.synchronize()
+        elif not event.query():
+            return
+        self._bad = None
+        if int(told):
+            self._refuse(int(told))
+
+    def _refuse(self, rows: int) -> None:
+        raise ConfigError(
+            f"table {self.name!r}: {rows} rows of the gradients hold NaN or infinity; nothing was applied. Clip them, "
+            "or set on_bad_gradient='skip'"
+        )
+
+    @property
+    def skipped_gradients(self) -> int:
+        """Occurrences passed over for a NaN or infinite gradient, with ``on_bad_gradient="skip"``. Waits."""
+        if self._skipped_there is not None:
+            self._skipped += int(self._skipped_there)
+            self._skipped_there = None
+        return self._skipped
+
+    @skipped_gradients.setter
+    def skipped_gradients(self, count: int) -> None:
+        self._skipped = count
+        self._skipped_there = None
+
+    # --- removal and the rest -----------------------------------------------------------------------------------------
+
+    def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
+        """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
+        ids = self._ids(ids).view(-1)
+        rows = self._insert(ids, time=int(time.time()))
+        self._version += 1
+        fresh = (rows >= 0) & (rows & _FRESH != 0)
+        existed = torch.ones(ids.numel(), dtype=torch.int32, device=self.device)
+        if ids.numel():
+            # The first of equal new ids was inserted, the others were there by then.
+            distinct, group = torch.unique(rows & _ROW, return_inverse=True)
+            first = torch.full((distinct.numel(),), ids.numel(), device=self.device)
+            first.scatter_reduce_(0, group, torch.arange(ids.numel(), device=self.device), "amin")
+            new = torch.zeros(distinct.numel(), dtype=torch.bool, device=self.device)
+            new[group[fresh]] = True
+            existed[first[new]] = 0
+        self._group.start_fresh(rows, ids, self._seed, every=True)
+        self._mark(ids, rows)
+        return self, existed
+
+    def erase(self, ids: Tensor) -> int:
+        """Removes ids; returns how many there were. Waits for the device."""
+        self._version += 1
+        return self._group.erase(self._ids(ids).view(-1), self._number)
+
+    def evict(self, max_update_time: Any = None) -> int:
+        """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
+        now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
+        ids, rows = self._group.entries(self._number)
+        config = self.table_config.slot_expire_time_config
+        days = torch.full((32768,), config.default_expire_time, dtype=torch.int64)
+        for item in config.slot_expire_times:
+            days[item.slot] = item.expire_time
+        limit = days.to(self.device)[(ids >> 48) & 0x7FFF] * 86400
+        stale = now - self._group.row_times(rows) >= limit
+        return self.erase(ids[stale])
+
+    def clear(self) -> HashTable:
+        """Removes all rows and gives their memory back (a table of a `MultiHashTable`: to the others)."""
+        self._version += 1
+        self._group.clear(self._number)
+        return self
+
+    def as_op(self) -> HashTable:
+        """Waits until everything asked of this table has been applied, and raises what went wrong meanwhile."""
+        self._check_bad(wait=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return self
+
+    def reserve(self, rows: int) -> HashTable:
+        """Takes memory for so many ids in all, so that no call waits or takes memory before there are as many."""
+        counts = [0] * self._group.tables
+        counts[self._number] = as_int(rows, self.name, "rows")
+        try:
+            self._group.reserve(counts)
+        except CapacityError as error:
+            raise CapacityError(f"table {self.name!r}: no room for {rows} rows: {error}; nothing was changed") from None
+        return self
+
+    def __repr__(self) -> str:
+        return f"HashTable({self.name!r}, dim={self.dim_size}, rows={self.size()}, device={str(self.device)!r})"
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def staged(self) -> bridge.Staged:
+        """All rows in a CPU table: a snapshot in host memory."""
+        self._check_bad(wait=True)
+        native = _core.Table(self._group.layout.native, 0)
+        bridge.to_host(self._group, *self._group.entries(self._number), native)
+        return bridge.Staged(self, native)
+
+    def adopt(self, native: _core.Table) -> None:
+        """Replaces all rows with those of a CPU table, and takes its clock and scales."""
+        ids, times, words = bridge.copy_of(native)
+        self._version += 1
+        if self._group.tables == 1:
+            fresh = Group(self._group.layout, self.device)
+            bridge.to_device(fresh, 0, ids, times, words)  # raises before anything has changed
+            self._group.swap(fresh)
+        else:
+            self._group.clear(self._number)
+            bridge.to_device(self._group, self._number, ids, times, words)
+        self._host.raise_max_update_time(native.max_update_time())
+        self._host.set_scales(native.scales())
+
+    def save(self, basename: str, random_sleep_ms: int = 0) -> HashTable:
+        """As `HashTable.save`: the files are those of a CPU table. Takes host memory for a copy of the rows."""
+        from shoal.table.checkpoint import save_table
+
+        save_table(self.staged(), basename, random_sleep_ms=random_sleep_ms)  # type: ignore[arg-type]
+        return self
+
+    def restore(self, basename: str, *, strict: bool = True) -> HashTable:
+        """As `HashTable.restore`, from what a table on any device saved."""
+        from shoal.table.checkpoint import restore_table
+
+        staged = bridge.Staged(self, _core.Table(self._group.layout.native, 0))
+        restore_table(staged, basename, strict=strict)  # type: ignore[arg-type]
+        self.adopt(staged._native)
+        return self
+
+    def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
+        """As `HashTable.save_as_tensor`."""
+        shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
+        if not 0 <= shard_idx < num_shards:
+            raise ConfigError(f"table {self.name!r}: shard_idx is 0..num_shards - 1, got {shard_idx} of {num_shards}")
+        if limit < 1:
+            raise ConfigError(f"table {self.name!r}: limit must be at least 1, got {limit}")
+        if offset < 0:
+            raise ConfigError(f"table {self.name!r}: offset is 0 or what the call before returned, got {offset}")
+        if self._walked is None or self._walked[0] != self._version:
+            self._walked = self._version, *self._group.entries(self._number)
+        _, ids, rows = self._walked
+        begin = ids.numel() * shard_idx // num_shards + offset
+        end = min(begin + limit, ids.numel() * (shard_idx + 1) // num_shards)
+        if begin >= end:
+            return offset, []
+        native = _core.Table(self._group.layout.native, 0)
+        bridge.to_host(self._group, ids[begin:end], rows[begin:end], native)
+        entries: list[bytes] = []
+        for stripe in range(_core.Table.num_stripes):
+            entries += _core.walk_entries(native, stripe, 0, end - begin)[0]
+        return offset + len(entries), entries
+
+
+def update_rows(
+    group: Group,
+    ids: Tensor,
+    rows: Tensor,
+    table: int | Tensor,
+    grads: Tensor,
+    update: Update,
+    dedup: bool,
+    distinct: bool,
+    deterministic: bool,
+) -> None:
+    """Gradients of ids into their ``rows``, which `Group.insert` gave."""
+    if distinct:
+        return apply_distinct(group, rows, ids, table, grads, update)
+    group.start_fresh(rows, ids, update.seed)
+    if deterministic:
+        # Sorted by id, so that equal batches are cut alike whatever rows their ids have.
+        order = torch.sort(ids, stable=True)[1]
+        if isinstance(table, Tensor):
+            order = order[torch.sort(table[order], stable=True)[1]]
+        order = order[torch.sort(rows[order] < 0, stable=True)[1]]  # what is passed over splits no group
+        ordered = rows[order]
+    else:
+        ordered, order = torch.sort(rows, stable=True)
+    apply: Callable[..., None] = apply_summed if dedup else apply_each
+    return apply(group, ordered, order, table, grads, update)
+
+
+def device_ids(ids: Any, name: str, device: torch.device) -> Tensor:
+    """Flat int64 ids on the device; lists are moved there, tensors of another device are refused."""
+    if not isinstance(ids, Tensor):
+        try:
+            ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64).to(device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"table {name!r}: ids are an int64 tensor, got {type(ids).__name__} ({error})") from None
+    if ids.dtype != torch.int64:
+        raise ConfigError(f"table {name!r}: ids are int64, got {ids.dtype}; convert them with .long()")
+    return _on_device(ids, name, device, "ids").contiguous().view(-1)
+
+
+def device_rows(values: Any, n: int, dim: int, name: str, device: torch.device, what: str) -> Tensor:
+    """Contiguous float32 on the device with exactly ``n * dim`` elements."""
+    if not isinstance(values, Tensor):
+        try:
+            values = torch.as_tensor(values, dtype=torch.float32).to(device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"table {name!r}: {what} are a float32 tensor, got {type(values).__name__} ({error})"
+            ) from None
+    if values.dtype != torch.float32:
+        raise ConfigError(f"table {name!r}: {what} are float32, got {values.dtype}; convert them with .float()")
+    if values.numel() != n * dim:
+        raise ConfigError(
+            f"table {name!r}: {what} of shape {list(values.shape)} do not fit {n} ids of dim {dim}; "
+            f"{n * dim} elements are needed"
+        )
+    return _on_device(values, name, device, what).detach().contiguous()
+
+
+def _on_device(tensor: Tensor, name: str, device: torch.device, what: str) -> Tensor:
+    if tensor.device != device or tensor.layout != torch.strided:
+        raise ConfigError(
+            f"table {name!r}: {what} are a dense tensor on {device}, got {tensor.device}, {tensor.layout}; "
+            f"move them with .to({str(device)!r})"
+        )
+    return tensor
