@@ -67,6 +67,7 @@ class Group:
         self._absorb([0] * self.state.numel())
         self._known[_NEXT] = 1
         for table in range(self.tables):
+            self._set(_COMMON + _WORDS * table + ik.SIZE.value, 0)
             self._new_index(table, 16 if interpreted() else 1024)
 
     def _set(self, word: int, value: int) -> None:

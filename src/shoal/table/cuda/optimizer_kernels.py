@@ -73,13 +73,14 @@ def step_rows(
             x = g + wd * w
         norm += x * x
         tl.store(state, norm, mask=m)
-        moved = tl.where(norm > 0, tl.div_rn(lr2, tl.sqrt_rn(norm)) * x, 0.0)
+        moved = tl.where(norm > 0, tl.div_rn(lr2, tl.sqrt_rn(tl.where(norm > 0, norm, 1.0))) * x, 0.0)
         if OPT == DYNAMIC_WD:
             if DECOUPLED:
                 moved += lr2 * wd * w
             word = (base + D).to(tl.pointer_type(tl.int32))
-            tl.store(word, (step & 0xFFFFFFFF).to(tl.int32), mask=here)
-            tl.store(word + 1, (step >> 32).to(tl.int32), mask=here)
+            now = here.to(tl.int64) * 0 + step
+            tl.store(word, now.to(tl.int32), mask=here)
+            tl.store(word + 1, (now >> 32).to(tl.int32), mask=here)
         w -= moved
     elif OPT == ADADELTA:
         accum = tl.load(state, mask=old, other=0.0)
@@ -148,27 +149,30 @@ def step_rows(
     elif OPT == MOVING_AVERAGE:
         w = beta1 * w + (1 - beta1) * g
     elif OPT == RMSPROP or OPT == RMSPROP_V2:
-        mu = beta1.to(tl.float64)
+        mu = (tl.zeros_like(w) + beta1).to(tl.float64)
+        rate = (tl.zeros_like(w) + lr2).to(tl.float64)
+        decay = (tl.zeros_like(w) + wd).to(tl.float64)
         wide = w.to(tl.float64)
-        x = g.to(tl.float64) + wd.to(tl.float64) * wide
+        x = g.to(tl.float64) + decay * wide
         kept = mu * tl.load(state, mask=old, other=0.0).to(tl.float64)
         n = kept + (x * x if OPT == RMSPROP_V2 else (1 - mu) * x * x)
         tl.store(state, n.to(tl.float32), mask=m)
-        w = (wide - lr2.to(tl.float64) / (tl.sqrt(n) + 1.0) * x).to(tl.float32)
+        w = (wide - rate / (tl.sqrt(n) + 1.0) * x).to(tl.float32)
     elif OPT == FTRL or OPT == GROUP_FTRL:
         norm = tl.load(state, mask=old, other=accumulator)
         zero = tl.load(state + D, mask=old, other=0.0)
         now = norm + g * g
         root = tl.sqrt_rn(now)
-        sigma = tl.div_rn(root - tl.sqrt_rn(norm), lr2)
+        turned = (tl.zeros_like(w) + lr2) != 0  # the formula divides by it
+        sigma = tl.div_rn(root - tl.sqrt_rn(norm), tl.where(turned, lr2, 1.0))
         z = zero + (g - sigma * w)
-        turned = lr2 != 0  # the formula divides by it
         tl.store(state, now, mask=m & turned)
         tl.store(state + D, z, mask=m & turned)
         if OPT == FTRL:
             sign = tl.where(z < 0, -l1, l1)
-            shrunk = tl.div_rn(lr2 * (sign - z), root + beta + l2 * lr2)
-            stepped = tl.where(tl.abs(z) <= l1, 0.0, shrunk)
+            none = tl.abs(z) <= l1
+            shrunk = tl.div_rn(lr2 * (sign - z), tl.where(none, 1.0, root + beta + l2 * lr2))
+            stepped = tl.where(none, 0.0, shrunk)
         else:
             z = tl.where(inside, z, 0.0)
             length = tl.sqrt(_squares(z)).to(tl.float32)
@@ -183,7 +187,7 @@ def step_rows(
         total += tl.max(tl.where(inside, x * x, 0.0), axis=1)
         tl.store(base, total, mask=here)
         below = beta + tl.sqrt_rn(total)
-        turned = (below != 0) & (lr1 != 0)
+        turned = (below != 0) & ((tl.zeros_like(below) + lr1) != 0)
         e = tl.div_rn(lr1, tl.where(turned, below, 1.0))
         z = tl.where(inside, x - tl.div_rn(w, tl.where(turned, e, 1.0)[:, None]), 0.0)
         length = tl.sqrt(_squares(z)).to(tl.float32)
@@ -195,9 +199,10 @@ def step_rows(
         low = tl.load(word, mask=known, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
         high = tl.load(word + 1, mask=known, other=0).to(tl.int64)
         last = (high << 32) | low
-        w = (1 - lr2) * w + lr2 * (step - last).to(tl.float32)[:, None]
-        tl.store(word, (step & 0xFFFFFFFF).to(tl.int32), mask=here)
-        tl.store(word + 1, (step >> 32).to(tl.int32), mask=here)
+        now = here.to(tl.int64) * 0 + step
+        w = (1 - lr2) * w + lr2 * (now - last).to(tl.float32)[:, None]
+        tl.store(word, now.to(tl.int32), mask=here)
+        tl.store(word + 1, (now >> 32).to(tl.int32), mask=here)
     elif OPT == ROWWISE_ADAGRAD:
         norm = tl.load(base, mask=known, other=accumulator)
         x = tl.where(inside, g + wd * w, 0.0)
@@ -261,7 +266,7 @@ def _step(
     base = arena + at + STATE
     w = step_rows(w, g, base, known, here, inside, d, lr1, lr2, numbers, step, OPT, NESTEROV, DECOUPLED, D)
     if ROUND:
-        own = hash_id((noise.to(tl.uint64) ^ hash_id(position)) + INDEX)
+        own = hash_id(((position * 0 + noise).to(tl.uint64) ^ hash_id(position)) + INDEX)
         w = round_to_half(w, d, own)
     tl.store(arena + at[:, None] + WEIGHT + d[None, :], w, mask=here[:, None] & inside)
 

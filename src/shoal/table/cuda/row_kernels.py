@@ -22,7 +22,7 @@ def first_weights(id, d, seed, low, high, last, INIT: tl.constexpr, INDEX: tl.co
     """What the initializer gives ids ``[B]`` at columns ``[W]``: a function of seed and id alone."""
     shape_of = id[:, None] + d[None, :]
     if INIT == 3:
-        noise = seed.to(tl.uint64) ^ hash_id(id)
+        noise = (id * 0 + seed).to(tl.uint64) ^ hash_id(id)
         stream = hash_id(noise + (INDEX + 1))
         w = tl.minimum(low + uniform(stream[:, None], d[None, :]) * (high - low), last)
     else:
