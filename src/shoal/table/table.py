@@ -200,6 +200,8 @@ class HashTable:
         if message.enable_feature_eviction:
             self._eviction = BackgroundEviction(self, timedelta(hours=message.feature_evict_every_n_hours))
 
+    on_gpu = False
+
     def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
         """Makes what holds the rows; the native table that the filter belongs to."""
         self.device = torch.device("cpu")

@@ -85,6 +85,8 @@ def to_device(group: Group, table: int, ids: Tensor, times: Tensor, words: Tenso
 class Staged:
     """A CPU table that stands in for a GPU one while files are written or read."""
 
+    on_gpu = False
+
     def __init__(self, table: Any, native: _core.Table) -> None:
         self._native = native
         self._expiry = table._expiry

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
-from shoal.table.arguments import as_int, as_time
+from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.cuda import bridge
 from shoal.table.cuda.backend import as_device, capturing
 from shoal.table.cuda.group import Group
@@ -56,7 +56,8 @@ class CudaHashTable(HashTable):
     def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
         self.device = as_device(device, self.name)
         self.deterministic = deterministic
-        self._group = Group(row_layout(self.table_config, self.name), self.device)
+        self._layout = row_layout(self.table_config, self.name)
+        self._shared: Group | None = None
         self._number = 0
         self._host = _core.Table(layout, self.seed)  # has no rows: the filter, the clock and the scales
         self._touched: tuple[Any, int] | None = None
@@ -67,9 +68,20 @@ class CudaHashTable(HashTable):
         self._walked: tuple[int, Tensor, Tensor] | None = None
         return self._host
 
+    on_gpu = True
+
+    @property
+    def _group(self) -> Group:
+        """Index and rows, made when they are first needed."""
+        if self._shared is None:
+            self._shared = Group(self._layout, self.device)
+        return self._shared
+
     def join(self, group: Group, number: int) -> None:
-        """Moves to table ``number`` of a group; this table is empty."""
-        self._group, self._number = group, number
+        """Makes this table, which has no rows yet, number ``number`` of a group."""
+        if self._shared is not None:
+            raise ConfigError(f"table {self.name!r} has rows of its own already")
+        self._shared, self._number = group, number
 
     @property
     def _native(self) -> _core.Table:
@@ -84,13 +96,13 @@ class CudaHashTable(HashTable):
     # --- arguments ----------------------------------------------------------------------------------------------------
 
     def _ids(self, ids: Any) -> Tensor:
-        return device_ids(ids, self.name, self.device)
+        return as_ids(ids, self.name, device=self.device).view(-1)
 
     def _write_arguments(
         self, ids: Any, values: Any, req_time: Any, what: str = "values"
     ) -> tuple[Tensor, Tensor, int]:
         ids = self._ids(ids)
-        rows = device_rows(values, ids.numel(), self.dim_size, self.name, self.device, what)
+        rows = as_rows(values, ids.numel(), self.dim_size, self.name, what, self.device)
         return ids, rows, as_time(req_time, self.name)
 
     def _counts(self, n: int) -> list[int]:
@@ -152,8 +164,7 @@ class CudaHashTable(HashTable):
 
     def lookup_entry(self, ids: Tensor) -> list[bytes]:
         """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
-        ids = torch.as_tensor(ids).to(self.device) if isinstance(ids, Tensor) else self._ids(ids)
-        ids = self._ids(ids).view(-1)
+        ids = self._ids(ids)
         rows = self._group.find(ids, self._number, "rows")
         known = rows >= 0
         staged = _core.Table(self._group.layout.native, 0)
@@ -224,10 +235,15 @@ class CudaHashTable(HashTable):
         dedup: bool,
         seconds: int,
         distinct: bool = False,
+        gate: Tensor | None = None,
+        judged: bool = False,
     ) -> None:
+        """`apply_gradients` with checked arguments. ``judged``: the gradients of tables that raise were looked at."""
         self._check_step(step)
         self._check_bad()
-        gate, drop = self._judge(grads)
+        drop = None
+        if self.on_bad_gradient == "skip" or not judged:
+            gate, drop = self._judge(grads)
         drop = self._filtered(ids, dedup=dedup, remember=False, skip=drop)
         rows = self._insert(ids, time=seconds, drop=drop, gate=gate)
         self._host.raise_max_update_time(seconds)
@@ -293,16 +309,20 @@ class CudaHashTable(HashTable):
             self._skipped_there = bad if self._skipped_there is None else self._skipped_there + bad
             return None, drop
         bad = count_bad(grads, self.dim_size, None)
-        if self.device.type == "cuda":
-            if not capturing(self.device):
-                told = torch.empty(1, dtype=torch.int64, pin_memory=True)
-                told.copy_(bad, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
-                self._bad = told, event
-        elif int(bad):
-            self._refuse(int(bad))
+        self._tell(bad)
         return bad, None
+
+    def _tell(self, bad: Tensor) -> None:
+        """Has the host told how many gradients are bad; `_check_bad` raises once it knows."""
+        if self.device.type != "cuda":
+            if int(bad):
+                self._refuse(int(bad))
+        elif not capturing(self.device):
+            told = torch.empty(1, dtype=torch.int64, pin_memory=True)
+            told.copy_(bad, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._bad = told, event
 
     def _check_bad(self, wait: bool = False) -> None:
         """Raises for gradients of a call before that turned out to be bad."""
@@ -340,7 +360,7 @@ class CudaHashTable(HashTable):
 
     def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
-        ids = self._ids(ids).view(-1)
+        ids = self._ids(ids)
         rows = self._insert(ids, time=int(time.time()))
         self._version += 1
         fresh = (rows >= 0) & (rows & _FRESH != 0)
@@ -360,7 +380,7 @@ class CudaHashTable(HashTable):
     def erase(self, ids: Tensor) -> int:
         """Removes ids; returns how many there were. Waits for the device."""
         self._version += 1
-        return self._group.erase(self._ids(ids).view(-1), self._number)
+        return self._group.erase(self._ids(ids), self._number)
 
     def evict(self, max_update_time: Any = None) -> int:
         """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
@@ -409,6 +429,10 @@ class CudaHashTable(HashTable):
         bridge.to_host(self._group, *self._group.entries(self._number), native)
         return bridge.Staged(self, native)
 
+    def staging(self) -> bridge.Staged:
+        """An empty CPU table to read files into."""
+        return bridge.Staged(self, _core.Table(self._layout.native, 0))
+
     def adopt(self, native: _core.Table) -> None:
         """Replaces all rows with those of a CPU table, and takes its clock and scales."""
         ids, times, words = bridge.copy_of(native)
@@ -422,22 +446,6 @@ class CudaHashTable(HashTable):
             bridge.to_device(self._group, self._number, ids, times, words)
         self._host.raise_max_update_time(native.max_update_time())
         self._host.set_scales(native.scales())
-
-    def save(self, basename: str, random_sleep_ms: int = 0) -> HashTable:
-        """As `HashTable.save`: the files are those of a CPU table. Takes host memory for a copy of the rows."""
-        from shoal.table.checkpoint import save_table
-
-        save_table(self.staged(), basename, random_sleep_ms=random_sleep_ms)  # type: ignore[arg-type]
-        return self
-
-    def restore(self, basename: str, *, strict: bool = True) -> HashTable:
-        """As `HashTable.restore`, from what a table on any device saved."""
-        from shoal.table.checkpoint import restore_table
-
-        staged = bridge.Staged(self, _core.Table(self._group.layout.native, 0))
-        restore_table(staged, basename, strict=strict)  # type: ignore[arg-type]
-        self.adopt(staged._native)
-        return self
 
     def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
         """As `HashTable.save_as_tensor`."""
@@ -489,43 +497,3 @@ def update_rows(
         ordered, order = torch.sort(rows, stable=True)
     apply: Callable[..., None] = apply_summed if dedup else apply_each
     return apply(group, ordered, order, table, grads, update)
-
-
-def device_ids(ids: Any, name: str, device: torch.device) -> Tensor:
-    """Flat int64 ids on the device; lists are moved there, tensors of another device are refused."""
-    if not isinstance(ids, Tensor):
-        try:
-            ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64).to(device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"table {name!r}: ids are an int64 tensor, got {type(ids).__name__} ({error})") from None
-    if ids.dtype != torch.int64:
-        raise ConfigError(f"table {name!r}: ids are int64, got {ids.dtype}; convert them with .long()")
-    return _on_device(ids, name, device, "ids").contiguous().view(-1)
-
-
-def device_rows(values: Any, n: int, dim: int, name: str, device: torch.device, what: str) -> Tensor:
-    """Contiguous float32 on the device with exactly ``n * dim`` elements."""
-    if not isinstance(values, Tensor):
-        try:
-            values = torch.as_tensor(values, dtype=torch.float32).to(device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"table {name!r}: {what} are a float32 tensor, got {type(values).__name__} ({error})"
-            ) from None
-    if values.dtype != torch.float32:
-        raise ConfigError(f"table {name!r}: {what} are float32, got {values.dtype}; convert them with .float()")
-    if values.numel() != n * dim:
-        raise ConfigError(
-            f"table {name!r}: {what} of shape {list(values.shape)} do not fit {n} ids of dim {dim}; "
-            f"{n * dim} elements are needed"
-        )
-    return _on_device(values, name, device, what).detach().contiguous()
-
-
-def _on_device(tensor: Tensor, name: str, device: torch.device, what: str) -> Tensor:
-    if tensor.device != device or tensor.layout != torch.strided:
-        raise ConfigError(
-            f"table {name!r}: {what} are a dense tensor on {device}, got {tensor.device}, {tensor.layout}; "
-            f"move them with .to({str(device)!r})"
-        )
-    return tensor
