@@ -171,19 +171,144 @@ def update() -> None:
         del table, ids, sets, grads
 
 
+def power_law(n: int, ids: int, alpha: float = 1.05) -> torch.Tensor:
+    """Ids of 1..ids whose frequency falls with rank to the power ``alpha``, scattered over int64."""
+    gamma = 1 - alpha
+    u = torch.rand(n, device="cuda", dtype=torch.float64)
+    rank = ((ids**gamma - 1) * u + 1) ** (1 / gamma)
+    return rank.long() * 0x9E3779B97F4A7C1
+
+
+def training_tables(optimizer: Any, tables: int, dim: int) -> Any:
+    from shoal.table import (
+        CombineAsSegment,
+        CuckooEmbeddingHashTableConfig,
+        EmbeddingHashTableConfig,
+        EntryConfig,
+        HashTableConfigInstance,
+        MultiHashTable,
+        RandomUniformInitializer,
+        reset_registry,
+    )
+
+    reset_registry()
+    segment = CombineAsSegment(dim, RandomUniformInitializer(), optimizer, None)
+    message = EmbeddingHashTableConfig(
+        entry_config=EntryConfig(segments=[segment]), cuckoo=CuckooEmbeddingHashTableConfig()
+    )
+    configs = {f"t{i}": HashTableConfigInstance(message, [0.01]) for i in range(tables)}
+    multi = MultiHashTable.from_configs(configs, device="cuda")
+    for table in multi.tables.values():
+        table.on_bad_gradient = "ignore"
+    return multi
+
+
+def train() -> None:
+    """A step of ten tables: lookup, then gradients of equal ids summed and applied."""
+    import shoal
+
+    tables, dim, each = 10, 128, 104857
+    n = tables * each
+    sizes = torch.full((tables,), each, dtype=torch.int32)
+    grads = torch.randn(n * dim, device="cuda")
+    for optimizer, goal in ((shoal.Sgd(lr=0.01), 0.9), (shoal.Adam(lr=0.01), 1.1)):
+        multi = training_tables(optimizer, tables, dim)
+        batches = [torch.cat([power_law(each, 10_000_000) for _ in range(tables)]) for _ in range(4)]
+        unique = statistics.mean(b.unique().numel() for b in batches) / n
+
+        def step(i: int, multi: Any = multi, batches: list[torch.Tensor] = batches) -> None:
+            ids = batches[i % 4]
+            multi.fused_lookup(ids, sizes, 1)
+            multi.fused_apply_gradient(ids, None, sizes, grads, None, None, 1, 0, 1, True)
+
+        ms = milliseconds(step)
+        what = f"training step, 10 tables, dim 128, {type(optimizer).__name__}"
+        report(what, ms=ms, ids=n, goal=f"<= {goal} ms", distinct_share=round(unique, 3))
+        ids = batches[0].clone()
+        batches[0] = ids
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(0)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step(0)
+
+        def replay(i: int, graph: Any = graph, ids: Any = ids, batches: Any = batches) -> None:
+            ids.copy_(batches[1 + i % 3])
+            graph.replay()
+
+        report(f"{what}, CUDA graph", ms=milliseconds(replay), ids=n, goal=f"<= {goal} ms")
+        del multi, batches, graph
+
+
+def cached() -> None:
+    """A table in host memory with a tenth of its rows in GPU memory, against the host table alone."""
+    import shoal
+    from shoal.table.cuda.cache import CachedHashTable
+
+    rows, dim = 10_000_000, 64
+    below = shoal.HashTable(dim, optimizer=shoal.Adagrad(lr=0.01), on_bad_gradient="ignore")
+    ids = (torch.arange(1, rows + 1, device="cuda") * 0x9E3779B97F4A7C1).cpu()
+    for part in ids.split(1 << 20):
+        below.lookup(part, insert_missing=True)
+    batches = [power_law(N, rows) for _ in range(12)]
+    grads = torch.randn(N, dim, device="cuda")
+
+    def on_host(i: int) -> None:
+        batch = batches[i % 12]
+        home = batch.cpu()
+        below.lookup(home).to("cuda")
+        below.apply_gradients(home, grads.cpu(), i, enable_dedup=True)
+
+    def wall(call: Callable[[int], None], rounds: int) -> float:
+        for i in range(4):
+            call(i)
+        times = []
+        for i in range(rounds):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call(4 + i)
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) * 1e3)
+        return statistics.median(times)
+
+    host_ms = wall(on_host, 5)
+    report("a step of a host table of 10 M rows, dim 64, Adagrad (wall clock)", ms=host_ms)
+    table = CachedHashTable(below, cache_rows=rows // 10)
+
+    def on_cache(i: int) -> None:
+        table.prefetch(batches[(i + 1) % 12])
+        table.lookup(batches[i % 12])
+        table.apply_gradients(batches[i % 12], grads, i, enable_dedup=True)
+
+    ms = wall(on_cache, 8)
+    before = table.fetched_rows
+    on_cache(20)
+    report("the same, a tenth of the rows cached on the GPU (wall clock)", ms=ms, goal=">= 5 times the host's rate",
+           times=round(host_ms / ms, 2), rows_fetched=table.fetched_rows - before)  # fmt: skip
+    table.close()
+
+
 BENCHMARKS: dict[str, Callable[[], None]] = {
     "find": find,
     "find_or_insert": find_or_insert,
     "insert": insert,
     "update": update,
+    "train": train,
+    "cached": cached,
 }
 
 
 def main(argv: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *BENCHMARKS], help="which; all by default")
+    parser.add_argument("names", nargs="*", help=f"which of {', '.join(BENCHMARKS)}; all by default")
     parser.add_argument("--json", metavar="FILE", help="keep the results here")
     args = parser.parse_args(None if argv is None else list(argv))
+    unknown = set(args.names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     if not torch.cuda.is_available():
         print("benchmarks.gpu needs a CUDA GPU, and torch sees none here: nothing was measured")
         return 0

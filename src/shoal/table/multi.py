@@ -368,7 +368,9 @@ class MultiHashTable:
         return []
 
     def as_op(self) -> MultiHashTable:
-        """Waits until everything asked of this table has been applied, which is at once."""
+        """Waits until everything asked of these tables has been applied, which is at once on a CPU."""
+        for table in self._tables.values():
+            table.as_op()
         return self
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from shoal.errors import CapacityError, ConfigError
 from shoal.table.cuda import index_kernels as ik
 from shoal.table.cuda import row_kernels as rk
 from shoal.table.cuda.backend import capturing, interpreted
+from shoal.table.cuda.launch import launch
 from shoal.table.cuda.layout import RowLayout
 from shoal.table.cuda.memory import make_store
 
@@ -50,6 +51,7 @@ class Group:
         self.timed = False
         """Whether any write so far had a time other than 0; until then no row's time is stored."""
         self._buckets = [0] * tables
+        self._arguments: dict[int, Any] = {}
         self._pinned = torch.zeros_like(self.state, device="cpu", pin_memory=device.type == "cuda")
         self._event: torch.cuda.Event | None = None
         self._pending = [0] * tables  # ids since the counts were last known: as many new ones at most
@@ -171,7 +173,9 @@ class Group:
     def _grow_rows(self, rows: int) -> None:
         if rows > MAX_ROWS:
             raise CapacityError(f"a group of GPU tables holds {MAX_ROWS} rows at most, {rows} are needed")
-        wanted = min(MAX_ROWS, max(rows, self._room + self._room // 8))
+        # Half as much again while that is little; taking pages costs the host time, not the device.
+        more = min(self._room // 2, (4 << 30) // (4 * self.layout.stride))
+        wanted = min(MAX_ROWS, max(rows, self._room + max(more, self._room // 8)))
         self.arena.grow(0, wanted * self.layout.stride)
         if self.timed:
             self._grow_times(wanted)
@@ -269,12 +273,17 @@ class Group:
 
     # --- ids ----------------------------------------------------------------------------------------------------------
 
-    def _index_arguments(self, table: int | Tensor) -> tuple[list[Any], dict[str, Any]]:
-        multi = isinstance(table, Tensor)
-        stores = (self.keys, self.rows, self.stash_keys, self.stash_rows)
-        tensors = [store.tensor if multi else store.tensor[table] for store in stores]
-        strides = {"key_stride": self.keys.stride, "stash_stride": self.stash_keys.stride, "MULTI": multi}
-        return tensors, strides
+    def _index_arguments(self, table: int | Tensor) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+        """What kernels need of the index: of one table, or, for a tensor, of all."""
+        number = -1 if isinstance(table, Tensor) else table
+        made = self._arguments.get(number)
+        if made is None:
+            stores = (self.keys, self.rows, self.stash_keys, self.stash_rows)
+            tensors = [store.tensor if number < 0 else store.tensor[number] for store in stores]
+            made = (*tensors, self.words(max(number, 0))), (self.keys.stride, self.stash_keys.stride)
+            if self.device.type == "cuda":  # elsewhere tensors change when they grow
+                self._arguments[number] = made
+        return made
 
     def find(self, ids: Tensor, table: int | Tensor, want: str) -> Tensor:
         """``rows`` int32, ``slots`` int64 or ``weights`` float32 ``[n, dim]`` of ids; -1, or zeros, if unknown."""
@@ -286,25 +295,28 @@ class Group:
             out = torch.empty(n, dtype=torch.int32 if want == "rows" else torch.int64, device=self.device)
         if n == 0:
             return out
+        multi = isinstance(table, Tensor)
         tensors, strides = self._index_arguments(table)
         block, warps = find_shape(width if want == "weights" else 1)
-        ik.find[(triton.cdiv(n, block),)](
+        launch(
+            ik.find,
+            triton.cdiv(n, block),
             ids,
-            table if isinstance(table, Tensor) else ids,
+            table if multi else ids,
             *tensors,
-            self.words(0 if isinstance(table, Tensor) else table),
             self.arena.tensor,
             out,
             out,
             n,
             self.salt,
+            *strides,
+            MULTI=multi,
             WANT=want,
             D=dim,
             WIDTH=width,
             STRIDE=self.layout.stride,
             BLOCK=block,
             num_warps=warps,
-            **strides,
         )
         return out
 
@@ -331,7 +343,9 @@ class Group:
         if not capturing(self.device):
             for t, count in enumerate(counts):
                 self._pending[t] += count
-            self._watch()
+            # Only when what may have come since the last look is much of the room that is left.
+            if 8 * sum(self._pending) > self._room - self._rows_needed([0] * self.tables):
+                self._watch()
         return out
 
     def _insert(
@@ -349,17 +363,19 @@ class Group:
         out = torch.empty(n, dtype=torch.int32, device=self.device)
         if n == 0:
             return out
+        multi = isinstance(table, Tensor)
         tensors, strides = self._index_arguments(table)
-        block, warps = (256, 4) if interpreted() else (128, 4)
-        ik.insert[(triton.cdiv(n, block),)](
+        block, warps = insert_shape()
+        launch(
+            ik.insert,
+            triton.cdiv(n, block),
             ids,
-            table if isinstance(table, Tensor) else ids,
+            table if multi else ids,
             ids if drop is None else drop,
             ids if gate is None else gate,
             out if given is None else given,
             *tensors,
             self.state,
-            self.words(0 if isinstance(table, Tensor) else table),
             self.free_rows.tensor,
             self.times.tensor,
             self.spare,
@@ -367,13 +383,14 @@ class Group:
             n,
             self.salt,
             time - (1 << 32) if time >= 1 << 31 else time,
+            *strides,
+            MULTI=multi,
             DROP=drop is not None,
             GATE=gate is not None,
             GIVEN=given is not None,
             STAMP=0 if not self.timed else 2 if only_new else 1,
             BLOCK=block,
             num_warps=warps,
-            **strides,
         )
         return out
 
@@ -389,7 +406,7 @@ class Group:
             return 0
         freed = torch.empty(n, dtype=torch.int32, device=self.device)
         tensors, _ = self._index_arguments(table)
-        ik.erase[(triton.cdiv(n, 256),)](slots, *tensors, freed, n, BLOCK=256)
+        ik.erase[(triton.cdiv(n, 256),)](slots, *tensors[:4], freed, n, BLOCK=256)
         self._restash(table, self._stash_image(table))
         self._recycle(freed[freed > 0], table, n)
         return n
@@ -463,7 +480,9 @@ class Group:
             return
         for i, s in enumerate(self.layout.segments):
             block, warps = row_shape(s.width)
-            rk.fresh[(triton.cdiv(n, block),)](
+            launch(
+                rk.fresh,
+                triton.cdiv(n, block),
                 rows,
                 ids,
                 self.arena.tensor,
@@ -496,7 +515,9 @@ class Group:
         if n:
             width = triton.next_power_of_2(words)
             block, warps = row_shape(width)
-            rk.gather[(triton.cdiv(n, block),)](
+            launch(
+                rk.gather,
+                triton.cdiv(n, block),
                 rows,
                 self.arena.tensor,
                 out,
@@ -516,7 +537,9 @@ class Group:
             words = values.shape[1]
             width = triton.next_power_of_2(words)
             block, warps = row_shape(width)
-            rk.scatter[(triton.cdiv(n, block),)](
+            launch(
+                rk.scatter,
+                triton.cdiv(n, block),
                 rows,
                 self.arena.tensor,
                 values,
@@ -536,7 +559,9 @@ class Group:
         ordered, order = torch.sort(rows, stable=True)
         width = triton.next_power_of_2(self.layout.dim)
         block, warps = row_shape(width)
-        rk.assign_sorted[(triton.cdiv(n, block),)](
+        launch(
+            rk.assign_sorted,
+            triton.cdiv(n, block),
             ordered,
             order,
             self.arena.tensor,
@@ -578,6 +603,11 @@ def find_shape(width: int) -> tuple[int, int]:
     if width >= 64:
         return max(1, 4096 // width), 4
     return 64, 2
+
+
+def insert_shape() -> tuple[int, int]:
+    """Ids of one program, and its warps."""
+    return (256, 1) if interpreted() else (128, 4)
 
 
 def row_shape(width: int) -> tuple[int, int]:

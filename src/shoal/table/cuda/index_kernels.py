@@ -80,7 +80,7 @@ def _probe(keys, rows, base, key, mask):
     return row, slot, free
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "salt", "key_stride", "stash_stride"])
 def find(
     ids,
     table_of,
@@ -141,7 +141,7 @@ def find(
         tl.store(out + o[:, None] * D + d[None, :], w, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "salt", "time", "key_stride", "stash_stride"])
 def insert(
     ids,
     table_of,
@@ -152,8 +152,8 @@ def insert(
     rows,
     stash_keys,
     stash_rows,
-    state,
     words,
+    state,
     free_rows,
     times,
     spare,
@@ -258,7 +258,7 @@ def insert(
         tl.store(out_rows + o, tl.where(m, tl.where(won, row | FRESH, row), -1), mask=o < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "salt", "buckets", "low", "first", "distance"])
 def split(keys, rows, n, buckets, low, first, distance, salt, BLOCK: tl.constexpr):
     """Splits buckets from ``first`` on, ``n`` slots of them, each with the one ``distance`` buckets on.
 
@@ -282,7 +282,7 @@ def split(keys, rows, n, buckets, low, first, distance, salt, BLOCK: tl.constexp
     tl.store(rows + at, -1, mask=m & moves)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def erase(slots, keys, rows, stash_keys, stash_rows, out_rows, n, BLOCK: tl.constexpr):
     """Frees slots that `find` gave, each once; ``out_rows`` gets the row of one that was freed, -1 otherwise."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.errors import CapacityError
 
-_RESERVED_BYTES = 1 << 39  # addresses for each part: more than any GPU's memory
+_RESERVED = 1 << 36  # elements that a part has addresses for, the same for every type: more than any GPU has room for
 _OUT_OF_MEMORY = 2
 
 
@@ -177,7 +177,7 @@ class Mapped:
         self._drivers[device] = self._driver
         self._item = dtype.itemsize
         self._dtype = dtype
-        self._part_bytes = _RESERVED_BYTES
+        self._part_bytes = (_RESERVED >> 2 if parts > 1 else _RESERVED) * self._item
         self._base = self._driver.reserve(parts * self._part_bytes)
         self._pages: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
         self._finalizer = weakref.finalize(

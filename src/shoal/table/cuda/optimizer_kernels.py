@@ -283,7 +283,7 @@ def _rates(numbers, rates, table_of, position, here, MULTI: tl.constexpr):
     return lr1, lr2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "seed", "step", "noise"])
 def update_distinct(
     rows,
     ids,
@@ -297,7 +297,6 @@ def update_distinct(
     numbers,
     step,
     noise,
-    grad_stride,
     INIT: tl.constexpr,
     MULTI: tl.constexpr,
     OPT: tl.constexpr,
@@ -311,6 +310,7 @@ def update_distinct(
     STRIDE: tl.constexpr,
     WEIGHT: tl.constexpr,
     STATE: tl.constexpr,
+    DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A step of rows that are all different; those marked FRESH start from their initializer, ``first``."""
@@ -322,7 +322,7 @@ def update_distinct(
     d = tl.arange(0, WIDTH)
     inside = (d < D)[None, :]
     m = here[:, None] & inside
-    g = tl.load(grads + position[:, None] * grad_stride + WEIGHT + d[None, :], mask=m, other=0.0)
+    g = tl.load(grads + position[:, None] * DIM + WEIGHT + d[None, :], mask=m, other=0.0)
     w = tl.load(arena + at[:, None] + WEIGHT + d[None, :], mask=known[:, None] & inside, other=0.0)
     new = here & (known == 0)
     if tl.max(new.to(tl.int32), axis=0) > 0:
@@ -357,7 +357,7 @@ def update_distinct(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "step", "noise"])
 def update_each(
     rows,
     order,
@@ -369,7 +369,6 @@ def update_each(
     numbers,
     step,
     noise,
-    grad_stride,
     MULTI: tl.constexpr,
     OPT: tl.constexpr,
     NESTEROV: tl.constexpr,
@@ -382,6 +381,7 @@ def update_each(
     STRIDE: tl.constexpr,
     WEIGHT: tl.constexpr,
     STATE: tl.constexpr,
+    DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A step for every occurrence of a row, in input order. ``rows`` are sorted, ``order`` has their positions."""
@@ -395,7 +395,7 @@ def update_each(
     while tl.max(active.to(tl.int32), axis=0) > 0:
         m = active[:, None] & inside
         position = tl.load(order + k, mask=active, other=0)
-        g = tl.load(grads + position[:, None] * grad_stride + WEIGHT + d[None, :], mask=m, other=0.0)
+        g = tl.load(grads + position[:, None] * DIM + WEIGHT + d[None, :], mask=m, other=0.0)
         w = tl.load(arena + at[:, None] + WEIGHT + d[None, :], mask=m, other=0.0)
         lr1, lr2 = _rates(numbers, rates, table_of, position, active, MULTI)
         _step(
@@ -438,7 +438,7 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "step", "noise"])
 def update_summed(
     rows,
     order,
@@ -452,7 +452,6 @@ def update_summed(
     numbers,
     step,
     noise,
-    grad_stride,
     MULTI: tl.constexpr,
     OPT: tl.constexpr,
     NESTEROV: tl.constexpr,
@@ -465,6 +464,7 @@ def update_summed(
     STRIDE: tl.constexpr,
     WEIGHT: tl.constexpr,
     STATE: tl.constexpr,
+    DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sums the gradients of equal rows in order and steps each row once, for rows whose gradients lie in one block.
@@ -482,7 +482,7 @@ def update_summed(
     position = tl.load(order + o, mask=here, other=0)
     d = tl.arange(0, WIDTH)
     inside = (d < D)[None, :]
-    g = tl.load(grads + position[:, None] * grad_stride + WEIGHT + d[None, :], mask=here[:, None] & inside, other=0.0)
+    g = tl.load(grads + position[:, None] * DIM + WEIGHT + d[None, :], mask=here[:, None] & inside, other=0.0)
     head = (before != row).to(tl.int32)
     heads = head[:, None] + tl.zeros([BLOCK, WIDTH], tl.int32)
     _, total = tl.associative_scan((heads, g), 0, _join)
@@ -525,7 +525,7 @@ def update_summed(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "step", "noise"])
 def update_crossing(
     rows,
     order,
@@ -550,6 +550,7 @@ def update_crossing(
     STRIDE: tl.constexpr,
     WEIGHT: tl.constexpr,
     STATE: tl.constexpr,
+    DIM: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -612,7 +613,7 @@ def update_crossing(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def check_gradients(
     grads, drop, bad, n, WANT_DROP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -30,7 +30,7 @@ def first_weights(id, d, seed, low, high, last, INIT: tl.constexpr, INDEX: tl.co
     return w
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "seed"])
 def fresh(
     rows,
     ids,
@@ -90,7 +90,7 @@ def fresh(
             tl.store(tail, accumulator, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def gather(rows, arena, out, n, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Copies of the weights; zeros for row -1."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -102,7 +102,7 @@ def gather(rows, arena, out, n, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl
     tl.store(out + o[:, None] * D + d[None, :], w, mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def scatter(rows, arena, values, n, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Sets whole rows, or their weights, to ``values``; rows are distinct, -1 is passed over."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -114,7 +114,7 @@ def scatter(rows, arena, values, n, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE
     tl.store(arena + at[:, None] + d[None, :], w, mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def assign_sorted(
     rows,
     order,

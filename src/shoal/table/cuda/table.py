@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
-from shoal.table.cuda import bridge
+from shoal.table.cuda import bridge, compiled
 from shoal.table.cuda.backend import as_device, capturing
 from shoal.table.cuda.group import Group
 from shoal.table.cuda.layout import row_layout
@@ -66,6 +66,8 @@ class CudaHashTable(HashTable):
         self._bad: tuple[Tensor, torch.cuda.Event] | None = None
         self._version = 0
         self._walked: tuple[int, Tensor, Tensor] | None = None
+        self._handle = compiled.register(self)
+        self._token = torch.zeros(1, device=self.device)  # what orders calls inside compiled code
         return self._host
 
     on_gpu = True
@@ -131,6 +133,9 @@ class CudaHashTable(HashTable):
         req_time: Any = None,
     ) -> Tensor:
         """As `HashTable.lookup`, on the table's device."""
+        if torch.compiler.is_compiling():
+            seconds = 0 if req_time is None else req_time
+            return torch.ops.shoal.gpu_table_lookup(ids, self._token, self._handle, insert_missing, seconds)
         ids = self._ids(ids)
         if not insert_missing:
             return self._read(self._group.find(ids, self._number, "weights"))
@@ -221,6 +226,12 @@ class CudaHashTable(HashTable):
 
         With ``distinct`` an id that comes twice after all makes one of its steps, or a mixture of both.
         """
+        if torch.compiler.is_compiling():
+            seconds = 0 if req_time is None else req_time
+            torch.ops.shoal.gpu_table_apply(
+                ids, grads, self._token, self._handle, global_step, enable_dedup, seconds, distinct
+            )
+            return self
         ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")
         step = as_int(global_step, self.name, "global_step")
         self._apply(ids, grads, self._rates(step), step, enable_dedup, seconds, distinct=distinct)

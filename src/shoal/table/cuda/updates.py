@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.table.cuda import optimizer_kernels as ok
 from shoal.table.cuda.backend import interpreted
 from shoal.table.cuda.group import Group, row_shape, signed
+from shoal.table.cuda.launch import launch
 from shoal.table.cuda.layout import Segment
 
 _AS_WRITTEN = ("ftrl", "group_ftrl")  # a difference of roots: without fused multiply-adds
@@ -67,6 +68,7 @@ def _constants(group: Group, s: Segment, warps: int) -> dict[str, Any]:
         "STRIDE": group.layout.stride,
         "WEIGHT": s.weight,
         "STATE": s.state,
+        "DIM": group.layout.dim,
         **options,
     }
 
@@ -77,7 +79,9 @@ def apply_distinct(group: Group, rows: Tensor, ids: Tensor, table: int | Tensor,
     for s in group.layout.segments:
         block, warps = distinct_shape(s.width)
         lr, rates = _multi(group, s, update, table)
-        ok.update_distinct[(triton.cdiv(n, block),)](
+        launch(
+            ok.update_distinct,
+            triton.cdiv(n, block),
             rows,
             ids,
             table if rates is not None else rows,
@@ -90,7 +94,6 @@ def apply_distinct(group: Group, rows: Tensor, ids: Tensor, table: int | Tensor,
             s.numbers(lr, update.scales[s.index]),
             update.step,
             signed(update.noise),
-            group.layout.dim,
             MULTI=rates is not None,
             INIT=s.init,
             BLOCK=block,
@@ -104,7 +107,9 @@ def apply_each(group: Group, rows: Tensor, order: Tensor, table: int | Tensor, g
     for s in group.layout.segments:
         block, warps = each_shape(s.width)
         lr, rates = _multi(group, s, update, table)
-        ok.update_each[(triton.cdiv(n, block),)](
+        launch(
+            ok.update_each,
+            triton.cdiv(n, block),
             rows,
             order,
             table if rates is not None else rows,
@@ -115,7 +120,6 @@ def apply_each(group: Group, rows: Tensor, order: Tensor, table: int | Tensor, g
             s.numbers(lr, update.scales[s.index]),
             update.step,
             signed(update.noise),
-            group.layout.dim,
             MULTI=rates is not None,
             BLOCK=block,
             **_constants(group, s, warps),
@@ -133,7 +137,9 @@ def apply_summed(group: Group, rows: Tensor, order: Tensor, table: int | Tensor,
         closed = torch.empty_like(opened)
         numbers = s.numbers(lr, update.scales[s.index])
         tables = (table if rates is not None else rows, rates if rates is not None else grads)
-        ok.update_summed[(tiles,)](
+        launch(
+            ok.update_summed,
+            tiles,
             rows,
             order,
             *tables,
@@ -145,13 +151,14 @@ def apply_summed(group: Group, rows: Tensor, order: Tensor, table: int | Tensor,
             numbers,
             update.step,
             signed(update.noise),
-            group.layout.dim,
             MULTI=rates is not None,
             BLOCK=tile,
             **_constants(group, s, warps),
         )
         block, warps = each_shape(s.width)
-        ok.update_crossing[(triton.cdiv(tiles, block),)](
+        launch(
+            ok.update_crossing,
+            triton.cdiv(tiles, block),
             rows,
             order,
             *tables,
@@ -176,7 +183,9 @@ def count_bad(grads: Tensor, dim: int, drop: Tensor | None) -> Tensor:
     if n:
         width = triton.next_power_of_2(dim)
         block, warps = row_shape(width)
-        ok.check_gradients[(triton.cdiv(n, block),)](
+        launch(
+            ok.check_gradients,
+            triton.cdiv(n, block),
             grads,
             bad if drop is None else drop,
             bad,
