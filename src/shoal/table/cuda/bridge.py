@@ -28,7 +28,11 @@ def to_host(group: Group, ids: Tensor, rows: Tensor, native: _core.Table) -> Non
 
 def import_words(native: _core.Table, ids: Tensor, times: Tensor, words: Tensor, dim: int) -> None:
     """Inserts or replaces rows of a CPU table."""
-    heads, states = words[:, :dim].contiguous(), words[:, dim:].contiguous()
+    import_parts(native, ids, times, words[:, :dim].contiguous(), words[:, dim:].contiguous())
+
+
+def import_parts(native: _core.Table, ids: Tensor, times: Tensor, heads: Tensor, states: Tensor) -> None:
+    """`import_words` of weights and states apart."""
     _core.import_rows(
         native, ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr() if states.numel() else 0, len(ids)
     )
@@ -45,13 +49,13 @@ def copy_of(native: _core.Table) -> tuple[Tensor, Tensor, Tensor]:
     return ids, times, torch.cat([heads, states], 1) if state else heads
 
 
-def fetch(native: _core.Table, ids: Tensor, dim: int, words: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which of ``ids`` a CPU table has (bool), and the times and words of those, in order."""
+def fetch(native: _core.Table, ids: Tensor, dim: int, words: int, pin: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Which of ``ids`` a CPU table has (bool), and the times, weights and states of those, in order."""
     n = ids.numel()
     found = torch.zeros(n, dtype=torch.bool)
-    times = torch.empty(n, dtype=torch.int64)
-    heads = torch.empty(n, dim, dtype=torch.float32)
-    states = torch.empty(n, words - dim, dtype=torch.float32)
+    times = torch.empty(n, dtype=torch.int64, pin_memory=pin)
+    heads = torch.empty(n, dim, dtype=torch.float32, pin_memory=pin)
+    states = torch.empty(n, words - dim, dtype=torch.float32, pin_memory=pin and words > dim)
     count = _core.fetch_rows(
         native,
         ids.data_ptr(),
@@ -61,8 +65,17 @@ def fetch(native: _core.Table, ids: Tensor, dim: int, words: int) -> tuple[Tenso
         heads.data_ptr(),
         states.data_ptr() if states.numel() else 0,
     )
-    joined = torch.cat([heads[:count], states[:count]], 1) if words > dim else heads[:count]
-    return found, times[:count], joined
+    return found, times[:count], heads[:count], states[:count]
+
+
+def from_device(tensor: Tensor) -> Tensor:
+    """A copy in host memory, by way of pinned memory."""
+    if tensor.device.type != "cuda":
+        return tensor.contiguous()
+    home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    home.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return home
 
 
 def to_device(group: Group, table: int, ids: Tensor, times: Tensor, words: Tensor) -> None:

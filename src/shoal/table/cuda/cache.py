@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from shoal.table.table import HashTable
 
 _ROW = (1 << 30) - 1
 _FETCHERS = 8
+Piece: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Times, weights and states of some rows."""
 
 
 class CachedHashTable(CudaHashTable):
@@ -116,14 +118,17 @@ class CachedHashTable(CudaHashTable):
         self._used[rows.clamp(min=0).long()] = self._tick
         return torch.unique(ids[rows < 0])
 
-    def _fetch(self, asked: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Which ids the CPU table has, and times and words of those, in order, in pieces."""
+    def _fetch(self, asked: Tensor) -> tuple[Tensor, list[Piece]]:
+        """Which ids the CPU table has, and times, weights and states of those, in order, in pieces."""
         layout = self._layout
         pieces = asked.split(max(1024, -(-asked.numel() // _FETCHERS)))
         results = self._in_parallel(
-            lambda part: bridge.fetch(self.below._native, part.contiguous(), layout.dim, layout.words), pieces
+            lambda part: bridge.fetch(
+                self.below._native, part.contiguous(), layout.dim, layout.words, self.device.type == "cuda"
+            ),
+            pieces,
         )
-        return torch.cat([found for found, _, _ in results]), [(times, words) for _, times, words in results]
+        return torch.cat([result[0] for result in results]), [result[1:] for result in results]
 
     def _in_parallel(self, work: Any, pieces: Any) -> list[Any]:
         if len(pieces) == 1:
@@ -133,19 +138,23 @@ class CachedHashTable(CudaHashTable):
             self._fetchers = ThreadPoolExecutor(threads, f"cache-{self.name}")
         return list(self._fetchers.map(work, pieces))
 
-    def _load(self, ids: Tensor, pieces: list[tuple[Tensor, Tensor]]) -> None:
-        """Puts rows of the CPU table that are not resident into the cache."""
+    def _load(self, ids: Tensor, pieces: list[Piece], good: Tensor | None = None) -> None:
+        """Puts rows of the CPU table that are not resident into the cache; of those, the ``good`` ones."""
         if ids.numel() == 0:
             return
-        there = ids.to(self.device)
-        words = torch.cat([words.to(self.device) for _, words in pieces])
-        rows = self._group.insert(there, 0, counts=[ids.numel()]) & _ROW
+        times, heads, states = (
+            torch.cat([p.to(self.device, non_blocking=True) for p in t]) for t in zip(*pieces, strict=True)
+        )
+        there, words = ids.to(self.device), torch.cat([heads, states], 1)
+        if good is not None:
+            there, times, words = there[good], times[good], words[good]
+        rows = self._group.insert(there, 0, counts=[there.numel()]) & _ROW
         self._group.scatter(rows, words)
-        self._group.set_times(rows, torch.cat([times for times, _ in pieces]).to(self.device))
+        self._group.set_times(rows, times)
         at = rows.long()
         self._used[at] = self._tick
         self._dirty[at] = False
-        self.fetched_rows += ids.numel()
+        self.fetched_rows += there.numel()
 
     def _make_room(self, need: int) -> None:
         """Lets the least recently used rows go until ``need`` more fit; never one of the current batch."""
@@ -173,13 +182,13 @@ class CachedHashTable(CudaHashTable):
         n = ids.numel()
         if n == 0:
             return
-        home = ids.cpu()
-        words = self._group.gather(rows, self._layout.words).cpu()
-        times = self._group.row_times(rows).cpu()
+        dim, words = self._layout.dim, self._group.gather(rows, self._layout.words)
+        copies = [ids, self._group.row_times(rows), words[:, :dim].contiguous(), words[:, dim:].contiguous()]
+        home, times, heads, states = map(bridge.from_device, copies)
         size = max(1024, -(-n // _FETCHERS))
         parts = [slice(begin, begin + size) for begin in range(0, n, size)]
         self._in_parallel(
-            lambda p: bridge.import_words(self.below._native, home[p], times[p], words[p], self._layout.dim), parts
+            lambda p: bridge.import_parts(self.below._native, home[p], times[p], heads[p], states[p]), parts
         )
         self._dirty[rows.long()] = False
         self.written_rows += n
@@ -245,7 +254,7 @@ class CachedHashTable(CudaHashTable):
                     self._in_flight -= 1
             self._arrive(asked[known], pieces, main)
 
-    def _arrive(self, ids: Tensor, pieces: list[tuple[Tensor, Tensor]], main: torch.cuda.Stream | None) -> None:
+    def _arrive(self, ids: Tensor, pieces: list[Piece], main: torch.cuda.Stream | None) -> None:
         """Takes fetched rows in, but for those that came, or were written back, in the meantime."""
         with self._lock:
             if self._stream is not None:
@@ -258,9 +267,8 @@ class CachedHashTable(CudaHashTable):
             good = (self._group.find(ids.to(self.device), 0, "rows") < 0).cpu()
             if tainted is not None:
                 good &= ~torch.isin(ids, tainted)
-            times, words = torch.cat([t for t, _ in pieces]), torch.cat([w for _, w in pieces])
             self._make_room(int(good.sum()))
-            self._load(ids[good], [(times[good], words[good])])
+            self._load(ids, pieces, None if bool(good.all()) else good.to(self.device))
             return self._record()
 
     def _record(self) -> None:

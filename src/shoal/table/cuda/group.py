@@ -47,7 +47,7 @@ class Group:
         self.times = make_store(1, torch.int32, device)
         self.free_rows = make_store(1, torch.int32, device)
         self.state = torch.zeros(_COMMON + _WORDS * tables, dtype=torch.int64, device=device)
-        self.spare = torch.zeros(1024, dtype=torch.int64, device=device)
+        self.spare = torch.zeros(1 << 16, dtype=torch.int64, device=device)
         self.timed = False
         """Whether any write so far had a time other than 0; until then no row's time is stored."""
         self._buckets = [0] * tables
@@ -166,15 +166,15 @@ class Group:
         for table, size in enumerate(self._sizes_needed(counts)):
             buckets = self._buckets[table]
             while self._capacity(buckets) < size:
-                buckets *= 2
+                buckets *= 2 if buckets >= 1 << 20 else 4
             if buckets > self._buckets[table]:
                 self._grow_index(table, buckets, empty=size == counts[table])
 
     def _grow_rows(self, rows: int) -> None:
         if rows > MAX_ROWS:
             raise CapacityError(f"a group of GPU tables holds {MAX_ROWS} rows at most, {rows} are needed")
-        # Half as much again while that is little; taking pages costs the host time, not the device.
-        more = min(self._room // 2, (4 << 30) // (4 * self.layout.stride))
+        # As much again while that is little: taking pages costs the host time.
+        more = min(self._room, (4 << 30) // (4 * self.layout.stride))
         wanted = min(MAX_ROWS, max(rows, self._room + max(more, self._room // 8)))
         self.arena.grow(0, wanted * self.layout.stride)
         if self.timed:
@@ -472,20 +472,25 @@ class Group:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def start_fresh(
-        self, rows: Tensor, ids: Tensor, seed: int, *, every: bool = False, state_only: bool = False
+        self, rows: Tensor, ids: Tensor, seed: int, *, every: bool = False, out: Tensor | None = None
     ) -> None:
-        """Initial weights and states of rows marked FRESH (``every``: of all), and takes the mark away."""
+        """Initial weights and states of rows marked FRESH (``every``: of all), and takes the mark away.
+
+        With ``out [n, dim]`` their weights are written there, too, and the mark stays.
+        """
         n = rows.numel()
         if n == 0:
             return
         for i, s in enumerate(self.layout.segments):
             block, warps = row_shape(s.width)
+            span = max(block, 256)
             launch(
                 rk.fresh,
-                triton.cdiv(n, block),
+                triton.cdiv(n, span),
                 rows,
                 ids,
                 self.arena.tensor,
+                self.arena.tensor if out is None else out,
                 n,
                 signed(seed),
                 *s.first,
@@ -501,17 +506,24 @@ class Group:
                 STATE=s.state,
                 VECTORS=s.vectors,
                 TAIL=s.tail,
+                DIM=self.layout.dim,
                 ALL=every,
-                STATE_ONLY=state_only,
-                CLEAN=i == len(self.layout.segments) - 1,
+                OUT=out is not None,
+                CLEAN=out is None and i == len(self.layout.segments) - 1,
                 BLOCK=block,
+                SPAN=span,
                 num_warps=warps,
             )
 
-    def gather(self, rows: Tensor, words: int) -> Tensor:
-        """The first ``words`` words of rows as float32 ``[n, words]``; zeros for row -1."""
+    def gather(self, rows: Tensor, words: int, out: Tensor | None = None) -> Tensor:
+        """The first ``words`` words of rows as float32 ``[n, words]``; zeros for row -1.
+
+        With ``out`` rows marked FRESH are left out: `start_fresh` has written them there.
+        """
         n = rows.numel()
-        out = torch.empty(n, words, dtype=torch.float32, device=self.device)
+        skip = out is not None
+        if out is None:
+            out = torch.empty(n, words, dtype=torch.float32, device=self.device)
         if n:
             width = triton.next_power_of_2(words)
             block, warps = row_shape(width)
@@ -522,6 +534,7 @@ class Group:
                 self.arena.tensor,
                 out,
                 n,
+                SKIP=skip,
                 D=words,
                 WIDTH=width,
                 STRIDE=self.layout.stride,

@@ -207,7 +207,7 @@ def insert(
             stash_at = table * stash_stride + ((home + step - 16) & stash_mask)
             cell = tl.where(main, keys + place, stash_keys + stash_at)
             # A lane with nothing to do compares a spare cell, which holds 0, with -1.
-            cell = tl.where(todo, cell, spare + (o & 1023))
+            cell = tl.where(todo, cell, spare + (o & 65535))
             wanted = tl.where(todo, tl.full([BLOCK], EMPTY, tl.int64), tl.full([BLOCK], -1, tl.int64))
             old = tl.atomic_cas(cell, wanted, key)
             mine = todo & (old == EMPTY)

@@ -552,10 +552,13 @@ def update_crossing(
     STATE: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    """Steps the rows whose gradients lie in several blocks of `update_summed`, one lane for each such row."""
-    tile = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """Steps the rows whose gradients lie in several blocks of `update_summed`, a program for each such row.
+
+    It takes the sums that SPAN blocks left at once: an id may have been in thousands of them.
+    """
+    tile = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     begin = tile * TILE
     end = begin + TILE
     row = tl.load(rows + end - 1, mask=end < n, other=-1)
@@ -565,18 +568,20 @@ def update_crossing(
     if tl.max(mine.to(tl.int32), axis=0) > 0:
         d = tl.arange(0, WIDTH)
         inside = (d < D)[None, :]
-        total = tl.load(opened + tile[:, None] * WIDTH + d[None, :], mask=mine[:, None] & inside, other=0.0)
-        active = mine
-        k = tile + 1
-        while tl.max(active.to(tl.int32), axis=0) > 0:
-            stop = (k + 1) * TILE
-            further = active & (tl.load(rows + stop, mask=active & (stop < n), other=-1) == row)
-            partial = k[:, None] * WIDTH + d[None, :]
-            whole = tl.load(opened + partial, mask=further[:, None] & inside, other=0.0)
-            rest = tl.load(closed + partial, mask=(active & (further == 0))[:, None] & inside, other=0.0)
-            total += whole + rest
-            active = further
-            k += 1
+        the_row = tl.max(row, axis=0)
+        j = tl.arange(0, SPAN)
+        total = tl.load(opened + tile[:, None] * WIDTH + d[None, :], mask=inside, other=0.0)
+        k = tl.program_id(0).to(tl.int64) + 1
+        count = SPAN
+        while count == SPAN:
+            stop = (k + j + 1) * TILE
+            further = tl.load(rows + stop, mask=stop < n, other=-1) == the_row  # of sorted rows: some, then none
+            count = tl.sum(further.to(tl.int32), axis=0)
+            whole = tl.load(opened + (k + j)[:, None] * WIDTH + d[None, :], mask=further[:, None] & inside, other=0.0)
+            last = inside & (count < SPAN)
+            rest = tl.load(closed + (k + count) * WIDTH + d[None, :], mask=last, other=0.0)
+            total += tl.sum(whole, axis=0)[None, :] + rest
+            k += SPAN
         position = tl.load(order + end - 1, mask=mine, other=0)
         lr1, lr2 = _rates(numbers, rates, table_of, position, mine, MULTI)
         if ROUND:

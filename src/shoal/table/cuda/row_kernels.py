@@ -35,6 +35,7 @@ def fresh(
     rows,
     ids,
     arena,
+    out,
     n,
     seed,
     low,
@@ -52,51 +53,77 @@ def fresh(
     STATE: tl.constexpr,
     VECTORS: tl.constexpr,
     TAIL: tl.constexpr,
+    DIM: tl.constexpr,
     ALL: tl.constexpr,
-    STATE_ONLY: tl.constexpr,
+    OUT: tl.constexpr,
     CLEAN: tl.constexpr,
     BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    """A segment of the rows marked FRESH (ALL: of every row) as new ones have it; CLEAN takes the mark away."""
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    code = tl.load(rows + o, mask=o < n, other=-1)
-    here = code >= 0
+    """A segment of the rows marked FRESH (ALL: of every row) as new ones have it.
+
+    OUT also writes their weights to ``out [n, DIM]``; CLEAN takes the mark away. A program looks at SPAN rows, and does
+    nothing more when none of them is fresh.
+    """
+    begin = tl.program_id(0).to(tl.int64) * SPAN
+    spots = begin + tl.arange(0, SPAN)
+    codes = tl.load(rows + spots, mask=spots < n, other=-1)
+    any_here = codes >= 0
     if ALL == 0:
-        here = here & ((code & FRESH) != 0)
-    if CLEAN:
-        tl.store(rows + o, code & ROW, mask=here)
-    if tl.max(here.to(tl.int32), axis=0) > 0:
-        at = (code & ROW).to(tl.int64) * STRIDE
-        d = tl.arange(0, WIDTH)
-        m = here[:, None] & (d < D)[None, :]
-        if STATE_ONLY == 0:
+        any_here = any_here & ((codes & FRESH) != 0)
+    if tl.max(any_here.to(tl.int32), axis=0) > 0:
+        for at_ in range(0, SPAN, BLOCK):
+            o = begin + at_ + tl.arange(0, BLOCK)
+            code = tl.load(rows + o, mask=o < n, other=-1)
+            here = code >= 0
+            if ALL == 0:
+                here = here & ((code & FRESH) != 0)
+            at = (code & ROW).to(tl.int64) * STRIDE
+            d = tl.arange(0, WIDTH)
+            m = here[:, None] & (d < D)[None, :]
             id = tl.load(ids + o, mask=here, other=0)
             w = first_weights(id, d, seed, low, high, last, INIT, INDEX)
             tl.store(arena + at[:, None] + WEIGHT + d[None, :], w, mask=m)
-        state = arena + at[:, None] + STATE + d[None, :]
-        for v in tl.static_range(VECTORS):
-            value = tl.zeros([BLOCK, WIDTH], tl.float32)
-            if v == 0:
-                value += accumulator
-            tl.store(state + v * D, value, mask=m)
-        tail = arena + at + (STATE + VECTORS * D)
-        if TAIL == 1:  # an int64 of 0
-            tl.store(tail, 0.0, mask=here)
-            tl.store(tail + 1, 0.0, mask=here)
-        elif TAIL == 2:  # powers of the betas
-            tl.store(tail, beta1, mask=here)
-            tl.store(tail + 1, beta2, mask=here)
-        elif TAIL == 3:  # one accumulator
-            tl.store(tail, accumulator, mask=here)
+            if OUT:
+                tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=m)
+            state = arena + at[:, None] + STATE + d[None, :]
+            for v in tl.static_range(VECTORS):
+                value = tl.zeros([BLOCK, WIDTH], tl.float32)
+                if v == 0:
+                    value += accumulator
+                tl.store(state + v * D, value, mask=m)
+            tail = arena + at + (STATE + VECTORS * D)
+            if TAIL == 1:  # an int64 of 0
+                tl.store(tail, 0.0, mask=here)
+                tl.store(tail + 1, 0.0, mask=here)
+            elif TAIL == 2:  # powers of the betas
+                tl.store(tail, beta1, mask=here)
+                tl.store(tail + 1, beta2, mask=here)
+            elif TAIL == 3:  # one accumulator
+                tl.store(tail, accumulator, mask=here)
+            if CLEAN:
+                tl.store(rows + o, code & ROW, mask=here)
 
 
 @triton.jit(do_not_specialize=["n"])
-def gather(rows, arena, out, n, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies of the weights; zeros for row -1."""
+def gather(
+    rows,
+    arena,
+    out,
+    n,
+    SKIP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies of the weights; zeros for row -1. SKIP leaves out rows marked FRESH, which `fresh` has written."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     code = tl.load(rows + o, mask=o < n, other=-1)
     d = tl.arange(0, WIDTH)
     m = (o < n)[:, None] & (d < D)[None, :]
+    if SKIP:
+        m = m & ((code < 0) | ((code & FRESH) == 0))[:, None]
     at = (code & ROW).to(tl.int64) * STRIDE
     w = tl.load(arena + at[:, None] + d[None, :], mask=m & (code >= 0)[:, None], other=0.0)
     tl.store(out + o[:, None] * D + d[None, :], w, mask=m)

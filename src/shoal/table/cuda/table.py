@@ -144,8 +144,9 @@ class CudaHashTable(HashTable):
         rows = self._insert(ids, time=seconds, only_new=True, drop=drop)
         self._host.raise_max_update_time(seconds)
         self._version += 1
-        self._group.start_fresh(rows, ids, self._seed)
-        return self._read(self._group.gather(rows, self.dim_size))
+        out = torch.empty(ids.numel(), self.dim_size, dtype=torch.float32, device=self.device)
+        self._group.start_fresh(rows, ids, self._seed, out=out)
+        return self._read(self._group.gather(rows, self.dim_size, out))
 
     def _read(self, weights: Tensor) -> Tensor:
         """Raw weights as lookups show them."""

@@ -155,10 +155,9 @@ def apply_summed(group: Group, rows: Tensor, order: Tensor, table: int | Tensor,
             BLOCK=tile,
             **_constants(group, s, warps),
         )
-        block, warps = each_shape(s.width)
         launch(
             ok.update_crossing,
-            triton.cdiv(tiles, block),
+            tiles,
             rows,
             order,
             *tables,
@@ -171,8 +170,8 @@ def apply_summed(group: Group, rows: Tensor, order: Tensor, table: int | Tensor,
             signed(update.noise),
             MULTI=rates is not None,
             TILE=tile,
-            BLOCK=block,
-            **_constants(group, s, warps),
+            SPAN=4 if interpreted() else max(2, min(64, 4096 // s.width)),
+            **_constants(group, s, 4 if s.width > 32 else 1),
         )
 
 
