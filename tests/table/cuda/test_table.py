@@ -66,7 +66,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(operations)
 def test_any_sequence_of_calls_leaves_what_the_cpu_has(calls):
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
