@@ -113,11 +113,11 @@ def find() -> None:
 
 def find_or_insert() -> None:
     """Lookups that make rows: 60 % known ids, 40 % new ones."""
-    for load, begin, goal in ((0.5, 0.5, 4.0), (0.95, 0.93, 2.5)):  # each call adds 0.3 % of the slots
+    for load, begin, goal in ((0.5, 0.47, 4.0), (0.95, 0.92, 2.5)):  # each call adds 0.3 % of the slots
         table = make(32, "sgd")
         ids = fill(table, begin)
         table._group.max_load = 2.0  # it would grow
-        calls, repeats = 3, 3
+        calls, repeats = 8, 2
         known = [a.clone() for a in sample(ids, 4)]
         batches = []
         for i in range(calls * repeats + 3):

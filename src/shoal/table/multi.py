@@ -87,7 +87,7 @@ class MultiHashTable:
         if self.on_gpu:
             from shoal.table.cuda.multi import share
 
-            share(list(self._tables.values()))
+            share(list(self._tables.values()))  # type: ignore[arg-type]
         if sync_client is not None:
             client = getattr(sync_client, "handle", sync_client)
             parts = [(table.name, table.dim_size, table._client_lookup) for table in self._tables.values()]

@@ -9,10 +9,12 @@ import torch
 
 from shoal.errors import ConfigError, UnsupportedError
 
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (``TRITON_INTERPRET=1`` before the first import)."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return _INTERPRETED
 
 
 def as_device(device: Any, name: str) -> torch.device:

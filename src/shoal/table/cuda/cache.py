@@ -239,7 +239,7 @@ class CachedHashTable(CudaHashTable):
             if self._stream is not None:
                 stack.enter_context(torch.cuda.stream(self._stream))
             with self._lock:
-                if self._stream is not None:
+                if self._stream is not None and main is not None:
                     self._stream.wait_stream(main)
                 self._tick += 1
                 asked = self._note(ids).cpu()
@@ -257,7 +257,7 @@ class CachedHashTable(CudaHashTable):
     def _arrive(self, ids: Tensor, pieces: list[Piece], main: torch.cuda.Stream | None) -> None:
         """Takes fetched rows in, but for those that came, or were written back, in the meantime."""
         with self._lock:
-            if self._stream is not None:
+            if self._stream is not None and main is not None:
                 self._stream.wait_stream(main)
             tainted = torch.cat(self._tainted) if self._tainted else None
             if not self._in_flight:

@@ -11,14 +11,13 @@ import secrets
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from shoal.errors import CapacityError, ConfigError
 from shoal.table.cuda import index_kernels as ik
 from shoal.table.cuda import row_kernels as rk
 from shoal.table.cuda.backend import capturing, interpreted
-from shoal.table.cuda.launch import launch
+from shoal.table.cuda.launch import cdiv, launch, power_of_2
 from shoal.table.cuda.layout import RowLayout
 from shoal.table.cuda.memory import make_store
 
@@ -241,7 +240,9 @@ class Group:
             to = min(buckets, 2 * base)
             count = (to - have) * 8
             low = (1 << (to.bit_length() - 1)) - 1
-            ik.split[(triton.cdiv(count, 1024),)](
+            launch(
+                ik.split,
+                cdiv(count, 1024),
                 self.keys.tensor[table],
                 self.rows.tensor[table],
                 count,
@@ -288,7 +289,7 @@ class Group:
     def find(self, ids: Tensor, table: int | Tensor, want: str) -> Tensor:
         """``rows`` int32, ``slots`` int64 or ``weights`` float32 ``[n, dim]`` of ids; -1, or zeros, if unknown."""
         n = ids.numel()
-        dim, width = self.layout.dim, triton.next_power_of_2(self.layout.dim)
+        dim, width = self.layout.dim, power_of_2(self.layout.dim)
         if want == "weights":
             out = torch.empty(n, dim, dtype=torch.float32, device=self.device)
         else:
@@ -300,7 +301,7 @@ class Group:
         block, warps = find_shape(width if want == "weights" else 1)
         launch(
             ik.find,
-            triton.cdiv(n, block),
+            cdiv(n, block),
             ids,
             table if multi else ids,
             *tensors,
@@ -368,7 +369,7 @@ class Group:
         block, warps = insert_shape()
         launch(
             ik.insert,
-            triton.cdiv(n, block),
+            cdiv(n, block),
             ids,
             table if multi else ids,
             ids if drop is None else drop,
@@ -406,7 +407,7 @@ class Group:
             return 0
         freed = torch.empty(n, dtype=torch.int32, device=self.device)
         tensors, _ = self._index_arguments(table)
-        ik.erase[(triton.cdiv(n, 256),)](slots, *tensors[:4], freed, n, BLOCK=256)
+        launch(ik.erase, cdiv(n, 256), slots, *tensors[:4], freed, n, BLOCK=256)
         self._restash(table, self._stash_image(table))
         self._recycle(freed[freed > 0], table, n)
         return n
@@ -486,7 +487,7 @@ class Group:
             span = max(block, 256)
             launch(
                 rk.fresh,
-                triton.cdiv(n, span),
+                cdiv(n, span),
                 rows,
                 ids,
                 self.arena.tensor,
@@ -525,11 +526,11 @@ class Group:
         if out is None:
             out = torch.empty(n, words, dtype=torch.float32, device=self.device)
         if n:
-            width = triton.next_power_of_2(words)
+            width = power_of_2(words)
             block, warps = row_shape(width)
             launch(
                 rk.gather,
-                triton.cdiv(n, block),
+                cdiv(n, block),
                 rows,
                 self.arena.tensor,
                 out,
@@ -548,11 +549,11 @@ class Group:
         n = rows.numel()
         if n:
             words = values.shape[1]
-            width = triton.next_power_of_2(words)
+            width = power_of_2(words)
             block, warps = row_shape(width)
             launch(
                 rk.scatter,
-                triton.cdiv(n, block),
+                cdiv(n, block),
                 rows,
                 self.arena.tensor,
                 values,
@@ -570,11 +571,11 @@ class Group:
         if n == 0:
             return
         ordered, order = torch.sort(rows, stable=True)
-        width = triton.next_power_of_2(self.layout.dim)
+        width = power_of_2(self.layout.dim)
         block, warps = row_shape(width)
         launch(
             rk.assign_sorted,
-            triton.cdiv(n, block),
+            cdiv(n, block),
             ordered,
             order,
             self.arena.tensor,

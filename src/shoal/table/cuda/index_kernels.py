@@ -1,3 +1,4 @@
+# pyrefly: ignore-errors
 """The index in kernels: which row an id has, and a row for an id that has none.
 
 An id may be in one of two buckets of eight slots (a bucket's ids are one line of 64 bytes, its row numbers half a

@@ -18,6 +18,16 @@ _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 _WIDE = 1 << 31
 
 
+def cdiv(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not below ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
 def launch(
     fn: Any, programs: int, *arguments: Any, num_warps: int = 4, enable_fp_fusion: bool = True, **constants: Any
 ) -> None:
@@ -42,7 +52,7 @@ def launch(
             _compiled[key] = kernel, tuple(constants[name] for name in fn.arg_names[len(arguments) :])
         return
     kernel, ordered = known
-    stream = triton.runtime.driver.active.get_current_stream(device)
+    stream = triton.runtime.driver.active.get_current_stream(device)  # type: ignore[missing-attribute]
     hooks = triton.knobs.runtime
     kernel.run(
         programs,

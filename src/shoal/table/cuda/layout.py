@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import triton
 
 from shoal import _core
 from shoal.errors import UnsupportedError
+from shoal.table.cuda.launch import power_of_2
 from shoal.table.messages import EmbeddingHashTableConfig
 from shoal.table.native import CODECS, OPTIMIZERS, native_layout, native_segment
 
@@ -58,7 +58,7 @@ class Segment:
 
     @property
     def width(self) -> int:
-        return triton.next_power_of_2(self.dim)
+        return power_of_2(self.dim)
 
     @property
     def codec(self) -> str:

@@ -1,3 +1,4 @@
+# pyrefly: ignore-errors
 """Every row optimizer in one kernel each, fused with the read and write of the row. One launch is one segment.
 
 The formulas, for reading, are in `shoal.table.reference.optimizers`; the order of the kinds is that of

@@ -1,3 +1,4 @@
+# pyrefly: ignore-errors
 """Rows in kernels: fresh ones, copies of weights, and weights set from outside. One launch is one segment of a row.
 
 A row is what the CPU table's is: the weights of all segments, then the optimizers' states, in 4-byte words.

@@ -48,9 +48,6 @@ class CudaHashTable(HashTable):
     order may depend on where rows lie.
     """
 
-    device: torch.device
-    deterministic: bool
-
     # --- building -----------------------------------------------------------------------------------------------------
 
     def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
@@ -86,7 +83,7 @@ class CudaHashTable(HashTable):
         self._shared, self._number = group, number
 
     @property
-    def _native(self) -> _core.Table:
+    def _native(self) -> _core.Table:  # type: ignore[bad-override]
         raise UnsupportedError(f"table {self.name!r} is on {self.device}; this operation works on CPU tables")
 
     def _set_touched(self, touched: Any, number: int) -> None:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from shoal.table.cuda import optimizer_kernels as ok
 from shoal.table.cuda.backend import interpreted
 from shoal.table.cuda.group import Group, row_shape, signed
-from shoal.table.cuda.launch import launch
+from shoal.table.cuda.launch import cdiv, launch, power_of_2
 from shoal.table.cuda.layout import Segment
 
 _AS_WRITTEN = ("ftrl", "group_ftrl")  # a difference of roots: without fused multiply-adds
@@ -53,10 +52,13 @@ def device_rates(group: Group, rates: tuple[float, ...]) -> Tensor:
 
 
 def _constants(group: Group, s: Segment, warps: int) -> dict[str, Any]:
+    cache: dict[tuple[int, int], dict[str, Any]] = group.__dict__.setdefault("_constants", {})
+    if (s.index, warps) in cache:
+        return cache[s.index, warps]
     options: dict[str, Any] = {"num_warps": warps}
     if s.kind in _AS_WRITTEN:
         options["enable_fp_fusion"] = False
-    return {
+    cache[s.index, warps] = made = {
         "OPT": s.native.opt,
         "NESTEROV": s.native.nesterov,
         "DECOUPLED": s.native.decoupled,
@@ -71,6 +73,7 @@ def _constants(group: Group, s: Segment, warps: int) -> dict[str, Any]:
         "DIM": group.layout.dim,
         **options,
     }
+    return made
 
 
 def apply_distinct(group: Group, rows: Tensor, ids: Tensor, table: int | Tensor, grads: Tensor, update: Update) -> None:
@@ -81,7 +84,7 @@ def apply_distinct(group: Group, rows: Tensor, ids: Tensor, table: int | Tensor,
         lr, rates = _multi(group, s, update, table)
         launch(
             ok.update_distinct,
-            triton.cdiv(n, block),
+            cdiv(n, block),
             rows,
             ids,
             table if rates is not None else rows,
@@ -109,7 +112,7 @@ def apply_each(group: Group, rows: Tensor, order: Tensor, table: int | Tensor, g
         lr, rates = _multi(group, s, update, table)
         launch(
             ok.update_each,
-            triton.cdiv(n, block),
+            cdiv(n, block),
             rows,
             order,
             table if rates is not None else rows,
@@ -131,7 +134,7 @@ def apply_summed(group: Group, rows: Tensor, order: Tensor, table: int | Tensor,
     n = rows.numel()
     for s in group.layout.segments:
         tile, warps = summed_shape(s.width)
-        tiles = triton.cdiv(n, tile)
+        tiles = cdiv(n, tile)
         lr, rates = _multi(group, s, update, table)
         opened = torch.empty(tiles, s.width, dtype=torch.float32, device=group.device)
         closed = torch.empty_like(opened)
@@ -180,11 +183,11 @@ def count_bad(grads: Tensor, dim: int, drop: Tensor | None) -> Tensor:
     n = grads.numel() // dim
     bad = torch.zeros(1, dtype=torch.int64, device=grads.device)
     if n:
-        width = triton.next_power_of_2(dim)
+        width = power_of_2(dim)
         block, warps = row_shape(width)
         launch(
             ok.check_gradients,
-            triton.cdiv(n, block),
+            cdiv(n, block),
             grads,
             bad if drop is None else drop,
             bad,
