@@ -110,8 +110,12 @@ class HashTable:
 
     def __new__(cls, *args: Any, device: Any = "cpu", **kwargs: Any) -> HashTable:
         if cls is HashTable and _is_cuda(device):
-            from shoal.table.cuda.table import CudaHashTable
-
+            try:
+                from shoal.table.cuda.table import CudaHashTable
+            except ModuleNotFoundError as error:
+                if error.name != "triton":
+                    raise
+                raise UnsupportedError(f"device={device!r} needs triton, which torch's CUDA wheels bring") from None
             cls = CudaHashTable
         return object.__new__(cls)
 

@@ -1,5 +1,7 @@
 """A GPU table does what a CPU table does: reads, writes, filters, expiry, growth, refusals."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from gpu_tables import MIN, assert_same_rows, config, pair
@@ -300,3 +302,19 @@ def test_entries_are_those_of_the_cpu(device):
         assert (mine == b"") == (theirs == b"")
         if mine:
             assert list(a.opt.dump[0].adam.v) == pytest.approx(list(b.opt.dump[0].adam.v), abs=1e-6)
+
+
+def test_threads_may_read_write_and_evict_at_once(device):
+    table = shoal.HashTable(2, optimizer="sgd", initializer="zeros", device="cuda", expire_after="1d")
+    table.reserve(200)
+
+    def work(number):
+        ids = torch.arange(number * 20, number * 20 + 20, device=device)
+        for time in (1, 200_000):
+            table.assign(ids, torch.full((20, 2), float(number), device=device), time)
+            table.evict(100)
+        return bool((table.lookup(ids) == number).all())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4), timeout=100))
+    assert table.size() == 80

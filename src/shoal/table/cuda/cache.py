@@ -310,13 +310,11 @@ class CachedHashTable(CudaHashTable):
             self._bring(ids, create=True)
         return super()._filtered(ids, dedup=dedup, remember=remember, skip=skip)
 
-    def lookup(self, ids: Tensor, *args: Any, insert_missing: bool = False, **kwargs: Any) -> Tensor:
-        """As `HashTable.lookup`, on the cache's device."""
-        ids = self._ids(ids)
+    def _lookup(self, ids: Tensor, insert_missing: bool, seconds: int) -> Tensor:
         with self._alone():
             if not insert_missing:
                 self._bring(ids, create=False)
-            return super().lookup(ids, *args, insert_missing=insert_missing, **kwargs)
+            return super()._lookup(ids, insert_missing, seconds)
 
     def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
         with self._alone():

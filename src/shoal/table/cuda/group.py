@@ -8,6 +8,7 @@ captured CUDA graph stays good when the tables grow between its replays.
 from __future__ import annotations
 
 import secrets
+import threading
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class Group:
         self.spare = torch.zeros(1 << 16, dtype=torch.int64, device=device)
         self.timed = False
         """Whether any write so far had a time other than 0; until then no row's time is stored."""
+        self._lock = threading.RLock()
+        self._stream: torch.cuda.Stream | None = None
         self._buckets = [0] * tables
         self._arguments: dict[int, Any] = {}
         self._pinned = torch.zeros_like(self.state, device="cpu", pin_memory=device.type == "cuda")
@@ -56,6 +59,19 @@ class Group:
         self._pending = [0] * tables  # ids since the counts were last known: as many new ones at most
         self._covered = [0] * tables
         self._start()
+
+    def __enter__(self) -> Group:
+        """One call at a time, from any thread and stream: the stream waits for that of the call before."""
+        self._lock.acquire()
+        if self.device.type == "cuda" and not capturing(self.device):
+            stream = torch.cuda.current_stream(self.device)
+            if self._stream is not None and stream != self._stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 
@@ -468,7 +484,13 @@ class Group:
         """Takes the contents of another group of the same layout, which gets this one's."""
         if other.layout.words != self.layout.words or other.tables != self.tables:
             raise ConfigError("groups of different layouts cannot be exchanged")
-        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+        for name in set(self.__dict__) | set(other.__dict__):
+            if name not in ("_lock", "_stream"):
+                mine, theirs = self.__dict__.pop(name, None), other.__dict__.pop(name, None)
+                if theirs is not None:
+                    self.__dict__[name] = theirs
+                if mine is not None:
+                    other.__dict__[name] = mine
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 

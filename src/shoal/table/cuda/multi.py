@@ -99,7 +99,8 @@ def lookup_blocks(tables: Sequence[Any], ids: Tensor, sizes: Tensor, sources: in
     for source in range(sources):
         parts, at, begin = _parts(tables, listed, source, at, begin)
         for part in parts:
-            rows = part.group.find(part.take(ids, part.ids), part.table_of(), "weights")
+            with part.group:
+                rows = part.group.find(part.take(ids, part.ids), part.table_of(), "weights")
             if not part.group.layout.plain:
                 rows = part.tables[0]._read(rows)
             pieces.append((part, rows.view(-1)))
@@ -156,9 +157,10 @@ def apply_blocks(
         every_rate: list[list[float]] = [[0.0] * len(group.layout.segments)] * group.tables
         for table in part.tables:
             every_rate[table._number] = table_rates[table.name]
-        rows = group.insert(part_ids, where, counts=part.counts, time=seconds, gate=gate)
         update = Update(every_rate, part.tables[0]._host.scales(), step, 0, part.tables[0]._seed)
-        update_rows(group, part_ids, rows, where, part_grads, update, dedup, False, part.tables[0].deterministic)
+        with group:
+            rows = group.insert(part_ids, where, counts=part.counts, time=seconds, gate=gate)
+            update_rows(group, part_ids, rows, where, part_grads, update, dedup, False, part.tables[0].deterministic)
 
 
 def _gate(told: CudaHashTable, parts: Sequence[_Part], grads: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,13 +34,24 @@ def hash_id(x: int) -> int:
     return x ^ x >> 32
 
 
+def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps other threads out of the table's group while a call enqueues its work."""
+
+    @functools.wraps(method)
+    def call(self: CudaHashTable, *args: Any, **kwargs: Any) -> Any:
+        with self._group:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class CudaHashTable(HashTable):
     """What ``HashTable(..., device="cuda")`` is: the same calls, on tensors of that device.
 
     Lookups, updates and inserts run on the current stream and do not wait for the device, as long as there is room for
-    the ids (`reserve`): the host counts how many there may be, and looks when they might not fit. Calls from several
-    streams must be ordered by the caller, as for any tensor. What returns a Python number, or has a filter or a sync
-    client to ask, waits.
+    the ids (`reserve`): the host counts how many there may be, and looks when they might not fit. Calls may come from
+    several threads and streams; each sees what the one before did. What returns a Python number, or has a filter or a
+    sync client to ask, waits.
 
     With ``on_bad_gradient="raise"`` a NaN or infinite gradient makes its call change nothing, and the error comes with
     a later call or `as_op`, when the device has told of it.
@@ -133,10 +145,12 @@ class CudaHashTable(HashTable):
         if torch.compiler.is_compiling():
             seconds = 0 if req_time is None else req_time
             return torch.ops.shoal.gpu_table_lookup(ids, self._token, self._handle, insert_missing, seconds)
-        ids = self._ids(ids)
+        return self._lookup(self._ids(ids), insert_missing, as_time(req_time, self.name))
+
+    @_in_turn
+    def _lookup(self, ids: Tensor, insert_missing: bool, seconds: int) -> Tensor:
         if not insert_missing:
             return self._read(self._group.find(ids, self._number, "weights"))
-        seconds = as_time(req_time, self.name)
         drop = self._filtered(ids, dedup=False, remember=True)
         rows = self._insert(ids, time=seconds, only_new=True, drop=drop)
         self._host.raise_max_update_time(seconds)
@@ -161,10 +175,12 @@ class CudaHashTable(HashTable):
                 part.copy_(s.native.amplitude * torch.tanh(scales[s.index] * part))
         return weights
 
+    @_in_turn
     def contains(self, ids: Tensor) -> Tensor:
         """bool ``[n]``: which ids have a row."""
         return self._group.find(self._ids(ids), self._number, "rows") >= 0
 
+    @_in_turn
     def lookup_entry(self, ids: Tensor) -> list[bytes]:
         """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
         ids = self._ids(ids)
@@ -174,6 +190,7 @@ class CudaHashTable(HashTable):
         bridge.to_host(self._group, ids[known], rows[known], staged)
         return _core.lookup_entry(staged, ids.tolist())
 
+    @_in_turn
     def size(self) -> int:
         """How many ids have a row. Waits for the device."""
         self._check_bad(wait=True)
@@ -198,6 +215,7 @@ class CudaHashTable(HashTable):
         """Adds to the weights of ``ids``, every occurrence in order; a new id starts from its initializer."""
         return self._assign(ids, values, req_time, add=True)
 
+    @_in_turn
     def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
         ids, values, seconds = self._write_arguments(ids, values, req_time)
         self._check_bad()
@@ -235,6 +253,7 @@ class CudaHashTable(HashTable):
         self._apply(ids, grads, self._rates(step), step, enable_dedup, seconds, distinct=distinct)
         return self
 
+    @_in_turn
     def _apply(
         self,
         ids: Tensor,
@@ -367,6 +386,7 @@ class CudaHashTable(HashTable):
 
     # --- removal and the rest -----------------------------------------------------------------------------------------
 
+    @_in_turn
     def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
         ids = self._ids(ids)
@@ -386,11 +406,13 @@ class CudaHashTable(HashTable):
         self._mark(ids, rows)
         return self, existed
 
+    @_in_turn
     def erase(self, ids: Tensor) -> int:
         """Removes ids; returns how many there were. Waits for the device."""
         self._version += 1
         return self._group.erase(self._ids(ids), self._number)
 
+    @_in_turn
     def evict(self, max_update_time: Any = None) -> int:
         """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
@@ -403,6 +425,7 @@ class CudaHashTable(HashTable):
         stale = now - self._group.row_times(rows) >= limit
         return self.erase(ids[stale])
 
+    @_in_turn
     def clear(self) -> HashTable:
         """Removes all rows and gives their memory back (a table of a `MultiHashTable`: to the others)."""
         self._version += 1
@@ -416,6 +439,7 @@ class CudaHashTable(HashTable):
             torch.cuda.current_stream(self.device).synchronize()
         return self
 
+    @_in_turn
     def reserve(self, rows: int) -> HashTable:
         """Takes memory for so many ids in all, so that no call waits or takes memory before there are as many."""
         counts = [0] * self._group.tables
@@ -431,6 +455,7 @@ class CudaHashTable(HashTable):
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
+    @_in_turn
     def staged(self) -> bridge.Staged:
         """All rows in a CPU table: a snapshot in host memory."""
         self._check_bad(wait=True)
@@ -442,6 +467,7 @@ class CudaHashTable(HashTable):
         """An empty CPU table to read files into."""
         return bridge.Staged(self, _core.Table(self._layout.native, 0))
 
+    @_in_turn
     def adopt(self, native: _core.Table) -> None:
         """Replaces all rows with those of a CPU table, and takes its clock and scales."""
         ids, times, words = bridge.copy_of(native)
@@ -456,6 +482,7 @@ class CudaHashTable(HashTable):
         self._host.raise_max_update_time(native.max_update_time())
         self._host.set_scales(native.scales())
 
+    @_in_turn
     def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
         """As `HashTable.save_as_tensor`."""
         shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
