@@ -98,6 +98,23 @@ void nn(nb::module_& m) {
         return copy;
       },
       NoGil());
+  // The rows of the ids that are in the table, one after another; found[i] tells which. How many there are.
+  m.def(
+      "fetch_rows",
+      [](const Table& t, uintptr_t ids, int64_t n, uintptr_t found, uintptr_t times, uintptr_t heads,
+         uintptr_t states) {
+        const int64_t head = head_bytes(t.layout()), state = t.layout().row_bytes - head, stride = t.layout().stride;
+        Rows rows;
+        t.fetch(ptr<int64_t>(ids), n, &rows, ptr<uint8_t>(found));
+        for (int64_t i = 0; i < rows.size(); ++i) {
+          const char* row = rows.rows.data() + i * stride;
+          ptr<int64_t>(times)[i] = rows.times[i];
+          std::memcpy(ptr<char>(heads) + i * head, row, static_cast<size_t>(head));
+          if (state) std::memcpy(ptr<char>(states) + i * state, row + head, static_cast<size_t>(state));
+        }
+        return rows.size();
+      },
+      NoGil());
   m.def(
       "import_rows",
       [](Table& t, uintptr_t ids, uintptr_t times, uintptr_t heads, uintptr_t states, int64_t n) {

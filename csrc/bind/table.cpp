@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -134,6 +135,15 @@ void table(nb::module_& m) {
             t.reinitialize(ptr<int64_t>(ids), n, now, ptr<int32_t>(existed));
           },
           NoGil())
+      .def(
+          "filtered",
+          [](Table& t, uintptr_t ids, int64_t n, bool dedup, bool remember, uintptr_t drop) {
+            const auto dropped = t.filtered(ptr<int64_t>(ids), n, dedup, remember);
+            std::copy(dropped.begin(), dropped.end(), ptr<uint8_t>(drop));
+            return !dropped.empty();
+          },
+          NoGil())
+      .def("has_filter", &Table::has_filter)
       .def("evict", &Table::evict, NoGil())
       .def(
           "erase", [](Table& t, uintptr_t ids, int64_t n) { return t.erase(ptr<int64_t>(ids), n); }, NoGil())

@@ -68,6 +68,9 @@ class Table {
   int64_t apply_gradients(const int64_t* ids, int64_t n, const float* grads, const float* rates, int64_t global_step,
                           uint32_t time, bool dedup, BadGradient bad);
   void reinitialize(const int64_t* ids, int64_t n, uint32_t now, int32_t* existed);
+  // Which positions the filter drops; empty: none. It counts them. A table whose rows live elsewhere (on a GPU) asks
+  // with the ids that have no row there.
+  std::vector<uint8_t> filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted);
   int64_t evict(const Expiry& expiry, int64_t now);
   int64_t erase(const int64_t* ids, int64_t n);
   void clear();
@@ -144,7 +147,6 @@ class Table {
   void stamp(Slot slot, uint32_t time);
   void forget(int stripe, int64_t id, uint32_t row);
   bool erase_row(int stripe, uint64_t hash, int64_t id);
-  std::vector<uint8_t> filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted);
   std::vector<uint8_t> bad_gradients(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const;
   void update_scales(int64_t global_step);
 

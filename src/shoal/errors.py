@@ -27,6 +27,10 @@ class UnsupportedError(ShoalError, RuntimeError):
     """The object exists but cannot do this, as a serving table cannot take gradients."""
 
 
+class CapacityError(ShoalError, MemoryError):
+    """The device has no room for what was asked; what was there is as it was."""
+
+
 class DeadlineError(ShoalError, TimeoutError):
     """A wait ended without its event; the message says who waited how long for whom."""
 

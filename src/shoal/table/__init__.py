@@ -29,6 +29,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "save_table",
     ),
     "compressors": ("FixedR8Compressor", "Fp16Compressor", "Fp32Compressor", "OneBitCompressor"),
+    "cuda.cache": ("CachedHashTable",),
     "dc": ("DcOptimizer",),
     "entry": ("CombineAsSegment", "CuckooHashTableConfig", "HashTableConfigInstance", "infer_dim_size"),
     "filters": (

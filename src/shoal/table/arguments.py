@@ -11,41 +11,44 @@ from torch import Tensor
 from shoal.errors import ConfigError
 
 MAX_TIME = (1 << 32) - 1
+CPU = torch.device("cpu")
 
 
-def as_ids(ids: Any, name: str, what: str = "ids") -> Tensor:
-    """Flat, contiguous int64 on the CPU."""
+def as_ids(ids: Any, name: str, what: str = "ids", device: torch.device = CPU) -> Tensor:
+    """Contiguous int64 on ``device``; a list is moved there, a tensor that is elsewhere is refused."""
     if not isinstance(ids, Tensor):
         try:
-            ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64)
+            ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64).to(device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"table {name!r}: {what} are an int64 tensor, got {type(ids).__name__} ({error})"
             ) from None
     if ids.dtype != torch.int64:
         raise ConfigError(f"table {name!r}: {what} are int64, got {ids.dtype}; convert them with .long()")
-    if not ids.is_cpu or ids.layout != torch.strided:
-        raise ConfigError(
-            f"table {name!r}: {what} are a dense CPU tensor, got {ids.device}, {ids.layout}; move them with .cpu()"
-        )
+    _check_place(ids, name, what, device)
     return ids.contiguous()
 
 
-def as_rows(values: Any, n: int, dim: int, name: str, what: str = "values") -> Tensor:
-    """Contiguous float32 on the CPU with exactly ``n * dim`` elements."""
+def _check_place(tensor: Tensor, name: str, what: str, device: torch.device) -> None:
+    if tensor.device != device or tensor.layout != torch.strided:
+        place, move = ("CPU tensor", ".cpu()") if device == CPU else (f"tensor on {device}", f".to({str(device)!r})")
+        raise ConfigError(
+            f"table {name!r}: {what} are a dense {place}, got {tensor.device}, {tensor.layout}; move them with {move}"
+        )
+
+
+def as_rows(values: Any, n: int, dim: int, name: str, what: str = "values", device: torch.device = CPU) -> Tensor:
+    """Contiguous float32 on ``device`` with exactly ``n * dim`` elements."""
     if not isinstance(values, Tensor):
         try:
-            values = torch.as_tensor(values, dtype=torch.float32)
+            values = torch.as_tensor(values, dtype=torch.float32).to(device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"table {name!r}: {what} are a float32 tensor, got {type(values).__name__} ({error})"
             ) from None
     if values.dtype != torch.float32:
         raise ConfigError(f"table {name!r}: {what} are float32, got {values.dtype}; convert them with .float()")
-    if not values.is_cpu or values.layout != torch.strided:
-        raise ConfigError(
-            f"table {name!r}: {what} are a dense CPU tensor, got {values.device}, {values.layout}; use .cpu()"
-        )
+    _check_place(values, name, what, device)
     if values.numel() != n * dim:
         raise ConfigError(
             f"table {name!r}: {what} of shape {list(values.shape)} do not fit {n} ids of dim {dim}; "

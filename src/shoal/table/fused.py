@@ -37,7 +37,7 @@ def fused_lookup(
         begin; the same for its floats; and ``ids`` again.
     """
     name = _names(tables)
-    ids = as_ids(ids, name).view(-1)
+    ids = as_ids(ids, name, device=_device(tables)).view(-1)
     sizes, id_offsets, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
     splits = offsets[:: len(tables)].diff() if tables else torch.zeros(num_of_shards, dtype=torch.int64)
     out = lookup_blocks(tables, ids, sizes, num_of_shards, int(offsets[-1]))
@@ -46,6 +46,10 @@ def fused_lookup(
 
 def lookup_blocks(tables: Sequence[HashTable], ids: Tensor, sizes: Tensor, sources: int, floats: int) -> Tensor:
     """The native part of `fused_lookup`, on arguments that were checked."""
+    if tables and tables[0].on_gpu:
+        from shoal.table.cuda.multi import lookup_blocks as on_gpu
+
+        return on_gpu(tables, ids, sizes, sources, floats)
     out = empty_flat(floats)
     _core.fused_lookup(
         [table._native for table in tables],
@@ -80,7 +84,8 @@ def fused_apply_gradient(
     offsets are those that `fused_lookup` gave. Everything is checked before the first effect.
     """
     name = _names(tables)
-    ids = as_ids(ids, name).view(-1)
+    device = _device(tables)
+    ids = as_ids(ids, name, device=device).view(-1)
     sizes, begins, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
     _check_offsets("id_offsets", id_offsets, begins, name)
     _check_offsets("grad_offsets", grad_offsets, offsets, name)
@@ -88,7 +93,7 @@ def fused_apply_gradient(
         raise ConfigError(
             f"{name}: indices are as many as the ids, {ids.numel()}, got {torch.as_tensor(indices).numel()}"
         )
-    grads = as_rows(id_grads, int(offsets[-1]), 1, name, "id_grads").view(-1)
+    grads = as_rows(id_grads, int(offsets[-1]), 1, name, "id_grads", device).view(-1)
     rates = torch.as_tensor(learning_rate_tensors, dtype=torch.float32).reshape(-1).tolist()
     needed = sum(len(table.table_config.entry_config.segments) for table in tables)
     if len(rates) != needed:
@@ -114,6 +119,10 @@ def apply_blocks(
     for table in tables:
         table._check_trains("fused_apply_gradient")
         table._check_step(step)
+    if tables and tables[0].on_gpu:
+        from shoal.table.cuda.multi import apply_blocks as on_gpu
+
+        return on_gpu(tables, ids, sizes, sources, grads, rates, step, seconds, dedup)
     try:
         skipped = _core.fused_apply_gradients(
             [table._native for table in tables],
@@ -133,6 +142,7 @@ def apply_blocks(
         raise ConfigError(f"{_names(tables)}: {error}; nothing was applied") from None
     for table, count in zip(tables, skipped, strict=True):
         table.skipped_gradients += count
+    return None
 
 
 def _blocks(
@@ -178,6 +188,14 @@ def _check_offsets(what: str, given: Any, expected: Tensor, name: str) -> None:
         raise ConfigError(
             f"{name}: {what} are the running sums of fused_slot_size {expected.tolist()[:8]}..., got others"
         )
+
+
+def _device(tables: Sequence[HashTable]) -> torch.device:
+    """Where the tables' tensors live."""
+    devices = {table.device for table in tables} or {torch.device("cpu")}
+    if len(devices) > 1 or len({table.on_gpu for table in tables}) > 1:
+        raise ConfigError(f"{_names(tables)}: they live on one device, got {sorted(map(str, devices))}")
+    return next(iter(devices))
 
 
 def _names(tables: Sequence[HashTable]) -> str:

@@ -64,6 +64,8 @@ class MultiHashTable:
         hash_filter: Any = None,
         sync_client: Any = None,
         saver_parallel: int = -1,
+        device: Any = "cpu",
+        deterministic: bool = False,
     ) -> None:
         self.name = name
         self.saver_parallel = saver_parallel
@@ -77,13 +79,21 @@ class MultiHashTable:
                 config.learning_rate_fns,
                 config.extra_restore_names,
             )
-            self._tables[table_name] = HashTable.from_config(own, name=table_name, hash_filter=hash_filter)
+            self._tables[table_name] = HashTable.from_config(
+                own, name=table_name, hash_filter=hash_filter, device=device, deterministic=deterministic
+            )
+        self.device = next((table.device for table in self._tables.values()), torch.device("cpu"))
+        self.on_gpu = any(table.on_gpu for table in self._tables.values())
+        if self.on_gpu:
+            from shoal.table.cuda.multi import share
+
+            share(list(self._tables.values()))  # type: ignore[arg-type]
         if sync_client is not None:
             client = getattr(sync_client, "handle", sync_client)
-            parts = [(table.name, table.dim_size, table.lookup) for table in self._tables.values()]
+            parts = [(table.name, table.dim_size, table._client_lookup) for table in self._tables.values()]
             attached = client.attach_multi_table(name, parts)
             for table, touched in zip(self._tables.values(), attached or (), strict=False):
-                table._native.set_touched(*touched)
+                table._set_touched(*touched)
 
     @classmethod
     def from_configs(
@@ -93,10 +103,18 @@ class MultiHashTable:
         sync_client: Any = None,
         name_suffix: str = "",
         saver_parallel: int = -1,
+        device: Any = "cpu",
+        deterministic: bool = False,
     ) -> MultiHashTable:
         """A registered table named ``MonolithMultiHashTable_<name_suffix>``."""
         return cls.from_cached_config(
-            convert_to_cached_config(configs), hash_filter, sync_client, name_suffix, saver_parallel
+            convert_to_cached_config(configs),
+            hash_filter,
+            sync_client,
+            name_suffix,
+            saver_parallel,
+            device,
+            deterministic,
         )
 
     @classmethod
@@ -107,6 +125,8 @@ class MultiHashTable:
         sync_client: Any = None,
         name_suffix: str = "",
         saver_parallel: int = -1,
+        device: Any = "cpu",
+        deterministic: bool = False,
     ) -> MultiHashTable:
         """The same from what `convert_to_cached_config` worked out."""
         table = cls(
@@ -115,6 +135,8 @@ class MultiHashTable:
             hash_filter=hash_filter,
             sync_client=sync_client,
             saver_parallel=saver_parallel,
+            device=device,
+            deterministic=deterministic,
         )
         registry.register(table)
         return table
@@ -182,7 +204,7 @@ class MultiHashTable:
     def reinitialize(self, name: str, ids: Tensor) -> tuple[MultiHashTable, Tensor]:
         """Fresh rows; int32 ``[n]``: 1 existed, 0 inserted, -1 for all ids if there is no such table."""
         if name not in self._tables:
-            return self, torch.full((as_ids(ids, self.name).numel(),), -1, dtype=torch.int32)
+            return self, torch.full((as_ids(ids, self.name, device=self.device).numel(),), -1, dtype=torch.int32)
         return self, self._tables[name].reinitialize(ids)[1]
 
     def evict(self, max_update_time: Any = None) -> int:
@@ -199,8 +221,8 @@ class MultiHashTable:
 
     def get_ragged_id(self, slot_to_id: Mapping[str, Tensor]) -> Ragged:
         """The ids of all T tables, one row per table in name order; names that do not exist are left out."""
-        ids = [as_ids(slot_to_id.get(name, ()), name).view(-1) for name in self._tables]
-        values = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+        ids = [as_ids(slot_to_id.get(name, ()), name, device=self.device).view(-1) for name in self._tables]
+        values = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device=self.device)
         return Ragged.from_row_lengths(values, [part.numel() for part in ids])
 
     def get_flat_value(self, slot_to_value: Mapping[str, Tensor]) -> Tensor:
@@ -208,9 +230,9 @@ class MultiHashTable:
         self._check_names(slot_to_value)
         parts = []
         for name in self._tables:
-            values = torch.as_tensor(slot_to_value.get(name, ()), dtype=torch.float32)
-            parts.append(as_rows(values, values.numel(), 1, name).view(-1))
-        return torch.cat(parts) if parts else torch.empty(0)
+            values = torch.as_tensor(slot_to_value.get(name, ()), dtype=torch.float32, device=self.device)
+            parts.append(as_rows(values, values.numel(), 1, name, device=self.device).view(-1))
+        return torch.cat(parts) if parts else torch.empty(0, device=self.device)
 
     def get_embeddings(self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor) -> dict[str, Tensor]:
         """``{name: [n, dim]}`` of all tables from what `raw_lookup` gave for one request."""
@@ -229,7 +251,7 @@ class MultiHashTable:
             raise ConfigError(f"table {self.name!r}: raw_lookup takes {rows}, got {ids.nrows()}")
         sizes = ids.row_lengths().contiguous()
         dims = torch.tensor(self.get_table_dim_sizes(), dtype=torch.int64).repeat(requests)
-        values = as_ids(ids.values, self.name).view(-1)
+        values = as_ids(ids.values, self.name, device=self.device).view(-1)
         return lookup_blocks(list(self._tables.values()), values, sizes, requests, int((sizes * dims).sum()))
 
     def raw_assign(
@@ -238,7 +260,7 @@ class MultiHashTable:
         """`assign` of all tables."""
         ids = self._ragged(ragged_id)
         values = self.get_embeddings(ids, flat)
-        parts = torch.split(as_ids(ids.values, self.name).view(-1), ids.row_lengths().tolist())
+        parts = torch.split(as_ids(ids.values, self.name, device=self.device).view(-1), ids.row_lengths().tolist())
         return self.assign(dict(zip(self._tables, zip(parts, values.values(), strict=True), strict=True)), req_time)
 
     def raw_apply_gradients(
@@ -251,7 +273,7 @@ class MultiHashTable:
         tables = list(self._tables.values())
         apply_blocks(
             tables,
-            as_ids(ids.values, self.name).view(-1),
+            as_ids(ids.values, self.name, device=self.device).view(-1),
             ids.row_lengths().contiguous(),
             1,
             flat,
@@ -346,7 +368,9 @@ class MultiHashTable:
         return []
 
     def as_op(self) -> MultiHashTable:
-        """Waits until everything asked of this table has been applied, which is at once."""
+        """Waits until everything asked of these tables has been applied, which is at once on a CPU."""
+        for table in self._tables.values():
+            table.as_op()
         return self
 
     def close(self) -> None:
@@ -361,7 +385,7 @@ class MultiHashTable:
         if isinstance(ragged_id, Ragged):
             return ragged_id
         values, row_splits = ragged_id
-        return Ragged(as_ids(values, self.name).view(-1), row_splits)
+        return Ragged(as_ids(values, self.name, device=self.device).view(-1), row_splits)
 
     def _flat(self, ids: Ragged, flat: Tensor) -> tuple[list[int], Tensor]:
         """The floats of each table for one request, and all of them as a checked vector."""
@@ -369,7 +393,7 @@ class MultiHashTable:
         if len(sizes) != len(self._tables):
             raise ConfigError(f"table {self.name!r}: a request has {len(self._tables)} rows of ids, got {len(sizes)}")
         floats = [size * dim for size, dim in zip(sizes, self.get_table_dim_sizes(), strict=True)]
-        return floats, as_rows(flat, sum(floats), 1, self.name).view(-1)
+        return floats, as_rows(flat, sum(floats), 1, self.name, device=self.device).view(-1)
 
     def _check_names(self, names: Mapping[str, Any]) -> None:
         for name in names:
@@ -386,8 +410,8 @@ class MultiHashTable:
         checked = {}
         for name, table in self._tables.items():
             ids, values = writes.get(name, ((), ()))
-            ids = as_ids(ids, name).view(-1)
-            checked[name] = ids, as_rows(values, ids.numel(), table.dim_size, name, what)
+            ids = as_ids(ids, name, device=self.device).view(-1)
+            checked[name] = ids, as_rows(values, ids.numel(), table.dim_size, name, what, self.device)
         return checked, seconds
 
 

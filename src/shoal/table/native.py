@@ -46,11 +46,12 @@ _ATTRIBUTE = {
 def native_layout(config: EmbeddingHashTableConfig) -> _core.Layout:
     """The layout of a row. ``config`` has passed `shoal.table.validate.validate_table_config`."""
     serving = config.entry_config.entry_type == EntryConfig.SERVING
-    segments = [_segment(segment, serving) for segment in config.entry_config.segments]
+    segments = [native_segment(segment, serving) for segment in config.entry_config.segments]
     return _core.Layout(segments, serving, config.skip_zero_embedding)
 
 
-def _segment(segment: EntryConfig.Segment, serving: bool) -> _core.Segment:
+def native_segment(segment: EntryConfig.Segment, serving: bool) -> _core.Segment:
+    """One segment; ``serving`` has neither initializer nor optimizer."""
     native = _core.Segment()
     native.dim = segment.dim_size
     _write_codec(native, segment.comp_config)

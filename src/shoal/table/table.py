@@ -64,6 +64,10 @@ class HashTable:
             row and count it in ``skipped_gradients``, or ``"ignore"`` (no check).
         seed: of the initializers and of stochastic rounding; by default that of ``torch.manual_seed``.
         name: for messages, checkpoints and metrics.
+        device: ``"cuda"`` keeps index and rows in GPU memory; ids, values and results are then tensors of that device.
+            See docs/gpu.md.
+        deterministic: on CUDA, sums of equal ids' gradients are the same to the last bit in every run. CPU tables
+            always are.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class HashTable:
         on_bad_gradient: Literal["raise", "skip", "ignore"] = "raise",
         seed: int | None = None,
         name: str | None = None,
+        device: Any = "cpu",
+        deterministic: bool = False,
     ) -> None:
         name = f"HashTable_{next(_anonymous)}" if name is None else name
         message, rate = as_row_optimizer(optimizer, lr)
@@ -98,7 +104,20 @@ class HashTable:
             hash_filter=hash_filter,
             on_bad_gradient=on_bad_gradient,
             seed=seed,
+            device=device,
+            deterministic=deterministic,
         )
+
+    def __new__(cls, *args: Any, device: Any = "cpu", **kwargs: Any) -> HashTable:
+        if cls is HashTable and _is_cuda(device):
+            try:
+                from shoal.table.cuda.table import CudaHashTable
+            except ModuleNotFoundError as error:
+                if error.name != "triton":
+                    raise
+                raise UnsupportedError(f"device={device!r} needs triton, which torch's CUDA wheels bring") from None
+            cls = CudaHashTable
+        return object.__new__(cls)
 
     @classmethod
     def from_config(
@@ -111,9 +130,11 @@ class HashTable:
         saver_parallel: int = -1,
         on_bad_gradient: Literal["raise", "skip", "ignore"] = "raise",
         seed: int | None = None,
+        device: Any = "cpu",
+        deterministic: bool = False,
     ) -> HashTable:
         """A table from a full configuration: several segments, serving entries, quantised lookups."""
-        table = cls.__new__(cls)
+        table = cls.__new__(cls, device=device)
         table._build(
             config,
             name,
@@ -122,6 +143,8 @@ class HashTable:
             saver_parallel=saver_parallel,
             on_bad_gradient=on_bad_gradient,
             seed=seed,
+            device=device,
+            deterministic=deterministic,
         )
         return table
 
@@ -135,6 +158,8 @@ class HashTable:
         saver_parallel: int = -1,
         on_bad_gradient: str = "raise",
         seed: int | None = None,
+        device: Any = "cpu",
+        deterministic: bool = False,
     ) -> None:
         if on_bad_gradient not in _BAD_GRADIENT:
             raise ConfigError(
@@ -163,21 +188,36 @@ class HashTable:
             s.opt_config.WhichOneof("type") == "batch_softmax" for s in message.entry_config.segments
         )
         self.seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
-        self._native = _core.Table(layout, self.seed, min(message.initial_capacity, (1 << 63) - 1))
         self.dim_size: int = layout.dim
+        host = self._start(layout, device, deterministic)
         if hash_filter is not None:
             native_filter = getattr(hash_filter, "native", None)
             if not isinstance(native_filter, _core.Filter):
                 raise ConfigError(f"table {name!r}: hash_filter is one of create_hash_filters(), got {hash_filter!r}")
-            self._native.set_filter(native_filter)
+            host.set_filter(native_filter)
         if sync_client is not None:
             client = getattr(sync_client, "handle", sync_client)
-            attached = client.attach_table(name, self.dim_size, self.lookup)
+            attached = client.attach_table(name, self.dim_size, self._client_lookup)
             if attached is not None:
-                self._native.set_touched(*attached)
+                self._set_touched(*attached)
         self._eviction: BackgroundEviction | None = None
         if message.enable_feature_eviction:
             self._eviction = BackgroundEviction(self, timedelta(hours=message.feature_evict_every_n_hours))
+
+    on_gpu = False
+
+    def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
+        """Makes what holds the rows; the native table that the filter belongs to."""
+        self.device = torch.device("cpu")
+        self._native = _core.Table(layout, self.seed, min(self.table_config.initial_capacity, (1 << 63) - 1))
+        return self._native
+
+    def _set_touched(self, touched: Any, number: int) -> None:
+        self._native.set_touched(touched, number)
+
+    def _client_lookup(self, ids: Tensor) -> Tensor:
+        """`lookup` for a sync client, on CPU tensors."""
+        return self.lookup(ids)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -379,6 +419,11 @@ class HashTable:
     def _check_trains(self, operation: str) -> None:
         if self.serving:
             raise UnsupportedError(f"table {self.name!r}: {operation} is not supported by serving entries")
+
+
+def _is_cuda(device: Any) -> bool:
+    """Whether rows are to live on a GPU. A device that is neither is refused by the table itself."""
+    return device is not None and str(device).split(":")[0] != "cpu"
 
 
 def native_expiry(config: SlotExpireTimeConfig) -> _core.Expiry:

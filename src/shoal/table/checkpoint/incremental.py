@@ -243,6 +243,8 @@ def _members(tables: Tables, training: bool = True) -> list[HashTable]:
     for table in members:
         if training and table.serving:
             raise UnsupportedError(f"table {table.name!r}: save is not supported by serving entries")
+        if table.on_gpu:
+            raise UnsupportedError(f"table {table.name!r} is on a GPU and keeps no track of changes; use save()")
     return members
 
 

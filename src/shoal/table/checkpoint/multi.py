@@ -32,6 +32,10 @@ def save_multi_table(
     The tables come one after another, sorted by name. Rows that are stale by their table's expiry are left out. See
     `save_table` for the rest.
     """
+    if multi.on_gpu:
+        from shoal.table.cuda.multi import StagedMulti
+
+        multi = StagedMulti(multi)  # type: ignore[assignment]
     base = os.fspath(basename)
     tables = multi.tables
     for table in tables.values():
@@ -74,6 +78,12 @@ def restore_multi_table(
     Tables of the checkpoint that ``multi`` does not have are skipped; tables that the checkpoint does not have are left
     as they are, and a warning is logged.
     """
+    if multi.on_gpu:
+        from shoal.table.cuda.multi import StagedMulti
+
+        staged = StagedMulti(multi, empty=True)
+        restore_multi_table(staged, basename, strict, shard=shard, progress=progress)  # type: ignore[arg-type]
+        return staged.adopt()
     bases = [basename] if isinstance(basename, str | os.PathLike) else list(basename)
     tables = multi.tables
     with naming_table(multi.name):
@@ -109,6 +119,7 @@ def restore_multi_table(
         tables[name]._native.set_scales(of_table)
     for name in sorted(set(tables) - saved):
         log.warning("table %r: %s has no table %r; its rows are as they were", multi.name, bases[0], name)
+    return None
 
 
 def feature_stat(basename: StrPath) -> dict[str, int]:

@@ -46,6 +46,8 @@ def save_table(
     """
     if table.serving:
         raise UnsupportedError(f"table {table.name!r}: save is not supported by serving entries")
+    if table.on_gpu:
+        table = table.staged()  # type: ignore[attr-defined]
     base = os.fspath(basename)
     native = table._native
     count = naming.shard_count(table.saver_parallel, native.size())
@@ -101,6 +103,10 @@ def restore_table(
         DataError: a file is missing, damaged or of a table of another shape, or an id comes twice. The table is as it
             was.
     """
+    if table.on_gpu:
+        staged = table.staging()  # type: ignore[attr-defined]
+        restore_table(staged, basename, strict, shard=shard, progress=progress)
+        return table.adopt(staged._native)  # type: ignore[attr-defined]
     bases = [basename] if isinstance(basename, str | os.PathLike) else list(basename)
     with naming_table(table.name):
         if not bases:
@@ -114,6 +120,7 @@ def restore_table(
         load.commit()
     if set_scales is not None:
         table._native.set_scales(set_scales)
+    return None
 
 
 def check_distinct(load: _core.Load, taken: int) -> None:

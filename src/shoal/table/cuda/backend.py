@@ -1,0 +1,37 @@
+"""Where GPU tables run: a CUDA device, or Triton's interpreter on the CPU for tests."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from shoal.errors import ConfigError, UnsupportedError
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors (``TRITON_INTERPRET=1`` before the first import)."""
+    return _INTERPRETED
+
+
+def as_device(device: Any, name: str) -> torch.device:
+    """The device whose memory a table asked for as ``device`` lives in."""
+    try:
+        asked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"table {name!r}: device is 'cpu' or 'cuda', got {device!r}") from error
+    if asked.type != "cuda":
+        raise ConfigError(f"table {name!r}: device is 'cpu' or 'cuda', got {device!r}")
+    if interpreted():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"table {name!r}: device={device!r} needs a CUDA GPU, and torch sees none here")
+    return torch.device("cuda", torch.cuda.current_device() if asked.index is None else asked.index)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

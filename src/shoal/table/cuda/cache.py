@@ -1,0 +1,399 @@
+"""`CachedHashTable`: a CPU table whose hot rows live in GPU memory, for tables larger than the card."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError, DeadlineError
+from shoal.table.cuda import bridge
+from shoal.table.cuda.table import CudaHashTable
+from shoal.table.table import HashTable
+
+_ROW = (1 << 30) - 1
+_FETCHERS = 8
+Piece: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Times, weights and states of some rows."""
+
+
+class CachedHashTable(CudaHashTable):
+    """A `HashTable` on a GPU over a larger one on the CPU.
+
+    Every call first brings the batch's rows from the CPU table into GPU memory, then works there as any GPU table does.
+    When there is no room, the rows that were not used for longest leave; those that were changed are written back
+    first. A row is in one place that counts at any time, so results are those of the CPU table alone.
+
+    `prefetch` does the bringing ahead, in a thread and on a stream of its own::
+
+        for batch, following in pairwise(batches):
+            table.prefetch(following)
+            rows = table.lookup(batch)
+            ...
+
+    While it is cached the CPU table is written through the cache alone; `flush` writes everything back.
+
+    Args:
+        table: the CPU table; its configuration, filter and seed are taken over.
+        cache_rows: rows in GPU memory; at least as many as one batch has distinct ids. Raise it while
+            ``fetched_rows`` climbs by much of every batch.
+        device: of the cache.
+        timeout: how long a call waits for a prefetch of its ids that is under way.
+    """
+
+    def __init__(
+        self, table: HashTable, *, cache_rows: int, device: Any = "cuda", timeout: timedelta = timedelta(minutes=2)
+    ) -> None:
+        if table.on_gpu or table.serving:
+            raise ConfigError(f"table {table.name!r}: a cache stands over a CPU table for training")
+        if cache_rows < 1:
+            raise ConfigError(f"table {table.name!r}: cache_rows must be at least 1, got {cache_rows}")
+        self.below = table
+        self.cache_rows = int(cache_rows)
+        self.fetched_rows = 0
+        """Rows brought from the CPU table so far."""
+        self.written_rows = 0
+        """Changed rows written back so far."""
+        self._timeout = timeout
+        self._lock = threading.RLock()
+        self._tick = 0
+        self._jobs: dict[tuple[int, int], Future[None]] = {}
+        self._in_flight = 0
+        self._tainted: list[Tensor] = []
+        self._fetchers: ThreadPoolExecutor | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._ready: torch.cuda.Event | None = None
+        self._build(
+            table.config,
+            table.name,
+            hash_filter=table.hash_filter,
+            saver_parallel=table.saver_parallel,
+            on_bad_gradient=table.on_bad_gradient,
+            seed=table.seed,
+            device=device,
+        )
+        self._host.raise_max_update_time(table.max_update_time)
+        self._host.set_scales(table._native.scales())
+        self._host.set_calls(table._native.calls())
+        self._group.reserve([self.cache_rows])
+        self._used = torch.zeros(self.cache_rows + 1, dtype=torch.int64, device=self.device)
+        self._dirty = torch.zeros(self.cache_rows + 1, dtype=torch.bool, device=self.device)
+
+    # --- the cache ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps the prefetcher out, and makes the current stream wait for what it did."""
+        with self._lock:
+            if self._ready is not None:
+                torch.cuda.current_stream(self.device).wait_event(self._ready)
+                self._ready = None
+            yield
+
+    def _bring(self, ids: Tensor, create: bool) -> None:
+        """Brings the rows of ids that the CPU table has; with ``create`` also makes room for the others."""
+        self._await_prefetch(ids)
+        self._tick += 1
+        missing = self._note(ids)
+        if missing.numel() == 0:
+            return
+        asked = missing.cpu()
+        known, pieces = self._fetch(asked)
+        self._make_room(asked.numel() if create else int(known.sum()))
+        self._load(asked[known], pieces)
+
+    def _note(self, ids: Tensor) -> Tensor:
+        """Marks resident rows as used now; the distinct ids that are not resident."""
+        rows = self._group.find(ids, 0, "rows")
+        self._used[rows.clamp(min=0).long()] = self._tick
+        return torch.unique(ids[rows < 0])
+
+    def _fetch(self, asked: Tensor) -> tuple[Tensor, list[Piece]]:
+        """Which ids the CPU table has, and times, weights and states of those, in order, in pieces."""
+        layout = self._layout
+        pieces = asked.split(max(1024, -(-asked.numel() // _FETCHERS)))
+        results = self._in_parallel(
+            lambda part: bridge.fetch(
+                self.below._native, part.contiguous(), layout.dim, layout.words, self.device.type == "cuda"
+            ),
+            pieces,
+        )
+        return torch.cat([result[0] for result in results]), [result[1:] for result in results]
+
+    def _in_parallel(self, work: Any, pieces: Any) -> list[Any]:
+        if len(pieces) == 1:
+            return [work(pieces[0])]
+        if self._fetchers is None:
+            threads = min(_FETCHERS, len(os.sched_getaffinity(0)))
+            self._fetchers = ThreadPoolExecutor(threads, f"cache-{self.name}")
+        return list(self._fetchers.map(work, pieces))
+
+    def _load(self, ids: Tensor, pieces: list[Piece], good: Tensor | None = None) -> None:
+        """Puts rows of the CPU table that are not resident into the cache; of those, the ``good`` ones."""
+        if ids.numel() == 0:
+            return
+        times, heads, states = (
+            torch.cat([p.to(self.device, non_blocking=True) for p in t]) for t in zip(*pieces, strict=True)
+        )
+        there, words = ids.to(self.device), torch.cat([heads, states], 1)
+        if good is not None:
+            there, times, words = there[good], times[good], words[good]
+        rows = self._group.insert(there, 0, counts=[there.numel()]) & _ROW
+        self._group.scatter(rows, words)
+        self._group.set_times(rows, times)
+        at = rows.long()
+        self._used[at] = self._tick
+        self._dirty[at] = False
+        self.fetched_rows += there.numel()
+
+    def _make_room(self, need: int) -> None:
+        """Lets the least recently used rows go until ``need`` more fit; never one of the current batch."""
+        resident = self._group.sizes()[0]
+        excess = resident + need - self.cache_rows
+        if excess <= 0:
+            return
+        ids, rows = self._group.entries(0)
+        used = self._used[rows.long()]
+        idle = int((used < self._tick).sum())
+        if excess > idle:
+            raise ConfigError(
+                f"table {self.name!r}: a batch needs {resident - idle + need} rows in GPU memory, cache_rows is "
+                f"{self.cache_rows}; raise it or send smaller batches"
+            )
+        leave = min(idle, max(excess, self.cache_rows // 16))  # some more, so that not every batch has to
+        chosen = torch.topk(used, leave, largest=False, sorted=False).indices
+        self._write_back(ids[chosen], rows[chosen])
+        self._group.erase(ids[chosen], 0)
+
+    def _write_back(self, ids: Tensor, rows: Tensor) -> None:
+        """Writes those of the rows that were changed to the CPU table."""
+        changed = self._dirty[rows.long()]
+        ids, rows = ids[changed], rows[changed]
+        n = ids.numel()
+        if n == 0:
+            return
+        dim, words = self._layout.dim, self._group.gather(rows, self._layout.words)
+        copies = [ids, self._group.row_times(rows), words[:, :dim].contiguous(), words[:, dim:].contiguous()]
+        home, times, heads, states = map(bridge.from_device, copies)
+        size = max(1024, -(-n // _FETCHERS))
+        parts = [slice(begin, begin + size) for begin in range(0, n, size)]
+        self._in_parallel(
+            lambda p: bridge.import_parts(self.below._native, home[p], times[p], heads[p], states[p]), parts
+        )
+        self._dirty[rows.long()] = False
+        self.written_rows += n
+        if self._in_flight:
+            self._tainted.append(home)
+
+    def flush(self) -> CachedHashTable:
+        """Writes every changed row back to the CPU table; the rows stay in the cache."""
+        with self._alone():
+            self._check_bad(wait=True)
+            self._write_back(*self._group.entries(0))
+            below = self.below._native
+            below.raise_max_update_time(self._host.max_update_time())
+            below.set_scales(self._host.scales())
+            below.set_calls(self._host.calls())
+        return self
+
+    def _drop(self) -> None:
+        """Forgets all rows of the cache."""
+        self._group.clear(0)
+        self._group.reserve([self.cache_rows])
+        self._dirty.zero_()
+        self._version += 1
+
+    # --- ahead --------------------------------------------------------------------------------------------------------
+
+    def prefetch(self, ids: Tensor) -> CachedHashTable:
+        """Has the rows of ``ids`` brought while other work goes on; the call with the same tensor waits for it.
+
+        What goes wrong there is raised by that call.
+        """
+        ids = self._ids(ids)
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, f"prefetch-{self.name}")
+            self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        main = None
+        if self._stream is not None:
+            main = torch.cuda.current_stream(self.device)
+            ids.record_stream(self._stream)
+        with self._lock:
+            while len(self._jobs) >= 16:  # of tensors that nobody asked for
+                self._jobs.pop(next(iter(self._jobs)))
+            self._jobs[_key(ids)] = self._worker.submit(self._ahead, ids, main)
+        return self
+
+    def _ahead(self, ids: Tensor, main: torch.cuda.Stream | None) -> None:
+        with contextlib.ExitStack() as stack:
+            if self._stream is not None:
+                stack.enter_context(torch.cuda.stream(self._stream))
+            with self._lock:
+                if self._stream is not None and main is not None:
+                    self._stream.wait_stream(main)
+                self._tick += 1
+                asked = self._note(ids).cpu()
+                if asked.numel() == 0:
+                    self._record()
+                    return
+                self._in_flight += 1
+            try:
+                known, pieces = self._fetch(asked)
+            finally:
+                with self._lock:
+                    self._in_flight -= 1
+            self._arrive(asked[known], pieces, main)
+
+    def _arrive(self, ids: Tensor, pieces: list[Piece], main: torch.cuda.Stream | None) -> None:
+        """Takes fetched rows in, but for those that came, or were written back, in the meantime."""
+        with self._lock:
+            if self._stream is not None and main is not None:
+                self._stream.wait_stream(main)
+            tainted = torch.cat(self._tainted) if self._tainted else None
+            if not self._in_flight:
+                self._tainted.clear()
+            if ids.numel() == 0:
+                return self._record()
+            good = (self._group.find(ids.to(self.device), 0, "rows") < 0).cpu()
+            if tainted is not None:
+                good &= ~torch.isin(ids, tainted)
+            self._make_room(int(good.sum()))
+            self._load(ids, pieces, None if bool(good.all()) else good.to(self.device))
+            return self._record()
+
+    def _record(self) -> None:
+        if self._stream is not None:
+            self._ready = torch.cuda.Event()
+            self._ready.record(self._stream)
+
+    def _await_prefetch(self, ids: Tensor) -> None:
+        job = self._jobs.pop(_key(ids), None)
+        if job is None:
+            return
+        self._lock.release()  # the worker needs it
+        try:
+            job.result(self._timeout.total_seconds())
+        except FutureTimeoutError:
+            raise DeadlineError(
+                f"table {self.name!r}: waited {self._timeout.total_seconds():g} s for a prefetch of {ids.numel()} ids; "
+                "raise timeout"
+            ) from None
+        finally:
+            self._lock.acquire()
+        if self._ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._ready)
+            self._ready = None
+
+    # --- the table's calls --------------------------------------------------------------------------------------------
+
+    def _insert(self, ids: Tensor, **options: Any) -> Tensor:
+        if not self._host.has_filter():  # else `_filtered` has brought them
+            self._bring(ids, create=True)
+        rows = super()._insert(ids, **options)
+        at = rows.clamp(min=0).long() & _ROW
+        self._dirty[at] = True
+        self._used[at] = self._tick
+        return rows
+
+    def _filtered(self, ids: Tensor, *, dedup: bool, remember: bool, skip: Tensor | None = None) -> Tensor | None:
+        if self._host.has_filter():
+            self._bring(ids, create=True)
+        return super()._filtered(ids, dedup=dedup, remember=remember, skip=skip)
+
+    def _lookup(self, ids: Tensor, insert_missing: bool, seconds: int) -> Tensor:
+        with self._alone():
+            if not insert_missing:
+                self._bring(ids, create=False)
+            return super()._lookup(ids, insert_missing, seconds)
+
+    def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
+        with self._alone():
+            return super()._assign(ids, values, req_time, add)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> None:
+        with self._alone():
+            super()._apply(*args, **kwargs)
+
+    def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
+        """As `HashTable.reinitialize`."""
+        with self._alone():
+            return super().reinitialize(ids)
+
+    def contains(self, ids: Tensor) -> Tensor:
+        """bool ``[n]``: which ids have a row, here or below."""
+        ids = self._ids(ids)
+        with self._alone():
+            return super().contains(ids) | self.below.contains(ids.cpu()).to(self.device)
+
+    def lookup_entry(self, ids: Tensor) -> list[bytes]:
+        """As `HashTable.lookup_entry`."""
+        ids = self._ids(ids)
+        return self.flush().below.lookup_entry(ids.cpu())
+
+    def size(self) -> int:
+        """How many ids have a row, here or below; writes back what was changed."""
+        return self.flush().below.size()
+
+    def erase(self, ids: Tensor) -> int:
+        """Removes ids; returns how many there were."""
+        ids = self._ids(ids)
+        with self._alone():
+            self.flush()
+            super().erase(ids)
+            return self.below.erase(ids.cpu())
+
+    def evict(self, max_update_time: Any = None) -> int:
+        """As `HashTable.evict`; the cache is empty afterwards."""
+        with self._alone():
+            self.flush()
+            removed = self.below.evict(max_update_time)
+            self._drop()
+            return removed
+
+    def clear(self) -> HashTable:
+        """Removes all rows, here and below."""
+        with self._alone():
+            self._drop()
+            self.below.clear()
+        return self
+
+    def staged(self) -> Any:
+        """The CPU table, with everything written back."""
+        return self.flush().below
+
+    def adopt(self, native: _core.Table) -> None:
+        """Replaces all rows, below, with those of a CPU table; the cache is empty afterwards."""
+        with self._alone():
+            self._drop()
+            self.below._native.swap_contents(native)
+            for table in (self.below._native, self._host):
+                table.raise_max_update_time(native.max_update_time())
+                table.set_scales(native.scales())
+
+    def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
+        """As `HashTable.save_as_tensor`."""
+        return self.flush().below.save_as_tensor(shard_idx, num_shards, limit, offset)
+
+    def close(self) -> None:
+        """Writes everything back and ends the threads."""
+        for pool in (self._worker, self._fetchers):
+            if pool is not None:
+                pool.shutdown(wait=True)
+        self._worker = self._fetchers = None
+        self._jobs.clear()
+        self.flush()
+        super().close()
+
+
+def _key(ids: Tensor) -> tuple[int, int]:
+    return ids.data_ptr(), ids.numel()

@@ -1,0 +1,50 @@
+"""GPU tables inside `torch.compile`: their calls as operators that name a table by a number.
+
+Every operator takes the table's token, which writes change: so the compiler keeps reads and writes in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def register(table: Any) -> int:
+    """A number that names a table for as long as it lives."""
+    number = next(_numbers)
+    _tables[number] = table
+    return number
+
+
+@torch.library.custom_op("shoal::gpu_table_lookup", mutates_args=("token",))
+def gpu_table_lookup(ids: Tensor, token: Tensor, table: int, insert_missing: bool, req_time: int) -> Tensor:
+    """`HashTable.lookup`."""
+    found = _tables[table]
+    return found.lookup(ids, insert_missing=insert_missing, req_time=req_time if insert_missing else None)
+
+
+@gpu_table_lookup.register_fake
+def _(ids: Tensor, token: Tensor, table: int, insert_missing: bool, req_time: int) -> Tensor:
+    return token.new_empty(ids.numel(), _tables[table].dim_size)
+
+
+@torch.library.custom_op("shoal::gpu_table_apply", mutates_args=("token",))
+def gpu_table_apply(
+    ids: Tensor, grads: Tensor, token: Tensor, table: int, step: int, dedup: bool, req_time: int, distinct: bool
+) -> None:
+    """`HashTable.apply_gradients`."""
+    _tables[table].apply_gradients(ids, grads, step, enable_dedup=dedup, req_time=req_time, distinct=distinct)
+
+
+@gpu_table_apply.register_fake
+def _(
+    ids: Tensor, grads: Tensor, token: Tensor, table: int, step: int, dedup: bool, req_time: int, distinct: bool
+) -> None:
+    return None

@@ -1,0 +1,227 @@
+"""Device memory that grows in place: a wide range of addresses is reserved once, and pages are put behind it later.
+
+Growing copies nothing and moves nothing, so addresses that a captured CUDA graph holds stay good. `Growing` is the same
+thing with a plain tensor that is copied when it grows, for Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.errors import CapacityError
+
+_RESERVED = 1 << 36  # elements that a part has addresses for, the same for every type: more than any GPU has room for
+_OUT_OF_MEMORY = 2
+
+
+class Store(Protocol):
+    """``parts`` arrays of equal type side by side, each of which can grow."""
+
+    tensor: Tensor
+    """``[parts, stride]``; only the first ``size(part)`` elements of a part may be touched."""
+
+    @property
+    def stride(self) -> int: ...
+    def size(self, part: int) -> int: ...
+    def grow(self, part: int, elements: int) -> None: ...
+    def shrink(self) -> None: ...
+    def bytes(self) -> int: ...
+
+
+class Growing:
+    """Parts that are copied when they grow."""
+
+    def __init__(self, parts: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.zeros(parts, 1, dtype=dtype, device=device)
+        self._sizes = [1] * parts
+
+    @property
+    def stride(self) -> int:
+        return self.tensor.shape[1]
+
+    def size(self, part: int) -> int:
+        return self._sizes[part]
+
+    def grow(self, part: int, elements: int) -> None:
+        """Makes room for at least so many elements; what was there stays."""
+        self._sizes[part] = max(self._sizes[part], elements)
+        if elements > self.stride:
+            wider = torch.zeros(len(self._sizes), elements, dtype=self.tensor.dtype, device=self.tensor.device)
+            wider[:, : self.stride] = self.tensor
+            self.tensor = wider
+
+    def shrink(self) -> None:
+        """Gives memory back; what was there is gone."""
+        self.tensor = self.tensor.new_zeros(len(self._sizes), 1)
+        self._sizes = [1] * len(self._sizes)
+
+    def bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+class _Driver:
+    """The CUDA driver's calls for addresses and pages."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()
+        self.device = device
+        self.lib = ctypes.CDLL("libcuda.so.1")
+        self.where = _Location(1, device.index)
+        self.properties = _Properties(1, 0, self.where, None, (ctypes.c_ubyte * 8)())
+        granularity = ctypes.c_size_t()
+        self.check(
+            self.lib.cuMemGetAllocationGranularity(ctypes.byref(granularity), ctypes.byref(self.properties), 0),
+            "cuMemGetAllocationGranularity",
+        )
+        self.granularity = granularity.value
+
+    @staticmethod
+    def check(code: int, call: str) -> None:
+        if code:
+            raise RuntimeError(f"{call} failed with CUDA driver error {code}")
+
+    def reserve(self, size: int) -> int:
+        address = ctypes.c_uint64()
+        code = self.lib.cuMemAddressReserve(
+            ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0)
+        )
+        self.check(code, "cuMemAddressReserve")
+        return address.value
+
+    def map(self, address: int, size: int) -> int:
+        """Puts fresh pages behind an address; their handle."""
+        with torch.cuda.device(self.device):
+            handle = ctypes.c_uint64()
+            args = (ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self.properties), ctypes.c_uint64(0))
+            code = self.lib.cuMemCreate(*args)
+            if code == _OUT_OF_MEMORY:
+                torch.cuda.empty_cache()  # blocks that torch keeps but nobody uses
+                code = self.lib.cuMemCreate(*args)
+            if code == _OUT_OF_MEMORY:
+                free, total = torch.cuda.mem_get_info(self.device)
+                raise CapacityError(
+                    f"{self.device} has {free >> 20} of {total >> 20} MiB free, {size >> 20} MiB more are needed"
+                )
+            self.check(code, "cuMemCreate")
+            self.check(
+                self.lib.cuMemMap(
+                    ctypes.c_uint64(address), ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0)
+                ),
+                "cuMemMap",
+            )
+            access = _Access(self.where, 3)
+            self.check(
+                self.lib.cuMemSetAccess(
+                    ctypes.c_uint64(address), ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1)
+                ),
+                "cuMemSetAccess",
+            )
+        return handle.value
+
+    def unmap(self, address: int, size: int, handle: int) -> None:
+        self.lib.cuMemUnmap(ctypes.c_uint64(address), ctypes.c_size_t(size))
+        self.lib.cuMemRelease(ctypes.c_uint64(handle))
+
+
+class _Range:
+    """What torch needs to see a range of addresses as a tensor."""
+
+    def __init__(self, address: int, elements: int, dtype: torch.dtype) -> None:
+        kind = "f" if dtype.is_floating_point else "i"
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (elements,),
+            "typestr": f"<{kind}{dtype.itemsize}",
+            "version": 2,
+        }
+
+
+def _release(driver: _Driver, base: int, size: int, pages: list[list[tuple[int, int, int]]]) -> None:
+    torch.cuda.synchronize(driver.device)  # a kernel may still be at it
+    for part in pages:
+        for address, length, handle in part:
+            driver.unmap(address, length, handle)
+    driver.lib.cuMemAddressFree(ctypes.c_uint64(base), ctypes.c_size_t(size))
+
+
+class Mapped:
+    """Parts that grow by mapping pages."""
+
+    _drivers: dict[torch.device, _Driver] = {}
+
+    def __init__(self, parts: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._driver = self._drivers.setdefault(device, None) or _Driver(device)  # type: ignore[arg-type]
+        self._drivers[device] = self._driver
+        self._item = dtype.itemsize
+        self._dtype = dtype
+        self._part_bytes = (_RESERVED >> 2 if parts > 1 else _RESERVED) * self._item
+        self._base = self._driver.reserve(parts * self._part_bytes)
+        self._pages: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+        self._finalizer = weakref.finalize(
+            self, _release, self._driver, self._base, parts * self._part_bytes, self._pages
+        )
+        for part in range(parts):
+            self.grow(part, 1)
+        flat = torch.as_tensor(_Range(self._base, parts * self.stride, dtype), device=device)
+        self.tensor = flat.view(parts, self.stride)
+
+    @property
+    def stride(self) -> int:
+        return self._part_bytes // self._item
+
+    def _mapped(self, part: int) -> int:
+        return sum(length for _, length, _ in self._pages[part])
+
+    def size(self, part: int) -> int:
+        return self._mapped(part) // self._item
+
+    def grow(self, part: int, elements: int) -> None:
+        """Makes room for at least so many elements; what was there stays where it is.
+
+        Raises:
+            CapacityError: the GPU has no more memory; nothing has changed.
+        """
+        have = self._mapped(part)
+        grain = self._driver.granularity
+        more = -(-(elements * self._item - have) // grain) * grain
+        if more <= 0:
+            return
+        address = self._base + part * self._part_bytes + have
+        self._pages[part].append((address, more, self._driver.map(address, more)))
+
+    def shrink(self) -> None:
+        """Gives all but the first pages back; what was there is gone."""
+        torch.cuda.synchronize(self._driver.device)
+        for part in self._pages:
+            while len(part) > 1:
+                self._driver.unmap(*part.pop())
+
+    def bytes(self) -> int:
+        return sum(self._mapped(part) for part in range(len(self._pages)))
+
+
+def make_store(parts: int, dtype: torch.dtype, device: torch.device) -> Store:
+    return Mapped(parts, dtype, device) if device.type == "cuda" else Growing(parts, dtype, device)

@@ -1,0 +1,535 @@
+"""`CudaHashTable`: a `HashTable` whose rows live in GPU memory."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import CapacityError, ConfigError, UnsupportedError
+from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.cuda import bridge, compiled
+from shoal.table.cuda.backend import as_device, capturing
+from shoal.table.cuda.group import Group
+from shoal.table.cuda.layout import row_layout
+from shoal.table.cuda.updates import Update, apply_distinct, apply_each, apply_summed, count_bad
+from shoal.table.table import HashTable
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_ROW, _FRESH = (1 << 30) - 1, 1 << 30
+
+
+def hash_id(x: int) -> int:
+    """The hash of csrc/core/hash.h."""
+    x &= _MASK
+    for _ in range(2):
+        x ^= x >> 32
+        x = x * 0xD6E8FEB86659FD93 & _MASK
+    return x ^ x >> 32
+
+
+def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps other threads out of the table's group while a call enqueues its work."""
+
+    @functools.wraps(method)
+    def call(self: CudaHashTable, *args: Any, **kwargs: Any) -> Any:
+        with self._group:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class CudaHashTable(HashTable):
+    """What ``HashTable(..., device="cuda")`` is: the same calls, on tensors of that device.
+
+    Lookups, updates and inserts run on the current stream and do not wait for the device, as long as there is room for
+    the ids (`reserve`): the host counts how many there may be, and looks when they might not fit. Calls may come from
+    several threads and streams; each sees what the one before did. What returns a Python number, or has a filter or a
+    sync client to ask, waits.
+
+    With ``on_bad_gradient="raise"`` a NaN or infinite gradient makes its call change nothing, and the error comes with
+    a later call or `as_op`, when the device has told of it.
+
+    ``deterministic``: the sums of equal ids' gradients are the same to the last bit in every run; without it their
+    order may depend on where rows lie.
+    """
+
+    # --- building -----------------------------------------------------------------------------------------------------
+
+    def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
+        self.device = as_device(device, self.name)
+        self.deterministic = deterministic
+        self._layout = row_layout(self.table_config, self.name)
+        self._shared: Group | None = None
+        self._number = 0
+        self._host = _core.Table(layout, self.seed)  # has no rows: the filter, the clock and the scales
+        self._touched: tuple[Any, int] | None = None
+        self._skipped = 0
+        self._skipped_there: Tensor | None = None
+        self._bad: tuple[Tensor, torch.cuda.Event] | None = None
+        self._version = 0
+        self._walked: tuple[int, Tensor, Tensor] | None = None
+        self._handle = compiled.register(self)
+        self._token = torch.zeros(1, device=self.device)  # what orders calls inside compiled code
+        return self._host
+
+    on_gpu = True
+
+    @property
+    def _group(self) -> Group:
+        """Index and rows, made when they are first needed."""
+        if self._shared is None:
+            self._shared = Group(self._layout, self.device)
+        return self._shared
+
+    def join(self, group: Group, number: int) -> None:
+        """Makes this table, which has no rows yet, number ``number`` of a group."""
+        if self._shared is not None:
+            raise ConfigError(f"table {self.name!r} has rows of its own already")
+        self._shared, self._number = group, number
+
+    @property
+    def _native(self) -> _core.Table:  # type: ignore[bad-override]
+        raise UnsupportedError(f"table {self.name!r} is on {self.device}; this operation works on CPU tables")
+
+    def _set_touched(self, touched: Any, number: int) -> None:
+        self._touched = touched, number
+
+    def _client_lookup(self, ids: Tensor) -> Tensor:
+        return self.lookup(ids.to(self.device)).cpu()
+
+    # --- arguments ----------------------------------------------------------------------------------------------------
+
+    def _ids(self, ids: Any) -> Tensor:
+        return as_ids(ids, self.name, device=self.device).view(-1)
+
+    def _write_arguments(
+        self, ids: Any, values: Any, req_time: Any, what: str = "values"
+    ) -> tuple[Tensor, Tensor, int]:
+        ids = self._ids(ids)
+        rows = as_rows(values, ids.numel(), self.dim_size, self.name, what, self.device)
+        return ids, rows, as_time(req_time, self.name)
+
+    def _counts(self, n: int) -> list[int]:
+        counts = [0] * self._group.tables
+        counts[self._number] = n
+        return counts
+
+    def _insert(self, ids: Tensor, **options: Any) -> Tensor:
+        try:
+            return self._group.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
+        except CapacityError as error:
+            raise CapacityError(
+                f"table {self.name!r}: no room for {ids.numel()} ids more: {error}; nothing was changed. "
+                "Evict rows, use a narrower optimizer state, or put a CachedHashTable over a CPU table"
+            ) from None
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        ids: Tensor,
+        use_multi_threads: bool = False,
+        enable_dedup: bool = False,
+        *,
+        insert_missing: bool = False,
+        req_time: Any = None,
+    ) -> Tensor:
+        """As `HashTable.lookup`, on the table's device."""
+        if torch.compiler.is_compiling():
+            seconds = 0 if req_time is None else req_time
+            return torch.ops.shoal.gpu_table_lookup(ids, self._token, self._handle, insert_missing, seconds)
+        return self._lookup(self._ids(ids), insert_missing, as_time(req_time, self.name))
+
+    @_in_turn
+    def _lookup(self, ids: Tensor, insert_missing: bool, seconds: int) -> Tensor:
+        if not insert_missing:
+            return self._read(self._group.find(ids, self._number, "weights"))
+        drop = self._filtered(ids, dedup=False, remember=True)
+        rows = self._insert(ids, time=seconds, only_new=True, drop=drop)
+        self._host.raise_max_update_time(seconds)
+        self._version += 1
+        out = torch.empty(ids.numel(), self.dim_size, dtype=torch.float32, device=self.device)
+        self._group.start_fresh(rows, ids, self._seed, out=out)
+        return self._read(self._group.gather(rows, self.dim_size, out))
+
+    def _read(self, weights: Tensor) -> Tensor:
+        """Raw weights as lookups show them."""
+        layout = self._group.layout
+        if layout.plain:
+            return weights
+        scales = self._host.scales()
+        for s in layout.segments:
+            part = weights[:, s.weight : s.weight + s.dim]
+            if s.codec == "fixed_r8":
+                quantum = s.native.r / 128
+                code = torch.trunc((part + torch.copysign(part.new_full((), quantum * 0.5), part)) / quantum)
+                part.copy_(torch.nan_to_num(code, nan=0.0, posinf=127, neginf=-128).clamp(-128, 127) * quantum)
+            elif s.codec == "one_bit":
+                part.copy_(s.native.amplitude * torch.tanh(scales[s.index] * part))
+        return weights
+
+    @_in_turn
+    def contains(self, ids: Tensor) -> Tensor:
+        """bool ``[n]``: which ids have a row."""
+        return self._group.find(self._ids(ids), self._number, "rows") >= 0
+
+    @_in_turn
+    def lookup_entry(self, ids: Tensor) -> list[bytes]:
+        """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
+        ids = self._ids(ids)
+        rows = self._group.find(ids, self._number, "rows")
+        known = rows >= 0
+        staged = _core.Table(self._group.layout.native, 0)
+        bridge.to_host(self._group, ids[known], rows[known], staged)
+        return _core.lookup_entry(staged, ids.tolist())
+
+    @_in_turn
+    def size(self) -> int:
+        """How many ids have a row. Waits for the device."""
+        self._check_bad(wait=True)
+        return self._group.sizes()[self._number]
+
+    def memory_bytes(self) -> int:
+        """Bytes of GPU memory for index and rows (of all tables of a `MultiHashTable` that share them)."""
+        return self._group.bytes()
+
+    @property
+    def max_update_time(self) -> int:
+        """The largest ``req_time`` of any write so far."""
+        return self._host.max_update_time()
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
+        """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh."""
+        return self._assign(ids, values, req_time, add=False)
+
+    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
+        """Adds to the weights of ``ids``, every occurrence in order; a new id starts from its initializer."""
+        return self._assign(ids, values, req_time, add=True)
+
+    @_in_turn
+    def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
+        ids, values, seconds = self._write_arguments(ids, values, req_time)
+        self._check_bad()
+        drop = self._filtered(ids, dedup=False, remember=add)
+        rows = self._insert(ids, time=seconds, drop=drop)
+        self._host.raise_max_update_time(seconds)
+        self._version += 1
+        self._group.start_fresh(rows, ids, self._seed)
+        self._group.assign(rows, values, add)
+        return self
+
+    def apply_gradients(
+        self,
+        ids: Tensor,
+        grads: Tensor,
+        global_step: Any = 0,
+        use_multi_threads: bool = False,
+        enable_dedup: bool = False,
+        req_time: Any = None,
+        *,
+        distinct: bool = False,
+    ) -> HashTable:
+        """As `HashTable.apply_gradients`. ``distinct`` promises that no id comes twice, which saves a sort.
+
+        With ``distinct`` an id that comes twice after all makes one of its steps, or a mixture of both.
+        """
+        if torch.compiler.is_compiling():
+            seconds = 0 if req_time is None else req_time
+            torch.ops.shoal.gpu_table_apply(
+                ids, grads, self._token, self._handle, global_step, enable_dedup, seconds, distinct
+            )
+            return self
+        ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")
+        step = as_int(global_step, self.name, "global_step")
+        self._apply(ids, grads, self._rates(step), step, enable_dedup, seconds, distinct=distinct)
+        return self
+
+    @_in_turn
+    def _apply(
+        self,
+        ids: Tensor,
+        grads: Tensor,
+        rates: Sequence[float],
+        step: int,
+        dedup: bool,
+        seconds: int,
+        distinct: bool = False,
+        gate: Tensor | None = None,
+        judged: bool = False,
+    ) -> None:
+        """`apply_gradients` with checked arguments. ``judged``: the gradients of tables that raise were looked at."""
+        self._check_step(step)
+        self._check_bad()
+        drop = None
+        if self.on_bad_gradient == "skip" or not judged:
+            gate, drop = self._judge(grads)
+        drop = self._filtered(ids, dedup=dedup, remember=False, skip=drop)
+        rows = self._insert(ids, time=seconds, drop=drop, gate=gate)
+        self._host.raise_max_update_time(seconds)
+        if ids.numel() == 0:
+            return
+        self._version += 1
+        self._move_scales(step)
+        every_rate = [[]] * self._number + [list(rates)]
+        update_rows(self._group, ids, rows, self._number, grads, self._update(every_rate, step), dedup, distinct,
+                    self.deterministic)  # fmt: skip
+        self._mark(ids, rows)
+
+    def _update(self, rates: Sequence[Sequence[float]], step: int) -> Update:
+        calls = self._host.calls()
+        self._host.set_calls(calls + 1)
+        return Update(rates, self._host.scales(), step, hash_id(self._seed + calls), self._seed)
+
+    @property
+    def _seed(self) -> int:
+        return hash_id(self.seed + _GOLDEN)
+
+    def _move_scales(self, step: int) -> None:
+        """`Table::update_scales` of the native core."""
+        if self._group.layout.plain or step < 0:
+            return
+        scales = self._host.scales()
+        for s in self._group.layout.segments:
+            if s.codec == "one_bit" and s.native.step_size > 0 and step % s.native.step_size == 0:
+                scales[s.index] = min(s.native.init_scale * (1 + 0.005 * step) ** 0.5, s.native.max_scale)
+        self._host.set_scales(scales)
+
+    def _mark(self, ids: Tensor, rows: Tensor) -> None:
+        if self._touched is not None:
+            passed = ids[rows >= 0].cpu()
+            keys, number = self._touched
+            keys.insert(passed, number)
+
+    # --- what a write asks first --------------------------------------------------------------------------------------
+
+    def _filtered(self, ids: Tensor, *, dedup: bool, remember: bool, skip: Tensor | None = None) -> Tensor | None:
+        """uint8: which ids the filter, or ``skip``, keeps out; None: none. Waits for the device if it has a filter."""
+        if not self._host.has_filter() or ids.numel() == 0:
+            return skip
+        unknown = self._group.find(ids, self._number, "rows") < 0
+        if skip is not None:
+            unknown &= skip == 0
+        asked = ids[unknown].cpu()
+        drop = torch.zeros(asked.numel(), dtype=torch.uint8)
+        if asked.numel():
+            self._host.filtered(asked.data_ptr(), asked.numel(), dedup, remember, drop.data_ptr())
+        out = torch.zeros(ids.numel(), dtype=torch.uint8, device=self.device) if skip is None else skip.clone()
+        out[unknown] = drop.to(self.device)
+        return out
+
+    def _judge(self, grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gate and drop for `Group.insert` from gradients that hold NaN or infinity."""
+        n = grads.numel() // self.dim_size
+        if self.on_bad_gradient == "ignore" or n == 0:
+            return None, None
+        if self.on_bad_gradient == "skip":
+            drop = torch.empty(n, dtype=torch.uint8, device=self.device)
+            bad = count_bad(grads, self.dim_size, drop)
+            self._skipped_there = bad if self._skipped_there is None else self._skipped_there + bad
+            return None, drop
+        bad = count_bad(grads, self.dim_size, None)
+        self._tell(bad)
+        return bad, None
+
+    def _tell(self, bad: Tensor) -> None:
+        """Has the host told how many gradients are bad; `_check_bad` raises once it knows."""
+        if self.device.type != "cuda":
+            if int(bad):
+                self._refuse(int(bad))
+        elif not capturing(self.device):
+            told = torch.empty(1, dtype=torch.int64, pin_memory=True)
+            told.copy_(bad, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._bad = told, event
+
+    def _check_bad(self, wait: bool = False) -> None:
+        """Raises for gradients of a call before that turned out to be bad."""
+        if self._bad is None or capturing(self.device):
+            return
+        told, event = self._bad
+        if wait:
+            event.synchronize()
+        elif not event.query():
+            return
+        self._bad = None
+        if int(told):
+            self._refuse(int(told))
+
+    def _refuse(self, rows: int) -> None:
+        raise ConfigError(
+            f"table {self.name!r}: {rows} rows of the gradients hold NaN or infinity; nothing was applied. Clip them, "
+            "or set on_bad_gradient='skip'"
+        )
+
+    @property
+    def skipped_gradients(self) -> int:
+        """Occurrences passed over for a NaN or infinite gradient, with ``on_bad_gradient="skip"``. Waits."""
+        if self._skipped_there is not None:
+            self._skipped += int(self._skipped_there)
+            self._skipped_there = None
+        return self._skipped
+
+    @skipped_gradients.setter
+    def skipped_gradients(self, count: int) -> None:
+        self._skipped = count
+        self._skipped_there = None
+
+    # --- removal and the rest -----------------------------------------------------------------------------------------
+
+    @_in_turn
+    def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
+        """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
+        ids = self._ids(ids)
+        rows = self._insert(ids, time=int(time.time()))
+        self._version += 1
+        fresh = (rows >= 0) & (rows & _FRESH != 0)
+        existed = torch.ones(ids.numel(), dtype=torch.int32, device=self.device)
+        if ids.numel():
+            # The first of equal new ids was inserted, the others were there by then.
+            distinct, group = torch.unique(rows & _ROW, return_inverse=True)
+            first = torch.full((distinct.numel(),), ids.numel(), device=self.device)
+            first.scatter_reduce_(0, group, torch.arange(ids.numel(), device=self.device), "amin")
+            new = torch.zeros(distinct.numel(), dtype=torch.bool, device=self.device)
+            new[group[fresh]] = True
+            existed[first[new]] = 0
+        self._group.start_fresh(rows, ids, self._seed, every=True)
+        self._mark(ids, rows)
+        return self, existed
+
+    @_in_turn
+    def erase(self, ids: Tensor) -> int:
+        """Removes ids; returns how many there were. Waits for the device."""
+        self._version += 1
+        return self._group.erase(self._ids(ids), self._number)
+
+    @_in_turn
+    def evict(self, max_update_time: Any = None) -> int:
+        """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
+        now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
+        ids, rows = self._group.entries(self._number)
+        config = self.table_config.slot_expire_time_config
+        days = torch.full((32768,), config.default_expire_time, dtype=torch.int64)
+        for item in config.slot_expire_times:
+            days[item.slot] = item.expire_time
+        limit = days.to(self.device)[(ids >> 48) & 0x7FFF] * 86400
+        stale = now - self._group.row_times(rows) >= limit
+        return self.erase(ids[stale])
+
+    @_in_turn
+    def clear(self) -> HashTable:
+        """Removes all rows and gives their memory back (a table of a `MultiHashTable`: to the others)."""
+        self._version += 1
+        self._group.clear(self._number)
+        return self
+
+    def as_op(self) -> HashTable:
+        """Waits until everything asked of this table has been applied, and raises what went wrong meanwhile."""
+        self._check_bad(wait=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return self
+
+    @_in_turn
+    def reserve(self, rows: int) -> HashTable:
+        """Takes memory for so many ids in all, so that no call waits or takes memory before there are as many."""
+        counts = [0] * self._group.tables
+        counts[self._number] = as_int(rows, self.name, "rows")
+        try:
+            self._group.reserve(counts)
+        except CapacityError as error:
+            raise CapacityError(f"table {self.name!r}: no room for {rows} rows: {error}; nothing was changed") from None
+        return self
+
+    def __repr__(self) -> str:
+        return f"HashTable({self.name!r}, dim={self.dim_size}, rows={self.size()}, device={str(self.device)!r})"
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    @_in_turn
+    def staged(self) -> bridge.Staged:
+        """All rows in a CPU table: a snapshot in host memory."""
+        self._check_bad(wait=True)
+        native = _core.Table(self._group.layout.native, 0)
+        bridge.to_host(self._group, *self._group.entries(self._number), native)
+        return bridge.Staged(self, native)
+
+    def staging(self) -> bridge.Staged:
+        """An empty CPU table to read files into."""
+        return bridge.Staged(self, _core.Table(self._layout.native, 0))
+
+    @_in_turn
+    def adopt(self, native: _core.Table) -> None:
+        """Replaces all rows with those of a CPU table, and takes its clock and scales."""
+        ids, times, words = bridge.copy_of(native)
+        self._version += 1
+        if self._group.tables == 1:
+            fresh = Group(self._group.layout, self.device)
+            bridge.to_device(fresh, 0, ids, times, words)  # raises before anything has changed
+            self._group.swap(fresh)
+        else:
+            self._group.clear(self._number)
+            bridge.to_device(self._group, self._number, ids, times, words)
+        self._host.raise_max_update_time(native.max_update_time())
+        self._host.set_scales(native.scales())
+
+    @_in_turn
+    def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
+        """As `HashTable.save_as_tensor`."""
+        shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
+        if not 0 <= shard_idx < num_shards:
+            raise ConfigError(f"table {self.name!r}: shard_idx is 0..num_shards - 1, got {shard_idx} of {num_shards}")
+        if limit < 1:
+            raise ConfigError(f"table {self.name!r}: limit must be at least 1, got {limit}")
+        if offset < 0:
+            raise ConfigError(f"table {self.name!r}: offset is 0 or what the call before returned, got {offset}")
+        if self._walked is None or self._walked[0] != self._version:
+            self._walked = self._version, *self._group.entries(self._number)
+        _, ids, rows = self._walked
+        begin = ids.numel() * shard_idx // num_shards + offset
+        end = min(begin + limit, ids.numel() * (shard_idx + 1) // num_shards)
+        if begin >= end:
+            return offset, []
+        native = _core.Table(self._group.layout.native, 0)
+        bridge.to_host(self._group, ids[begin:end], rows[begin:end], native)
+        entries: list[bytes] = []
+        for stripe in range(_core.Table.num_stripes):
+            entries += _core.walk_entries(native, stripe, 0, end - begin)[0]
+        return offset + len(entries), entries
+
+
+def update_rows(
+    group: Group,
+    ids: Tensor,
+    rows: Tensor,
+    table: int | Tensor,
+    grads: Tensor,
+    update: Update,
+    dedup: bool,
+    distinct: bool,
+    deterministic: bool,
+) -> None:
+    """Gradients of ids into their ``rows``, which `Group.insert` gave."""
+    if distinct:
+        return apply_distinct(group, rows, ids, table, grads, update)
+    group.start_fresh(rows, ids, update.seed)
+    if deterministic:
+        # Sorted by id, so that equal batches are cut alike whatever rows their ids have.
+        order = torch.sort(ids, stable=True)[1]
+        if isinstance(table, Tensor):
+            order = order[torch.sort(table[order], stable=True)[1]]
+        order = order[torch.sort(rows[order] < 0, stable=True)[1]]  # what is passed over splits no group
+        ordered = rows[order]
+    else:
+        ordered, order = torch.sort(rows, stable=True)
+    apply: Callable[..., None] = apply_summed if dedup else apply_each
+    return apply(group, ordered, order, table, grads, update)

@@ -1,0 +1,31 @@
+"""GPU tables run here on a CUDA device, or on the CPU when Triton's interpreter is on (TRITON_INTERPRET=1).
+
+Where there is neither, `test_interpreted` of the folder above runs this one in a process of its own.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, os.path.dirname(__file__))  # for gpu_tables
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NO_DEVICE = "needs a CUDA device, or TRITON_INTERPRET=1 as test_interpreted sets it"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "tests/table/cuda" not in str(item.path).replace(os.sep, "/"):
+            continue
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif not INTERPRETED and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
+
+
+@pytest.fixture
+def device():
+    """Where the tensors of a table with device="cuda" live."""
+    return torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())

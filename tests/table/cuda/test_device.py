@@ -1,0 +1,142 @@
+"""What only a device shows: no waiting, streams, captured graphs that outlive growth; and compiled steps anywhere."""
+
+import warnings
+
+import pytest
+import torch
+from gpu_tables import pair
+
+import shoal
+from shoal.errors import CapacityError
+
+
+def test_a_compiled_step_keeps_reads_and_writes_in_order(device):
+    table = shoal.HashTable(3, optimizer=shoal.Sgd(lr=1.0), initializer="zeros", device="cuda")
+
+    def step(ids, scale):
+        before = table.lookup(ids)
+        table.apply_gradients(ids, torch.ones(4, 3, device=ids.device) * scale, 1, enable_dedup=True)
+        after = table.lookup(ids)
+        return after - before
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    ids = torch.tensor([5, 6, 7, 8], device=device)
+    for scale in (1.0, 2.0):
+        change = compiled(ids, torch.tensor(scale, device=device))
+        assert torch.equal(change, torch.full((4, 3), -scale, device=device))
+    assert table.size() == 4
+
+
+@pytest.mark.gpu
+def test_the_hot_path_does_not_wait_for_the_device():
+    table = shoal.HashTable(16, optimizer="adagrad", device="cuda").reserve(400_000)
+    ids = torch.randint(0, 1 << 60, (50_000,), device="cuda")
+    grads = torch.randn(50_000, 16, device="cuda")
+    table.apply_gradients(ids, grads, enable_dedup=True)  # compiles
+    table.apply_gradients(ids, grads)
+    table.apply_gradients(ids, grads, distinct=True)
+    table.lookup(ids, insert_missing=True)
+    table.lookup(ids)
+    torch.cuda.synchronize()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        for i in range(3):
+            table.lookup(ids)
+            table.lookup(ids + i, insert_missing=True)
+            table.apply_gradients(ids + 10 + i, grads, i, enable_dedup=True)
+            table.apply_gradients(ids, grads, i)
+            table.apply_gradients(ids, grads, i, distinct=True)
+            table.assign(ids, grads)
+            table.contains(ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert table.size() == ids.numel() * 6
+
+
+@pytest.mark.gpu
+def test_calls_run_on_the_current_stream():
+    table = shoal.HashTable(4, optimizer="sgd", initializer="zeros", device="cuda").reserve(100_000)
+    ids = torch.arange(50_000, device="cuda")
+    values = torch.zeros(50_000, 4, device="cuda")
+    table.assign(ids, values)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        values += 1  # late
+        table.assign(ids, values)
+        rows = table.lookup(ids)
+    torch.cuda.current_stream().wait_stream(side)
+    assert bool((rows == 1).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dedup", [False, True])
+def test_a_captured_step_goes_on_after_the_table_has_grown(dedup):
+    cpu, gpu = pair(8, shoal.Adagrad(lr=0.1))
+    gpu.reserve(5000)
+    ids, grads = torch.zeros(2000, dtype=torch.int64, device="cuda"), torch.zeros(2000, 8, device="cuda")
+
+    def step():
+        rows = gpu.lookup(ids)
+        gpu.apply_gradients(ids, grads, 1, enable_dedup=dedup)
+        return rows
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    cpu.apply_gradients(ids.cpu(), grads.cpu(), 1, enable_dedup=dedup)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = step()
+    torch.manual_seed(0)
+    for round_ in range(6):
+        batch, values = torch.randint(0, 30_000, (2000,)), torch.randn(2000, 8)
+        gpu.reserve(gpu.size() + 2000)
+        if round_ == 3:
+            gpu.reserve(300_000)  # grows index and arena in place
+        ids.copy_(batch)
+        grads.copy_(values)
+        expected = cpu.lookup(batch)
+        graph.replay()
+        torch.testing.assert_close(rows.cpu(), expected, rtol=1e-4, atol=1e-5)
+        cpu.apply_gradients(batch, values, 1, enable_dedup=dedup)
+    assert gpu.size() == cpu.size()
+
+
+@pytest.mark.gpu
+def test_a_graph_that_outruns_its_reserve_is_told_of():
+    table = shoal.HashTable(8, optimizer="sgd", device="cuda", on_bad_gradient="ignore")
+    ids = torch.arange(60_000, device="cuda")
+    table.lookup(ids[:10], insert_missing=True)
+    table.lookup(ids.clone())
+    table.apply_gradients(ids[:0], torch.zeros(0, 8, device="cuda"))
+    room = table._group._room
+    graph = torch.cuda.CUDAGraph()
+    batch = torch.zeros(60_000, dtype=torch.int64, device="cuda")
+    table.lookup(batch, insert_missing=True)
+    torch.cuda.synchronize()
+    table._group._set(3, 100)  # as if there were room for so many rows
+    with torch.cuda.graph(graph):
+        table.lookup(batch, insert_missing=True)
+    batch.copy_(ids + 1_000_000)
+    graph.replay()
+    with pytest.raises(CapacityError, match="captured graph"):
+        table.size()
+    assert room > 100
+
+
+@pytest.mark.gpu
+def test_a_real_full_device_is_refused_and_harms_nothing():
+    table = shoal.HashTable(64, optimizer="adam", device="cuda", name="large")
+    ids = torch.arange(1000, device="cuda")
+    table.assign(ids, torch.ones(1000, 64, device="cuda"))
+    with pytest.raises(CapacityError, match=r"'large': no room for .* MiB more are needed; nothing was changed"):
+        table.reserve(900_000_000)
+    assert table.size() == 1000
+    assert bool((table.lookup(ids) == 1).all())
+    table.assign(ids + 5000, torch.ones(1000, 64, device="cuda"))
+    assert table.size() == 2000
