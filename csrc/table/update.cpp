@@ -161,6 +161,7 @@ void Table::reinitialize(const int64_t* ids, int64_t n, uint32_t now, int32_t* e
 }
 
 void Table::lookup_or_insert(const int64_t* ids, int64_t n, uint32_t time, float* out) {
+  raise_max_update_time(time);
   std::vector<uint8_t> found(static_cast<size_t>(n));
   lookup(ids, n, out, found.data());
   std::vector<int64_t> missing, where;
@@ -170,7 +171,6 @@ void Table::lookup_or_insert(const int64_t* ids, int64_t n, uint32_t time, float
     where.push_back(i);
   }
   if (missing.empty()) return;
-  raise_max_update_time(time);
   const int64_t m = static_cast<int64_t>(missing.size());
   auto drop = filtered(missing.data(), m, false, true);
   std::vector<float> rows(static_cast<size_t>(m) * layout_.dim, 0.0f);
