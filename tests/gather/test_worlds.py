@@ -466,6 +466,115 @@ def test_sharded_model_ends_with_the_same_tensors_as_the_replicated_one(run_rank
         assert 0 < sharded_bytes < whole_bytes
 
 
+MANY = ((96, 64), *(((40, 12), (24,), (5, 3, 4)) * 6), (64, 160))
+
+
+def many_small(rank, world, *, dim, budget, wave_peers, prefetch):
+    """Staged bytes against ``prefetch * wave_peers`` slots of the largest tile."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from shoal.gather import GradientSpec, tile_plan
+    from shoal.gather.exchange import Exchange
+    from shoal.gather.regions import region_of
+
+    whole = model_of(MANY)
+    spec = GradientSpec.from_model(whole, target_chunk=8, topk=6)
+    objects = {(WINDOW, uid): MemoryObject(dump_payload(payload(spec, uid)), uid) for uid in range(13)}
+    config = GatherConfig(retry_interval_s=0.02, spill="disk")
+    result = gather(GatherPlan(WINDOW, range(13)), spec, MemoryStore(objects), group=group_of(world), config=config)
+    mesh = init_device_mesh("cpu", (world,))
+    net = torch.nn.ParameterDict(
+        {n: torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(min(dim, p.ndim - 1))]))
+         for n, p in model_of(MANY).items()}
+    )  # fmt: skip
+    alive = []
+    start = Exchange.start
+
+    def counted(self, *args, **kwargs):
+        alive.append(pending := start(self, *args, **kwargs))
+        held = sum(len(b) for wave in alive for b in [*wave.buffers.values(), *wave.keep] if not mapped(self, b))
+        assert held <= self.staged_bytes, (held, self.staged_bytes)
+        return pending
+
+    def mapped(exchange, tensor):
+        storages = {data.untyped_storage().data_ptr() for ref in exchange.holding.refs.values()
+                    for p in ref.params for data in (p.idxs, p.vals)}  # fmt: skip
+        return tensor.untyped_storage().data_ptr() in storages
+
+    Exchange.start = counted
+    report = outer_update(
+        net, sgd(net), result, spec=spec, group=group_of(world), budget_bytes=budget, wave_peers=wave_peers,
+        prefetch=prefetch,
+    )  # fmt: skip
+    Exchange.start = start
+    plain = outer_update(whole, sgd(whole), result, spec=spec, group=group_of(world))
+    for name in whole:
+        assert torch.equal(net[name].full_tensor(), whole[name]), name
+    bound, head = 0, 16 + 4 + 8 + 4 + 4 * 4 + len("float32") + 1
+    for param, tensor in zip(spec.params, net.values(), strict=True):
+        region = region_of(param, tensor)
+        raw = param.index_bytes + param.k
+        plan = tile_plan(
+            numel=region.numel, itemsize=4, chunks=len(region.chunks), totalk=param.totalk, k=param.k,
+            raw_per_chunk=raw, budget_bytes=budget, wave_peers=wave_peers, prefetch=prefetch,
+        )  # fmt: skip
+        bound = max(bound, prefetch * wave_peers * (plan.tile_chunks * raw + head))
+    assert 0 < report.staged_bytes <= bound, (report.staged_bytes, bound)
+    return report.staged_bytes, plain.staged_bytes
+
+
+@pytest.mark.parametrize(("dim", "budget"), [(0, 1 << 30), (0, 14_000), (1, 14_000)])
+def test_staging_of_sharded_parameters_does_not_grow_with_ranks(run_ranks, dim, budget):
+    for staged, _ in run_ranks(4, many_small, dim=dim, budget=budget, wave_peers=3, prefetch=2):
+        assert staged > 0
+
+
+def two_dimensional(rank, world):
+    """FSDP over tensor parallelism on the same dimension: ``_StridedShard``, also where rows do not divide."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from shoal.errors import ConfigError, UnsupportedError
+    from shoal.gather import GradientSpec
+
+    shapes = ((50, 48), (36, 20), (33,), (18, 4, 3))
+    whole = model_of(shapes)
+    spec = GradientSpec.from_model(whole, target_chunk=8, topk=6)
+    objects = {(WINDOW, uid): MemoryObject(dump_payload(payload(spec, uid)), uid) for uid in range(5)}
+    result = gather(GatherPlan(WINDOW, range(5)), spec, MemoryStore(objects), group=group_of(world), config=QUICK)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    placements = (
+        [_StridedShard(0, split_factor=2), Shard(0)],
+        [Shard(0), Shard(1)],
+        [Replicate(), Shard(0)],
+        [_StridedShard(0, split_factor=2), Shard(0)],
+    )
+    net = torch.nn.ParameterDict(
+        {name: torch.nn.Parameter(distribute_tensor(p.detach(), mesh, placed))
+         for (name, p), placed in zip(model_of(shapes).items(), placements, strict=True)}
+    )  # fmt: skip
+    report = outer_update(net, sgd(net), result, spec=spec, group=group_of(world), verify=True)
+    plain = outer_update(whole, sgd(whole), result, spec=spec, group=group_of(world))
+    for name in whole:
+        assert torch.equal(net[name].full_tensor(), whole[name]), name
+    assert report.param_norms == pytest.approx(plain.param_norms, rel=1e-12)
+    pieces = torch.nn.ParameterDict(net.items())
+    pieces["p0"] = torch.nn.Parameter(
+        distribute_tensor(whole["p0"].detach(), mesh, [Replicate(), _StridedShard(0, split_factor=5)])
+    )
+    before = pieces["p1"].to_local().clone()
+    with pytest.raises((UnsupportedError, ConfigError), match="redistribute"):
+        outer_update(pieces, sgd(pieces), result, spec=spec, group=group_of(world))
+    assert torch.equal(pieces["p1"].to_local(), before)
+    return True
+
+
+def test_fsdp_over_tensor_parallel_ends_with_the_same_tensors(run_ranks):
+    assert run_ranks(4, two_dimensional) == [True] * 4
+
+
 def infinite_shard(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -150,5 +150,5 @@ def dequantize(q: Tensor, quant_params: QuantParams) -> Tensor:
         return table.to(q.device)[q.long()].to(dtype)
     q = q.contiguous()
     out = torch.empty(q.shape, dtype=torch.float32)
-    _core.gather_dequantize(q.data_ptr(), q.numel(), table.data_ptr(), out.data_ptr())
+    _core.gather_dequantize(q.data_ptr(), q.numel(), table.data_ptr(), bins, out.data_ptr())
     return out.to(dtype)
