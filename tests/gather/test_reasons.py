@@ -151,7 +151,7 @@ def damage(draw, made, spec):
         idxs = state[name + "idxs"]
         state[name + "idxs"] = draw(st.sampled_from([idxs.reshape(-1)[:-1].clone(), idxs.to(torch.int64)]))
     elif kind == "value" and vals is not None and vals.numel() == param.chunks * param.k:
-        extremes = [0, 3, 4, 255] if vals.dtype == torch.uint8 else [math.nan, math.inf, 1e4, -1.5e4]
+        extremes = [math.nan, math.inf, 1e4, -1.5e4] if vals.is_floating_point() else [0, 3, 4, 255]
         vals = state[name + "vals"] = vals.clone()
         vals.reshape(-1)[chunk * param.k + column] = draw(st.sampled_from(extremes))
     elif kind == "quant":
@@ -179,7 +179,7 @@ DAMAGES = (
 
 
 @pytest.mark.parametrize("quant", [QuantSpec(), None], ids=["quantised", "plain"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_the_reason_is_the_first_rule_that_fails(quant, data):
     spec = GradientSpec.from_model(model_of(SHAPES), target_chunk=70, topk=7, quant=quant)
