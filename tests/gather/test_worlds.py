@@ -143,6 +143,66 @@ def test_payloads_stay_where_they_were_fetched(worlds):
         assert held.tolist() == [1] * len(held)
 
 
+# ---- other numbers
+
+
+def other_numbers(rank, world, *, seed, folder):
+    """A random model, quantisation, peers, faults, reserves, waves and budget; everything that must not depend on W."""
+    import random
+
+    from shoal.gather import GradientSpec, QuantSpec, as_partials
+
+    draw = random.Random(seed)
+    shapes = [tuple(draw.randint(1, 40) for _ in range(draw.randint(0, 3))) for _ in range(5)]
+    quant = draw.choice([None, QuantSpec(4, 6), QuantSpec(23, 4.5)])
+    spec = GradientSpec.from_model(
+        model_of(shapes), target_chunk=draw.randint(3, 20), topk=draw.randint(1, 12), quant=quant
+    )
+    uids = draw.sample(range(2**31), 17)
+    primaries, reserves = uids[:11], [*uids[3:6], *uids[11:]]
+    objects = {}
+    for uid in uids:
+        data = dump_payload(payload(spec, uid), format=draw.choice(["pt", "safetensors"]))
+        fault = draw.choice(["", "", "", "absent", "late", "cut", "early"])
+        times = {"late": 10**6 + 1, "early": 9}
+        if fault != "absent":
+            cut = draw.randrange(len(data)) if fault == "cut" else len(data)
+            objects[WINDOW, uid] = MemoryObject(data[:cut], times.get(fault, draw.choice([10, 500, 10**6])))
+    plan = GatherPlan(WINDOW, primaries, reserves, time_min=10, time_max=10**6, timeout_s=20.0, version="3.1+x")
+    wave_peers, prefetch = draw.randint(1, 5), draw.randint(1, 3)
+    budget = draw.choice([1 << 30, 150_000])
+    store, group = MemoryStore(objects), group_of(world)
+    config = GatherConfig(retry_interval_s=0.02, reserve_rounds=2, spill=draw.choice(["disk", "memory"]))
+    result = gather(plan, spec, store, group=group, config=config)
+    again = merge(as_partials(result), plan)
+    assert again.manifest == result.manifest
+    assert (again.owners, again.norms.tolist()) == (result.owners, result.norms.tolist())
+    assert merge([result, again, *as_partials(again)], plan).manifest == result.manifest
+    model = model_of(shapes)
+    report = outer_update(
+        model, sgd(model), result.partial if rank % 2 else result, spec=spec, group=group, budget_bytes=budget,
+        wave_peers=wave_peers, prefetch=prefetch, verify=True,
+    )  # fmt: skip
+    overlap = index_overlap(result, spec=spec, threshold=0.05, group=group)
+    sha = write_artifact(result, f"{folder}/{seed}-{world}.pga", spec=spec, group=group)
+    return {
+        "fields": result_fields(result), "norms": result.norms.tolist(), "hash": report.update_hash,
+        "peak": report.peak_bytes, "tiles": report.tiles, "waves": report.waves, "norm": report.global_l2_norm,
+        "means": report.param_means, "overlap": (overlap.counts.tolist(), overlap.pairs_over_thresh,
+        overlap.uids_over_thresh), "streams": set(store.stream_calls.values()) | {1},
+    }, sha  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_windows_are_equal_for_every_world_size(run_ranks, seed, tmp_path):
+    ((base, sha),) = run_ranks(1, other_numbers, seed=seed, folder=str(tmp_path))
+    assert base["fields"]["uids"]
+    assert base["streams"] == {1}
+    runs = run_ranks(2 + seed, other_numbers, seed=seed, folder=str(tmp_path))
+    assert [out for out, _ in runs] == [base] * (2 + seed)
+    assert [s for _, s in runs] == [sha] + [None] * (1 + seed)
+
+
 # ---- the worked example
 
 
