@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_rows
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.gather.accumulate import REDUCTIONS, BandWriter, TileSum
 from shoal.gather.control import Control
@@ -402,10 +403,15 @@ class _Work:
         self.digest = update.hash.copy()
         self.digest.update(self.param.name.encode() + b"\0")
         rows, columns = region.shape
-        self.gradient = torch.empty(rows, columns, dtype=local.dtype, device=local.device)
         self.direct = local.dtype == torch.float32 and local.device.type == "cpu"
+        self.gradient = (
+            empty_rows(rows, columns)  # memory that the last gradient touched
+            if self.direct
+            else torch.empty(rows, columns, dtype=local.dtype, device=local.device)
+        )
         self.writer = BandWriter(region, self.gradient, self.digest)
         self.squares = self.total = 0.0
+        self.jobs: list[Future[None]] = []
 
     def run(self) -> None:
         update = self.update
@@ -421,6 +427,8 @@ class _Work:
         if self.direct:
             sums = _core.gather_block_sums(self.gradient.data_ptr(), self.gradient.numel())
             self.squares, self.total = sums.squares, sums.values
+            for job in self.jobs:  # the hash is the slowest part; the sums were taken meanwhile
+                job.result()
         else:
             self.squares, self.total = self.writer.squares, self.writer.total
 
@@ -442,7 +450,7 @@ class _Work:
     def _run_local(self, plan: TilePlan) -> None:
         """All payloads are here: a tile is one call over all peers, in pieces whose rows are hashed meanwhile. Chunks
         that do not follow each other have to be copied, which is done for one wave at a time."""
-        update, jobs = self.update, []
+        update = self.update
         exchange, uids = update.exchange, update.uids
         for ids in self.region.chunks.split(max(plan.tile_chunks, 1)):
             for piece in self._pieces(ids):
@@ -459,11 +467,9 @@ class _Work:
                     exchange.release(pending)
                 update.accumulate_s += time.perf_counter() - begin
                 if self.direct:
-                    jobs += self._hash_rows(int(piece[-1]))
+                    self.jobs += self._hash_rows(int(piece[-1]))
                 else:
                     self.writer.write(piece, tile.values)  # pyrefly: ignore
-        for job in jobs:
-            job.result()
 
     def _pieces(self, ids: Tensor) -> Iterator[Tensor]:
         across = len(self.region.chunks) // max(1, self._grid_rows())
