@@ -126,7 +126,7 @@ def one_shot(model: torch.nn.Module, optimizer: Any, result: Any, spec: Gradient
     dense = torch.zeros(param.chunks, param.totalk)
     dense.scatter_reduce_(1, torch.cat(indices, 1), torch.cat(values, 1), "mean", include_self=False)
     y, x, h, w = param.blocks
-    model["w"].grad = dense.view(y, x, h, w).transpose(1, 2).reshape(param.shape)
+    model.get_parameter("w").grad = dense.view(y, x, h, w).transpose(1, 2).reshape(param.shape)
     optimizer.step()
     optimizer.zero_grad()
 

@@ -525,7 +525,7 @@ def test_sharded_model_ends_with_the_same_tensors_as_the_replicated_one(run_rank
         assert 0 < sharded_bytes < whole_bytes
 
 
-MANY = ((64, 40), *(((24, 12), (24,), (5, 3, 4)) * 3))
+MANY = ((64, 40), *(((24, 12), (24,), (5, 3, 4)) * 2))
 
 
 def many_small(rank, world, *, dim, budget, wave_peers, prefetch):
@@ -583,7 +583,7 @@ def many_small(rank, world, *, dim, budget, wave_peers, prefetch):
     return report.staged_bytes, plain.staged_bytes
 
 
-@pytest.mark.parametrize(("dim", "budget"), [(0, 8_000), (1, 1 << 30), (1, 8_000)])
+@pytest.mark.parametrize(("dim", "budget"), [(0, 1 << 30), (1, 8_000)])
 def test_staging_of_sharded_parameters_does_not_grow_with_ranks(run_ranks, dim, budget):
     for staged, _ in run_ranks(4, many_small, dim=dim, budget=budget, wave_peers=3, prefetch=2):
         assert staged > 0
@@ -716,8 +716,9 @@ def test_every_consumer_answers_alike_for_every_source(run_ranks, tmp_path):  # 
 def slow(rank, world):
     spec = small_spec()
     objects = {(WINDOW, uid): MemoryObject(dump_payload(payload(spec, uid)), uid) for uid in range(16)}
-    store = MemoryStore(objects, latency_s=0.05)
+    store = MemoryStore(objects, latency_s=0.12)
     config = GatherConfig(max_concurrent_fetches=1)
+    gather(GatherPlan(0, []), spec, store, group=group_of(world))  # what is made once is not fetching
     result = gather(GatherPlan(WINDOW, range(16)), spec, store, group=group_of(world), config=config)
     assert len(result.uids) == 16
     return result.time
