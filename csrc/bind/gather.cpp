@@ -19,8 +19,10 @@ using gather::Codec;
 using gather::Encoded;
 using gather::Values;
 
+constexpr int64_t kGrain = 1 << 19;  // values that one thread unpacks or looks up while another would only wake up
+
 void unpack(uintptr_t packed, int64_t n, uintptr_t out) {
-  parallel_for(n / 2, 32768, [&](int64_t begin, int64_t end) {
+  parallel_for(n / 2, kGrain / 2, [&](int64_t begin, int64_t end) {
     SHOAL_DISPATCH(unpack12_wide)(ptr<uint8_t>(packed) + begin * 3, (end - begin) * 2, ptr<int64_t>(out) + begin * 2);
   });
 }
@@ -29,9 +31,9 @@ bool pack(uintptr_t indices, int64_t n, uintptr_t out) {
   return SHOAL_DISPATCH(pack12)(ptr<int64_t>(indices), n, ptr<uint8_t>(out));
 }
 
-void dequantize(uintptr_t q, int64_t n, uintptr_t table, uintptr_t out) {
-  parallel_for(n, 65536, [&](int64_t begin, int64_t end) {
-    SHOAL_DISPATCH(look_up)(ptr<uint8_t>(q) + begin, end - begin, ptr<float>(table), ptr<float>(out) + begin);
+void dequantize(uintptr_t q, int64_t n, uintptr_t table, int bins, uintptr_t out) {
+  parallel_for(n, kGrain, [&](int64_t begin, int64_t end) {
+    SHOAL_DISPATCH(look_up)(ptr<uint8_t>(q) + begin, end - begin, ptr<float>(table), bins, ptr<float>(out) + begin);
   });
 }
 

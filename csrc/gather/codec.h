@@ -30,7 +30,8 @@ SHOAL_PER_ISA(
     void unpack12_wide(const uint8_t* packed, int64_t n, int64_t* out);
     // False when a value is outside 0..4095; what was written is then meaningless.
     bool pack12(const int64_t* indices, int64_t n, uint8_t* out);
-    void look_up(const uint8_t* q, int64_t n, const float* table, float* out);
+    // `table` has 256 entries; every q is below `bins`, and few bins are looked up in a register.
+    void look_up(const uint8_t* q, int64_t n, const float* table, int bins, float* out);
     // q = clamp(round_half_even(z / scale + offset), 0, bins - 1); adds each bin's z to sums and its members to counts.
     void quantize(const float* z, int64_t n, float scale, float offset, int bins, uint8_t* q, double* sums,
                   int64_t* counts);

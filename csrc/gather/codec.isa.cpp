@@ -55,13 +55,24 @@ bool pack12(const int64_t* indices, int64_t n, uint8_t* out) {
   return seen < 4096;
 }
 
-void look_up(const uint8_t* q, int64_t n, const float* table, float* out) {
+void look_up(const uint8_t* q, int64_t n, const float* table, [[maybe_unused]] int bins, float* out) {
   int64_t i = 0;
 #if defined(__AVX512F__)
   // The masked forms: GCC 12 warns about the plain ones' own headers.
-  for (; i + 16 <= n; i += 16) {
-    __m512i index = _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i)));
-    _mm512_storeu_ps(out + i, _mm512_mask_i32gather_ps(_mm512_setzero_ps(), 0xffff, index, table, 4));
+  if (bins <= 32) {
+    const __m512 low = _mm512_loadu_ps(table), high = _mm512_loadu_ps(table + 16);
+    for (; i + 16 <= n; i += 16) {
+      __m512i index = _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i)));
+      _mm512_storeu_ps(out + i, _mm512_permutex2var_ps(low, index, high));
+    }
+  }
+#elif defined(__AVX2__)
+  if (bins <= 8) {
+    const __m256 low = _mm256_loadu_ps(table);
+    for (; i + 8 <= n; i += 8) {
+      __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i)));
+      _mm256_storeu_ps(out + i, _mm256_permutevar8x32_ps(low, index));
+    }
   }
 #endif
   for (; i < n; ++i) out[i] = table[q[i]];

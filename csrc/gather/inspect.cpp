@@ -36,12 +36,15 @@ Findings inspect(const Encoded& param, Codec codec, int64_t chunks, int64_t k, i
   if (param.kind == Values::u8) {
     double squares[256];
     for (int b = 0; b < 256; ++b) squares[b] = static_cast<double>(param.table[b]) * param.table[b];
-    std::vector<uint8_t> seen(static_cast<size_t>(blocks) * 256);
+    const int known = static_cast<int>(std::min<int64_t>(bins, 256));
+    std::vector<uint32_t> seen(static_cast<size_t>(blocks) * 256);
     parallel_for(blocks, 4, [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b) {
         int64_t start = b * kNormBlock;
-        sums[b] = SHOAL_DISPATCH(square_block_u8)(param.values + start, std::min(kNormBlock, n - start), squares,
-                                                  seen.data() + b * 256);
+        uint32_t* counts = seen.data() + b * 256;
+        SHOAL_DISPATCH(count_values)(param.values + start, std::min(kNormBlock, n - start), known, counts);
+        for (int i = 0; i < known; ++i)
+          if (counts[i]) sums[b] += counts[i] * squares[i];  // an unused entry of the table may be infinite
       }
     });
     for (int64_t i = 0; i < blocks * 256; ++i) {

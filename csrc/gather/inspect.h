@@ -39,7 +39,8 @@ SHOAL_PER_ISA(
     int check_chunks(const uint8_t* indices, int codec, int64_t first, int64_t last, int64_t k, int64_t totalk,
                      uint32_t* stamps, uint16_t* scratch);
     void sum_block(const float* values, int64_t n, double* squares, double* sum);
-    double square_block_u8(const uint8_t* q, int64_t n, const double* squares, uint8_t* seen);
+    // Adds how often each value occurs to counts[256]; values at or over `bins` may be counted anywhere over it.
+    void count_values(const uint8_t* q, int64_t n, int bins, uint32_t* counts);
     // Largest |v| as its bits (above 0x7f800000: a NaN was there).
     uint32_t max_abs_bits(const float* values, int64_t n);)
 

@@ -6,6 +6,10 @@
 
 #include "gather/codec.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace shoal::SHOAL_ISA {
 namespace {
 
@@ -77,20 +81,33 @@ void sum_block(const float* values, int64_t n, double* squares, double* sum) {
   *sum = s[0];
 }
 
-double square_block_u8(const uint8_t* q, int64_t n, const double* squares, uint8_t* seen) {
-  double s[4] = {};
+void count_values(const uint8_t* q, int64_t n, [[maybe_unused]] int bins, uint32_t* counts) {
   int64_t i = 0;
-  for (; i + 4 <= n; i += 4) {
-    for (int j = 0; j < 4; ++j) {
-      s[j] += squares[q[i + j]];
-      seen[q[i + j]] = 1;
+#if defined(__AVX2__)
+  if (bins <= 16) {  // one comparison a bin: no table in memory that the next value waits for
+    const int64_t whole = n / 64 * 64;
+    int64_t found = 0;
+    for (int b = 0; b < bins; ++b) {
+      int64_t count = 0;
+#if defined(__AVX512BW__)
+      const __m512i bin = _mm512_set1_epi8(static_cast<char>(b));
+      for (int64_t j = 0; j < whole; j += 64)
+        count += std::popcount(static_cast<uint64_t>(_mm512_cmpeq_epi8_mask(_mm512_loadu_si512(q + j), bin)));
+#else
+      const __m256i bin = _mm256_set1_epi8(static_cast<char>(b));
+      for (int64_t j = 0; j < whole; j += 32) {
+        __m256i same = _mm256_cmpeq_epi8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + j)), bin);
+        count += std::popcount(static_cast<uint32_t>(_mm256_movemask_epi8(same)));
+      }
+#endif
+      counts[b] += static_cast<uint32_t>(count);
+      found += count;
     }
+    counts[255] += static_cast<uint32_t>(whole - found);
+    i = whole;
   }
-  for (; i < n; ++i) {
-    s[0] += squares[q[i]];
-    seen[q[i]] = 1;
-  }
-  return (s[0] + s[1]) + (s[2] + s[3]);
+#endif
+  for (; i < n; ++i) ++counts[q[i]];
 }
 
 uint32_t max_abs_bits(const float* values, int64_t n) {

@@ -23,6 +23,34 @@ std::vector<uint8_t> pack(const std::vector<int64_t>& indices) {
 
 }  // namespace
 
+TEST(few_bins_are_looked_up_and_counted_like_many) {
+  std::vector<float> table(256);
+  for (int i = 0; i < 256; ++i) table[i] = 0.5f * static_cast<float>(i) - 7;
+  for (int bins : {1, 2, 4, 8, 9, 16, 17, 32, 33, 256}) {
+    for (int64_t n : {0, 1, 7, 8, 15, 16, 63, 64, 65, 130, 1000}) {
+      std::vector<uint8_t> q(static_cast<size_t>(n));
+      for (int64_t i = 0; i < n; ++i) q[i] = static_cast<uint8_t>((i * 2654435761u >> 7) % static_cast<unsigned>(bins));
+      std::vector<float> out(q.size());
+      SHOAL_DISPATCH(look_up)(q.data(), n, table.data(), bins, out.data());
+      std::vector<uint32_t> counts(256), wanted(256);
+      SHOAL_DISPATCH(count_values)(q.data(), n, bins, counts.data());
+      for (int64_t i = 0; i < n; ++i) {
+        CHECK(out[i] == table[q[i]]);
+        ++wanted[q[i]];
+      }
+      CHECK(counts == wanted);
+      if (n && bins < 256) {  // one that is over is counted somewhere over the bins
+        q[static_cast<size_t>(n / 2)] = static_cast<uint8_t>(bins);
+        std::fill(counts.begin(), counts.end(), 0);
+        SHOAL_DISPATCH(count_values)(q.data(), n, bins, counts.data());
+        uint32_t over = 0;
+        for (int b = bins; b < 256; ++b) over += counts[b];
+        CHECK(over == 1);
+      }
+    }
+  }
+}
+
 TEST(packing_round_trips_without_reading_past_the_end) {
   for (int64_t n = 0; n <= 130; n += 2) {
     std::vector<int64_t> indices(static_cast<size_t>(n));

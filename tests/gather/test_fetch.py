@@ -214,7 +214,7 @@ def test_a_payload_that_fails_validation_is_not_fetched_again():
 
 def test_who_waits_in_the_queue_past_the_deadline_still_gets_a_try():
     store = store_of(*range(1, 9), latency_s=0.05)
-    result = run(store, range(1, 9), timeout_s=0.12, config=GatherConfig(max_concurrent_fetches=1))
+    result = run(store, range(1, 9), timeout_s=0.3, config=GatherConfig(max_concurrent_fetches=1))
     assert result.uids == list(range(1, 9))
 
 

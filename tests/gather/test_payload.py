@@ -161,6 +161,15 @@ def test_values_without_spread_have_scale_one(values):
     assert dequantize(q, params).tolist() == values
 
 
+@pytest.mark.parametrize("bins", [1, 2, 4, 8, 9, 16, 17, 32, 33, 256])
+def test_every_number_of_bins_is_looked_up(bins):
+    generator = torch.Generator().manual_seed(bins)
+    params = (0.25, 1.0, bins // 2, torch.randn(bins, generator=generator), torch.float32)
+    for n in (0, 1, 7, 16, 31, 100, 70_001):
+        q = torch.randint(0, bins, (n,), generator=generator).to(torch.uint8)
+        assert torch.equal(dequantize(q, params), params[3][q.long()] + 0.25)
+
+
 def test_dequantised_values_are_cast_to_the_peers_dtype():
     q, params = quantize(torch.randn(100), bins=16)
     for dtype in (torch.float16, torch.bfloat16, "bfloat16"):

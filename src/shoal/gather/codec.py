@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
 
 QuantParams = tuple[Any, float, int, Tensor, Any]
@@ -64,7 +65,7 @@ def unpack12(packed: Tensor, shape: Any) -> Tensor:
     if not packed.is_cpu:
         return unpack12_device(packed).reshape(shape)
     packed = packed.reshape(-1).contiguous()
-    out = torch.empty(shape, dtype=torch.int64)
+    out = empty_flat(2 * n).view(torch.int64).view(shape)
     _core.gather_unpack12(packed.data_ptr(), n, out.data_ptr())
     return out
 
@@ -163,6 +164,6 @@ def dequantize(q: Tensor, quant_params: QuantParams) -> Tensor:
             return codec.dequantize(q, table, dtype)
         return table.to(q.device)[q.long()].to(dtype)
     q = q.contiguous()
-    out = torch.empty(q.shape, dtype=torch.float32)
-    _core.gather_dequantize(q.data_ptr(), q.numel(), table.data_ptr(), out.data_ptr())
+    out = empty_flat(q.numel()).view(q.shape)
+    _core.gather_dequantize(q.data_ptr(), q.numel(), table.data_ptr(), bins, out.data_ptr())
     return out.to(dtype)

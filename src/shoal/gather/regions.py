@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,27 @@ def chunks_of(param: ParamSpec, row0: int, row1: int, column0: int, column1: int
     return (ys[:, None] * across + xs[None, :]).reshape(-1)
 
 
+def _held(param: ParamSpec, tensor: Any, dim: int) -> tuple[int, int]:
+    """(start, length) of this rank's part of one dimension, as the DTensor's own placements cut it."""
+    index = torch.arange(tensor.shape[dim]).reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate() and placement.dim == dim:
+            parts, _ = placement._split_tensor(
+                index, tensor.device_mesh.size(mesh_dim), with_padding=False, contiguous=True
+            )
+            index = parts[tensor.device_mesh.get_local_rank(mesh_dim)]
+    index = index.reshape(-1)
+    if len(index) == 0:
+        return 0, 0
+    first, last = int(index[0]), int(index[-1])
+    if last - first + 1 != len(index):
+        raise UnsupportedError(
+            f"parameter {param.name!r}: with placements {tuple(tensor.placements)} this rank's part of dimension {dim} "
+            f"is in pieces ({index.tolist()[:4]} ...); redistribute it to Shard({dim}) or Replicate() before the update"
+        )
+    return first, len(index)
+
+
 def region_of(param: ParamSpec, tensor: Tensor) -> Region:
     """The part of ``tensor`` that this rank holds."""
     shape = param.shape
@@ -68,12 +90,16 @@ def region_of(param: ParamSpec, tensor: Tensor) -> Region:
     if placements is None:
         offset, local = (0,) * len(shape), shape
     else:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+        from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
         for placement in placements:
-            if not (placement.is_replicate() or type(placement).__name__ == "Shard"):
-                raise UnsupportedError(f"parameter {param.name!r}: placement {placement} is not supported")
-        local, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)  # pyrefly: ignore
+            if not (placement.is_replicate() or isinstance(placement, Shard | _StridedShard)):
+                raise UnsupportedError(
+                    f"parameter {param.name!r}: placement {placement} is not supported; "
+                    "redistribute it to Shard or Replicate before the update"
+                )
+        spans = [_held(param, tensor, dim) for dim in range(len(shape))]
+        offset, local = [s for s, _ in spans], [n for _, n in spans]
     local, offset = tuple(local), tuple(offset)
     if math.prod(local) == 0:
         return Region(param, 0, 0, 0, 0, local)

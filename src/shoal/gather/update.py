@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import ConfigError
+from shoal.buffers import empty_rows
+from shoal.errors import ConfigError, UnsupportedError
 from shoal.gather.accumulate import REDUCTIONS, BandWriter, TileSum
 from shoal.gather.control import Control
 from shoal.gather.errors import AlreadyApplied, BudgetTooSmall, GatherDivergence, RankFailure, UpdateInterrupted
 from shoal.gather.exchange import Exchange, Pending, Poisoned
-from shoal.gather.holding import Holding, hold
+from shoal.gather.holding import Holding, hold, run_of
 from shoal.gather.merge import APPLY, SKIP, Source
 from shoal.gather.regions import Region, chunks_of, region_of
 from shoal.gather.spec import GradientSpec, canonical_json
@@ -47,6 +48,8 @@ class UpdateReport:
     waves: int = 0
     peak_bytes: int = 0
     bytes_exchanged: int = 0
+    staged_bytes: int = 0
+    """Most host bytes of raw waves at a time on this rank: up to ``prefetch * wave_peers`` slots of a tile's chunks."""
     min_median_norm: float = 0.0
     max_median_norm: float = 0.0
     param_norms: dict[str, float] = field(default_factory=dict)
@@ -191,7 +194,7 @@ class _Update:
 
     def ready(self, ledger: UpdateLedger | None) -> dict[int, str]:
         """Agrees that every rank can go through with it; plans tiles for all ranks. Returns who cannot, and why."""
-        said: dict[str, Any] = {"reason": "", "needed": 0, "applied": False, "regions": []}
+        said: dict[str, Any] = {"reason": "", "wrong": False, "needed": 0, "applied": False, "regions": []}
         error: Exception | None = None
         try:
             said["applied"] = ledger is not None and ledger.applied(self.report.window)
@@ -201,12 +204,16 @@ class _Update:
             said["needed"] = self._needed()
         except Exception as caught:
             error, said["reason"] = caught, f"{type(caught).__name__}: {caught}"
+            said["wrong"] = isinstance(caught, ConfigError | UnsupportedError)
         if error is None:
             said["reason"] = self._unreadable()
         blobs = self.control.all_gather_bytes(canonical_json(said).encode())
         answers = [json.loads(blob) for blob in blobs]
-        if isinstance(error, ConfigError) or (error is not None and self.control.world == 1):
+        if error is not None and (said["wrong"] or self.control.world == 1):
             raise error
+        for rank, answer in enumerate(answers):
+            if answer["wrong"]:  # the caller's mistake is no reason to go on with the next window
+                raise ConfigError(f"outer_update: rank {rank} cannot take part: {answer['reason']}")
         if any(answer["applied"] for answer in answers):
             if ledger is not None:
                 ledger.check(self.report.window)
@@ -310,6 +317,7 @@ class _Update:
         report.min_median_norm, report.max_median_norm = min(medians, default=0.0), max(medians, default=0.0)
         report.global_l2_norm = math.sqrt(math.fsum(n * n for n in report.param_norms.values()))
         report.bytes_exchanged = self.exchange.bytes_received
+        report.staged_bytes = self.exchange.peak_staged_bytes
         report.update_hash = self.hash.hexdigest()
         report.seconds = {
             "exchange_s": self.exchange.seconds, "accumulate_s": self.accumulate_s, "step_s": self.step_s
@@ -395,10 +403,15 @@ class _Work:
         self.digest = update.hash.copy()
         self.digest.update(self.param.name.encode() + b"\0")
         rows, columns = region.shape
-        self.gradient = torch.empty(rows, columns, dtype=local.dtype, device=local.device)
         self.direct = local.dtype == torch.float32 and local.device.type == "cpu"
+        self.gradient = (
+            empty_rows(rows, columns)  # memory that the last gradient touched
+            if self.direct
+            else torch.empty(rows, columns, dtype=local.dtype, device=local.device)
+        )
         self.writer = BandWriter(region, self.gradient, self.digest)
         self.squares = self.total = 0.0
+        self.jobs: list[Future[None]] = []
 
     def run(self) -> None:
         update = self.update
@@ -414,6 +427,8 @@ class _Work:
         if self.direct:
             sums = _core.gather_block_sums(self.gradient.data_ptr(), self.gradient.numel())
             self.squares, self.total = sums.squares, sums.values
+            for job in self.jobs:  # the hash is the slowest part; the sums were taken meanwhile
+                job.result()
         else:
             self.squares, self.total = self.writer.squares, self.writer.total
 
@@ -433,24 +448,28 @@ class _Work:
         )
 
     def _run_local(self, plan: TilePlan) -> None:
-        """All payloads are here: a tile is one call over all peers, in pieces whose rows are hashed meanwhile."""
-        update, jobs = self.update, []
+        """All payloads are here: a tile is one call over all peers, in pieces whose rows are hashed meanwhile. Chunks
+        that do not follow each other have to be copied, which is done for one wave at a time."""
+        update = self.update
+        exchange, uids = update.exchange, update.uids
         for ids in self.region.chunks.split(max(plan.tile_chunks, 1)):
             for piece in self._pieces(ids):
                 begin = time.perf_counter()
-                pending = update.exchange.start(
-                    self.index, [piece] * update.control.world, update.uids, replicated=True
-                )
-                slots = update.exchange.finish(pending)
-                tile = self._tile_sum(piece, one_call=True)
-                tile.add(slots, self.factors, first=True, last=True)
+                g = len(uids) if run_of(self.param, piece) is not None else update.wave_peers
+                tile = self._tile_sum(piece, one_call=g >= len(uids))
+                for j in range(0, len(uids), g):
+                    pending = exchange.start(
+                        self.index, [piece] * update.control.world, uids[j : j + g], replicated=True
+                    )
+                    slots = exchange.finish(pending)
+                    tile.add(slots, self.factors[j : j + g], first=j == 0, last=j + g >= len(uids))
+                    del slots
+                    exchange.release(pending)
                 update.accumulate_s += time.perf_counter() - begin
                 if self.direct:
-                    jobs += self._hash_rows(int(piece[-1]))
+                    self.jobs += self._hash_rows(int(piece[-1]))
                 else:
                     self.writer.write(piece, tile.values)  # pyrefly: ignore
-        for job in jobs:
-            job.result()
 
     def _pieces(self, ids: Tensor) -> Iterator[Tensor]:
         across = len(self.region.chunks) // max(1, self._grid_rows())
@@ -518,6 +537,7 @@ class _Work:
             except Exception as error:
                 failure = error
             del slots
+            exchange.release(pending)  # before the next wave takes its place
             launch()
         if failure is not None:
             raise failure
