@@ -53,7 +53,8 @@ def test_a_bag_is_the_same_wherever_its_table_is(combiner, padding_idx):
         return shoal.HashTable(4, optimizer=shoal.Sgd(lr=0.5), initializer="zeros")
 
     want = steps(bag(host()), "cpu")
-    for got in (steps(bag(host()).to("cuda"), "cuda"), steps(bag(DenseTable()).to("cuda"), "cuda")):
+    on_gpu = shoal.HashTable(4, optimizer=shoal.Sgd(lr=0.5), initializer="zeros", device="cuda")
+    for got in (steps(bag(table).to("cuda"), "cuda") for table in (host(), DenseTable(), on_gpu)):
         for a, b in zip(want, got, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
     assert want[-1].abs().sum() > 0

@@ -1,10 +1,13 @@
 """Tables that span processes, with the batch's work on a GPU: equal to the CPU over several steps."""
 
+import itertools
+
 import pytest
 import torch
 
 from shoal.sharded import AllToAllHashTable, PartitionedHashTable
 from shoal.sharded.distributed_ps_sync import DistributedMultiTypeHashTableMpi
+from shoal.table import MultiHashTable
 from shoal.testing import run_ranks
 from tests.sharded.helpers import adagrad, multi_type, native
 from tests.sharded.test_partitioned import PRE, settings
@@ -15,6 +18,7 @@ pytestmark = [
 ]
 
 STEPS = 4
+_suffixes = itertools.count()
 
 
 def batch(step):
@@ -43,6 +47,31 @@ def test_a_partitioned_table_is_the_same_with_its_layouts_on_the_gpu(is_native, 
             table.apply_gradients(pairs, step, auxiliary_bundle=bundle)
             results.append(flat)
         assert all(t.is_cuda for t in results[1])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b.cpu(), atol=1e-6, rtol=1e-6)
+    assert results[0][0].abs().sum() > 0
+
+
+def on_gpu(shard, configs):
+    return MultiHashTable.from_configs(configs, name_suffix=f"gpu{next(_suffixes)}", device="cuda")
+
+
+@pytest.mark.parametrize("gpu_emb", [False, True])
+def test_a_partitioned_table_may_have_its_rows_on_the_gpu(gpu_emb):
+    shards = 1 if gpu_emb else 2
+    tables = []
+    for make in (native, on_gpu):
+        ctx = settings(shards, True, make=adagrad, enable_gpu_emb=gpu_emb, use_gpu=make is on_gpu)
+        tables.append(PartitionedHashTable(shards, make, True, parser_ctx=ctx))
+    for step in range(STEPS):
+        grads, results = None, []
+        for table in tables:
+            bundle = {}
+            flat = table.flatten_layout(table.lookup({f"{PRE}sparse_features": batch(step)}, bundle))
+            grads = grads or [torch.randn_like(t) for t in flat]
+            pairs = [(g.to(t.device), t) for g, t in zip(grads, flat, strict=True)]
+            table.apply_gradients(pairs, step, auxiliary_bundle=bundle)
+            results.append(flat)
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b.cpu(), atol=1e-6, rtol=1e-6)
     assert results[0][0].abs().sum() > 0

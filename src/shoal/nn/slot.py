@@ -93,7 +93,7 @@ class TableSlot:
     ) -> Tensor:
         """`pool` of `lookup`."""
         table = self.table
-        if not isinstance(table, HashTable):
+        if not isinstance(table, HashTable) or table.on_gpu:
             return pool(self.lookup(ids, create), offsets, weights, kind, length)
         create = create and not table.serving and self.creates()
         time_s = int(self.clock()) if create else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,8 @@ def table_state(table: HashTable) -> dict[str, Tensor]:
     ``scales`` float32, one a segment. Costs two copies of the rows while it runs. Each row is consistent; rows written
     meanwhile may be in or not.
     """
-    copied = _core.copy_rows(table._native)
+    native = _gpu(table).staged()._native if table.on_gpu else table._native
+    copied = _core.copy_rows(native)
     n = len(copied)
     ids, times = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
     heads = torch.empty(n, copied.head_bytes, dtype=torch.uint8)
@@ -36,7 +39,7 @@ def table_state(table: HashTable) -> dict[str, Tensor]:
         "state": states,
         "times": times,
         "config": torch.frombuffer(bytearray(config), dtype=torch.uint8),
-        "scales": torch.tensor(table._native.scales()),
+        "scales": torch.tensor(native.scales()),
     }
 
 
@@ -48,7 +51,8 @@ def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
     """
     ids, rows, states, times, config, scales = (state[name].detach().cpu().contiguous() for name in NAMES)
     _check_config(table, config)
-    layout = table._native.layout
+    native = _gpu(table).staging()._native if table.on_gpu else table._native
+    layout = native.layout
     head_bytes = layout.row_bytes if table.serving else 4 * layout.dim
     if not table.serving and rows.is_floating_point():
         rows = rows.float()
@@ -59,16 +63,20 @@ def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
         table, "rows", rows, *((torch.uint8, [n, head_bytes]) if table.serving else (torch.float32, [n, layout.dim]))
     )
     _check(table, "state", states, torch.uint8, [n, layout.row_bytes - head_bytes])
-    _check(table, "scales", scales, torch.float32, [len(table._native.scales())])
+    _check(table, "scales", scales, torch.float32, [len(native.scales())])
     if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
         raise DataError(f"table {table.name!r}: times are 0..{MAX_TIME}, got {int(times.min())}..{int(times.max())}")
     fresh = _core.Table(layout, 0)
     _core.import_rows(fresh, ids.data_ptr(), times.data_ptr(), rows.data_ptr(), states.data_ptr(), n)
     if fresh.size() != n:
         raise DataError(f"table {table.name!r}: ids are distinct, but {n} of them name {fresh.size()} rows")
-    table._native.swap_contents(fresh)
-    table._native.raise_max_update_time(int(times.max()) if n else 0)
-    table._native.set_scales(scales.tolist())
+    if not table.on_gpu:
+        native.swap_contents(fresh)
+        fresh = native
+    fresh.raise_max_update_time(int(times.max()) if n else 0)
+    fresh.set_scales(scales.tolist())
+    if table.on_gpu:
+        _gpu(table).adopt(fresh)
 
 
 def copy_table(table: HashTable) -> HashTable:
@@ -80,9 +88,15 @@ def copy_table(table: HashTable) -> HashTable:
         saver_parallel=table.saver_parallel,
         on_bad_gradient=table.on_bad_gradient,  # pyrefly: ignore[bad-argument-type]
         seed=table.seed,
+        device=table.device,
     )
     load_table_state(other, table_state(table))
     return other
+
+
+def _gpu(table: Any) -> Any:
+    """A table whose rows go through one in host memory."""
+    return table
 
 
 def _check(table: HashTable, name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.ragged import Ragged
+from shoal.sharded.devices import home
 from shoal.sharded.export import predict_raw, predict_slots
 
 
@@ -20,9 +21,9 @@ def local_lookup(
     for part, wanted in zip(fan.parts, lists, strict=True):
         if native:
             [(table, ids)] = wanted["ids"].items()
-            result.append({table: part.raw_lookup(Ragged(ids, wanted["splits"][table]))})
+            result.append({table: part.raw_lookup(Ragged(ids.to(home(part)), wanted["splits"][table]))})
             continue
-        found = part.lookup(wanted["ids"])
+        found = part.lookup({table: ids.to(home(part)) for table, ids in wanted["ids"].items()})
         flat = {table: rows.reshape(-1) for table, rows in found.items()}
         result.append({table: rows.half().float() for table, rows in flat.items()} if float16 else flat)
     return result
@@ -52,9 +53,10 @@ def local_apply(
         grads = {t: g.half().float() if float16 else g for t, g in work["grads"].items()}
         if native:
             [(table, ids)] = work["ids"].items()
-            part.raw_apply_gradients(Ragged(ids, work["splits"][table]), grads[table], step, seconds)
+            ragged = Ragged(ids.to(home(part)), work["splits"][table])
+            part.raw_apply_gradients(ragged, grads[table], step, seconds)
             continue
-        pairs = {t: (ids, grads[t].view(-1, dims[t])) for t, ids in work["ids"].items()}
+        pairs = {t: (ids.to(home(part)), grads[t].view(-1, dims[t])) for t, ids in work["ids"].items()}
         part.apply_gradients(pairs, step, req_time=seconds)
 
 
