@@ -67,3 +67,15 @@ def test_iteration_sees_every_row_once(device):
     assert len(seen) == len(set(seen)) == 70
     ids, _ = gpu._group.entries(0)
     assert set(seen) == set(ids.tolist())
+
+
+def test_a_table_that_adopted_rows_has_all_that_it_had_before(device, tmp_path):
+    table = shoal.HashTable(2, optimizer="sgd", initializer="zeros", lr=1.0, device="cuda", name="adopts")
+    ids = torch.arange(50, device=device)
+    table.assign(ids, torch.ones(50, 2, device=device))
+    before = set(vars(table._group))
+    table.adopt(table.staged()._native)
+    assert set(vars(table._group)) == before
+    table.apply_gradients(ids, torch.ones(50, 2, device=device))
+    assert table.lookup(ids).abs().sum() == 0
+    assert len(table) == 50

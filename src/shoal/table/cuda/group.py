@@ -484,13 +484,13 @@ class Group:
         """Takes the contents of another group of the same layout, which gets this one's."""
         if other.layout.words != self.layout.words or other.tables != self.tables:
             raise ConfigError("groups of different layouts cannot be exchanged")
-        for name in set(self.__dict__) | set(other.__dict__):
-            if name not in ("_lock", "_stream"):
-                mine, theirs = self.__dict__.pop(name, None), other.__dict__.pop(name, None)
-                if theirs is not None:
-                    self.__dict__[name] = theirs
-                if mine is not None:
-                    other.__dict__[name] = mine
+        kept = ("_lock", "_stream")
+        mine = {name: value for name, value in self.__dict__.items() if name not in kept}
+        theirs = {name: value for name, value in other.__dict__.items() if name not in kept}
+        for group, old, new in ((self, mine, theirs), (other, theirs, mine)):
+            for name in old.keys() - new.keys():
+                del group.__dict__[name]
+            group.__dict__.update(new)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
