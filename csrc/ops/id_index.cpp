@@ -342,21 +342,27 @@ void IdMap::find(const int64_t* ids, int64_t n, int64_t* place) const {
     return;
   }
   const int partition_shift = 64 - partition_bits_;
-  const Entry* entry[kAhead];
-  const Region* region[kAhead];
-  for (int64_t j = 0; j < n; j += kAhead) {
-    int64_t m = std::min(kAhead, n - j);
-    for (int64_t k = 0; k < m; ++k) {
-      uint64_t hash = hash_id(static_cast<uint64_t>(ids[j + k]));
-      region[k] = &regions_[hash >> partition_shift];
-      entry[k] = entries_.get() + region[k]->begin + (hash << partition_bits_ >> region[k]->shift);
-      __builtin_prefetch(entry[k]);
+  // The entries of one group of ids are on their way while those of the group before are looked at.
+  struct Probe {
+    const Region* region;
+    const Entry* entry;
+  };
+  Probe probes[2][kAhead];
+  auto ask = [&](int64_t begin, Probe* group) {
+    for (int64_t k = 0; k < std::min(kAhead, n - begin); ++k) {
+      const uint64_t hash = hash_id(static_cast<uint64_t>(ids[begin + k]));
+      const Region* region = &regions_[hash >> partition_shift];
+      group[k] = {region, entries_.get() + region->begin + (hash << partition_bits_ >> region->shift)};
+      __builtin_prefetch(group[k].entry, 0, 2);
     }
-    for (int64_t k = 0; k < m; ++k) {
-      const Entry* first = entries_.get() + region[k]->begin;
-      const Entry* e = entry[k];
-      while (e->place >= 0 && e->id != ids[j + k])
-        e = first + ((e - first + 1) & static_cast<int64_t>(region[k]->mask));
+  };
+  ask(0, probes[0]);
+  for (int64_t j = 0, turn = 0; j < n; j += kAhead, turn ^= 1) {
+    if (j + kAhead < n) ask(j + kAhead, probes[turn ^ 1]);
+    for (int64_t k = 0; k < std::min(kAhead, n - j); ++k) {
+      const auto [region, home] = probes[turn][k];
+      const Entry *first = entries_.get() + region->begin, *e = home;
+      while (e->place >= 0 && e->id != ids[j + k]) e = first + ((e - first + 1) & static_cast<int64_t>(region->mask));
       place[j + k] = e->place;
     }
   }

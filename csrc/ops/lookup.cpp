@@ -31,7 +31,7 @@ void map_id_to_embedding(const std::vector<uintptr_t>& ids, const std::vector<in
           }
           const int64_t list = found[k] >> IdMap::kPositionBits, row = found[k] & kMask;
           if (place) place[j + k] = starts[list] + row;
-          if (out) __builtin_prefetch(reinterpret_cast<const char*>(embeddings[list]) + row * row_bytes);
+          if (out) __builtin_prefetch(reinterpret_cast<const char*>(embeddings[list]) + row * row_bytes, 0, 2);
         }
         if (!out) continue;
         for (int64_t k = 0; k < m; ++k) {
