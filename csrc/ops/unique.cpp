@@ -123,7 +123,10 @@ void fill_with_offset_map(const OffsetMap& map, const float* value, int64_t valu
     if (!disjoint) return;
     if (seen[q >> 6].fetch_or(bit, std::memory_order_relaxed) & bit) repeated.store(true, std::memory_order_relaxed);
   });
-  each_element(map, !repeated.load(), [&](int64_t q, int64_t from, int64_t width, int64_t) {
+  const int64_t n = map.pos_splits[map.rows];
+  each_element(map, !repeated.load(), [&](int64_t q, int64_t from, int64_t width, int64_t at) {
+    const int64_t ahead = map.splits[map.pos[std::min(at + 8, n - 1)]];
+    if (ahead < map.offset_count) __builtin_prefetch(buffer + map.offsets[ahead], 1);
     for (int64_t k = map.splits[q]; k < map.splits[q + 1]; ++k) {
       std::memcpy(buffer + map.offsets[k], value + from, static_cast<size_t>(width) * sizeof(float));
     }

@@ -1,6 +1,6 @@
 """Uninitialised result tensors; large ones come from memory that is kept warm between calls.
 
-A fresh tensor of some megabytes costs more in page faults than a lookup costs to fill it. Large results of tables and
+A fresh tensor of a megabyte costs more in page faults than a lookup costs to fill it. Large results of tables and
 ops therefore reuse the blocks of results that were freed. `set_buffer_cache_bytes` limits what lies idle (512 MiB at
 first, or ``SHOAL_BUFFER_CACHE_MB``); 0 turns the cache off.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal import _core
 
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 18
 
 set_buffer_cache_bytes = _core.set_buffer_cache_bytes
 buffer_cache_bytes = _core.buffer_cache_bytes

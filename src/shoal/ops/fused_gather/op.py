@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
 from shoal.ops import _inputs
 from shoal.ops._op import Op
@@ -83,7 +84,11 @@ def _tables(offsets: list[Tensor], rows: list[Tensor], dims: list[int]) -> tuple
 
 def _gather_cpu(fused: Tensor, offsets: list[Tensor], dims: list[int]) -> list[Tensor]:
     fused, offsets = fused.detach().contiguous(), [o.contiguous() for o in offsets]
-    outs = [fused.new_empty((o.numel(), dim)) for o, dim in zip(offsets, dims, strict=True)]
+    single = fused.dtype == torch.float32
+    outs = [
+        empty_rows(o.numel(), dim) if single else fused.new_empty((o.numel(), dim))
+        for o, dim in zip(offsets, dims, strict=True)
+    ]
     _core.fused_gather(fused.data_ptr(), fused.numel(), fused.element_size(), *_tables(offsets, outs, list(dims)))
     return outs
 

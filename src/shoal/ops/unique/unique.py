@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
 from shoal.ops import _inputs
 from shoal.ops._op import Op, new_size
@@ -66,7 +67,7 @@ def _cpu(
     ids, id_splits = values.new_empty(work.size), values.new_empty(rows + 1)
     offset_splits, offsets = values.new_empty(work.size + 1), values.new_empty(n)
     work.finish(ids.data_ptr(), id_splits.data_ptr(), offset_splits.data_ptr(), offsets.data_ptr())
-    buffer = values.new_zeros(work.floats if generate_buffer else 0, dtype=torch.float32)
+    buffer = empty_flat(work.floats if generate_buffer else 0).zero_()
     return ids, id_splits, offset_splits, offsets, buffer
 
 
