@@ -16,8 +16,17 @@ inline void sum_tile(const T* rows, int64_t n, int64_t d, T* out) {
 
 template <bool kSquares, class T>
 inline void sum_rows(const T* rows, int64_t n, int64_t d, T* out) {
+  if (d > 64) {  // wide rows are read from one end to the other, as memory likes it; the sums stay in the first cache
+    T* __restrict sum = out;
+    for (int64_t c = 0; c < d; ++c) sum[c] = 0;
+    for (int64_t r = 0; r < n; ++r) {
+      const T* __restrict row = rows + r * d;
+      for (int64_t c = 0; c < d; ++c) sum[c] += kSquares ? row[c] * row[c] : row[c];
+    }
+    return;
+  }
   int64_t c = 0;
-  for (; c + 64 <= d; c += 64) sum_tile<64, kSquares>(rows + c, n, d, out + c);
+  if (d & 64) sum_tile<64, kSquares>(rows + c, n, d, out + c), c += 64;
   if (d & 32) sum_tile<32, kSquares>(rows + c, n, d, out + c), c += 32;
   if (d & 16) sum_tile<16, kSquares>(rows + c, n, d, out + c), c += 16;
   if (d & 8) sum_tile<8, kSquares>(rows + c, n, d, out + c), c += 8;
