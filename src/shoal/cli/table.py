@@ -88,7 +88,8 @@ def stat(options: Stat) -> int:
         return 0
     step = f", step {source.step}" if source.step is not None else ""
     increments = f", {len(source.layers) - 1} increments" if len(source.layers) > 1 else ""
-    title = f"{source.path}: {source.kind}, {len(source.files)} files, {show_bytes(source.bytes)}{step}{increments}"
+    files = f"{len(source.files)} file{'' if len(source.files) == 1 else 's'}"
+    title = f"{source.path}: {source.kind}, {files}, {show_bytes(source.bytes)}{step}{increments}"
     rows = [
         [
             each["name"],

@@ -70,7 +70,7 @@ class PlainReporter(Reporter):
     def start(self, **values: Any) -> None:
         ranks = f" on {values['world']} ranks" if values["world"] > 1 else ""
         self.say(
-            f"{values['model']}, {values['parameters']:,} dense parameters, {values['files']} files, "
+            f"{values['model']}, {values['parameters']:,} dense parameters, {values['files']} file{'' if values['files'] == 1 else 's'}, "
             f"batches of {values['batch_size']:,}{ranks}"
         )
         if values["resumed"]:
