@@ -69,8 +69,9 @@ class PlainReporter(Reporter):
 
     def start(self, **values: Any) -> None:
         ranks = f" on {values['world']} ranks" if values["world"] > 1 else ""
+        files = "1 file" if values["files"] == 1 else f"{values['files']} files"
         self.say(
-            f"{values['model']}, {values['parameters']:,} dense parameters, {values['files']} file{'' if values['files'] == 1 else 's'}, "
+            f"{values['model']}, {values['parameters']:,} dense parameters, {files}, "
             f"batches of {values['batch_size']:,}{ranks}"
         )
         if values["resumed"]:
