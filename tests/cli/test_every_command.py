@@ -110,7 +110,13 @@ LONG = [["ps"], ["top", "127.0.0.1:1", "--interval", "30"]]
 @pytest.mark.parametrize("argv", LONG, ids=called)
 def test_ctrl_c_ends_a_running_command_without_a_traceback(argv):
     command = [sys.executable, "-m", "shoal", *argv]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background has it ignored
+    )
     assert process.stdout is not None
     try:
         said = process.stdout.readline()
@@ -118,6 +124,7 @@ def test_ctrl_c_ends_a_running_command_without_a_traceback(argv):
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
+        process.communicate()
     assert said
     assert process.returncode in (0, 130), err
     assert "Traceback" not in err, err

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+import shoal
 from shoal.errors import ConfigError, DeadlineError
 from shoal.sharded import PsClient, ps_table
 from tests.sharded.helpers import broken_trainer, trainer
@@ -24,7 +25,7 @@ def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_pa
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ConfigError, match=r"ray\.init"):
         RayServers(1)
-    source = os.path.abspath("src")
+    source = os.path.dirname(os.path.dirname(os.path.abspath(shoal.__file__)))  # the one that is tested here
     ray.init(
         num_cpus=4, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": f"{source}:{os.getcwd()}"}},
