@@ -32,3 +32,9 @@ def empty_rows(rows: int, columns: int) -> Tensor:
 def empty_flat(numel: int) -> Tensor:
     """float32 ``[numel]`` on the CPU, uninitialised."""
     return empty_rows(numel, 1).view(-1)
+
+
+def empty_of(numel: int, dtype: torch.dtype) -> Tensor:
+    """``[numel]`` of any dtype on the CPU, uninitialised."""
+    words = -(-numel * dtype.itemsize // 4)
+    return empty_flat(words).view(torch.uint8)[: numel * dtype.itemsize].view(dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,7 @@ def table_state(table: HashTable) -> dict[str, Tensor]:
     ``scales`` float32, one a segment. Costs two copies of the rows while it runs. Each row is consistent; rows written
     meanwhile may be in or not.
     """
-    native = _gpu(table).staged()._native if table.on_gpu else table._native
+    native = table.staged()._native
     copied = _core.copy_rows(native)
     n = len(copied)
     ids, times = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
@@ -51,7 +49,7 @@ def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
     """
     ids, rows, states, times, config, scales = (state[name].detach().cpu().contiguous() for name in NAMES)
     _check_config(table, config)
-    native = _gpu(table).staging()._native if table.on_gpu else table._native
+    native = table.staging()._native
     layout = native.layout
     head_bytes = layout.row_bytes if table.serving else 4 * layout.dim
     if not table.serving and rows.is_floating_point():
@@ -70,13 +68,9 @@ def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
     _core.import_rows(fresh, ids.data_ptr(), times.data_ptr(), rows.data_ptr(), states.data_ptr(), n)
     if fresh.size() != n:
         raise DataError(f"table {table.name!r}: ids are distinct, but {n} of them name {fresh.size()} rows")
-    if not table.on_gpu:
-        native.swap_contents(fresh)
-        fresh = native
     fresh.raise_max_update_time(int(times.max()) if n else 0)
     fresh.set_scales(scales.tolist())
-    if table.on_gpu:
-        _gpu(table).adopt(fresh)
+    table.adopt(fresh)
 
 
 def copy_table(table: HashTable) -> HashTable:
@@ -92,11 +86,6 @@ def copy_table(table: HashTable) -> HashTable:
     )
     load_table_state(other, table_state(table))
     return other
-
-
-def _gpu(table: Any) -> Any:
-    """A table whose rows go through one in host memory."""
-    return table
 
 
 def _check(table: HashTable, name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:

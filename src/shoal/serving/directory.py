@@ -28,6 +28,7 @@ from shoal.serving.zk_types import (
     NodeStat,
     NoNodeError,
     NotEmptyError,
+    StateListeners,
     WatchedEvent,
     Watching,
     call_watch,
@@ -50,7 +51,7 @@ class _Watch:
     live: bool = True
 
 
-class DirectoryClient:
+class DirectoryClient(StateListeners):
     """A registry client over a shared directory.
 
     Args:
@@ -65,7 +66,7 @@ class DirectoryClient:
         self.poll_interval = poll_interval
         self.connected = False
         self._session = ""
-        self._listeners: list[Callable[[str], Any]] = []
+        super().__init__()
         self._watches: list[_Watch] = []
         self._mutex = threading.RLock()
         self._depth = 0
@@ -102,21 +103,6 @@ class DirectoryClient:
     def restart(self) -> None:
         self.stop()
         self.start()
-
-    def add_listener(self, listener: Callable[[str], Any]) -> None:
-        self._listeners.append(listener)
-
-    def remove_listener(self, listener: Callable[[str], Any]) -> None:
-        if listener in self._listeners:
-            self._listeners.remove(listener)
-
-    def retry(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        return func(*args, **kwargs)
-
-    def _tell(self, state: str) -> None:
-        for listener in list(self._listeners):
-            if listener(state) is True:
-                self.remove_listener(listener)
 
     def _begin_session(self) -> None:
         self._session = uuid.uuid4().hex

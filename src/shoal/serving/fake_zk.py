@@ -14,6 +14,7 @@ from shoal.serving.zk_types import (
     NodeStat,
     NoNodeError,
     NotEmptyError,
+    StateListeners,
     WatchedEvent,
     Watching,
     call_watch,
@@ -93,7 +94,7 @@ class FakeTree:
         self.child_watches = [watch for watch in self.child_watches if watch.live]
 
 
-class FakeKazooClient:
+class FakeKazooClient(StateListeners):
     """The part of kazoo's client that serving uses, in memory.
 
     Clients that are given the same ``tree`` see each other's nodes; closing one removes its ephemeral nodes.
@@ -104,7 +105,7 @@ class FakeKazooClient:
         self.tree = tree if tree is not None else FakeTree()
         self.connected = False
         self._session = 0
-        self._listeners: list[Callable[[str], Any]] = []
+        super().__init__()
 
     # --- session ----------------------------------------------------------------------------------------------------
 
@@ -137,21 +138,6 @@ class FakeKazooClient:
         self._tell(KazooState.LOST)
         self._session = next(self.tree.sessions)
         self._tell(KazooState.CONNECTED)
-
-    def add_listener(self, listener: Callable[[str], Any]) -> None:
-        self._listeners.append(listener)
-
-    def remove_listener(self, listener: Callable[[str], Any]) -> None:
-        if listener in self._listeners:
-            self._listeners.remove(listener)
-
-    def retry(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        return func(*args, **kwargs)
-
-    def _tell(self, state: str) -> None:
-        for listener in list(self._listeners):
-            if listener(state) is True:
-                self.remove_listener(listener)
 
     def _end_session(self) -> None:
         with self.tree.lock:

@@ -126,3 +126,25 @@ def call_watch(func: Callable, args: tuple, event: Any) -> bool:
     if takes_event(func, len(args)):
         return func(*args, event) is not False
     return func(*args) is not False
+
+
+class StateListeners:
+    """What our own clients share with kazoo's: listeners of the connection's state, and calls that need no retry."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[str], Any]] = []
+
+    def add_listener(self, listener: Callable[[str], Any]) -> None:
+        self._listeners.append(listener)
+
+    def remove_listener(self, listener: Callable[[str], Any]) -> None:
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    def retry(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    def _tell(self, state: str) -> None:
+        for listener in list(self._listeners):
+            if listener(state) is True:
+                self.remove_listener(listener)

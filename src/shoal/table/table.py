@@ -212,6 +212,20 @@ class HashTable:
         self._native = _core.Table(layout, self.seed, min(self.table_config.initial_capacity, (1 << 63) - 1))
         return self._native
 
+    def staged(self) -> Any:
+        """What has all rows in host memory, as ``_native``: this table, or a copy of one on a GPU."""
+        return self
+
+    def staging(self) -> Any:
+        """What has the layout of this table's rows in host memory, as ``_native``."""
+        return self
+
+    def adopt(self, native: _core.Table) -> None:
+        """Takes all rows of a native table of the same layout, its clock and its scales, in one step for readers."""
+        self._native.swap_contents(native)
+        self._native.raise_max_update_time(native.max_update_time())
+        self._native.set_scales(native.scales())
+
     def _set_touched(self, touched: Any, number: int) -> None:
         self._native.set_touched(touched, number)
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.buffers import BufferPool
 from shoal.comm.config import DistributedConfig
 from shoal.errors import ConfigError
 from shoal.train.aggregate import ExchangingAggregator, accumulator, clones
@@ -60,7 +59,6 @@ class AllReduceAggregator(ExchangingAggregator):
         self.average = average
         self.accumulate = accumulate
         self.bucket_bytes = bucket_bytes
-        self._pool = BufferPool()
         self._chosen = algorithm if algorithm != "auto" else "native" if collectives else "ring"
         if self._chosen == "ring" and collectives:
             self._exchange = ByteExchange(transport)
@@ -89,7 +87,7 @@ class AllReduceAggregator(ExchangingAggregator):
 
     def _flat(self, gradients: list[Tensor], bucket: list[int]) -> Tensor:
         parts = [gradients[i] for i in bucket]
-        return flatten(parts, accumulator(parts[0].dtype, self.accumulate), self._pool)
+        return flatten(parts, accumulator(parts[0].dtype, self.accumulate))
 
     def _native(self, gradients: list[Tensor], buckets: list[list[int]]) -> list[Tensor]:
         """All buckets are under way at once; the next is flattened while the last ones travel."""
@@ -99,7 +97,6 @@ class AllReduceAggregator(ExchangingAggregator):
         for bucket in buckets:
             flat = exchange.to_wire(self._flat(gradients, bucket))
             running.append((flat, exchange.all_reduce(flat) if flat.numel() else None))
-        self._pool.trim({(flat.numel(), flat.dtype) for flat, _ in running})
         for flat, work in running:
             if work is not None:
                 exchange.finish(work)

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.buffers import BufferPool, fresh
+from shoal.buffers import empty_of
 
 BUCKET_BYTES = 25 << 20
 
@@ -30,12 +30,12 @@ def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, by_dtype: bool
     return buckets
 
 
-def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, pool: BufferPool | None = None) -> Tensor:
-    """One flat copy of ``tensors``, in ``dtype`` if given, in memory of ``pool`` if given."""
+def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """One flat copy of ``tensors``, in ``dtype`` if given."""
     dtype = dtype or tensors[0].dtype
     count = sum(t.numel() for t in tensors)
     if tensors[0].device.type == "cpu":
-        flat = pool.get(count, dtype) if pool is not None else fresh(count, dtype)
+        flat = empty_of(count, dtype)
     else:
         flat = torch.empty(count, dtype=dtype, device=tensors[0].device)
     if dtype == tensors[0].dtype:
