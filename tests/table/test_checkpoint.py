@@ -468,9 +468,12 @@ def test_readers_see_the_old_rows_or_the_new_during_a_restore(tmp_path):
 
     reader = threading.Thread(target=read)
     reader.start()
+    deadline = time.monotonic() + 60
     try:
-        for round in range(20):
-            table.restore(str(tmp_path / f"v{1 + round % 2}"))
+        rounds = 0
+        while rounds < 20 or (seen != {1.0, 2.0} and time.monotonic() < deadline):  # readers may starve
+            table.restore(str(tmp_path / f"v{1 + rounds % 2}"))
+            rounds += 1
     finally:
         stop.set()
         reader.join(30)
