@@ -16,6 +16,7 @@ from shoal.table import (
     SlidingHashFilter,
     SlotOccurrenceThresholdConfig,
     TouchedKeySet,
+    create_dummy_hash_filter,
     create_hash_filters,
     intercept_gradient,
 )
@@ -215,6 +216,28 @@ def test_intercepted_gradients_of_dropped_ids_are_zero():
     assert f.get(4) == 2
     with pytest.raises(ValueError, match="int64"):
         intercept_gradient(f, torch.tensor([1], dtype=torch.int32), rows)
+
+
+class OddIds:
+    """A filter of a user's own."""
+
+    def should_be_filtered(self, id, count):
+        return id % 2 == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "passed"),
+    [
+        (OddIds(), [True, False, True]),
+        (ProbabilisticFilter(False, thresholds(10**6)), [True] * 3),
+        (create_dummy_hash_filter(), [True] * 3),
+    ],
+    ids=["own", "probabilistic", "dummy"],
+)
+def test_any_filter_intercepts_gradients_as_it_answers_without_a_table(own, passed):
+    rows = torch.ones(3, 2, requires_grad=True)
+    intercept_gradient(filter=own, ids=torch.tensor([4, 5, 6]), embeddings=rows).sum().backward()
+    assert rows.grad[:, 0].bool().tolist() == passed
 
 
 def test_touched_keys_worked_example():

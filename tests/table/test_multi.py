@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shoal
 from shoal import Ragged, table
 from shoal.table import (
     AdagradOptimizer,
@@ -137,6 +138,13 @@ def test_fused_calls_refuse_what_does_not_add_up_and_change_nothing():
     assert [t.size() for t in tables] == [0, 0]
     apply()
     assert [t.size() for t in tables] == [1, 1]
+
+
+def test_offsets_that_do_not_fit_int32_are_refused_before_memory_is_taken():
+    wide = shoal.HashTable(1 << 24, optimizer="sgd", name="wide")
+    n = (1 << 31) // wide.dim_size
+    with pytest.raises(ValueError, match=r"table 'wide': 2147483648 floats do not fit int32"):
+        fused_lookup([wide], torch.arange(n), torch.tensor([n], dtype=torch.int32), 1)
 
 
 def test_an_id_from_two_shards_makes_two_steps_in_shard_order():

@@ -4,6 +4,7 @@ import itertools
 import tempfile
 import threading
 import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from shoal.table import (
     EntryDump,
     Fp32Compressor,
     HashTable,
+    MultiHashTable,
     SgdOptimizer,
     SlidingHashFilter,
     SlotExpireTimeConfig,
@@ -30,6 +32,7 @@ from shoal.table import (
     ZerosInitializer,
     hash_table_from_config,
 )
+from shoal.table.eviction import BackgroundEviction
 from shoal.testing.tables import Pair, instance, instances, rows
 
 
@@ -279,6 +282,39 @@ def test_registered_names_are_unique_until_the_registry_is_reset():
     hash_table_from_config(instance([segment], [1.0]), name_suffix="x")
 
 
+def test_a_name_that_is_taken_is_refused_before_the_table_attaches_itself_to_anything():
+    attached = []
+
+    class Client:
+        def attach_table(self, name, dim, lookup):
+            attached.append(name)
+
+        def attach_multi_table(self, name, tables):
+            attached.append(name)
+
+    segment = CombineAsSegment(1, ZerosInitializer(), SgdOptimizer())
+    for make in (
+        lambda: hash_table_from_config(instance([segment], [1.0]), name_suffix="x", sync_client=Client()),
+        lambda: MultiHashTable.from_configs({"a": instance([segment], [1.0])}, sync_client=Client(), name_suffix="x"),
+    ):
+        attached.clear()
+        make()
+        with pytest.raises(ValueError, match="exists already"):
+            make()
+        assert len(attached) == 1
+
+
+def test_a_name_is_free_again_when_its_table_could_not_be_made():
+    segment = CombineAsSegment(1, ZerosInitializer(), SgdOptimizer())
+    with pytest.raises(ValueError, match="learning_rate_fns"):
+        hash_table_from_config(instance([segment], [1.0, 2.0]), name_suffix="x")
+    with pytest.raises(ValueError, match="there is no table named 'MonolithHashTable_x'; there are none"):
+        HashTable.from_proto(table.HashTableProto(shared_name="MonolithHashTable_x"))
+    with pytest.raises(ValueError, match="sync_client is one of create_parameter_sync_clients"):
+        hash_table_from_config(instance([segment], [1.0]), name_suffix="x", sync_client=TouchedKeySet())
+    hash_table_from_config(instance([segment], [1.0]), name_suffix="x")
+
+
 BAD_CALLS = {
     "int32 ids": (lambda t: t.lookup(torch.tensor([1], dtype=torch.int32)), "int64"),
     "float ids": (lambda t: t.lookup(torch.tensor([1.0])), "int64"),
@@ -511,6 +547,22 @@ def test_concurrent_writers_lose_nothing():
     assert torch.equal(t.lookup(asked), torch.full((5000, 4), 80.0))
 
 
+def test_skipped_gradients_of_all_threads_are_counted():
+    t = one(1, on_bad_gradient="skip")
+    bad = torch.tensor([float("nan"), 1.0])
+
+    def work():
+        for _ in range(200):
+            t.apply_gradients(ids(1, 2), bad, 0)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert t.skipped_gradients == 800
+
+
 def test_rows_are_never_torn_while_the_table_grows_shrinks_and_is_saved(tmp_path):
     t = one(16, slot_expire_time_config=SlotExpireTimeConfig(default_expire_time=1))
     stop = threading.Event()
@@ -559,15 +611,29 @@ def test_rows_are_never_torn_while_the_table_grows_shrinks_and_is_saved(tmp_path
     t.save(str(tmp_path / "last"))
 
 
-def test_background_eviction_runs_by_the_tables_clock_and_stops_promptly():
-    t = one(
-        slot_expire_time_config=SlotExpireTimeConfig(default_expire_time=1),
-        enable_feature_eviction=True,
-        feature_evict_every_n_hours=1,
-    )
-    t.assign(ids(1), torch.ones(1), 10).assign(ids(2), torch.ones(1), 200_000)
+def expiring(**fields):
+    t = one(slot_expire_time_config=SlotExpireTimeConfig(default_expire_time=1), **fields)
+    return t.assign(ids(1), torch.ones(1), 10).assign(ids(2), torch.ones(1), 200_000)
+
+
+@pytest.mark.parametrize("hours", [1, 2**31 - 1])
+def test_background_eviction_begins_after_its_first_period_and_stops_promptly(hours):
+    t = expiring(enable_feature_eviction=True, feature_evict_every_n_hours=hours)
     began = time.monotonic()
     t.close()
-    assert time.monotonic() - began < 2
-    assert t.size() == 2  # the first round would have come an hour later
+    t.close()
+    assert time.monotonic() - began < 30  # it does not wait for the period
+    assert t.size() == 2
     assert t.evict(t.max_update_time) == 1
+
+
+def test_background_eviction_goes_by_the_tables_clock_and_ends_with_the_table():
+    t = expiring()
+    eviction = BackgroundEviction(t, timedelta(milliseconds=5))
+    deadline = time.monotonic() + 60
+    while t.size() == 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert t.contains(ids(1, 2)).tolist() == [False, True]
+    del t
+    eviction._thread.join(60)
+    assert not eviction._thread.is_alive()

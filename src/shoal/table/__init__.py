@@ -28,6 +28,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "save_incremental",
         "save_table",
     ),
+    "cached_config": ("CachedConfig", "convert_to_cached_config"),
     "compressors": ("FixedR8Compressor", "Fp16Compressor", "Fp32Compressor", "OneBitCompressor"),
     "cuda.cache": ("CachedHashTable",),
     "dc": ("DcOptimizer",),
@@ -41,7 +42,6 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "create_hash_filter",
         "create_hash_filters",
         "create_probabilistic_filter",
-        "intercept_gradient",
     ),
     "fused": ("extract_slot_from_entry", "fused_apply_gradient", "fused_lookup", "hash_table_lookup_gradient"),
     "initializers": (
@@ -61,6 +61,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "is_exporting_distributed",
         "is_exporting_standalone",
     ),
+    "intercept": ("intercept_gradient",),
     "learning_rate": ("LearningRateFunction", "PolynomialDecay", "get_global_step", "set_global_step"),
     "merged": ("MergedMultiTypeHashTable",),
     "messages": (
@@ -123,7 +124,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "SlotOccurrenceThresholdConfig",
         "ZerosInitializerConfig",
     ),
-    "multi": ("CachedConfig", "MultiHashTable", "convert_to_cached_config"),
+    "multi": ("MultiHashTable",),
     "multi_type": ("MultiTypeHashTable",),
     "optimizers": (
         "AdaGradWithGroupLassoOptimizer",

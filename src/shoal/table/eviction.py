@@ -18,7 +18,7 @@ class BackgroundEviction:
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=_run,
-            args=(weakref.ref(table), period.total_seconds(), self._stop),
+            args=(weakref.ref(table), min(period.total_seconds(), threading.TIMEOUT_MAX), self._stop),
             name=f"evict-{table.name}",
             daemon=True,
         )

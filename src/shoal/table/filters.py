@@ -204,7 +204,10 @@ class ProbabilisticFilter(_core.ProbabilisticFilter):
 
     def should_be_filtered(self, id: int, count: int = 1, threshold: int | None = None, table: Any = None) -> bool:
         """Without a ``table``, or for an id that is in it, never."""
-        if table is None or bool(table.contains(torch.tensor([_int64(id)]))[0]):
+        if table is None:
+            return False
+        asked = torch.tensor([_int64(id)], device=getattr(table, "device", None))
+        if bool(table.contains(asked)[0]):
             return False
         return _should_be_filtered(self, id, count, threshold)
 
@@ -251,46 +254,6 @@ def create_hash_filters(
         return [create_probabilistic_filter(filter_equal_probability, config, suffix) for suffix in suffixes]
     known = "sliding_hash_filter, probabilistic_filter or no_filter"
     raise ConfigError(f"filter_type must be {known}, got {filter_type!r}")
-
-
-class _InterceptGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hash_filter: Any, ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        ctx.hash_filter = hash_filter
-        ctx.save_for_backward(ids)
-        return embeddings.view_as(embeddings)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        (ids,) = ctx.saved_tensors
-        drop = _filtered_rows(ctx.hash_filter, ids)
-        return None, None, grads[0].masked_fill(drop.to(grads[0].device)[:, None], 0.0)
-
-
-def intercept_gradient(hash_filter: Any, ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-    """``embeddings`` unchanged; in backward the gradients of ids that the filter drops become zero.
-
-    ``ids`` is int64 ``[n]``, ``embeddings`` ``[n, dim]``. The backward counts one occurrence for each row.
-    """
-    ids = torch.as_tensor(ids)
-    if ids.dtype != torch.int64:
-        raise ConfigError(f"intercept_gradient: ids are int64, got {ids.dtype}; convert them with .long()")
-    if embeddings.dim() != 2 or embeddings.shape[0] != ids.numel():
-        got = list(embeddings.shape)
-        raise ConfigError(f"intercept_gradient: {ids.numel()} ids need embeddings [{ids.numel()}, dim], got {got}")
-    return _InterceptGradient.apply(hash_filter, ids, embeddings)
-
-
-def _filtered_rows(hash_filter: Any, ids: torch.Tensor) -> torch.Tensor:
-    ids = ids.detach().cpu().contiguous().view(-1)
-    drop = torch.zeros(ids.numel(), dtype=torch.bool)
-    if isinstance(hash_filter, _core.Filter) and not isinstance(hash_filter, ProbabilisticFilter):
-        if hash_filter._active():
-            hash_filter._should_be_filtered_batch(ids.data_ptr(), ids.numel(), drop.data_ptr())
-        return drop
-    for i, id in enumerate(ids.tolist()):  # a filter of the user's own
-        drop[i] = hash_filter.should_be_filtered(id, 1)
-    return drop
 
 
 def _thresholds(config: bytes | SlotOccurrenceThresholdConfig) -> tuple[int, list[tuple[int, int]]]:

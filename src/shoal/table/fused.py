@@ -36,12 +36,13 @@ def fused_lookup(
         one flat float32 vector; int32 ``[N]``, the floats of each shard; int32 ``[K * N + 1]``, where each block's ids
         begin; the same for its floats; and ``ids`` again.
     """
-    name = _names(tables)
+    name = table_names(tables)
     ids = as_ids(ids, name, device=_device(tables)).view(-1)
     sizes, id_offsets, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
     splits = offsets[:: len(tables)].diff() if tables else torch.zeros(num_of_shards, dtype=torch.int64)
+    told = _int32(splits, name), _int32(id_offsets, name), _int32(offsets, name)  # before memory is taken for them
     out = lookup_blocks(tables, ids, sizes, num_of_shards, int(offsets[-1]))
-    return out, _int32(splits, name), _int32(id_offsets, name), _int32(offsets, name), ids
+    return out, *told, ids
 
 
 def lookup_blocks(tables: Sequence[HashTable], ids: Tensor, sizes: Tensor, sources: int, floats: int) -> Tensor:
@@ -83,21 +84,21 @@ def fused_apply_gradient(
     ids within one block. ``learning_rate_tensors`` holds the rates of the tables' segments, table after table. The
     offsets are those that `fused_lookup` gave. Everything is checked before the first effect.
     """
-    name = _names(tables)
+    name = table_names(tables)
     device = _device(tables)
     ids = as_ids(ids, name, device=device).view(-1)
     sizes, begins, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
-    _check_offsets("id_offsets", id_offsets, begins, name)
-    _check_offsets("grad_offsets", grad_offsets, offsets, name)
+    _check_offsets("id_offsets", "ids", id_offsets, begins, name)
+    _check_offsets("grad_offsets", "floats", grad_offsets, offsets, name)
     if indices is not None and torch.as_tensor(indices).numel() != ids.numel():
         raise ConfigError(
-            f"{name}: indices are as many as the ids, {ids.numel()}, got {torch.as_tensor(indices).numel()}"
+            f"table {name!r}: indices are as many as the ids, {ids.numel()}, got {torch.as_tensor(indices).numel()}"
         )
     grads = as_rows(id_grads, int(offsets[-1]), 1, name, "id_grads", device).view(-1)
     rates = torch.as_tensor(learning_rate_tensors, dtype=torch.float32).reshape(-1).tolist()
     needed = sum(len(table.table_config.entry_config.segments) for table in tables)
     if len(rates) != needed:
-        raise ConfigError(f"{name}: learning_rate_tensors holds a rate per segment, {needed}, got {len(rates)}")
+        raise ConfigError(f"table {name!r}: learning_rate_tensors has a rate per segment, {needed}, got {len(rates)}")
     check_rates(rates, name)
     step, seconds = as_int(global_step, name, "global_step"), as_time(req_time, name)
     apply_blocks(tables, ids, sizes, num_of_shards, grads, rates, step, seconds, bool(enable_grad_accumulation))
@@ -139,9 +140,9 @@ def apply_blocks(
             [table._bad_gradient for table in tables],
         )
     except ValueError as error:
-        raise ConfigError(f"{_names(tables)}: {error}; nothing was applied") from None
+        raise ConfigError(f"table {table_names(tables)!r}: {error}; nothing was applied") from None
     for table, count in zip(tables, skipped, strict=True):
-        table.skipped_gradients += count
+        table._count_skipped(count)
     return None
 
 
@@ -151,19 +152,20 @@ def _blocks(
     """Sizes of the blocks, where their ids begin and where their floats begin, all int64."""
     sizes = torch.as_tensor(fused_slot_size)
     if sizes.dtype not in (torch.int32, torch.int64):
-        raise ConfigError(f"{name}: fused_slot_size is int32, got {sizes.dtype}")
+        raise ConfigError(f"table {name!r}: fused_slot_size is int32, got {sizes.dtype}")
     sizes = sizes.reshape(-1).long().cpu().contiguous()
     if num_of_shards < 1:
-        raise ConfigError(f"{name}: num_of_shards must be at least 1, got {num_of_shards}")
+        raise ConfigError(f"table {name!r}: num_of_shards must be at least 1, got {num_of_shards}")
     if sizes.numel() != len(tables) * num_of_shards:
         raise ConfigError(
-            f"{name}: fused_slot_size has {len(tables)} tables x {num_of_shards} shards elements, got {sizes.numel()}"
+            f"table {name!r}: fused_slot_size has {len(tables)} tables x {num_of_shards} shards elements, "
+            f"got {sizes.numel()}"
         )
     if sizes.numel() and int(sizes.min()) < 0:
-        raise ConfigError(f"{name}: fused_slot_size holds counts, got {int(sizes.min())}")
+        raise ConfigError(f"table {name!r}: fused_slot_size holds counts, got {int(sizes.min())}")
     if int(sizes.sum()) != ids.numel():
         raise ConfigError(
-            f"{name}: fused_slot_size adds up to the number of ids, {ids.numel()}, got {int(sizes.sum())}"
+            f"table {name!r}: fused_slot_size adds up to the number of ids, {ids.numel()}, got {int(sizes.sum())}"
         )
     dims = torch.tensor([table.dim_size for table in tables], dtype=torch.int64).repeat(num_of_shards)
     return sizes, _offsets(sizes), _offsets(sizes * dims)
@@ -175,32 +177,37 @@ def _offsets(sizes: Tensor) -> Tensor:
 
 def _int32(values: Tensor, name: str) -> Tensor:
     if values.numel() and int(values.max()) > INT32_MAX:
-        raise ConfigError(f"{name}: {int(values.max())} floats do not fit int32 offsets; send smaller batches")
+        raise ConfigError(f"table {name!r}: {int(values.max())} floats do not fit int32 offsets; send smaller batches")
     return values.int()
 
 
-def _check_offsets(what: str, given: Any, expected: Tensor, name: str) -> None:
+def _check_offsets(what: str, of: str, given: Any, expected: Tensor, name: str) -> None:
     if given is None:
         return
     flat = torch.as_tensor(given).reshape(-1).long().cpu()
     short = expected[:-1]  # the last offset follows from the others
     if not (torch.equal(flat, expected) or torch.equal(flat, short)):
         raise ConfigError(
-            f"{name}: {what} are the running sums of fused_slot_size {expected.tolist()[:8]}..., got others"
+            f"table {name!r}: {what} are where the {of} of each block begin, {_shown(expected)}, got {_shown(flat)}"
         )
+
+
+def _shown(offsets: Tensor) -> str:
+    return f"{offsets[:8].tolist()}{'...' if offsets.numel() > 8 else ''}"
 
 
 def _device(tables: Sequence[HashTable]) -> torch.device:
     """Where the tables' tensors live."""
     devices = {table.device for table in tables} or {torch.device("cpu")}
     if len(devices) > 1 or len({table.on_gpu for table in tables}) > 1:
-        raise ConfigError(f"{_names(tables)}: they live on one device, got {sorted(map(str, devices))}")
+        raise ConfigError(f"table {table_names(tables)!r}: they live on one device, got {sorted(map(str, devices))}")
     return next(iter(devices))
 
 
-def _names(tables: Sequence[HashTable]) -> str:
+def table_names(tables: Sequence[HashTable]) -> str:
+    """What messages call several tables."""
     names = [table.name for table in itertools.islice(tables, 3)]
-    return f"fused tables {', '.join(names)}{', ...' if len(tables) > 3 else ''}"
+    return f"{', '.join(names)}{', ...' if len(tables) > 3 else ''}"
 
 
 def hash_table_lookup_gradient(id_indices: Tensor, id_values: Tensor, input_grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 from shoal.table import registry
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time
-from shoal.table.entry import HashTableConfigInstance, infer_dim_size
-from shoal.table.fused import apply_blocks, fused_apply_gradient, fused_lookup, lookup_blocks
-from shoal.table.messages import EmbeddingHashTableConfig, MultiEmbeddingHashTableConfig, MultiHashTableProto
-from shoal.table.multi_type import concatenated_rates
+from shoal.table.arguments import as_ids, as_rows, as_time
+from shoal.table.base import sync_handle
+from shoal.table.cached_config import CachedConfig, convert_to_cached_config
+from shoal.table.entry import HashTableConfigInstance
+from shoal.table.messages import MultiHashTableProto
+from shoal.table.raw import RawTables
 from shoal.table.table import HashTable
 
 
-@dataclass(frozen=True)
-class CachedConfig:
-    """The configurations of a `MultiHashTable`, worked out once for many."""
-
-    configs: dict[str, HashTableConfigInstance]
-    """Sorted by name."""
-    serialized: bytes
-    """A `MultiEmbeddingHashTableConfig`."""
-    dims: list[int]
-    slot_expire_time_config: bytes
-    """Of the first table that has one; it is also used for tables without one."""
-
-
-def convert_to_cached_config(configs: Mapping[str, HashTableConfigInstance]) -> CachedConfig:
-    """What `MultiHashTable.from_cached_config` builds tables from."""
-    ordered = {name: configs[name] for name in sorted(configs)}
-    messages = [config.table_config for config in ordered.values()]
-    expiry = [m.slot_expire_time_config for m in messages if m.HasField("slot_expire_time_config")]
-    return CachedConfig(
-        configs=ordered,
-        serialized=MultiEmbeddingHashTableConfig(names=list(ordered), configs=messages).SerializeToString(),
-        dims=[infer_dim_size(message) for message in messages],
-        slot_expire_time_config=expiry[0].SerializeToString() if expiry else b"",
-    )
-
-
-class MultiHashTable:
+class MultiHashTable(RawTables):
     """Many named tables, ordered by name, that share a filter and a checkpoint.
 
     A read ignores names that do not exist; a write to one raises ``KeyError`` and changes nothing. Every write is a
@@ -67,29 +40,28 @@ class MultiHashTable:
         device: Any = "cpu",
         deterministic: bool = False,
     ) -> None:
-        self.name = name
         self.saver_parallel = saver_parallel
         self.hash_filter = hash_filter
         self.sync_client = sync_client
         self.cached_config = cached_config
-        self._tables: dict[str, HashTable] = {}
-        for table_name, config in cached_config.configs.items():
-            own = HashTableConfigInstance(
-                _with_expiry(config.table_config, cached_config.slot_expire_time_config),
-                config.learning_rate_fns,
-                config.extra_restore_names,
+        client = sync_handle(sync_client, name)
+        tables = {
+            table_name: HashTable.from_config(
+                cached_config.own(table_name),
+                name=table_name,
+                hash_filter=hash_filter,
+                device=device,
+                deterministic=deterministic,
             )
-            self._tables[table_name] = HashTable.from_config(
-                own, name=table_name, hash_filter=hash_filter, device=device, deterministic=deterministic
-            )
-        self.device = next((table.device for table in self._tables.values()), torch.device("cpu"))
+            for table_name in cached_config.configs
+        }
+        super().__init__(name, tables)
         self.on_gpu = any(table.on_gpu for table in self._tables.values())
         if self.on_gpu:
             from shoal.table.cuda.multi import share
 
             share(list(self._tables.values()))  # type: ignore[arg-type]
-        if sync_client is not None:
-            client = getattr(sync_client, "handle", sync_client)
+        if client is not None:
             parts = [(table.name, table.dim_size, table._client_lookup) for table in self._tables.values()]
             attached = client.attach_multi_table(name, parts)
             for table, touched in zip(self._tables.values(), attached or (), strict=False):
@@ -129,17 +101,19 @@ class MultiHashTable:
         deterministic: bool = False,
     ) -> MultiHashTable:
         """The same from what `convert_to_cached_config` worked out."""
-        table = cls(
-            cached_config,
-            name=f"MonolithMultiHashTable_{name_suffix}",
-            hash_filter=hash_filter,
-            sync_client=sync_client,
-            saver_parallel=saver_parallel,
-            device=device,
-            deterministic=deterministic,
+        name = f"MonolithMultiHashTable_{name_suffix}"
+        return registry.register(
+            name,
+            lambda: cls(
+                cached_config,
+                name=name,
+                hash_filter=hash_filter,
+                sync_client=sync_client,
+                saver_parallel=saver_parallel,
+                device=device,
+                deterministic=deterministic,
+            ),
         )
-        registry.register(table)
-        return table
 
     convert_to_cached_config = staticmethod(convert_to_cached_config)
 
@@ -147,14 +121,6 @@ class MultiHashTable:
     def tables(self) -> dict[str, HashTable]:
         """Name -> table, sorted by name."""
         return dict(self._tables)
-
-    @property
-    def table_names(self) -> list[str]:
-        return list(self._tables)
-
-    def get_table_dim_sizes(self) -> list[int]:
-        """The tables' dimensions, by sorted name."""
-        return [table.dim_size for table in self._tables.values()]
 
     def size(self) -> int:
         """Rows of all tables."""
@@ -217,112 +183,6 @@ class MultiHashTable:
             table.clear()
         return self
 
-    # --- raw --------------------------------------------------------------------------------------------------------
-
-    def get_ragged_id(self, slot_to_id: Mapping[str, Tensor]) -> Ragged:
-        """The ids of all T tables, one row per table in name order; names that do not exist are left out."""
-        ids = [as_ids(slot_to_id.get(name, ()), name, device=self.device).view(-1) for name in self._tables]
-        values = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device=self.device)
-        return Ragged.from_row_lengths(values, [part.numel() for part in ids])
-
-    def get_flat_value(self, slot_to_value: Mapping[str, Tensor]) -> Tensor:
-        """The values of all tables as one vector in the same order."""
-        self._check_names(slot_to_value)
-        parts = []
-        for name in self._tables:
-            values = torch.as_tensor(slot_to_value.get(name, ()), dtype=torch.float32, device=self.device)
-            parts.append(as_rows(values, values.numel(), 1, name, device=self.device).view(-1))
-        return torch.cat(parts) if parts else torch.empty(0, device=self.device)
-
-    def get_embeddings(self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor) -> dict[str, Tensor]:
-        """``{name: [n, dim]}`` of all tables from what `raw_lookup` gave for one request."""
-        floats, flat = self._flat(self._ragged(ragged_id), flat)
-        parts = torch.split(flat, floats)
-        return {
-            name: part.view(-1, table.dim_size) for (name, table), part in zip(self._tables.items(), parts, strict=True)
-        }
-
-    def raw_lookup(self, ragged_id: Ragged | tuple[Tensor, Tensor]) -> Tensor:
-        """Flat float32, table after table; several requests may be glued together (``T * R`` rows)."""
-        ids = self._ragged(ragged_id)
-        requests, rest = divmod(ids.nrows(), len(self._tables)) if self._tables else (0, ids.nrows())
-        if rest or (self._tables and requests == 0):
-            rows = f"a multiple of {len(self._tables)} rows of ids"
-            raise ConfigError(f"table {self.name!r}: raw_lookup takes {rows}, got {ids.nrows()}")
-        sizes = ids.row_lengths().contiguous()
-        dims = torch.tensor(self.get_table_dim_sizes(), dtype=torch.int64).repeat(requests)
-        values = as_ids(ids.values, self.name, device=self.device).view(-1)
-        return lookup_blocks(list(self._tables.values()), values, sizes, requests, int((sizes * dims).sum()))
-
-    def raw_assign(
-        self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor, req_time: Any = None
-    ) -> MultiHashTable:
-        """`assign` of all tables."""
-        ids = self._ragged(ragged_id)
-        values = self.get_embeddings(ids, flat)
-        parts = torch.split(as_ids(ids.values, self.name, device=self.device).view(-1), ids.row_lengths().tolist())
-        return self.assign(dict(zip(self._tables, zip(parts, values.values(), strict=True), strict=True)), req_time)
-
-    def raw_apply_gradients(
-        self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor, global_step: Any = 0, req_time: Any = None
-    ) -> MultiHashTable:
-        """`apply_gradients` of all tables."""
-        ids = self._ragged(ragged_id)
-        _, flat = self._flat(ids, flat)
-        step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
-        tables = list(self._tables.values())
-        apply_blocks(
-            tables,
-            as_ids(ids.values, self.name, device=self.device).view(-1),
-            ids.row_lengths().contiguous(),
-            1,
-            flat,
-            concatenated_rates(tables, step),
-            step,
-            seconds,
-            False,
-        )
-        return self
-
-    # --- fused ------------------------------------------------------------------------------------------------------
-
-    def fused_lookup(
-        self, ids: Tensor, fused_slot_size: Tensor, num_of_shards: int, req_time: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`shoal.table.fused_lookup` over all tables, by sorted name."""
-        return fused_lookup(list(self._tables.values()), ids, fused_slot_size, num_of_shards, req_time)
-
-    def fused_apply_gradient(
-        self,
-        ids: Tensor,
-        indices: Tensor | None,
-        fused_slot_size: Tensor,
-        id_grads: Tensor,
-        id_offsets: Tensor | None,
-        grad_offsets: Tensor | None,
-        global_step: Any,
-        req_time: Any,
-        num_of_shards: int,
-        enable_grad_accumulation: bool = False,
-    ) -> MultiHashTable:
-        """`shoal.table.fused_apply_gradient` over all tables with the rates of ``global_step``."""
-        tables = list(self._tables.values())
-        fused_apply_gradient(
-            tables,
-            ids,
-            indices,
-            fused_slot_size,
-            id_grads,
-            id_offsets,
-            grad_offsets,
-            concatenated_rates(tables, global_step),
-            req_time,
-            global_step,
-            num_of_shards,
-            enable_grad_accumulation,
-        )
-        return self
-
     # --- checkpoints and the rest -----------------------------------------------------------------------------------
 
     def save(self, basename: str, random_sleep_ms: int = 0) -> MultiHashTable:
@@ -381,26 +241,6 @@ class MultiHashTable:
     def __repr__(self) -> str:
         return f"MultiHashTable({self.name!r}, tables={len(self._tables)}, rows={self.size()})"
 
-    def _ragged(self, ragged_id: Any) -> Ragged:
-        if isinstance(ragged_id, Ragged):
-            return ragged_id
-        values, row_splits = ragged_id
-        return Ragged(as_ids(values, self.name, device=self.device).view(-1), row_splits)
-
-    def _flat(self, ids: Ragged, flat: Tensor) -> tuple[list[int], Tensor]:
-        """The floats of each table for one request, and all of them as a checked vector."""
-        sizes = ids.row_lengths().tolist()
-        if len(sizes) != len(self._tables):
-            raise ConfigError(f"table {self.name!r}: a request has {len(self._tables)} rows of ids, got {len(sizes)}")
-        floats = [size * dim for size, dim in zip(sizes, self.get_table_dim_sizes(), strict=True)]
-        return floats, as_rows(flat, sum(floats), 1, self.name, device=self.device).view(-1)
-
-    def _check_names(self, names: Mapping[str, Any]) -> None:
-        for name in names:
-            if name not in self._tables:
-                known = ", ".join(self._tables) or "none"
-                raise KeyError(f"table {self.name!r}: there is no table {name!r}; there are {known}")
-
     def _writes(
         self, writes: Mapping[str, tuple[Tensor, Tensor]], req_time: Any, what: str
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
@@ -413,12 +253,3 @@ class MultiHashTable:
             ids = as_ids(ids, name, device=self.device).view(-1)
             checked[name] = ids, as_rows(values, ids.numel(), table.dim_size, name, what, self.device)
         return checked, seconds
-
-
-def _with_expiry(config: EmbeddingHashTableConfig, fallback: bytes) -> EmbeddingHashTableConfig:
-    if config.HasField("slot_expire_time_config") or not fallback:
-        return config
-    own = EmbeddingHashTableConfig()
-    own.CopyFrom(config)
-    own.slot_expire_time_config.ParseFromString(fallback)
-    return own

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.entry import HashTableConfigInstance
-from shoal.table.fused import fused_apply_gradient, fused_lookup
+from shoal.table.fused import fused_apply_gradient, fused_lookup, table_names
 from shoal.table.table import HashTable
 
 
@@ -173,7 +173,7 @@ def check_gradients(table: Any, grads: Tensor, global_step: Any) -> None:
 
 def concatenated_rates(tables: list[HashTable], global_step: Any) -> list[float]:
     """The learning rates of the tables' segments, table after table."""
-    step = as_int(global_step, "fused tables", "global_step")
+    step = as_int(global_step, table_names(tables), "global_step")
     return [rate for table in tables for rate in table._rates(step)]
 
 

@@ -1,7 +1,13 @@
-"""A table configuration as the native core's row layout."""
+"""A table's configuration as the native core has it: the layout of a row, and when rows expire."""
 
 from shoal import _core
-from shoal.table.messages import EmbeddingHashTableConfig, EntryConfig, FloatCompressorConfig, OptimizerConfig
+from shoal.table.messages import (
+    EmbeddingHashTableConfig,
+    EntryConfig,
+    FloatCompressorConfig,
+    OptimizerConfig,
+    SlotExpireTimeConfig,
+)
 
 # The orders of the enums in csrc/table/layout.h.
 OPTIMIZERS = (
@@ -89,3 +95,10 @@ def _write_codec(native: _core.Segment, config: FloatCompressorConfig) -> None:
     elif kind == "one_bit":
         for name in ("step_size", "init_scale", "max_scale", "amplitude"):
             setattr(native, name, getattr(config.one_bit, name))
+
+
+def native_expiry(config: SlotExpireTimeConfig) -> _core.Expiry:
+    """The native form of an expiry configuration that was validated."""
+    return _core.Expiry(
+        config.default_expire_time, [(item.slot, item.expire_time) for item in config.slot_expire_times]
+    )

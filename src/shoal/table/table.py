@@ -15,28 +15,15 @@ from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import registry
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time, check_rates
-from shoal.table.compressors import Fp32Compressor
-from shoal.table.entry import CombineAsSegment, HashTableConfigInstance, LearningRate
-from shoal.table.eviction import BackgroundEviction
-from shoal.table.export_mode import is_exporting
-from shoal.table.initializers import RandomUniformInitializer, ZerosInitializer
-from shoal.table.messages import (
-    CuckooEmbeddingHashTableConfig,
-    EmbeddingHashTableConfig,
-    EntryConfig,
-    HashTableProto,
-    SlotExpireTimeConfig,
-)
-from shoal.table.native import native_layout
-from shoal.table.optim import as_row_optimizer
-from shoal.table.validate import validate_table_config
+from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.base import TableBase
+from shoal.table.entry import HashTableConfigInstance, LearningRate
+from shoal.table.options import config_of_options
 
-_BAD_GRADIENT = {"raise": 0, "skip": 1, "ignore": 2}
 _anonymous = itertools.count()
 
 
-class HashTable:
+class HashTable(TableBase):
     """A table of rows keyed by int64 ids.
 
     >>> import shoal, torch
@@ -86,20 +73,10 @@ class HashTable:
         deterministic: bool = False,
     ) -> None:
         name = f"HashTable_{next(_anonymous)}" if name is None else name
-        message, rate = as_row_optimizer(optimizer, lr)
-        if isinstance(initializer, str):
-            known = {"uniform": RandomUniformInitializer, "zeros": ZerosInitializer}
-            if initializer not in known:
-                raise ConfigError(f"table {name!r}: initializer is one of {sorted(known)}, got {initializer!r}")
-            initializer = known[initializer]()
-        config = EmbeddingHashTableConfig(
-            entry_config=EntryConfig(segments=[CombineAsSegment(dim, initializer, message, Fp32Compressor())]),
-            cuckoo=CuckooEmbeddingHashTableConfig(),
-        )
-        if expire_after is not None:
-            config.slot_expire_time_config.default_expire_time = _days(expire_after, name)
         self._build(
-            HashTableConfigInstance(config, [rate]),
+            config_of_options(
+                name, dim, optimizer=optimizer, initializer=initializer, expire_after=expire_after, lr=lr
+            ),
             name,
             hash_filter=hash_filter,
             on_bad_gradient=on_bad_gradient,
@@ -147,91 +124,6 @@ class HashTable:
             deterministic=deterministic,
         )
         return table
-
-    def _build(
-        self,
-        config: HashTableConfigInstance,
-        name: str,
-        *,
-        hash_filter: Any = None,
-        sync_client: Any = None,
-        saver_parallel: int = -1,
-        on_bad_gradient: str = "raise",
-        seed: int | None = None,
-        device: Any = "cpu",
-        deterministic: bool = False,
-    ) -> None:
-        if on_bad_gradient not in _BAD_GRADIENT:
-            raise ConfigError(
-                f"table {name!r}: on_bad_gradient is one of {list(_BAD_GRADIENT)}, got {on_bad_gradient!r}"
-            )
-        message = EmbeddingHashTableConfig()
-        message.CopyFrom(config.table_config)
-        if is_exporting():
-            message.entry_config.entry_type = EntryConfig.SERVING
-        validate_table_config(message, config.learning_rate_fns, name)
-        self.name = name
-        self.config = config
-        self.table_config = message
-        self.saver_parallel = saver_parallel
-        self.extra_restore_names = list(config.extra_restore_names)
-        self.hash_filter = hash_filter
-        self.sync_client = sync_client
-        self.on_bad_gradient = on_bad_gradient
-        self.skipped_gradients = 0
-        """Occurrences passed over for a NaN or infinite gradient, with ``on_bad_gradient="skip"``."""
-        self._bad_gradient = _BAD_GRADIENT[on_bad_gradient]
-        self._expiry = native_expiry(message.slot_expire_time_config)
-        layout = native_layout(message)
-        self.serving = layout.serving
-        self._has_batch_softmax = any(
-            s.opt_config.WhichOneof("type") == "batch_softmax" for s in message.entry_config.segments
-        )
-        self.seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
-        self.dim_size: int = layout.dim
-        host = self._start(layout, device, deterministic)
-        if hash_filter is not None:
-            native_filter = getattr(hash_filter, "native", None)
-            if not isinstance(native_filter, _core.Filter):
-                raise ConfigError(f"table {name!r}: hash_filter is one of create_hash_filters(), got {hash_filter!r}")
-            host.set_filter(native_filter)
-        if sync_client is not None:
-            client = getattr(sync_client, "handle", sync_client)
-            attached = client.attach_table(name, self.dim_size, self._client_lookup)
-            if attached is not None:
-                self._set_touched(*attached)
-        self._eviction: BackgroundEviction | None = None
-        if message.enable_feature_eviction:
-            self._eviction = BackgroundEviction(self, timedelta(hours=message.feature_evict_every_n_hours))
-
-    on_gpu = False
-
-    def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
-        """Makes what holds the rows; the native table that the filter belongs to."""
-        self.device = torch.device("cpu")
-        self._native = _core.Table(layout, self.seed, min(self.table_config.initial_capacity, (1 << 63) - 1))
-        return self._native
-
-    def staged(self) -> Any:
-        """What has all rows in host memory, as ``_native``: this table, or a copy of one on a GPU."""
-        return self
-
-    def staging(self) -> Any:
-        """What has the layout of this table's rows in host memory, as ``_native``."""
-        return self
-
-    def adopt(self, native: _core.Table) -> None:
-        """Takes all rows of a native table of the same layout, its clock and its scales, in one step for readers."""
-        self._native.swap_contents(native)
-        self._native.raise_max_update_time(native.max_update_time())
-        self._native.set_scales(native.scales())
-
-    def _set_touched(self, touched: Any, number: int) -> None:
-        self._native.set_touched(touched, number)
-
-    def _client_lookup(self, ids: Tensor) -> Tensor:
-        """`lookup` for a sync client, on CPU tensors."""
-        return self.lookup(ids)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -322,20 +214,18 @@ class HashTable:
         self._apply(ids, grads, self._rates(step), step, enable_dedup, seconds)
         return self
 
-    def _rates(self, step: int) -> list[float]:
-        return check_rates(self.config.call_learning_rate_fns_fewer_ops(step), self.name)
-
     def _apply(self, ids: Tensor, grads: Tensor, rates: Sequence[float], step: int, dedup: bool, seconds: int) -> None:
         """`apply_gradients` with checked arguments and given rates."""
         self._check_step(step)
         try:
-            self.skipped_gradients += self._native.apply_gradients(
+            skipped = self._native.apply_gradients(
                 ids.data_ptr(), ids.numel(), grads.data_ptr(), rates, step, seconds, dedup, self._bad_gradient
             )
         except ValueError as error:
             raise ConfigError(
                 f"table {self.name!r}: {error}; nothing was applied. Clip it, or set on_bad_gradient='skip'"
             ) from None
+        self._count_skipped(skipped)
 
     def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
@@ -390,31 +280,6 @@ class HashTable:
         self._check_trains("save_as_tensor")
         return save_as_tensor(self, shard_idx, num_shards, limit, offset)
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
-
-    def to_proto(self) -> HashTableProto:
-        """A handle that `from_proto` finds this table by, in this process."""
-        return HashTableProto(
-            table_tensor=self.name,
-            dim_size=self.dim_size,
-            shared_name=self.name,
-            slot_expire_time_config=self.table_config.slot_expire_time_config.SerializeToString(),
-            learning_rate_tensor=self.name,
-            saver_parallel=self.saver_parallel,
-            extra_restore_names=self.extra_restore_names,
-        )
-
-    @staticmethod
-    def from_proto(proto: HashTableProto) -> HashTable:
-        """The registered table that a handle names."""
-        return registry.find(proto.shared_name or proto.table_tensor)
-
-    def close(self) -> None:
-        """Stops background eviction. The table itself stays usable."""
-        if self._eviction is not None:
-            self._eviction.stop()
-            self._eviction = None
-
     def __repr__(self) -> str:
         return f"HashTable({self.name!r}, dim={self.dim_size}, rows={self.size()})"
 
@@ -424,43 +289,13 @@ class HashTable:
         ids = as_ids(ids, self.name)
         return ids, as_rows(values, ids.numel(), self.dim_size, self.name, what), as_time(req_time, self.name)
 
-    def _check_step(self, step: int) -> None:
-        if step < 0 and self._has_batch_softmax:
-            raise ConfigError(
-                f"table {self.name!r}: batch_softmax needs a global_step that is not negative, got {step}"
-            )
-
-    def _check_trains(self, operation: str) -> None:
-        if self.serving:
-            raise UnsupportedError(f"table {self.name!r}: {operation} is not supported by serving entries")
+    def _client_lookup(self, ids: Tensor) -> Tensor:
+        return self.lookup(ids)
 
 
 def _is_cuda(device: Any) -> bool:
     """Whether rows are to live on a GPU. A device that is neither is refused by the table itself."""
     return device is not None and str(device).split(":")[0] != "cpu"
-
-
-def native_expiry(config: SlotExpireTimeConfig) -> _core.Expiry:
-    """The native form of an expiry configuration that was validated."""
-    return _core.Expiry(
-        config.default_expire_time, [(item.slot, item.expire_time) for item in config.slot_expire_times]
-    )
-
-
-def _days(expire_after: timedelta | str, name: str) -> int:
-    if isinstance(expire_after, str):
-        units = {"d": 1, "w": 7, "y": 365}
-        number, unit = expire_after[:-1].strip(), expire_after[-1:]
-        if unit not in units or not number.isdigit():
-            raise ConfigError(
-                f"table {name!r}: expire_after is whole days, weeks or years, as in '30d' or '2w', got {expire_after!r}"
-            )
-        return int(number) * units[unit]
-    if not isinstance(expire_after, timedelta):
-        raise ConfigError(f"table {name!r}: expire_after is a timedelta or text such as '30d', got {expire_after!r}")
-    if expire_after.total_seconds() < 0 or expire_after.total_seconds() % 86400:
-        raise ConfigError(f"table {name!r}: expire_after is a whole number of days, got {expire_after}")
-    return expire_after.days
 
 
 def hash_table_from_config(
@@ -475,12 +310,10 @@ def hash_table_from_config(
     Raises:
         ConfigError: a table of that name exists.
     """
-    table = HashTable.from_config(
-        config,
-        name=f"MonolithHashTable_{name_suffix}",
-        hash_filter=hash_filter,
-        sync_client=sync_client,
-        saver_parallel=saver_parallel,
+    name = f"MonolithHashTable_{name_suffix}"
+    return registry.register(
+        name,
+        lambda: HashTable.from_config(
+            config, name=name, hash_filter=hash_filter, sync_client=sync_client, saver_parallel=saver_parallel
+        ),
     )
-    registry.register(table)
-    return table

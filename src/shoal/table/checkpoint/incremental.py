@@ -28,7 +28,8 @@ from shoal.table.checkpoint.single import naming_table, save_shards
 from shoal.table.messages import SlotExpireTimeConfig
 from shoal.table.multi import MultiHashTable
 from shoal.table.multi_type import MultiTypeHashTable
-from shoal.table.table import HashTable, native_expiry
+from shoal.table.native import native_expiry
+from shoal.table.table import HashTable
 
 _IDS_PER_RECORD = 65536
 _REMEMBERED = 8  # checkpoints that a table can still write a delta against

@@ -1,0 +1,171 @@
+"""`TableBase`: what a table is besides its reads and writes: configuration, filter, eviction, sync client, handle."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError, UnsupportedError
+from shoal.table import registry
+from shoal.table.arguments import check_rates
+from shoal.table.entry import HashTableConfigInstance
+from shoal.table.eviction import BackgroundEviction
+from shoal.table.export_mode import is_exporting
+from shoal.table.messages import EmbeddingHashTableConfig, EntryConfig, HashTableProto
+from shoal.table.native import native_expiry, native_layout
+from shoal.table.validate import validate_table_config
+
+_BAD_GRADIENT = {"raise": 0, "skip": 1, "ignore": 2}
+
+
+class TableBase(ABC):
+    """Builds a table from its configuration and keeps what belongs to it; `HashTable` reads and writes its rows."""
+
+    on_gpu = False
+
+    def _build(
+        self,
+        config: HashTableConfigInstance,
+        name: str,
+        *,
+        hash_filter: Any = None,
+        sync_client: Any = None,
+        saver_parallel: int = -1,
+        on_bad_gradient: str = "raise",
+        seed: int | None = None,
+        device: Any = "cpu",
+        deterministic: bool = False,
+    ) -> None:
+        if on_bad_gradient not in _BAD_GRADIENT:
+            raise ConfigError(
+                f"table {name!r}: on_bad_gradient is one of {list(_BAD_GRADIENT)}, got {on_bad_gradient!r}"
+            )
+        native_filter = getattr(hash_filter, "native", None)
+        if hash_filter is not None and not isinstance(native_filter, _core.Filter):
+            raise ConfigError(f"table {name!r}: hash_filter is one of create_hash_filters(), got {hash_filter!r}")
+        client = sync_handle(sync_client, name)
+        message = EmbeddingHashTableConfig()
+        message.CopyFrom(config.table_config)
+        if is_exporting():
+            message.entry_config.entry_type = EntryConfig.SERVING
+        validate_table_config(message, config.learning_rate_fns, name)
+        self.name = name
+        self.config = config
+        self.table_config = message
+        self.saver_parallel = saver_parallel
+        self.extra_restore_names = list(config.extra_restore_names)
+        self.hash_filter = hash_filter
+        self.sync_client = sync_client
+        self.on_bad_gradient = on_bad_gradient
+        self.skipped_gradients = 0
+        """Occurrences passed over for a NaN or infinite gradient, with ``on_bad_gradient="skip"``."""
+        self._counting = threading.Lock()
+        self._bad_gradient = _BAD_GRADIENT[on_bad_gradient]
+        self._expiry = native_expiry(message.slot_expire_time_config)
+        layout = native_layout(message)
+        self.serving = layout.serving
+        self._has_batch_softmax = any(
+            s.opt_config.WhichOneof("type") == "batch_softmax" for s in message.entry_config.segments
+        )
+        self.seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
+        self.dim_size: int = layout.dim
+        host = self._start(layout, device, deterministic)
+        if native_filter is not None:
+            host.set_filter(native_filter)
+        if client is not None:
+            attached = client.attach_table(name, self.dim_size, self._client_lookup)
+            if attached is not None:
+                self._set_touched(*attached)
+        self._eviction: BackgroundEviction | None = None
+        if message.enable_feature_eviction:
+            self._eviction = BackgroundEviction(self, timedelta(hours=message.feature_evict_every_n_hours))
+
+    # --- where the rows are -------------------------------------------------------------------------------------------
+
+    def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
+        """Makes what holds the rows; the native table that the filter belongs to."""
+        self.device = torch.device("cpu")
+        self._native = _core.Table(layout, self.seed, min(self.table_config.initial_capacity, (1 << 63) - 1))
+        return self._native
+
+    def staged(self) -> Any:
+        """What has all rows in host memory, as ``_native``: this table, or a copy of one on a GPU."""
+        return self
+
+    def staging(self) -> Any:
+        """What has the layout of this table's rows in host memory, as ``_native``."""
+        return self
+
+    def adopt(self, native: _core.Table) -> None:
+        """Takes all rows of a native table of the same layout, its clock and its scales, in one step for readers."""
+        self._native.swap_contents(native)
+        self._native.raise_max_update_time(native.max_update_time())
+        self._native.set_scales(native.scales())
+
+    def _set_touched(self, touched: Any, number: int) -> None:
+        self._native.set_touched(touched, number)
+
+    @abstractmethod
+    def _client_lookup(self, ids: Tensor) -> Tensor:
+        """The rows of ``ids`` for a sync client, on CPU tensors."""
+
+    # --- what every update asks ---------------------------------------------------------------------------------------
+
+    def _rates(self, step: int) -> list[float]:
+        return check_rates(self.config.call_learning_rate_fns_fewer_ops(step), self.name)
+
+    def _count_skipped(self, occurrences: int) -> None:
+        if occurrences:
+            with self._counting:
+                self.skipped_gradients += occurrences
+
+    def _check_step(self, step: int) -> None:
+        if step < 0 and self._has_batch_softmax:
+            raise ConfigError(
+                f"table {self.name!r}: batch_softmax needs a global_step that is not negative, got {step}"
+            )
+
+    def _check_trains(self, operation: str) -> None:
+        if self.serving:
+            raise UnsupportedError(f"table {self.name!r}: {operation} is not supported by serving entries")
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    def to_proto(self) -> HashTableProto:
+        """A handle that `from_proto` finds this table by, in this process."""
+        return HashTableProto(
+            table_tensor=self.name,
+            dim_size=self.dim_size,
+            shared_name=self.name,
+            slot_expire_time_config=self.table_config.slot_expire_time_config.SerializeToString(),
+            learning_rate_tensor=self.name,
+            saver_parallel=self.saver_parallel,
+            extra_restore_names=self.extra_restore_names,
+        )
+
+    @staticmethod
+    def from_proto(proto: HashTableProto) -> Any:
+        """The registered table that a handle names."""
+        return registry.find(proto.shared_name or proto.table_tensor)
+
+    def close(self) -> None:
+        """Stops background eviction. The table itself stays usable."""
+        if self._eviction is not None:
+            self._eviction.stop()
+            self._eviction = None
+
+
+def sync_handle(sync_client: Any, name: str) -> Any:
+    """What a table attaches itself to: the handle of a sync client, or None."""
+    handle = getattr(sync_client, "handle", sync_client)
+    if handle is not None and not hasattr(handle, "attach_table"):
+        raise ConfigError(
+            f"table {name!r}: sync_client is one of create_parameter_sync_clients(), got {type(sync_client).__name__}"
+        )
+    return handle

@@ -1,0 +1,159 @@
+"""`RawTables`: tables in the order of their names, read and written all at once by ragged ids, flat or fused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.ragged import Ragged
+from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.fused import apply_blocks, fused_apply_gradient, fused_lookup, lookup_blocks
+from shoal.table.multi_type import concatenated_rates
+from shoal.table.table import HashTable
+
+
+class RawTables:
+    """Ids come as a `Ragged` (or ``(values, row_splits)``) with one row per table, values as one flat float32 vector,
+    table after table. `MultiHashTable` adds what goes by name."""
+
+    def __init__(self, name: str, tables: dict[str, HashTable]) -> None:
+        self.name = name
+        self._tables = tables
+        self.device = next((table.device for table in tables.values()), torch.device("cpu"))
+
+    @property
+    def table_names(self) -> list[str]:
+        return list(self._tables)
+
+    def get_table_dim_sizes(self) -> list[int]:
+        """The tables' dimensions, by sorted name."""
+        return [table.dim_size for table in self._tables.values()]
+
+    def get_ragged_id(self, slot_to_id: Mapping[str, Tensor]) -> Ragged:
+        """The ids of all T tables, one row per table in name order; names that do not exist are left out."""
+        ids = [as_ids(slot_to_id.get(name, ()), name, device=self.device).view(-1) for name in self._tables]
+        values = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device=self.device)
+        return Ragged.from_row_lengths(values, [part.numel() for part in ids])
+
+    def get_flat_value(self, slot_to_value: Mapping[str, Tensor]) -> Tensor:
+        """The values of all tables as one vector in the same order."""
+        self._check_names(slot_to_value)
+        parts = []
+        for name in self._tables:
+            values = torch.as_tensor(slot_to_value.get(name, ()), dtype=torch.float32, device=self.device)
+            parts.append(as_rows(values, values.numel(), 1, name, device=self.device).view(-1))
+        return torch.cat(parts) if parts else torch.empty(0, device=self.device)
+
+    def get_embeddings(self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor) -> dict[str, Tensor]:
+        """``{name: [n, dim]}`` of all tables from what `raw_lookup` gave for one request."""
+        floats, flat = self._flat(self._ragged(ragged_id), flat)
+        parts = torch.split(flat, floats)
+        return {
+            name: part.view(-1, table.dim_size) for (name, table), part in zip(self._tables.items(), parts, strict=True)
+        }
+
+    def raw_lookup(self, ragged_id: Ragged | tuple[Tensor, Tensor]) -> Tensor:
+        """Flat float32, table after table; several requests may be glued together (``T * R`` rows)."""
+        ids = self._ragged(ragged_id)
+        requests, rest = divmod(ids.nrows(), len(self._tables)) if self._tables else (0, ids.nrows())
+        if rest or (self._tables and requests == 0):
+            rows = f"a multiple of {len(self._tables)} rows of ids"
+            raise ConfigError(f"table {self.name!r}: raw_lookup takes {rows}, got {ids.nrows()}")
+        sizes = ids.row_lengths().contiguous()
+        dims = torch.tensor(self.get_table_dim_sizes(), dtype=torch.int64).repeat(requests)
+        values = as_ids(ids.values, self.name, device=self.device).view(-1)
+        return lookup_blocks(list(self._tables.values()), values, sizes, requests, int((sizes * dims).sum()))
+
+    def raw_assign(self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor, req_time: Any = None) -> Self:
+        """`assign` of all tables."""
+        ids = self._ragged(ragged_id)
+        values = self.get_embeddings(ids, flat)
+        parts = torch.split(as_ids(ids.values, self.name, device=self.device).view(-1), ids.row_lengths().tolist())
+        seconds = as_time(req_time, self.name)
+        for part, (name, table) in zip(parts, self._tables.items(), strict=True):
+            table.assign(part, values[name], seconds)
+        return self
+
+    def raw_apply_gradients(
+        self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor, global_step: Any = 0, req_time: Any = None
+    ) -> Self:
+        """`apply_gradients` of all tables."""
+        ids = self._ragged(ragged_id)
+        _, flat = self._flat(ids, flat)
+        step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
+        tables = list(self._tables.values())
+        apply_blocks(
+            tables,
+            as_ids(ids.values, self.name, device=self.device).view(-1),
+            ids.row_lengths().contiguous(),
+            1,
+            flat,
+            concatenated_rates(tables, step),
+            step,
+            seconds,
+            False,
+        )
+        return self
+
+    # --- fused ------------------------------------------------------------------------------------------------------
+
+    def fused_lookup(
+        self, ids: Tensor, fused_slot_size: Tensor, num_of_shards: int, req_time: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`shoal.table.fused_lookup` over all tables, by sorted name."""
+        return fused_lookup(list(self._tables.values()), ids, fused_slot_size, num_of_shards, req_time)
+
+    def fused_apply_gradient(
+        self,
+        ids: Tensor,
+        indices: Tensor | None,
+        fused_slot_size: Tensor,
+        id_grads: Tensor,
+        id_offsets: Tensor | None,
+        grad_offsets: Tensor | None,
+        global_step: Any,
+        req_time: Any,
+        num_of_shards: int,
+        enable_grad_accumulation: bool = False,
+    ) -> Self:
+        """`shoal.table.fused_apply_gradient` over all tables with the rates of ``global_step``."""
+        tables = list(self._tables.values())
+        fused_apply_gradient(
+            tables,
+            ids,
+            indices,
+            fused_slot_size,
+            id_grads,
+            id_offsets,
+            grad_offsets,
+            concatenated_rates(tables, global_step),
+            req_time,
+            global_step,
+            num_of_shards,
+            enable_grad_accumulation,
+        )
+        return self
+
+    def _ragged(self, ragged_id: Any) -> Ragged:
+        if isinstance(ragged_id, Ragged):
+            return ragged_id
+        values, row_splits = ragged_id
+        return Ragged(as_ids(values, self.name, device=self.device).view(-1), row_splits)
+
+    def _flat(self, ids: Ragged, flat: Tensor) -> tuple[list[int], Tensor]:
+        """The floats of each table for one request, and all of them as a checked vector."""
+        sizes = ids.row_lengths().tolist()
+        if len(sizes) != len(self._tables):
+            raise ConfigError(f"table {self.name!r}: a request has {len(self._tables)} rows of ids, got {len(sizes)}")
+        floats = [size * dim for size, dim in zip(sizes, self.get_table_dim_sizes(), strict=True)]
+        return floats, as_rows(flat, sum(floats), 1, self.name, device=self.device).view(-1)
+
+    def _check_names(self, names: Mapping[str, Any]) -> None:
+        for name in names:
+            if name not in self._tables:
+                known = ", ".join(self._tables) or "none"
+                raise KeyError(f"table {self.name!r}: there is no table {name!r}; there are {known}")
