@@ -14,10 +14,11 @@ constexpr int64_t kMaxTotal = int64_t{1} << 40;
 
 int64_t home_positions(int64_t capacity, double fill_rate) {
   if (capacity < 1) throw std::invalid_argument("a filter's capacity is at least 1, got " + std::to_string(capacity));
-  if (!(fill_rate >= 1) || !(static_cast<double>(capacity) * fill_rate < static_cast<double>(kMaxTotal)))
-    throw std::invalid_argument("a filter's fill_rate is at least 1 and its cells at most 2^40, got capacity " +
-                                std::to_string(capacity) + " and fill_rate " + std::to_string(fill_rate));
-  return static_cast<int64_t>(static_cast<double>(capacity) * fill_rate);
+  const double total = static_cast<double>(capacity) * fill_rate;
+  if (!(total >= 1 && total < static_cast<double>(kMaxTotal)))
+    throw std::invalid_argument("a filter's capacity * fill_rate is 1..2^40, got capacity " + std::to_string(capacity) +
+                                " and fill_rate " + std::to_string(fill_rate));
+  return static_cast<int64_t>(total);
 }
 }  // namespace
 

@@ -85,6 +85,16 @@ def test_sizes_of_blocks():
         HashFilter(0)
 
 
+def test_a_block_may_have_fewer_home_positions_than_ids():
+    block, reference = HashFilter(100, 0.25), ReferenceHashFilter(100, 0.25)
+    assert block.total_size == 25
+    ids = [i << 17 for i in range(200)]
+    assert [block.add(i) for i in ids] == [reference.add(i) for i in ids]
+    assert block.failure_count == reference.failure_count > 0
+    with pytest.raises(ValueError, match="fill_rate"):
+        HashFilter(1, 0.5)
+
+
 def test_a_block_saturates_and_reports_full():
     f = HashFilter(3)
     assert f.add(1, 20) == 0

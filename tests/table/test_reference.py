@@ -196,6 +196,21 @@ def test_dc_worked_example():
     assert dc.dump(state).dump[0].WhichOneof("type") == "sgd"
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "error"),
+    [
+        (table.BatchSoftmaxOptimizer(), ValueError),
+        (table.DynamicWdAdagradOptimizer(), NotImplementedError),
+        (table.OptimizerConfig(), ValueError),
+        (table.OptimizerConfig(dc=table.DcOptimizerConfig()), ValueError),
+        (table.AdamOptimizer(beta1=1.0), ValueError),
+    ],
+)
+def test_dc_wraps_only_what_a_segment_could_have(optimizer, error):
+    with pytest.raises(error, match="DcOptimizer: "):
+        table.DcOptimizer(0.5, optimizer, 2)
+
+
 def test_dc_forwards_and_dumps_the_wrapped_state():
     dc = table.DcOptimizer(0.5, table.AdagradOptimizer().as_proto(), 2)
     state, w = dc.init(), torch.tensor([0.5, -0.25])

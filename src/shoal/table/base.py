@@ -68,7 +68,10 @@ class TableBase(ABC):
         self._counting = threading.Lock()
         self._bad_gradient = _BAD_GRADIENT[on_bad_gradient]
         self._expiry = native_expiry(message.slot_expire_time_config)
-        layout = native_layout(message)
+        try:
+            layout = native_layout(message)
+        except ValueError as error:  # a row beyond what the core can address
+            raise ConfigError(f"table {name!r}: {error}") from None
         self.serving = layout.serving
         self._has_batch_softmax = any(
             s.opt_config.WhichOneof("type") == "batch_softmax" for s in message.entry_config.segments

@@ -10,6 +10,7 @@ from shoal.table.messages import OptimizerDump
 from shoal.table.optimizers import as_optimizer_config
 from shoal.table.reference.optimizers import State, reference_optimizer
 from shoal.table.reference.quantizers import stochastic_round_float16
+from shoal.table.validate import validate_optimizer
 
 
 class DcOptimizer:
@@ -28,6 +29,9 @@ class DcOptimizer:
         if dim_size < 1:
             raise ConfigError(f"DcOptimizer: dim_size must be above 0, got {dim_size}")
         config = as_optimizer_config(optimizer)
+        if config.WhichOneof("type") == "dc":
+            raise ConfigError("DcOptimizer: it wraps another kind of optimizer than dc")
+        validate_optimizer(config, dim_size, "DcOptimizer: ")
         self.lambda_ = float(lambda_)
         self.dim_size = int(dim_size)
         self._optimizer = reference_optimizer(config)

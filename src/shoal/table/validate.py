@@ -9,6 +9,7 @@ from shoal.fid import MAX_SLOT_V2
 from shoal.table.messages import (
     EmbeddingHashTableConfig,
     EntryConfig,
+    OptimizerConfig,
     SlotExpireTimeConfig,
     SlotOccurrenceThresholdConfig,
 )
@@ -67,19 +68,24 @@ def _validate_segment(segment: EntryConfig.Segment, serving: bool, where: str) -
                 f"{where}init_config.random_uniform.minval must not exceed maxval, "
                 f"got {uniform.minval:g} and {uniform.maxval:g}"
             )
-    optimizer = segment.opt_config.WhichOneof("type")
-    if optimizer is None:
+    validate_optimizer(segment.opt_config, segment.dim_size, where)
+
+
+def validate_optimizer(config: OptimizerConfig, dim_size: int, where: str = "") -> None:
+    """Raises `ConfigError` if no segment of ``dim_size`` weights can have this optimizer; see the table's."""
+    kind = config.WhichOneof("type")
+    if kind is None:
         raise ConfigError(f"{where}opt_config is not set; choose an optimizer such as adagrad")
-    _finite(getattr(segment.opt_config, optimizer), f"{where}opt_config.{optimizer}.")
-    message = getattr(segment.opt_config, optimizer)
+    message = getattr(config, kind)
+    _finite(message, f"{where}opt_config.{kind}.")
     for name in ("beta1", "beta2"):
         if name in message.DESCRIPTOR.fields_by_name and not 0 <= getattr(message, name) < 1:
-            raise ConfigError(f"{where}opt_config.{optimizer}.{name} must be in [0, 1), got {getattr(message, name):g}")
-    if optimizer == "dc":
+            raise ConfigError(f"{where}opt_config.{kind}.{name} must be in [0, 1), got {getattr(message, name):g}")
+    if kind == "dc":
         raise ConfigError(f"{where}opt_config.dc cannot be built from a table config; use DcOptimizer")
-    if optimizer == "batch_softmax" and segment.dim_size != 1:
-        raise ConfigError(f"{where}dim_size must be 1 with opt_config.batch_softmax, got {segment.dim_size}")
-    if optimizer == "dynamic_wd_adagrad" and segment.opt_config.dynamic_wd_adagrad.enable_dynamic_wd:
+    if kind == "batch_softmax" and dim_size != 1:
+        raise ConfigError(f"{where}dim_size must be 1 with opt_config.batch_softmax, got {dim_size}")
+    if kind == "dynamic_wd_adagrad" and message.enable_dynamic_wd:
         raise NotImplementedError(
             f"{where}opt_config.dynamic_wd_adagrad.enable_dynamic_wd has no public definition; set it to false"
         )
