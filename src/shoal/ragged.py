@@ -32,7 +32,8 @@ class Ragged:
     def __init__(self, values: Tensor | Ragged | Sequence[Any], row_splits: Tensor | Sequence[int]) -> None:
         if not isinstance(values, Tensor | Ragged):
             values = torch.as_tensor(values, dtype=None if len(values) else torch.int64)
-        row_splits = torch.as_tensor(row_splits)
+        if not isinstance(row_splits, Tensor):  # as_tensor would move a tensor to torch's default device
+            row_splits = torch.as_tensor(row_splits)
         if row_splits.dtype not in (torch.int64, torch.int32):
             raise ConfigError(f"row_splits are int64, got {row_splits.dtype}")
         row_splits = row_splits.long()
@@ -63,7 +64,8 @@ class Ragged:
     @classmethod
     def from_row_lengths(cls, values: Tensor | Ragged | Sequence[Any], row_lengths: Tensor | Sequence[int]) -> Ragged:
         """Rows of the given lengths, whose sum is the number of values."""
-        lengths = torch.as_tensor(row_lengths, dtype=torch.int64)
+        lengths = row_lengths if isinstance(row_lengths, Tensor) else torch.as_tensor(row_lengths, dtype=torch.int64)
+        lengths = lengths.to(torch.int64)
         if lengths.dim() != 1:
             raise ConfigError(f"row lengths are 1-D, got shape {list(lengths.shape)}")
         if not torch.compiler.is_compiling() and lengths.numel() and int(lengths.min()) < 0:

@@ -398,3 +398,25 @@ def test_multi_table_fused_calls_follow_the_sorted_names():
     entry = EntryDump.FromString(t.lookup_entry({"b": ids(1)})["b"][0])
     assert list(entry.num) == [-1, -1]
     assert entry.last_update_ts_sec == 9
+
+
+def test_several_tables_give_float32_on_the_cpu_whatever_torchs_defaults():
+    asked = torch.tensor([1, 2], device="cpu")
+    values = torch.tensor([[1.0, 2], [3, 4]], dtype=torch.float32, device="cpu")
+    multi = MultiHashTable.from_configs({"b": config(2), "a": config(2)}, name_suffix="m")
+    merged = MergedMultiTypeHashTable(
+        {"x": config(2), "y": config(2)}, lambda configs: MultiTypeHashTable(configs, factory)
+    )
+    with torch.device("meta"):  # as in `with torch.device("cuda")`; what lands here holds no numbers
+        multi.assign({"a": (asked, values)}).apply_gradients({"a": (asked, values), "b": ([1], [[1.0, 1.0]])}, 0)
+        assert {name: rows.tolist() for name, rows in multi.lookup({"a": asked, "b": [1]}).items()} == {
+            "a": [[0, 0], [0, 0]],
+            "b": [[-1, -1]],
+        }
+        assert multi.raw_lookup((asked, torch.tensor([0, 1, 2], device="cpu"))).tolist() == [0, 0, 0, 0]
+        assert multi.raw_lookup(([1, 1], [0, 1, 2])).tolist() == [0, 0, -1, -1]
+        rows, splits, id_offsets, offsets, _ = multi.fused_lookup(asked, [1, 1], 1)
+        multi.fused_apply_gradient(asked, asked, [1, 1], rows, id_offsets, offsets, 0, None, 1)
+        assert (splits.tolist(), offsets.tolist()) == ([4], [0, 2, 4])
+        merged.assign({"x": (asked, values), "y": ([3], [[5.0, 6.0]])})
+        assert merged.lookup({"x": [3], "y": asked})["x"].tolist() == [[5, 6]]

@@ -367,6 +367,31 @@ def test_bad_gradients_may_be_skipped_and_are_counted():
     assert t.skipped_gradients == 1
 
 
+@pytest.fixture(params=["float64 by default", "another device by default"])
+def torch_defaults(request):
+    if request.param.startswith("float64"):
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
+    else:
+        with torch.device("meta"):  # as in `with torch.device("cuda")`; what lands here holds no numbers
+            yield
+
+
+def test_tables_give_float32_on_the_cpu_whatever_torchs_defaults(torch_defaults):
+    t = one(2)
+    asked = torch.tensor([1, 2, 1], device="cpu")
+    values = torch.tensor([[1.0, 2], [3, 4], [5, 6]], dtype=torch.float32, device="cpu")
+    t.assign(asked, values)
+    for found in (t.lookup(asked), t.lookup([1, 2, 1]), t.lookup(asked, insert_missing=True)):
+        assert (found.dtype, found.device.type, found.tolist()) == (torch.float32, "cpu", [[5, 6], [3, 4], [5, 6]])
+    assert t.assign([7], [[1.0, 2.0]]).lookup([7, 8]).tolist() == [[1, 2], [0, 0]]
+    assert t.contains(asked).tolist() == [True] * 3
+    assert t.reinitialize([7, 9])[1].tolist() == [1, 0]
+    t.apply_gradients(asked, values, 0)
+    assert t.lookup([1, 2]).tolist() == [[-1, -2], [0, 0]]
+
+
 def test_strange_but_legal_input():
     t = one(2)
     assert t.lookup(ids()).shape == (0, 2)

@@ -14,11 +14,16 @@ MAX_TIME = (1 << 32) - 1
 CPU = torch.device("cpu")
 
 
+def as_tensor(given: Any) -> Tensor:
+    """A tensor as it is, anything else as a tensor; ``torch.as_tensor`` moves even tensors to the default device."""
+    return given if isinstance(given, Tensor) else torch.as_tensor(given)
+
+
 def as_ids(ids: Any, name: str, what: str = "ids", device: torch.device = CPU) -> Tensor:
     """Contiguous int64 on ``device``; a list is moved there, a tensor that is elsewhere is refused."""
     if not isinstance(ids, Tensor):
         try:
-            ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64).to(device)
+            ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"table {name!r}: {what} are an int64 tensor, got {type(ids).__name__} ({error})"
@@ -41,7 +46,7 @@ def as_rows(values: Any, n: int, dim: int, name: str, what: str = "values", devi
     """Contiguous float32 on ``device`` with exactly ``n * dim`` elements."""
     if not isinstance(values, Tensor):
         try:
-            values = torch.as_tensor(values, dtype=torch.float32).to(device)
+            values = torch.as_tensor(values, dtype=torch.float32, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"table {name!r}: {what} are a float32 tensor, got {type(values).__name__} ({error})"
@@ -54,7 +59,7 @@ def as_rows(values: Any, n: int, dim: int, name: str, what: str = "values", devi
             f"table {name!r}: {what} of shape {list(values.shape)} do not fit {n} ids of dim {dim}; "
             f"{n * dim} elements are needed"
         )
-    return values.detach().contiguous()
+    return values.detach().contiguous().resolve_neg()
 
 
 def as_time(time: Any, name: str, what: str = "req_time") -> int:

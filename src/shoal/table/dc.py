@@ -59,7 +59,7 @@ class DcOptimizer:
         self._step(state, w, grad + np.float32(self.lambda_) * grad * grad * (old - seen), lrs, global_step)
 
     def _step(self, state: State, w: torch.Tensor, g: np.ndarray, lrs: Any, global_step: int) -> None:
-        rates = torch.as_tensor(lrs, dtype=torch.float32).reshape(-1)
+        rates = torch.as_tensor(lrs, dtype=torch.float32, device="cpu").reshape(-1)
         if rates.numel() != 1:
             raise ConfigError(f"DcOptimizer: lrs holds one learning rate, got {rates.numel()}")
         old = self._vector("w", w)

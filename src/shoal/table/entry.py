@@ -138,7 +138,7 @@ class HashTableConfigInstance:
 
     def call_learning_rate_fns(self, global_step: Any = None) -> torch.Tensor:
         """The same as a float32 vector."""
-        return torch.tensor(self.call_learning_rate_fns_fewer_ops(global_step), dtype=torch.float32)
+        return torch.tensor(self.call_learning_rate_fns_fewer_ops(global_step), dtype=torch.float32, device="cpu")
 
     def __str__(self) -> str:
         rates = ", ".join(str(fn) for fn in self.learning_rate_fns)

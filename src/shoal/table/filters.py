@@ -206,7 +206,7 @@ class ProbabilisticFilter(_core.ProbabilisticFilter):
         """Without a ``table``, or for an id that is in it, never."""
         if table is None:
             return False
-        asked = torch.tensor([_int64(id)], device=getattr(table, "device", None))
+        asked = torch.tensor([_int64(id)], device=getattr(table, "device", "cpu"))
         if bool(table.contains(asked)[0]):
             return False
         return _should_be_filtered(self, id, count, threshold)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time, check_rates
+from shoal.table.arguments import as_ids, as_int, as_rows, as_tensor, as_time, check_rates
 from shoal.table.messages import EntryDump
 from shoal.table.table import HashTable
 
@@ -39,7 +39,7 @@ def fused_lookup(
     name = table_names(tables)
     ids = as_ids(ids, name, device=_device(tables)).view(-1)
     sizes, id_offsets, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
-    splits = offsets[:: len(tables)].diff() if tables else torch.zeros(num_of_shards, dtype=torch.int64)
+    splits = offsets[:: len(tables)].diff() if tables else torch.zeros(num_of_shards, dtype=torch.int64, device="cpu")
     told = _int32(splits, name), _int32(id_offsets, name), _int32(offsets, name)  # before memory is taken for them
     out = lookup_blocks(tables, ids, sizes, num_of_shards, int(offsets[-1]))
     return out, *told, ids
@@ -90,12 +90,10 @@ def fused_apply_gradient(
     sizes, begins, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
     _check_offsets("id_offsets", "ids", id_offsets, begins, name)
     _check_offsets("grad_offsets", "floats", grad_offsets, offsets, name)
-    if indices is not None and torch.as_tensor(indices).numel() != ids.numel():
-        raise ConfigError(
-            f"table {name!r}: indices are as many as the ids, {ids.numel()}, got {torch.as_tensor(indices).numel()}"
-        )
+    if indices is not None and (given := as_tensor(indices).numel()) != ids.numel():
+        raise ConfigError(f"table {name!r}: indices are as many as the ids, {ids.numel()}, got {given}")
     grads = as_rows(id_grads, int(offsets[-1]), 1, name, "id_grads", device).view(-1)
-    rates = torch.as_tensor(learning_rate_tensors, dtype=torch.float32).reshape(-1).tolist()
+    rates = torch.as_tensor(learning_rate_tensors, dtype=torch.float32, device="cpu").reshape(-1).tolist()
     needed = sum(len(table.table_config.entry_config.segments) for table in tables)
     if len(rates) != needed:
         raise ConfigError(f"table {name!r}: learning_rate_tensors has a rate per segment, {needed}, got {len(rates)}")
@@ -150,10 +148,10 @@ def _blocks(
     tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Any, num_of_shards: int, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sizes of the blocks, where their ids begin and where their floats begin, all int64."""
-    sizes = torch.as_tensor(fused_slot_size)
+    sizes = torch.as_tensor(fused_slot_size, device="cpu")
     if sizes.dtype not in (torch.int32, torch.int64):
         raise ConfigError(f"table {name!r}: fused_slot_size is int32, got {sizes.dtype}")
-    sizes = sizes.reshape(-1).long().cpu().contiguous()
+    sizes = sizes.reshape(-1).long().contiguous()
     if num_of_shards < 1:
         raise ConfigError(f"table {name!r}: num_of_shards must be at least 1, got {num_of_shards}")
     if sizes.numel() != len(tables) * num_of_shards:
@@ -167,7 +165,7 @@ def _blocks(
         raise ConfigError(
             f"table {name!r}: fused_slot_size adds up to the number of ids, {ids.numel()}, got {int(sizes.sum())}"
         )
-    dims = torch.tensor([table.dim_size for table in tables], dtype=torch.int64).repeat(num_of_shards)
+    dims = torch.tensor([t.dim_size for t in tables], dtype=torch.int64, device="cpu").repeat(num_of_shards)
     return sizes, _offsets(sizes), _offsets(sizes * dims)
 
 
@@ -184,7 +182,7 @@ def _int32(values: Tensor, name: str) -> Tensor:
 def _check_offsets(what: str, of: str, given: Any, expected: Tensor, name: str) -> None:
     if given is None:
         return
-    flat = torch.as_tensor(given).reshape(-1).long().cpu()
+    flat = torch.as_tensor(given, device="cpu").reshape(-1).long()
     short = expected[:-1]  # the last offset follows from the others
     if not (torch.equal(flat, expected) or torch.equal(flat, short)):
         raise ConfigError(
@@ -216,8 +214,8 @@ def hash_table_lookup_gradient(id_indices: Tensor, id_values: Tensor, input_grad
     ``id_indices`` is int64 ``[n, 2]`` with the row of each id first, ``id_values`` the ids ``[n]``, ``input_grads``
     ``[B, dim]``. Returns the ids, and for each the gradient of its row: ``[n, dim]``.
     """
-    rows = torch.as_tensor(id_indices)
-    ids = torch.as_tensor(id_values)
+    rows = as_tensor(id_indices)
+    ids = as_tensor(id_values)
     if rows.dim() != 2 or rows.shape[1] != 2 or rows.shape[0] != ids.numel():
         raise ConfigError(f"id_indices is [{ids.numel()}, 2] for {ids.numel()} ids, got {list(rows.shape)}")
     if input_grads.dim() != 2:
@@ -240,4 +238,4 @@ def extract_slot_from_entry(entries: Sequence[bytes], fid_v2: bool = True) -> Te
             slots.append(rule(EntryDump.FromString(entry).id))
         except Exception as error:
             raise DataError(f"entry {index} is not a serialized EntryDump ({len(entry)} bytes)") from error
-    return torch.tensor(slots, dtype=torch.int32)
+    return torch.tensor(slots, dtype=torch.int32, device="cpu")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
+from shoal.table.arguments import as_tensor
 from shoal.table.filters import ProbabilisticFilter
 
 
@@ -30,7 +31,7 @@ def intercept_gradient(filter: Any, ids: Tensor, embeddings: Tensor) -> Tensor:
     ``ids`` is int64 ``[n]``, ``embeddings`` ``[n, dim]``. The backward counts one occurrence for each row. A
     probabilistic filter, which would have to know the table, drops nothing here.
     """
-    ids = torch.as_tensor(ids)
+    ids = as_tensor(ids)
     if ids.dtype != torch.int64:
         raise ConfigError(f"intercept_gradient: ids are int64, got {ids.dtype}; convert them with .long()")
     if embeddings.dim() != 2 or embeddings.shape[0] != ids.numel():
@@ -41,7 +42,7 @@ def intercept_gradient(filter: Any, ids: Tensor, embeddings: Tensor) -> Tensor:
 
 def _filtered_rows(filter: Any, ids: Tensor) -> Tensor:
     ids = ids.detach().cpu().contiguous().view(-1)
-    drop = torch.zeros(ids.numel(), dtype=torch.bool)
+    drop = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
     if not isinstance(filter, _core.Filter):  # one of the user's own
         for i, id in enumerate(ids.tolist()):
             drop[i] = filter.should_be_filtered(id, 1)

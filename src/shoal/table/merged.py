@@ -166,6 +166,7 @@ def _merged_config(
 def _split(groups: dict[str, list[str]], found: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, slots in groups.items():
-        parts = torch.split(found[name], torch.as_tensor(sizes[name]).tolist())
+        of_slots = sizes[name].tolist() if isinstance(sizes[name], Tensor) else list(sizes[name])
+        parts = torch.split(found[name], of_slots)
         out.update(zip(slots, parts, strict=True))
     return out

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.ragged import Ragged
 from shoal.table import registry
 from shoal.table.arguments import as_ids, as_rows, as_time
 from shoal.table.base import sync_handle
@@ -160,17 +159,15 @@ class MultiHashTable(RawTables):
     ) -> MultiHashTable:
         """``{name: (ids, grads)}``; every occurrence of an id is a step of its own."""
         writes, seconds = self._writes(slot_to_id_and_grad, req_time, "grads")
-        ids = Ragged.from_row_lengths(
-            torch.cat([ids for ids, _ in writes.values()]) if writes else torch.empty(0, dtype=torch.int64),
-            [ids.numel() for ids, _ in writes.values()],
-        )
-        flat = torch.cat([grads.view(-1) for _, grads in writes.values()]) if writes else torch.empty(0)
+        ids = self._join_ids([ids for ids, _ in writes.values()])
+        flat = self._join([grads.view(-1) for _, grads in writes.values()], torch.float32)
         return self.raw_apply_gradients(ids, flat, global_step, seconds)
 
     def reinitialize(self, name: str, ids: Tensor) -> tuple[MultiHashTable, Tensor]:
         """Fresh rows; int32 ``[n]``: 1 existed, 0 inserted, -1 for all ids if there is no such table."""
         if name not in self._tables:
-            return self, torch.full((as_ids(ids, self.name, device=self.device).numel(),), -1, dtype=torch.int32)
+            n = as_ids(ids, self.name, device=self.device).numel()
+            return self, torch.full((n,), -1, dtype=torch.int32, device=self.device)
         return self, self._tables[name].reinitialize(ids)[1]
 
     def evict(self, max_update_time: Any = None) -> int:

@@ -79,7 +79,7 @@ class MultiTypeHashTable:
     def reinitialize(self, slot: str, ids: Tensor) -> tuple[Any, Tensor]:
         """Fresh rows; int32 ``[n]``: 1 existed, 0 inserted, -1 for all ids if the slot is unknown."""
         if slot not in self._tables:
-            return self, torch.full((as_ids(ids, slot).numel(),), -1, dtype=torch.int32)
+            return self, torch.full((as_ids(ids, slot).numel(),), -1, dtype=torch.int32, device="cpu")
         return self, self._tables[slot].reinitialize(ids)[1]
 
     def fused_lookup(

@@ -36,8 +36,7 @@ class RawTables:
     def get_ragged_id(self, slot_to_id: Mapping[str, Tensor]) -> Ragged:
         """The ids of all T tables, one row per table in name order; names that do not exist are left out."""
         ids = [as_ids(slot_to_id.get(name, ()), name, device=self.device).view(-1) for name in self._tables]
-        values = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device=self.device)
-        return Ragged.from_row_lengths(values, [part.numel() for part in ids])
+        return self._join_ids(ids)
 
     def get_flat_value(self, slot_to_value: Mapping[str, Tensor]) -> Tensor:
         """The values of all tables as one vector in the same order."""
@@ -46,7 +45,7 @@ class RawTables:
         for name in self._tables:
             values = torch.as_tensor(slot_to_value.get(name, ()), dtype=torch.float32, device=self.device)
             parts.append(as_rows(values, values.numel(), 1, name, device=self.device).view(-1))
-        return torch.cat(parts) if parts else torch.empty(0, device=self.device)
+        return self._join(parts, torch.float32)
 
     def get_embeddings(self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor) -> dict[str, Tensor]:
         """``{name: [n, dim]}`` of all tables from what `raw_lookup` gave for one request."""
@@ -64,7 +63,7 @@ class RawTables:
             rows = f"a multiple of {len(self._tables)} rows of ids"
             raise ConfigError(f"table {self.name!r}: raw_lookup takes {rows}, got {ids.nrows()}")
         sizes = ids.row_lengths().contiguous()
-        dims = torch.tensor(self.get_table_dim_sizes(), dtype=torch.int64).repeat(requests)
+        dims = torch.tensor(self.get_table_dim_sizes(), dtype=torch.int64, device="cpu").repeat(requests)
         values = as_ids(ids.values, self.name, device=self.device).view(-1)
         return lookup_blocks(list(self._tables.values()), values, sizes, requests, int((sizes * dims).sum()))
 
@@ -138,10 +137,20 @@ class RawTables:
         )
         return self
 
+    def _join(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.device)
+
+    def _join_ids(self, parts: list[Tensor]) -> Ragged:
+        """One row of ids per table; the lengths are for the host, wherever the ids are."""
+        lengths = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device="cpu")
+        return Ragged.from_row_lengths(self._join(parts, torch.int64), lengths)
+
     def _ragged(self, ragged_id: Any) -> Ragged:
         if isinstance(ragged_id, Ragged):
             return ragged_id
         values, row_splits = ragged_id
+        if not isinstance(row_splits, Tensor):
+            row_splits = torch.as_tensor(row_splits, device="cpu")
         return Ragged(as_ids(values, self.name, device=self.device).view(-1), row_splits)
 
     def _flat(self, ids: Ragged, flat: Tensor) -> tuple[list[int], Tensor]:

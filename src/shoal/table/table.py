@@ -155,7 +155,7 @@ class HashTable(TableBase):
     def contains(self, ids: Tensor) -> Tensor:
         """bool ``[n]``: which ids have a row."""
         ids = as_ids(ids, self.name)
-        out = torch.empty(ids.numel(), dtype=torch.bool)
+        out = torch.empty(ids.numel(), dtype=torch.bool, device="cpu")
         self._native.contains(ids.data_ptr(), ids.numel(), out.data_ptr())
         return out
 
@@ -230,7 +230,7 @@ class HashTable(TableBase):
     def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
         ids = as_ids(ids, self.name)
-        existed = torch.empty(ids.numel(), dtype=torch.int32)
+        existed = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
         self._native.reinitialize(ids.data_ptr(), ids.numel(), int(time.time()), existed.data_ptr())
         return self, existed
 

@@ -31,7 +31,7 @@ class TouchedKeySet(_core.TouchedKeys):
     def insert(self, ids: Any, table: int = 0) -> int:
         """Adds keys one by one; returns how many keys were dropped to make room."""
         if not isinstance(ids, torch.Tensor):
-            ids = torch.as_tensor(ids, dtype=torch.int64)
+            ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
         if ids.dtype != torch.int64:
             raise ConfigError(f"TouchedKeySet: keys are int64, got {ids.dtype}; convert them with .long()")
         flat = ids.detach().cpu().contiguous().view(-1)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from shoal import _core
@@ -216,7 +217,7 @@ def _load_member(
 
 
 def _write_ids(path: str, ids: Sequence[int]) -> None:
-    data = torch.tensor(ids, dtype=torch.int64).numpy().astype("<i8")
+    data = np.array(ids, "<i8")
     records = [data[i : i + _IDS_PER_RECORD].tobytes() for i in range(0, len(data), _IDS_PER_RECORD)]
     _core.write_records(naming.temporary_path(path), path, records)
 
@@ -225,7 +226,7 @@ def _read_ids(path: str, count: int) -> torch.Tensor:
     data = b"".join(_core.read_records(path))
     if len(data) != 8 * count:
         raise DataError(f"{path}: {len(data)} bytes of removed ids, the manifest says {count} ids")
-    return torch.frombuffer(bytearray(data), dtype=torch.int64)
+    return torch.from_numpy(np.frombuffer(bytearray(data), "<i8"))
 
 
 # --- what a table knows of its past -----------------------------------------------------------------------------------
