@@ -67,7 +67,8 @@ def sum_by_id(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     if ids.is_cuda:
         distinct, place = torch.unique(ids, return_inverse=True)
         return distinct, grads.new_zeros(distinct.shape[0], dim).index_add_(0, place, grads)
-    out_ids, out = torch.empty(n, dtype=torch.int64), torch.empty(n, dim)
+    out_ids = torch.empty(n, dtype=torch.int64, device="cpu")
+    out = torch.empty(n, dim, dtype=torch.float32, device="cpu")
     distinct = _core.sum_by_id(ids.data_ptr(), n, grads.data_ptr(), dim, out_ids.data_ptr(), out.data_ptr())
     return out_ids[:distinct].clone(), out[:distinct].clone()
 

@@ -25,9 +25,9 @@ def table_state(table: HashTable) -> dict[str, Tensor]:
     native = table.staged()._native
     copied = _core.copy_rows(native)
     n = len(copied)
-    ids, times = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
-    heads = torch.empty(n, copied.head_bytes, dtype=torch.uint8)
-    states = torch.empty(n, copied.row_bytes - copied.head_bytes, dtype=torch.uint8)
+    ids, times = (torch.empty(n, dtype=torch.int64, device="cpu") for _ in range(2))
+    heads = torch.empty(n, copied.head_bytes, dtype=torch.uint8, device="cpu")
+    states = torch.empty(n, copied.row_bytes - copied.head_bytes, dtype=torch.uint8, device="cpu")
     copied.copy_to(ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr())
     rows = heads if table.serving else heads.view(torch.float32).view(n, table.dim_size)
     config = table.table_config.entry_config.SerializeToString(deterministic=True)
@@ -37,7 +37,7 @@ def table_state(table: HashTable) -> dict[str, Tensor]:
         "state": states,
         "times": times,
         "config": torch.frombuffer(bytearray(config), dtype=torch.uint8),
-        "scales": torch.tensor(native.scales()),
+        "scales": torch.tensor(native.scales(), dtype=torch.float32, device="cpu"),
     }
 
 
