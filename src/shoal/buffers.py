@@ -20,7 +20,7 @@ idle_buffer_bytes = _core.idle_buffer_bytes
 def empty_rows(rows: int, columns: int) -> Tensor:
     """float32 ``[rows, columns]`` on the CPU, uninitialised."""
     if rows * columns * 4 < _LARGE_BYTES:
-        return torch.empty(rows, columns)
+        return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
     out = _core.empty_rows(rows, columns)
     if torch.are_deterministic_algorithms_enabled() and getattr(
         torch.utils.deterministic, "fill_uninitialized_memory", False
