@@ -86,9 +86,13 @@ def _row_bytes(tensor: Tensor) -> int:
     return size
 
 
+def plain_bytes(rows: Tensor) -> Tensor:
+    """Contiguous memory that holds the very values: a conjugation or a sign that is still pending is done."""
+    return rows.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def _split_cpu(indices: Tensor, tensor: Tensor, num_splits: int) -> list[Tensor]:
-    # The bytes are moved as they are, so what is pending (a conjugation, a sign) is done first.
-    indices, tensor = indices.contiguous(), tensor.detach().resolve_conj().resolve_neg().contiguous()
+    indices, tensor = indices.contiguous(), plain_bytes(tensor)
     histogram, counts = _count(indices, num_splits)
     outs = [tensor.new_empty((count, *tensor.shape[1:])) for count in counts]
     _core.split_rows(
@@ -109,7 +113,7 @@ def _check_unsplit(indices: Tensor, grads: list[Tensor]) -> None:
 
 
 def _unsplit_cpu(indices: Tensor, grads: list[Tensor]) -> Tensor:
-    indices, grads = indices.contiguous(), [g.contiguous() for g in grads]
+    indices, grads = indices.contiguous(), [plain_bytes(g) for g in grads]
     histogram, counts = _count(indices, len(grads))
     for s, grad in enumerate(grads):
         _inputs.check_same("split_by_indices", f"the gradient of part {s}", grad.shape[0], "its row count", counts[s])
