@@ -40,38 +40,38 @@ def _check_fid(fid: Fid) -> None:
         raise ConfigError(f"a fid has 64 bits, got {fid}")
 
 
-def slot_v1(fid: Fid) -> Fid:
+def slot_v1(f: Fid) -> Fid:
     """The slot of a v1 fid: its top 10 bits."""
-    _check_fid(fid)
-    return _shift_right(fid, 54)
+    _check_fid(f)
+    return _shift_right(f, 54)
 
 
-def slot_v2(fid: Fid) -> Fid:
+def slot_v2(f: Fid) -> Fid:
     """The slot of a v2 fid: bits 62..48, so -1 is slot 32767."""
-    _check_fid(fid)
-    return (fid >> 48) & MAX_SLOT_V2
+    _check_fid(f)
+    return (f >> 48) & MAX_SLOT_V2
 
 
-def _make(slot: int, signature: Fid, bits: int, max_slot: int, version: str) -> Fid:
+def _make(slot: int, sig: Fid, bits: int, max_slot: int, version: str) -> Fid:
     if not 0 <= slot <= max_slot:
         raise ConfigError(f"a {version} slot is 0..{max_slot}, got {slot}")
     high = slot << bits
     if high >= 1 << 63:
         high -= 1 << 64
-    return (signature & ((1 << bits) - 1)) | high
+    return (sig & ((1 << bits) - 1)) | high
 
 
-def make_v1(slot: int, signature: Fid) -> Fid:
+def make_v1(slot: int, sig: Fid) -> Fid:
     """The v1 fid of a slot (0..1023) and a signature, of which the low 54 bits count."""
-    return _make(slot, signature, 54, MAX_SLOT_V1, "v1")
+    return _make(slot, sig, 54, MAX_SLOT_V1, "v1")
 
 
-def make_v2(slot: int, signature: Fid) -> Fid:
+def make_v2(slot: int, sig: Fid) -> Fid:
     """The v2 fid of a slot (0..32767) and a signature, of which the low 48 bits count."""
-    return _make(slot, signature, 48, MAX_SLOT_V2, "v2")
+    return _make(slot, sig, 48, MAX_SLOT_V2, "v2")
 
 
-def v1_to_v2(fid: Fid) -> Fid:
+def v1_to_v2(f: Fid) -> Fid:
     """The v2 form of a v1 fid; the top 6 bits of its signature are lost."""
-    _check_fid(fid)
-    return (_shift_right(fid, 54) << 48) | (fid & _V2_SIGNATURE)
+    _check_fid(f)
+    return (_shift_right(f, 54) << 48) | (f & _V2_SIGNATURE)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental import _config as symbols
 from torch.utils import _pytree as pytree
 
 from shoal import Ragged, ops
@@ -162,6 +163,36 @@ def check_compiled(name, backend):
 @each
 def test_compiled_ops_give_the_same_values_and_gradients(name):
     check_compiled(name, "aot_eager")
+
+
+def grown(k):
+    """Arguments of more ids, rows and samples for a larger ``k``."""
+    torch.manual_seed(k)
+    rows = [torch.randint(0, 30, (1 + (k + b) % 3,)).tolist() for b in range(3 + k)]
+    sharded = ops.sharding_sparse_fids({"a": rows, "b": ids(9, 6), "c": rows[::-1]}, 2, CONFIG, True, "example_batch")
+    return {
+        "split_by_indices": (torch.randint(0, 3, (5 + k,)), f32(5 + k, 2)),
+        "fused_reorder_by_indices": ([torch.randint(-9, 9, (5 + k,)), torch.randint(0, 4, (3 + 2 * k,))],),
+        "unique_key": (Ragged.from_row_lengths(torch.randint(0, 6, (9 + 2 * k,)), [4 + k, 5 + k]),),
+        "reduce_mean": (torch.randint(0, 4, (5 + k, 1)), f32(5 + k, 2), ids(4 + k)),
+        "aligned_flat_concat": ([f32(3 + k), f32(2, 9 + k)],),
+        "fused_embedding_to_layout": ([f32(int(n)) for n in sharded.emb_size], *sharded[1:5]),
+    }
+
+
+@pytest.mark.parametrize("name", grown(0))
+def test_one_compiled_program_serves_all_sizes(name):
+    skip_layouts_on_old_torch(name)
+    function = CASES[name][0]
+    compiled = torch.compile(lambda *a: function(*a), fullgraph=True, dynamic=True, backend="aot_eager")
+    for k in (1, 2, 5, 11):
+        eager_args, compiled_args = fresh(grown(k)[name]), fresh(grown(k)[name])
+        want = function(*eager_args)
+        # Sizes that happen to be equal are not taken to be the same.
+        with torch._dynamo.config.patch(error_on_recompile=k > 1), symbols.patch(use_duck_shape=False):
+            got = compiled(*compiled_args)
+        assert_same(got, want)
+        assert_same(gradients(got, compiled_args), gradients(want, eager_args))
 
 
 @pytest.mark.parametrize("name", ["split_by_indices", "fused_embedding_to_layout"])

@@ -1,10 +1,14 @@
 """The configuration's dataclasses: proto bytes both ways."""
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.ops import FeatureConfig, FeatureConfigs, OutConfig, OutType, PoolingType, SliceConfig, TensorShape
+from shoal.ops.layout.plan import plan_of
 from shoal.proto import example_pb2 as pb
 
 
@@ -19,6 +23,45 @@ def test_golden_bytes():
     )
     assert config.SerializeToString() == data
     assert FeatureConfigs.FromString(data).SerializeToString() == data
+
+
+def small_config():
+    return FeatureConfigs(
+        feature_configs={"a": FeatureConfig(table="t", slice_dims=[1, 2])},
+        out_configs={"v": OutConfig([SliceConfig("a", 0, 2)], OutType.NONE, [[-1, 2]])},
+    )
+
+
+CHANGES = {
+    "a feature's widths": lambda c, spare: c.feature_configs["a"].slice_dims.pop(),
+    "a shape": lambda c, spare: c.out_configs["v"].shape.__setitem__(0, [-1, 3]),
+    "a size of a shape": lambda c, spare: c.out_configs["v"].shape[0].__setitem__(1, 3),
+    "the slices": lambda c, spare: c.out_configs["v"].slice_configs.append(spare),
+    "a slice": lambda c, spare: setattr(c.out_configs["v"].slice_configs[0], "end", 9),
+    "a feature": lambda c, spare: c.feature_configs.update(a=c.feature_configs.pop("b")),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "a copy"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_inside_a_used_configuration_is_noticed(change, copied):
+    config, spare = small_config(), SliceConfig("a", 0, 1)
+    config.feature_configs["b"] = FeatureConfig(table="t", slice_dims=[1])
+    assert plan_of(config).shapes == ((-1, 2),)
+    if copied:
+        config = pickle.loads(pickle.dumps(copy.deepcopy(config)))
+    CHANGES[change](config, spare)
+    with pytest.raises(ValueError, match="layout 'v'"):
+        plan_of(config)
+
+
+def test_lists_may_still_be_filled_after_they_were_given():
+    slices, shapes = [], []
+    config = FeatureConfigs({"a": FeatureConfig("t", 0, [2])}, {"v": OutConfig(slices, OutType.NONE, shapes)})
+    slices.append(SliceConfig("a", 0, 2))
+    shapes.append([-1, 2])
+    assert plan_of(config).shapes == ((-1, 2),)
+    assert config.out_configs["v"].shape == [[-1, 2]]
 
 
 def test_enum_numbers_are_those_of_the_wire():

@@ -86,6 +86,8 @@ def test_concat_and_split_have_gradients():
 def test_bad_arguments_of_concat_and_split_are_refused():
     with pytest.raises(ValueError, match="flat has 16"):
         aligned_flat_split([torch.ones(3), torch.ones(1)], torch.ones(16))
+    with pytest.raises(ValueError, match="need 32 floats"):
+        aligned_flat_split([torch.ones(3), torch.ones(1)], torch.ones(31))
     with pytest.raises(ValueError, match="1-D"):
         aligned_flat_split([torch.ones(3)], torch.ones(4, 4))
     with pytest.raises(ValueError, match="dtype"):

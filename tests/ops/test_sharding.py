@@ -91,6 +91,17 @@ def test_without_unique_every_occurrence_is_listed():
     assert got.shards["u:0"].tolist() == [10, 10]
 
 
+def test_names_without_a_configuration_may_hold_anything_but_tell_the_batch_size_where_nothing_else_does():
+    want = sharding_sparse_fids(IDS, 2, WORKED, True, "example")
+    more = {"label": torch.tensor([1.0, 0.0, 1.0]), "weights": [[0.5]] * 4, **IDS, "text": ["a", "b"]}
+    same(sharding_sparse_fids(more, 2, WORKED, True, "example"), want)
+    only = sharding_sparse_fids({"label": [[1], [2], []]}, 2, WORKED, True, "example")
+    assert only.batch_size.tolist() == [3]
+    assert only.fid_offset.numel() == 0
+    shared = sharding_sparse_fids({"user": torch.tensor([5]), "x": [[1], []]}, 1, WORKED, True, "example_batch")
+    assert shared.batch_size.tolist() == [2]
+
+
 def test_absent_features_are_shared_in_a_column_major_batch_only():
     only = {"user": IDS["user"]}
     rows = sharding_sparse_fids(only, 0, WORKED, True, "example")

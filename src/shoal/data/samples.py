@@ -90,8 +90,8 @@ class Samples:
     def empty(dense: int, features: int, *, ragged: bool = False, timed: bool = False) -> Samples:
         """No samples, of the right shape."""
         return Samples(
-            label=torch.empty(0),
-            dense=torch.empty(0, dense),
+            label=torch.empty(0, dtype=torch.float32),
+            dense=torch.empty(0, dense, dtype=torch.float32),
             ids=torch.empty(0, dtype=torch.int64) if ragged else torch.empty(0, features, dtype=torch.int64),
             offsets=torch.zeros(1, dtype=torch.int64) if ragged else None,
             time=torch.empty(0, dtype=torch.int64) if timed else None,
@@ -117,7 +117,7 @@ def _join(tensors: Sequence[Tensor], room: dict[str, np.ndarray] | None = None, 
 def from_block(block: _core.Block, dense: int, features: int, *, ragged: bool, timed: bool) -> Samples:
     """The samples of a native block."""
     n = block.rows
-    label, numbers = torch.empty(n), torch.empty(n, dense)
+    label, numbers = torch.empty(n, dtype=torch.float32), torch.empty(n, dense, dtype=torch.float32)
     ids = torch.empty(block.ids, dtype=torch.int64)
     offsets = torch.zeros(n * features + 1 if ragged else 1, dtype=torch.int64)
     time = torch.empty(n if timed else 0, dtype=torch.int64)

@@ -37,7 +37,7 @@ class _Fm(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         rows = rows.contiguous()
         n, features, dim = rows.shape
-        sums, out = torch.empty(n, dim), torch.empty(n)
+        sums, out = rows.new_empty(n, dim), rows.new_empty(n)
         _core.fm(rows.data_ptr(), n, features, dim, sums.data_ptr(), out.data_ptr())
         ctx.save_for_backward(rows, sums)
         ctx.set_materialize_grads(False)

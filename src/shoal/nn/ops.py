@@ -31,7 +31,7 @@ def _rows(
     if padding is None:
         return slot.lookup(ids, create)
     keep = ids != padding
-    out = torch.zeros(ids.shape[0], dim, device=ids.device)
+    out = torch.zeros(ids.shape[0], dim, dtype=torch.float32, device=ids.device)
     out[keep] = slot.lookup(ids[keep], create)
     return out
 
@@ -147,7 +147,7 @@ def _bag_gradient(
     grad = grad.float().contiguous()
     grad_rows, grad_weights = pool_gradient(grad, ids.shape[0], dim, offsets, weights, rows, kind, length)
     if rows is not None and keep is not None:
-        grad_weights = torch.zeros(n).masked_scatter_(keep, grad_weights)
+        grad_weights = grad_weights.new_zeros(n).masked_scatter_(keep, grad_weights)
     return _hand_over(handle, ids, grad_rows, tape), grad_weights
 
 

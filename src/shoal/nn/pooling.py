@@ -53,7 +53,7 @@ def pooled_shape(bags: int, dim: int, kind: int, length: int) -> list[int]:
 def pool(rows: Tensor, offsets: Tensor, weights: Tensor | None, kind: int, length: int) -> Tensor:
     """`pool_reference` without its gradient; all arguments are contiguous float32 and int64 CPU tensors."""
     bags = offsets.numel() - 1
-    out = torch.empty(pooled_shape(bags, rows.shape[1], kind, length))
+    out = torch.empty(pooled_shape(bags, rows.shape[1], kind, length), dtype=torch.float32, device="cpu")
     weights_at = 0 if weights is None else weights.data_ptr()
     _core.pool(
         offsets.data_ptr(),
@@ -82,7 +82,7 @@ def lookup_pool(
 ) -> Tensor:
     """`pool` of the rows of ``ids``, which are never all in memory at once."""
     bags = offsets.numel() - 1
-    out = torch.empty(pooled_shape(bags, dim, kind, length))
+    out = torch.empty(pooled_shape(bags, dim, kind, length), dtype=torch.float32, device="cpu")
     _core.lookup_pool(
         native,
         ids.data_ptr(),
@@ -104,7 +104,7 @@ def pool_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the ``n`` rows and, if ``rows`` are given, of their weights (else an empty tensor)."""
     grad_rows = empty_rows(n, dim)
-    grad_weights = torch.empty(0 if rows is None else n)
+    grad_weights = torch.empty(0 if rows is None else n, dtype=torch.float32, device="cpu")
     _core.pool_gradient(
         offsets.data_ptr(),
         offsets.numel() - 1,

@@ -1,5 +1,6 @@
 """What the ops accept at the door: tensors or nested lists, converted to the documented dtype, or an error by name."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,16 @@ def floats(value: Any, op: str, name: str) -> Tensor:
     return value
 
 
+def fit_empty(value: Tensor, *row: int) -> Tensor:
+    """Rows of the given shape where an empty list came, which says nothing of its rows."""
+    return value.reshape(0, *row) if value.dim() == 1 and value.shape[0] == 0 else value
+
+
+def constant(value: Tensor) -> Tensor:
+    """What an op takes to which no gradient flows."""
+    return value.detach() if value.requires_grad else value
+
+
 def number(value: Any, op: str, name: str) -> int:
     """A Python int out of an int or of a tensor (or list) with one element; a symbolic one while tracing."""
     if isinstance(value, int | torch.SymInt):
@@ -64,7 +75,10 @@ def int_list(values: Any, op: str, name: str, *, least: int = 0) -> list[int]:
     """A list of Python ints out of a sequence or a 1-D tensor."""
     if isinstance(values, Tensor):
         values = values.tolist()
-    out = [int(v) for v in values]
+    try:
+        out = [v if isinstance(v, int | torch.SymInt) else operator.index(v) for v in values]
+    except TypeError:
+        raise ConfigError(f"{op}: {name} is a list of ints, got {values!r}") from None
     if out and min(out) < least:
         raise ConfigError(f"{op}: {name}[{out.index(min(out))}] must be at least {least}, got {min(out)}")
     return out

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoal.errors import UnsupportedError
+
 _LIBRARY = torch.library.Library("shoal", "FRAGMENT")
 
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -26,7 +28,8 @@ class Op:
     (Triton stays out of `import shoal`); ``reference(*args)`` has the same meaning in plain torch, and serves every
     other device. On CUDA, arguments on the CPU follow the others to the device, except those whose numbers in the
     schema are in ``host``. An op that ``sums`` with atomics takes its reference where
-    `torch.use_deterministic_algorithms` is on (and more than a warning).
+    `torch.use_deterministic_algorithms` is on (and more than a warning). A ``backward`` is the gradient of another op:
+    to differentiate it once more raises, since there are no second derivatives.
     A plain eager call that needs no gradient skips the dispatcher, which would cost more than a small op itself.
     """
 
@@ -44,6 +47,7 @@ class Op:
         cuda: str | None = None,
         host: Sequence[int] = (),
         sums: bool = False,
+        backward: bool = False,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.reference = reference
@@ -61,11 +65,16 @@ class Op:
             _LIBRARY.impl(self.name, self._run_cuda, "CUDA")
         torch.library.register_fake(f"shoal::{self.name}", fake, lib=_LIBRARY)
         self.overload = getattr(torch.ops.shoal, self.name).default
+        if backward:
+            torch.library.register_autograd(f"shoal::{self.name}", self._no_second_derivative, lib=_LIBRARY)
 
     def register_gradient(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
         """Connects the op to autograd; both functions are as for `torch.library.register_autograd`."""
         self.differentiable = True
         torch.library.register_autograd(f"shoal::{self.name}", backward, setup_context=setup_context, lib=_LIBRARY)
+
+    def _no_second_derivative(self, ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError(f"shoal::{self.name} is a gradient, and second derivatives are not offered")
 
     @cached_property
     def kernel(self) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
     op = "aligned_flat_concat"
     parts = _inputs.float_list(inputs, op, "inputs")
     if not parts:
-        return torch.zeros(0)
+        return torch.zeros(0, dtype=torch.float32)
     if any(part.dtype != parts[0].dtype for part in parts):
         raise ConfigError(f"{op}: all inputs have one dtype, got {sorted({str(p.dtype) for p in parts})}")
     zeros = parts[0].new_zeros(ALIGN)
@@ -32,7 +32,9 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
     for part in parts:
         pieces.append(part.reshape(-1))
         gap = -part.numel() % ALIGN
-        if gap:
+        if torch.compiler.is_compiling():  # one program for all sizes
+            pieces.append(part.new_zeros(gap))
+        elif gap:
             if gap not in pads:
                 pads[gap] = zeros[:gap]
             pieces.append(pads[gap])
@@ -52,8 +54,9 @@ def aligned_flat_split(inputs: Any, flat: Any) -> list[Tensor]:
     for x in _inputs.tensors(inputs, op, "inputs"):
         shape = x.shape if isinstance(x, Tensor) else torch.as_tensor(x).shape
         count = shape.numel()
-        if at + count > flat.shape[0]:
-            raise ConfigError(f"{op}: the inputs need {at + count} floats or more, but flat has {flat.shape[0]}")
+        end = at + -(-count // ALIGN) * ALIGN
+        if end > flat.shape[0]:
+            raise ConfigError(f"{op}: the inputs need {end} floats or more, but flat has {flat.shape[0]}")
         outs.append(flat[at : at + count].view(shape))
-        at += -(-count // ALIGN) * ALIGN
+        at = end
     return outs

@@ -133,9 +133,13 @@ def _serialized(batch: Any, kind: int) -> list[bytes]:
 
 def _from_dict(batch: Mapping[str, Any], plan: Plan, kind: int) -> tuple[list[tuple[int, int, int, bool]], int, Any]:
     """Addresses per configured feature, the batch size, and the tensors that the addresses point into."""
-    size = None
+    size = ignored = None
     given: dict[str, tuple[Tensor, Tensor, bool]] = {}
+    wanted = set(plan.feature_names)
     for name, value in batch.items():
+        if name not in wanted:
+            ignored = len(value) if isinstance(value, Ragged | list | tuple) else ignored
+            continue
         if isinstance(value, Tensor):
             if kind != _EXAMPLE_BATCH or value.dim() != 1:
                 raise ConfigError(
@@ -152,6 +156,7 @@ def _from_dict(batch: Mapping[str, Any], plan: Plan, kind: int) -> tuple[list[tu
             raise ConfigError(f"{_OP}: feature {name!r} has {value.nrows()} samples, others have {size}")
         size = value.nrows()
         given[name] = value.tensor.cpu().contiguous(), value.row_splits.cpu().contiguous(), False
+    size = ignored if size is None else size  # the batch may hold none of our features
     if size is None and given:
         raise ConfigError(f"{_OP}: all features are shared, so nothing tells the batch size; give one that is not")
     size = size or 0

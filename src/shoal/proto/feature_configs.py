@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -33,6 +33,39 @@ class _Message:
     def __setattr__(self, name: str, value: Any) -> None:
         _Message.epoch += 1
         object.__setattr__(self, name, value)
+
+
+def _watched(kind: type, *methods: str) -> type:
+    """A subclass of a container whose changes count as changes of a configuration, too."""
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def change(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _Message.epoch += 1
+            return method(self, *args, **kwargs)
+
+        return change
+
+    members = {name: counted(getattr(kind, name)) for name in (*methods, "pop", "clear", "__setitem__", "__delitem__")}
+    return type(f"Watched{kind.__name__.title()}", (kind,), members | {"__module__": __name__})
+
+
+WatchedList = _watched(list, "append", "extend", "insert", "remove", "sort", "reverse", "__iadd__", "__imul__")
+WatchedDict = _watched(dict, "update", "popitem", "setdefault", "__ior__")
+
+
+def watch(value: Any) -> Any:
+    """The same configuration, the lists and dicts in it replaced by ones that count their changes."""
+    if isinstance(value, _Message):
+        for name in value.__dataclass_fields__:  # type: ignore[attr-defined]
+            object.__setattr__(value, name, watch(getattr(value, name)))
+    elif isinstance(value, list):
+        value = value if type(value) is WatchedList else WatchedList(value)
+        list.__setitem__(value, slice(None), [watch(item) for item in value])
+    elif isinstance(value, dict):
+        value = value if type(value) is WatchedDict else WatchedDict(value)
+        for item in value.values():
+            watch(item)
+    return value
 
 
 @dataclass
@@ -78,12 +111,14 @@ class FeatureConfig(_Message):
 class FeatureConfigs(_Message):
     """All features and layouts of a model, by name.
 
-    An op derives its work list from it at the first use and again after an attribute of any configuration was set or
-    an entry was added; numbers changed in place inside a list (``slice_dims``, ``dims``) are not noticed.
+    An op derives its work list from it at the first use, and again after a change of any configuration.
     """
 
     feature_configs: dict[str, FeatureConfig] = field(default_factory=dict)
     out_configs: dict[str, OutConfig] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_plan"}
 
     def SerializeToString(self) -> bytes:
         """Proto bytes of ``shoal.example.FeatureConfigs``, map entries in order of their names."""

@@ -162,7 +162,7 @@ def fused_gather_embeddings_by_input_gradient(
     size: int, grads: list[Tensor], offsets: list[Tensor], dims: list[int], scale: float
 ) -> Tensor:
     if not grads:
-        return torch.zeros(size)
+        return torch.zeros(size, dtype=torch.float32)
     grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
     out = grads[0].new_zeros(size)
     _run(out, offsets, grads, dims, scale, True)

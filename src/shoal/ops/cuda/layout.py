@@ -187,7 +187,7 @@ def embedding_to_layout(*args: Any) -> list[Tensor]:
     plan = plan_of_key(args[5])
     requests, total = _requests(plan, args), sum(args[4])
     embeddings = [e.detach().contiguous() for e in args[0]]
-    like: Any = embeddings[0] if embeddings else torch.zeros(0, device=args[1].device)
+    like: Any = embeddings[0] if embeddings else torch.zeros(0, dtype=torch.float32, device=args[1].device)
     added = _added(plan.key)
     outputs = []
     for i, shape in enumerate(plan.shapes):

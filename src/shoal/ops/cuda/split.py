@@ -11,6 +11,7 @@ from shoal.ops._inputs import check_same
 from shoal.ops.cuda import launch
 from shoal.ops.cuda.launch import WORDS, Kernel, as_words, blocks, pointer, upload
 from shoal.ops.cuda.partition import TILE, Partition, partition, place_in_part
+from shoal.ops.split.op import plain_bytes
 
 
 @Kernel
@@ -98,7 +99,7 @@ def _copy(indices: Tensor, made: Partition, parts: list[Tensor], rows: Tensor, b
 
 
 def split_by_indices(indices: Tensor, tensor: Tensor, num_splits: int) -> list[Tensor]:
-    indices, tensor = indices.contiguous(), tensor.detach().contiguous()
+    indices, tensor = indices.contiguous(), plain_bytes(tensor)
     made, sizes = _parts(indices, num_splits)
     outs = [tensor.new_empty((size, *tensor.shape[1:])) for size in sizes]
     _copy(indices, made, outs, tensor, False)
@@ -106,7 +107,7 @@ def split_by_indices(indices: Tensor, tensor: Tensor, num_splits: int) -> list[T
 
 
 def split_by_indices_backward(indices: Tensor, grads: list[Tensor]) -> Tensor:
-    indices, grads = indices.contiguous(), [g.contiguous() for g in grads]
+    indices, grads = indices.contiguous(), [plain_bytes(g) for g in grads]
     made, sizes = _parts(indices, len(grads))
     for s, (grad, size) in enumerate(zip(grads, sizes, strict=True)):
         check_same("split_by_indices", f"the gradient of part {s}", grad.shape[0], "its row count", size)

@@ -53,11 +53,11 @@ def fused_gather_embeddings_by_input_gradient(
     """
     op = "fused_gather_embeddings_by_input_gradient"
     size = _inputs.number(fused_embeddings_size, op, "fused_embeddings_size")
-    grads = _inputs.float_list(grads, op, "grads")
+    grads = [_inputs.constant(g) for g in _inputs.float_list(grads, op, "grads")]
     offsets = _offsets(op, embedding_offsets, "embedding_offsets")
     dims = _inputs.int_list(embedding_dims, op, "embedding_dims")
-    if len(grads) == len(dims):  # an empty list says nothing of its rows' width
-        grads = [g if g.dim() == 2 or g.numel() else g.reshape(0, d) for g, d in zip(grads, dims, strict=True)]
+    if len(grads) == len(dims):
+        grads = [_inputs.fit_empty(g, d) for g, d in zip(grads, dims, strict=True)]
     return _gradient(size, grads, offsets, dims, float(scale))
 
 
@@ -65,11 +65,14 @@ def _offsets(op: str, offsets: Any, name: str) -> list[Tensor]:
     return _inputs.integer_list(offsets, op, name)
 
 
-def _check_offsets(op: str, offsets: list[Tensor], dims: list[int]) -> None:
-    _inputs.check_same(op, "the number of widths", len(dims), "the number of offset vectors", len(offsets))
+def _check_gather(fused: Tensor, offsets: list[Tensor], dims: list[int]) -> None:
+    _inputs.check_same(_OP, "the number of widths", len(dims), "the number of offset vectors", len(offsets))
+    size = fused.numel()
     for m, o in enumerate(offsets):
         if o.dim() != 1:
-            raise ConfigError(f"{op}: offsets[{m}] is 1-D, got shape {list(o.shape)}")
+            raise ConfigError(f"{_OP}: offsets[{m}] is 1-D, got shape {list(o.shape)}")
+        if dims[m] > size and o.shape[0]:  # before rows of that width are made
+            raise ConfigError(f"{_OP}: width {dims[m]} of table {m} is more than the buffer's {size} floats")
 
 
 def _tables(offsets: list[Tensor], rows: list[Tensor], dims: list[int]) -> tuple[Any, ...]:
@@ -111,7 +114,7 @@ def _check_gradient(size: int, grads: list[Tensor], offsets: list[Tensor], dims:
 
 def _gradient_cpu(size: int, grads: list[Tensor], offsets: list[Tensor], dims: list[int], scale: float) -> Tensor:
     grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
-    out = grads[0].new_empty(size) if grads else torch.zeros(size, device="cpu")
+    out = grads[0].new_empty(size) if grads else torch.zeros(size, dtype=torch.float32, device="cpu")
     _core.fused_gather_gradient(out.data_ptr(), size, out.element_size(), scale, *_tables(offsets, grads, dims))
     return out
 
@@ -122,13 +125,14 @@ _gradient = Op(
     check=_check_gradient,
     cpu=_gradient_cpu,
     reference=reference.fused_gather_embeddings_by_input_gradient,
+    backward=True,
     cuda="gather:fused_gather_embeddings_by_input_gradient",
     sums=True,
     fake=lambda size, grads, offsets, dims, scale: grads[0].new_empty(size),
 )
 _gather = Op(
     "fused_gather_embeddings_by_input(Tensor fused, Tensor[] offsets, int[] dims) -> Tensor[]",
-    check=lambda fused, offsets, dims: _check_offsets(_OP, offsets, dims),
+    check=_check_gather,
     cpu=_gather_cpu,
     reference=reference.fused_gather_embeddings_by_input,
     cuda="gather:fused_gather_embeddings_by_input",

@@ -97,14 +97,15 @@ def fused_embedding_to_layout_grad(
     sizes = (nfl_size, feature_size, fid_size, emb_size)
     if version == 5 and all(size is None for size in sizes):
         version = 3
-    arguments = _arguments(
+    embeddings, *arguments = _arguments(
         op, embeddings_list, fid_list_row_split, fid_offset, feature_offset, nfl_offset, batch_size, variant_type,
         feature_cfgs, ps_num, fid_list_emb_row_lenth, sizes, version,
     )  # fmt: skip
-    grads = _inputs.float_list(layout_tensors_grad, op, "layout_tensors_grad")
+    embeddings = [_inputs.constant(e) for e in embeddings]
+    grads = [_inputs.constant(g) for g in _inputs.float_list(layout_tensors_grad, op, "layout_tensors_grad")]
     scale = layout_tensors_grad_scale
     scale = 1.0 if scale is None else float(scale.item() if isinstance(scale, Tensor) else scale)
-    return _layout_grad(grads, scale, *arguments)
+    return _layout_grad(grads, scale, embeddings, *arguments)
 
 
 def _arguments(
@@ -222,7 +223,8 @@ def _layout_reference(*args: Any) -> list[Tensor]:
 def _layout_fake(*args: Any) -> list[Tensor]:
     plan = plan_of_key(args[5])
     batch = sum(args[4])
-    return [args[0][0].new_empty([batch if s[0] == -1 else s[0], *s[1:]]) for s in plan.shapes]
+    like = args[0][0] if args[0] else args[1].new_empty(0, dtype=torch.float32)
+    return [like.new_empty([batch if s[0] == -1 else s[0], *s[1:]]) for s in plan.shapes]
 
 
 def _check_grads(plan: Plan, grads: list[Tensor], embeddings: list[Tensor], batch: int) -> None:
@@ -278,6 +280,7 @@ _layout_grad = Op(
     f"embedding_to_layout_grad(Tensor[] grads, float scale, {_SCHEMA}) -> Tensor[]",
     cpu=_layout_grad_cpu,
     reference=_layout_grad_reference,
+    backward=True,
     cuda="layout:embedding_to_layout_grad",
     host=(10, 11),
     sums=True,

@@ -18,6 +18,7 @@ from shoal.proto.feature_configs import (
     SliceConfig,
     _Message,
     shape_dims,
+    watch,
 )
 
 
@@ -64,16 +65,17 @@ def plan_of(configs: Any) -> Plan:
     """The plan of a configuration object, of its proto bytes, or of a protobuf message of the same fields."""
     if not isinstance(configs, FeatureConfigs):
         return plan_of_bytes(_message_bytes(configs))
-    now = (_Message.epoch, len(configs.feature_configs), len(configs.out_configs))
+    epoch = _Message.epoch
     cached = configs.__dict__.get("_plan")
-    if cached is not None and cached[0] == now:
+    if cached is not None and cached[0] == epoch:
         return cached[1]
     try:
         data = configs.SerializeToString()
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"feature_cfgs: a field has a value that its message cannot hold: {error}") from error
     plan = plan_of_bytes(data)
-    object.__setattr__(configs, "_plan", (now, plan))
+    watch(configs)
+    object.__setattr__(configs, "_plan", (epoch, plan))
     return plan
 
 

@@ -31,6 +31,8 @@ def map_id_to_embedding(ids: Any, embeddings: Any, input: Any, use_multi_threads
     op = "map_id_to_embedding"
     ids = _id_lists(op, ids)
     rows = _inputs.float_list(embeddings, op, "embeddings")
+    width = next((r.shape[1] for r in rows if r.dim() == 2), 0)
+    rows = [_inputs.fit_empty(r, width) for r in rows]
     return _map(ids, rows, _inputs.int64(input, op, "input"), bool(use_multi_threads))[0]
 
 
@@ -39,7 +41,7 @@ def map_id_to_embedding_gradient_back_prop(ids: Any, input: Any, grads: Any) -> 
     op = "map_id_to_embedding_gradient_back_prop"
     ids = _id_lists(op, ids)
     input = _inputs.int64(input, op, "input")
-    grads = _inputs.floats(grads, op, "grads")
+    grads = _inputs.constant(_inputs.floats(grads, op, "grads"))
     if grads.shape[:-1] != input.shape or grads.dim() != input.dim() + 1:
         raise ConfigError(f"{op}: grads have shape input.shape + [d], got {list(grads.shape)} for {list(input.shape)}")
     return _sum_into(_places(ids, input), grads, [i.shape[0] for i in ids])
@@ -59,16 +61,17 @@ def gather_embeddings_by_input(
         ``output`` of shape ``input.shape + [d]`` and ``index_mapping``, int64 ``input.shape``: positions in ``ids``.
     """
     op = "gather_embeddings_by_input"
-    ids = [_inputs.vector(ids, op, "ids")]
-    rows = [_inputs.floats(embeddings, op, "embeddings")]
-    return tuple(_map(ids, rows, _inputs.int64(input, op, "input"), bool(use_multi_threads)))
+    ids, rows = _inputs.vector(ids, op, "ids"), _inputs.floats(embeddings, op, "embeddings")
+    if rows.dim() != 2 or rows.shape[0] != ids.shape[0]:
+        raise ConfigError(f"{op}: embeddings have a row per id, {ids.shape[0]}, got shape {list(rows.shape)}")
+    return tuple(_map([ids], [rows], _inputs.int64(input, op, "input"), bool(use_multi_threads)))
 
 
 def gather_embeddings_by_ids_gradient_back_prop(ids: Any, grads: Any, index_mapping: Any) -> Tensor:
     """The gradient of `gather_embeddings_by_input`: ``out[index_mapping[k]] += grads[k]``, ``[len(ids), d]``."""
     op = "gather_embeddings_by_ids_gradient_back_prop"
     ids = _inputs.vector(ids, op, "ids")
-    grads = _inputs.floats(grads, op, "grads")
+    grads = _inputs.constant(_inputs.floats(grads, op, "grads"))
     index = _inputs.int64(index_mapping, op, "index_mapping").reshape(-1)
     if grads.dim() < 1 or grads.numel() != index.numel() * grads.shape[-1]:
         raise ConfigError(

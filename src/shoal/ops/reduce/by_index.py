@@ -72,6 +72,7 @@ def fused_sorted_segment_sum(indices: Any, values: Any, shapes: Any) -> list[Ten
 def _segment_sum(op: str, i: int, index: Any, value: Any, shape: Any) -> Tensor:
     index, value = _inputs.vector(index, op, f"indices[{i}]"), _inputs.floats(value, op, f"values[{i}]")
     shape = _inputs.int_list(shape, op, f"shapes[{i}]")
+    value = _inputs.fit_empty(value, *shape[1:])
     if value.dim() < 1 or len(shape) != value.dim() or list(value.shape[1:]) != shape[1:]:
         raise ConfigError(f"{op}: shapes[{i}] = {shape} does not fit values[{i}] of shape {list(value.shape)}")
     width = 1
@@ -90,8 +91,8 @@ def fused_reduce_sum_and_split(
         id_length: one number. split_dims: M ints.
     """
     op = "fused_reduce_sum_and_split"
-    values = _rows(op, id_values)
     dims = _inputs.int_list(split_dims, op, "split_dims")
+    values = _rows(op, _inputs.fit_empty(_inputs.floats(id_values, op, "id_values"), sum(dims)))
     _inputs.check_same(op, "the sum of split_dims", sum(dims), "the width of id_values", values.shape[1])
     total = sum_by_index(
         _inputs.vector(id_indices, op, "id_indices"), values, _inputs.number(id_length, op, "id_length")
@@ -184,6 +185,7 @@ _reduce_backward = Op(
     check=_check_backward,
     cpu=_backward_cpu,
     reference=reference.reduce_by_index_backward,
+    backward=True,
     cuda="reduce:reduce_by_index_backward",
     fake=lambda grad, index, how, values, norm: grad.new_empty((index.shape[0], grad.shape[1])),
 )

@@ -41,6 +41,8 @@ def fused_reduce_and_split_gpu(splits: Any, embeddings: Any, slice_dims: Any, na
     cuts = [_inputs.int_list(s, _OP, f"slice_dims[{i}]") for i, s in enumerate(slice_dims)]
     if not splits and not rows and not cuts:
         return []
+    if len(rows) == len(cuts):
+        rows = [_inputs.fit_empty(r, sum(cut)) for r, cut in zip(rows, cuts, strict=True)]
     return _reduce(splits, rows, [d for cut in cuts for d in cut], [len(cut) for cut in cuts])
 
 
@@ -124,6 +126,7 @@ _reduce_backward = Op(
     check=_check_backward,
     cpu=_backward_cpu,
     reference=lambda splits, grads, rows, counts: reference.reduce_and_split_backward(splits, grads, counts),
+    backward=True,
     cuda="reduce:reduce_and_split_backward",
     fake=lambda splits, grads, rows, counts: [
         grads[0].new_empty((n, sum(cut)))
@@ -188,6 +191,7 @@ _first_n_backward = Op(
     check=_check_first_n_backward,
     cpu=_first_n_backward_cpu,
     reference=reference.first_n_backward,
+    backward=True,
     cuda="reduce:first_n_backward",
     fake=lambda grad, row_splits, n: grad.new_empty((n, grad.shape[2])),
 )

@@ -46,12 +46,14 @@ def reorder_by_indices(input: Any, shard_ids: Any, num_of_shards: int) -> tuple[
     if not isinstance(input, Tensor):
         input = torch.as_tensor(input, device="cpu")
         input = input.float() if input.dim() == 2 else input.long() if input.numel() == 0 else input
+    input = _inputs.constant(input)
     if input.dim() not in (1, 2):
         raise ConfigError(f"{op}: input is 1-D or 2-D, got shape {list(input.shape)}")
     if input.dim() == 2 and input.shape[1] == 0:
         raise ConfigError(f"{op}: a 2-D input has at least one column, got shape {list(input.shape)}")
     keys = _keys(input if input.dim() == 1 else input[:, 0])
-    order, sizes = _reorder(keys, _inputs.vector(shard_ids, op, "shard_ids"), int(num_of_shards))
+    shards = _inputs.number(num_of_shards, op, "num_of_shards")
+    order, sizes = _reorder(keys, _inputs.vector(shard_ids, op, "shard_ids"), shards)
     return input.to(order.device).index_select(0, order), sizes
 
 
@@ -131,7 +133,8 @@ def fused_reorder_by_indices(
     op = "fused_reorder_by_indices"
     ids = _inputs.vector_list(inputs, op, "inputs")
     wish = -1 if rank0_empty_shard is None else int(rank0_empty_shard)
-    return FusedReorder(*_fused_reorder(ids, int(num_of_shards), _inputs.int_list(dim_sizes, op, "dim_sizes"), wish))
+    shards = _inputs.number(num_of_shards, op, "num_of_shards")
+    return FusedReorder(*_fused_reorder(ids, shards, _inputs.int_list(dim_sizes, op, "dim_sizes"), wish))
 
 
 def _check_fused(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int) -> None:

@@ -29,7 +29,7 @@ def split_by_indices(indices: Any, tensor: Any, num_splits: int) -> list[Tensor]
     """
     op = "split_by_indices"
     tensor = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor, device="cpu")
-    return _split(_inputs.int64(indices, op, "indices"), tensor, int(num_splits))
+    return _split(_inputs.int64(indices, op, "indices"), tensor, _inputs.number(num_splits, op, "num_splits"))
 
 
 def ragged_split_by_indices(indices: Any, num: Any, num_splits: int) -> tuple[list[Ragged], list[Ragged]]:
@@ -49,9 +49,8 @@ def ragged_split_by_indices(indices: Any, num: Any, num_splits: int) -> tuple[li
     """
     op = "ragged_split_by_indices"
     num = _inputs.ragged(num, op, "num")
-    values, pos, splits = _ragged_split(
-        _inputs.int64(indices, op, "indices"), num.values, num.row_splits, int(num_splits)
-    )
+    parts = _inputs.number(num_splits, op, "num_splits")
+    values, pos, splits = _ragged_split(_inputs.int64(indices, op, "indices"), num.values, num.row_splits, parts)
     return (
         [Ragged.trusted(v, s) for v, s in zip(values, splits, strict=True)],
         [Ragged.trusted(p, s) for p, s in zip(pos, splits, strict=True)],
@@ -87,8 +86,13 @@ def _row_bytes(tensor: Tensor) -> int:
     return size
 
 
+def plain_bytes(rows: Tensor) -> Tensor:
+    """Contiguous memory that holds the very values: a conjugation or a sign that is still pending is done."""
+    return rows.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def _split_cpu(indices: Tensor, tensor: Tensor, num_splits: int) -> list[Tensor]:
-    indices, tensor = indices.contiguous(), tensor.detach().contiguous()
+    indices, tensor = indices.contiguous(), plain_bytes(tensor)
     histogram, counts = _count(indices, num_splits)
     outs = [tensor.new_empty((count, *tensor.shape[1:])) for count in counts]
     _core.split_rows(
@@ -109,7 +113,7 @@ def _check_unsplit(indices: Tensor, grads: list[Tensor]) -> None:
 
 
 def _unsplit_cpu(indices: Tensor, grads: list[Tensor]) -> Tensor:
-    indices, grads = indices.contiguous(), [g.contiguous() for g in grads]
+    indices, grads = indices.contiguous(), [plain_bytes(g) for g in grads]
     histogram, counts = _count(indices, len(grads))
     for s, grad in enumerate(grads):
         _inputs.check_same("split_by_indices", f"the gradient of part {s}", grad.shape[0], "its row count", counts[s])
@@ -126,6 +130,7 @@ _unsplit = Op(
     check=_check_unsplit,
     cpu=_unsplit_cpu,
     reference=reference.split_by_indices_backward,
+    backward=True,
     cuda="split:split_by_indices_backward",
     fake=lambda indices, grads: grads[0].new_empty((indices.shape[0], *grads[0].shape[1:])),
 )

@@ -55,7 +55,8 @@ def fill_with_offset_map_gradient(pos: Any, grad: Any, value_offset_map: Ragged,
     ``grad``'s slices at all offsets of its key."""
     op = "fill_with_offset_map_gradient"
     pos, offset_splits, offsets, dims = _map_arguments(op, pos, value_offset_map, dims)
-    return _gradient(pos.tensor, pos.row_splits, _inputs.floats(grad, op, "grad").float(), offset_splits, offsets, dims)
+    grad = _inputs.constant(_inputs.floats(grad, op, "grad")).float()
+    return _gradient(pos.tensor, pos.row_splits, grad, offset_splits, offsets, dims)
 
 
 def finalize_shared_tensor(shared_tensor_handles: Any, dtype: torch.dtype, shape: Any) -> Tensor:
@@ -91,7 +92,11 @@ def finalize_shared_tensor(shared_tensor_handles: Any, dtype: torch.dtype, shape
             [f.offset_splits for f in fills], [f.offsets for f in fills],
             [d for f in fills for d in f.dims], [len(f.dims) for f in fills], buffer,
         )  # fmt: skip
-    return _Connect.apply(buffer, fills, *[f.value for f in fills]) if fills else buffer
+    if not fills:
+        return buffer
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        buffer = buffer.clone()  # made while serving, so that no graph may hold it
+    return _Connect.apply(buffer, fills, *[f.value for f in fills])
 
 
 class _Connect(torch.autograd.Function):
@@ -269,6 +274,7 @@ _gradient = Op(
     check=_check_gradient,
     cpu=_gradient_cpu,
     reference=reference.fill_with_offset_map_gradient,
+    backward=True,
     cuda="unique:fill_with_offset_map_gradient",
     sums=True,
     fake=lambda pos, pos_splits, grad, offset_splits, offsets, dims: grad.new_empty(new_size()),

@@ -76,7 +76,7 @@ class Shard:
         if table is None or len(ids) != 8 * n:
             return None
         tensor = as_tensor(ids, torch.int64)
-        rows = torch.empty(n * table.dim_size)
+        rows = torch.empty(n * table.dim_size, dtype=torch.float32, device="cpu")
         table._native.lookup(tensor.data_ptr(), n, rows.data_ptr(), 0)
         return rows
 
@@ -170,7 +170,7 @@ class Shard:
     def _insert(self, request: Request) -> Tensor:
         parts = []
         for table, ids in self._with_ids(request):
-            out = torch.empty(ids.numel(), table.dim_size)
+            out = torch.empty(ids.numel(), table.dim_size, dtype=torch.float32, device="cpu")
             table._native.lookup_or_insert(ids.data_ptr(), ids.numel(), request.req_time, out.data_ptr())
             parts.append(out.view(-1))
         flat = torch.cat(parts) if len(parts) > 1 else parts[0]
