@@ -43,10 +43,6 @@ class PeerError(ShoalError, ConnectionError):
     """Another process died, disconnected or answered with an error."""
 
 
-class DistributedError(ShoalError, RuntimeError):
-    """Base of what goes wrong between the ranks of one job."""
-
-
 class MissingExtraError(ShoalError, ImportError):
     """An optional package is needed; the message holds the exact ``pip install`` line."""
 
