@@ -71,6 +71,26 @@ def test_feedback_is_what_lets_the_small_components_arrive():
     assert run_ranks(2, quadratic, False, 60, timeout_s=60) == [3.5, 3.5]
 
 
+def overflow(rank, world):
+    model = DistributedDataParallel(nn.Linear(64, 32, bias=False))
+    state = TopKState(0.1, start_step=0, min_numel=1)
+    model.register_comm_hook(state, topk_hook)
+    parameter = model.module.weight
+    remembered = []
+    for step in range(3):
+        model.zero_grad()
+        scale = float("inf") if step == 1 and rank == 1 else 1.0
+        (model(torch.ones(1, 64)).sum() * scale).backward()
+        assert bool(torch.isfinite(parameter.grad).all()) is (step != 1)
+        remembered.append(state.memory[parameter].clone())
+    assert all(bool(torch.isfinite(m).all()) for m in remembered)
+    assert torch.equal(remembered[0], remembered[1]) is (rank == 1)
+
+
+def test_infinity_reaches_all_ranks_and_stays_out_of_the_memory():
+    run_ranks(2, overflow, timeout_s=60)
+
+
 def by_name(rank, world):
     for name, kw in (("powersgd", {"matrix_approximation_rank": 1}), ("fp16", {}), ("allreduce", {})):
         state, hook = make_hook(name, **kw)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.comm.collectives import all_gather_single
-from shoal.errors import ConfigError
+from shoal.errors import CompressionError, ConfigError
 from shoal.train.compressed import pack, unpack
-from shoal.train.compression import CompressedGradient, compress_with_feedback, topk_count
+from shoal.train.compression import CompressedGradient, compress_gradients, compress_with_feedback, topk_count
 from shoal.train.exchange import divide_
 
 
@@ -22,7 +22,9 @@ class TopKState:
         start_step: this many first steps are plain all-reduces, while gradients are large and everywhere.
         min_numel: parameters with fewer elements always are.
 
-    The memory of unsent parts is kept by parameter, since DDP rebuilds its buckets after the first backward.
+    The memory of unsent parts is kept by parameter, since DDP rebuilds its buckets after the first backward. NaN and
+    infinity are sent on like any value, so that all ranks see them (a ``GradScaler`` then skips the step on all); the
+    memory of that parameter stays as it was.
     """
 
     def __init__(
@@ -54,7 +56,10 @@ class TopKState:
 
     def compress(self, parameter: Tensor, gradient: Tensor) -> CompressedGradient:
         kept = self.memory.get(parameter) if self.error_feedback else None
-        sent, rest = compress_with_feedback(gradient, kept, self.ratio, self.decay)
+        try:
+            sent, rest = compress_with_feedback(gradient, kept, self.ratio, self.decay)
+        except CompressionError:
+            return compress_gradients([gradient], self.ratio, nonfinite="keep")[0]
         if self.error_feedback:
             self.memory[parameter] = rest
         return sent
