@@ -416,6 +416,12 @@ def mpi_case(rank, world):
 
 
 def aggregate_everything(t):
+    for algorithm in ("native", "ordered", "ring"):
+        total = AllReduceAggregator(config(t), t, algorithm=algorithm, average=False)
+        for dtype in (torch.int64, torch.int16, torch.int8, torch.uint8):
+            (got,) = total.aggregate([torch.arange(3).to(dtype) + t.rank])
+            assert got.dtype == dtype
+            assert got.tolist() == [i * t.world_size + sum(range(t.world_size)) for i in range(3)]
     rank, world = t.rank, t.world_size
     results = {}
     for algorithm in ("auto", "native", "ring", "ordered"):

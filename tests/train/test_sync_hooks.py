@@ -117,6 +117,14 @@ def test_helpers_of_one_process_share_whatever_their_order(monkeypatch):
     assert not SyncHelper(3, True).get_restore_status()  # the next job's
 
 
+def test_the_parameter_sync_hook_comes_from_here_too():
+    from shoal import serving, train
+
+    assert train.ParameterSyncHook is serving.ParameterSyncHook
+    with pytest.raises(AttributeError, match="Nothing"):
+        train.Nothing  # noqa: B018
+
+
 class Timer:
     def __init__(self):
         self.log = []

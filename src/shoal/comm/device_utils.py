@@ -14,7 +14,7 @@ from shoal.errors import ConfigError
 _GPU_PLACEMENT_ALLOWED = False
 
 CPU = "/device:CPU:0"
-VARIABLE_TYPES = frozenset({"Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp", "ReadVariableOp"})
+VARIABLE_TYPES = frozenset({"Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp"})
 _PARTS = ("job", "replica", "task", "device")
 _contexts = threading.local()
 
@@ -157,7 +157,9 @@ def _is_string_constant(op: Any) -> bool:
     if getattr(op, "type", None) != "Const":
         return False
     dtype = getattr(op, "dtype", None)
-    return dtype is str or dtype is bytes or str(getattr(dtype, "name", dtype)).lower() in ("string", "str", "bytes")
+    if dtype is str or dtype is bytes or getattr(dtype, "kind", "") in ("U", "S"):
+        return True
+    return str(getattr(dtype, "name", dtype)).lower() in ("string", "str", "bytes")
 
 
 def get_device_fn(cluster: Any = None, task: Any = None) -> Callable[[Any], str] | None:
