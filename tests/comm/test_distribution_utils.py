@@ -678,6 +678,13 @@ def test_contexts_merge_and_say_where_they_are(env):
     assert not inside("GPU")
 
 
+def test_public_names_come_from_the_package_too():
+    import shoal.comm
+
+    for module in (du, device_utils):
+        assert all(getattr(shoal.comm, name) is getattr(module, name) for name in module.__all__)
+
+
 def test_placement_functions(env):
     assert device_utils.get_visible_gpus(9, 4) == "2"
     for bad in (0, 1.0, True):

@@ -11,6 +11,21 @@ import torch
 from shoal.comm.launch_env import is_mpi_mode
 from shoal.errors import ConfigError
 
+__all__ = [
+    "default_device_fn",
+    "device_rule",
+    "disable_gpu_training",
+    "enable_gpu_training",
+    "get_device_fn",
+    "get_visible_gpus",
+    "input_device_fn",
+    "is_gpu_training",
+    "maybe_device_if_allowed",
+    "model_device_fn",
+    "serving_input_device_fn",
+    "within_placement_context_of",
+]
+
 _GPU_PLACEMENT_ALLOWED = False
 
 CPU = "/device:CPU:0"

@@ -79,7 +79,7 @@ class ProcessGroupTransport(BaseTransport):
         now = time.monotonic()
         if now - self._looked > POLL_S:  # a look at the store takes longer than a small send
             self._looked = now
-            self._closed_peers()
+            self._check_peer(dest)
         if dest in self._gone:
             raise self._lost(dest, "it closed its transport")
         self._outbox(dest).put(view, Deadline(self.default_timeout_s))
@@ -100,6 +100,13 @@ class ProcessGroupTransport(BaseTransport):
             sent = self._closed_peers().get(src)
             if sent is not None and inbox.sequence >= sent.get(str(self.rank), 0) and not inbox.ready:
                 raise self._lost(src, "it closed its transport")
+
+    def _check_peer(self, peer: int) -> None:
+        """Raises unless both this transport and the peer's are open, as far as the store knows."""
+        if self._closed:
+            raise self._closed_error()
+        if peer in self._closed_peers():
+            raise self._lost(peer, "it closed its transport")
 
     def _closed_peers(self) -> dict[int, dict[str, int]]:
         """Peers that closed, each with the number of messages that it had sent to whom; kept, since none comes back."""
