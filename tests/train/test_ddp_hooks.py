@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShapeError
 from shoal.testing import run_ranks
 from shoal.train import TopKState, make_hook, topk_hook
 
@@ -89,6 +89,23 @@ def overflow(rank, world):
 
 def test_infinity_reaches_all_ranks_and_stays_out_of_the_memory():
     run_ranks(2, overflow, timeout_s=60)
+
+
+def test_memory_is_saved_by_name_and_comes_back(tmp_path):
+    model, other = make_model(), make_model()
+    state = TopKState(0.1)
+    state.step = 7
+    for parameter in model.parameters():
+        state.compress(parameter, torch.randn_like(parameter))
+    torch.save(state.state_dict(model), tmp_path / "state")
+    again = TopKState(0.1)
+    again.load_state_dict(torch.load(tmp_path / "state", weights_only=True), other)
+    assert again.step == 7
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(state.memory[a], again.memory[b])
+    with pytest.raises(ShapeError, match=r"0\.weight"):
+        again.load_state_dict(state.state_dict(model), nn.Sequential(nn.Linear(3, 3)))
+    assert again.step == 7
 
 
 def by_name(rank, world):
