@@ -115,12 +115,13 @@ def start_group() -> None:
         rank=rank_,
         world_size=size_,
         timeout=timedelta(seconds=TIMEOUT_S),
-        **_rendezvous(size_, local_size_),
+        **rendezvous(size_, local_size_),
     )
     logger.info("process group of %d ranks started on rank %d", size_, rank_)
 
 
-def _rendezvous(size_: int, local_size_: int) -> dict[str, Any]:
+def rendezvous(size_: int, local_size_: int) -> dict[str, Any]:
+    """How ``init_process_group`` lets this job's ranks meet."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address and port:
         return {"init_method": "env://"}
