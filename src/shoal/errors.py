@@ -43,10 +43,6 @@ class PeerError(ShoalError, ConnectionError):
     """Another process died, disconnected or answered with an error."""
 
 
-class DistributedError(ShoalError, RuntimeError):
-    """Base of what goes wrong between the ranks of one job."""
-
-
 class MissingExtraError(ShoalError, ImportError):
     """An optional package is needed; the message holds the exact ``pip install`` line."""
 
@@ -84,7 +80,7 @@ class AggregationError(DistributedError):
 
 
 class StepAborted(DistributedError):
-    """No rank applied this step because ``failed_ranks`` (ascending) could not compute their gradients."""
+    """No rank applied this step because ``failed_ranks`` (ascending) failed in it."""
 
     def __init__(self, failed_ranks: Iterable[int]) -> None:
         self.failed_ranks = sorted(failed_ranks)
@@ -92,7 +88,7 @@ class StepAborted(DistributedError):
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.failed_ranks))
-        return f"step aborted before aggregation: computing gradients failed on rank(s) {ranks}; see their logs"
+        return f"step aborted, no rank applied it: rank(s) {ranks} failed; see their logs"
 
 
 class PipelineError(DistributedError):

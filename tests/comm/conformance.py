@@ -2,6 +2,7 @@
 on processes and under mpirun alike; what a case returns is checked by `judge`."""
 
 import os
+import queue
 import threading
 import time
 
@@ -16,6 +17,14 @@ def kind(call):
     except TransportError as error:
         return error.kind
     return None
+
+
+def in_two_threads(call):
+    """A queue that gets what each of two calls at once raised."""
+    ended = queue.Queue()
+    for _ in range(2):
+        threading.Thread(target=lambda: ended.put(kind(call)), daemon=True).start()
+    return ended
 
 
 def order(t):
@@ -35,7 +44,7 @@ def reuse(t):
     data = bytearray(b"a" * 1000)
     t.send((t.rank + 1) % t.world_size, data)
     data[:] = b"b" * 1000
-    assert t.recv((t.rank - 1) % t.world_size) == b"a" * 1000
+    assert t.recv((t.rank - 1) % t.world_size, timeout=float("inf")) == b"a" * 1000
     t.barrier()
 
 
@@ -91,15 +100,25 @@ def too_large(t):
 def one_reader(t):
     """A second thread that receives from the same source is told so."""
     src = (t.rank - 1) % t.world_size
-    kinds = []
-    reader = threading.Thread(target=lambda: kinds.append(kind(lambda: t.recv(src, timeout=20))))
-    reader.start()
-    time.sleep(0.2)
-    assert kind(lambda: t.recv(src, timeout=1)) == "protocol"
+    ended = in_two_threads(lambda: t.recv(src, timeout=20))
+    assert ended.get(timeout=20) == "protocol"
     t.barrier()
     t.send((t.rank + 1) % t.world_size, b"x")
-    reader.join()
-    assert kinds == [None]
+    assert ended.get(timeout=20) is None
+    t.barrier()
+
+
+def one_in_the_barrier(t):
+    """So is a second thread that enters the barrier."""
+    if t.rank == 0:
+        ended = in_two_threads(lambda: t.barrier(timeout=20))
+        assert ended.get(timeout=20) == "protocol"
+        for peer in range(1, t.world_size):
+            t.send(peer, b"come in")
+        assert ended.get(timeout=20) is None
+    else:
+        assert t.recv(0, timeout=20) == b"come in"
+        t.barrier()
     t.barrier()
 
 
@@ -160,12 +179,11 @@ def closed(t):
         assert t.recv(0) == b"last words"
     assert kind(lambda: t.recv(0, timeout=20)) == "peer_lost"
     assert kind(lambda: t.barrier(timeout=20)) == "peer_lost"
-    time.sleep(0.2)
     assert kind(lambda: t.send(0, b"too late")) == "peer_lost"
     assert time.monotonic() - began < 10
 
 
-CASES = [order, reuse, big, bad_rank, timeout, too_large, one_reader, threads, stats, closed]
+CASES = [order, reuse, big, bad_rank, timeout, too_large, one_reader, one_in_the_barrier, threads, stats, closed]
 
 
 def run_all(t):

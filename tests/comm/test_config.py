@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from shoal.comm import DistributedConfig, ProcessGroupTransport
 from shoal.errors import ConfigError
-from shoal.testing import run_ranks
+from shoal.testing import mpi_unavailable, run_mpi, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,18 @@ def test_the_environment_of_torchrun(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "::1")
     monkeypatch.setenv("MASTER_PORT", "5000")
     assert DistributedConfig.from_env() == DistributedConfig(4, 1, "[::1]:5000")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    assert DistributedConfig.from_env() == DistributedConfig(4, 1, "[::1]:5000")
     monkeypatch.setenv("RANK", "one")
     with pytest.raises(ConfigError, match="RANK"):
         DistributedConfig.from_env()
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match="RANK is not set"):
+        DistributedConfig.from_env()
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("MASTER_PORT")
+    assert DistributedConfig.from_env() == DistributedConfig(3, 2)
 
 
 def starts(rank, world):
@@ -110,3 +119,17 @@ def test_starting_a_group():
         2, starts_by_address, port, timeout_s=40, backend=None, env={"TORCHELASTIC_USE_AGENT_STORE": "False"}
     )
     assert got == [b"\1", b"\0"]
+
+
+@pytest.mark.skipif(mpi_unavailable() is not None, reason=str(mpi_unavailable()))
+def test_mpirun_starts_a_group_without_further_settings():
+    assert run_mpi(2, meets, timeout_s=60) == [(0, 2, b"\1"), (1, 2, b"\0")]
+
+
+def meets(rank, world):
+    config = DistributedConfig.from_env()
+    t = config.init(timeout_s=30)
+    t.send(1 - rank, bytes([rank]))
+    got = t.recv(1 - rank)
+    t.barrier()
+    return config.rank, config.world_size, got

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import SessionConfig, apply_session_config, device_utils, hvd_lib, write_alltoall_metrics
+from shoal.comm import SessionConfig, apply_session_config, device_utils, hvd_lib
 from shoal.comm import distribution_utils as du
 from shoal.comm.session import device_index
 from shoal.errors import ConfigError
@@ -117,8 +117,9 @@ def test_switches_are_integers_or_words(env, text, value):
     assert du.env_int("MONOLITH_X", 5) == value
 
 
-def test_another_switch_is_refused_by_name(env):
-    env(MONOLITH_X="perhaps")
+@pytest.mark.parametrize("text", ["perhaps", " ", "1.5", "0x1"])
+def test_another_switch_is_refused_by_name(env, text):
+    env(MONOLITH_X=text)
     with pytest.raises(ValueError, match="MONOLITH_X"):
         du.env_int("MONOLITH_X", 0)
 
@@ -356,6 +357,13 @@ def test_try_init_cuda_swallows_errors(env, monkeypatch, caplog):
     assert "division" in caplog.text
 
 
+def test_a_bad_local_rank_leaves_no_half_written_environment(env):
+    env(OMPI_COMM_WORLD_LOCAL_RANK="")
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_LOCAL_RANK"):
+        du.try_init_cuda()
+    assert "CUDA_DEVICE_ORDER" not in os.environ
+
+
 # bps_init
 
 
@@ -479,6 +487,28 @@ def test_an_interface_without_address_is_empty_with_a_warning(env, starts, caplo
     assert os.environ["DMLC_NODE_HOST"] == ""
     assert "nosuch0" in caplog.text
     assert du._interface_ipv4("lo") == "127.0.0.1"
+    assert du._interface_ipv4("") == du._interface_ipv4("lo" * 10) == ""
+
+
+@pytest.mark.parametrize(
+    ("variable", "names", "kept"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", True),
+        ("GLOO_SOCKET_IFNAME", "nosuch0,lo", True),
+        ("GLOO_SOCKET_IFNAME", "nosuch0", False),
+        ("GLOO_SOCKET_IFNAME", "l", False),
+        ("NCCL_SOCKET_IFNAME", "l", True),
+        ("NCCL_SOCKET_IFNAME", "=l", False),
+        ("NCCL_SOCKET_IFNAME", "^nosuch0", True),
+    ],
+)
+def test_only_interfaces_that_nobody_has_are_hidden(env, monkeypatch, caplog, variable, names, kept):
+    env(**{variable: names})
+    hidden = []
+    monkeypatch.setattr(os, "unsetenv", hidden.append)
+    hvd_lib._hide_missing_interfaces()
+    assert (hidden == []) is kept
+    assert (variable in caplog.text) is not kept
 
 
 # Benchmarks
@@ -648,6 +678,13 @@ def test_contexts_merge_and_say_where_they_are(env):
     assert not inside("GPU")
 
 
+def test_public_names_come_from_the_package_too():
+    import shoal.comm
+
+    for module in (du, device_utils):
+        assert all(getattr(shoal.comm, name) is getattr(module, name) for name in module.__all__)
+
+
 def test_placement_functions(env):
     assert device_utils.get_visible_gpus(9, 4) == "2"
     for bad in (0, 1.0, True):
@@ -700,41 +737,6 @@ def test_get_device_fn_over_its_table(env, sync, mpi, num_ps, local):
 # Processes
 
 
-class Writer:
-    def __init__(self):
-        self.seen = {}
-
-    def add_scalar(self, name, value, step):
-        self.seen[name] = value
-
-    add_histogram = add_scalar
-
-
-def write_metrics(writer):
-    write_alltoall_metrics(
-        writer,
-        3,
-        all_fids_size=5,
-        shard_sizes=[2, 3],
-        sharded_slot_sizes=[1],
-        fused_embedding_splits=[4],
-        slot_sizes={"7": 11},
-        splits={"id": [50, 3, 9], "emb": [1, 1, 1], "grad": [1]},
-    )
-
-
-def test_alltoall_metrics_are_written_only_when_asked_for(env):
-    writer = Writer()
-    write_metrics(writer)
-    assert writer.seen == {}
-    du.FLAGS.enable_alltoall_metrics = True
-    write_metrics(writer)
-    assert sorted(writer.seen) == ["all_fids_size", "fused_embedding_splits", "shard_sizes", "sharded_slot_sizes"]
-    du.FLAGS.enable_alltoall_metrics_for_slot = "7"
-    write_metrics(writer)
-    assert writer.seen["7_size"] == 11
-
-
 def train_like(rank, world, launcher):
     """What both launchers must agree on."""
     du.FLAGS.enable_sync_training = True
@@ -757,6 +759,14 @@ def train_like(rank, world, launcher):
     assert hvd_lib.allreduce(torch.tensor([float(rank)])).item() == (world - 1) / 2
     assert hvd_lib.allreduce(torch.tensor([rank]), average=False).item() == sum(range(world))
     assert hvd_lib.broadcast(torch.tensor([rank]), 1).item() == 1
+    for dtype in (torch.int16, torch.bool, torch.bfloat16, torch.complex64, torch.uint8, torch.float64):
+        ones = torch.ones(2 * world, 3).to(dtype)
+        for got in (hvd_lib.broadcast(torch.full_like(ones, rank), 1), hvd_lib.alltoall(ones, [2] * world)):
+            assert torch.equal(got, ones)
+            assert got.dtype == dtype
+        assert torch.equal(hvd_lib.allgather(ones), ones.repeat(world, 1))
+        assert dtype == torch.bool or torch.equal(hvd_lib.allreduce(ones), ones)
+        assert hvd_lib.alltoall(ones[:0], [0] * world).shape == (0, 3)
     rows = torch.arange(world * 2).reshape(world * 2, 1) + 100 * rank
     splits = [2] * world
     got = hvd_lib.alltoall(rows, splits)
@@ -767,15 +777,6 @@ def train_like(rank, world, launcher):
         [torch.ones(1) * rank, torch.ones(2), torch.tensor([rank]), torch.ones(1)], average=False
     )
     assert [t.tolist() for t in group] == [[sum(range(world))], [world] * 2, [sum(range(world))], [world]]
-    writer = Writer()
-    du.FLAGS.enable_alltoall_metrics = True
-    du.FLAGS.enable_alltoall_metrics_for_slot = "7"
-    write_metrics(writer)
-    assert ("Alltoall_id_dist" in writer.seen) is True
-    assert ("Alltoall_id_splits" in writer.seen) is (rank == 0)
-    if rank == 0:
-        assert (writer.seen["Alltoall_id_max_idx"], writer.seen["Alltoall_id_max_size"]) == (2, 9)
-        assert writer.seen["Alltoall_grad_sizes"] == 1
     os.environ["BYTEPS_TELEMETRY_ON"] = "1"
     hvd_lib.push_pull(torch.ones(3), name="w")
     assert [(n, c) for n, _, _, c in hvd_lib.get_telemetry()] == [("PushPull.w", 1)]

@@ -53,8 +53,10 @@ def test_nan_payloads_minus_zero_and_strides_survive():
     odd = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000, 0x7F812345], dtype=torch.int32).view(torch.float32)
     strided = torch.arange(12.0).reshape(3, 4).t()[1:, ::2]
     grad = torch.ones(2, requires_grad=True)
-    back = deserialize_tensors(memoryview(bytearray(serialize_tensors([odd, strided, grad]))))
+    lone = torch.arange(6.0)[4::2]  # one element with stride 2
+    back = deserialize_tensors(memoryview(bytearray(serialize_tensors([odd, strided, grad, lone]))))
     assert same(back[0], odd)
+    assert back[3].tolist() == [4.0]
     assert torch.equal(back[1], strided)
     assert torch.equal(back[2], grad.detach())
 

@@ -230,6 +230,30 @@ def test_a_killed_rank_is_lost_to_the_others(where):
     assert results[0] == results[2] == ("peer_lost", True)
 
 
+def full_queue(rank, world):
+    """Rank 0 sends more than may wait for rank 1, which takes none of it and closes."""
+    from shoal.comm import mailboxes
+
+    mailboxes.QUEUED_BYTES = 1000
+    t = ProcessGroupTransport(default_timeout_s=40)
+    if rank == 1:
+        assert t.recv(0) == b"begin"
+        time.sleep(0.5)
+        t.close()
+        dist.barrier()
+        return "closed"
+    t.send(1, b"begin")
+    t.send(1, bytes(900))
+    with pytest.raises(TransportError) as caught:
+        t.send(1, bytes(900))
+    dist.barrier()
+    return caught.value.kind
+
+
+def test_a_send_that_waits_for_room_sees_that_the_peer_closed():
+    assert run_ranks(2, full_queue, timeout_s=30) == ["peer_lost", "closed"]
+
+
 def second_transport(rank, world):
     for i in range(3):
         with ProcessGroupTransport(default_timeout_s=10) as t:

@@ -36,7 +36,7 @@ def test_the_shape_of_first_n_is_fixed():
 
 def test_max_seq_length():
     assert [c.max_seq_length for c in (ReduceSum(), ReduceMean(), FirstN(3))] == [0, 0, 3]
-    for bad in (0, -1):
+    for bad in (0, -1, 2.5):
         with pytest.raises((ValueError, AssertionError), match=str(bad)):
             FirstN(bad)
     with pytest.raises(TypeError):

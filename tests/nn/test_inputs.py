@@ -149,7 +149,7 @@ def keyed_forms():
 @pytest.mark.parametrize("form", ["KeyedJaggedTensor", "mapping", "attributes"])
 @pytest.mark.parametrize("per_key", [False, True])
 def test_ids_by_key_come_out_side_by_side_or_by_key(form, per_key):
-    table = {"u": make_table(), "i": make_table(), "unused": make_table()} if per_key else make_table()
+    table = {"u": make_table(), "i": make_table()} if per_key else make_table()
     ids = keyed_forms()[form]
     assert HashEmbeddingBag(table)(ids).tolist() == [[3.0, 30.0, 3.0, 30.0], [0.0, 0.0, 4.0, 40.0]]
     by_key = HashEmbeddingBag(table, output="dict")(ids)
@@ -166,6 +166,37 @@ def test_tables_of_different_width_stand_side_by_side():
     tables = {"u": make_table(), "i": shoal.HashTable(3, initializer="zeros")}
     out = HashEmbeddingBag(tables)({"u": [[7]], "i": [[1]]})
     assert out.tolist() == [[1.0, 10.0, 0.0, 0.0, 0.0]]
+
+
+def test_columns_follow_the_tables_whatever_the_order_of_the_batch():
+    tables = {"u": make_table(), "i": shoal.HashTable(1, initializer="zeros")}
+    bag = HashEmbeddingBag(tables)
+    one, other = {"u": [[7], [8]], "i": [[1], []]}, {"i": [[1], []], "u": [[7], [8]]}
+    assert bag(one).tolist() == bag(other).tolist() == [[1.0, 10.0, 0.0], [2.0, 20.0, 0.0]]
+    assert list(HashEmbeddingBag(tables, output="dict")(other)) == ["i", "u"]
+
+
+def test_a_batch_that_lacks_a_key_is_refused_side_by_side_and_taken_by_key():
+    tables = {"u": make_table(), "i": make_table(), "c": make_table()}
+    with pytest.raises(ConfigError, match=r"lacks \['i', 'c'\]"):
+        HashEmbeddingBag(tables)({"u": [[7]]})
+    with pytest.raises(ConfigError, match="lacks"):
+        HashEmbeddingBag(tables)({})
+    with pytest.raises(ConfigError, match="none for 'x'"):
+        HashEmbeddingBag(tables, output="dict")({"u": [[7]], "x": [[7]]})
+    assert HashEmbeddingBag(tables, output="dict")({"i": [[9]]})["i"].tolist() == [ROWS[9]]
+    assert HashEmbeddingBag(tables, output="dict")({}) == {}
+
+
+def test_keys_that_are_numbers_find_their_tables():
+    bag = HashEmbeddingBag({1: make_table(), 2: make_table()})
+    assert bag({1: [[7]], 2: [[8]]}).tolist() == [[*ROWS[7], *ROWS[8]]]
+    assert HashEmbedding({1: make_table()})({1: torch.tensor([9])})[1].tolist() == [ROWS[9]]
+
+
+def test_weights_of_a_key_without_ids_are_refused():
+    with pytest.raises(ConfigError, match="'uu'"):
+        HashEmbeddingBag(make_table())({"u": [[7]]}, per_sample_weights={"uu": [[2.0]]})
 
 
 def test_keyed_ids_with_empty_batches_and_weights():

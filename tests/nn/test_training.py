@@ -393,6 +393,23 @@ def test_a_closure_is_run_and_its_loss_returned():
 
     assert optimizer.step(closure=closure).item() == 0.0
     assert rows(table, 1) == [[-1.0]]
+    assert optimizer.step(closure).item() == -1.0  # as torch's optimizers take it
+    assert optimizer.global_step == 2
+
+
+def test_tables_of_one_name_are_clipped_each():
+    tables = {key: shoal.HashTable(1, name="same", optimizer=shoal.Sgd(lr=1.0), initializer="zeros") for key in "ui"}
+    bag = HashEmbeddingBag(tables)
+    optimizer = SparseOptimizer(bag)
+    (bag({"u": [[1]], "i": [[2]]}) * torch.tensor([3.0, 4.0])).sum().backward()
+    assert {name: grads.tolist() for name, (_, grads) in optimizer.gradients().items()} == {
+        "same": [[3.0]],
+        "same#2": [[4.0]],
+    }
+    assert optimizer.clip_grad_norm(1.0).item() == pytest.approx(5.0)
+    optimizer.step()
+    assert rows(tables["u"], 1)[0][0] == pytest.approx(-0.6)
+    assert rows(tables["i"], 2)[0][0] == pytest.approx(-0.8)
 
 
 def test_the_optimizers_state_is_small_and_comes_back():

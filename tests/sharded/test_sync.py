@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shoal.comm import FLAGS
 from shoal.sharded import (
     AllToAllHashTable,
     DistributedMultiTypeHashTableMpi,
@@ -271,7 +272,7 @@ def test_spread_over_ranks_is_measured():
         add_histogram=lambda name, values, step: seen.__setitem__(name, values.tolist()),
     )
     metrics.set_alltoall_writer(writer)
-    metrics.flags.enable_alltoall_metrics, metrics.flags.enable_alltoall_metrics_for_slot = True, "b"
+    FLAGS.enable_alltoall_metrics, FLAGS.enable_alltoall_metrics_for_slot = True, "b"
     try:
         table = DistributedMultiTypeHashTableMpi(1, lambda r: native(r, {"a": config(1), "b": config(2)}))
         ids = {"a": T([1, 1, 2]), "b": T([5, 6, 7])}
@@ -291,7 +292,7 @@ def test_spread_over_ranks_is_measured():
         assert seen["Alltoall_grad_splits"] == [1, 2, 3]
     finally:
         metrics.set_alltoall_writer(None)
-        metrics.flags.enable_alltoall_metrics, metrics.flags.enable_alltoall_metrics_for_slot = False, None
+        FLAGS.enable_alltoall_metrics, FLAGS.enable_alltoall_metrics_for_slot = False, None
 
 
 def test_one_table_over_ranks_is_one_table():

@@ -261,14 +261,17 @@ def test_half_gradients_are_summed_in_float32_and_rounded_once():
     assert run_threads(4, many)[0].item() == float(torch.tensor((2048 + 3) / 4).half())
 
 
-def test_nan_and_infinity_pass_through_to_all_ranks():
+@pytest.mark.parametrize("algorithm", ["ring", "ordered"])
+def test_nan_infinity_and_overflow_pass_through_to_all_ranks(algorithm):
+    inf = float("inf")
+    by_rank = [[1.0, inf, 1.0, inf, 3e38], [float("nan"), 1.0, 1.0, -inf, 3e38], [1.0, 1.0, 1.0, 1.0, 3e38]]
+
     def work(t):
-        g = torch.tensor([float("nan") if t.rank == 1 else 1.0, float("inf") if t.rank == 0 else 1.0, 1.0])
-        return AllReduceAggregator(config(t), t).aggregate([g])[0]
+        return AllReduceAggregator(config(t), t, algorithm=algorithm).aggregate([torch.tensor(by_rank[t.rank])])[0]
 
     for got in run_threads(3, work):
-        assert got[0].isnan()
-        assert got[1].isinf()
+        assert got.isnan().tolist() == [True, False, False, True, False]
+        assert got.isinf().tolist() == [False, True, False, False, True]
         assert got[2] == 1
 
 
@@ -368,6 +371,15 @@ def test_parameters_are_broadcast_and_templates_checked():
     run_threads(3, work, timeout_s=20)
 
 
+@pytest.mark.parametrize("params", [["text"], [torch.ones(2, dtype=torch.complex64)], [torch.ones(2).to_sparse()]])
+def test_parameters_that_cannot_be_broadcast_stop_every_rank(params):
+    def work(t):
+        with pytest.raises(AggregationError):
+            ParameterServer(config(t), t).broadcast_params(params if t.rank == 0 else None)
+
+    run_threads(3, work, timeout_s=20)
+
+
 def test_sixty_four_ranks_finish_and_are_right():
     def work(t):
         t.barrier()
@@ -404,6 +416,12 @@ def mpi_case(rank, world):
 
 
 def aggregate_everything(t):
+    for algorithm in ("native", "ordered", "ring"):
+        total = AllReduceAggregator(config(t), t, algorithm=algorithm, average=False)
+        for dtype in (torch.int64, torch.int16, torch.int8, torch.uint8):
+            (got,) = total.aggregate([torch.arange(3).to(dtype) + t.rank])
+            assert got.dtype == dtype
+            assert got.tolist() == [i * t.world_size + sum(range(t.world_size)) for i in range(3)]
     rank, world = t.rank, t.world_size
     results = {}
     for algorithm in ("auto", "native", "ring", "ordered"):

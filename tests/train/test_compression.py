@@ -186,6 +186,12 @@ def test_nothing_is_lost_over_fifty_steps(dtype):
     torch.testing.assert_close(sent + memory.double(), given, rtol=1e-5, atol=1e-5)
 
 
+def test_float64_gradients_are_sent_whole_under_feedback():
+    gradient = torch.randn(20, dtype=torch.float64)
+    topk = TopKCompressor(1.0, error_feedback=True)
+    assert torch.equal(topk.decompress(topk.compress([gradient]), [(20,)])[0], gradient)
+
+
 def test_state_survives_saving_and_reset_forgets():
     topk = TopKCompressor(0.2, error_feedback=True, decay=0.9)
     topk.compress([torch.randn(10), torch.randn(3, 3)])
@@ -288,3 +294,4 @@ def test_a_failed_round_leaves_no_trace_in_the_memory():
 def test_one_rank_gets_its_own_compressed_gradient():
     agg = CompressedAggregator(DistributedConfig(1, 0), None, TopKCompressor(0.5))
     assert agg.aggregate([torch.tensor([3.0, 1.0])])[0].tolist() == [3.0, 0.0]
+    assert (agg.last_stats["bytes_sent"], agg.last_stats["bytes_dense"]) == (0, 0)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShapeError
 from shoal.testing import run_ranks
 from shoal.train import TopKState, make_hook, topk_hook
 
@@ -69,6 +69,43 @@ def quadratic(rank, world, feedback, steps):
 def test_feedback_is_what_lets_the_small_components_arrive():
     assert run_ranks(2, quadratic, True, 600, timeout_s=110)[0] < 0.02
     assert run_ranks(2, quadratic, False, 60, timeout_s=60) == [3.5, 3.5]
+
+
+def overflow(rank, world):
+    model = DistributedDataParallel(nn.Linear(64, 32, bias=False))
+    state = TopKState(0.1, start_step=0, min_numel=1)
+    model.register_comm_hook(state, topk_hook)
+    parameter = model.module.weight
+    remembered = []
+    for step in range(3):
+        model.zero_grad()
+        scale = float("inf") if step == 1 and rank == 1 else 1.0
+        (model(torch.ones(1, 64)).sum() * scale).backward()
+        assert bool(torch.isfinite(parameter.grad).all()) is (step != 1)
+        remembered.append(state.memory[parameter].clone())
+    assert all(bool(torch.isfinite(m).all()) for m in remembered)
+    assert torch.equal(remembered[0], remembered[1]) is (rank == 1)
+
+
+def test_infinity_reaches_all_ranks_and_stays_out_of_the_memory():
+    run_ranks(2, overflow, timeout_s=60)
+
+
+def test_memory_is_saved_by_name_and_comes_back(tmp_path):
+    model, other = make_model(), make_model()
+    state = TopKState(0.1)
+    state.step = 7
+    for parameter in model.parameters():
+        state.compress(parameter, torch.randn_like(parameter))
+    torch.save(state.state_dict(model), tmp_path / "state")
+    again = TopKState(0.1)
+    again.load_state_dict(torch.load(tmp_path / "state", weights_only=True), other)
+    assert again.step == 7
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(state.memory[a], again.memory[b])
+    with pytest.raises(ShapeError, match=r"0\.weight"):
+        again.load_state_dict(state.state_dict(model), nn.Sequential(nn.Linear(3, 3)))
+    assert again.step == 7
 
 
 def by_name(rank, world):

@@ -110,6 +110,30 @@ def test_splits_are_the_users_choice():
             PipelineRunner(layers, PipelineParallelConfig(2, 2), loss_fn=mse, **bad)
 
 
+def in_place_layers():
+    layers = make_layers()
+    layers[3] = nn.ReLU(inplace=True)  # the first of stage 1 of 2
+    return layers
+
+
+def in_place_gradients(x, y):
+    want = in_place_layers()
+    mse(nn.Sequential(*want)(x), y).backward()
+    return want
+
+
+def test_a_stage_may_begin_with_a_layer_that_works_in_place():
+    layers, (x, y) = in_place_layers(), batch()
+    PipelineRunner(layers, PipelineParallelConfig(2, 4), loss_fn=mse).step(x, y)
+    check_gradients(layers, in_place_gradients(x, y))
+
+
+def test_a_batch_without_rows_is_refused():
+    runner = PipelineRunner(make_layers(), PipelineParallelConfig(2, 1), loss_fn=mse)
+    with pytest.raises(PipelineError, match="dim 0"):
+        runner.step(torch.tensor(1.0), torch.tensor(1.0))
+
+
 class Breaks(nn.Module):
     def __init__(self, when):
         super().__init__()
@@ -179,9 +203,14 @@ def ranks_case(rank, world):
                 else:
                     assert got.outputs is None
                     assert got.losses == []
-            if world == 2:
+            if kind == "gpipe" or parts >= world:
                 actions = [(s, a) for s, a, _, _ in runner.last_trace]
                 assert actions == [(rank, a) for a in schedule_actions(kind, world, parts, rank)]
+    if world == 2:
+        layers = in_place_layers()
+        runner = PipelineRunner(layers, PipelineParallelConfig(2, 4), loss_fn=mse, group=dist.group.WORLD)
+        runner.step(x if rank == 0 else None, y if rank == last else None)
+        check_gradients(layers, in_place_gradients(x, y), stage_rows(runner, rank))
     # another batch size through the same runner, and uneven micro-batches
     layers = make_layers()
     uneven = PipelineRunner(
@@ -225,7 +254,7 @@ def test_ranks_equal_the_full_batch(world):
 def broken_case(rank, world):
     x, y = batch()
     last = world - 1
-    for when in ("forward", "backward", "loss", "shape", "missing", "indivisible"):
+    for when in ("forward", "backward", "loss", "shape", "missing", "scalar", "indivisible"):
         layers = make_layers()
         loss_fn = mse
         if when in ("forward", "backward"):
@@ -237,8 +266,9 @@ def broken_case(rank, world):
         runner = PipelineRunner(layers, PipelineParallelConfig(world, 4), loss_fn=loss_fn, group=dist.group.WORLD)
         began = time.monotonic()
         rows = 7 if when == "indivisible" else 8
+        target = torch.tensor(1.0) if when == "scalar" else y[:rows]
         with pytest.raises(PipelineError) as caught:
-            runner.step(x[:rows] if rank == 0 and when != "missing" else None, y[:rows] if rank == last else None)
+            runner.step(x[:rows] if rank == 0 and when != "missing" else None, target if rank == last else None)
         assert time.monotonic() - began < 10
         named = {"forward": "stage 0" if world == 2 else "stage 1", "loss": f"stage {last}", "missing": "stage 0"}
         assert named.get(when, "") in str(caught.value), (when, str(caught.value))
@@ -307,14 +337,20 @@ class Sleep(torch.autograd.Function):
 def timed_case(rank, world):
     runner = PipelineRunner([Busy(), Busy()], PipelineParallelConfig(2, 8), loss_fn=mse, group=dist.group.WORLD)
     x = torch.ones(8, 4)
-    times = []
-    for _ in range(10):
+    best = torch.tensor(float("inf"))
+    for _ in range(40):  # the machine has other work: until a quiet moment comes
         began = time.perf_counter()
         runner.step(x if rank == 0 else None, x if rank == 1 else None)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
+        took = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        best = torch.minimum(best, took)
+        if best <= 1.25 * IDEAL_S:
+            break
+    return best.item()
+
+
+IDEAL_S = 2 * (8 + 2 - 1) * 0.02
 
 
 def test_a_step_takes_about_the_schedules_ideal():
-    ideal = 2 * (8 + 2 - 1) * 0.02
-    assert max(run_ranks(2, timed_case, timeout_s=60)) <= 1.25 * ideal
+    assert max(run_ranks(2, timed_case, timeout_s=90)) <= 1.25 * IDEAL_S

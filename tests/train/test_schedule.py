@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 
 from shoal.errors import ConfigError
 from shoal.train import PipelineParallelConfig, PipelineStage, schedule_actions, split_by_cost, split_into_stages
@@ -44,6 +45,15 @@ def test_split_by_cost_is_the_first_best_of_all_cuts():
             ends = [0, *cuts, len(costs)]
             options.append((max(sum(costs[a:b]) for a, b in itertools.pairwise(ends)), list(cuts)))
         assert [s.start_layer for s in split_by_cost(costs, stages)][1:] == min(options)[1]
+
+
+def test_costs_may_be_decimals_or_tensors_and_must_be_numbers():
+    assert [s.end_layer for s in split_by_cost([0.1, 0.2, 0.3], 2)] == [2, 3]
+    assert [s.end_layer for s in split_by_cost([0.3, 0.1, 0.2, 0.3], 3)] == [1, 3, 4]
+    assert [s.end_layer for s in split_by_cost(torch.tensor([4.0, 1, 1, 1, 1, 4]), 3)] == [1, 5, 6]
+    for bad in ([1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], [1.0, None]):
+        with pytest.raises(ConfigError, match="finite"):
+            split_by_cost(bad, 2)
 
 
 def test_worked_schedules():

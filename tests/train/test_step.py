@@ -61,6 +61,63 @@ def test_one_failing_rank_aborts_all_and_parameters_stay(kind):
     assert run_threads(4, work, timeout_s=20) == [1.5] * 4
 
 
+class Unreliable(AllReduceAggregator):
+    """Rank 1 fails, with an error of its own, after it took part in the reduction."""
+
+    def aggregate(self, local_gradients):
+        result = super().aggregate(local_gradients)
+        if self.config.rank == 1:
+            raise OSError("no memory for the result")
+        return result
+
+
+def test_nobody_applies_before_all_ranks_have_their_aggregate():
+    def work(t):
+        applied = []
+        kind = OSError if t.rank == 1 else StepAborted
+        with pytest.raises(kind) as caught:
+            distributed_train_step(lambda: (1.0, [torch.ones(2)]), applied.append, Unreliable(config(t), t))
+        assert applied == []
+        return getattr(caught.value, "failed_ranks", None)
+
+    assert run_threads(3, work, timeout_s=20) == [[1], None, [1]]
+
+
+def test_the_failing_ranks_own_exception_comes_out_whatever_the_others_do():
+    def work(t):
+        agg = AllReduceAggregator(config(t), t)
+        if t.rank == 0:
+            t.close()
+            return
+        with pytest.raises(KeyError):
+            distributed_train_step(lambda: {}["no such batch"], print, agg)
+
+    run_threads(2, work, timeout_s=20)
+
+
+def test_input_that_raises_on_one_rank_ends_the_epoch_on_all():
+    def batches(t):
+        yield 1.0
+        if t.rank == 1:
+            raise OSError("the file is gone")
+        yield 2.0
+
+    def work(t):
+        w = torch.zeros(1, requires_grad=True)
+
+        def step_fn(batch):
+            (w * batch).sum().backward()
+            return batch
+
+        with pytest.raises(OSError if t.rank == 1 else StepAborted):
+            train_epoch_distributed(
+                [w], torch.optim.SGD([w], lr=1.0), AllReduceAggregator(config(t), t), batches(t), step_fn
+            )
+        return w.item()
+
+    assert run_threads(3, work, timeout_s=20) == [-1.0] * 3
+
+
 @pytest.mark.parametrize("policy", ["apply", "skip", "raise"])
 def test_nonfinite_policies_act_on_all_ranks(policy):
     def work(t):

@@ -1,5 +1,6 @@
 """Hooks that coordinate workers and ranks: one process first, then ranks."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from shoal.comm import RunContext
 from shoal.errors import DeadlineError
+from shoal.table.export_mode import ExportMode, enter_export_mode
 from shoal.testing import run_ranks
 from shoal.train import (
     ChiefSyncHook,
@@ -67,6 +69,9 @@ def test_workers_wait_for_the_restore_and_the_chief_for_the_workers(monkeypatch)
 
     threads = [threading.Thread(target=worker, args=(i,)) for i in (1, 2)]
     [t.start() for t in threads]
+    end = time.monotonic() + 20
+    while chief.helper.get_num_alive_workers() < 2 and time.monotonic() < end:
+        time.sleep(0.01)
     time.sleep(0.2)
     assert events == []
     chief.after_create_session(None)
@@ -98,6 +103,26 @@ def test_hooks_of_a_worker():
     chief.training_chief_hooks[0].after_create_session(None)
     worker.training_hooks[0].after_create_session(None)  # they share this process's store
     assert chief.training_chief_hooks[0].helper.get_alive_workers() == [1]
+
+
+def test_helpers_of_one_process_share_whatever_their_order(monkeypatch):
+    monkeypatch.setattr(sync_hooks, "_local_store", None)
+    monkeypatch.setattr(sync_hooks, "_has_chief", False)
+    early, chief, late = SyncHelper(3, False), SyncHelper(3, True), SyncHelper(3, False)
+    early.start_worker(1)
+    late.start_worker(2)
+    chief.mark_restore_done()
+    assert chief.get_alive_workers() == [1, 2]
+    assert early.get_restore_status()
+    assert not SyncHelper(3, True).get_restore_status()  # the next job's
+
+
+def test_the_parameter_sync_hook_comes_from_here_too():
+    from shoal import serving, train
+
+    assert train.ParameterSyncHook is serving.ParameterSyncHook
+    with pytest.raises(AttributeError, match="Nothing"):
+        train.Nothing  # noqa: B018
 
 
 class Timer:
@@ -186,6 +211,9 @@ def test_one_rank_keeps_its_input_and_the_task_its_attributes():
     assert list(task.create_input_fn("train")()) == [1, 2, 3]
     assert task.name == "t"
     assert task.create_model_fn()(1, 2, 3) == (1, 2, 3)
+    assert copy.copy(task).name == "t"
+    with pytest.raises(AttributeError):
+        task.nothing  # noqa: B018
 
 
 def ranks_case(rank, world, folder):
@@ -194,6 +222,8 @@ def ranks_case(rank, world, folder):
         task = EofAwareTask(Task(list(range(counts[rank]))))
         results[name] = list(task.create_input_fn("train")())
     results["export"] = list(EofAwareTask(Task(list(range(rank + 1)))).create_input_fn("export")())
+    with enter_export_mode(ExportMode.STANDALONE):
+        results["exporting"] = list(EofAwareTask(Task(list(range(rank + 1)))).create_input_fn("predict")())
     timer, ctx = Timer(), RunContext(global_step=100)
     SyncTrainingForceDumpHook(folder if rank == 0 else "/nowhere", timer).after_run(ctx, None)
     results["stop"] = (ctx.stop_requested, timer.log[1:])
@@ -233,6 +263,7 @@ def test_all_ranks_stop_in_the_same_step(tmp_path):
             "empty": [],
             "ones": [0],
             "export": list(range(rank + 1)),
+            "exporting": list(range(rank + 1)),
             "stop": (True, ["enable", "reset"]),
             "time": True,
             "online": "enable",

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from shoal.errors import ConfigError, missing_extra
@@ -41,6 +42,16 @@ def parse_size(text: str) -> int:
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
+def _check_picture(out: Path) -> None:
+    """What would keep the picture from being drawn is said before anything is measured."""
+    if str(out) == "-":
+        return
+    if find_spec("matplotlib") is None:
+        raise missing_extra("matplotlib", "cli")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out: there is no folder {out.parent}; make it, or give '-' for no picture")
+
+
 def main(argv: list[str]) -> int:
     try:
         import tyro
@@ -53,6 +64,7 @@ def main(argv: list[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
 
+    _check_picture(options.out)
     import torch.distributed as dist
 
     from shoal.comm import bench, hvd_lib

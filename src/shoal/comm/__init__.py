@@ -1,7 +1,6 @@
 """Who am I, and how bytes reach the others."""
 
 from shoal.comm import device_utils, distribution_utils, hvd_lib
-from shoal.comm.alltoall_metrics import write_alltoall_metrics
 from shoal.comm.config import DistributedConfig
 from shoal.comm.device_utils import (
     default_device_fn,
@@ -126,5 +125,4 @@ __all__ = [
     "try_init_cuda",
     "update_session_config_for_gpu",
     "within_placement_context_of",
-    "write_alltoall_metrics",
 ]

@@ -52,10 +52,11 @@ def measure(
         raise ConfigError(f"bench: operations are {', '.join(OPERATIONS)}, got {unknown}")
     if not dist.is_initialized():
         hvd_lib.start_group()
+    over = list(over) if over is not None else sizes()
     transport = ProcessGroupTransport()
     points = []
     for operation in operations:
-        for nbytes in over or sizes():
+        for nbytes in over:
             call = _CALLS[operation](transport, nbytes)
             points.append(_time(operation, nbytes, call, seconds))
     transport.close()

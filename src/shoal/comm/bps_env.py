@@ -124,7 +124,9 @@ def interface_ipv4(name: str) -> str:
     import socket
     import struct
 
-    request = struct.pack("256s", name.encode()[:15])
+    if not 0 < len(name.encode()) < 16:  # the kernel's limit; a longer name would be taken for its beginning
+        return ""
+    request = struct.pack("256s", name.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR

@@ -4,6 +4,8 @@ import ctypes
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from shoal import _core
 
@@ -15,6 +17,14 @@ def writable_bytes(n: int) -> tuple[bytes, np.ndarray]:
     data = _core.new_bytes(n)
     raw: Any = (ctypes.c_uint8 * n).from_address(_core.bytes_address(data))
     return data, np.frombuffer(raw, np.uint8)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The values row by row as one uint8 tensor; a view where the tensor is contiguous."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.numel() == 1:  # torch calls one element contiguous whatever its stride, but views it only with stride 1
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def crc32(raw: np.ndarray) -> int:

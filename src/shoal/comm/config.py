@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.comm import hvd_lib
+from shoal.comm.launch_env import launcher_value
 from shoal.comm.process_group import ProcessGroupTransport
 from shoal.errors import ConfigError
 
@@ -60,9 +62,15 @@ class DistributedConfig:
 
     @classmethod
     def from_env(cls) -> "DistributedConfig":
-        """Reads ``RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT``; with neither rank nor size it is one process."""
+        """Reads ``RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT``.
+
+        With neither rank nor size they are Open MPI's, and without ``mpirun`` it is one process.
+        """
+        names = {"world_size": "WORLD_SIZE", "rank": "RANK"}
+        if not any(name in os.environ for name in names.values()) and _under_mpirun():
+            names = {"world_size": "OMPI_COMM_WORLD_SIZE", "rank": "OMPI_COMM_WORLD_RANK"}
         values = {}
-        for field, name in (("world_size", "WORLD_SIZE"), ("rank", "RANK")):
+        for field, name in names.items():
             text = os.environ.get(name)
             if text is not None:
                 try:
@@ -70,7 +78,7 @@ class DistributedConfig:
                 except ValueError:
                     raise ConfigError(f"environment variable {name} must be an integer, got {text!r}") from None
         if len(values) == 1:
-            missing = "RANK" if "rank" not in values else "WORLD_SIZE"
+            missing = next(name for field, name in names.items() if field not in values)
             raise ConfigError(f"environment variable {missing} is not set; start the ranks with torchrun, or set it")
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
@@ -114,10 +122,16 @@ class DistributedConfig:
             return {"init_method": "env://"}
         if self.world_size == 1:
             return {"store": dist.HashStore()}
+        if _under_mpirun():
+            return hvd_lib.rendezvous(self.world_size, launcher_value("local_size"))
         raise ConfigError(
             "DistributedConfig.init: the ranks have nowhere to meet; give coordinator_addr='host:port', start them "
             "with torchrun, or set MASTER_ADDR and MASTER_PORT"
         )
+
+
+def _under_mpirun() -> bool:
+    return "OMPI_COMM_WORLD_RANK" in os.environ and "OMPI_COMM_WORLD_SIZE" in os.environ
 
 
 def check_backend(backend: str) -> None:

@@ -11,10 +11,25 @@ import torch
 from shoal.comm.launch_env import is_mpi_mode
 from shoal.errors import ConfigError
 
+__all__ = [
+    "default_device_fn",
+    "device_rule",
+    "disable_gpu_training",
+    "enable_gpu_training",
+    "get_device_fn",
+    "get_visible_gpus",
+    "input_device_fn",
+    "is_gpu_training",
+    "maybe_device_if_allowed",
+    "model_device_fn",
+    "serving_input_device_fn",
+    "within_placement_context_of",
+]
+
 _GPU_PLACEMENT_ALLOWED = False
 
 CPU = "/device:CPU:0"
-VARIABLE_TYPES = frozenset({"Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp", "ReadVariableOp"})
+VARIABLE_TYPES = frozenset({"Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp"})
 _PARTS = ("job", "replica", "task", "device")
 _contexts = threading.local()
 
@@ -157,7 +172,9 @@ def _is_string_constant(op: Any) -> bool:
     if getattr(op, "type", None) != "Const":
         return False
     dtype = getattr(op, "dtype", None)
-    return dtype is str or dtype is bytes or str(getattr(dtype, "name", dtype)).lower() in ("string", "str", "bytes")
+    if dtype is str or dtype is bytes or getattr(dtype, "kind", "") in ("U", "S"):
+        return True
+    return str(getattr(dtype, "name", dtype)).lower() in ("string", "str", "bytes")
 
 
 def get_device_fn(cluster: Any = None, task: Any = None) -> Callable[[Any], str] | None:

@@ -140,7 +140,7 @@ def init_sync_train_and_update_conf(conf: Any) -> None:
             _SYNC_TRAIN_INITED = True
         rank, size = hvd_lib.rank(), hvd_lib.size()
         if first and not getattr(conf, "merge_sync_training_ckpt", True):
-            conf.model_dir = os.path.join(conf.model_dir, conf.uuid, f"index-{rank:04d}")
+            conf.model_dir = os.path.join(conf.model_dir, str(conf.uuid), f"index-{rank:04d}")
         conf.num_ps = 0
         conf.reorder_fids_in_data_pipeline = True
         conf.index = rank
@@ -168,11 +168,12 @@ def try_init_cuda() -> None:
             logger.warning(
                 "CUDA is already initialised, so CUDA_VISIBLE_DEVICES comes too late; call try_init_cuda first"
             )
+        local_rank = get_mpi_local_rank()
         os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(get_mpi_local_rank())
-    if _SYNC_TRAIN_INITED or not FLAGS.enable_sync_training:
-        return
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
     try:
+        if _SYNC_TRAIN_INITED or not FLAGS.enable_sync_training:
+            return
         if env_int("MONOLITH_WITH_BYTEPS", 0):
             hvd_lib.init("byteps")
         elif env_int("MONOLITH_WITH_HOROVOD", 0):

@@ -6,6 +6,7 @@ rank is; the arithmetic is torch's in either case.
 
 import importlib
 import logging
+import math
 import os
 import socket
 import sys
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.buffers import flat_bytes
 from shoal.comm.collectives import all_gather_single
 from shoal.comm.launch_env import env_int, is_one, launcher_value
 from shoal.comm.telemetry import TELEMETRY
@@ -113,12 +115,13 @@ def start_group() -> None:
         rank=rank_,
         world_size=size_,
         timeout=timedelta(seconds=TIMEOUT_S),
-        **_rendezvous(size_, local_size_),
+        **rendezvous(size_, local_size_),
     )
     logger.info("process group of %d ranks started on rank %d", size_, rank_)
 
 
-def _rendezvous(size_: int, local_size_: int) -> dict[str, Any]:
+def rendezvous(size_: int, local_size_: int) -> dict[str, Any]:
+    """How ``init_process_group`` lets this job's ranks meet."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address and port:
         return {"init_method": "env://"}
@@ -142,8 +145,11 @@ def _hide_missing_interfaces() -> None:
     have = {name for _, name in socket.if_nameindex()}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         names = os.environ.get(variable, "")
-        wanted = [n.strip().lstrip("^=") for n in names.split(",") if n.strip()]
-        if wanted and not any(n == h or h.startswith(n) for n in wanted for h in have):
+        wanted = [n.strip().lstrip("=") for n in names.split(",") if n.strip()]
+        if not wanted or names.startswith("^"):  # NCCL's way to say which ones not
+            continue
+        prefixes = variable.startswith("NCCL") and not names.startswith("=")
+        if not any(n == h or (prefixes and h.startswith(n)) for n in wanted for h in have):
             logger.warning(
                 "%s=%s names no interface of this host; it is left to the library to choose", variable, names
             )
@@ -154,6 +160,11 @@ def _group() -> Any:
     if not dist.is_available() or not dist.is_initialized():
         start_group()
     return dist.group.WORLD
+
+
+def _count_device(group: Any, t: Tensor) -> torch.device:
+    """Where row counts are exchanged: the CPU, unless the group that we found speaks NCCL only."""
+    return torch.device("cpu") if any(d.type == "cpu" for d in group._device_types) else t.device
 
 
 def _who(quantity: str, ask: Any) -> int:
@@ -184,21 +195,21 @@ def allgather(t: Tensor) -> Tensor:
     """Every rank's ``t``, joined along dim 0 in rank order; first dimensions may differ."""
     group, world = _group(), size()
     t = t.detach() if t.ndim else t.detach().reshape(1)
-    rows = torch.empty(world, dtype=torch.int64)
-    all_gather_single(rows, torch.tensor([len(t)]), group=group)
+    rows = torch.empty(world, dtype=torch.int64, device=_count_device(group, t))
+    all_gather_single(rows, torch.tensor([len(t)], device=rows.device), group=group)
     most = int(rows.max())
     mine = t.new_zeros(most, *t.shape[1:])
     mine[: len(t)] = t
     everyone = t.new_empty(world * most, *t.shape[1:])
     if everyone.numel():
-        all_gather_single(everyone, mine.contiguous(), group=group)
+        all_gather_single(flat_bytes(everyone), flat_bytes(mine), group=group)
     return torch.cat([part[:n] for part, n in zip(everyone.split(most), rows.tolist(), strict=True)]) if most else mine
 
 
 def broadcast(t: Tensor, root_rank: int) -> Tensor:
     """``root_rank``'s ``t``, in new memory."""
     out = t.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(out, group=_group(), group_src=root_rank)
+    dist.broadcast(flat_bytes(out), group=_group(), group_src=root_rank)  # as bytes: no backend knows every dtype
     return out
 
 
@@ -210,13 +221,14 @@ def allreduce(t: Tensor, average: bool = True) -> Tensor:
 def push_pull(t: Tensor, average: bool = True, name: str | None = None) -> Tensor:
     """``allreduce`` under a name for telemetry."""
     group = _group()
-    out = t.detach().clone(memory_format=torch.contiguous_format)
+    wide = torch.int32 if t.dtype == torch.int16 else t.dtype  # no backend knows int16
+    out = t.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
     with TELEMETRY.timed(f"PushPull.{name or 'unnamed'}"):
         dist.all_reduce(out, group=group)
     if average:
-        world = size()
-        out = out.div_(torch.tensor(world, device=out.device)) if out.is_floating_point() else out // world
-    return out
+        world, whole = size(), not (out.is_floating_point() or out.is_complex())
+        out = out // world if whole else out.div_(torch.tensor(world, device=out.device))
+    return out.to(t.dtype)
 
 
 def push_pull_group(tensors: Sequence[Tensor], average: bool = True, name: str | None = None) -> list[Tensor]:
@@ -251,13 +263,16 @@ def alltoall(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None =
     _check_partition(t, out_rows, name)
     with TELEMETRY.timed(f"alltoall.{name or 'unnamed'}"):
         if recv_splits is None:
-            counts = torch.empty(size(), dtype=torch.int64)
-            dist.all_to_all_single(counts, torch.tensor(out_rows, dtype=torch.int64), group=group)
+            counts = torch.empty(size(), dtype=torch.int64, device=_count_device(group, t))
+            mine = torch.tensor(out_rows, dtype=torch.int64, device=counts.device)
+            dist.all_to_all_single(counts, mine, group=group)
             in_rows = counts.tolist()
         else:
             in_rows = _split_list(recv_splits)
         out = t.new_empty(sum(in_rows), *t.shape[1:])
-        dist.all_to_all_single(out, t.detach().contiguous(), in_rows, out_rows, group=group)
+        row_bytes = math.prod(t.shape[1:]) * t.element_size()
+        received, sent = [n * row_bytes for n in in_rows], [n * row_bytes for n in out_rows]
+        dist.all_to_all_single(flat_bytes(out), flat_bytes(t.detach()), received, sent, group=group)
     return out
 
 

@@ -16,7 +16,7 @@ _WORDS = {"true": 1, "yes": 1, "on": 1, "false": 0, "no": 0, "off": 0}
 
 def env_int(name: str, default: int) -> int:
     """A switch: ``default`` if unset or empty; true/yes/on, false/no/off or an integer otherwise."""
-    text = os.environ.get(name, "").strip()
+    text = os.environ.get(name, "")
     if not text:
         return default
     if text.lower() in _WORDS:

@@ -28,6 +28,7 @@ PIECE_BYTES = 1 << 30
 QUEUED_BYTES = 256 << 20  # sent but not yet taken, per peer, before send waits
 DRAIN_BYTES = 1 << 20  # a refused message up to this size is thrown away, so that later ones still arrive
 LINGER_S = 10.0  # a process that ends waits this long for its last messages to be taken
+LOOK_S = 0.1  # how often a send that waits for room looks whether anybody is left to make it
 IDLE_S = 5.0  # a helper thread without work ends after this
 FOREVER = timedelta(days=3650)
 
@@ -75,7 +76,10 @@ class Outbox:
         owner, nbytes = self.transport, view.nbytes
         with self.changed:
             while self.error is None and self.pending and self.queued_bytes + nbytes > QUEUED_BYTES:
-                if not self.changed.wait(deadline.left()) and deadline.over():
+                if self.changed.wait(min(deadline.left(), LOOK_S)):
+                    continue
+                owner._check_peer(self.dest)
+                if deadline.over():
                     raise owner._error(
                         f"{self.queued_bytes} bytes wait for rank {self.dest} and it took none for "
                         f"{deadline.seconds:g} s; see its log",

@@ -126,7 +126,7 @@ class MpiTransport(BaseTransport):
             raise
         data, view = writable_bytes(length)
         for start in range(0, length, PIECE_BYTES):
-            self._wait(lambda piece=view[start : start + PIECE_BYTES]: self.comm.Irecv(piece, src, PAYLOAD_TAG))
+            self._take(view[start : start + PIECE_BYTES], src)
         return data
 
     def _drain(self, src: int, length: int) -> None:
@@ -137,17 +137,21 @@ class MpiTransport(BaseTransport):
                 status = self.mpi.Status()
                 if not self.comm.Iprobe(src, PAYLOAD_TAG, status) or status.Get_count(self.mpi.BYTE) != size:
                     return
-            self._wait(lambda n=size: self.comm.Irecv(np.empty(n, np.uint8), src, PAYLOAD_TAG))
+            self._take(np.empty(size, np.uint8), src)
 
-    def _wait(self, start: Any) -> None:
-        pause = _Pause()
+    def _take(self, piece: np.ndarray, src: int) -> None:
+        """Fills ``piece`` with what comes next of a message whose header is here already."""
+        pause, deadline = _Pause(), Deadline(self.default_timeout_s)
         with self.calls:
-            request = start()
+            request = self.comm.Irecv(piece, src, PAYLOAD_TAG)
         while True:
             with self.calls:
                 if request.Test():
                     return
                 self._reap()
+            if deadline.over():
+                self._pending.append((request, piece))  # MPI may still write there
+                raise self._lost(src, f"it announced a message and sent none of it for {deadline.seconds:g} s")
             pause()
 
     def _barrier(self, deadline: Deadline) -> None:

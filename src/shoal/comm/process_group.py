@@ -57,6 +57,7 @@ class ProcessGroupTransport(BaseTransport):
         self._store = self._open_store(f"shoal.transport/{name}/{_transports_of_group[name]}")
         _transports_of_group[name] += 1
         self._looked = 0.0
+        self._gone: dict[int, dict[str, int]] = {}  # peers that closed, and how many messages they had sent to whom
         self._barriers = 0
         self._barrier_changed = threading.Condition()
         self._barrier_inboxes = {
@@ -78,8 +79,9 @@ class ProcessGroupTransport(BaseTransport):
         now = time.monotonic()
         if now - self._looked > POLL_S:  # a look at the store takes longer than a small send
             self._looked = now
-            if dest in self._closed_peers():
-                raise self._lost(dest, "it closed its transport")
+            self._check_peer(dest)
+        if dest in self._gone:
+            raise self._lost(dest, "it closed its transport")
         self._outbox(dest).put(view, Deadline(self.default_timeout_s))
 
     def _recv(self, src: int, deadline: Deadline) -> bytes:
@@ -99,15 +101,24 @@ class ProcessGroupTransport(BaseTransport):
             if sent is not None and inbox.sequence >= sent.get(str(self.rank), 0) and not inbox.ready:
                 raise self._lost(src, "it closed its transport")
 
+    def _check_peer(self, peer: int) -> None:
+        """Raises unless both this transport and the peer's are open, as far as the store knows."""
+        if self._closed:
+            raise self._closed_error()
+        if peer in self._closed_peers():
+            raise self._lost(peer, "it closed its transport")
+
     def _closed_peers(self) -> dict[int, dict[str, int]]:
-        """Peers that closed, each with the number of messages that it had sent to whom."""
+        """Peers that closed, each with the number of messages that it had sent to whom; kept, since none comes back."""
         if self._store is None:
             return {}
         try:
             if not self._store.check(["any_closed"]):
                 return {}
-            peers = [p for p in range(self.world_size) if p != self.rank and self._store.check([f"closed/{p}"])]
-            return {p: json.loads(self._store.get(f"closed/{p}")) for p in peers}
+            for peer in range(self.world_size):
+                if peer != self.rank and peer not in self._gone and self._store.check([f"closed/{peer}"]):
+                    self._gone[peer] = json.loads(self._store.get(f"closed/{peer}"))
+            return dict(self._gone)
         except RuntimeError as error:  # the process that holds the store is gone
             raise self._lost(0, f"the rendezvous store does not answer: {error}") from error
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.comm.buffers import crc32, writable_bytes
+from shoal.comm.buffers import crc32, flat_bytes, writable_bytes
 from shoal.errors import SerializationError
 
 MAGIC = b"TPK1"
@@ -39,8 +39,7 @@ def _aligned(n: int) -> int:
 
 def _raw(tensor: Tensor) -> np.ndarray:
     """The tensor's bytes, without a copy when it is contiguous on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    return flat_bytes(tensor.detach().cpu()).numpy()
 
 
 def serialize_tensors(tensors: Sequence[Tensor]) -> bytes:
@@ -59,6 +58,8 @@ def serialize_tensors(tensors: Sequence[Tensor]) -> bytes:
             raise SerializationError(f"serialize_tensors: item {i} is {type(tensor).__name__}, not a tensor")
         if tensor.layout != torch.strided:
             raise SerializationError(f"serialize_tensors: tensor {i} has layout {tensor.layout}; make it dense first")
+        if tensor.is_meta:
+            raise SerializationError(f"serialize_tensors: tensor {i} is on the meta device and has no data")
         if tensor.dtype not in CODES:
             names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise SerializationError(f"serialize_tensors: tensor {i} has dtype {tensor.dtype}; the format has {names}")

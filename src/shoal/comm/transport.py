@@ -54,7 +54,7 @@ class Deadline:
         self.at = time.monotonic() + max(0.0, seconds)
 
     def left(self) -> float:
-        return max(0.0, self.at - time.monotonic())
+        return min(max(0.0, self.at - time.monotonic()), threading.TIMEOUT_MAX)
 
     def over(self) -> bool:
         return time.monotonic() >= self.at
@@ -83,6 +83,7 @@ class BaseTransport(Transport):
         self._closed = False
         self._lock = threading.Lock()
         self._receiving: set[int] = set()
+        self._in_barrier = False
         self._to_self: deque[bytes] = deque()
         self._self_ready = threading.Condition(self._lock)
 
@@ -114,7 +115,14 @@ class BaseTransport(Transport):
 
     def barrier(self, timeout: float | None = None) -> None:
         self._check(self.rank, "barrier on")
-        self._barrier(self._deadline(timeout))
+        with self._lock:
+            if self._in_barrier:
+                raise self._error("two threads of one rank are in the barrier at once", "protocol", self.rank)
+            self._in_barrier = True
+        try:
+            self._barrier(self._deadline(timeout))
+        finally:
+            self._in_barrier = False
 
     def close(self) -> None:
         with self._self_ready:

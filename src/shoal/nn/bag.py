@@ -44,7 +44,8 @@ class HashEmbeddingBag(TableModule):
         table: one table for all ids, or a table per key.
         combiner: ``"sum"``; ``"mean"`` (over the number of ids); ``"firstn"``, the first ``max_length`` rows as a
             sequence, padded with zeros; or a `Combiner` that means one of these.
-        output: of ids by key: ``"concat"``, side by side in the order of the keys, or ``"dict"``.
+        output: of ids by key: ``"concat"``, side by side in the order of the tables (of the batch's keys if there is
+            one table), for which a batch holds every key; or ``"dict"``, for which it may hold some.
         padding_idx: an id that stands for none: it does not count, has no row and no gradient.
         include_last_offset: False if offsets are ``[B]``, the end left out, which is `torch.nn.EmbeddingBag`'s default.
         insert_missing: False: never create rows in forward; the first update of an id does.
@@ -96,12 +97,25 @@ class HashEmbeddingBag(TableModule):
             parts = list(out.view(len(keys), -1, *out.shape[1:]).unbind(0))
         else:
             split = split_keys(keys, joined)
-            parts = [self._pooled(self._of_key(key), part) for key, part in split.items()]
+            slots = {key: self._of_key(key) for key in split}
+            keys = keys if self.output == "dict" else self._every_key(split)
+            parts = [self._pooled(slots[key], split[key]) for key in keys]
         if self.output == "dict":
             return dict(zip(keys, parts, strict=True))
         if not parts:
             raise ConfigError("HashEmbeddingBag: there are no keys, so there is nothing to put side by side")
         return torch.cat(parts, dim=-1)
+
+    def _every_key(self, batch: Mapping[Any, Any]) -> list[Any]:
+        """The batch's keys in the order of the tables, none missing: else columns would be taken for others."""
+        given = {str(key): key for key in batch}
+        missing = [key for key in self._slots if key not in given]
+        if missing:
+            raise ConfigError(
+                f"HashEmbeddingBag puts {list(self._slots)} side by side, but the batch lacks {missing}; give it empty "
+                "bags for them, or use output='dict'"
+            )
+        return [given[key] for key in self._slots]
 
     def _pooled(self, slot: TableSlot, bags: Jagged) -> Tensor:
         values, offsets, weights = bags

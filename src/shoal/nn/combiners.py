@@ -71,8 +71,8 @@ class FirstN(Combiner):
     """``[B, seq_length, d]``: the first ``seq_length`` embeddings of each row, zero padded."""
 
     def __init__(self, seq_length: int) -> None:
-        if seq_length < 1:
-            raise ConfigError(f"FirstN: seq_length must be at least 1, got {seq_length}")
+        if not isinstance(seq_length, int) or seq_length < 1:
+            raise ConfigError(f"FirstN: seq_length must be a whole number of at least 1, got {seq_length!r}")
         super().__init__(seq_length)
 
     def combine(self, key: Ragged, embedding: Any, name: str | None = None) -> Tensor:

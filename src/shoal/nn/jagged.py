@@ -58,7 +58,10 @@ def as_keyed(ids: Any, weights: Any = None) -> tuple[list[str], Jagged]:
     if isinstance(ids, Mapping):
         if weights is not None and not isinstance(weights, Mapping):
             raise ConfigError(f"ids came by key, so weights do, too; got {type(weights).__name__}")
-        parts = [_ragged(as_jagged(part, None, (weights or {}).get(key)), key) for key, part in ids.items()]
+        weights = weights or {}
+        if weights.keys() - ids.keys():
+            raise ConfigError(f"weights came for {sorted(map(str, weights.keys() - ids.keys()))}, of which no ids came")
+        parts = [_ragged(as_jagged(part, None, weights.get(key)), key) for key, part in ids.items()]
         return list(ids), _join(list(ids), parts)
     keys = list(_get(ids, "keys"))
     values, offsets, own = _from_object(ids, None, weights)

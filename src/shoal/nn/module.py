@@ -83,9 +83,9 @@ class TableModule(nn.Module):
     def _of_key(self, key: str) -> TableSlot:
         if self._slot is not None:
             return self._slot
-        if key not in self._slots:
+        if str(key) not in self._slots:
             raise ConfigError(f"{type(self).__name__} has tables for {list(self._slots)}, none for {key!r}")
-        return self._slots[key]
+        return self._slots[str(key)]
 
     def _placed(self, out: Tensor) -> Tensor:
         """A result where, and as what, the rest of the model wants it."""

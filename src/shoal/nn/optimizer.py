@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -65,7 +66,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(  # pyrefly: ignore[bad-override]
         self,
-        global_step: int | None = None,
+        global_step: int | Callable[[], Any] | None = None,
         *,
         req_time: int | None = None,
         closure: Callable[[], Any] | None = None,
@@ -73,7 +74,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Applies what waits, and leaves nothing waiting.
 
         Args:
-            global_step: for learning-rate schedules; by default the number of steps so far.
+            global_step: for learning-rate schedules; by default the number of steps so far. A closure may stand in its
+                place, as with torch's own optimizers.
             req_time: seconds to stamp the rows with; by default now.
             closure: computes the loss and its gradients first; its result is returned.
 
@@ -82,6 +84,8 @@ class SparseOptimizer(torch.optim.Optimizer):
                 its gradients still wait: clip them or call `zero_grad`. Tables before it have been stepped.
         """
         loss = None
+        if callable(global_step):
+            global_step, closure = None, global_step
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -105,9 +109,17 @@ class SparseOptimizer(torch.optim.Optimizer):
             slot.pending.clear()
 
     def gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """What waits, by table: distinct ids and their summed gradients. Changing the latter in place counts."""
-        found = {slot.table.name: slot.pending.sums() for slot in self._slots}
-        return {name: sums for name, sums in found.items() if sums is not None}
+        """What waits, by table: distinct ids and their summed gradients. Changing the latter in place counts.
+
+        Of tables with one name the second is ``name#2``, and so on.
+        """
+        found, seen = {}, Counter()
+        for slot in self._slots:
+            name, sums = slot.table.name, slot.pending.sums()
+            seen[name] += 1
+            if sums is not None:
+                found[name if seen[name] == 1 else f"{name}#{seen[name]}"] = sums
+        return found
 
     def clip_grad_norm(self, max_norm: float, **options: Any) -> Tensor:
         """`shoal.nn.clip_grad_norm` of what waits here, with ``parameters=`` of the dense part together."""

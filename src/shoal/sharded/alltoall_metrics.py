@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.comm.flags import FLAGS
 from shoal.table.learning_rate import get_global_step
 
 
@@ -20,15 +20,7 @@ class Writer(Protocol):
     def add_histogram(self, tag: str, values: Any, global_step: int | None = None) -> Any: ...
 
 
-@dataclass
-class Flags:
-    """Off by default: the backward numbers take one more exchange per step."""
-
-    enable_alltoall_metrics: bool = False
-    enable_alltoall_metrics_for_slot: str | None = None
-
-
-flags = Flags()
+flags = FLAGS  # enable_alltoall_metrics is off by default: the backward numbers take one more exchange per step
 _writer: Writer | None = None
 
 

@@ -105,7 +105,7 @@ def _collect(processes: list, pipes: list, end: float, timeout_s: float, lost: s
             rank = open_pipes.pop(pipe)
             try:
                 result, error, text = pickle.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):  # ended before, or in the middle of, its result
                 processes[rank].join(10)
                 if rank in lost:
                     continue

@@ -1,5 +1,7 @@
 """Data- and pipeline-parallel training pieces."""
 
+from typing import Any
+
 from shoal.comm.config import DistributedConfig
 from shoal.comm.hooks import BroadcastGlobalVariablesHook, ByteCCLTelemetryHook, RunContext, SessionRunHook
 from shoal.comm.in_process import InProcessTransport
@@ -116,3 +118,11 @@ __all__ = [
     "topk_hook",
     "train_epoch_distributed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ParameterSyncHook":  # needs the clients of the layer above, so it is looked up when it is asked for
+        from shoal.serving.online import ParameterSyncHook
+
+        return ParameterSyncHook
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

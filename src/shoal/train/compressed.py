@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.buffers import flat_bytes
 from shoal.comm.config import DistributedConfig
 from shoal.errors import CompressionError
-from shoal.train.aggregate import ExchangingAggregator, accumulator, find_problem
+from shoal.train.aggregate import ExchangingAggregator, accumulator, find_problem, new_stats
 from shoal.train.compression import CompressedGradient
 from shoal.train.exchange import divide_
 
@@ -40,6 +41,7 @@ class CompressedAggregator(ExchangingAggregator):
         if self._exchange is None:
             if problem is not None:
                 raise problem
+            self.last_stats = {**new_stats("local"), "bytes_dense": 0.0}
             return _sum(gradients, [compressed])
         with self._measured("compressed") as stats:
             try:
@@ -74,7 +76,7 @@ def pack(compressed: Sequence[CompressedGradient]) -> Tensor:
     """Indices and values of all gradients as one uint8 tensor."""
     parts = [t for c in compressed for t in (c.indices.to(_index_dtype(c)), c.values) if t.numel()]
     device = compressed[0].values.device if compressed else None
-    raw = [p.contiguous().view(torch.uint8).to(device) for p in parts]
+    raw = [flat_bytes(p).to(device) for p in parts]
     return torch.cat(raw) if raw else torch.empty(0, dtype=torch.uint8, device=device)
 
 
@@ -101,6 +103,7 @@ def _sum(gradients: Sequence[Tensor], by_rank: Sequence[Sequence[CompressedGradi
         for compressed in by_rank:
             c = compressed[i]
             total.index_add_(0, c.indices, c.values.to(total.dtype))
-        divide_(total, len(by_rank))
+        if len(by_rank) > 1:
+            divide_(total, len(by_rank))
         result.append(total.to(gradient.dtype).view(gradient.shape))
     return result

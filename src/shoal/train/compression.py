@@ -32,7 +32,7 @@ class CompressedGradient:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "CompressedGradient":
-        dtype = getattr(torch, str(data.get("dtype", "float32")), None)
+        dtype = getattr(torch, str(data.get("dtype", "float32")).removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
             raise CompressionError(f"CompressedGradient: {data.get('dtype')!r} is not the name of a dtype")
         return cls(
@@ -255,9 +255,9 @@ def compress_with_feedback(
     gradient: Tensor, memory: Tensor | None, ratio: float, decay: float
 ) -> tuple[CompressedGradient, Tensor]:
     """One tensor's part to send, in its own dtype, and the float32 rest in its shape."""
-    total = gradient.float().clone() if memory is None else gradient.float() + decay * memory
-    flat = total.reshape(-1)
+    wide = gradient if gradient.dtype == torch.float64 else gradient.float()
+    flat = (wide.clone() if memory is None else wide + decay * memory).reshape(-1)
     indices = topk_indices(flat, topk_count(flat.numel(), ratio))
     values = flat[indices].to(gradient.dtype)
-    flat[indices] -= values.float()
-    return CompressedGradient(indices, values, flat.numel()), flat.reshape(gradient.shape)
+    flat[indices] -= values.to(flat.dtype)
+    return CompressedGradient(indices, values, flat.numel()), flat.float().reshape(gradient.shape)

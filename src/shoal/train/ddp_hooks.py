@@ -1,17 +1,17 @@
 """Communication hooks for DistributedDataParallel: top-k with error feedback, and torch's own by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.comm.collectives import all_gather_single
-from shoal.errors import ConfigError
+from shoal.errors import CompressionError, ConfigError, ShapeError
 from shoal.train.compressed import pack, unpack
-from shoal.train.compression import CompressedGradient, compress_with_feedback, topk_count
+from shoal.train.compression import CompressedGradient, compress_gradients, compress_with_feedback, topk_count
 from shoal.train.exchange import divide_
 
 
@@ -22,7 +22,9 @@ class TopKState:
         start_step: this many first steps are plain all-reduces, while gradients are large and everywhere.
         min_numel: parameters with fewer elements always are.
 
-    The memory of unsent parts is kept by parameter, since DDP rebuilds its buckets after the first backward.
+    The memory of unsent parts is kept by parameter, since DDP rebuilds its buckets after the first backward. NaN and
+    infinity are sent on like any value, so that all ranks see them (a ``GradScaler`` then skips the step on all); the
+    memory of that parameter stays as it was.
     """
 
     def __init__(
@@ -52,9 +54,31 @@ class TopKState:
         """Forgets what was not sent; use it after skipped steps."""
         self.memory.clear()
 
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """This rank's step and memory, by the names of ``module``'s parameters; every rank saves its own."""
+        memory = {name: self.memory[p].clone() for name, p in module.named_parameters() if p in self.memory}
+        return {"step": self.step, "memory": memory}
+
+    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
+        """What ``state_dict`` gave on this rank; ``ShapeError`` if ``module`` is another, and nothing is changed."""
+        parameters = dict(module.named_parameters())
+        for name, kept in state["memory"].items():
+            if name not in parameters or parameters[name].shape != kept.shape:
+                raise ShapeError(
+                    f"TopKState: the memory of {name!r} has shape {tuple(kept.shape)}; the module has "
+                    f"{tuple(parameters[name].shape) if name in parameters else 'no such parameter'}"
+                )
+        self.reset()
+        self.step = int(state["step"])
+        for name, kept in state["memory"].items():
+            self.memory[parameters[name]] = kept.detach().to(parameters[name].device, torch.float32, copy=True)
+
     def compress(self, parameter: Tensor, gradient: Tensor) -> CompressedGradient:
         kept = self.memory.get(parameter) if self.error_feedback else None
-        sent, rest = compress_with_feedback(gradient, kept, self.ratio, self.decay)
+        try:
+            sent, rest = compress_with_feedback(gradient, kept, self.ratio, self.decay)
+        except CompressionError:
+            return compress_gradients([gradient], self.ratio, nonfinite="keep")[0]
         if self.error_feedback:
             self.memory[parameter] = rest
         return sent

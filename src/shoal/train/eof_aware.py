@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from shoal.comm import control
+from shoal.table.export_mode import is_exporting
 
 _END = object()
 
@@ -21,16 +22,18 @@ class EofAwareTask:
         self.use_dataservice = use_dataservice
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_task":  # asked for by copy and pickle, before there is one
+            raise AttributeError(name)
         return getattr(self._task, name)
 
     def create_input_fn(self, mode: Any) -> Callable[..., Iterable[Any]]:
         input_fn = self._task.create_input_fn(mode)
-        if "export" in str(getattr(mode, "name", mode)).lower():
-            return input_fn
+        export = "export" in str(getattr(mode, "name", mode)).lower()
 
         def wrapped(*args: Any, **kwargs: Any) -> Iterable[Any]:
             batches = input_fn(*args, **kwargs)
-            return _until_any_ends(batches) if control.world_size() > 1 else batches
+            active = control.world_size() > 1 and not export and not is_exporting()
+            return _until_any_ends(batches) if active else batches
 
         return wrapped
 

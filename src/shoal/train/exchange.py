@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.config import DistributedConfig
-from shoal.errors import AggregationError, ConfigError, TransportError
+from shoal.errors import AggregationError, ConfigError, DistributedError, TransportError
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def named_errors(what: str, rank: int) -> Iterator[None]:
     """Turns a backend's RuntimeError into a ``TransportError`` that says what was going on."""
     try:
         yield
-    except TransportError:
+    except DistributedError:
         raise
     except RuntimeError as error:
         text = str(error)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.comm.serialization import deserialize_tensors, serialize_tensors
 from shoal.comm.transport import Transport
-from shoal.errors import AggregationError, DistributedError, TransportError
+from shoal.errors import AggregationError, TransportError
 from shoal.train.buckets import make_buckets
 from shoal.train.exchange import Exchange, add_in_order, as_numpy
 from shoal.train.sharding import shard_sizes
@@ -95,7 +95,8 @@ class ByteExchange(Exchange):
         for s in range(world - 1):
             out, into = chunks[(rank - s) % world], chunks[(rank - s - 1) % world]
             data = self._step(out, out.nbytes, into.nbytes)
-            np.add(into, np.frombuffer(data, values.dtype), out=into)
+            with np.errstate(all="ignore"):  # infinity and NaN are values like any other
+                np.add(into, np.frombuffer(data, values.dtype), out=into)
         for s in range(world - 1):
             out, into = chunks[(rank + 1 - s) % world], chunks[(rank - s) % world]
             into[:] = np.frombuffer(self._step(out, out.nbytes, into.nbytes), values.dtype)
@@ -132,22 +133,17 @@ class ByteExchange(Exchange):
             return [tensor for _ in range(count) for tensor in deserialize_tensors(self._recv(0))]
 
     def _broadcast(self, tensors: Sequence[Tensor] | None, bucket_bytes: int) -> list[Tensor]:
-        problem: Exception | None = None
         messages: list[bytes] = []
-        try:
-            if tensors is None:
-                raise AggregationError("rank 0 has no parameters to broadcast; give them as params")
+        if tensors is not None:
             plan = make_buckets(tensors, bucket_bytes, by_dtype=False)
             messages = [serialize_tensors([tensors[i] for i in bucket]) for bucket in plan]
-        except DistributedError as error:
-            problem = error
-        head = COUNT.pack(-1 if problem else len(messages))
+        head = COUNT.pack(-1 if tensors is None else len(messages))
         for dest in range(1, self.world_size):
             for message in (head, *messages):
                 self._send(dest, message, len(message))
-        if problem is not None:
-            raise problem
-        return [t.detach().clone() for t in tensors or ()]
+        if tensors is None:
+            raise AggregationError("rank 0 has no parameters to broadcast")
+        return [t.detach().clone() for t in tensors]
 
 
 class _Uncounted:

@@ -59,7 +59,8 @@ class GroupExchange(Exchange):
         return [bytes(part) for part in everyone.cpu().reshape(self.world_size, -1).tolist()]
 
     def to_wire(self, tensor: Tensor) -> Tensor:
-        """``tensor`` where the group's backends can read it."""
+        """``tensor`` where the group's backends can read it, in a dtype that they have: none of them knows int16."""
+        tensor = tensor.int() if tensor.dtype == torch.int16 else tensor
         return tensor if tensor.device.type in {t.type for t in self.group._device_types} else tensor.to(self.device)
 
     def all_gather(self, data: Tensor) -> list[Tensor]:

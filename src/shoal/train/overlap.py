@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DistributedError
 from shoal.train.aggregate import new_stats
 from shoal.train.buckets import BUCKET_BYTES, make_buckets
 from shoal.train.exchange import divide_, named_errors
@@ -69,6 +69,11 @@ class OverlappedReducer:
     def _ready(self, i: int) -> None:
         if self._suspended:
             return
+        if self._bucket_of[i] < self._launched:
+            raise DistributedError(
+                "OverlappedReducer: backward reached a parameter whose bucket is already being reduced; call finish() "
+                "after every backward, and run all but the last of an accumulation inside no_sync()"
+            )
         self._pending[self._bucket_of[i]].discard(i)
         # In index order on all ranks: collectives in different orders would hang.
         while self._launched < len(self.buckets) and not self._pending[self._launched]:
@@ -94,6 +99,12 @@ class OverlappedReducer:
 
         A parameter without gradient counts as zeros, and keeps ``grad=None`` when no rank had one.
         """
+        try:
+            self._finish()
+        finally:
+            self._start()
+
+    def _finish(self) -> None:
         began = time.perf_counter()
         had = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8)
         while self._launched < len(self.buckets):
@@ -120,7 +131,6 @@ class OverlappedReducer:
             "wait_s": exposed,
             "exposed_s": exposed,
         }
-        self._start()
 
     def _wait(self, flat: Tensor, work: Any) -> Tensor:
         if self.hook is not None:

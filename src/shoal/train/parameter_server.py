@@ -4,9 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.comm.config import DistributedConfig
+from shoal.comm.serialization import DTYPES
 from shoal.errors import AggregationError, ConfigError, ShapeError
 from shoal.train.aggregate import ExchangingAggregator, accumulator, clones
 from shoal.train.buckets import BUCKET_BYTES, flatten, make_buckets, unflatten
@@ -24,12 +26,23 @@ class ParameterServer(ExchangingAggregator):
     def broadcast_params(self, params: Sequence[Tensor] | None) -> list[Tensor]:
         """Rank 0's ``params``, on every rank; others give None, ``[]`` or templates, checked (``ShapeError``)."""
         exchange = self._exchange
+        problem = _parameter_problem(params) if self.config.rank == 0 else None
         if exchange is None:
-            if params is None:
-                raise AggregationError("ParameterServer: rank 0 has no parameters to broadcast")
-            return clones(params)
+            if problem is not None:
+                raise problem
+            return clones(params or ())
         with self._measured("broadcast"):
-            arrived = exchange.broadcast_tensors(params if self.config.rank == 0 else None, BUCKET_BYTES)
+            given = params if self.config.rank == 0 and problem is None else None
+            try:
+                arrived = exchange.broadcast_tensors(given, BUCKET_BYTES)
+            except AggregationError:
+                raise (
+                    problem
+                    or AggregationError(
+                        f"ParameterServer: rank {self.config.rank} got no parameters: rank 0 has none that can be "
+                        "broadcast, see its log"
+                    )
+                ) from None
         if self.config.rank == 0 or not params:
             return arrived
         want = [(tuple(t.shape), t.dtype) for t in params]
@@ -77,6 +90,20 @@ class ParameterServer(ExchangingAggregator):
 
     def aggregate(self, local_gradients: Sequence[Tensor]) -> list[Tensor]:
         return self.reduce_gradients(local_gradients)
+
+
+def _parameter_problem(params: Sequence[Any] | None) -> Exception | None:
+    """Why rank 0 cannot broadcast these; the others hear of it instead of waiting."""
+    if params is None:
+        return AggregationError("ParameterServer: rank 0 has no parameters to broadcast; give them as params")
+    for i, tensor in enumerate(params):
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+            kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            return AggregationError(
+                f"ParameterServer: parameter {i} is {kind}; dense tensors of "
+                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)} can be broadcast"
+            )
+    return None
 
 
 def _weight_problem(weight: float | None) -> Exception | None:

@@ -108,6 +108,8 @@ class PipelineRunner:
             return self._remote.step(inputs, target)
         if inputs is None or target is None:
             raise PipelineError("PipelineRunner.step: one process holds all stages, so it needs inputs and target")
+        if inputs.ndim == 0 or target.ndim == 0:
+            raise PipelineError("PipelineRunner.step: inputs and target have rows along dim 0, got a scalar")
         sizes = self.micro_batch_sizes(len(inputs), len(target))
         return _LocalStep(self, inputs, target, sizes).run()
 
@@ -191,8 +193,9 @@ class _LocalStep:
             taken = taken.to(runner.devices[stage])
         if stage > 0:
             taken = taken.detach().requires_grad_(taken.is_floating_point())
-        given = taken
-        for layer in runner.stage_layers(stage):
+        layers = runner.stage_layers(stage)
+        given = writable(taken, layers)
+        for layer in layers:
             given = layer(given)
         if stage < self.last:
             self.forwarded[stage + 1, m] = given.detach()
@@ -214,6 +217,13 @@ class _LocalStep:
             torch.autograd.backward(given, gradient)
         if stage > 0:
             self.returned[stage - 1, m] = taken.grad
+
+
+def writable(taken: Tensor, layers: Sequence[nn.Module]) -> Tensor:
+    """What a stage took in as its layers may use it: autograd refuses to change a leaf, as an in-place ReLU does."""
+    if taken.requires_grad and any(getattr(m, "inplace", False) for layer in layers for m in layer.modules()):
+        return taken.clone()
+    return taken
 
 
 def weighted_mean(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

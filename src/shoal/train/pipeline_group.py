@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, PipelineError
 from shoal.train.exchange import named_errors
-from shoal.train.pipeline import StepOutput, stage_error, weighted_mean
+from shoal.train.pipeline import StepOutput, stage_error, weighted_mean, writable
 
 if TYPE_CHECKING:
     from shoal.train.pipeline import PipelineRunner
@@ -42,6 +42,7 @@ class _Guarded(nn.Module):
         if owner.failure is None:
             try:
                 rows = owner.sizes[self.chunk]
+                x = writable(x, [self.body])
                 y = self.body(x[:rows] if rows < len(x) else x)
                 if self.stage == owner.last and (y.ndim == 0 or len(y) != rows):
                     return y
@@ -133,13 +134,13 @@ class GroupPipeline:
         """Sizes and weights on all ranks, or the same ``PipelineError`` on all, before any data moves."""
         problem = described = rows = None
         if 0 in self.local:
-            if inputs is None:
-                problem = f"stage 0 (rank {self.rank}) must pass inputs"
+            if inputs is None or inputs.ndim == 0:
+                problem = f"stage 0 (rank {self.rank}) must pass inputs with rows along dim 0"
             else:
                 described = (tuple(inputs.shape), inputs.dtype)
         if self.last in self.local:
-            if target is None:
-                problem = problem or f"the last stage (rank {self.rank}) must pass target"
+            if target is None or target.ndim == 0:
+                problem = problem or f"the last stage (rank {self.rank}) must pass target with rows along dim 0"
             else:
                 rows = len(target)
         everyone = self._share((problem, described, rows))

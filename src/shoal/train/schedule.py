@@ -1,8 +1,10 @@
 """Where a model is cut into pipeline stages, and in which order a stage works off its micro-batches."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from shoal.errors import ConfigError
 
@@ -65,15 +67,14 @@ def split_into_stages(num_layers: int, num_stages: int) -> list[PipelineStage]:
 def split_by_cost(costs: Sequence[float], num_stages: int) -> list[PipelineStage]:
     """Contiguous stages, none empty, with the smallest possible largest sum of ``costs``; earliest cuts among equals.
 
-    Cost: ``O(S * L^2)`` for S stages of L layers.
+    Sums are exact on the decimals that were written, so 0.1 + 0.2 ties with 0.3. Cost: ``O(S * L^2)`` for S stages of L
+    layers.
     """
     count = len(costs)
     _check_counts(count, num_stages, "split_by_cost")
-    if any(not c >= 0 for c in costs):
-        raise ConfigError("split_by_cost: costs must be numbers that are not negative")
-    prefix = list(itertools.accumulate(costs, initial=type(costs[0])(0)))
+    prefix = list(itertools.accumulate(_whole(costs), initial=0))
     # best[s][i]: the smallest largest sum of layers i.. in s stages
-    best = [[float("inf")] * (count + 1) for _ in range(num_stages + 1)]
+    best: list[list[float]] = [[math.inf] * (count + 1) for _ in range(num_stages + 1)]
     best[0][count] = 0
     for s in range(1, num_stages + 1):
         for i in range(count - s, -1, -1):
@@ -84,6 +85,18 @@ def split_by_cost(costs: Sequence[float], num_stages: int) -> list[PipelineStage
         fits = (j for j in range(i + 1, count - s + 2) if max(prefix[j] - prefix[i], best[s - 1][j]) <= limit)
         cuts.append(next(fits))
     return _stages(cuts)
+
+
+def _whole(costs: Sequence[float]) -> list[int]:
+    """The costs as whole numbers of one unit."""
+    try:
+        exact = [Fraction(c) if isinstance(c, int) else Fraction(repr(float(c))) for c in costs]
+    except (TypeError, ValueError):
+        exact = []
+    if len(exact) != len(costs) or any(c < 0 for c in exact):
+        raise ConfigError("split_by_cost: costs must be finite numbers that are not negative")
+    unit = math.lcm(*(c.denominator for c in exact))
+    return [int(c * unit) for c in exact]
 
 
 def schedule_actions(kind: str, num_stages: int, num_micro_batches: int, stage: int) -> list[str]:

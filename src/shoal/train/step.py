@@ -1,5 +1,6 @@
 """One training step over ranks, and an epoch of them."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +9,11 @@ import torch
 from torch import Tensor
 
 from shoal.comm.config import DistributedConfig
-from shoal.errors import AggregationError, ConfigError, StepAborted
+from shoal.errors import AggregationError, ConfigError, StepAborted, TransportError
 from shoal.train.aggregate import GradientAggregator
+
+OK, FAILED, ENDED = 0, 1, 2  # what ranks tell each other
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ def distributed_train_step(
     Args:
         compute_gradients_fn: gives ``(loss, gradients)``.
         apply_gradients_fn: called at most once, after all ranks have their aggregate.
-        agree: ranks exchange an ok flag first. Where computing raised, that exception comes out; on the other ranks
-            ``StepAborted`` names the failed ones; nobody aggregates or applies.
+        agree: ranks exchange an ok flag before they aggregate, and again before they apply. Where something raised,
+            that exception comes out; on the other ranks ``StepAborted`` names the failed ones; nobody applies.
         nonfinite: ``apply`` NaN and infinity like any value; ``skip`` the application on all ranks; ``raise``
             ``AggregationError`` on all. Every rank holds the same aggregate, so they need no vote.
     """
@@ -64,11 +68,20 @@ def distributed_train_step(
         loss, gradients = float(loss.detach() if isinstance(loss, Tensor) else loss), list(gradients)
     except BaseException:
         if agree:
-            _share(aggregator, "int", 1)
+            _report(aggregator, FAILED)
         raise
     if agree:
-        _raise_if_any(_share(aggregator, "int", 0))
-    aggregate = aggregator.aggregate(gradients)
+        _raise_if_failed(_share(aggregator, "int", OK))
+    try:
+        aggregate = aggregator.aggregate(gradients)
+    except TransportError:  # there is nobody left to tell
+        raise
+    except BaseException:
+        if agree:
+            _report(aggregator, FAILED)
+        raise
+    if agree:
+        _raise_if_failed(_share(aggregator, "int", OK))
     finite = nonfinite == "apply" or all(bool(torch.isfinite(g).all()) for g in aggregate)
     if finite:
         apply_gradients_fn(aggregate)
@@ -81,13 +94,16 @@ def distributed_train_step(
     return loss
 
 
-def _raise_if_any(flags: list[int]) -> None:
-    failed = [rank for rank, flag in enumerate(flags) if flag]
+def _report(aggregator: Any, flag: int) -> None:
+    """Tells the others; whatever that meets, this rank's own exception is what its user must see."""
+    with contextlib.suppress(Exception):
+        _share(aggregator, "int", flag)
+
+
+def _raise_if_failed(flags: list[int]) -> None:
+    failed = [rank for rank, flag in enumerate(flags) if flag == FAILED]
     if failed:
         raise StepAborted(failed)
-
-
-_END = object()
 
 
 def train_epoch_distributed(
@@ -106,7 +122,7 @@ def train_epoch_distributed(
         on_uneven: when a rank runs out of batches, ``stop`` ends the epoch on all, ``error`` is an
             ``AggregationError`` on all.
 
-    A ``step_fn`` that raises ends the epoch on all ranks, as in ``distributed_train_step``.
+    ``batches`` or a ``step_fn`` that raise end the epoch on all ranks, as in ``distributed_train_step``.
     """
     if on_uneven not in ("stop", "error"):
         raise ConfigError(f"train_epoch_distributed: on_uneven must be 'stop' or 'error', got {on_uneven!r}")
@@ -114,11 +130,16 @@ def train_epoch_distributed(
     losses: list[float] = []
     iterator = iter(batches)
     while True:
-        batch = next(iterator, _END)
-        ended = _share(aggregator, "int", int(batch is _END))
-        if any(ended):
-            if on_uneven == "error" and not all(ended):
-                out = [rank for rank, flag in enumerate(ended) if flag]
+        try:
+            batch = next(iterator, _END)
+        except BaseException:
+            _report(aggregator, FAILED)
+            raise
+        flags = _share(aggregator, "int", ENDED if batch is _END else OK)
+        _raise_if_failed(flags)
+        if any(flags):
+            if on_uneven == "error" and not all(flags):
+                out = [rank for rank, flag in enumerate(flags) if flag]
                 raise AggregationError(f"rank(s) {out} ran out of batches after {len(losses)} steps, others did not")
             break
 

@@ -16,13 +16,14 @@ POLL_S = 1.0
 LOG_EVERY_S = 60.0
 
 _local_store: Any = None
+_has_chief = False  # whose job it is
 
 
 class SyncHelper:
     """Booleans that the job shares: element 0 says that the restore finished, element i that worker i is alive.
 
     ``store`` is any ``torch.distributed`` store; by default the job's rendezvous store, or without a job one in this
-    process, which the chief's helper starts afresh.
+    process, which a second chief's helper starts afresh.
     """
 
     def __init__(self, num_workers: int, is_chief: bool, store: Any = None) -> None:
@@ -31,11 +32,12 @@ class SyncHelper:
         self.store = store if store is not None else self._default_store()
 
     def _default_store(self) -> Any:
-        global _local_store
+        global _local_store, _has_chief
         if dist.is_available() and dist.is_initialized():
             return dist.distributed_c10d._get_default_store()
-        if _local_store is None or self.is_chief:
-            _local_store = dist.HashStore()
+        if _local_store is None or (self.is_chief and _has_chief):
+            _local_store, _has_chief = dist.HashStore(), False
+        _has_chief = _has_chief or self.is_chief
         return _local_store
 
     def _set(self, i: int, value: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal.comm import control
 from shoal.comm.hooks import SessionRunHook
+from shoal.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class _EveryInterval(SessionRunHook):
     """Acts on the steps at which another ``step_interval`` is full, the same ones on all ranks."""
 
     def __init__(self, model_dir: str, timer: Any, step_interval: int) -> None:
+        if step_interval < 1:
+            raise ConfigError(f"{type(self).__name__}: step_interval must be at least 1, got {step_interval}")
         self.model_dir = Path(model_dir)
         self.timer = timer
         self.step_interval = step_interval
