@@ -26,7 +26,7 @@ from shoal.sharded import (
 )
 from shoal.sharded.ps.protocol import Op, Reply, Request, Status, parse_reply, parse_request
 from shoal.sharded.ps.security import generate
-from shoal.sharded.ps.streams import Streams, Verdict
+from shoal.sharded.ps.streams import Answer, Streams, Verdict
 from tests.sharded.helpers import adagrad, config
 
 T = torch.tensor
@@ -67,18 +67,19 @@ def test_a_cut_header_is_refused(size):
 def test_streams_judge_writes():
     streams = Streams(capacity=2)
     assert streams.judge(b"a", 1, 0) is Verdict.NEW
-    streams.remember(b"a", 1, [b"x"])
+    streams.remember(b"a", 1, Answer(Status.OK, [b"x"]))
     assert streams.judge(b"a", 1, 0) is Verdict.DONE
-    assert streams.answer(b"a", 1) == [b"x"]
+    assert streams.answer(b"a", 1).payload == [b"x"]
     assert streams.judge(b"a", 3, 1) is Verdict.GAP
     assert streams.judge(b"a", 3, 2) is Verdict.NEW  # write 2 was refused and answered
     assert streams.judge(b"new", 7, 6) is Verdict.NEW
-    streams.remember(b"b", 1, [])
-    streams.remember(b"c", 1, [])
+    streams.remember(b"b", 1, Answer())
+    streams.remember(b"c", 1, Answer(Status.OK, [T([1, 0], dtype=torch.int32)]))
     assert streams.forgotten == 1
     other = Streams()
-    other.load(json.loads(json.dumps(streams.dump())))
+    other.load(*json.loads(json.dumps([streams.dump(), streams.dump_answers()])))
     assert other.judge(b"c", 1, 0) is Verdict.DONE
+    assert (other.answer(b"b", 1), other.answer(b"c", 1).payload) == (Answer(), (b"\1\0\0\0\0\0\0\0",))
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------
