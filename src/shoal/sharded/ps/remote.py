@@ -226,6 +226,14 @@ class RemoteMultiTypeHashTable(RemoteTables):
             )
         return self
 
+    def size(self) -> int:
+        """Rows of all tables."""
+        rows = json.loads(bytes(self._read(Request(Op.SIZES)).payload[0]))
+        return sum(rows[name] for name in self.dims)
+
+    def get_queue_hooks(self) -> list[Any]:
+        return []
+
     def reinitialize(self, slot: str, ids: Tensor) -> tuple[Any, Tensor]:
         ids = as_ids(ids, slot).view(-1)
         if slot not in self.dims:

@@ -52,6 +52,7 @@ class ParameterServer:
         check_bind(host, keys, insecure)
         self.engine = engine
         self.limits = limits or Limits()
+        engine.shard.max_reply_bytes = self.limits.max_message_bytes
         self.metrics = Metrics()
         self.fatal: str | None = None
         """Why the server had to end."""
