@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -55,12 +56,27 @@ class Engine:
         self.recovered_records = 0
         self.logged: Callable[[], None] = lambda: None
         """Called when a write is in the log and not applied yet: the wait for the disk may begin."""
+        self._lock = -1
         self._snapshot: ShardSnapshot | None = None
         self._offset = 0  # from the shard's version to the number of a checkpoint, where no log counts
         if directory is not None:
             self.checkpoints = Checkpoints(Path(directory), keep=keep_checkpoints)
         elif self.durability != Durability.NONE:
             raise ConfigError(f"durability {self.durability.value!r} needs a directory to keep its files in")
+
+    def lock(self) -> None:
+        """Keeps the directory to this process until `close` or its end."""
+        if self.checkpoints is None:
+            return
+        fd = os.open(self.checkpoints.directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise ConfigError(
+                f"shard {self.shard.index}: another process serves from {self.checkpoints.directory}; end it first"
+            ) from None
+        self._lock = fd
 
     def recover(self) -> None:
         """Loads the newest whole checkpoint and replays the log behind it; then the log goes on."""
@@ -186,3 +202,6 @@ class Engine:
         if self.log is not None:
             with contextlib.suppress(OSError):
                 self.log.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

@@ -70,6 +70,8 @@ class Line:
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self.client.half_open_after.total_seconds() * 1000))
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            if "[" in self.address:
+                socket.setsockopt(zmq.IPV6, 1)
             if keys is not None:
                 socket.curve_publickey, socket.curve_secretkey = load_keys(keys.secret, secret=True)
                 socket.curve_serverkey = load_keys(keys.server, secret=False)[0]

@@ -45,6 +45,8 @@ class Shard:
     """
 
     def __init__(self, index: int, of: int) -> None:
+        if of < 1:
+            raise ConfigError(f"the number of shards is at least 1, got {of}")
         if not 0 <= index < of:
             raise ConfigError(f"a shard's index is 0..{of - 1} of {of}, got {index}")
         self.index = index
