@@ -299,3 +299,29 @@ def test_one_table_over_ranks_is_one_table():
         assert size == expected
         assert owned < size
     assert run_ranks(5, one_table)[0][0] == 0  # rank 0 stores nothing when there are more than four
+
+
+def ids_again_on_one_rank(rank, world):
+    """Rank 0 asks with one tensor all the time, the others with a new one each time, and in the end nobody has news."""
+    table = AllToAllHashTable(1, optimizer="sgd", lr=1.0, initializer="zeros")
+    ids = torch.arange(10)
+    table.assign(ids[:0] if rank else ids, torch.empty(0, 1) if rank else torch.arange(10.0).view(10, 1))
+    seen = []
+    for step in range(4):
+        mine = ids if rank == 0 else torch.arange(step, step + 3)
+        seen.append(table.lookup(mine).view(-1).tolist())
+        table.apply_gradients(mine if rank == 0 else mine.clone(), torch.zeros(mine.numel(), 1))
+    for _ in range(2):
+        seen.append(table.lookup(ids).view(-1).tolist())
+    table.apply_gradients(ids, torch.ones(10, 1))
+    buffer = ids.numpy()
+    buffer[:] = buffer[::-1].copy()  # behind torch's back
+    return seen, table.lookup(ids).view(-1).tolist()
+
+
+def test_ranks_may_differ_in_whether_their_ids_are_new():
+    rows = [float(i) for i in range(10)]
+    for rank, (seen, last) in enumerate(run_ranks(2, ids_again_on_one_rank)):
+        news = [rows] * 4 if rank == 0 else [rows[step : step + 3] for step in range(4)]
+        assert seen == [*news, rows, rows]
+        assert last == [row - 2 for row in reversed(rows)]

@@ -7,8 +7,9 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.sharded.backend import default_backend
-from shoal.sharded.distributed_ps import DistributedHashTable, DistributedMultiTypeHashTable
+from shoal.sharded.distributed_ps import DistributedMultiTypeHashTable
 from shoal.sharded.distributed_ps_sync import DistributedMultiTypeHashTableMpi
+from shoal.sharded.distributed_table import DistributedHashTable
 from shoal.sharded.layout_config import ParserCtx
 from shoal.sharded.partitioned import PartitionedHashTable
 from shoal.table.entry import HashTableConfigInstance

@@ -44,12 +44,20 @@ class Exchange:
 
     def ids(self, all_fids: Tensor, sharded_slot_sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Ids and their counts by table, ordered by the rank they came from. The counts tell how many ids will come."""
-        n = self.backend.world_size
-        if n == 1:
+        if self.backend.world_size == 1:
             return all_fids, sharded_slot_sizes
-        sizes = self.backend.all_to_all(sharded_slot_sizes, [k] * n, [k] * n)
-        send = sharded_slot_sizes.view(n, k).sum(1).tolist()
-        return self.backend.all_to_all(all_fids, send, sizes.view(n, k).sum(1).tolist()), sizes
+        came = self.counts(sharded_slot_sizes, k)
+        return self.counted_ids(all_fids, sharded_slot_sizes, came, k), came
+
+    def counts(self, sharded_slot_sizes: Tensor, k: int) -> Tensor:
+        """Every rank's counts for this one."""
+        n = self.backend.world_size
+        return self.backend.all_to_all(sharded_slot_sizes, [k] * n, [k] * n)
+
+    def counted_ids(self, all_fids: Tensor, sharded_slot_sizes: Tensor, came: Tensor, k: int) -> Tensor:
+        n = self.backend.world_size
+        send, recv = (sizes.view(n, k).sum(1).tolist() for sizes in (sharded_slot_sizes, came))
+        return self.backend.all_to_all(all_fids, send, recv)
 
     def rows(self, rows: Tensor, send: Tensor, recv: Tensor) -> Tensor:
         if self.backend.world_size == 1:
