@@ -138,6 +138,23 @@ def test_environment_is_read_strictly():
     assert SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_CAST": "16"}).backward_dtype == torch.float16
     with pytest.raises(ValueError, match="MONOLITH_WITH_BYTEPS_BWD_CAST is an integer"):
         SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_CAST": "half"})
+    with pytest.raises(ValueError, match="FAKE_CAST is an integer"):
+        SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST": "yes"})
+
+
+def test_an_update_that_is_refused_leaves_its_bundle_whole(kind):
+    table = DistributedMultiTypeHashTableMpi(1, lambda rank: kind(rank, {"a": config(1), "b": config(2)}))
+    ids = {"a": T([1, 2]), "b": T([3])}
+    _, bundle = table.lookup(ids, {}, table.reorder(ids))
+    keys = set(bundle)
+    for bad in ({}, {"a": torch.ones(2, 1)}, {"a": torch.ones(3, 1), "b": torch.ones(1, 2)}):
+        with pytest.raises(ValueError):
+            table.apply_gradients(bad, bundle)
+        assert set(bundle) == keys
+    table.apply_gradients({"a": torch.ones(2, 1), "b": torch.ones(1, 2)}, bundle)
+    with pytest.raises(ValueError, match="holds no lookup"):
+        table.apply_gradients({"a": torch.ones(2, 1), "b": torch.ones(1, 2)}, bundle)
+    assert table.table.lookup(ids)["b"].tolist() == [[-1, -1]]
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

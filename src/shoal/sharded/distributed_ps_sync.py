@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.errors import ConfigError
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.sharded import environment as env
 from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
@@ -203,10 +204,17 @@ class DistributedMultiTypeHashTableMpi:
         """``{slot: grads}`` of the batch that the bundle came from; gradients of this rank's equal ids are summed."""
         bundle = auxiliary_bundle
         step, seconds = as_int(global_step, "synchronous table", "global_step"), as_time(req_time, "synchronous table")
-        size, offsets = int(bundle.pop("recv_embeddings_size")), bundle.pop("fused_embedding_offsets")
+        if "recv_embeddings_size" not in bundle:
+            raise ConfigError("apply_gradients needs the bundle that lookup filled, once; this one holds no lookup")
+        if len(slot_to_grad) != len(self._dims):
+            raise ConfigError(
+                f"apply_gradients takes a gradient for each of {len(self._dims)} slots, got {sorted(slot_to_grad)}"
+            )
+        size, offsets = int(bundle["recv_embeddings_size"]), bundle["fused_embedding_offsets"]
         grads = [slot_to_grad[slot] for slot in sorted(slot_to_grad)]
         grads = [g.detach().reshape(-1, d) for g, d in zip(grads, self._dims, strict=True)]
         flat = scatter_rows(size, grads, offsets, self._dims, float(scale))
+        del bundle["recv_embeddings_size"], bundle["fused_embedding_offsets"]
         bundle["global_step"], bundle["req_time"] = step, seconds
         if flags.enable_alltoall_metrics and self.shard_num > 1:
             backward_metrics(
