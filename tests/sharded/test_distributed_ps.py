@@ -100,6 +100,17 @@ def test_changed_ids_are_routed_anew(single):
     assert table.lookup(T([1, 2, 6])).tolist() == [[0], [-1], [-1]]
 
 
+def test_ids_that_changed_behind_torchs_back_are_routed_anew(single):
+    table = single(2, config(1))
+    table.assign(torch.arange(1, 7), torch.arange(1.0, 7).view(6, 1))
+    ids = T([1, 2, 3])
+    assert table.lookup(ids).view(-1).tolist() == [1, 2, 3]
+    ids.numpy()[:] = [4, 5, 6]
+    assert table.lookup(ids).view(-1).tolist() == [4, 5, 6]
+    with torch.inference_mode():  # whose tensors have no version
+        assert table.lookup(T([6, 1])).view(-1).tolist() == [6, 1]
+
+
 def test_negative_ids_go_to_the_floor_mod(single):
     table = single(3, config(1))
     ids = T([-1, -2, -3, -9, 4])
@@ -247,3 +258,15 @@ def test_random_slots_equal_local_tables(several):
         table.apply_gradients({name: (ids[name], grads[name]) for name in configs}, step)
         for name, judge in judges.items():
             judge.apply_gradients(ids[name], grads[name], step, enable_dedup=True)
+
+
+def test_nothing_is_a_batch_too(several):
+    table = several(2, {"a": config(1), "b": config(2)})
+    none = torch.empty(0, dtype=torch.int64)
+    assert table.lookup({}) == {}
+    assert table.lookup({"b": none})["b"].shape == (0, 2)
+    for write in (table.assign, table.assign_add, table.apply_gradients):
+        assert write({}) is table
+        assert write({"a": (none, torch.empty(0, 1))}) is table
+    assert table.size() == 0
+    assert table.get_queue_hooks() == []

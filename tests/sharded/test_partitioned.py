@@ -156,16 +156,15 @@ def test_the_steps_of_a_lookup_can_be_taken_apart(build):
     rest = table.lookup(later_features, later, ret_lookup_callable_fn=True)
     assert any(key.startswith(f"{PRE}shards@1@") for key in later)
     queued = table.lookup({f"{PRE}sparse_features": BATCH}, {}, embedding_prefetch_capacity=2)
-    for found in (pool(bundle, features), rest(later, later_features), queued):
+    by_name = rest(auxiliary_bundle=later, features=later_features)
+    for found in (pool(bundle, features), pool(auxiliary_bundle=bundle, features=features), by_name, queued):
         for name, value in whole.items():
             assert torch.equal(found[name], value)
 
 
 def test_repeated_ids_step_once_when_unique_and_each_time_when_not(build):
     for unique, steps in ((True, 1), (False, 2)):
-        table = build(2, make=adagrad, unique=lambda u=unique: u) if not build.native else None
-        if table is None:
-            table = build(2, make=adagrad, unique=lambda u=unique: u)
+        table = build(2, make=adagrad, unique=lambda u=unique: u)
         batch = {"user": [[6, 6]], "price": [[]], "shop": [[]]}
         bundle = {}
         found = table.lookup({f"{PRE}sparse_features": batch}, bundle)
@@ -178,8 +177,6 @@ def test_repeated_ids_step_once_when_unique_and_each_time_when_not(build):
             norm += g * g
             expected -= 0.5 * g / norm**0.5
         assert value == pytest.approx(expected, rel=1e-5)
-        if build.native or steps == 2:
-            continue
 
 
 def test_missing_gradients_count_as_zero_and_scale_multiplies(build):
@@ -224,6 +221,9 @@ def test_assign_adds_up_and_checks_its_shard(build):
         table.assign({0: {sub: (T([-2]), torch.zeros(1, dim))}})
     with pytest.raises(KeyError):
         table.assign({0: {"nobody": (T([2]), torch.zeros(1, dim))}})
+    with pytest.raises(ValueError, match="elements are needed"):
+        table.assign({0: {sub: (T([20]), torch.ones(1, dim))}, 1: {sub: (T([21]), torch.ones(1, dim - 1))}})
+    assert table._lookup_raw({0: {sub: T([20])}})[0][sub].count_nonzero() == 0  # part 0 was not touched either
 
 
 def test_negative_ids_are_refused(build):
@@ -315,4 +315,22 @@ def test_the_factory_builds_inside_its_context(is_native, num_ps):
     with settings(num_ps, is_native):
         table = create_partitioned_hash_table(num_ps, is_native)
     assert len(table.tables) == max(1, num_ps)
+    reset_registry()
+
+
+def test_float16_switches_native_tables_off_in_the_factory_too():
+    from shoal.table import MultiTypeHashTable, reset_registry
+
+    reset_registry()
+    with settings(2, True, make=adagrad, transfer_float16=True):
+        table = create_partitioned_hash_table(2, True)
+    assert all(isinstance(part, MultiTypeHashTable) for part in table.tables)
+    bundle = {}
+    found = table.lookup({f"{PRE}sparse_features": BATCH}, bundle)
+    table.apply_gradients([(torch.ones_like(t), t) for _, t in sorted(found.items())], 0, auxiliary_bundle=bundle)
+    expected, norm = 0.0, 0.1
+    for gradient in (1.0, 2.0):  # id 4 steps once as a price and once as a shop
+        norm += gradient * gradient
+        expected -= 0.5 * gradient / norm**0.5
+    assert table._lookup_raw({0: {P: T([4])}})[0][P][0, 0].item() == pytest.approx(expected, rel=1e-5)
     reset_registry()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq
 
-from shoal.errors import DataError, DeadlineError, PeerError
+from shoal.errors import ConfigError, DataError, DeadlineError, PeerError
 from shoal.sharded import (
     ClientKeys,
     Engine,
@@ -26,7 +26,7 @@ from shoal.sharded import (
 )
 from shoal.sharded.ps.protocol import Op, Reply, Request, Status, parse_reply, parse_request
 from shoal.sharded.ps.security import generate
-from shoal.sharded.ps.streams import Streams, Verdict
+from shoal.sharded.ps.streams import Answer, Streams, Verdict
 from tests.sharded.helpers import adagrad, config
 
 T = torch.tensor
@@ -67,18 +67,19 @@ def test_a_cut_header_is_refused(size):
 def test_streams_judge_writes():
     streams = Streams(capacity=2)
     assert streams.judge(b"a", 1, 0) is Verdict.NEW
-    streams.remember(b"a", 1, [b"x"])
+    streams.remember(b"a", 1, Answer(Status.OK, [b"x"]))
     assert streams.judge(b"a", 1, 0) is Verdict.DONE
-    assert streams.answer(b"a", 1) == [b"x"]
+    assert streams.answer(b"a", 1).payload == [b"x"]
     assert streams.judge(b"a", 3, 1) is Verdict.GAP
     assert streams.judge(b"a", 3, 2) is Verdict.NEW  # write 2 was refused and answered
     assert streams.judge(b"new", 7, 6) is Verdict.NEW
-    streams.remember(b"b", 1, [])
-    streams.remember(b"c", 1, [])
+    streams.remember(b"b", 1, Answer())
+    streams.remember(b"c", 1, Answer(Status.OK, [T([1, 0], dtype=torch.int32)]))
     assert streams.forgotten == 1
     other = Streams()
-    other.load(json.loads(json.dumps(streams.dump())))
+    other.load(*json.loads(json.dumps([streams.dump(), streams.dump_answers()])))
     assert other.judge(b"c", 1, 0) is Verdict.DONE
+    assert (other.answer(b"b", 1), other.answer(b"c", 1).payload) == (Answer(), (b"\1\0\0\0\0\0\0\0",))
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------
@@ -489,3 +490,82 @@ def test_eviction_goes_through_the_log(servers, tmp_path):
     again = Engine(Shard(0, 1), "log", tmp_path / "shard-0")
     again.recover()
     assert again.shard.tables["t"].size() == 1
+
+
+# --- what does not start ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"port": 70000}, "port is 0"),
+        ({"port": -3}, "port is 0"),
+        ({"http_port": 1 << 20}, "http_port is 0"),
+        ({"read_threads": 0}, "at least 1 thread"),
+    ],
+    ids=str,
+)
+def test_options_that_would_serve_nobody_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ParameterServer(Engine(Shard(0, 1)), **options)
+
+
+def test_limits_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="max_ids is at least 1, got 0"):
+        Limits(max_ids=0)
+
+
+def test_a_folder_without_clients_would_keep_everyone_out(tmp_path):
+    _, secret = generate(tmp_path, "server")
+    for folder in (tmp_path / "nowhere", tmp_path / "empty"):
+        with pytest.raises(ValueError, match="holds no public key"):
+            ParameterServer(Engine(Shard(0, 1)), keys=ServerKeys(secret=secret, clients=folder))
+        (tmp_path / "empty").mkdir(exist_ok=True)
+
+
+@pytest.mark.parametrize("taken", ["port", "http_port"])
+def test_a_server_that_cannot_listen_leaves_nothing_behind(servers, tmp_path, taken):
+    [first] = servers(1)
+    address = first.address if taken == "port" else first.http_address
+    options = {taken: int(address.rsplit(":", 1)[1])}
+    for _ in range(2):  # the directory is free again after the first
+        with pytest.raises(ValueError, match="cannot"):
+            ParameterServer(Engine(Shard(0, 1), "log", tmp_path), **options).start()
+    with ParameterServer(Engine(Shard(0, 1), "log", tmp_path)) as server:
+        assert get(server, "/healthz")[0] == 200
+
+
+def test_one_directory_is_served_by_one_process(servers, tmp_path):
+    servers(1, "log", tmp_path)
+    with pytest.raises(ValueError, match="another process serves from"):
+        ParameterServer(Engine(Shard(0, 1), "log", tmp_path / "shard-0")).start()
+
+
+def test_a_server_goes_also_where_its_last_checkpoint_fails(tmp_path, monkeypatch):
+    server = ParameterServer(Engine(Shard(0, 1), "log", tmp_path)).start()
+    with PsClient([server.address], deadline=timedelta(seconds=20)) as client:
+        ps_table(client, 1, name="t", optimizer="sgd", initializer="zeros").assign(T([1]), T([[5.0]]))
+    real = os.open
+
+    def full(path, flags, *args, **kwargs):
+        if str(path).endswith(".shlog") and flags & os.O_CREAT:
+            raise OSError(28, "No space left on device")
+        return real(path, flags, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        with pytest.raises(PeerError, match="No space left"):
+            server.stop(checkpoint=True)
+    assert server.wait(0)
+    again = Engine(Shard(0, 1), "log", tmp_path)
+    again.recover()
+    assert again.shard.tables["t"].lookup(T([1])).item() == 5
+
+
+def test_a_server_may_listen_on_ipv6(servers):
+    try:
+        [server] = servers(1, host="::1")
+    except ConfigError:
+        pytest.skip("this machine has no IPv6 loopback")
+    with PsClient([server.address], deadline=timedelta(seconds=20)) as client:
+        assert client.info()[0]["shard"] == 0

@@ -139,6 +139,23 @@ def test_environment_is_read_strictly():
     assert SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_CAST": "16"}).backward_dtype == torch.float16
     with pytest.raises(ValueError, match="MONOLITH_WITH_BYTEPS_BWD_CAST is an integer"):
         SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_CAST": "half"})
+    with pytest.raises(ValueError, match="FAKE_CAST is an integer"):
+        SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST": "yes"})
+
+
+def test_an_update_that_is_refused_leaves_its_bundle_whole(kind):
+    table = DistributedMultiTypeHashTableMpi(1, lambda rank: kind(rank, {"a": config(1), "b": config(2)}))
+    ids = {"a": T([1, 2]), "b": T([3])}
+    _, bundle = table.lookup(ids, {}, table.reorder(ids))
+    keys = set(bundle)
+    for bad in ({}, {"a": torch.ones(2, 1)}, {"a": torch.ones(3, 1), "b": torch.ones(1, 2)}):
+        with pytest.raises(ValueError):
+            table.apply_gradients(bad, bundle)
+        assert set(bundle) == keys
+    table.apply_gradients({"a": torch.ones(2, 1), "b": torch.ones(1, 2)}, bundle)
+    with pytest.raises(ValueError, match="holds no lookup"):
+        table.apply_gradients({"a": torch.ones(2, 1), "b": torch.ones(1, 2)}, bundle)
+    assert table.table.lookup(ids)["b"].tolist() == [[-1, -1]]
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -300,3 +317,29 @@ def test_one_table_over_ranks_is_one_table():
         assert size == expected
         assert owned < size
     assert run_ranks(5, one_table)[0][0] == 0  # rank 0 stores nothing when there are more than four
+
+
+def ids_again_on_one_rank(rank, world):
+    """Rank 0 asks with one tensor all the time, the others with a new one each time, and in the end nobody has news."""
+    table = AllToAllHashTable(1, optimizer="sgd", lr=1.0, initializer="zeros")
+    ids = torch.arange(10)
+    table.assign(ids[:0] if rank else ids, torch.empty(0, 1) if rank else torch.arange(10.0).view(10, 1))
+    seen = []
+    for step in range(4):
+        mine = ids if rank == 0 else torch.arange(step, step + 3)
+        seen.append(table.lookup(mine).view(-1).tolist())
+        table.apply_gradients(mine if rank == 0 else mine.clone(), torch.zeros(mine.numel(), 1))
+    for _ in range(2):
+        seen.append(table.lookup(ids).view(-1).tolist())
+    table.apply_gradients(ids, torch.ones(10, 1))
+    buffer = ids.numpy()
+    buffer[:] = buffer[::-1].copy()  # behind torch's back
+    return seen, table.lookup(ids).view(-1).tolist()
+
+
+def test_ranks_may_differ_in_whether_their_ids_are_new():
+    rows = [float(i) for i in range(10)]
+    for rank, (seen, last) in enumerate(run_ranks(2, ids_again_on_one_rank)):
+        news = [rows] * 4 if rank == 0 else [rows[step : step + 3] for step in range(4)]
+        assert seen == [*news, rows, rows]
+        assert last == [row - 2 for row in reversed(rows)]

@@ -129,8 +129,11 @@ def serve(options: Serve) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     folder = None if options.dir is None else options.dir / f"shard-{options.shard:05d}"
     tables = load_tables(options.config) if options.config is not None else {}
+    checkpoint_every, evict_every = duration(options.checkpoint_every), duration(options.evict_every)
+    if options.clients is not None and options.keys is None:
+        raise ConfigError("--clients says whose keys may connect, so it needs the server's own: give --keys")
     engine = Engine(Shard(options.shard, options.of), options.durability, folder)
-    periodic = duration(options.checkpoint_every) if folder is not None and options.durability != "none" else None
+    periodic = checkpoint_every if folder is not None and options.durability != "none" else None
     server = ParameterServer(
         engine,
         host=options.host,
@@ -142,7 +145,7 @@ def serve(options: Serve) -> int:
         limits=Limits(max_ids=options.max_ids),
         read_threads=options.threads,
         checkpoint_every=periodic,
-        evict_every=duration(options.evict_every),
+        evict_every=evict_every,
         tables=[create_request(config, spec) for config, spec in tables.values()],
     )
     asked = threading.Event()

@@ -10,7 +10,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "shoal.sharded.alltoall_metrics": ("flags", "set_alltoall_writer"),
     "shoal.sharded.backend": ("AllToAll", "ProcessGroup", "SingleRank"),
     "shoal.sharded.clip": ("GradClipType",),
-    "shoal.sharded.distributed_ps": ("DistributedHashTable", "DistributedMultiTypeHashTable"),
+    "shoal.sharded.distributed_ps": ("DistributedMultiTypeHashTable",),
+    "shoal.sharded.distributed_table": ("DistributedHashTable",),
     "shoal.sharded.distributed_ps_factory": (
         "create_in_worker_multi_type_hash_table",
         "create_in_worker_native_multi_hash_table",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,19 @@ from torch import Tensor
 from shoal.buffers import empty_flat
 from shoal.errors import DataError
 from shoal.ops.reorder import fused_reorder_by_indices
-from shoal.ops.reorder.op import empty_shards
+from shoal.ops.reorder.op import FusedReorder, empty_shards
 from shoal.sharded import environment as env
 from shoal.sharded.backend import AllToAll, default_backend
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.sharded.distributed_ps_sync import Exchange
-from shoal.sharded.route import gather_rows, scatter_rows
+from shoal.sharded.route import Seen, gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
 from shoal.table.checkpoint import restore_table
 from shoal.table.checkpoint.naming import write_whole
 from shoal.table.fused import apply_blocks
 from shoal.table.table import HashTable
+
+AGAIN = -1  # in place of a count: this rank has the ids it had the last time
 
 
 class AllToAllHashTable:
@@ -68,19 +69,36 @@ class AllToAllHashTable:
         self.config = self.table.config
         self._home = home(self.table)
         self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
-        self._last: tuple[Any, int, tuple[Any, ...]] | None = None
+        self._last: tuple[Seen, tuple[Any, ...]] | None = None
 
     def _route(self, ids: Tensor) -> tuple[Any, ...]:
-        """Where ids go, and which ids came: worked out in the forward pass, used again in the backward pass."""
-        last = self._last
-        if last is not None and last[0]() is ids and last[1] == ids._version:
-            return last[2]
-        fused = fused_reorder_by_indices([ids.view(-1)], self.world_size, [self.dim_size])
-        came, sizes = self._exchange.ids(fused.output, fused.sharded_slot_sizes, 1)
-        mine, theirs = fused.shard_sizes.cpu().long() * self.dim_size, sizes.cpu().long() * self.dim_size
+        """Where ids go, and which ids came: worked out in the forward pass, used again in the backward pass.
+
+        It is used again where every rank has the ids it had. A rank cannot know that of the others, so they tell.
+        """
+        last = self._last if self._last is not None and self._last[0].are([ids]) else None
+        fused = self._deal_out(ids) if last is None else None
+        if self.world_size > 1:
+            again = torch.full((self.world_size,), AGAIN, dtype=torch.int32, device="cpu")
+            sizes = self._exchange.counts(again if fused is None else fused.sharded_slot_sizes, 1).cpu()
+            if last is not None and bool((sizes == AGAIN).all()):
+                return last[1]
+            fused = self._deal_out(ids) if fused is None else fused
+            if bool((sizes == AGAIN).any()):  # other ranks have new ids
+                sizes = self._exchange.counts(fused.sharded_slot_sizes, 1).cpu()
+            came = self._exchange.counted_ids(fused.output, fused.sharded_slot_sizes, sizes, 1)
+        elif last is not None:
+            return last[1]
+        else:
+            assert fused is not None
+            came, sizes = fused.output, fused.sharded_slot_sizes.cpu()
+        mine, theirs = fused.shard_sizes.cpu().long() * self.dim_size, sizes.long() * self.dim_size
         route = mine, theirs, came.to(self._home).contiguous(), fused
-        self._last = weakref.ref(ids), ids._version, route
+        self._last = Seen([ids]), route
         return route
+
+    def _deal_out(self, ids: Tensor) -> FusedReorder:
+        return fused_reorder_by_indices([ids.view(-1)], self.world_size, [self.dim_size])
 
     def lookup(
         self, ids: Tensor, use_multi_threads: bool = False, enable_dedup: bool = False, *,

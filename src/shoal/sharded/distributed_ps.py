@@ -1,4 +1,4 @@
-"""Tables whose rows are dealt out to parameter servers, or to parts in this process, by ``id mod num_ps``."""
+"""Tables by slot whose rows are dealt out to parameter servers, or to parts in this process, by ``id mod num_ps``."""
 
 from __future__ import annotations
 
@@ -9,163 +9,17 @@ import torch
 from torch import Tensor
 
 from shoal.sharded import export
+from shoal.sharded.distributed_table import DistributedHashTable
 from shoal.sharded.fan_out import fan_out
-from shoal.sharded.route import RouteCache, check_slots, one_dim, positions_of_shards, split_rows
+from shoal.sharded.route import RouteCache, check_slots, positions_of_shards, split_rows
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.entry import HashTableConfigInstance, infer_dim_size
 from shoal.table.export_mode import is_exporting_distributed
 
+__all__ = ["DistributedHashTable", "DistributedMultiTypeHashTable"]
+
 RAW_METHODS = ("raw_lookup", "raw_apply_gradients", "raw_assign")
-
-
-class DistributedHashTable:
-    """One table in ``ps_num`` parts; ``hash_table_factory(i, config)`` builds the part of shard ``i``.
-
-    Ids are de-duplicated here: one row per distinct id travels, and gradients of equal ids are summed into one
-    optimizer step. ``assign`` and ``assign_add`` send every occurrence in order. Parts may be local tables or
-    `RemoteHashTable`; the latter are asked all at once. It can stand where a `shoal.HashTable` stands.
-    """
-
-    def __init__(
-        self,
-        ps_num: int,
-        config: HashTableConfigInstance,
-        hash_table_factory: Callable[[int, HashTableConfigInstance], Any],
-    ) -> None:
-        self.config = config
-        self.ps_num = ps_num
-        self._tables = [hash_table_factory(i, config) for i in range(max(1, ps_num))]
-        self.name = getattr(self._tables[0], "name", "distributed")
-        self._dim = one_dim(self._tables, f"table {self.name!r}")
-        self._fan = fan_out(self._tables)
-        self._remote = hasattr(self._fan, "client")
-        self._cache = RouteCache()
-
-    @property
-    def tables(self) -> list[Any]:
-        """The parts, by shard."""
-        return list(self._tables)
-
-    @property
-    def dim_size(self) -> int:
-        return self._dim
-
-    def lookup(
-        self, ids: Tensor, use_multi_threads: bool = False, enable_dedup: bool = False, *,
-        insert_missing: bool = False, req_time: Any = None,
-    ) -> Tensor:  # fmt: skip
-        """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``. The flags only steer speed."""
-        given = ids
-        ids = as_ids(ids, self.name).view(-1)
-        route = self._route(given, ids)
-        return route.gather(self._read(route, insert_missing, as_time(req_time, self.name)))[0]
-
-    def _route(self, given: Any, ids: Tensor) -> Any:
-        key = given if isinstance(given, Tensor) and given.dim() == 1 and given.is_contiguous() else ids
-        return self._cache.route((), [key], len(self._tables), [self._dim])
-
-    def _read(self, route: Any, insert_missing: bool, seconds: int) -> list[Tensor]:
-        more = {"insert_missing": True, "req_time": seconds} if insert_missing else {}
-        if not self._remote:
-            pairs = zip(self._tables, route.ids, strict=True)
-            return [part.lookup(ids, **more).reshape(-1) for part, ids in pairs]
-        from shoal.sharded.ps.protocol import Op, as_tensor
-
-        op = Op.INSERT if insert_missing else Op.LOOKUP
-        requests = {
-            i: part.request(op, route.ids[i], req_time=seconds)
-            for i, part in enumerate(self._tables)
-            if route.ids[i].numel()
-        }
-        replies = self._fan.client.read(requests)
-        empty = torch.empty(0)
-        return [
-            as_tensor(replies[i].payload[0], torch.float32) if i in replies else empty for i in range(len(self._tables))
-        ]
-
-    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> DistributedHashTable:
-        """The last of equal ids wins."""
-        return self._write("assign", ids, values, req_time)
-
-    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> DistributedHashTable:
-        """Every occurrence is added."""
-        return self._write("assign_add", ids, values, req_time)
-
-    def _write(self, verb: str, ids: Tensor, values: Tensor, req_time: Any) -> DistributedHashTable:
-        ids = as_ids(ids, self.name).view(-1)
-        values = as_rows(values, ids.numel(), self._dim, self.name).view(-1, self._dim)
-        seconds = as_time(req_time, self.name)
-        id_parts, value_parts = split_rows(ids, values, len(self._tables))
-        if not self._remote:
-            for part, i, v in zip(self._tables, id_parts, value_parts, strict=True):
-                getattr(part, verb)(i, v, req_time=seconds)
-            return self
-        from shoal.sharded.ps.protocol import Op
-
-        parts = enumerate(zip(self._tables, id_parts, value_parts, strict=True))
-        self._fan.client.write({s: t.request(Op[verb.upper()], i, v, req_time=seconds) for s, (t, i, v) in parts})
-        return self
-
-    def apply_gradients(
-        self, ids: Tensor, grads: Tensor, global_step: Any = 0, req_time: Any = None, *,
-        use_multi_threads: bool = False, enable_dedup: bool = True,
-    ) -> DistributedHashTable:  # fmt: skip
-        """One optimizer step per distinct id with the sum of its gradients, whatever ``enable_dedup`` says."""
-        given = ids
-        ids = as_ids(ids, self.name).view(-1)
-        grads = as_rows(grads, ids.numel(), self._dim, self.name, "grads").view(-1, self._dim)
-        step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
-        route = self._route(given, ids)
-        flat = route.scatter([grads])
-        if not self._remote:
-            for part, i, floats in zip(self._tables, route.ids, route.floats, strict=True):
-                rows = flat[floats].view(-1, self._dim)
-                part.apply_gradients(i, rows, step, enable_dedup=False, req_time=seconds)
-            return self
-        from shoal.sharded.ps.protocol import Op
-
-        rates = self._tables[0].rates([self._tables[0].name], step)
-        versions = self._fan.client.versions
-        requests = {
-            i: part.request(
-                Op.APPLY, route.ids[i], flat[route.floats[i]], req_time=seconds, global_step=step, rates=rates,
-                read_version=versions[i],
-            )
-            for i, part in enumerate(self._tables)
-        }  # fmt: skip
-        self._fan.client.write(requests, wait=False)
-        return self
-
-    def contains(self, ids: Tensor) -> Tensor:
-        """bool ``[n]``: which ids have a row."""
-        return self._scatter_back(ids, torch.bool, lambda part, part_ids: part.contains(part_ids))
-
-    def reinitialize(self, ids: Tensor) -> tuple[DistributedHashTable, Tensor]:
-        """Fresh rows; int32 ``[n]`` in input order: 1 existed, 0 inserted."""
-        return self, self._scatter_back(ids, torch.int32, lambda part, part_ids: part.reinitialize(part_ids)[1])
-
-    def _scatter_back(self, ids: Tensor, dtype: torch.dtype, call: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        ids = as_ids(ids, self.name).view(-1)
-        out = torch.empty(ids.numel(), dtype=dtype)
-        for part, at in zip(self._tables, positions_of_shards(ids, len(self._tables)), strict=True):
-            out[at] = call(part, ids[at])
-        return out
-
-    def size(self) -> int:
-        """Rows of all parts."""
-        return sum(part.size() for part in self._tables)
-
-    def __len__(self) -> int:
-        return self.size()
-
-    def as_op(self) -> DistributedHashTable:
-        """Waits until everything asked of this table has been applied."""
-        for part in self._tables:
-            part.as_op()
-        return self
-
-    def __repr__(self) -> str:
-        return f"DistributedHashTable({self.name!r}, dim={self._dim}, parts={len(self._tables)})"
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
 class DistributedMultiTypeHashTable:
@@ -198,8 +52,7 @@ class DistributedMultiTypeHashTable:
         self._raw = self.native and not transfer_float16
         self._fan = fan_out(self._tables)
         self._cache = RouteCache()
-        self._exported = is_exporting_distributed()
-        if self._exported:
+        if is_exporting_distributed():
             export.export_parts(self._tables, self._dims, native=self.native)
 
     @property
@@ -275,6 +128,8 @@ class DistributedMultiTypeHashTable:
         check_slots(slot_to_id_and_grad, self._dims)
         export.check_writable("apply_gradients")
         step, seconds = as_int(global_step, "slots", "global_step"), as_time(req_time, "slots")
+        if not slot_to_id_and_grad and not self._raw:
+            return self
         names, route = self._route({slot: pair[0] for slot, pair in slot_to_id_and_grad.items()})
         grads = []
         for name in names:
@@ -288,6 +143,7 @@ class DistributedMultiTypeHashTable:
         """Fresh rows; int32 ``[n]`` in input order: 1 existed, 0 inserted, -1 for all if the slot is unknown."""
         if not self.native:
             raise NotImplementedError("reinitialize needs native tables (MultiHashTable) on every part")
+        export.check_writable("reinitialize")
         ids = as_ids(ids, slot).view(-1)
         status = torch.full((ids.numel(),), -1, dtype=torch.int32)
         if slot in self._dims:
@@ -312,6 +168,3 @@ class DistributedMultiTypeHashTable:
 
     def __repr__(self) -> str:
         return f"DistributedMultiTypeHashTable({', '.join(self._dims)}; parts={len(self._tables)})"
-
-
-_NO_IDS = torch.empty(0, dtype=torch.int64)

@@ -7,9 +7,10 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.sharded.backend import default_backend
-from shoal.sharded.distributed_ps import DistributedHashTable, DistributedMultiTypeHashTable
+from shoal.sharded.distributed_ps import DistributedMultiTypeHashTable
 from shoal.sharded.distributed_ps_sync import DistributedMultiTypeHashTableMpi
-from shoal.sharded.layout_config import ParserCtx
+from shoal.sharded.distributed_table import DistributedHashTable
+from shoal.sharded.layout_config import ParserCtx, params_of
 from shoal.sharded.partitioned import PartitionedHashTable
 from shoal.table.entry import HashTableConfigInstance
 from shoal.table.merged import MergedMultiTypeHashTable
@@ -164,6 +165,7 @@ def create_partitioned_hash_table(
     """A `PartitionedHashTable` with the settings of the parser context, so it is called inside ``with ctx:``."""
     filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients)
     _no_filters(client, filters)
+    native = use_native_multi_hash_table and params_of(parser_ctx).use_native_multi_hash_table
     rank = default_backend().rank if enable_gpu_emb else None
 
     def part(i: int, configs: Configs) -> Any:
@@ -171,9 +173,9 @@ def create_partitioned_hash_table(
         if client is not None:
             from shoal.sharded.ps import remote
 
-            kind = remote.RemoteMultiHashTable if use_native_multi_hash_table else remote.RemoteMultiTypeHashTable
+            kind = remote.RemoteMultiHashTable if native else remote.RemoteMultiTypeHashTable
             return kind(client, i, configs)
-        if use_native_multi_hash_table:
+        if native:
             return MultiHashTable.from_configs(configs, filters[at], clients[at], str(i))
         suffix = "" if num_ps == 0 else f"_{i}"
         return MultiTypeHashTable(

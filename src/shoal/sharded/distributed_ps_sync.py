@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.errors import ConfigError
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.sharded import environment as env
 from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
@@ -44,12 +45,20 @@ class Exchange:
 
     def ids(self, all_fids: Tensor, sharded_slot_sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Ids and their counts by table, ordered by the rank they came from. The counts tell how many ids will come."""
-        n = self.backend.world_size
-        if n == 1:
+        if self.backend.world_size == 1:
             return all_fids, sharded_slot_sizes
-        sizes = self.backend.all_to_all(sharded_slot_sizes, [k] * n, [k] * n)
-        send = sharded_slot_sizes.view(n, k).sum(1).tolist()
-        return self.backend.all_to_all(all_fids, send, sizes.view(n, k).sum(1).tolist()), sizes
+        came = self.counts(sharded_slot_sizes, k)
+        return self.counted_ids(all_fids, sharded_slot_sizes, came, k), came
+
+    def counts(self, sharded_slot_sizes: Tensor, k: int) -> Tensor:
+        """Every rank's counts for this one."""
+        n = self.backend.world_size
+        return self.backend.all_to_all(sharded_slot_sizes, [k] * n, [k] * n)
+
+    def counted_ids(self, all_fids: Tensor, sharded_slot_sizes: Tensor, came: Tensor, k: int) -> Tensor:
+        n = self.backend.world_size
+        send, recv = (sizes.view(n, k).sum(1).tolist() for sizes in (sharded_slot_sizes, came))
+        return self.backend.all_to_all(all_fids, send, recv)
 
     def rows(self, rows: Tensor, send: Tensor, recv: Tensor) -> Tensor:
         if self.backend.world_size == 1:
@@ -195,10 +204,17 @@ class DistributedMultiTypeHashTableMpi:
         """``{slot: grads}`` of the batch that the bundle came from; gradients of this rank's equal ids are summed."""
         bundle = auxiliary_bundle
         step, seconds = as_int(global_step, "synchronous table", "global_step"), as_time(req_time, "synchronous table")
-        size, offsets = int(bundle.pop("recv_embeddings_size")), bundle.pop("fused_embedding_offsets")
+        if "recv_embeddings_size" not in bundle:
+            raise ConfigError("apply_gradients needs the bundle that lookup filled, once; this one holds no lookup")
+        if len(slot_to_grad) != len(self._dims):
+            raise ConfigError(
+                f"apply_gradients takes a gradient for each of {len(self._dims)} slots, got {sorted(slot_to_grad)}"
+            )
+        size, offsets = int(bundle["recv_embeddings_size"]), bundle["fused_embedding_offsets"]
         grads = [slot_to_grad[slot] for slot in sorted(slot_to_grad)]
         grads = [g.detach().reshape(-1, d) for g, d in zip(grads, self._dims, strict=True)]
         flat = scatter_rows(size, grads, offsets, self._dims, float(scale))
+        del bundle["recv_embeddings_size"], bundle["fused_embedding_offsets"]
         bundle["global_step"], bundle["req_time"] = step, seconds
         if flags.enable_alltoall_metrics and self.shard_num > 1:
             backward_metrics(

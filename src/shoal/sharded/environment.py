@@ -34,10 +34,11 @@ class SyncEnvironment:
         ):  # fmt: skip
             _int(env, name, 0)  # they only place work on devices, but a typo in them is still told
         cast = _int(env, "MONOLITH_WITH_BYTEPS_BWD_CAST", 32)
+        fake = _int(env, "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0)
         half = bool(env.get("MONOLITH_WITH_OPTIMIZED_HOROVOD")) or cast == 16
         return cls(
             backward_dtype=torch.float16 if half else torch.float32,
-            fake_cast=cast == 16 and bool(_int(env, "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0)),
+            fake_cast=cast == 16 and bool(fake),
             allreduce_fusion=env.get("MONOLITH_WITH_ALLREDUCE_FUSION", ""),
             allreduce_fp16=bool(_int(env, "MONOLITH_WITH_ALLREDUCE_FP16", 0)),
             skip_allreduce=bool(_int(env, "MONOLITH_SKIP_ALLREDUCE", 0)),

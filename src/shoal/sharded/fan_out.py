@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,9 +62,6 @@ class LocalParts:
         for part, pairs in zip(self.parts, per_part, strict=True):
             getattr(part, verb)(pairs, req_time=seconds)
 
-    def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
-        return [call(i, part) for i, part in enumerate(self.parts)]
-
 
 class RemoteParts:
     """Parts on the servers of one client: one request to each, all under way at once."""
@@ -118,6 +115,3 @@ class RemoteParts:
                     torch.cat([values.reshape(-1) for _, values in chosen]), seconds=seconds,
                 )  # fmt: skip
         self.client.write(requests)
-
-    def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
-        return [call(i, part) for i, part in enumerate(self.parts)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 from shoal.sharded.batch_bundle import OFFSETS, SIZES, keep_rows, keep_shards, pop_shards, rows_of, take_shards, work_of
-from shoal.sharded.devices import home
+from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.sharded.export import check_writable, export_parts
 from shoal.sharded.fan_out import fan_out
 from shoal.sharded.gpu_embedding import AllToAllLists
@@ -19,7 +19,7 @@ from shoal.sharded.layout_config import PREFIX, ParserCtx, get_default_parser_ct
 from shoal.sharded.list_parts import exported_lookup, local_apply, local_lookup, remote_apply, remote_lookup
 from shoal.sharded.pooling import Pooling
 from shoal.sharded.prefetch_queue import AsyncFunctionMgr, Hook, enqueue_dicts_with_queue_return
-from shoal.table.arguments import as_ids, as_int, as_time
+from shoal.table.arguments import as_int, as_time
 from shoal.table.entry import infer_dim_size
 from shoal.table.export_mode import is_exporting, is_exporting_distributed
 
@@ -105,24 +105,27 @@ class PartitionedHashTable:
         else:
             keep_shards(sharded, bundle)
 
-        def finish(bundle: dict[str, Any], features: dict[str, Any]) -> Any:
-            self._read(bundle)
+        def pool(auxiliary_bundle: dict[str, Any], features: dict[str, Any]) -> dict[str, Any]:
+            return self._pool(auxiliary_bundle)
+
+        def finish(auxiliary_bundle: dict[str, Any], features: dict[str, Any]) -> dict[str, Any]:
+            self._read(auxiliary_bundle)
             if embedding_prefetch_capacity > 0 and self._exchange is None:
                 (_, passed), queue = enqueue_dicts_with_queue_return(
-                    ({k: v for k, v in features.items() if isinstance(v, Tensor | Ragged)}, bundle),
+                    ({k: v for k, v in features.items() if isinstance(v, Tensor | Ragged)}, auxiliary_bundle),
                     embedding_prefetch_capacity,
                     "queue_lookup_to_fusedLayout",
                 )
                 if queue is not None:
-                    bundle.clear()
-                    bundle.update(passed)
-            return self._pool(bundle)
+                    auxiliary_bundle.clear()
+                    auxiliary_bundle.update(passed)
+            return pool(auxiliary_bundle, features)
 
         if ret_lookup_callable_fn:
             return finish
         if ret_fused_layout_callable_fn:
             self._read(bundle)
-            return lambda bundle, features: self._pool(bundle)
+            return pool
         return finish(bundle, features)
 
     def _read(self, bundle: dict[str, Any]) -> None:
@@ -212,27 +215,32 @@ class PartitionedHashTable:
         if self._params.enable_gpu_emb:
             raise NotImplementedError(f"{verb} is not supported with enable_gpu_emb")
         check_writable(verb)
+        seconds = as_time(req_time, "partitioned table")
+        checked: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
         for ps, writes in data.items():
             self._check_part(ps)
-            for name, (ids, _) in writes.items():
-                self._check_ids(ps, name, as_ids(ids, name))
-        for ps, writes in data.items():
-            getattr(self._tables[ps], verb)(dict(writes), req_time=as_time(req_time, "partitioned table"))
+            checked[ps] = {name: self._checked_rows(ps, name, *rows) for name, rows in writes.items()}
+        for ps, rows in checked.items():
+            getattr(self._tables[ps], verb)(rows, req_time=seconds)
         return self
 
     def _check_part(self, ps: int) -> None:
         if not 0 <= ps < self._shards:
             raise ConfigError(f"parts are 0..{self._shards - 1}, got {ps}")
 
-    def _check_ids(self, ps: int, name: str, ids: Tensor) -> None:
+    def _checked_rows(self, ps: int, name: str, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows that part ``ps`` may hold, on its device."""
         if name not in self._dims:
             raise KeyError(f"there is no sub-table {name!r}; there are {', '.join(self._dims)}")
+        ids = ids_anywhere(ids, name).view(-1).to(self._home)
+        values = rows_anywhere(values, ids.numel(), self._dims[name], name, "values", self._home)
         if ids.numel() and (int(ids.min()) < 0 or bool((ids % self._shards != ps).any())):
             bad = ids[(ids < 0) | (ids % self._shards != ps)][0]
             raise ConfigError(
                 f"sub-table {name!r}: part {ps} of {self._shards} holds the ids with id mod {self._shards} == {ps} "
                 f"that are not negative, got {int(bad)}"
             )
+        return ids, values.view(-1, self._dims[name])
 
     def _lookup_raw(self, data: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
         """``{ps: {sub_table: ids}}`` to ``{ps: {sub_table: [n, dim]}}``."""

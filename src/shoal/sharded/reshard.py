@@ -9,9 +9,10 @@ from typing import Any
 
 from shoal.errors import ConfigError, DataError
 from shoal.sharded.ps.checkpoint import Checkpoints, read_manifest
-from shoal.sharded.ps.shard import Shard, build_table
+from shoal.sharded.ps.shard import Shard
 from shoal.sharded.ps.snapshot import ShardSnapshot
 from shoal.sharded.ps.streams import Streams
+from shoal.sharded.ps.table_spec import build_table
 from shoal.table.checkpoint import restore_table
 from shoal.table.table import HashTable
 

@@ -93,21 +93,39 @@ def scatter_rows(
     return flat
 
 
+class Seen:
+    """Tensors as they were. A tensor's memory may be written to by others, so what is in it counts, too."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._refs = [weakref.ref(t) for t in tensors]
+        self._content = _joined(tensors)
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the same objects with the same content."""
+        return (
+            len(tensors) == len(self._refs)
+            and all(ref() is t for ref, t in zip(self._refs, tensors, strict=True))
+            and torch.equal(self._content, _joined(tensors) if len(tensors) > 1 else tensors[0].reshape(-1))
+        )
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
 class RouteCache:
     """The last route, for the backward pass of the same ids. Threads may share it; the last one wins."""
 
     def __init__(self) -> None:
-        self._last: tuple[list[Any], list[int], tuple[Any, ...], Route] | None = None
+        self._last: tuple[Seen, tuple[Any, ...], Route] | None = None
 
     def route(self, keys: tuple[Any, ...], id_lists: Sequence[Tensor], num_shards: int, dims: Sequence[int]) -> Route:
         """A route of these very tensors, unless one of them has changed since."""
         last = self._last
-        if last is not None and last[2] == keys and len(last[0]) == len(id_lists):
-            same = all(ref() is ids for ref, ids in zip(last[0], id_lists, strict=True))
-            if same and last[1] == [ids._version for ids in id_lists]:
-                return last[3]
+        if last is not None and last[1] == keys and last[0].are(id_lists):
+            return last[2]
         route = Route(id_lists, num_shards, dims)
-        self._last = ([weakref.ref(ids) for ids in id_lists], [ids._version for ids in id_lists], keys, route)
+        self._last = (Seen(id_lists), keys, route)
         return route
 
 

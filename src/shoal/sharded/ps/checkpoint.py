@@ -10,9 +10,10 @@ from typing import Any
 
 from shoal.errors import DataError
 from shoal.sharded.ps.log import sync_directory
-from shoal.sharded.ps.shard import Shard, build_table
+from shoal.sharded.ps.shard import Shard
 from shoal.sharded.ps.snapshot import ShardSnapshot
 from shoal.sharded.ps.streams import Streams
+from shoal.sharded.ps.table_spec import build_table
 from shoal.table.checkpoint import restore_table
 from shoal.table.checkpoint.filters import restore_hash_filter
 
@@ -87,7 +88,7 @@ class Checkpoints:
             table._native.set_calls(entry["calls"])
             shard.add(entry["spec"], table)
         shard.version = manifest["version"]
-        streams.load(manifest["streams"])
+        streams.load(manifest["streams"], manifest.get("answers", {}))
         return manifest["number"]
 
 

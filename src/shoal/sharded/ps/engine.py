@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
-from shoal.errors import ConfigError, DataError, ShoalError
+from shoal.errors import ConfigError, DataError
 from shoal.sharded.ps.checkpoint import Checkpoints
 from shoal.sharded.ps.log import Log, replay
 from shoal.sharded.ps.protocol import FLOAT16, Op, Reply, Request, Status, error_reply, parse_request
 from shoal.sharded.ps.shard import Shard, status_of
 from shoal.sharded.ps.snapshot import WHOLE_TABLE, ShardSnapshot
-from shoal.sharded.ps.streams import Streams, Verdict
+from shoal.sharded.ps.streams import Answer, Streams, Verdict
 
 UNORDERED = bytes(16)
-IDEMPOTENT = (Op.INSERT, Op.CREATE)  # twice is as good as once, so they need no place in a stream
+IDEMPOTENT = (Op.INSERT, Op.CREATE, Op.EVICT)  # twice is as good as once, so they need no place in a stream
 
 
 class Durability(StrEnum):
@@ -56,34 +56,60 @@ class Engine:
         self.recovered_records = 0
         self.logged: Callable[[], None] = lambda: None
         """Called when a write is in the log and not applied yet: the wait for the disk may begin."""
+        self._lock = -1
         self._snapshot: ShardSnapshot | None = None
+        self._offset = 0  # from the shard's version to the number of a checkpoint, where no log counts
         if directory is not None:
             self.checkpoints = Checkpoints(Path(directory), keep=keep_checkpoints)
         elif self.durability != Durability.NONE:
             raise ConfigError(f"durability {self.durability.value!r} needs a directory to keep its files in")
+
+    def lock(self) -> None:
+        """Keeps the directory to this process until `close` or its end."""
+        if self.checkpoints is None:
+            return
+        fd = os.open(self.checkpoints.directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise ConfigError(
+                f"shard {self.shard.index}: another process serves from {self.checkpoints.directory}; end it first"
+            ) from None
+        self._lock = fd
 
     def recover(self) -> None:
         """Loads the newest whole checkpoint and replays the log behind it; then the log goes on."""
         if self.checkpoints is None:
             return
         last = self.checkpoints.load(self.shard, self.streams)
-        if self.durability != Durability.LOG:
-            return
         for number, header, ids, values in replay(self.checkpoints.directory, last):
             self._redo(number, parse_request(header, ids, values))
             last = number
             self.recovered_records += 1
-        self.log = Log(self.checkpoints.directory, next_number=last + 1)
+        self._offset = last - self.shard.version
+        if self.durability == Durability.LOG:
+            self.log = Log(self.checkpoints.directory, next_number=last + 1)
 
     def _redo(self, number: int, request: Request) -> None:
-        payload: list[Any] = []
-        try:
-            payload = self.shard.write(request)
-        except (ShoalError, ValueError, NotImplementedError):
-            pass  # it was refused then, too
-        except Exception as error:
+        _, error = self._write(request)
+        if isinstance(error, MemoryError | OSError):  # any other failure was one then, too
             raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
-        self._remember(request, payload)
+
+    def _write(self, request: Request) -> tuple[Answer, Exception | None]:
+        """Applies a write and remembers how it ended; the error, where it failed."""
+        failed: Exception | None = None
+        snapshot = self._snapshot  # another thread may finish it now
+        try:
+            if snapshot is not None:
+                snapshot.before_write(request)
+            answer = Answer(Status.OK, self.shard.write(request))
+        except Exception as error:
+            failed, answer = error, Answer(status_of(error), [str(error).encode()])
+        if request.stream != UNORDERED:
+            again = Answer(answer.status) if request.op == Op.INSERT else answer  # its rows can be read again
+            self.streams.remember(request.stream, request.seq, again)
+        return answer, failed
 
     def apply(self, requests: Sequence[Request]) -> list[Reply]:
         """Judges, logs and applies writes in order; one reply each. They may be told once `Log.sync` has returned."""
@@ -92,16 +118,17 @@ class Engine:
     def _apply(self, request: Request) -> Reply:
         if request.stream == UNORDERED and request.op not in IDEMPOTENT:
             return error_reply(request.request, Status.BAD_REQUEST, f"{request.op.name} needs a stream and a number")
+        if request.stream != UNORDERED and not request.seq:
+            return error_reply(request.request, Status.BAD_REQUEST, "the writes of a stream are numbered from 1, got 0")
         verdict = self._judge(request)
         if verdict is Verdict.DONE:
             self.duplicates += 1
-            return Reply(Status.OK, request.request, self.shard.version, self._answer_again(request))
+            return self._answer_again(request)
         if verdict is Verdict.GAP:
             return error_reply(
-                request.request, Status.GAP, f"write {self.streams.expected(request.stream)} comes first"
+                request.request, Status.GAP, f"write {self.streams.last(request.stream) + 1} comes first"
             )
-        snapshot = self._snapshot
-        if snapshot is not None and request.op in WHOLE_TABLE:
+        if self._snapshot is not None and request.op in WHOLE_TABLE:
             return error_reply(
                 request.request,
                 Status.UNAVAILABLE,
@@ -123,31 +150,23 @@ class Engine:
                     f"shard {self.shard.index} cannot write its log ({error}); nothing was applied",
                 )
             self.logged()
-        try:
-            if snapshot is not None:
-                snapshot.before_write(request)
-            payload = self.shard.write(request)
-        except Exception as error:
-            self._remember(request, [])
-            return error_reply(request.request, status_of(error), str(error), self.shard.version)
-        self._remember(request, payload)
-        return Reply(Status.OK, request.request, self.shard.version, payload)
+        answer, _ = self._write(request)
+        return Reply(answer.status, request.request, self.shard.version, answer.payload)
 
     def _judge(self, request: Request) -> Verdict:
         if request.stream == UNORDERED:
             return Verdict.NEW
         return self.streams.judge(request.stream, request.seq, request.acked)
 
-    def _remember(self, request: Request, payload: list[Any]) -> None:
-        if request.stream == UNORDERED:
-            return
-        self.streams.remember(request.stream, request.seq, [] if request.op == Op.INSERT else payload)
-
-    def _answer_again(self, request: Request) -> list[Any]:
-        if request.op == Op.INSERT:  # its rows are there; how they are now is as good an answer
-            return self.shard.read(Request(Op.LOOKUP, flags=request.flags & FLOAT16, counts=request.counts,
-                                           names=request.names, ids=request.ids))  # fmt: skip
-        return self.streams.answer(request.stream, request.seq)
+    def _answer_again(self, request: Request) -> Reply:
+        status, payload = self.streams.answer(request.stream, request.seq)
+        if request.op == Op.INSERT and status == Status.OK:  # how its rows are now is as good an answer
+            flags, counts, names = request.flags & FLOAT16, request.counts, request.names
+            try:
+                payload = self.shard.read(Request(Op.LOOKUP, flags=flags, counts=counts, names=names, ids=request.ids))
+            except Exception as error:
+                return error_reply(request.request, status_of(error), str(error), self.shard.version)
+        return Reply(status, request.request, self.shard.version, payload)
 
     @property
     def in_checkpoint(self) -> bool:
@@ -160,7 +179,7 @@ class Engine:
             raise ConfigError(f"shard {self.shard.index}: checkpoints need a directory; start the server with one")
         if self._snapshot is not None:
             raise ConfigError(f"shard {self.shard.index}: a checkpoint is being taken already")
-        number = self.log.rotate() - 1 if self.log is not None else self.shard.version
+        number = self.log.rotate() - 1 if self.log is not None else self.shard.version + self._offset
         self._snapshot = snapshot = ShardSnapshot(self.shard, self.streams, number)
         return snapshot
 
@@ -183,3 +202,6 @@ class Engine:
         if self.log is not None:
             with contextlib.suppress(OSError):
                 self.log.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

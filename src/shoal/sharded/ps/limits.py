@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from shoal.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,3 +19,9 @@ class Limits:
     """Requests that wait; beyond it no more are read, and senders feel it. Raise it if memory allows."""
     inline_ids: int = 2048
     """Lookups up to this size are answered by the socket thread itself: a hand-over would cost more."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "inline_ids" else 1
+            if value < least:
+                raise ConfigError(f"limits of a server: {field.name} is at least {least}, got {value}")

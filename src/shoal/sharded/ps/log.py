@@ -12,6 +12,7 @@ durable: then the disk has lost something that was acknowledged, and opening ref
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import mmap
 import os
@@ -92,10 +93,9 @@ class Log:
         if self._fd >= 0:
             self.sync()
         path = self.directory / f"log-{self.next_number:016d}.shlog"
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.write(fd, FILE_MAGIC + struct.pack("<Q", self.next_number))
-        os.fdatasync(fd)
-        sync_directory(self.directory)
+        if self._fd >= 0 and path.exists():
+            return self.next_number  # nothing has been written since it was made
+        fd = _new_file(path, FILE_MAGIC + struct.pack("<Q", self.next_number))
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -115,6 +115,21 @@ class Log:
                 os.fdatasync(self._fd)
                 os.close(self._fd)
                 self._fd = -1
+
+
+def _new_file(path: Path, head: bytes) -> int:
+    """A file with its first bytes on the disk. Where that fails there is none: one left behind would count as a log."""
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        if os.write(fd, head) != len(head):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fdatasync(fd)
+        sync_directory(path.parent)
+    except BaseException:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        raise
+    return fd
 
 
 def _after(parts: list[Any], written: int) -> list[Any]:

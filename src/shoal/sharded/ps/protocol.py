@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import DataError
+from shoal.errors import ConfigError, DataError
 
 MAGIC = b"SHPS"
 VERSION = 1
@@ -24,6 +24,8 @@ VERSION = 1
 FLOAT16 = 1  # values and replies are float16 on the wire
 DEDUP = 2  # apply_gradients sums equal ids first
 NATIVE = 4  # unknown table names are no error for lookups
+
+MAX_CACHED = 1 << 16  # bytes of table names that are kept split
 
 _REQUEST = struct.Struct("<4sHHIQ16sQQqqQIII")
 _REPLY = struct.Struct("<4sHHQQ")
@@ -100,11 +102,16 @@ class Request:
     def header(self) -> bytes:
         names = _join(self.names)
         k, r = len(self.counts), len(self.rates)
-        fixed = _REQUEST.pack(
-            MAGIC, VERSION, self.op, self.flags, self.request, self.stream, self.seq, self.acked,
-            self.global_step, self.req_time, self.read_version, self.deadline_ms, k, r,
-        )  # fmt: skip
-        return fixed + struct.pack(f"<{k}q{r}f", *self.counts, *self.rates) + names
+        try:
+            fixed = _REQUEST.pack(
+                MAGIC, VERSION, self.op, self.flags, self.request, self.stream, self.seq, self.acked,
+                self.global_step, self.req_time, self.read_version, self.deadline_ms, k, r,
+            )  # fmt: skip
+            return fixed + struct.pack(f"<{k}q{r}f", *self.counts, *self.rates) + names
+        except (struct.error, OverflowError) as error:
+            raise ConfigError(
+                f"{self.op.name.lower()} of {', '.join(self.names)}: a number does not fit its field ({error})"
+            ) from None
 
     def frames(self) -> list[Any]:
         """What goes over the wire: frames at the end that are empty are left out."""
@@ -208,8 +215,12 @@ def _join(names: tuple[str, ...]) -> bytes:
     return "\n".join(names).encode()
 
 
-@functools.lru_cache(maxsize=1024)
 def _split(names: bytes) -> tuple[str, ...]:
+    return _split_once(names) if len(names) <= MAX_CACHED else _split_once.__wrapped__(names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _split_once(names: bytes) -> tuple[str, ...]:
     try:
         return tuple(names.decode().split("\n")) if names else ()
     except UnicodeDecodeError as error:

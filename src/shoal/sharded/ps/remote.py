@@ -27,11 +27,17 @@ def create_tables(
     on_bad_gradient: str = "raise",
     filters: Mapping[str, Any] | None = None,
 ) -> None:
-    """Makes tables on the servers; those that exist with the same configuration are left as they are."""
+    """Makes tables on the servers; those that exist with the same configuration are left as they are.
+
+    Without a ``seed`` a new table takes torch's, and one that another worker made may have any.
+    """
+    default_seed = seed is None
     seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
     for name in sorted(configs):
         config = configs[name]
         options: dict[str, Any] = {"name": name, "seed": seed, "on_bad_gradient": on_bad_gradient}
+        if default_seed:
+            options["default_seed"] = True
         if config.extra_restore_names:
             options["extra_restore_names"] = list(config.extra_restore_names)
         if filters:
@@ -219,6 +225,14 @@ class RemoteMultiTypeHashTable(RemoteTables):
                 self.write_request(op, names, counts, torch.cat(ids), torch.cat(values), step=step, seconds=seconds)
             )
         return self
+
+    def size(self) -> int:
+        """Rows of all tables."""
+        rows = json.loads(bytes(self._read(Request(Op.SIZES)).payload[0]))
+        return sum(rows[name] for name in self.dims)
+
+    def get_queue_hooks(self) -> list[Any]:
+        return []
 
     def reinitialize(self, slot: str, ids: Tensor) -> tuple[Any, Tensor]:
         ids = as_ids(ids, slot).view(-1)

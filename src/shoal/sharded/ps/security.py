@@ -74,6 +74,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def check_port(port: int, what: str) -> None:
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"{what} is 0 (any that is free) to 65535, got {port}")
+
+
+def check_clients(keys: ServerKeys) -> None:
+    """A folder that is not there, or that no key was put into, would keep everyone out in silence."""
+    if keys.clients is None:
+        return
+    if not any(Path(keys.clients).glob("*.key")):
+        raise ConfigError(
+            f"the folder of clients {os.fspath(keys.clients)!r} holds no public key (NAME.key), so nobody could connect"
+        )
+
+
 def check_bind(host: str, keys: ServerKeys | None, insecure: bool) -> None:
     """Beyond loopback a server needs keys, unless plaintext was asked for by name."""
     if keys is None and not insecure and not is_loopback(host):

@@ -17,7 +17,7 @@ from shoal.sharded.ps.limits import Limits
 from shoal.sharded.ps.metrics import Metrics
 from shoal.sharded.ps.protocol import VERSION, Request, Status
 from shoal.sharded.ps.reads import Reads
-from shoal.sharded.ps.security import ServerKeys, check_bind, zmq_module
+from shoal.sharded.ps.security import ServerKeys, check_bind, check_clients, check_port, zmq_module
 from shoal.sharded.ps.sockets import Sockets
 from shoal.sharded.ps.writes import Writes
 
@@ -50,8 +50,15 @@ class ParameterServer:
         tables: Sequence[Request] = (),
     ) -> None:
         check_bind(host, keys, insecure)
+        if keys is not None:
+            check_clients(keys)
+        check_port(port, "port")
+        check_port(http_port or 0, "http_port")
+        if read_threads < 1:
+            raise ConfigError(f"a server has at least 1 thread for large reads, got {read_threads}")
         self.engine = engine
         self.limits = limits or Limits()
+        engine.shard.max_reply_bytes = self.limits.max_message_bytes
         self.metrics = Metrics()
         self.fatal: str | None = None
         """Why the server had to end."""
@@ -72,24 +79,18 @@ class ParameterServer:
     def start(self) -> ParameterServer:
         """Recovers, binds and serves; returns when requests can come."""
         engine = self.engine
-        engine.recover()
-        for reply in engine.apply(list(self._tables)):
-            if reply.status != Status.OK:
-                raise ConfigError(reply.text())
         self._context = self._zmq.Context()
-        self._backlog = Backlog(self._zmq, self._context, self.metrics)
-        self._reads = Reads(engine.shard, self._backlog, self.limits, self.info)
-        self._writes = Writes(engine, self._backlog)
-        host, port, keys = self._bind
-        self._sockets = Sockets(
-            self._zmq, self._context, host, port, keys=keys, limits=self.limits, backlog=self._backlog,
-            reads=self._reads, shard=engine.shard.index, draining=self._draining,
-        )  # fmt: skip
-        self.address = self._sockets.address
-        http_host, http_port = self._http_bind
-        if http_port is not None:
-            self._http = StatusServer(http_host, http_port, self._health, self._metrics_text)
-            self.http_address = self._http.address
+        try:
+            engine.lock()
+            engine.recover()
+            for reply in engine.apply(list(self._tables)):
+                if reply.status != Status.OK:
+                    raise ConfigError(reply.text())
+            self._bind_sockets()
+        except BaseException:
+            self._context.term()
+            engine.close()
+            raise
         self._spawn("ps-io", self._sockets.serve, self._stopped)
         self._spawn("ps-write", self._writes.loop)
         self._spawn("ps-sync", self._writes.sync_loop)
@@ -103,6 +104,28 @@ class ParameterServer:
         log.info("shard %d of %d serves on %s", engine.shard.index, engine.shard.of, self.address)
         return self
 
+    def _bind_sockets(self) -> None:
+        engine = self.engine
+        self._backlog = Backlog(self._zmq, self._context, self.metrics)
+        self._reads = Reads(engine.shard, self._backlog, self.limits, self.info)
+        self._writes = Writes(engine, self._backlog)
+        host, port, keys = self._bind
+        self._sockets = Sockets(
+            self._zmq, self._context, host, port, keys=keys, limits=self.limits, backlog=self._backlog,
+            reads=self._reads, shard=engine.shard.index, draining=self._draining,
+        )  # fmt: skip
+        self.address = self._sockets.address
+        http_host, http_port = self._http_bind
+        if http_port is None:
+            return
+        try:
+            self._http = StatusServer(http_host, http_port, self._health, self._metrics_text)
+        except BaseException:
+            self._sockets.discard()
+            self._sockets.close()
+            raise
+        self.http_address = self._http.address
+
     def _spawn(self, name: str, target: Callable[..., Any], *args: Any) -> None:
         thread = threading.Thread(target=self._guard, args=(target, *args), name=name, daemon=True)
         self._threads.append(thread)
@@ -111,6 +134,8 @@ class ParameterServer:
     def _guard(self, target: Callable[..., Any], *args: Any) -> None:
         try:
             target(*args)
+        except self._zmq.ContextTerminated:
+            pass  # the server has gone while this thread still had an answer to give
         except Exception as error:
             self.fatal = self.fatal or f"{threading.current_thread().name}: {error!r}"
             self._stopped.set()
@@ -124,13 +149,21 @@ class ParameterServer:
                 log.error("%s", error)
 
     def stop(self, *, drain: timedelta = timedelta(seconds=30), checkpoint: bool = False) -> None:
-        """Finishes what was accepted, refuses the rest, and goes. New requests are told to come back."""
+        """Finishes what was accepted, refuses the rest, and goes. New requests are told to come back.
+
+        It goes, too, where the last ``checkpoint`` fails, and raises what that raised.
+        """
         self._draining.set()
         end = time.monotonic() + drain.total_seconds()
         while self._backlog.pending and time.monotonic() < end and not self._stopped.is_set():
             time.sleep(0.005)
-        if checkpoint and self.fatal is None:
-            self.checkpoint()
+        try:
+            if checkpoint and self.fatal is None:
+                self.checkpoint()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self._stopped.set()
         self._writes.end()
         for _ in range(self._read_threads):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import Tensor
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, Op, Request, Status, as_tensor
-from shoal.table.entry import HashTableConfigInstance
+from shoal.sharded.ps.table_spec import build_table, parse_spec
+from shoal.table.arguments import MAX_TIME
 from shoal.table.fused import apply_blocks, lookup_blocks
-from shoal.table.messages import EmbeddingHashTableConfig
 from shoal.table.table import HashTable
 
 
@@ -44,6 +45,8 @@ class Shard:
     """
 
     def __init__(self, index: int, of: int) -> None:
+        if of < 1:
+            raise ConfigError(f"the number of shards is at least 1, got {of}")
         if not 0 <= index < of:
             raise ConfigError(f"a shard's index is 0..{of - 1} of {of}, got {index}")
         self.index = index
@@ -54,6 +57,8 @@ class Shard:
         """What each table was created from, for checkpoints: its configuration in hex and its options."""
         self.version = 0
         """Writes applied so far."""
+        self.max_reply_bytes = 2 << 30
+        """Rows in one reply; more are refused."""
 
     # --- reads ----------------------------------------------------------------------------------------------------
 
@@ -67,13 +72,13 @@ class Shard:
         if request.op == Op.ENTRIES:
             return [e for table, ids in self._with_ids(request) for e in table.lookup_entry(ids)]
         if request.op == Op.SIZES:
-            return [json.dumps({name: table.size() for name, table in self.tables.items()}).encode()]
+            return [json.dumps({name: table.size() for name, table in list(self.tables.items())}).encode()]
         raise DataError(f"{request.op.name} is not a read of this server")
 
     def lookup_one(self, name: bytes, ids: Any, n: int) -> Tensor | None:
         """The rows of ids in one table, without ceremony; None where anything is not as it should be."""
         table = self._by_bytes.get(name)
-        if table is None or len(ids) != 8 * n:
+        if table is None or len(ids) != 8 * n or 4 * n * table.dim_size > self.max_reply_bytes:
             return None
         tensor = as_tensor(ids, torch.int64)
         rows = torch.empty(n * table.dim_size, dtype=torch.float32, device="cpu")
@@ -84,6 +89,7 @@ class Shard:
         ids, counts = request.ids_tensor(), request.counts
         tables = self._find(request.names, missing_ok=bool(request.flags & NATIVE))
         sizes = [n * table.dim_size if table is not None else 0 for n, table in zip(counts, tables, strict=True)]
+        self._check_reply(sum(sizes))
         if len(tables) > 1 and None not in tables:
             flat = lookup_blocks(tables, ids, torch.tensor(counts, dtype=torch.int64), 1, sum(sizes))
             return flat.half() if request.flags & FLOAT16 else flat
@@ -95,6 +101,13 @@ class Shard:
             at_id, at = at_id + n, at + size
         return flat.half() if request.flags & FLOAT16 else flat
 
+    def _check_reply(self, floats: int) -> None:
+        if 4 * floats > self.max_reply_bytes:
+            raise ConfigError(
+                f"shard {self.index}: the rows asked for have {4 * floats} bytes, a reply at most "
+                f"{self.max_reply_bytes}; ask in smaller parts"
+            )
+
     # --- writes ---------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
@@ -103,16 +116,17 @@ class Shard:
             self._spec(request)
             return
         tables = self._find(request.names)
-        dims = [table.dim_size for table in tables]
+        if not 0 <= request.req_time <= MAX_TIME:
+            raise DataError(f"req_time is 0..{MAX_TIME} seconds, got {request.req_time}")
+        floats = sum(n * table.dim_size for n, table in zip(request.counts, tables, strict=True))
         if request.op in (Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY):
-            wanted = sum(n * dim for n, dim in zip(request.counts, dims, strict=True))
             values = request.values_tensor()
-            if values.numel() != wanted:
-                raise DataError(f"the ids need {wanted} values, the values frame holds {values.numel()}")
-            if not 0 <= request.req_time < 1 << 32:
-                raise DataError(f"req_time is 0..{(1 << 32) - 1} seconds, got {request.req_time}")
+            if values.numel() != floats:
+                raise DataError(f"the ids need {floats} values, the values frame holds {values.numel()}")
             if request.op == Op.APPLY:
                 self._check_rates(request, tables)
+        if request.op == Op.INSERT:
+            self._check_reply(floats)
         if request.op in (Op.APPLY, Op.INSERT):
             for table in tables:
                 table._check_trains(request.op.name.lower())
@@ -123,6 +137,8 @@ class Shard:
             raise DataError(
                 f"the tables have {wanted} segments, the request brings {len(request.rates)} learning rates"
             )
+        if not all(map(math.isfinite, request.rates)):
+            raise DataError(f"learning rates are finite, got {list(request.rates)}")
 
     def write(self, request: Request) -> list[Any]:
         """Applies a request that `check` passed; the payload of its reply."""
@@ -173,31 +189,25 @@ class Shard:
             out = torch.empty(ids.numel(), table.dim_size, dtype=torch.float32, device="cpu")
             table._native.lookup_or_insert(ids.data_ptr(), ids.numel(), request.req_time, out.data_ptr())
             parts.append(out.view(-1))
-        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
         return flat.half() if request.flags & FLOAT16 else flat
 
     # --- tables ---------------------------------------------------------------------------------------------------
 
     def _spec(self, request: Request) -> dict[str, Any]:
-        """What a CREATE asks for, checked by building nothing but its configuration."""
-        try:
-            options = json.loads(bytes(request.values))
-            EmbeddingHashTableConfig.FromString(bytes(request.ids))
-        except Exception as error:
-            raise DataError(f"CREATE brings a table configuration and JSON options ({error})") from None
-        if not isinstance(options, dict) or not isinstance(options.get("name"), str):
-            raise DataError("the options of CREATE are a JSON object with a name")
-        name = options["name"]
-        if not name or "\n" in name:
-            raise ConfigError(f"a table's name is not empty and holds no line break, got {name!r}")
-        spec = {**options, "config": bytes(request.ids).hex()}
-        if name in self.specs and self.specs[name] != spec:
+        """What a CREATE asks for; of a table that exists, what that was made from."""
+        spec = parse_spec(request.ids, request.values)
+        chosen = spec.pop("default_seed", False)
+        known = self.specs.get(spec["name"])
+        if known is None:
+            build_table(spec)
+            return spec
+        if known != ({**spec, "seed": known.get("seed", 0)} if chosen else spec):
             raise ConfigError(
-                f"shard {self.index}: table {name!r} exists with another configuration; use another name, "
+                f"shard {self.index}: table {spec['name']!r} exists with another configuration; use another name, "
                 "or start the server on an empty directory"
             )
-        build_table(spec)
-        return spec
+        return known
 
     def _create(self, spec: dict[str, Any]) -> None:
         if spec["name"] not in self.tables:
@@ -235,38 +245,6 @@ class Shard:
             "version": self.version,
             "tables": {
                 name: {"rows": table.size(), "bytes": table.memory_bytes(), "dim": table.dim_size}
-                for name, table in self.tables.items()
+                for name, table in list(self.tables.items())
             },
         }
-
-
-def build_table(spec: dict[str, Any]) -> HashTable:
-    """A table from what `Shard.specs` keeps of it. Background eviction is the server's work, so that it is logged."""
-    config = EmbeddingHashTableConfig.FromString(bytes.fromhex(spec["config"]))
-    config.enable_feature_eviction = False
-    rates = [0.0] * len(config.entry_config.segments)  # every update brings its own
-    return HashTable.from_config(
-        HashTableConfigInstance(config, rates, spec.get("extra_restore_names")),
-        name=spec["name"],
-        hash_filter=build_filter(spec.get("filter"), spec["name"]),
-        on_bad_gradient=spec.get("on_bad_gradient", "raise"),
-        seed=spec.get("seed", 0),
-        saver_parallel=spec.get("saver_parallel", -1),
-    )
-
-
-def build_filter(spec: dict[str, Any] | None, name: str) -> Any:
-    """An admission filter from its description, or None."""
-    if not spec:
-        return None
-    from shoal.table import filters
-
-    config = bytes.fromhex(spec.get("config", ""))
-    kind = spec.get("type", "sliding_hash_filter")
-    if kind == "sliding_hash_filter":
-        return filters.create_hash_filter(spec.get("capacity", 300_000_000), spec.get("split_num", 7), config, name)
-    if kind == "probabilistic_filter":
-        return filters.create_probabilistic_filter(spec.get("equal_probability", False), config, name)
-    if kind == "no_filter":
-        return None
-    raise ConfigError(f"a filter's type is sliding_hash_filter, probabilistic_filter or no_filter, got {kind!r}")

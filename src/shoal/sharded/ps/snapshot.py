@@ -55,7 +55,7 @@ class ShardSnapshot:
     def __init__(self, shard: Shard, streams: Streams, number: int) -> None:
         self.number = number
         self._about = {"shard": shard.index, "of": shard.of, "number": number, "version": shard.version}
-        self._streams = streams.dump()
+        self._streams = {"streams": streams.dump(), "answers": streams.dump_answers()}
         self._tables = {
             name: TableSnapshot(table, shard.specs[name]) for name, table in sorted(shard.tables.items())
         }  # fmt: skip
@@ -74,4 +74,4 @@ class ShardSnapshot:
     def save(self, folder: Path) -> dict[str, Any]:
         """Writes all tables into a folder; the manifest of what it holds."""
         tables = {name: table.save(folder, i) for i, (name, table) in enumerate(self._tables.items())}
-        return {**self._about, "streams": self._streams, "tables": tables}
+        return {**self._about, **self._streams, "tables": tables}

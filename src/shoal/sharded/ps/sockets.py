@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -25,7 +26,8 @@ class Sockets:
     ) -> None:  # fmt: skip
         self._zmq, self._limits, self._backlog, self._reads = zmq, limits, backlog, reads
         self._shard, self._draining, self._metrics = shard, draining, backlog.metrics
-        self._authenticator = _authenticator(context, keys)
+        self._authenticator = None
+        secrets = None if keys is None else load_keys(keys.secret, secret=True)
         self._router = router = context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 2000)
         router.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
@@ -33,9 +35,12 @@ class Sockets:
         router.setsockopt(zmq.SNDHWM, 1000)  # replies to a worker that reads none are dropped, not kept for ever
         router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
-        if keys is not None:
-            public, secret = load_keys(keys.secret, secret=True)
-            router.curve_publickey, router.curve_secretkey, router.curve_server = public, secret, True
+        if secrets is not None:
+            self._authenticator = _authenticator(context, keys)
+            (router.curve_publickey, router.curve_secretkey), router.curve_server = secrets, True
+        if ":" in host:
+            router.setsockopt(zmq.IPV6, 1)
+            host = f"[{host.strip('[]')}]"
         try:
             router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -46,6 +51,18 @@ class Sockets:
         self._replies = backlog.replies()
 
     def serve(self, stopped: threading.Event) -> None:
+        """Until ``stopped``; then closes its sockets."""
+        try:
+            self._serve(stopped)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Closes the sockets; the thread that serves does it, or whoever made them where none does."""
+        self._router.close()
+        self._replies.close(0)
+
+    def _serve(self, stopped: threading.Event) -> None:
         zmq, router = self._zmq, self._router
         poller = zmq.Poller()
         poller.register(self._replies, zmq.POLLIN)
@@ -62,8 +79,6 @@ class Sockets:
             if router in ready:
                 self._receive()
         self._forward()
-        router.close()
-        self._replies.close(0)
 
     def _forward(self) -> None:
         while True:
@@ -79,7 +94,10 @@ class Sockets:
                 frames = self._router.recv_multipart(self._zmq.NOBLOCK, copy=False)
             except self._zmq.Again:
                 return
-            answer = self._reads.plain(frames) if len(frames) == 3 and not self._draining.is_set() else None
+            answer = None
+            if len(frames) == 3 and not self._draining.is_set():
+                with contextlib.suppress(Exception):  # the long way finds out what is wrong, and tells
+                    answer = self._reads.plain(frames)
             if answer is None:
                 reply = self._take(frames)
                 answer = None if reply is None else reply.frames()
@@ -119,9 +137,7 @@ class Sockets:
             self._authenticator.stop()
 
 
-def _authenticator(context: Any, keys: ServerKeys | None) -> Any:
-    if keys is None:
-        return None
+def _authenticator(context: Any, keys: ServerKeys) -> Any:
     import zmq.auth
     from zmq.auth.thread import ThreadAuthenticator
 

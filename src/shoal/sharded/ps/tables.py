@@ -8,7 +8,7 @@ import tomllib
 from typing import Any
 
 from shoal.errors import ConfigError
-from shoal.sharded.distributed_ps import DistributedHashTable
+from shoal.sharded.distributed_table import DistributedHashTable
 from shoal.sharded.ps.client import PsClient
 from shoal.sharded.ps.protocol import Op, Request
 from shoal.sharded.ps.remote import RemoteHashTable

@@ -18,9 +18,6 @@ from shoal.sharded.ps.snapshot import ShardSnapshot
 
 log = logging.getLogger("shoal.ps")
 
-EVICTION = b"server eviction\0"  # the stream of the server's own evictions
-
-
 APPENDED = object()  # to the log: a wait for the disk has something to wait for
 
 
@@ -135,11 +132,7 @@ class Writes:
     def evict(self) -> None:
         """Removes expired rows, in the order of all writes; what comes in the middle of a checkpoint is left out."""
         for name, table in list(self._engine.shard.tables.items()):
-            number = time.time_ns()
-            request = Request(
-                Op.EVICT, stream=EVICTION, seq=number, acked=number - 1, req_time=table.max_update_time,
-                counts=[0], names=(name,),
-            )  # fmt: skip
+            request = Request(Op.EVICT, req_time=table.max_update_time, counts=[0], names=(name,))
             request.arrived = time.perf_counter()
             self._backlog.add(lambda _: None, request)
 

@@ -1,0 +1,78 @@
+"""What a table on a server is made from: configuration and options, as requests bring and manifests keep them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shoal.errors import ConfigError, DataError
+from shoal.table.entry import HashTableConfigInstance
+from shoal.table.messages import EmbeddingHashTableConfig
+from shoal.table.table import HashTable
+
+MAX_FILES = 1024  # of one table in one checkpoint
+
+OPTIONS: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "seed": int,
+    "default_seed": bool,
+    "on_bad_gradient": str,
+    "extra_restore_names": list,
+    "saver_parallel": int,
+    "filter": (dict, type(None)),
+}
+"""What may be said of a table beside its configuration. With ``default_seed`` a table that exists may have another."""
+
+
+def parse_spec(config: Any, options: Any) -> dict[str, Any]:
+    """The options of a table with its configuration in hex, from the two frames of a CREATE."""
+    try:
+        spec = json.loads(bytes(options))
+        EmbeddingHashTableConfig.FromString(bytes(config))
+    except Exception as error:
+        raise DataError(f"CREATE brings a table configuration and JSON options ({error})") from None
+    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+        raise DataError("the options of CREATE are a JSON object with a name")
+    name = spec["name"]
+    for key, value in spec.items():
+        if key not in OPTIONS or not isinstance(value, OPTIONS[key]):
+            raise ConfigError(f"table {name!r}: CREATE knows the options {', '.join(OPTIONS)}, got {key!r}: {value!r}")
+    if not name or "\n" in name or name.encode("utf-8", "replace").decode() != name:
+        raise ConfigError(f"a table's name is not empty, holds no line break and is UTF-8, got {name!r}")
+    if not all(isinstance(extra, str) for extra in spec.get("extra_restore_names", ())):
+        raise ConfigError(f"table {name!r}: extra_restore_names are names, got {spec['extra_restore_names']!r}")
+    if spec.get("saver_parallel", -1) > MAX_FILES:
+        raise ConfigError(f"table {name!r}: saver_parallel is at most {MAX_FILES}, got {spec['saver_parallel']}")
+    return {**spec, "config": bytes(config).hex()}
+
+
+def build_table(spec: dict[str, Any]) -> HashTable:
+    """A table from its spec. Background eviction is the server's work, so that it is logged."""
+    config = EmbeddingHashTableConfig.FromString(bytes.fromhex(spec["config"]))
+    config.enable_feature_eviction = False
+    rates = [0.0] * len(config.entry_config.segments)  # every update brings its own
+    return HashTable.from_config(
+        HashTableConfigInstance(config, rates, spec.get("extra_restore_names")),
+        name=spec["name"],
+        hash_filter=build_filter(spec.get("filter"), spec["name"]),
+        on_bad_gradient=spec.get("on_bad_gradient", "raise"),
+        seed=spec.get("seed", 0),
+        saver_parallel=spec.get("saver_parallel", -1),
+    )
+
+
+def build_filter(spec: dict[str, Any] | None, name: str) -> Any:
+    """An admission filter from its description, or None."""
+    if not spec:
+        return None
+    from shoal.table import filters
+
+    config = bytes.fromhex(spec.get("config", ""))
+    kind = spec.get("type", "sliding_hash_filter")
+    if kind == "sliding_hash_filter":
+        return filters.create_hash_filter(spec.get("capacity", 300_000_000), spec.get("split_num", 7), config, name)
+    if kind == "probabilistic_filter":
+        return filters.create_probabilistic_filter(spec.get("equal_probability", False), config, name)
+    if kind == "no_filter":
+        return None
+    raise ConfigError(f"a filter's type is sliding_hash_filter, probabilistic_filter or no_filter, got {kind!r}")

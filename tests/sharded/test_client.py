@@ -1,0 +1,169 @@
+"""The worker's side of a parameter server: what must not hang, and what must not be sent."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from shoal.errors import ConfigError, DeadlineError, PeerError
+from shoal.sharded import ClientKeys, Engine, Limits, ParameterServer, PsClient, ServerKeys, Shard, ps_table
+from shoal.sharded.ps.protocol import Op, Request
+from shoal.sharded.ps.security import generate
+from tests.sharded.helpers import config
+
+T = torch.tensor
+SOON = timedelta(seconds=20)
+
+
+def lookup(ids):
+    return Request(Op.LOOKUP, counts=[ids.numel()], names=("t",), ids=ids)
+
+
+def silent():
+    """A server that takes connections and never says a word."""
+    import socket
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    return listener, f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_number_that_cannot_be_sent_does_not_hold_up_what_follows(ps):
+    client = ps(2)
+    table = ps_table(client, 1, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+    bad = {
+        i: Request(Op.ASSIGN, counts=[1], names=("t",), ids=T([i]), values=T([1.0]), req_time=1 << 63) for i in (0, 1)
+    }
+    with pytest.raises(ConfigError, match="does not fit"):
+        client.write(bad)
+    with pytest.raises(ConfigError, match="does not fit"):
+        client.read({0: Request(Op.LOOKUP, counts=[1 << 63], names=("t",), ids=T([1]))})
+    table.apply_gradients(T([0, 1]), torch.ones(2, 1))
+    assert table.lookup(T([0, 1])).tolist() == [[-1], [-1]]
+
+
+def test_what_a_server_would_cut_the_connection_for_is_not_sent(servers):
+    small = Limits(max_message_bytes=4096)
+    addresses = [server.address for server in servers(2, limits=small)]
+    with PsClient(addresses, deadline=SOON) as client:
+        table = ps_table(client, 3, name="t", optimizer="sgd", initializer="zeros")
+        many = torch.arange(0, 1200)
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match="smaller parts"):
+            table.lookup(many)
+        with pytest.raises(ConfigError, match="smaller parts"):
+            table.assign(torch.cat([many[:1], many[1::2]]), torch.ones(601, 3))  # shard 1 alone gets too much
+        with pytest.raises(ConfigError, match="smaller parts"):
+            table.lookup(torch.arange(1000), insert_missing=True)  # the ids fit, the rows do not
+        assert time.monotonic() - begin < 10
+        assert table.size() == 0
+        assert table.assign(many[:600], torch.ones(600, 3)).lookup(many[:600]).sum() == 1800
+
+
+def test_a_deadline_shorter_than_a_tick_is_kept_and_told():
+    listener, address = silent()
+    with listener, PsClient([address]) as client:
+        begin = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"parameter server 0 of 1 .* within 0\.02 s"):
+            client.info(timedelta(milliseconds=20))
+        assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_closing_ends_the_waits_of_other_threads(servers, verb):
+    [server] = servers(1)
+    client = PsClient([server.address])
+    table = ps_table(client, 1, name="t")
+    release, entered = threading.Event(), threading.Event()
+    blocked = server.engine.shard
+    plain = getattr(blocked, verb)
+
+    def hold(request):
+        if request.op in (Op.LOOKUP, Op.ASSIGN):
+            entered.set()
+            release.wait(30)
+        return plain(request)
+
+    setattr(blocked, verb, hold)
+    raised = []
+
+    def work():
+        try:
+            if verb == "read":
+                client.read({0: lookup(torch.arange(5000))})
+            else:
+                table.assign(T([1]), T([[1.0]]))
+        except PeerError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert entered.wait(20)
+        client.close()
+        thread.join(20)
+        assert not thread.is_alive()
+    finally:
+        release.set()
+    assert "closed" in str(raised[0])
+    with pytest.raises(PeerError, match="closed"):
+        client.info()
+    client.close()
+
+
+def test_an_address_that_is_none_leaves_nothing_open():
+    with pytest.raises(ConfigError, match="parameter server"):
+        PsClient(["127.0.0.1:1", "nowhere"])
+    with pytest.raises(ConfigError, match="key file"):
+        PsClient(["127.0.0.1:1"], keys=ClientKeys(secret="no such file", server="no such file"))
+
+
+def test_an_earlier_error_comes_before_the_next_write_is_sent(ps):
+    client = ps(1, max_staleness=5)
+    table = ps_table(client, 1, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+    table.apply_gradients(T([1]), T([[float("nan")]]))
+    with pytest.raises(ValueError, match="NaN"):
+        table.assign_add(T([1]), T([[1.0]]))
+    assert table.lookup(T([1])).item() == 0
+    table.assign_add(T([1]), T([[1.0]]))
+    assert table.lookup(T([1])).item() == 1
+
+
+def test_keys_on_one_side_alone_are_told_at_once(tmp_path):
+    public, secret = generate(tmp_path, "server")
+    _, mine = generate(tmp_path, "worker")
+    keys = ClientKeys(secret=mine, server=public)
+    for server_keys, client_keys in ((ServerKeys(secret=secret), None), (None, keys)):
+        with (
+            ParameterServer(Engine(Shard(0, 1)), keys=server_keys) as server,
+            PsClient([server.address], deadline=SOON, keys=client_keys) as client,
+        ):
+            whose = "server's side" if client_keys is None else "worker's side"
+            with pytest.raises(PeerError, match=f"only the {whose} has CURVE keys"):
+                client.info()
+
+
+def test_a_server_with_another_key_is_suspected(tmp_path):
+    _, secret = generate(tmp_path, "server")
+    other, _ = generate(tmp_path, "other")
+    _, mine = generate(tmp_path, "worker")
+    with (
+        ParameterServer(Engine(Shard(0, 1)), keys=ServerKeys(secret=secret)) as server,
+        PsClient([server.address], keys=ClientKeys(secret=mine, server=other)) as client,
+        pytest.raises(DeadlineError, match="is that its public key"),
+    ):
+        client.info(timedelta(seconds=2))
+
+
+def test_workers_with_seeds_of_their_own_share_the_tables_of_a_factory(servers):
+    from shoal.sharded import create_native_multi_hash_table
+
+    addresses = [server.address for server in servers(2)]
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with PsClient(addresses, deadline=SOON) as client:
+            table = create_native_multi_hash_table(2, {"a": config(2), "b": config(3)}, None, client=client)
+            table.assign_add({"a": (T([1, 2]), torch.ones(2, 2))})
+            assert table.lookup({"a": T([1, 2])})["a"].tolist() == [[seed, seed]] * 2
+            assert table.size() == 2
