@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.gather.config import GatherConfig
-from shoal.gather.container import SUFFIXES, dump_payload, load_payload
+from shoal.gather.container import SUFFIXES, load_payload, save_payload
 from shoal.gather.errors import ObjectChanged, PayloadRejected, StoreError
 from shoal.gather.payload_ref import PayloadRef
 from shoal.gather.plan import GatherPlan
 from shoal.gather.spec import GradientSpec
 from shoal.gather.spill import Landing, Spill
 from shoal.gather.stores.base import ObjectInfo, PayloadStore
-from shoal.gather.validate import PayloadInfo, validate_payload
+from shoal.gather.validate import PayloadInfo, checked_state, validate_payload
 
 log = logging.getLogger("shoal.gather")
 
@@ -263,9 +263,8 @@ class Fetcher:
             )
             if path is not None and not _contiguous(payload, self.spec):
                 # Slices must lie in one piece in the file: written anew, with the same digest.
-                part = path.with_name(path.name + ".part")
-                part.write_bytes(dump_payload(payload))
-                part.replace(path)
+                state = checked_state(payload["state_dict"], self.spec)
+                save_payload({"state_dict": state, "global_step": found.global_step}, path)
                 payload = load_payload(path, self.spec)
             ref = PayloadRef.from_payload(payload, self.spec, digest=found.digest, path=path, keep=self.spill.keep)
             return Accepted(uid, info.mtime_us, found, ref)

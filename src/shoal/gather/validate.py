@@ -63,6 +63,16 @@ def payload_digest(payload: Mapping[str, Any], spec: GradientSpec) -> str:
     return digest.hexdigest()
 
 
+def checked_state(state: Mapping[str, Any], spec: GradientSpec) -> dict[str, Any]:
+    """Only what the spec names of a validated state dict, contiguous; whatever else the peer sent is left out."""
+    clean: dict[str, Any] = {}
+    for param in spec.params:
+        for suffix, value in zip(SUFFIXES, checked_param(state, param, spec), strict=True):
+            if value is not None:
+                clean[param.name + suffix] = value
+    return clean
+
+
 def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
