@@ -428,6 +428,90 @@ def test_a_read_that_fails_half_way_interrupts_the_update(snapshot, monkeypatch)
     assert bool(optimizer.state) == (snapshot is None)
 
 
+class Stubborn(torch.optim.SGD):
+    """Steps once, then fails in the middle of its second step."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        super().step(closure)
+        if self.steps == 2:
+            raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("snapshot", [None, "cpu"])
+def test_a_step_that_fails_interrupts_the_update(snapshot):
+    spec, model = small_spec(), model_of()
+    result = gathered(spec)
+    before = [p.detach().clone() for p in model.values()]
+    optimizer, ledger = Stubborn(model.parameters(), lr=0.7, momentum=0.9), UpdateLedger()
+    with pytest.raises(UpdateInterrupted) as caught:
+        outer_update(model, optimizer, result, spec=spec, snapshot=snapshot, ledger=ledger)
+    assert caught.value.applied_params == ["p0"]
+    assert (ledger.last, ledger.step) == (None, 0)
+    same = [torch.equal(a, b) for a, b in zip(before, model.values(), strict=True)]
+    assert same == ([True, True, True] if snapshot else [False, False, True])
+
+
+def test_a_step_sees_the_gradient_of_one_parameter_only():
+    spec, model = small_spec(), model_of()
+    extra = torch.nn.Parameter(torch.ones(3))  # of the optimizer, not of the model
+    for p in (*model.values(), extra):
+        p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=1.0)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad is not None for p in (*model.values(), extra)]))
+    outer_update(model, optimizer, gathered(spec), spec=spec)
+    assert seen == [[i == j for j in range(4)] for i in range(3)]
+    assert torch.equal(extra, torch.ones(3))
+
+
+@pytest.mark.parametrize("budget", [1 << 30, 16_500])
+def test_an_update_that_its_dtype_cannot_hold_is_skipped(budget):
+    spec = small_spec(quant=None)
+
+    def large(spec, uid):
+        made = payload(spec, uid)
+        made["state_dict"]["p1vals"][-1, 0] = 9e3  # the sum of eight is finite in float32, not in float16
+        made["state_dict"]["p1idxs"] = payload(spec, 0)["state_dict"]["p1idxs"]
+        return made
+
+    result = gathered(spec, range(8), large)
+    kwargs = {"reduction": "sum", "clip": "none", "budget_bytes": budget}
+    for dtype, skipped in ((torch.float32, []), (torch.bfloat16, []), (torch.float16, ["p1"])):
+        update, report = applied(spec, result, dtype=dtype, **kwargs)
+        assert report.skipped_params == skipped
+        assert report.applied_params == [name for name in update if name not in skipped]
+        assert all(torch.isfinite(value).all() for value in update.values())
+        assert bool(update["p1"].any()) == (not skipped)
+
+
+def test_a_hand_made_grid_may_lie_over_any_shape():
+    from shoal.gather import ParamSpec
+
+    flat = GradientSpec((ParamSpec("w", (6, 4), (3, 8), 2, "packed12"),))
+    turned = GradientSpec((ParamSpec("w", (6, 4), (2, 2, 1, 6), 2, "packed12"),))  # over 2 x 12
+    for spec in (flat, turned):
+        result = gathered(spec)
+        update, _ = applied(spec, result)
+        expected = dense_reference(spec, [payload(spec, uid) for uid in range(5)], result.norms)
+        assert torch.equal(update["w"], expected["w"])
+
+
+def test_a_payload_without_a_parameter_is_named(tmp_path):
+    from shoal.gather import PartialGatherResult, write_artifact
+
+    spec = small_spec()
+    made = payload(spec, 3)
+    made["state_dict"] = {k: v for k, v in made["state_dict"].items() if not k.startswith("p1")}
+    source = PartialGatherResult(uids=[3], norms=torch.ones(1, 3), payloads={3: made})
+    with pytest.raises(ConfigError, match="peer 3's payload has no parameter 'p1'"):
+        applied(spec, source)
+    with pytest.raises(ConfigError, match="peer 3's payload has no parameter 'p1'"):
+        write_artifact(source, tmp_path / "a.pga", spec=spec)
+
+
 def test_arguments_are_checked():
     spec, model = small_spec(), model_of()
     result = gathered(spec)

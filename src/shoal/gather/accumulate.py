@@ -129,6 +129,7 @@ class BandWriter:
         _, self.across, self.height, self.width = region.param.blocks
         self.band: Tensor | None = None
         self.squares = self.total = 0.0
+        self.finite = True  # after the cast: float16 has no room for what float32 holds
 
     def write(self, ids: Tensor, values: Tensor) -> None:
         region, h, w = self.region, self.height, self.width
@@ -157,4 +158,6 @@ class BandWriter:
         sums = _core.gather_block_sums(host.data_ptr(), host.numel())
         self.squares += sums.squares
         self.total += sums.values
-        self.target[row0 - region.row0 : row1 - region.row0] = band
+        rows = self.target[row0 - region.row0 : row1 - region.row0]
+        rows.copy_(band)
+        self.finite = self.finite and bool(torch.isfinite(rows).all())

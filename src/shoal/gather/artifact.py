@@ -58,6 +58,7 @@ def write_artifact(
     holding = hold(source, spec, control)
     if holding.decision == SKIP:
         return None
+    holding.require_complete("write_artifact")
     writer = _Writer(holding, control, artifact_rank, budget_bytes)
     return writer.run(Path(path))
 

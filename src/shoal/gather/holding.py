@@ -1,7 +1,7 @@
 """A consumer's view of its source: the merged manifest, the payloads on this rank, and who has the others."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,12 @@ class Holding:
     owners: dict[int, int]
     everywhere: bool
 
+    def require_complete(self, what: str) -> None:
+        """Hand-made payloads may lack a parameter; the same error on every rank when one does."""
+        for uid, letters in self.codes.items():
+            if (index := letters.find("-")) >= 0:
+                raise ConfigError(f"{what}: peer {uid}'s payload has no parameter {self.spec.params[index].name!r}")
+
     def slot_bytes(self, uid: int, index: int, chunks: int) -> int:
         """Bytes of some chunks of one parameter as they travel, without header."""
         param, code = self.spec.params[index], self.codes[uid][index]
@@ -51,6 +57,8 @@ def _refs(payloads: Mapping[int, Any], spec: GradientSpec) -> dict[int, PayloadR
 
 
 def _resolve(source: Source, alone: bool) -> GatherResult:
+    if not alone and isinstance(source, Sequence) and len(source) == 1:
+        source = source[0]
     if isinstance(source, GatherResult):
         return source
     if not alone and isinstance(source, PartialGatherResult) and source.manifest is not None:

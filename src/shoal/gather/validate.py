@@ -183,7 +183,11 @@ def _check_values(vals: Any, param: ParamSpec, spec: GradientSpec, where: str) -
 
 def _number(value: Any) -> float | None:
     if isinstance(value, Tensor):
-        return float(value) if value.ndim == 0 and value.is_floating_point() and value.layout == torch.strided else None
+        return (
+            float(value.detach())
+            if value.ndim == 0 and value.is_floating_point() and value.layout == torch.strided
+            else None
+        )
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
