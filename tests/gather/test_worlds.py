@@ -502,7 +502,8 @@ def sharded(rank, world, *, placement, budget):
         net = model_of(UNEVEN)
         for name, p in list(net.items()):
             if p.ndim > 1:
-                net[name] = torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(placement)]))
+                dim = min(placement, p.ndim - 1)
+                net[name] = torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(dim)]))
     momentum = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
     report = outer_update(
         net, torch.optim.SGD(net.parameters(), **momentum), result, spec=spec, group=group_of(world),
@@ -519,7 +520,7 @@ def sharded(rank, world, *, placement, budget):
     return report.bytes_exchanged, plain.bytes_exchanged
 
 
-@pytest.mark.parametrize("placement", ["fsdp", 0, 1])
+@pytest.mark.parametrize("placement", ["fsdp", 0, 1, 2])
 def test_sharded_model_ends_with_the_same_tensors_as_the_replicated_one(run_ranks, placement):  # A14
     for sharded_bytes, whole_bytes in run_ranks(2, sharded, placement=placement, budget=20_000):
         assert 0 < sharded_bytes < whole_bytes

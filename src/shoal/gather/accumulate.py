@@ -152,7 +152,8 @@ class BandWriter:
         assert self.band is not None
         top = y * h
         row0, row1 = max(top, region.row0), min(top + h, region.row1)
-        band = self.band[row0 - top : row1 - top, region.column0 - left : region.column1 - left].contiguous()
+        band = self.band[row0 - top : row1 - top, region.column0 - left : region.column1 - left]
+        band = region.cut(band).contiguous()
         host = band.cpu()
         self.digest.update(raw_bytes(host))
         sums = _core.gather_block_sums(host.data_ptr(), host.numel())

@@ -49,7 +49,7 @@ class ParamSum:
         tensor: Any = self.layout.parameters[index]
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         rows, columns = self.region.shape
-        self.direct = local.dtype == torch.float32 and local.device.type == "cpu"
+        self.direct = local.dtype == torch.float32 and local.device.type == "cpu" and not self.region.inner
         self.gradient = (
             empty_rows(rows, columns)  # memory that the last gradient touched
             if self.direct

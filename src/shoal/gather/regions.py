@@ -27,7 +27,9 @@ class Region:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.row1 - self.row0, self.column1 - self.column0
+        """Rows and columns that this rank holds."""
+        rows = self.row1 - self.row0
+        return rows, self.numel // rows if rows else 0
 
     @property
     def numel(self) -> int:
@@ -43,14 +45,14 @@ class Region:
         """int64 numbers of the chunks that intersect the region, ascending."""
         return chunks_of(self.param, self.row0, self.row1, self.column0, self.column1)
 
-    def cut(self, dense: Tensor) -> Tensor:
-        """The laid-out rows and columns as the rank's local tensor."""
-        if self.inner:
-            rows, shape = dense.shape[0], self.param.shape
-            dense = dense.reshape(rows, -1, *shape[2:])
-            for dim, (start, length) in enumerate(self.inner, 2):
-                dense = dense.narrow(dim, start, length)
-        return dense.reshape(self.local_shape)
+    def cut(self, rows: Tensor) -> Tensor:
+        """Some laid-out rows, without the columns in between that other ranks hold."""
+        if not self.inner:
+            return rows
+        dense = rows.reshape(len(rows), -1, *self.param.shape[2:])
+        for dim, (start, length) in enumerate(self.inner, 2):
+            dense = dense.narrow(dim, start, length)
+        return dense.reshape(len(rows), -1)
 
 
 def chunks_of(param: ParamSpec, row0: int, row1: int, column0: int, column1: int) -> Tensor:

@@ -190,18 +190,17 @@ class _Update:
         self.report.tiles += tiles.tiles
         self.report.waves += tiles.tiles * -(-len(work.uids) // self.layout.wave_peers)
         self.report.peak_bytes = max(self.report.peak_bytes, tiles.peak_bytes)
+        summed: ParamSum | None = None
         failure: Exception | None = None
-        finite = False
         try:
             summed = ParamSum(work, index, factors, self.hash.copy())
             summed.run()
-            finite = summed.finite
         except (RankFailure, Poisoned):
             raise
         except Exception as error:  # the others must not wait for this rank: told with the next collective
             failure = error
-        agreed = self.control.minimum(0 if failure is not None else 1 if not finite else 2)
-        if agreed == 0:
+        agreed = self.control.minimum(0 if failure is not None or summed is None else 1 if not summed.finite else 2)
+        if agreed == 0 or summed is None:
             raise Poisoned(f"a rank failed while it added up {param.name!r}: {failure}") from failure
         if agreed == 1:
             log.warning("window %d: the update of %r is not finite; it is skipped", self.report.window, param.name)
@@ -211,9 +210,8 @@ class _Update:
         self._account(index, summed)
         if self.keeper is not None:
             self.keeper.keep(tensor)
-        local = region.cut(summed.gradient) if region.numel else summed.gradient.reshape(region.local_shape)
-        tensor.grad = _as_gradient(tensor, local)
-        del local, summed
+        tensor.grad = _as_gradient(tensor, summed.gradient.reshape(region.local_shape))
+        del summed
         self.optimizer.step()
         tensor.grad = None
         self.report.applied_params.append(param.name)
