@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.gather.artifact import write_artifact
+from shoal.gather.artifact_writer import write_artifact
 from shoal.gather.config import GatherConfig
 from shoal.gather.control import Control
 from shoal.gather.errors import AlreadyApplied, GatherError, RankFailure, StoreError
