@@ -5,6 +5,7 @@ import gc
 import json
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,8 +60,10 @@ def test_partition_example():
 
 def test_plan_normalises_and_round_trips():
     plan = GatherPlan(4, [9, 3, 3], [7, 9, 7], time_min=5, timeout_s=2, version="1.2+a", key="grad")
-    assert plan.intended == (3, 9)
-    assert plan.reserves == (7, 9)
+    assert plan.intended == [3, 9]
+    assert plan.reserves == [7, 9]
+    assert plan == GatherPlan(4, np.array([9, 3, 3]), iter([7, 9, 7]), 5, None, 2.0, "1.2+a", "grad")
+    assert len({plan, GatherPlan.from_json(plan.to_json())}) == 1
     assert (plan.time_min_us, plan.time_max_us) == (5, None)
     assert GatherPlan.from_json(plan.to_json()) == plan
     assert json.loads(plan.to_json())["timeout_s"] == 2.0
@@ -79,7 +82,8 @@ def test_naive_datetimes_are_utc():
     "kwargs",
     [
         {"window": -1}, {"window": True}, {"window": "3"}, {"gather_uids": [-1]}, {"gather_uids": [2**31]},
-        {"gather_uids": ["1"]}, {"reserve_uids": [1.5]}, {"version": "a/b"}, {"version": ""}, {"version": "x" * 33},
+        {"gather_uids": ["1"]}, {"gather_uids": [np.True_]}, {"gather_uids": [np.array([1, 2])]},
+        {"window": torch.ones(2, dtype=torch.int64)}, {"reserve_uids": [1.5]}, {"version": "a/b"}, {"version": ""}, {"version": "x" * 33},
         {"version": "a_b"}, {"key": ".."}, {"timeout_s": 0}, {"time_min": "now"},
     ],
 )  # fmt: skip
@@ -308,6 +312,8 @@ def test_reports_are_small_and_round_trip():
     assert len(data) <= 256 * (attempted + 1) + 4 * len(SPEC.params) * accepted
     assert RankReport.from_bytes(data) == report
     assert RankReport.from_bytes(RankReport().to_bytes()) == RankReport()
+    sparse = RankReport(rank=2, uids=[3, 4], tiers={4: 1}, digests={3: "d"}, skipped_uids=[9], assigned_uids=[3, 4, 9])
+    assert RankReport.from_bytes(sparse.to_bytes()) == sparse
     assert result.partial.success_rate_part == accepted / attempted
     assert report.norms.shape == (accepted, 3)
 

@@ -372,8 +372,9 @@ def test_a_skip_decision_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, model.values(), strict=True))
 
 
+@pytest.mark.parametrize("when", ["before overlap", "after overlap"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_a_spill_file_damaged_before_the_update_skips_the_window(damage, tmp_path, monkeypatch):
+def test_a_spill_file_damaged_before_the_update_skips_the_window(damage, when, tmp_path, monkeypatch):
     from shoal.gather import window
 
     spec, model, ledger = small_spec(), model_of(), UpdateLedger()
@@ -381,7 +382,7 @@ def test_a_spill_file_damaged_before_the_update_skips_the_window(damage, tmp_pat
     overlap = window.index_overlap
 
     def meddle(result, **kwargs):
-        report = overlap(result, **kwargs)
+        report = overlap(result, **kwargs) if when == "after overlap" else None
         path = result.payloads[result.uids[2]].path
         if damage == "remove":
             path.unlink()
@@ -391,14 +392,14 @@ def test_a_spill_file_damaged_before_the_update_skips_the_window(damage, tmp_pat
             data = bytearray(path.read_bytes())
             data[-100] ^= 1
             path.write_bytes(data)
-        return report
+        return report or overlap(result, **kwargs)
 
     monkeypatch.setattr(window, "index_overlap", meddle)
     config = GatherConfig(retry_interval_s=0.02, spill="disk", spill_dir=tmp_path)
     store = small_store()
     report = run_window(model, sgd(model), small_plan(), spec=spec, store=store, config=config, ledger=ledger)
     assert report.decision == "SKIP"
-    assert list(report.unready) == [0]
+    assert list(report.unready) == list(report.update.unready) == [0]
     assert (ledger.step, store.artifacts, report.artifact_sha256) == (0, {}, None)
     assert all(torch.equal(a, b) for a, b in zip(before, model.values(), strict=True))
 
@@ -523,6 +524,21 @@ def test_arguments_are_checked():
     other = torch.nn.ParameterDict({"p0": torch.nn.Parameter(torch.zeros(2, 2))})
     with pytest.raises(ConfigError, match="p0"):
         outer_update(other, sgd(other), result, spec=spec)
+
+
+def test_a_window_needs_no_more_than_its_update():
+    spec, ledger = GradientSpec.from_model(model_of(((4, 4),)), target_chunk=2, topk=2), UpdateLedger()
+    store = MemoryStore({(WINDOW, uid): MemoryObject(dump_payload(payload(spec, uid)), uid) for uid in range(40)})
+    model = model_of(((4, 4),))
+    run = lambda budget: run_window(  # noqa: E731
+        model, sgd(model), GatherPlan(WINDOW, range(40)), spec=spec, store=store, budget_bytes=budget, ledger=ledger
+    )
+    with pytest.raises(BudgetTooSmall) as caught:
+        run(1)
+    assert caught.value.needed == 4 * 16 + 8 * 4 + 12 * 2 + 2 * 4 * 5
+    report = run(caught.value.needed)
+    assert (report.decision, ledger.step, report.update.peak_bytes) == ("APPLY", 1, caught.value.needed)
+    assert report.upload.ok
 
 
 def test_whole_window_reports_and_metrics():

@@ -368,11 +368,68 @@ def budgets(rank, world):
     model = model_of()
     with pytest.raises(BudgetTooSmall) as caught:
         outer_update(model, sgd(model), result, spec=small_spec(), group=group_of(world), budget_bytes=100)
-    return caught.value.needed
+    with pytest.raises(BudgetTooSmall) as whole:
+        run_window(
+            model, sgd(model), small_plan(), spec=small_spec(), store=small_store(), group=group_of(world),
+            config=QUICK, budget_bytes=100,
+        )  # fmt: skip
+    return caught.value.needed, whole.value.needed
 
 
 def test_a_budget_that_is_too_small_is_told_to_all_ranks(run_ranks):
-    assert len(set(run_ranks(2, budgets))) == 1
+    needed = {n for world in (1, 2) for pair in run_ranks(world, budgets) for n in pair}
+    assert needed == {64 * 48 * 4 + 8 * 256 + 12 * 8 + 2 * 4 * 20}
+
+
+def damaged(rank, world, *, folder, lone):
+    """Rank 1's spill file goes bad between the gather and the overlap."""
+    from shoal.gather import window
+
+    overlap = window.index_overlap
+
+    def meddle(result, **kwargs):
+        if rank == 1:
+            path = next(iter(result.payloads.values())).path
+            path.write_bytes(path.read_bytes()[:100])
+        return overlap(result, **kwargs)
+
+    window.index_overlap = meddle
+    spec, model, ledger = small_spec(), model_of(), UpdateLedger()
+    before = [p.detach().clone() for p in model.values()]
+    config = GatherConfig(retry_interval_s=0.02, spill="disk", spill_dir=f"{folder}/{rank}", control_timeout_s=20)
+    report = run_window(
+        model, sgd(model), small_plan() if rank == 0 else None, spec=spec, store=small_store(), group=group_of(world),
+        config=config, ledger=ledger,
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(before, model.values(), strict=True))
+    result = gather(small_plan(), spec, small_store(), group=group_of(world), config=QUICK)
+    again = outer_update(model, sgd(model), [result.partial] if lone else result, spec=spec, group=group_of(world))
+    return report.decision, list(report.unready), ledger.step, again.decision, again.update_hash
+
+
+@pytest.mark.parametrize("lone", [False, True])
+def test_a_spill_file_that_goes_bad_on_one_rank_skips_the_window_on_all(run_ranks, worlds, lone, tmp_path):
+    runs = run_ranks(2, damaged, folder=str(tmp_path), lone=lone)
+    assert runs == [("SKIP", [1], 0, "APPLY", worlds[1][1][0]["hashes"][0])] * 2
+
+
+def broken_step(rank, world):
+    from shoal.gather import UpdateInterrupted
+
+    spec, model = small_spec(), model_of()
+    result = gather(small_plan(), spec, small_store(), group=group_of(world), config=QUICK)
+    optimizer, begin = sgd(model), time.monotonic()
+    if rank == 1:
+        optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    before = [p.detach().clone() for p in model.values()]
+    with pytest.raises(UpdateInterrupted):
+        outer_update(model, optimizer, result, spec=spec, group=group_of(world), snapshot="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(before, model.values(), strict=True))
+    return time.monotonic() - begin
+
+
+def test_a_step_that_fails_on_one_rank_interrupts_all_at_once(run_ranks):
+    assert max(run_ranks(3, broken_step)) < 20
 
 
 def fetch_ranks(rank, world):

@@ -78,7 +78,9 @@ def _with_norms(manifest: Manifest, refs: dict[int, PayloadRef], spec: GradientS
         raise ConfigError("the source has no norms for its payloads")
     manifest.norms = torch.zeros(len(manifest.uids), n)
     for i, uid in enumerate(manifest.uids):
-        manifest.norms[i] = validate_payload({"state_dict": refs[uid]._state()}, spec, max_abs_value=float("inf")).norms
+        manifest.norms[i] = validate_payload(
+            {"state_dict": refs[uid].state_dict()}, spec, max_abs_value=float("inf")
+        ).norms
 
 
 def hold(source: Source, spec: GradientSpec, control: Control, *, need_payloads: bool = True) -> Holding:

@@ -131,6 +131,7 @@ class _Gather:
             decision=decision,
             partial=self.partial,
             payloads=self.partial.payloads,
+            plan=self.plan,
             spec=self.spec,
             record=self._record(manifest),
         )
@@ -236,7 +237,7 @@ class _Gather:
         times = [report.elapsed for report in self.reports if report.assigned_uids]
         if len(times) < 2 or self.control.rank != 0:
             return
-        middle = statistics.median(times)
+        middle = statistics.median_low(times)  # of two ranks, the other one
         for report in self.reports:
             if report.assigned_uids and report.elapsed > 2 * middle and report.elapsed > middle + 0.05:
                 log.warning(
