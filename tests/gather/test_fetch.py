@@ -83,7 +83,8 @@ def test_naive_datetimes_are_utc():
     [
         {"window": -1}, {"window": True}, {"window": "3"}, {"gather_uids": [-1]}, {"gather_uids": [2**31]},
         {"gather_uids": ["1"]}, {"gather_uids": [np.True_]}, {"gather_uids": [np.array([1, 2])]},
-        {"window": torch.ones(2, dtype=torch.int64)}, {"reserve_uids": [1.5]}, {"version": "a/b"}, {"version": ""}, {"version": "x" * 33},
+        {"window": torch.ones(2, dtype=torch.int64)}, {"reserve_uids": [1.5]},
+        {"version": "a/b"}, {"version": ""}, {"version": "x" * 33},
         {"version": "a_b"}, {"key": ".."}, {"timeout_s": 0}, {"time_min": "now"},
     ],
 )  # fmt: skip
