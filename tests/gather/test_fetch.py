@@ -24,6 +24,7 @@ from shoal.gather import (
     gather,
     select_reserves,
 )
+from shoal.gather.fetch import Fetcher
 from tests.gather.helpers import (
     BAD_SHIFT,
     PRIMARIES,
@@ -223,6 +224,20 @@ def test_who_waits_in_the_queue_past_the_deadline_still_gets_a_try():
     assert result.uids == list(range(1, 9))
 
 
+def test_objects_that_stall_one_after_the_other_end_before_the_other_ranks_give_up():
+    class Stalled(MemoryStore):
+        async def head(self, window, uid, **names):
+            await asyncio.sleep(60)
+
+    config = GatherConfig(max_concurrent_fetches=1)
+    fetcher = Fetcher(GatherPlan(WINDOW, range(3), timeout_s=20.0), SPEC, Stalled({}), config, patience_s=1.0)
+    begin = time.monotonic()
+    outcomes = asyncio.run(fetcher.round(range(3)))
+    fetcher.close()
+    assert [outcome.reason for outcome in outcomes] == ["timeout"] * 3
+    assert 2.9 < time.monotonic() - begin < 20  # three short tries, not three times the timeout
+
+
 def test_downloads_wait_for_room_in_flight():
     store = store_of(1, 2, 3, 4)
     size = len(DATA[1])
@@ -391,7 +406,8 @@ def test_a_restart_uses_validated_spill_files_again(tmp_path):
 @pytest.mark.parametrize(
     "kwargs",
     [{"spill": "tape"}, {"max_concurrent_fetches": 0}, {"retry_interval_s": -1}, {"validate_workers": 0},
-     {"not_found_limit": 0}, {"control_timeout_s": 0}],
+     {"not_found_limit": 0}, {"control_timeout_s": 0}, {"validate_workers": 1.5}, {"min_peers": True},
+     {"max_abs_value": float("nan")}, {"max_inflight_bytes": "1"}],
 )  # fmt: skip
 def test_bad_settings_are_config_errors(kwargs):
     with pytest.raises(ConfigError):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,7 @@ class _Again:
     detail: str = ""
 
 
+_LEAST_TRY_S = 1.0
 _AT_DEADLINE = {"absent": "not_found", "failed": "store_error", "cut": "timeout", "changed": "timeout"}
 
 
@@ -72,8 +74,17 @@ class _ByteGate:
 class Fetcher:
     """One rank's downloads in one gather. ``attempted`` refuses a second download of a (window, UID)."""
 
-    def __init__(self, plan: GatherPlan, spec: GradientSpec, store: PayloadStore, config: GatherConfig) -> None:
+    def __init__(
+        self,
+        plan: GatherPlan,
+        spec: GradientSpec,
+        store: PayloadStore,
+        config: GatherConfig,
+        *,
+        patience_s: float = math.inf,
+    ) -> None:
         self.plan, self.spec, self.store, self.config = plan, spec, store, config
+        self._patience_s = patience_s  # seconds of a round after which other ranks would give this one up
         self.attempted: set[tuple[int, int]] = set()
         self.local_error = ""
         self.retries = self.refused = 0
@@ -126,6 +137,12 @@ class Fetcher:
         limit = self.plan.time_max_us
         return limit is not None and time.time() * 1e6 > limit + self.config.late_grace_s * 1e6
 
+    def _first_try_s(self, now: float) -> float:
+        """A first try has the whole time, also when it waited in the queue until the deadline or past it; but many
+        objects that stall, one after the other, must not make the other ranks wait for this one in vain."""
+        left = self._deadline - self.plan.timeout_s + 0.9 * self._patience_s - now
+        return min(self.plan.timeout_s, max(left, _LEAST_TRY_S))
+
     async def _guarded(self, uid: int) -> Accepted | Skipped:
         try:
             return await self._fetch(uid)
@@ -144,8 +161,7 @@ class Fetcher:
                 if tries and now >= self._deadline:
                     return Skipped(uid, _AT_DEADLINE[again.state], again.detail)
                 last_chance = absences > 0 and self._nothing_can_come()
-                # The first try has the whole time, also when it waited in the queue until the deadline or past it.
-                outcome = await self._try(uid, self._deadline - now if tries else self.plan.timeout_s)
+                outcome = await self._try(uid, self._deadline - now if tries else self._first_try_s(now))
             tries += 1
             if not isinstance(outcome, _Again):
                 return await self._settle(uid, outcome)

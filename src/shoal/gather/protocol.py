@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import statistics
 import threading
 import time
@@ -107,7 +108,8 @@ class _Gather:
 
     async def run(self) -> GatherResult:
         self.plan, self.shared = await self._collective(self._agree)
-        self.fetcher = Fetcher(self.plan, self.spec, self.store, self.config)
+        patience_s = self.control.timeout_s if self.control.world > 1 else math.inf
+        self.fetcher = Fetcher(self.plan, self.spec, self.store, self.config, patience_s=patience_s)
         self.partial = PartialGatherResult(
             rank=self.control.rank,
             world_size=self.control.world,
