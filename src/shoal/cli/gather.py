@@ -205,6 +205,8 @@ def _table(title: str, rows: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # hashes are there to be copied
     for name, value in rows.items():
         table.add_row(name, str(value))
     Console().print(table)

@@ -60,7 +60,7 @@ class ArtifactReader:
         if fields["format"] != FORMAT:
             raise GatherError(f"{self._name()} has format {fields['format']!r}; this version reads {FORMAT}")
         self._data = padded(PREFIX_BYTES + length)
-        by_uid = lambda name: {int(uid): value for uid, value in fields[name].items()}  # noqa: E731
+        by_uid = lambda name: dict(sorted((int(uid), value) for uid, value in fields[name].items()))  # noqa: E731
         self.format: int = fields["format"]
         self.window: int = fields["window"]
         self.version: str = fields["version"]
