@@ -180,6 +180,17 @@ def test_the_state_of_hand_made_payloads_is_aligned_with_the_peers():
     assert (first.tolist(), absent, last.tolist()) == ([2], None, [5])
 
 
+def test_of_copies_that_nothing_tells_apart_the_lowest_ranks_is_kept():
+    parts = [
+        PartialGatherResult(rank=rank, uids=[2], payloads={2: {"state_dict": {"wvals": rank}}}) for rank in (2, 0, 1)
+    ]
+    for order in (parts, parts[::-1]):
+        result = merge(order)
+        assert result.owners == {2: 0}
+        assert result.state_dict["wvals"] == [0]
+        assert result.duplicates_dropped == 2
+
+
 def test_other_things_are_no_source():
     with pytest.raises(ConfigError):
         as_partials({"uids": [1]})

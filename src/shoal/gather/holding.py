@@ -83,8 +83,9 @@ def _with_norms(manifest: Manifest, refs: dict[int, PayloadRef], spec: GradientS
         ).norms
 
 
-def hold(source: Source, spec: GradientSpec, control: Control, *, need_payloads: bool = True) -> Holding:
-    """Resolves a source on every rank alike. Raises the same error on all ranks when they do not fit together."""
+def hold(source: Source, spec: GradientSpec, control: Control, *, norms: bool = True) -> Holding:
+    """Resolves a source on every rank alike; ``norms=False`` is for who does not look at them. Raises the same error on
+    all ranks when they do not fit together."""
     error: Exception | None = None
     result, refs = None, {}
     try:
@@ -93,7 +94,7 @@ def hold(source: Source, spec: GradientSpec, control: Control, *, need_payloads:
         if manifest.spec_hash and manifest.spec_hash != spec.hash:
             raise PlanMismatch(f"the source is of gradient spec {manifest.spec_hash}, this spec is {spec.hash}")
         refs = _refs({uid: result.payloads.get(uid) for uid in manifest.uids}, spec)
-        if control.world == 1:
+        if norms and control.world == 1:
             _with_norms(manifest, refs, spec)
     except Exception as caught:  # raised after the others know of it
         error = caught
@@ -119,11 +120,9 @@ def hold(source: Source, spec: GradientSpec, control: Control, *, need_payloads:
     for uid in manifest.uids:
         holders = [rank for rank, answer in enumerate(answers) if str(uid) in answer["held"]]
         if not holders:
-            if need_payloads:
-                raise ConfigError(
-                    f"the payload of peer {uid} is on another rank; pass group= to the call, or the source of all ranks"
-                )
-            continue
+            raise ConfigError(
+                f"the payload of peer {uid} is on another rank; pass group= to the call, or the source of all ranks"
+            )
         wanted = manifest.owners.get(uid, holders[0])
         owners[uid] = wanted if wanted in holders else holders[0]
         codes[uid] = expand_codes(answers[owners[uid]]["held"][str(uid)], len(spec.params))

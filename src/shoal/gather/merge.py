@@ -314,9 +314,10 @@ def merge(sources: Source, plan: GatherPlan | None = None, *, min_peers: int = 1
                 manifest.duplicates_dropped += item.manifest.duplicates_dropped
                 manifest.conflicts += item.manifest.conflicts
     payloads: dict[int, Any] = {}
+    by_rank = sorted(partials, key=lambda partial: partial.rank)
     for uid in manifest.uids:
         wanted = (manifest.timestamps[uid], manifest.digests[uid])
-        for partial in partials:
+        for partial in by_rank:  # the owner's, or an equal one
             found = (partial.timestamps.get(uid, 0), partial.digests.get(uid, ""))
             if uid in partial.uids and uid in partial.payloads and found == wanted:
                 payloads[uid] = partial.payloads[uid]

@@ -86,7 +86,7 @@ def index_overlap(
     if not 0 <= limit <= 1:
         raise ConfigError(f"index_overlap: threshold must be in 0..1, got {threshold}")
     control = Control(group, timeout_s=control_timeout_s)
-    holding = hold(source, spec, control)
+    holding = hold(source, spec, control, norms=False)
     P = len(holding.manifest.uids)
     chunks = _Chunks(spec)
     chosen = None
@@ -121,7 +121,7 @@ def _attempt(work: Callable[[], Any]) -> str:
 
 def overlap_signature(source: Source, spec: GradientSpec, start: int, stop: int) -> Tensor:
     """int64 [P, P]: shared positions in the chunks ``start..stop`` of all parameters numbered in spec order."""
-    holding = hold(source, spec, Control())
+    holding = hold(source, spec, Control(), norms=False)
     chunks = _Chunks(spec)
     if not 0 <= start <= stop <= chunks.total:
         raise ConfigError(f"overlap_signature: chunks are 0..{chunks.total}, got {start}..{stop}")
