@@ -344,6 +344,24 @@ def test_survivors_of_a_death_in_the_update_are_interrupted(run_ranks):
     assert run_ranks(3, dies_in_update, may_die=(1,)) == [True, None, True]
 
 
+def dies_after_the_update(rank, world):
+    from shoal.gather import window
+
+    if rank == 1:
+        window.write_artifact = lambda *args, **kwargs: os._exit(9)
+    model, ledger = model_of(), UpdateLedger()
+    report = run_window(
+        model, sgd(model), small_plan(), spec=small_spec(), store=small_store(), group=group_of(world),
+        config=GatherConfig(retry_interval_s=0.02, control_timeout_s=10), ledger=ledger,
+    )  # fmt: skip
+    return report.decision, ledger.step, report.artifact_sha256, report.update.update_hash
+
+
+def test_an_update_stands_when_a_rank_dies_before_its_artifact_is_written(run_ranks, worlds):
+    first, _, last = run_ranks(3, dies_after_the_update, may_die=(1,))
+    assert first == last == ("APPLY", 1, None, worlds[1][1][0]["hashes"][0])
+
+
 def replay_in_group(rank, world, *, path):
     spec, group = small_spec(), group_of(world)
     model = model_of()

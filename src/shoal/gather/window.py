@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shoal.gather.artifact_writer import write_artifact
 from shoal.gather.config import GatherConfig
 from shoal.gather.control import Control
-from shoal.gather.errors import AlreadyApplied, GatherError, PayloadsUnreadable, RankFailure, StoreError
+from shoal.gather.errors import AlreadyApplied, GatherError, PayloadsUnreadable, StoreError
 from shoal.gather.folder import Folder
 from shoal.gather.merge import APPLY, SKIP, GatherResult
 from shoal.gather.metrics import Sink, emit
@@ -89,7 +89,7 @@ def run_window(
 
     SKIP is decided before any parameter is touched and leaves model, optimizer and ledger as they were. Raises on all
     ranks alike: AlreadyApplied (before any fetch), PlanMismatch, GatherDivergence, RankFailure, BudgetTooSmall, and
-    UpdateInterrupted once parameters were touched.
+    UpdateInterrupted once parameters were touched. An artifact that cannot be written is logged; the update stands.
     """
     config = config or GatherConfig()
     _refuse_replay(plan, ledger, group, config)
@@ -147,9 +147,7 @@ def _publish(
         report.artifact_sha256 = write_artifact(
             result, path, spec=spec, group=group, budget_bytes=budget_bytes, control_timeout_s=timeout_s
         )
-    except RankFailure:
-        raise
-    except GatherError:
+    except GatherError:  # a rank that died now among them: the next gather will say so
         log.exception("window %d: the artifact was not written; the update stands", result.window)
     if report.artifact_sha256 is None:
         folder.remove()
