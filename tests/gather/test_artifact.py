@@ -63,6 +63,8 @@ def test_layout(written):
 def test_the_reader_has_the_headers_fields(written):
     result, path, _ = written
     reader = ArtifactReader(path)
+    assert (reader.params, reader.quant) == (SPEC.params, SPEC.quant)
+    assert len(reader.blocks) == len(reader.params) * len(reader.uids)
     for name in [
         "uids",
         "tiers",
@@ -153,11 +155,59 @@ def test_a_window_is_written_once(written):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_a_small_budget_changes_nothing(written, tmp_path):
+@pytest.mark.parametrize("budget", [1, 300, 4096])
+def test_a_small_budget_changes_nothing(written, tmp_path, budget):
     result, _, sha = written
-    assert write_artifact(result, tmp_path / "b.pga", spec=SPEC, budget_bytes=4096) == sha
+    assert write_artifact(result, tmp_path / "b.pga", spec=SPEC, budget_bytes=budget) == sha
     with pytest.raises(ConfigError):
-        write_artifact(result, tmp_path / "c.pga", spec=SPEC, budget_bytes=10)
+        write_artifact(result, tmp_path / "c.pga", spec=SPEC, budget_bytes=0)
+
+
+def rewritten(data, change):
+    """The artifact with another header and the trailer that goes with it."""
+    (length,) = struct.unpack_from("<Q", data, 4)
+    header = json.loads(data[12 : 12 + length])
+    text = json.dumps(change(header) or header, sort_keys=True, separators=(",", ":")).encode()
+    head = b"PGA1" + struct.pack("<Q", len(text)) + text
+    start = -(-(12 + length) // 64) * 64
+    body = head + b"\0" * (-len(head) % 64) + data[start:-32]
+    return body + hashlib.blake2b(body, digest_size=32).digest()
+
+
+def put(*keys, value):
+    def change(header):
+        for key in keys[:-1]:
+            header = header[key]
+        header[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: [1],
+        lambda header: header.pop("digests") and None,
+        put("format", value=2),
+        put("tiers", value=[]),
+        put("uids", value=[1]),
+        put("norms", value="00"),
+        put("params", 0, "k", value=6),
+        put("params", 0, "xshape", value=[1, 1]),
+        put("spec_hash", value="0" * 32),
+        put("blocks", value=[]),
+        put("blocks", 0, 0, value=-64),
+        put("blocks", 1, 1, value=1 << 40),
+        put("blocks", 2, 4, value="-"),
+        put("blocks", 2, 4, value=["A"]),
+        put("blocks", 3, value=7),
+    ],
+)
+def test_a_header_that_does_not_fit_its_file_is_damage(written, change):
+    data = written[1].read_bytes()
+    assert ArtifactReader(rewritten(data, lambda header: None)).uids == written[0].uids
+    with pytest.raises(GatherError):
+        ArtifactReader(rewritten(data, change))
 
 
 def test_nothing_is_written_when_nothing_was_accepted(tmp_path):

@@ -36,7 +36,7 @@ def run_arguments(folder, *more):
 def test_lists_of_peers():
     assert parse_uids("1, 5,8-10") == [1, 5, 8, 9, 10]
     assert parse_uids("") == []
-    for bad in ("a", "1-", "-3", "1..2"):
+    for bad in ("a", "1-", "-3", "1..2", "9-3"):
         with pytest.raises(ConfigError):
             parse_uids(bad)
 

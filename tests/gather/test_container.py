@@ -1,5 +1,6 @@
 """Containers of peers that are not trusted: what is read, what is corrupt, what is unsafe, and what it costs (A13)."""
 
+import contextlib
 import gc
 import io
 import json
@@ -12,7 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.gather import GatherPlan, MemoryObject, MemoryStore, PayloadRejected, dump_payload, gather, load_payload
+from shoal.gather import (
+    GatherConfig,
+    GatherPlan,
+    MemoryObject,
+    MemoryStore,
+    PayloadRejected,
+    dump_payload,
+    gather,
+    load_payload,
+)
 from shoal.gather import validate_payload as validate
 from tests.gather.helpers import QUICK, WINDOW, payload, small_spec
 
@@ -80,6 +90,8 @@ def test_unaligned_tensors_are_read():
         (struct.pack("<Q", 2**63) + b"x" * 20, "corrupt_container"),
         (safetensors_of({"a": tensor(0, 100)}, b"x" * 50), "corrupt_container"),
         (safetensors_of({"a": tensor(0, 4, shape=[2**40, 2**40])}, b"x" * 4), "corrupt_container"),
+        (safetensors_of({"a": tensor(0, 0, shape=[0, 2**70])}), "corrupt_container"),
+        (safetensors_of({"a": tensor(0, 0, shape=[0, 2**63 - 1, 2])}), "corrupt_container"),
         (safetensors_of({"a": tensor(-4, 4)}, b"x" * 8), "corrupt_container"),
         (safetensors_of({"a": tensor(0, 4, "Q9")}, b"x" * 4), "corrupt_container"),
         (safetensors_of({"a": {"dtype": "U8"}}, b"x" * 4), "corrupt_container"),
@@ -158,19 +170,46 @@ def test_views_of_a_small_storage_are_no_bomb():
     assert caught.value.reason == "bad_value_shape"
 
 
-def test_payloads_with_strides_are_accepted_from_disk():
-    spec = small_spec()
-    made = payload(spec, 2)
+def test_every_flipped_byte_of_an_archive_has_a_reason():
+    data = bytearray(dump_payload(payload(small_spec(), 3), format="pt"))
+    directory = data.index(b"PK\x01\x02")  # what follows is read before anything else is known
+    for at in range(directory, len(data)):
+        kept, data[at] = data[at], data[at] ^ 0xFF
+        with contextlib.suppress(PayloadRejected):
+            validate(load_payload(bytes(data), small_spec()), small_spec())
+        data[at] = kept
+
+
+def strided(made):
     turned = made["state_dict"]["p0vals"].transpose(0, 2).contiguous().transpose(0, 2)
     assert not turned.is_contiguous()
     made["state_dict"]["p0vals"] = turned
-    store = MemoryStore({(WINDOW, 2): MemoryObject(dump_payload(made, format="pt"))})
-    from shoal.gather import GatherConfig
+    return made
 
-    result = gather(GatherPlan(WINDOW, [2]), spec, store, config=GatherConfig(spill="disk"))
+
+def test_payloads_with_strides_are_accepted_from_disk(tmp_path):
+    spec = small_spec()
+    store = MemoryStore({(WINDOW, 2): MemoryObject(dump_payload(strided(payload(spec, 2)), format="pt"))})
+    config = GatherConfig(spill="disk", spill_dir=tmp_path)
+    result = gather(GatherPlan(WINDOW, [2]), spec, store, config=config)
     assert result.uids == [2]
     assert result.digests[2] == validate(payload(spec, 2), spec).digest
     result.payloads[2].verify()
+    again = gather(GatherPlan(WINDOW, [2]), spec, store, config=config)
+    assert store.stream_calls[2] == 1
+    assert again.global_steps == result.global_steps == [102]
+
+
+def test_what_else_a_peer_sent_never_reaches_the_spill_file():
+    made = strided(payload(small_spec(quant=None), 2))
+    made["state_dict"] |= {
+        "p0quant_params": ("of", "float values"),
+        "odd": torch.zeros(2, dtype=torch.complex64),
+        "wide": torch.zeros(1).expand(1 << 20, 1 << 20),
+    }
+    store = MemoryStore({(WINDOW, 2): MemoryObject(dump_payload(made, format="pt"))})
+    result = gather(GatherPlan(WINDOW, [2]), small_spec(quant=None), store, config=GatherConfig(spill="disk"))
+    assert result.skip_reasons == {}
 
 
 def anonymous_kib():

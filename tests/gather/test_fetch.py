@@ -5,6 +5,7 @@ import gc
 import json
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from shoal.gather import (
     gather,
     select_reserves,
 )
+from shoal.gather.fetch import Fetcher
 from tests.gather.helpers import (
     BAD_SHIFT,
     PRIMARIES,
@@ -59,8 +61,10 @@ def test_partition_example():
 
 def test_plan_normalises_and_round_trips():
     plan = GatherPlan(4, [9, 3, 3], [7, 9, 7], time_min=5, timeout_s=2, version="1.2+a", key="grad")
-    assert plan.intended == (3, 9)
-    assert plan.reserves == (7, 9)
+    assert plan.intended == [3, 9]
+    assert plan.reserves == [7, 9]
+    assert plan == GatherPlan(4, np.array([9, 3, 3]), iter([7, 9, 7]), 5, None, 2.0, "1.2+a", "grad")
+    assert len({plan, GatherPlan.from_json(plan.to_json())}) == 1
     assert (plan.time_min_us, plan.time_max_us) == (5, None)
     assert GatherPlan.from_json(plan.to_json()) == plan
     assert json.loads(plan.to_json())["timeout_s"] == 2.0
@@ -79,7 +83,9 @@ def test_naive_datetimes_are_utc():
     "kwargs",
     [
         {"window": -1}, {"window": True}, {"window": "3"}, {"gather_uids": [-1]}, {"gather_uids": [2**31]},
-        {"gather_uids": ["1"]}, {"reserve_uids": [1.5]}, {"version": "a/b"}, {"version": ""}, {"version": "x" * 33},
+        {"gather_uids": ["1"]}, {"gather_uids": [np.True_]}, {"gather_uids": [np.array([1, 2])]},
+        {"window": torch.ones(2, dtype=torch.int64)}, {"reserve_uids": [1.5]},
+        {"version": "a/b"}, {"version": ""}, {"version": "x" * 33},
         {"version": "a_b"}, {"key": ".."}, {"timeout_s": 0}, {"time_min": "now"},
     ],
 )  # fmt: skip
@@ -218,6 +224,20 @@ def test_who_waits_in_the_queue_past_the_deadline_still_gets_a_try():
     assert result.uids == list(range(1, 9))
 
 
+def test_objects_that_stall_one_after_the_other_end_before_the_other_ranks_give_up():
+    class Stalled(MemoryStore):
+        async def head(self, window, uid, **names):
+            await asyncio.sleep(60)
+
+    config = GatherConfig(max_concurrent_fetches=1)
+    fetcher = Fetcher(GatherPlan(WINDOW, range(3), timeout_s=20.0), SPEC, Stalled({}), config, patience_s=1.0)
+    begin = time.monotonic()
+    outcomes = asyncio.run(fetcher.round(range(3)))
+    fetcher.close()
+    assert [outcome.reason for outcome in outcomes] == ["timeout"] * 3
+    assert 2.9 < time.monotonic() - begin < 20  # three short tries, not three times the timeout
+
+
 def test_downloads_wait_for_room_in_flight():
     store = store_of(1, 2, 3, 4)
     size = len(DATA[1])
@@ -308,6 +328,8 @@ def test_reports_are_small_and_round_trip():
     assert len(data) <= 256 * (attempted + 1) + 4 * len(SPEC.params) * accepted
     assert RankReport.from_bytes(data) == report
     assert RankReport.from_bytes(RankReport().to_bytes()) == RankReport()
+    sparse = RankReport(rank=2, uids=[3, 4], tiers={4: 1}, digests={3: "d"}, skipped_uids=[9], assigned_uids=[3, 4, 9])
+    assert RankReport.from_bytes(sparse.to_bytes()) == sparse
     assert result.partial.success_rate_part == accepted / attempted
     assert report.norms.shape == (accepted, 3)
 
@@ -384,7 +406,8 @@ def test_a_restart_uses_validated_spill_files_again(tmp_path):
 @pytest.mark.parametrize(
     "kwargs",
     [{"spill": "tape"}, {"max_concurrent_fetches": 0}, {"retry_interval_s": -1}, {"validate_workers": 0},
-     {"not_found_limit": 0}, {"control_timeout_s": 0}],
+     {"not_found_limit": 0}, {"control_timeout_s": 0}, {"validate_workers": 1.5}, {"min_peers": True},
+     {"max_abs_value": float("nan")}, {"max_inflight_bytes": "1"}],
 )  # fmt: skip
 def test_bad_settings_are_config_errors(kwargs):
     with pytest.raises(ConfigError):

@@ -55,6 +55,7 @@ def partials(draw, count=3):
 
 def same(a, b):
     m, n = a.manifest, b.manifest
+    assert a == b
     assert m == n
     assert m.owners == n.owners
     assert torch.equal(m.norms, n.norms)
@@ -160,6 +161,34 @@ def test_empty_sources_have_empty_answers(source):
     assert quality["success_rate"] == 0.0
     assert quality["intended_mean_final"] == 0.75
     assert quality["actual_mean_final"] == 0.0
+
+
+def test_results_differ_by_what_was_accepted_and_by_the_decision():
+    a = merge([PartialGatherResult(uids=[3])])
+    assert a != merge([PartialGatherResult(uids=[4])])
+    assert a != merge([PartialGatherResult(uids=[3])], min_peers=2)
+    assert a != 3
+
+
+def test_the_state_of_hand_made_payloads_is_aligned_with_the_peers():
+    made = {
+        uid: {"state_dict": {"wvals": torch.tensor([uid]), "widxs": torch.tensor([0]), "note": uid}} for uid in (2, 5)
+    }
+    result = merge(PartialGatherResult(uids=[2, 3, 5], payloads=made))
+    assert sorted(result.state_dict) == ["widxs", "wvals"]
+    first, absent, last = result.state_dict["wvals"]
+    assert (first.tolist(), absent, last.tolist()) == ([2], None, [5])
+
+
+def test_of_copies_that_nothing_tells_apart_the_lowest_ranks_is_kept():
+    parts = [
+        PartialGatherResult(rank=rank, uids=[2], payloads={2: {"state_dict": {"wvals": rank}}}) for rank in (2, 0, 1)
+    ]
+    for order in (parts, parts[::-1]):
+        result = merge(order)
+        assert result.owners == {2: 0}
+        assert result.state_dict["wvals"] == [0]
+        assert result.duplicates_dropped == 2
 
 
 def test_other_things_are_no_source():

@@ -184,7 +184,8 @@ def test_names_that_could_leave_their_place_are_refused(store, kwargs):
 def test_a_gather_from_it(store):
     for uid in (1, 2, 3):
         put(store, WINDOW, uid, DATA[uid])
-    result = gather(GatherPlan(WINDOW, [1, 2, 3, 4], timeout_s=1.0), SPEC, store, config=QUICK)
+    config = GatherConfig(retry_interval_s=0.02, not_found_limit=2)
+    result = gather(GatherPlan(WINDOW, [1, 2, 3, 4], timeout_s=50.0), SPEC, store, config=config)
     assert result.uids == [1, 2, 3]
     assert result.skip_reasons == {4: "not_found"}
 

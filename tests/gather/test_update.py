@@ -372,8 +372,9 @@ def test_a_skip_decision_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, model.values(), strict=True))
 
 
+@pytest.mark.parametrize("when", ["before overlap", "after overlap"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_a_spill_file_damaged_before_the_update_skips_the_window(damage, tmp_path, monkeypatch):
+def test_a_spill_file_damaged_before_the_update_skips_the_window(damage, when, tmp_path, monkeypatch):
     from shoal.gather import window
 
     spec, model, ledger = small_spec(), model_of(), UpdateLedger()
@@ -381,7 +382,7 @@ def test_a_spill_file_damaged_before_the_update_skips_the_window(damage, tmp_pat
     overlap = window.index_overlap
 
     def meddle(result, **kwargs):
-        report = overlap(result, **kwargs)
+        report = overlap(result, **kwargs) if when == "after overlap" else None
         path = result.payloads[result.uids[2]].path
         if damage == "remove":
             path.unlink()
@@ -391,14 +392,14 @@ def test_a_spill_file_damaged_before_the_update_skips_the_window(damage, tmp_pat
             data = bytearray(path.read_bytes())
             data[-100] ^= 1
             path.write_bytes(data)
-        return report
+        return report or overlap(result, **kwargs)
 
     monkeypatch.setattr(window, "index_overlap", meddle)
     config = GatherConfig(retry_interval_s=0.02, spill="disk", spill_dir=tmp_path)
     store = small_store()
     report = run_window(model, sgd(model), small_plan(), spec=spec, store=store, config=config, ledger=ledger)
     assert report.decision == "SKIP"
-    assert list(report.unready) == [0]
+    assert list(report.unready) == list(report.update.unready) == [0]
     assert (ledger.step, store.artifacts, report.artifact_sha256) == (0, {}, None)
     assert all(torch.equal(a, b) for a, b in zip(before, model.values(), strict=True))
 
@@ -428,6 +429,90 @@ def test_a_read_that_fails_half_way_interrupts_the_update(snapshot, monkeypatch)
     assert bool(optimizer.state) == (snapshot is None)
 
 
+class Stubborn(torch.optim.SGD):
+    """Steps once, then fails in the middle of its second step."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        super().step(closure)
+        if self.steps == 2:
+            raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("snapshot", [None, "cpu"])
+def test_a_step_that_fails_interrupts_the_update(snapshot):
+    spec, model = small_spec(), model_of()
+    result = gathered(spec)
+    before = [p.detach().clone() for p in model.values()]
+    optimizer, ledger = Stubborn(model.parameters(), lr=0.7, momentum=0.9), UpdateLedger()
+    with pytest.raises(UpdateInterrupted) as caught:
+        outer_update(model, optimizer, result, spec=spec, snapshot=snapshot, ledger=ledger)
+    assert caught.value.applied_params == ["p0"]
+    assert (ledger.last, ledger.step) == (None, 0)
+    same = [torch.equal(a, b) for a, b in zip(before, model.values(), strict=True)]
+    assert same == ([True, True, True] if snapshot else [False, False, True])
+
+
+def test_a_step_sees_the_gradient_of_one_parameter_only():
+    spec, model = small_spec(), model_of()
+    extra = torch.nn.Parameter(torch.ones(3))  # of the optimizer, not of the model
+    for p in (*model.values(), extra):
+        p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=1.0)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad is not None for p in (*model.values(), extra)]))
+    outer_update(model, optimizer, gathered(spec), spec=spec)
+    assert seen == [[i == j for j in range(4)] for i in range(3)]
+    assert torch.equal(extra, torch.ones(3))
+
+
+@pytest.mark.parametrize("budget", [1 << 30, 16_500])
+def test_an_update_that_its_dtype_cannot_hold_is_skipped(budget):
+    spec = small_spec(quant=None)
+
+    def large(spec, uid):
+        made = payload(spec, uid)
+        made["state_dict"]["p1vals"][-1, 0] = 9e3  # the sum of eight is finite in float32, not in float16
+        made["state_dict"]["p1idxs"] = payload(spec, 0)["state_dict"]["p1idxs"]
+        return made
+
+    result = gathered(spec, range(8), large)
+    kwargs = {"reduction": "sum", "clip": "none", "budget_bytes": budget}
+    for dtype, skipped in ((torch.float32, []), (torch.bfloat16, []), (torch.float16, ["p1"])):
+        update, report = applied(spec, result, dtype=dtype, **kwargs)
+        assert report.skipped_params == skipped
+        assert report.applied_params == [name for name in update if name not in skipped]
+        assert all(torch.isfinite(value).all() for value in update.values())
+        assert bool(update["p1"].any()) == (not skipped)
+
+
+def test_a_hand_made_grid_may_lie_over_any_shape():
+    from shoal.gather import ParamSpec
+
+    flat = GradientSpec((ParamSpec("w", (6, 4), (3, 8), 2, "packed12"),))
+    turned = GradientSpec((ParamSpec("w", (6, 4), (2, 2, 1, 6), 2, "packed12"),))  # over 2 x 12
+    for spec in (flat, turned):
+        result = gathered(spec)
+        update, _ = applied(spec, result)
+        expected = dense_reference(spec, [payload(spec, uid) for uid in range(5)], result.norms)
+        assert torch.equal(update["w"], expected["w"])
+
+
+def test_a_payload_without_a_parameter_is_named(tmp_path):
+    from shoal.gather import PartialGatherResult, write_artifact
+
+    spec = small_spec()
+    made = payload(spec, 3)
+    made["state_dict"] = {k: v for k, v in made["state_dict"].items() if not k.startswith("p1")}
+    source = PartialGatherResult(uids=[3], norms=torch.ones(1, 3), payloads={3: made})
+    with pytest.raises(ConfigError, match="peer 3's payload has no parameter 'p1'"):
+        applied(spec, source)
+    with pytest.raises(ConfigError, match="peer 3's payload has no parameter 'p1'"):
+        write_artifact(source, tmp_path / "a.pga", spec=spec)
+
+
 def test_arguments_are_checked():
     spec, model = small_spec(), model_of()
     result = gathered(spec)
@@ -439,6 +524,21 @@ def test_arguments_are_checked():
     other = torch.nn.ParameterDict({"p0": torch.nn.Parameter(torch.zeros(2, 2))})
     with pytest.raises(ConfigError, match="p0"):
         outer_update(other, sgd(other), result, spec=spec)
+
+
+def test_a_window_needs_no_more_than_its_update():
+    spec, ledger = GradientSpec.from_model(model_of(((4, 4),)), target_chunk=2, topk=2), UpdateLedger()
+    store = MemoryStore({(WINDOW, uid): MemoryObject(dump_payload(payload(spec, uid)), uid) for uid in range(40)})
+    model = model_of(((4, 4),))
+    run = lambda budget: run_window(  # noqa: E731
+        model, sgd(model), GatherPlan(WINDOW, range(40)), spec=spec, store=store, budget_bytes=budget, ledger=ledger
+    )
+    with pytest.raises(BudgetTooSmall) as caught:
+        run(1)
+    assert caught.value.needed == 4 * 16 + 8 * 4 + 12 * 2 + 2 * 4 * 5
+    report = run(caught.value.needed)
+    assert (report.decision, ledger.step, report.update.peak_bytes) == ("APPLY", 1, caught.value.needed)
+    assert report.upload.ok
 
 
 def test_whole_window_reports_and_metrics():

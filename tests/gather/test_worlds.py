@@ -344,6 +344,24 @@ def test_survivors_of_a_death_in_the_update_are_interrupted(run_ranks):
     assert run_ranks(3, dies_in_update, may_die=(1,)) == [True, None, True]
 
 
+def dies_after_the_update(rank, world):
+    from shoal.gather import window
+
+    if rank == 1:
+        window.write_artifact = lambda *args, **kwargs: os._exit(9)
+    model, ledger = model_of(), UpdateLedger()
+    report = run_window(
+        model, sgd(model), small_plan(), spec=small_spec(), store=small_store(), group=group_of(world),
+        config=GatherConfig(retry_interval_s=0.02, control_timeout_s=10), ledger=ledger,
+    )  # fmt: skip
+    return report.decision, ledger.step, report.artifact_sha256, report.update.update_hash
+
+
+def test_an_update_stands_when_a_rank_dies_before_its_artifact_is_written(run_ranks, worlds):
+    first, _, last = run_ranks(3, dies_after_the_update, may_die=(1,))
+    assert first == last == ("APPLY", 1, None, worlds[1][1][0]["hashes"][0])
+
+
 def replay_in_group(rank, world, *, path):
     spec, group = small_spec(), group_of(world)
     model = model_of()
@@ -368,11 +386,68 @@ def budgets(rank, world):
     model = model_of()
     with pytest.raises(BudgetTooSmall) as caught:
         outer_update(model, sgd(model), result, spec=small_spec(), group=group_of(world), budget_bytes=100)
-    return caught.value.needed
+    with pytest.raises(BudgetTooSmall) as whole:
+        run_window(
+            model, sgd(model), small_plan(), spec=small_spec(), store=small_store(), group=group_of(world),
+            config=QUICK, budget_bytes=100,
+        )  # fmt: skip
+    return caught.value.needed, whole.value.needed
 
 
 def test_a_budget_that_is_too_small_is_told_to_all_ranks(run_ranks):
-    assert len(set(run_ranks(2, budgets))) == 1
+    needed = {n for world in (1, 2) for pair in run_ranks(world, budgets) for n in pair}
+    assert needed == {64 * 48 * 4 + 8 * 256 + 12 * 8 + 2 * 4 * 20}
+
+
+def damaged(rank, world, *, folder, lone):
+    """Rank 1's spill file goes bad between the gather and the overlap."""
+    from shoal.gather import window
+
+    overlap = window.index_overlap
+
+    def meddle(result, **kwargs):
+        if rank == 1:
+            path = next(iter(result.payloads.values())).path
+            path.write_bytes(path.read_bytes()[:100])
+        return overlap(result, **kwargs)
+
+    window.index_overlap = meddle
+    spec, model, ledger = small_spec(), model_of(), UpdateLedger()
+    before = [p.detach().clone() for p in model.values()]
+    config = GatherConfig(retry_interval_s=0.02, spill="disk", spill_dir=f"{folder}/{rank}", control_timeout_s=20)
+    report = run_window(
+        model, sgd(model), small_plan() if rank == 0 else None, spec=spec, store=small_store(), group=group_of(world),
+        config=config, ledger=ledger,
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(before, model.values(), strict=True))
+    result = gather(small_plan(), spec, small_store(), group=group_of(world), config=QUICK)
+    again = outer_update(model, sgd(model), [result.partial] if lone else result, spec=spec, group=group_of(world))
+    return report.decision, list(report.unready), ledger.step, again.decision, again.update_hash
+
+
+@pytest.mark.parametrize("lone", [False, True])
+def test_a_spill_file_that_goes_bad_on_one_rank_skips_the_window_on_all(run_ranks, worlds, lone, tmp_path):
+    runs = run_ranks(2, damaged, folder=str(tmp_path), lone=lone)
+    assert runs == [("SKIP", [1], 0, "APPLY", worlds[1][1][0]["hashes"][0])] * 2
+
+
+def broken_step(rank, world):
+    from shoal.gather import UpdateInterrupted
+
+    spec, model = small_spec(), model_of()
+    result = gather(small_plan(), spec, small_store(), group=group_of(world), config=QUICK)
+    optimizer, begin = sgd(model), time.monotonic()
+    if rank == 1:
+        optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    before = [p.detach().clone() for p in model.values()]
+    with pytest.raises(UpdateInterrupted):
+        outer_update(model, optimizer, result, spec=spec, group=group_of(world), snapshot="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(before, model.values(), strict=True))
+    return time.monotonic() - begin
+
+
+def test_a_step_that_fails_on_one_rank_interrupts_all_at_once(run_ranks):
+    assert max(run_ranks(3, broken_step)) < 20
 
 
 def fetch_ranks(rank, world):
@@ -502,7 +577,8 @@ def sharded(rank, world, *, placement, budget):
         net = model_of(UNEVEN)
         for name, p in list(net.items()):
             if p.ndim > 1:
-                net[name] = torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(placement)]))
+                dim = min(placement, p.ndim - 1)
+                net[name] = torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(dim)]))
     momentum = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
     report = outer_update(
         net, torch.optim.SGD(net.parameters(), **momentum), result, spec=spec, group=group_of(world),
@@ -519,7 +595,7 @@ def sharded(rank, world, *, placement, budget):
     return report.bytes_exchanged, plain.bytes_exchanged
 
 
-@pytest.mark.parametrize("placement", ["fsdp", 0, 1])
+@pytest.mark.parametrize("placement", ["fsdp", 0, 1, 2])
 def test_sharded_model_ends_with_the_same_tensors_as_the_replicated_one(run_ranks, placement):  # A14
     for sharded_bytes, whole_bytes in run_ranks(2, sharded, placement=placement, budget=20_000):
         assert 0 < sharded_bytes < whole_bytes

@@ -3,11 +3,12 @@
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlparse
 
+from shoal.cli.gather_simulate import Simulate, simulate
 from shoal.errors import ConfigError, missing_extra
 
 EXAMPLE = """examples:
@@ -76,25 +77,6 @@ class Replay:
     json: bool = False
 
 
-@dataclass(kw_only=True)
-class Simulate:
-    """Synthetic peers on real processes: scaling and memory, and a projection to 1,000 peers and 64 ranks."""
-
-    peers: int = 16
-    worlds: tuple[int, ...] = (1, 2, 4)
-    memory_peers: tuple[int, ...] = (4, 16, 64)
-    rows: int = 1024
-    columns: int = 1024
-    faults: float = 0.2
-    copycats: int = 1
-    latency_s: float = 0.05
-    concurrent: int = 1
-    budget_mib: int = 64
-    seed: int = 0
-    plot: Path | None = None
-    json: bool = False
-
-
 def main(argv: list[str]) -> int:
     """Parses and runs one of the four; see EXAMPLE for how they are called."""
     try:
@@ -128,6 +110,8 @@ def parse_uids(text: str) -> list[int]:
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ConfigError(f"peers are numbers and ranges like 1,5,8-12, got {part!r}")
+        if dash and int(last) < int(first):
+            raise ConfigError(f"a range of peers goes up, got {part!r}")
         uids += range(int(first), int(last or first) + 1)
     return uids
 
@@ -221,6 +205,8 @@ def _table(title: str, rows: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # hashes are there to be copied
     for name, value in rows.items():
         table.add_row(name, str(value))
     Console().print(table)
@@ -350,89 +336,3 @@ def replay(args: Replay) -> int:
         print(f"shoal gather: the update hash is not {args.expect}", file=sys.stderr)
         return 1
     return 0 if report.decision == "APPLY" else EXIT_SKIPPED
-
-
-def simulate(args: Simulate) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
-    from shoal.gather.simulate import Scenario, project
-    from shoal.gather.simulate import run as measure
-
-    base = Scenario(
-        peers=args.peers, rows=args.rows, columns=args.columns, faults=args.faults, copycats=args.copycats,
-        latency_s=args.latency_s, concurrent=args.concurrent, budget_bytes=args.budget_mib << 20, seed=args.seed,
-    )  # fmt: skip
-    scaling = [measure(base, world) for world in args.worlds]
-    memory = [measure(replace(base, peers=n, latency_s=0.0), 1) for n in args.memory_peers]
-    basis = scaling[-1]
-    sizes = [(args.peers, max(args.worlds)), (100, 8), (1000, 8), (1000, 64)]
-    projected = [{"peers": p, "world": w} | project(basis, base, p, w) for p, w in sizes]
-    same = {(m.summary["update_hash"], m.summary["artifact"]) for m in scaling}
-    out = {
-        "scaling": [asdict(m) for m in scaling],
-        "memory": [{"peers": m.peers, "peak_bytes": m.peak_bytes, "budget_bytes": base.budget_bytes} for m in memory],
-        "projection": projected,
-        "equal for every world": len(same) == 1,
-    }
-    if args.plot is not None:
-        _plot(args.plot, scaling, memory, base)
-    if args.json:
-        _print_json(out)
-        return 0 if len(same) == 1 else 1
-    console = Console()
-    table = Table(
-        "ranks", "seconds", "fetch", "validate", "accumulate", "accepted", "flagged", title=f"{args.peers} peers"
-    )
-    for m in scaling:
-        phases = [f"{m.phases[k]:.3f}" for k in ("fetch_s", "validate_s", "accumulate_s")]
-        table.add_row(str(m.world), f"{m.seconds:.3f}", *phases, str(m.summary["accepted"]), str(m.summary["flagged"]))
-    console.print(table)
-    console.print(f"skipped: {scaling[0].summary['skipped']}")
-    table = Table("peers", "peak bytes", "budget", title="memory of the update, one rank")
-    for m in memory:
-        table.add_row(str(m.peers), f"{m.peak_bytes:,}", f"{base.budget_bytes:,}")
-    console.print(table)
-    table = Table(
-        "peers",
-        "ranks",
-        "fetch s",
-        "validate s",
-        "overlap s",
-        "update s",
-        "total s",
-        title="projected from the costs above",
-    )
-    for row in projected:
-        values = [f"{row[k]:.2f}" for k in ("fetch_s", "validate_s", "overlap_s", "update_s", "total_s")]
-        table.add_row(str(row["peers"]), str(row["world"]), *values)
-    console.print(table)
-    console.print(
-        "the update and the artifact are the same bits for every number of ranks" if len(same) == 1 else "DIVERGED"
-    )
-    return 0 if len(same) == 1 else 1
-
-
-def _plot(path: Path, scaling: list[Any], memory: list[Any], base: Any) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise missing_extra("matplotlib", "cli") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    worlds = [m.world for m in scaling]
-    left.plot(worlds, [m.phases["fetch_s"] for m in scaling], "o-", label="fetch and validate")
-    left.plot(worlds, [scaling[0].phases["fetch_s"] * worlds[0] / w for w in worlds], ":", label="ideal")
-    left.set(xlabel="ranks", ylabel="seconds", title=f"{base.peers} peers", ylim=0)
-    left.legend()
-    right.plot([m.peers for m in memory], [m.peak_bytes / 2**20 for m in memory], "o-", label="peak")
-    right.axhline(base.budget_bytes / 2**20, ls=":", label="budget")
-    right.set(xlabel="peers", ylabel="MiB", title="memory of the outer update", ylim=0)
-    right.legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    print(f"drawn to {path}", file=sys.stderr)

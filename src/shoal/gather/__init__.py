@@ -1,7 +1,8 @@
 """Peers' updates: store, gather, merge, outer update."""
 
 from shoal.errors import ConfigError
-from shoal.gather.artifact import ArtifactReader, write_artifact
+from shoal.gather.artifact import ArtifactReader
+from shoal.gather.artifact_writer import write_artifact
 from shoal.gather.codec import dequantize, pack12, quantize, unpack12
 from shoal.gather.compress import Compressor, compress, decompress, pseudo_gradient
 from shoal.gather.config import GatherConfig

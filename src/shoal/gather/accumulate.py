@@ -129,6 +129,7 @@ class BandWriter:
         _, self.across, self.height, self.width = region.param.blocks
         self.band: Tensor | None = None
         self.squares = self.total = 0.0
+        self.finite = True  # after the cast: float16 has no room for what float32 holds
 
     def write(self, ids: Tensor, values: Tensor) -> None:
         region, h, w = self.region, self.height, self.width
@@ -151,10 +152,13 @@ class BandWriter:
         assert self.band is not None
         top = y * h
         row0, row1 = max(top, region.row0), min(top + h, region.row1)
-        band = self.band[row0 - top : row1 - top, region.column0 - left : region.column1 - left].contiguous()
+        band = self.band[row0 - top : row1 - top, region.column0 - left : region.column1 - left]
+        band = region.cut(band).contiguous()
         host = band.cpu()
         self.digest.update(raw_bytes(host))
         sums = _core.gather_block_sums(host.data_ptr(), host.numel())
         self.squares += sums.squares
         self.total += sums.values
-        self.target[row0 - region.row0 : row1 - region.row0] = band
+        rows = self.target[row0 - region.row0 : row1 - region.row0]
+        rows.copy_(band)
+        self.finite = self.finite and bool(torch.isfinite(rows).all())

@@ -8,6 +8,8 @@ from shoal.errors import ConfigError
 from shoal.gather.plan import GatherPlan
 from shoal.gather.spec import GradientSpec
 
+_REAL = ("retry_interval_s", "late_grace_s", "max_abs_value", "control_timeout_s")  # the other limits are counts
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatherConfig:
@@ -50,8 +52,10 @@ class GatherConfig:
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value >= low):
-                raise ConfigError(f"GatherConfig: {name} must be at least {low:g}, got {value!r}")
+            number = isinstance(value, int | float if name in _REAL else int) and not isinstance(value, bool)
+            if value is not None and not (number and value >= low):
+                what = "a number" if name in _REAL else "an int"
+                raise ConfigError(f"GatherConfig: {name} must be {what}, at least {low:g}, got {value!r}")
 
     def payload_limit(self, spec: GradientSpec) -> int:
         if self.max_payload_bytes is not None:

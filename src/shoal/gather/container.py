@@ -56,10 +56,15 @@ def load_payload(data_or_path: Source, spec: GradientSpec, *, max_bytes: int | N
         raise PayloadRejected("oversize", f"{size} bytes, at most {max_bytes} are allowed")
     if size == 0:
         raise PayloadRejected("corrupt_container", "the file is empty")
-    if _head(data_or_path) == ZIP_MAGIC:
-        payload = _load_pt(data_or_path, size, spec)
-    else:
-        payload = _load_safetensors(data_or_path, size)
+    try:
+        if _head(data_or_path) == ZIP_MAGIC:
+            payload = _load_pt(data_or_path, size, spec)
+        else:
+            payload = _load_safetensors(data_or_path, size)
+    except (PayloadRejected, MemoryError):
+        raise
+    except Exception as error:  # a hostile file can make a reader fail in any way; none may be this rank's failure
+        raise _corrupt(f"the container cannot be read ({type(error).__name__})") from None
     if not isinstance(payload, Mapping):
         raise PayloadRejected("not_a_mapping", f"the container holds a {type(payload).__name__}")
     state = payload.get("state_dict")
@@ -176,26 +181,13 @@ def _parse_quant_params(text: Any, lookup: Tensor | None) -> Any:
 
 def _load_pt(data: Any, size: int, spec: GradientSpec) -> Any:
     in_memory = isinstance(data, bytes | bytearray | memoryview)
-    try:
-        with zipfile.ZipFile(io.BytesIO(data) if in_memory else data) as archive:
-            _check_members(archive, size, 16 + 8 * len(spec.params))
-            pickles = [m for m in archive.infolist() if m.filename.split("/", 1)[-1] == "data.pkl"]
-            if not pickles:
-                raise _corrupt("no pickle in the archive")
-            for member in pickles:
-                _refuse_globals(archive.read(member))
-    except (
-        zipfile.BadZipFile,
-        OSError,
-        NotImplementedError,
-        RuntimeError,
-        struct.error,
-        ValueError,
-        EOFError,
-    ) as error:
-        if isinstance(error, PayloadRejected):
-            raise
-        raise _corrupt(f"not a readable archive ({type(error).__name__})") from None
+    with zipfile.ZipFile(io.BytesIO(data) if in_memory else data) as archive:
+        _check_members(archive, size, 16 + 8 * len(spec.params))
+        pickles = [m for m in archive.infolist() if m.filename.split("/", 1)[-1] == "data.pkl"]
+        if not pickles:
+            raise _corrupt("no pickle in the archive")
+        for member in pickles:
+            _refuse_globals(archive.read(member))
     try:
         if in_memory:
             return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
@@ -204,8 +196,6 @@ def _load_pt(data: Any, size: int, spec: GradientSpec) -> Any:
         if re.search(r"global|unsupported class|call reduce|instantiate", str(error), re.IGNORECASE):
             raise _unsafe("the pickle names something that may not be loaded") from None
         raise _corrupt("the pickle cannot be read") from None
-    except Exception as error:  # a hostile file can make the loader fail in any way
-        raise _corrupt(f"the archive cannot be loaded ({type(error).__name__})") from None
 
 
 def _check_members(archive: zipfile.ZipFile, size: int, limit: int) -> None:
@@ -223,16 +213,9 @@ def _check_members(archive: zipfile.ZipFile, size: int, limit: int) -> None:
 
 
 def _refuse_globals(pickled: bytes) -> None:
-    try:
-        for opcode, argument, _ in pickletools.genops(pickled):
-            if opcode.name in _GLOBAL_OPCODES or (
-                opcode.name == "GLOBAL" and not _SAFE_GLOBALS.fullmatch(str(argument))
-            ):
-                raise _unsafe("the pickle names something that may not be loaded")
-    except PayloadRejected:
-        raise
-    except Exception:  # the scanner meets whatever bytes the peer sent
-        raise _corrupt("the pickle cannot be read") from None
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in _GLOBAL_OPCODES or (opcode.name == "GLOBAL" and not _SAFE_GLOBALS.fullmatch(str(argument))):
+            raise _unsafe("the pickle names something that may not be loaded")
 
 
 # ---- writing

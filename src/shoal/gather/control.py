@@ -121,6 +121,11 @@ class Control:
             self.close()
             return [0] if self.rank != 0 else others
 
+    def give_up(self) -> None:
+        """Tells the others, who may wait for this rank in a collective, that it left."""
+        if self._shared is not None and not self._shared.broken:
+            self._roll_call(time.monotonic())
+
     def close(self) -> None:
         """Gives the group up; the next gather makes a new one."""
         if self._shared is not None and not self._shared.broken:

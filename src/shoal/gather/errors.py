@@ -1,6 +1,6 @@
 """What a gather raises, and whose fault a skipped peer is."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from shoal.errors import DistributedError
 
@@ -45,6 +45,17 @@ class RankFailure(GatherError):
         self.ranks = sorted(ranks)
         names = ", ".join(map(str, self.ranks)) or "unknown"
         super().__init__(f"rank(s) {names} did not take part in the gather{': ' + detail if detail else ''}")
+
+
+class PayloadsUnreadable(GatherError):
+    """Ranks cannot read payloads that they had accepted, or those are no longer what was accepted.
+
+    ``unready`` says which ranks and why; the error is the same on all of them, and nothing was applied.
+    """
+
+    def __init__(self, unready: Mapping[int, str]) -> None:
+        self.unready = dict(unready)
+        super().__init__("; ".join(f"rank {rank}: {reason}" for rank, reason in self.unready.items()))
 
 
 class UpdateInterrupted(GatherError):

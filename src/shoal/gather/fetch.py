@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.gather.config import GatherConfig
-from shoal.gather.container import SUFFIXES, dump_payload, load_payload
+from shoal.gather.container import SUFFIXES, load_payload, save_payload
 from shoal.gather.errors import ObjectChanged, PayloadRejected, StoreError
 from shoal.gather.payload_ref import PayloadRef
 from shoal.gather.plan import GatherPlan
 from shoal.gather.spec import GradientSpec
 from shoal.gather.spill import Landing, Spill
 from shoal.gather.stores.base import ObjectInfo, PayloadStore
-from shoal.gather.validate import PayloadInfo, validate_payload
+from shoal.gather.validate import PayloadInfo, checked_state, validate_payload
 
 log = logging.getLogger("shoal.gather")
 
@@ -46,6 +47,7 @@ class _Again:
     detail: str = ""
 
 
+_LEAST_TRY_S = 1.0
 _AT_DEADLINE = {"absent": "not_found", "failed": "store_error", "cut": "timeout", "changed": "timeout"}
 
 
@@ -72,8 +74,17 @@ class _ByteGate:
 class Fetcher:
     """One rank's downloads in one gather. ``attempted`` refuses a second download of a (window, UID)."""
 
-    def __init__(self, plan: GatherPlan, spec: GradientSpec, store: PayloadStore, config: GatherConfig) -> None:
+    def __init__(
+        self,
+        plan: GatherPlan,
+        spec: GradientSpec,
+        store: PayloadStore,
+        config: GatherConfig,
+        *,
+        patience_s: float = math.inf,
+    ) -> None:
         self.plan, self.spec, self.store, self.config = plan, spec, store, config
+        self._patience_s = patience_s  # seconds of a round after which other ranks would give this one up
         self.attempted: set[tuple[int, int]] = set()
         self.local_error = ""
         self.retries = self.refused = 0
@@ -126,6 +137,12 @@ class Fetcher:
         limit = self.plan.time_max_us
         return limit is not None and time.time() * 1e6 > limit + self.config.late_grace_s * 1e6
 
+    def _first_try_s(self, now: float) -> float:
+        """A first try has the whole time, also when it waited in the queue until the deadline or past it; but many
+        objects that stall, one after the other, must not make the other ranks wait for this one in vain."""
+        left = self._deadline - self.plan.timeout_s + 0.9 * self._patience_s - now
+        return min(self.plan.timeout_s, max(left, _LEAST_TRY_S))
+
     async def _guarded(self, uid: int) -> Accepted | Skipped:
         try:
             return await self._fetch(uid)
@@ -144,8 +161,7 @@ class Fetcher:
                 if tries and now >= self._deadline:
                     return Skipped(uid, _AT_DEADLINE[again.state], again.detail)
                 last_chance = absences > 0 and self._nothing_can_come()
-                # The first try has the whole time, also when it waited in the queue until the deadline or past it.
-                outcome = await self._try(uid, self._deadline - now if tries else self.plan.timeout_s)
+                outcome = await self._try(uid, self._deadline - now if tries else self._first_try_s(now))
             tries += 1
             if not isinstance(outcome, _Again):
                 return await self._settle(uid, outcome)
@@ -263,9 +279,8 @@ class Fetcher:
             )
             if path is not None and not _contiguous(payload, self.spec):
                 # Slices must lie in one piece in the file: written anew, with the same digest.
-                part = path.with_name(path.name + ".part")
-                part.write_bytes(dump_payload(payload))
-                part.replace(path)
+                state = checked_state(payload["state_dict"], self.spec)
+                save_payload({"state_dict": state, "global_step": found.global_step}, path)
                 payload = load_payload(path, self.spec)
             ref = PayloadRef.from_payload(payload, self.spec, digest=found.digest, path=path, keep=self.spill.keep)
             return Accepted(uid, info.mtime_us, found, ref)

@@ -1,7 +1,7 @@
 """A consumer's view of its source: the merged manifest, the payloads on this rank, and who has the others."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,12 @@ class Holding:
     owners: dict[int, int]
     everywhere: bool
 
+    def require_complete(self, what: str) -> None:
+        """Hand-made payloads may lack a parameter; the same error on every rank when one does."""
+        for uid, letters in self.codes.items():
+            if (index := letters.find("-")) >= 0:
+                raise ConfigError(f"{what}: peer {uid}'s payload has no parameter {self.spec.params[index].name!r}")
+
     def slot_bytes(self, uid: int, index: int, chunks: int) -> int:
         """Bytes of some chunks of one parameter as they travel, without header."""
         param, code = self.spec.params[index], self.codes[uid][index]
@@ -51,6 +57,8 @@ def _refs(payloads: Mapping[int, Any], spec: GradientSpec) -> dict[int, PayloadR
 
 
 def _resolve(source: Source, alone: bool) -> GatherResult:
+    if not alone and isinstance(source, Sequence) and len(source) == 1:
+        source = source[0]
     if isinstance(source, GatherResult):
         return source
     if not alone and isinstance(source, PartialGatherResult) and source.manifest is not None:
@@ -70,11 +78,14 @@ def _with_norms(manifest: Manifest, refs: dict[int, PayloadRef], spec: GradientS
         raise ConfigError("the source has no norms for its payloads")
     manifest.norms = torch.zeros(len(manifest.uids), n)
     for i, uid in enumerate(manifest.uids):
-        manifest.norms[i] = validate_payload({"state_dict": refs[uid]._state()}, spec, max_abs_value=float("inf")).norms
+        manifest.norms[i] = validate_payload(
+            {"state_dict": refs[uid].state_dict()}, spec, max_abs_value=float("inf")
+        ).norms
 
 
-def hold(source: Source, spec: GradientSpec, control: Control, *, need_payloads: bool = True) -> Holding:
-    """Resolves a source on every rank alike. Raises the same error on all ranks when they do not fit together."""
+def hold(source: Source, spec: GradientSpec, control: Control, *, norms: bool = True) -> Holding:
+    """Resolves a source on every rank alike; ``norms=False`` is for who does not look at them. Raises the same error on
+    all ranks when they do not fit together."""
     error: Exception | None = None
     result, refs = None, {}
     try:
@@ -83,7 +94,7 @@ def hold(source: Source, spec: GradientSpec, control: Control, *, need_payloads:
         if manifest.spec_hash and manifest.spec_hash != spec.hash:
             raise PlanMismatch(f"the source is of gradient spec {manifest.spec_hash}, this spec is {spec.hash}")
         refs = _refs({uid: result.payloads.get(uid) for uid in manifest.uids}, spec)
-        if control.world == 1:
+        if norms and control.world == 1:
             _with_norms(manifest, refs, spec)
     except Exception as caught:  # raised after the others know of it
         error = caught
@@ -109,11 +120,9 @@ def hold(source: Source, spec: GradientSpec, control: Control, *, need_payloads:
     for uid in manifest.uids:
         holders = [rank for rank, answer in enumerate(answers) if str(uid) in answer["held"]]
         if not holders:
-            if need_payloads:
-                raise ConfigError(
-                    f"the payload of peer {uid} is on another rank; pass group= to the call, or the source of all ranks"
-                )
-            continue
+            raise ConfigError(
+                f"the payload of peer {uid} is on another rank; pass group= to the call, or the source of all ranks"
+            )
         wanted = manifest.owners.get(uid, holders[0])
         owners[uid] = wanted if wanted in holders else holders[0]
         codes[uid] = expand_codes(answers[owners[uid]]["held"][str(uid)], len(spec.params))

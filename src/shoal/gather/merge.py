@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.gather.container import SUFFIXES
 from shoal.gather.errors import FAULT_ORDER, REASONS, PlanMismatch, fault
 from shoal.gather.partial import PartialGatherResult, RankReport
 from shoal.gather.payload_ref import PayloadRef
@@ -165,29 +166,32 @@ class StateView(Mapping[str, list[Any]]):
     """``N + "idxs" | "vals" | "quant_params"`` -> a list aligned with ``uids``; None where another rank holds it."""
 
     def __init__(self, uids: Sequence[int], payloads: Mapping[int, Any], spec: GradientSpec | None) -> None:
-        self._uids, self._payloads = uids, payloads
-        names = [p.name for p in spec.params] if spec is not None else []
-        self._keys = {name + suffix: (i, suffix) for i, name in enumerate(names) for suffix in _FIELDS}
+        self._payloads = [payloads.get(uid) for uid in uids]
+        spec = spec or next((p.spec for p in self._payloads if isinstance(p, PayloadRef)), None)
+        if spec is not None:
+            self._keys = {p.name + suffix: i for i, p in enumerate(spec.params) for suffix in SUFFIXES}
+        else:  # hand-made payloads
+            made = [p for p in self._payloads if isinstance(p, Mapping)]
+            self._keys = {key: -1 for p in made for key in p["state_dict"] if key.endswith(SUFFIXES)}
 
     def __getitem__(self, key: str) -> list[Any]:
-        index, suffix = self._keys[key]
-        return [self._read(self._payloads.get(uid), index, suffix) for uid in self._uids]
+        index = self._keys[key]
+        return [self._read(payload, key, index) for payload in self._payloads]
 
     @staticmethod
-    def _read(payload: Any, index: int, suffix: str) -> Any:
+    def _read(payload: Any, key: str, index: int) -> Any:
+        if isinstance(payload, Mapping):
+            return payload["state_dict"].get(key)
         if not isinstance(payload, PayloadRef) or payload.params[index] is None:
             return None
         data = payload.param(index)
-        return {"idxs": data.idxs, "vals": data.vals, "quant_params": data.quant}[suffix]
+        return data.idxs if key.endswith("idxs") else data.vals if key.endswith("vals") else data.quant
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 
     def __len__(self) -> int:
         return len(self._keys)
-
-
-_FIELDS = ("idxs", "vals", "quant_params")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -203,6 +207,8 @@ class GatherResult:
     decision: str = SKIP
     partial: PartialGatherResult | None = None
     payloads: Mapping[int, Any] = field(default_factory=dict, repr=False)
+    plan: GatherPlan | None = field(default=None, repr=False)
+    """What rank 0 asked for; None after ``merge``."""
     spec: GradientSpec | None = field(default=None, repr=False)
     record: dict[str, Any] = field(default_factory=dict, repr=False)
     """This rank's structured record of the window, for the log."""
@@ -212,10 +218,17 @@ class GatherResult:
             return getattr(self.manifest, name)
         raise AttributeError(f"a GatherResult has no attribute {name!r}")
 
+    def __eq__(self, other: object) -> bool:
+        """Equal answers: all but the wall time, the two counters and who holds what."""
+        if not isinstance(other, GatherResult):
+            return NotImplemented
+        return (self.manifest, self.decision) == (other.manifest, other.decision)
+
+    __hash__ = None  # type: ignore[assignment]
+
     @property
     def state_dict(self) -> StateView:
-        spec = self.spec or next((p.spec for p in self.payloads.values() if isinstance(p, PayloadRef)), None)
-        return StateView(self.manifest.uids, self.payloads, spec)
+        return StateView(self.manifest.uids, self.payloads, self.spec)
 
     def or_none(self) -> "GatherResult | None":
         """None when nothing was accepted."""
@@ -301,9 +314,10 @@ def merge(sources: Source, plan: GatherPlan | None = None, *, min_peers: int = 1
                 manifest.duplicates_dropped += item.manifest.duplicates_dropped
                 manifest.conflicts += item.manifest.conflicts
     payloads: dict[int, Any] = {}
+    by_rank = sorted(partials, key=lambda partial: partial.rank)
     for uid in manifest.uids:
         wanted = (manifest.timestamps[uid], manifest.digests[uid])
-        for partial in partials:
+        for partial in by_rank:  # the owner's, or an equal one
             found = (partial.timestamps.get(uid, 0), partial.digests.get(uid, ""))
             if uid in partial.uids and uid in partial.payloads and found == wanted:
                 payloads[uid] = partial.payloads[uid]

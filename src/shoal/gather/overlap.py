@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from hashlib import blake2b
@@ -17,7 +17,7 @@ from shoal import _core
 from shoal.errors import ConfigError
 from shoal.gather.codec import unpack12
 from shoal.gather.control import Control
-from shoal.gather.errors import BudgetTooSmall
+from shoal.gather.errors import BudgetTooSmall, PayloadsUnreadable
 from shoal.gather.holding import Holding, hold
 from shoal.gather.merge import Source
 from shoal.gather.plan import chunk_ranges
@@ -77,7 +77,8 @@ def index_overlap(
     """Counts the shared positions of every two peers and names the later one of each pair at or over ``threshold``.
 
     The threshold is compared exactly, as the decimal that was written (0.4 is 2/5). With ``group`` the chunks are split
-    over the ranks, in rounds inside ``budget_bytes``, and every rank gets the same report.
+    over the ranks, in rounds inside ``budget_bytes``, and every rank gets the same report. A GatherError on all ranks
+    when one cannot read a payload any more.
     """
     if mode not in ("exact", "sampled"):
         raise ConfigError(f"index_overlap: mode is 'exact' or 'sampled', got {mode!r}")
@@ -85,7 +86,7 @@ def index_overlap(
     if not 0 <= limit <= 1:
         raise ConfigError(f"index_overlap: threshold must be in 0..1, got {threshold}")
     control = Control(group, timeout_s=control_timeout_s)
-    holding = hold(source, spec, control)
+    holding = hold(source, spec, control, norms=False)
     P = len(holding.manifest.uids)
     chunks = _Chunks(spec)
     chosen = None
@@ -95,20 +96,32 @@ def index_overlap(
     if P < 2:
         return OverlapReport(counts=torch.zeros(P, P, dtype=torch.int64), total=chunks.positions, exact=mode == "exact")
     counts = torch.zeros(P, P, dtype=torch.int64)
-    start, stop = chunk_ranges(chunks.total if chosen is None else len(chosen), control.world)[control.rank]
+    picked = chunks.total if chosen is None else len(chosen)
     if control.world == 1 or holding.everywhere:
-        for piece in _selection(chunks, chosen, start, stop):
-            _add_local(holding, chunks, *piece, counts)
+        pieces = _selection(chunks, chosen, *chunk_ranges(picked, control.world)[control.rank])
+        trouble = _attempt(lambda: [_add_local(holding, chunks, *piece, counts) for piece in pieces])
     else:
-        _add_exchanged(holding, chunks, chosen, control, budget_bytes, counts)
+        trouble = _add_exchanged(holding, chunks, chosen, control, budget_bytes, counts)
+    answers = control.all_gather_bytes(trouble.encode())
+    if any(answers):
+        raise PayloadsUnreadable({rank: answer.decode() for rank, answer in enumerate(answers) if answer})
     control.reduce_tensor(counts, dist.ReduceOp.SUM)
     weights = _weights(holding, chunks, chosen)
-    return _report(holding, counts, weights, limit, exact=mode == "exact", sampled=0 if chosen is None else len(chosen))
+    return _report(holding, counts, weights, limit, exact=mode == "exact", sampled=picked if mode == "sampled" else 0)
+
+
+def _attempt(work: Callable[[], Any]) -> str:
+    """Does local work between collectives; what went wrong, if anything, is told to the others later."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def overlap_signature(source: Source, spec: GradientSpec, start: int, stop: int) -> Tensor:
     """int64 [P, P]: shared positions in the chunks ``start..stop`` of all parameters numbered in spec order."""
-    holding = hold(source, spec, Control())
+    holding = hold(source, spec, Control(), norms=False)
     chunks = _Chunks(spec)
     if not 0 <= start <= stop <= chunks.total:
         raise ConfigError(f"overlap_signature: chunks are 0..{chunks.total}, got {start}..{stop}")
@@ -176,22 +189,30 @@ def _add_local(holding: Holding, chunks: _Chunks, index: int, first: int, last: 
 
 def _add_exchanged(
     holding: Holding, chunks: _Chunks, chosen: list[int] | None, control: Control, budget: int, counts: Tensor
-) -> None:
-    """Owners send the packed indices of each rank's chunks, some chunks a round, all ranks in step."""
+) -> str:
+    """Owners send the packed indices of each rank's chunks, some chunks a round, all ranks in step.
+
+    Returns what went wrong on this rank, which takes part to the end all the same.
+    """
     uids, W = holding.manifest.uids, control.world
     owned = [[uid for uid in uids if holding.owners[uid] == rank] for rank in range(W)]
     widest = max(p.index_bytes for p in chunks.spec.params)
     needed = widest * (len(uids) + W * max(len(o) for o in owned))
     if budget < needed:
         raise BudgetTooSmall(needed, f"{budget} bytes do not hold one chunk's indices of {len(uids)} peers")
-    step = budget // needed
+    step, trouble = budget // needed, ""
     ranges = chunk_ranges(chunks.total if chosen is None else len(chosen), W)
     for r in range(max(-(-(stop - start) // step) for start, stop in ranges)):
         parts = [
             _selection(chunks, chosen, min(start + r * step, stop), min(start + (r + 1) * step, stop))
             for start, stop in ranges
         ]
-        blobs = [_packed(holding, owned[control.rank], part) for part in parts]
+        blobs = [
+            torch.zeros(sum(_bytes(holding, uid, part) for uid in owned[control.rank]), dtype=torch.uint8)
+            for part in parts
+        ]
+        for blob, part in zip(blobs, parts, strict=True):
+            trouble = trouble or _attempt(lambda blob=blob, part=part: _pack(holding, owned[control.rank], part, blob))
         in_splits = [len(blob) for blob in blobs]
         mine = parts[control.rank]
         sizes = [sum(_bytes(holding, uid, mine) for uid in o) for o in owned]
@@ -204,9 +225,10 @@ def _add_exchanged(
                     pointers[uid, index, first] = received.data_ptr() + at
                     at += (last - first) * chunks.spec.params[index].index_bytes
         for index, first, last in mine:
-            _count(
-                chunks.spec.params[index], [pointers.get((uid, index, first), 0) for uid in uids], last - first, counts
-            )
+            peers = [pointers.get((uid, index, first), 0) for uid in uids]
+            param, n = chunks.spec.params[index], last - first
+            trouble = trouble or _attempt(lambda param=param, peers=peers, n=n: _count(param, peers, n, counts))
+    return trouble
 
 
 def _bytes(holding: Holding, uid: int, pieces: Sequence[tuple[int, int, int]]) -> int:
@@ -217,16 +239,16 @@ def _bytes(holding: Holding, uid: int, pieces: Sequence[tuple[int, int, int]]) -
     )
 
 
-def _packed(holding: Holding, uids: Sequence[int], pieces: Sequence[tuple[int, int, int]]) -> Tensor:
-    out = torch.empty(sum(_bytes(holding, uid, pieces) for uid in uids), dtype=torch.uint8)
+def _pack(holding: Holding, uids: Sequence[int], pieces: Sequence[tuple[int, int, int]], out: Tensor) -> None:
+    """The indices of some chunks of some of this rank's peers, one peer after the other."""
     at = 0
     for uid in uids:
+        holding.refs[uid].check_readable()
         for index, first, last in pieces:
             if holding.codes[uid][index] != "-":
                 part = holding.refs[uid].slice(index, first, last)[0]
                 out[at : at + len(part)] = part
                 at += len(part)
-    return out
 
 
 def _report(

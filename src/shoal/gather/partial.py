@@ -70,18 +70,9 @@ class RankReport:
     def to_bytes(self) -> bytes:
         """Length-prefixed canonical JSON, then the norms as raw float32; a row of the JSON per attempted UID."""
         steps = dict(zip(self.uids, self.global_steps, strict=False))
-        accepted = [
-            [
-                uid,
-                self.tiers.get(uid, 0),
-                steps.get(uid, 0),
-                self.timestamps.get(uid, 0),
-                self.digests.get(uid, ""),
-                self.sizes.get(uid, 0),
-            ]
-            for uid in self.uids
-        ]
-        skipped = [[uid, self.tiers.get(uid, 0), self.skip_reasons.get(uid, "")] for uid in self.skipped_uids]
+        maps = (self.tiers, steps, self.timestamps, self.digests, self.sizes)
+        accepted = [[uid, *(values.get(uid) for values in maps)] for uid in self.uids]
+        skipped = [[uid, self.tiers.get(uid), self.skip_reasons.get(uid)] for uid in self.skipped_uids]
         head: dict[str, Any] = {
             "r": self.rank,
             "W": self.world_size,
@@ -108,6 +99,7 @@ class RankReport:
             accepted, skipped = head["a"], head["s"]
             norms = np.frombuffer(data, dtype="<f4", offset=4 + length).astype(np.float32)
             rows = [*accepted, *skipped]
+            column = lambda rows, i: {row[0]: row[i] for row in rows if row[i] is not None}  # noqa: E731
             return cls(
                 rank=head["r"],
                 world_size=head["W"],
@@ -119,13 +111,13 @@ class RankReport:
                 success_rate_part=head["o"],
                 assigned_uids=head.get("u", sorted(row[0] for row in rows)),
                 uids=[row[0] for row in accepted],
-                global_steps=[row[2] for row in accepted],
-                tiers={row[0]: row[1] for row in rows},
-                timestamps={row[0]: row[3] for row in accepted},
-                digests={row[0]: row[4] for row in accepted},
-                sizes={row[0]: row[5] for row in accepted},
+                tiers=column(rows, 1),
+                global_steps=list(column(accepted, 2).values()),
+                timestamps=column(accepted, 3),
+                digests=column(accepted, 4),
+                sizes=column(accepted, 5),
                 skipped_uids=[row[0] for row in skipped],
-                skip_reasons={row[0]: row[2] for row in skipped},
+                skip_reasons=column(skipped, 2),
                 norms=torch.from_numpy(norms.reshape(len(accepted), head["n"])),
             )
         except (struct.error, ValueError, KeyError, IndexError, TypeError) as error:

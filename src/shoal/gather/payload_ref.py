@@ -126,7 +126,7 @@ class PayloadRef:
             return
         try:
             if self.path is None:
-                found = payload_digest({"state_dict": self._state()}, self.spec)
+                found = payload_digest({"state_dict": self.state_dict()}, self.spec)
             else:
                 stat = os.stat(self.path)
                 if (stat.st_size, stat.st_mtime_ns) != (self._size, self._mtime_ns):
@@ -137,7 +137,8 @@ class PayloadRef:
         if found != self.digest:
             raise GatherError("the spilled payload's digest changed")
 
-    def _state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """The payload's own keys and values; ``quant_params`` only where values are quantised."""
         state: dict[str, Any] = {}
         for param, data in zip(self.spec.params, self.params, strict=True):
             if data is not None:

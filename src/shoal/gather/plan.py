@@ -1,6 +1,7 @@
 """What one window gathers, and who fetches what: pure functions of the plan that rank 0 broadcasts."""
 
 import json
+import operator
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,21 +15,28 @@ MAX_UID = 2**31
 _NAME = re.compile(r"[0-9A-Za-z.+-]{1,32}", re.ASCII)
 
 
+def _integer(value: Any) -> int | None:
+    """An int of any library as a plain one; None for what is no int, bools among it."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_uid(uid: Any) -> int:
     """A peer's number as a plain int, or ConfigError."""
-    if isinstance(uid, bool) or not hasattr(uid, "__index__"):
+    number = _integer(uid)
+    if number is None or not 0 <= number < MAX_UID:
         raise ConfigError(f"a UID is an int in 0..{MAX_UID - 1}, got {uid!r}")
-    uid = uid.__index__()
-    if not 0 <= uid < MAX_UID:
-        raise ConfigError(f"a UID is an int in 0..{MAX_UID - 1}, got {uid}")
-    return uid
+    return number
 
 
 def check_window(window: Any) -> int:
     """A window's number as a plain int, or ConfigError."""
-    if isinstance(window, bool) or not hasattr(window, "__index__") or window.__index__() < 0:
+    number = _integer(window)
+    if number is None or number < 0:
         raise ConfigError(f"a window is a non-negative int, got {window!r}")
-    return window.__index__()
+    return number
 
 
 def check_name(what: str, value: Any) -> str:
@@ -46,9 +54,10 @@ def _microseconds(what: str, value: Any) -> int | None:
             value = value.replace(tzinfo=UTC)
         delta = value - datetime(1970, 1, 1, tzinfo=UTC)
         return (delta.days * 86400 + delta.seconds) * 1_000_000 + delta.microseconds
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = _integer(value)
+    if number is None:
         raise ConfigError(f"{what} must be a datetime or integer microseconds since the epoch, got {value!r}")
-    return value.__index__()
+    return number
 
 
 @dataclass(frozen=True, init=False)
@@ -63,15 +72,15 @@ class GatherPlan:
     """
 
     window: int
-    intended: tuple[int, ...]
-    reserves: tuple[int, ...]
+    intended: list[int]
+    reserves: list[int]
     time_min_us: int | None
     time_max_us: int | None
     timeout_s: float
     version: str
     key: str
-    gather_uids: tuple[int, ...]
-    reserve_uids: tuple[int, ...]
+    gather_uids: list[int]
+    reserve_uids: list[int]
 
     def __init__(
         self,
@@ -86,10 +95,10 @@ class GatherPlan:
     ) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         put("window", check_window(window))
-        put("gather_uids", tuple(check_uid(uid) for uid in gather_uids))
-        put("reserve_uids", tuple(check_uid(uid) for uid in reserve_uids))
-        put("intended", tuple(sorted(set(self.gather_uids))))
-        put("reserves", tuple(dict.fromkeys(self.reserve_uids)))
+        put("gather_uids", [check_uid(uid) for uid in gather_uids])
+        put("reserve_uids", [check_uid(uid) for uid in reserve_uids])
+        put("intended", sorted(set(self.gather_uids)))
+        put("reserves", list(dict.fromkeys(self.reserve_uids)))
         put("time_min_us", _microseconds("time_min", time_min))
         put("time_max_us", _microseconds("time_max", time_max))
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9:
@@ -98,12 +107,15 @@ class GatherPlan:
         put("version", check_name("GatherPlan: version", version))
         put("key", check_name("GatherPlan: key", key))
 
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
     def to_json(self) -> str:
         return canonical_json(
             {
                 "window": self.window,
-                "gather_uids": list(self.gather_uids),
-                "reserve_uids": list(self.reserve_uids),
+                "gather_uids": self.gather_uids,
+                "reserve_uids": self.reserve_uids,
                 "time_min_us": self.time_min_us,
                 "time_max_us": self.time_max_us,
                 "timeout_s": self.timeout_s,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import statistics
 import threading
 import time
@@ -107,7 +108,8 @@ class _Gather:
 
     async def run(self) -> GatherResult:
         self.plan, self.shared = await self._collective(self._agree)
-        self.fetcher = Fetcher(self.plan, self.spec, self.store, self.config)
+        patience_s = self.control.timeout_s if self.control.world > 1 else math.inf
+        self.fetcher = Fetcher(self.plan, self.spec, self.store, self.config, patience_s=patience_s)
         self.partial = PartialGatherResult(
             rank=self.control.rank,
             world_size=self.control.world,
@@ -131,6 +133,7 @@ class _Gather:
             decision=decision,
             partial=self.partial,
             payloads=self.partial.payloads,
+            plan=self.plan,
             spec=self.spec,
             record=self._record(manifest),
         )
@@ -236,7 +239,7 @@ class _Gather:
         times = [report.elapsed for report in self.reports if report.assigned_uids]
         if len(times) < 2 or self.control.rank != 0:
             return
-        middle = statistics.median(times)
+        middle = statistics.median_low(times)  # of two ranks, the other one
         for report in self.reports:
             if report.assigned_uids and report.elapsed > 2 * middle and report.elapsed > middle + 0.05:
                 log.warning(

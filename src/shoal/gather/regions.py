@@ -27,7 +27,9 @@ class Region:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.row1 - self.row0, self.column1 - self.column0
+        """Rows and columns that this rank holds."""
+        rows = self.row1 - self.row0
+        return rows, self.numel // rows if rows else 0
 
     @property
     def numel(self) -> int:
@@ -43,14 +45,14 @@ class Region:
         """int64 numbers of the chunks that intersect the region, ascending."""
         return chunks_of(self.param, self.row0, self.row1, self.column0, self.column1)
 
-    def cut(self, dense: Tensor) -> Tensor:
-        """The laid-out rows and columns as the rank's local tensor."""
-        if self.inner:
-            rows, shape = dense.shape[0], self.param.shape
-            dense = dense.reshape(rows, -1, *shape[2:])
-            for dim, (start, length) in enumerate(self.inner, 2):
-                dense = dense.narrow(dim, start, length)
-        return dense.reshape(self.local_shape)
+    def cut(self, rows: Tensor) -> Tensor:
+        """Some laid-out rows, without the columns in between that other ranks hold."""
+        if not self.inner:
+            return rows
+        dense = rows.reshape(len(rows), -1, *self.param.shape[2:])
+        for dim, (start, length) in enumerate(self.inner, 2):
+            dense = dense.narrow(dim, start, length)
+        return dense.reshape(len(rows), -1)
 
 
 def chunks_of(param: ParamSpec, row0: int, row1: int, column0: int, column1: int) -> Tensor:
@@ -83,35 +85,53 @@ def _held(param: ParamSpec, tensor: Any, dim: int) -> tuple[int, int]:
     return first, len(index)
 
 
-def region_of(param: ParamSpec, tensor: Tensor) -> Region:
-    """The part of ``tensor`` that this rank holds."""
-    shape = param.shape
+def _spans(param: ParamSpec, tensor: Any) -> list[tuple[int, int]]:
+    """(start, length) of this rank's part of every dimension."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
-        offset, local = (0,) * len(shape), shape
-    else:
-        from torch.distributed.tensor.placement_types import Shard, _StridedShard
+        return [(0, n) for n in param.shape]
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-        for placement in placements:
-            if not (placement.is_replicate() or isinstance(placement, Shard | _StridedShard)):
-                raise UnsupportedError(
-                    f"parameter {param.name!r}: placement {placement} is not supported; "
-                    "redistribute it to Shard or Replicate before the update"
-                )
-        spans = [_held(param, tensor, dim) for dim in range(len(shape))]
-        offset, local = [s for s, _ in spans], [n for _, n in spans]
-    local, offset = tuple(local), tuple(offset)
+    for placement in placements:
+        if not (placement.is_replicate() or isinstance(placement, Shard | _StridedShard)):
+            raise UnsupportedError(
+                f"parameter {param.name!r}: placement {placement} is not supported; "
+                "redistribute it to Shard or Replicate before the update"
+            )
+    return [_held(param, tensor, dim) for dim in range(len(param.shape))]
+
+
+def region_of(param: ParamSpec, tensor: Tensor) -> Region:
+    """The part of ``tensor`` that this rank holds, in the rows and columns that the chunk grid is laid over."""
+    shape = param.shape
+    spans = _spans(param, tensor)
+    offset, local = tuple(start for start, _ in spans), tuple(n for _, n in spans)
+    down, across, height, width = param.blocks
+    rows, columns = down * height, across * width
+    if local == shape:
+        return Region(param, 0, rows, 0, columns, local)
     if math.prod(local) == 0:
         return Region(param, 0, 0, 0, 0, local)
-    if len(shape) <= 1:
-        start, length = (offset[0], local[0]) if shape else (0, 1)
-        return Region(param, 0, 1, start, start + length, local)
-    inner = shape[2:]
-    if local[2:] == inner:
-        block = math.prod(inner)
-        return Region(param, offset[0], offset[0] + local[0], offset[1] * block, (offset[1] + local[1]) * block, local)
-    block = math.prod(inner)
-    cuts = tuple(zip(offset[2:], local[2:], strict=True))
+    if rows == 1 and (flat := _flat_range(shape, offset, local)) is not None:
+        return Region(param, 0, 1, *flat, local)
+    if rows != shape[0]:
+        raise UnsupportedError(
+            f"parameter {param.name!r}: its chunks of {height} x {width} over {rows} x {columns} do not follow the "
+            f"dimensions {shape} that it is sharded in; redistribute it to Replicate() before the update"
+        )
+    block = math.prod(shape[2:])
+    inner = () if local[2:] == shape[2:] else tuple(zip(offset[2:], local[2:], strict=True))
     return Region(
-        param, offset[0], offset[0] + local[0], offset[1] * block, (offset[1] + local[1]) * block, local, cuts
+        param, offset[0], offset[0] + local[0], offset[1] * block, (offset[1] + local[1]) * block, local, inner
     )
+
+
+def _flat_range(shape: tuple[int, ...], offset: tuple[int, ...], local: tuple[int, ...]) -> tuple[int, int] | None:
+    """(first, last + 1) of the part's elements when they follow each other in the whole."""
+    cut = next(dim for dim in range(len(shape)) if local[dim] != shape[dim])
+    if math.prod(local[:cut]) != 1 or local[cut + 1 :] != shape[cut + 1 :]:
+        return None
+    start = 0
+    for n, at in zip(shape, offset, strict=True):
+        start = start * n + at
+    return start, start + math.prod(local)

@@ -63,6 +63,16 @@ def payload_digest(payload: Mapping[str, Any], spec: GradientSpec) -> str:
     return digest.hexdigest()
 
 
+def checked_state(state: Mapping[str, Any], spec: GradientSpec) -> dict[str, Any]:
+    """Only what the spec names of a validated state dict, contiguous; whatever else the peer sent is left out."""
+    clean: dict[str, Any] = {}
+    for param in spec.params:
+        for suffix, value in zip(SUFFIXES, checked_param(state, param, spec), strict=True):
+            if value is not None:
+                clean[param.name + suffix] = value
+    return clean
+
+
 def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -173,7 +183,11 @@ def _check_values(vals: Any, param: ParamSpec, spec: GradientSpec, where: str) -
 
 def _number(value: Any) -> float | None:
     if isinstance(value, Tensor):
-        return float(value) if value.ndim == 0 and value.is_floating_point() and value.layout == torch.strided else None
+        return (
+            float(value.detach())
+            if value.ndim == 0 and value.is_floating_point() and value.layout == torch.strided
+            else None
+        )
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.gather.artifact import write_artifact
+from shoal.gather.artifact_writer import write_artifact
 from shoal.gather.config import GatherConfig
 from shoal.gather.control import Control
-from shoal.gather.errors import AlreadyApplied, GatherError, RankFailure, StoreError
+from shoal.gather.errors import AlreadyApplied, GatherError, PayloadsUnreadable, StoreError
 from shoal.gather.folder import Folder
 from shoal.gather.merge import APPLY, SKIP, GatherResult
 from shoal.gather.metrics import Sink, emit
@@ -89,19 +89,25 @@ def run_window(
 
     SKIP is decided before any parameter is touched and leaves model, optimizer and ledger as they were. Raises on all
     ranks alike: AlreadyApplied (before any fetch), PlanMismatch, GatherDivergence, RankFailure, BudgetTooSmall, and
-    UpdateInterrupted once parameters were touched.
+    UpdateInterrupted once parameters were touched. An artifact that cannot be written is logged; the update stands.
     """
     config = config or GatherConfig()
     _refuse_replay(plan, ledger, group, config)
     result = gather(plan, spec, store, group=group, config=config)
-    timeout_s = config.control_timeout(plan)
+    timeout_s = config.control_timeout(result.plan)  # rank 0's, on every rank
     report = WindowReport(result=result, record=dict(result.record))
     if overlap_threshold is not None:
         begin = time.perf_counter()
-        report.overlap = index_overlap(
-            result, spec=spec, threshold=overlap_threshold, group=group,
-            budget_bytes=min(budget_bytes, 256 << 20), control_timeout_s=timeout_s,
-        )  # fmt: skip
+        try:
+            report.overlap = index_overlap(
+                result, spec=spec, threshold=overlap_threshold, group=group, control_timeout_s=timeout_s
+            )
+        except PayloadsUnreadable as error:  # what S7 would find, too
+            log.warning("window %d: not applied: %s", result.window, error)
+            report.unready = error.unready
+            report.update = UpdateReport(window=result.window, unready=error.unready)
+            _observe(report, sink, scores)
+            return report
         report.record["overlap_s"] = time.perf_counter() - begin
     update = outer_update(
         model, optimizer, result, spec=spec, group=group, budget_bytes=budget_bytes, wave_peers=wave_peers,
@@ -112,7 +118,7 @@ def run_window(
     report.record |= update.seconds | {"peak_bytes": update.peak_bytes}
     if update.decision == APPLY and emit_artifact:
         _publish(report, spec, store, group, budget_bytes, timeout_s)
-    _observe(report, plan, sink, scores)
+    _observe(report, sink, scores)
     return report
 
 
@@ -141,9 +147,7 @@ def _publish(
         report.artifact_sha256 = write_artifact(
             result, path, spec=spec, group=group, budget_bytes=budget_bytes, control_timeout_s=timeout_s
         )
-    except RankFailure:
-        raise
-    except GatherError:
+    except GatherError:  # a rank that died now among them: the next gather will say so
         log.exception("window %d: the artifact was not written; the update stands", result.window)
     if report.artifact_sha256 is None:
         folder.remove()
@@ -173,12 +177,10 @@ def _upload(upload: Upload, store: PayloadStore, result: GatherResult, path: Pat
         folder.remove()
 
 
-def _observe(
-    report: WindowReport, plan: GatherPlan | None, sink: Sink | None, scores: Mapping[int, float] | None
-) -> None:
+def _observe(report: WindowReport, sink: Sink | None, scores: Mapping[int, float] | None) -> None:
     result = report.result
     assert result is not None
-    if report.record["rank"] == 0:
+    if report.record["rank"] == 0 and result.plan is not None:
         update, overlap = report.update, report.overlap
         report.record["global"] = {
             "decision": report.decision,
@@ -190,6 +192,8 @@ def _observe(
             "update": None if update is None else {"hash": update.update_hash, "l2": update.global_l2_norm},
             "artifact_sha256": report.artifact_sha256,
         }
-        assert plan is not None
-        emit(sink, plan.window, result=result, plan=plan, overlap=report.overlap, update=report.update, scores=scores)
+        emit(
+            sink, result.window, result=result, plan=result.plan, overlap=report.overlap, update=report.update,
+            scores=scores,
+        )  # fmt: skip
     log.info("window %s", canonical_json(report.record))

@@ -1,0 +1,116 @@
+"""`shoal gather simulate`: synthetic peers on real processes, as tables, JSON and a picture."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import missing_extra
+
+
+@dataclass(kw_only=True)
+class Simulate:
+    """Synthetic peers on real processes: scaling and memory, and a projection to 1,000 peers and 64 ranks."""
+
+    peers: int = 16
+    worlds: tuple[int, ...] = (1, 2, 4)
+    memory_peers: tuple[int, ...] = (4, 16, 64)
+    rows: int = 1024
+    columns: int = 1024
+    faults: float = 0.2
+    copycats: int = 1
+    latency_s: float = 0.05
+    concurrent: int = 1
+    budget_mib: int = 64
+    seed: int = 0
+    plot: Path | None = None
+    json: bool = False
+
+
+def simulate(args: Simulate) -> int:
+    from shoal.gather.simulate import Scenario, project
+    from shoal.gather.simulate import run as measure
+
+    base = Scenario(
+        peers=args.peers, rows=args.rows, columns=args.columns, faults=args.faults, copycats=args.copycats,
+        latency_s=args.latency_s, concurrent=args.concurrent, budget_bytes=args.budget_mib << 20, seed=args.seed,
+    )  # fmt: skip
+    scaling = [measure(base, world) for world in args.worlds]
+    memory = [measure(replace(base, peers=n, latency_s=0.0), 1) for n in args.memory_peers]
+    basis = scaling[-1]
+    sizes = [(args.peers, max(args.worlds)), (100, 8), (1000, 8), (1000, 64)]
+    projected = [{"peers": p, "world": w} | project(basis, base, p, w) for p, w in sizes]
+    same = {(m.summary["update_hash"], m.summary["artifact"]) for m in scaling}
+    out = {
+        "scaling": [asdict(m) for m in scaling],
+        "memory": [{"peers": m.peers, "peak_bytes": m.peak_bytes, "budget_bytes": base.budget_bytes} for m in memory],
+        "projection": projected,
+        "equal for every world": len(same) == 1,
+    }
+    if args.plot is not None:
+        _plot(args.plot, scaling, memory, base)
+    if args.json:
+        print(json.dumps(out, indent=2, sort_keys=True, default=str))
+        return 0 if len(same) == 1 else 1
+    _tables(args, base, scaling, memory, projected)
+    print("the update and the artifact are the same bits for every number of ranks" if len(same) == 1 else "DIVERGED")
+    return 0 if len(same) == 1 else 1
+
+
+def _tables(args: Simulate, base: Any, scaling: list[Any], memory: list[Any], projected: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(
+        "ranks", "seconds", "fetch", "validate", "accumulate", "accepted", "flagged", title=f"{args.peers} peers"
+    )
+    for m in scaling:
+        phases = [f"{m.phases[k]:.3f}" for k in ("fetch_s", "validate_s", "accumulate_s")]
+        table.add_row(str(m.world), f"{m.seconds:.3f}", *phases, str(m.summary["accepted"]), str(m.summary["flagged"]))
+    console.print(table)
+    console.print(f"skipped: {scaling[0].summary['skipped']}")
+    table = Table("peers", "peak bytes", "budget", title="memory of the update, one rank")
+    for m in memory:
+        table.add_row(str(m.peers), f"{m.peak_bytes:,}", f"{base.budget_bytes:,}")
+    console.print(table)
+    table = Table(
+        "peers",
+        "ranks",
+        "fetch s",
+        "validate s",
+        "overlap s",
+        "update s",
+        "total s",
+        title="projected from the costs above",
+    )
+    for row in projected:
+        values = [f"{row[k]:.2f}" for k in ("fetch_s", "validate_s", "overlap_s", "update_s", "total_s")]
+        table.add_row(str(row["peers"]), str(row["world"]), *values)
+    console.print(table)
+
+
+def _plot(path: Path, scaling: list[Any], memory: list[Any], base: Any) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise missing_extra("matplotlib", "cli") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    worlds = [m.world for m in scaling]
+    left.plot(worlds, [m.phases["fetch_s"] for m in scaling], "o-", label="fetch and validate")
+    left.plot(worlds, [scaling[0].phases["fetch_s"] * worlds[0] / w for w in worlds], ":", label="ideal")
+    left.set(xlabel="ranks", ylabel="seconds", title=f"{base.peers} peers", ylim=0)
+    left.legend()
+    right.plot([m.peers for m in memory], [m.peak_bytes / 2**20 for m in memory], "o-", label="peak")
+    right.axhline(base.budget_bytes / 2**20, ls=":", label="budget")
+    right.set(xlabel="peers", ylabel="MiB", title="memory of the outer update", ylim=0)
+    right.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    print(f"drawn to {path}", file=sys.stderr)
