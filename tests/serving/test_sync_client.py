@@ -35,6 +35,7 @@ from shoal.table import (
     HashTableConfigInstance,
     MultiHashTable,
     SgdOptimizer,
+    TouchedKeySet,
     ZerosInitializer,
     test_hash_table,
 )
@@ -317,7 +318,16 @@ def test_overflow_is_counted(metrics, server):
     assert pairs.keys.insert(list(range(10, 19)), 0) == 6
     groups, _ = pairs.steal()
     assert sorted(groups[0].tolist()) == [16, 17, 18]
-    assert metrics.counters == [("touched_key_set_dropped", 6, "client=c")]
+    assert metrics.counters == [("touched_key_set_dropped", 6, "name=c")]
+
+
+def test_a_set_of_its_own_counts_what_it_drops_too(metrics):
+    keys = TouchedKeySet(capacity=2, name_suffix="mine")
+    assert keys.insert([1, 2, 3]) == 0
+    assert metrics.counters == []
+    assert keys.insert([4, 5, 6, 7]) == 6
+    assert metrics.counters == [("touched_key_set_dropped", 6, "name=TouchedKeySet_mine")]
+    assert keys.steal().tolist() == [7]
 
 
 # --- the manager ----------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def _serve_metrics(options: Options) -> Callable[[], None]:
 
 
 def _round(options: Options, loop: Any, handle: Any) -> int:
-    from shoal.serving.metrics import emit_counter, emit_store
+    from shoal.metrics import emit_counter, emit_store
 
     begin = time.time()
     try:

@@ -63,7 +63,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "shoal.serving.layout_filters": ("LayoutFilters", "normalize_regex"),
     "shoal.serving.manager": ("SyncClientManager",),
     "shoal.serving.manifest": ("Manifest",),
-    "shoal.serving.metrics": ("PrometheusSink", "set_metrics_sink"),
+    "shoal.metrics": ("PrometheusSink", "set_metrics_sink"),
     "shoal.serving.net_utils": (
         "AddressFamily",
         "NodeAliveChecker",

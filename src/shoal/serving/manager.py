@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushRequest, PushResponse, PushResult
-from shoal.serving.metrics import emit_counter, emit_timer
+from shoal.metrics import emit_counter, emit_timer
 from shoal.serving.push import PushClient
 from shoal.serving.split import DeltaBatch, sendable_parts
 from shoal.serving.status import Code

@@ -15,7 +15,7 @@ from shoal.proto.serving.agent_service_pb2 import ServerType
 from shoal.proto.serving.tf_serving_pb2 import GetModelStatusRequest, GetModelStatusResponse, ModelVersionStatus
 from shoal.serving.agent_config import AgentConfig, DeployType
 from shoal.serving.agent_utils import parse_sub_model_name
-from shoal.serving.metrics import emit_store
+from shoal.metrics import emit_store
 from shoal.serving.net_utils import resolve
 from shoal.serving.predict import GET_MODEL_STATUS
 from shoal.serving.replica_meta import ModelState, ReplicaMeta

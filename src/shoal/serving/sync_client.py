@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushResult
 from shoal.serving.manager import SyncClientManager
-from shoal.serving.metrics import emit_timer
+from shoal.metrics import emit_timer
 from shoal.serving.push import result_json
 from shoal.serving.split import Delta, DeltaBatch
 from shoal.serving.status import Code, StatusError, invalid_argument
