@@ -35,7 +35,7 @@ from shoal.serving import (
     remote_predict,
     set_address_table,
 )
-from shoal.serving.sync_client import SyncClientHandle
+from shoal.serving.sync_handle import SyncClientHandle
 from shoal.table import MultiHashTable, test_hash_table
 from tests.serving.helpers import eventually, free_port
 from tests.serving.test_sync_client import instance, step

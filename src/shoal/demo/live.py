@@ -69,7 +69,7 @@ def run_live(
     config: StreamConfig, seconds: float, progress: Callable[[str, int, int, float], None] | None = None
 ) -> Live:
     """Learns a third of the stream, exports, and goes on learning while two replicas answer for ``seconds``."""
-    from shoal.serving.sync_client import SyncClientHandle
+    from shoal.serving.sync_handle import SyncClientHandle
 
     torch.manual_seed(config.seed)
     table = Collisionless(EXPIRE_DAYS, config.seed)

@@ -23,7 +23,7 @@ from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, 
 from shoal.serving.security import ClientSecurity, open_channel
 from shoal.serving.servable import Servable, Signature, Tensors
 from shoal.serving.status import from_rpc_error
-from shoal.serving.sync_client import SyncClientHandle
+from shoal.serving.sync_handle import SyncClientHandle
 from shoal.serving.tensors import decode_tensor, encode_tensor
 from shoal.serving.touched import Groups, merge
 from shoal.serving.versions import Model
