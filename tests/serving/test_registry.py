@@ -187,6 +187,20 @@ def test_a_stopped_client_can_be_restarted(registry):
     assert zk.get(registry.root)[0] == b"r"
 
 
+def test_watches_rest_while_their_client_is_away_and_catch_up(registry):
+    one, two = registry(), registry()
+    one.create(f"{registry.root}/d", b"0", makepath=True)
+    children, data = [], []
+    two.ChildrenWatch(registry.root, lambda found: children.append(sorted(found)))
+    two.DataWatch(f"{registry.root}/d", lambda value, stat: data.append(value))
+    two.stop()
+    one.create(f"{registry.root}/e", b"")
+    one.set(f"{registry.root}/d", b"1")
+    assert (children, data) == ([["d"]], [b"0"])
+    two.start()
+    eventually(lambda: children[-1] == ["d", "e"] and data[-1] == b"1", 20)
+
+
 def test_many_clients_write_at_once(registry):
     clients = [registry() for _ in range(3)]
     clients[0].ensure_path(registry.root)

@@ -202,7 +202,8 @@ class _Registration:
 
     def __init__(self, options: Options, server: Any, bindings: list[tuple[str, str, str]]) -> None:
         from shoal.serving.net_utils import get_local_server_addr
-        from shoal.serving.zk_backend import Container, ZKBackend
+        from shoal.serving.records import Container
+        from shoal.serving.zk_backend import ZKBackend
 
         self._server, self._bindings = server, bindings
         own = f"{options.host}:{server.port}"
@@ -219,7 +220,7 @@ class _Registration:
         self._thread.start()
 
     def _report(self) -> None:
-        from shoal.serving.zk_backend import ContainerServiceInfo, SavedModel
+        from shoal.serving.records import ContainerServiceInfo, SavedModel
 
         self._backend.report_service_info(self._container, ContainerServiceInfo(grpc=self._address, http=self._rest))
         ready = {SavedModel(model, sub) for model, sub, name in self._bindings if self._server.model(name).current()}

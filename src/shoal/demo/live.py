@@ -157,7 +157,7 @@ def _serve_and_learn(
     progress: Any,
 ) -> Live:
     from shoal.serving import SyncLoop, set_address_table
-    from shoal.serving.zk_backend import SyncBackend
+    from shoal.serving.backends import SyncBackend
 
     replicas = [_Replica(folder) for _ in LABELS]
 

@@ -46,6 +46,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "parse_sub_model_name",
         "pasre_sub_model_name",
     ),
+    "shoal.serving.backends": ("AgentBackend", "CtrlBackend", "SyncBackend", "refresh_sync_config"),
     "shoal.serving.directory": ("DirectoryClient",),
     "shoal.serving.discovery.base": (
         "ServiceDiscovery",
@@ -78,6 +79,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "shoal.serving.online": ("OnlineTrainingConfig", "ParameterSyncHook", "SyncLoop", "create_sync_backend"),
     "shoal.serving.program": ("Feature",),
     "shoal.serving.push": ("push_request_to_predict",),
+    "shoal.serving.records": ("Container", "ContainerServiceInfo", "SavedModel", "SavedModelDeployConfig"),
     "shoal.serving.remote": ("remote_predict", "remote_predict_async", "remote_predict_with_status"),
     "shoal.serving.remote_helper": ("RemotePredictHelper",),
     "shoal.serving.replica_meta": (
@@ -111,17 +113,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "shoal.serving.sync_source": ("SyncSource", "follow_source"),
     "shoal.serving.tensors": ("tensor_from_proto", "tensor_to_proto"),
-    "shoal.serving.zk_backend": (
-        "AgentBackend",
-        "Container",
-        "ContainerServiceInfo",
-        "CtrlBackend",
-        "SavedModel",
-        "SavedModelDeployConfig",
-        "SyncBackend",
-        "ZKBackend",
-        "refresh_sync_config",
-    ),
+    "shoal.serving.zk_backend": ("ZKBackend",),
     "shoal.table.export_mode": (
         "ExportContext",
         "ExportMode",

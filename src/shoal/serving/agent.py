@@ -20,7 +20,7 @@ from shoal.serving.layout_filters import LayoutFilters
 from shoal.serving.net_utils import concat_ip_and_port, get_local_ip, is_open
 from shoal.serving.replica_updater import ReplicaManager
 from shoal.serving.security import ServerSecurity
-from shoal.serving.zk_backend import Container, ContainerServiceInfo, SavedModel
+from shoal.serving.records import Container, ContainerServiceInfo, SavedModel
 
 log = logging.getLogger(__name__)
 

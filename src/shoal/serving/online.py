@@ -10,10 +10,11 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.serving.agent_config import AgentConfig
+from shoal.serving.backends import SyncBackend, refresh_sync_config
 from shoal.serving.replica_watcher import ReplicaWatcher
 from shoal.serving.sync_client import ParameterSyncClient, create_parameter_sync_clients
 from shoal.serving.sync_handle import SyncClientHandle
-from shoal.serving.zk_backend import SyncBackend, ZKBackend, refresh_sync_config
+from shoal.serving.zk_backend import ZKBackend
 from shoal.serving.zk_types import make_zk_client
 
 log = logging.getLogger(__name__)

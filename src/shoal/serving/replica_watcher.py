@@ -12,7 +12,7 @@ from shoal.proto.serving.parameter_sync_pb2 import ClientConfig
 from shoal.serving.agent_config import AgentConfig
 from shoal.serving.net_utils import resolve
 from shoal.serving.replica_meta import ModelState, ReplicaMeta, ZKPath, type_name
-from shoal.serving.zk_backend import SyncBackend
+from shoal.serving.backends import SyncBackend
 from shoal.serving.zk_types import EventType, KazooState, NoNodeError
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 from shoal.errors import ConfigError
 from shoal.serving.manifest import Manifest
 from shoal.metrics import emit_store
-from shoal.serving.zk_backend import SavedModel, SavedModelDeployConfig
+from shoal.serving.records import SavedModel, SavedModelDeployConfig
 
 log = logging.getLogger(__name__)
 
