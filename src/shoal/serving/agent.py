@@ -18,9 +18,9 @@ from shoal.serving.agent_service import AgentDataProvider, AgentService
 from shoal.serving.agent_utils import gen_model_config, parse_sub_model_name
 from shoal.serving.layout_filters import LayoutFilters
 from shoal.serving.net_utils import concat_ip_and_port, get_local_ip, is_open
+from shoal.serving.records import Container, ContainerServiceInfo, SavedModel
 from shoal.serving.replica_updater import ReplicaManager
 from shoal.serving.security import ServerSecurity
-from shoal.serving.records import Container, ContainerServiceInfo, SavedModel
 
 log = logging.getLogger(__name__)
 

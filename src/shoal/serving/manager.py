@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushRequest, PushResponse, PushResult
 from shoal.metrics import emit_counter, emit_timer
+from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushRequest, PushResponse, PushResult
 from shoal.serving.push import PushClient
 from shoal.serving.split import DeltaBatch, sendable_parts
 from shoal.serving.status import Code, StatusError

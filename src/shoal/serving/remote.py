@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from shoal.errors import DataError
-from shoal.serving.addresses import address_table, route
 from shoal.metrics import emit_counter, emit_timer
+from shoal.serving.addresses import address_table, route
 from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.security import client_security, open_channel
 from shoal.serving.status import Code, StatusError, from_rpc_error, invalid_argument, unavailable

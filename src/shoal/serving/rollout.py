@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError
-from shoal.serving.manifest import Manifest
 from shoal.metrics import emit_store
+from shoal.serving.manifest import Manifest
 from shoal.serving.records import SavedModel, SavedModelDeployConfig
 
 log = logging.getLogger(__name__)
