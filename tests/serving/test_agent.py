@@ -86,6 +86,13 @@ def test_broken_config_files_say_what_is_wrong(tmp_path, text, message):
         AgentConfig.from_file(write(tmp_path, text))
 
 
+def test_several_versions_may_be_named(tmp_path):
+    config = AgentConfig.from_file(write(tmp_path, "version_policy specific\nversion_data 3\nversion_data 2 * 4\n"))
+    assert config.version_data == [3, 8]
+    model = gen_model_config("m", "/x", config.version_policy, config.version_data)
+    assert list(model.model_version_policy.specific.versions) == [3, 8]
+
+
 def test_server_type_is_another_name_of_deploy_type(tmp_path):
     assert AgentConfig.from_file(write(tmp_path, "server_type ps")).deploy_type == "ps"
     assert AgentConfig(deploy_type="entry", stand_alone_serving=True).deploy_type == "mixed"
@@ -121,7 +128,16 @@ def test_layout_filters():
 
 @pytest.mark.parametrize(
     "text",
-    ["ps_{i}", "ps_{i};i ** 2 == 4", "ps_{i};__import__('os')", "ps_{i};i.real", "ps_{i};", "a;1.5 == 1", "a;x == 1"],
+    [
+        "ps_{i}",
+        "ps_{i};" + "-" * 990 + "1",
+        "ps_{i};i ** 2 == 4",
+        "ps_{i};__import__('os')",
+        "ps_{i};i.real",
+        "ps_{i};",
+        "a;1.5 == 1",
+        "a;x == 1",
+    ],
 )
 def test_bad_layout_filters_are_refused_when_built(text):
     with pytest.raises(ValueError, match=r"filter|condition|expression"):
@@ -157,7 +173,11 @@ def test_sub_model_names():
 
 def test_network_helpers(monkeypatch):
     assert is_ipv6_address("2::1")
-    assert is_ipv6_address("[::1]")
+    assert is_ipv6_address("fe80::1%eth0")
+    assert not is_ipv6_address("[::1]")
+    assert not is_ipv6_address("localhost")
+    assert concat_ip_and_port("[::1]", 5) == "[::1]:5"
+    assert concat_ip_and_port("localhost", "5") == "localhost:5"
     assert not is_ipv6_address("1.2.3.4")
     assert concat_ip_and_port("2::1", 5) == "[2::1]:5"
     assert concat_ip_and_port("1.2.3.4", 5) == "1.2.3.4:5"

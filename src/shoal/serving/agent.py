@@ -99,9 +99,14 @@ class UnifiedAgent:
         config = ModelServerConfig()
         config.model_config_list.SetInParent()
         for saved, deploy in models:
-            if self._filters.accepts(saved.sub_graph):
+            if not self._filters.accepts(saved.sub_graph):
+                continue
+            try:
                 entry = gen_model_config(str(saved), deploy.model_base_path or "", deploy.version_policy or "latest")
-                config.model_config_list.config.append(entry)
+            except ValueError as error:  # one bad declaration is not the others' fault
+                log.error("layout %s: %s is skipped: %s", self.config.layout_path, saved, error)
+                continue
+            config.model_config_list.config.append(entry)
         self.model_config = config
         self._wake.set()
 
