@@ -491,6 +491,38 @@ def test_an_entry_asks_its_shards(serve, tmp_path, net):
         client.predict("m", "", request)
 
 
+@pytest.mark.parametrize("unified", [True, False])
+def test_an_entry_sends_its_pooled_rows_to_the_net_on_another_host(serve, tmp_path, net, unified):
+    rows = torch.randn(10, 4)
+    table = test_hash_table(4, name_suffix="user_0")
+    table.assign(torch.arange(10), rows)
+    tool = ModelExporter(
+        tmp_path,
+        model_name="m",
+        net=net,
+        features={"user": Feature(slot="u", combiner="mean")},
+        dense={"price": torch.zeros(2, 2)},
+    )
+    tool.export([{"u": table}], global_step=1, mode=ExportMode.DISTRIBUTED, with_remote_gpu=True, timestamp=7)
+    base = tmp_path / "exported_models"
+    assert not (base / "entry/7/variables").exists()  # the net is elsewhere
+    names = {sub: f"m:{sub}" if unified else sub for sub in ("entry", "ps_0", "dense_0")}
+    shards, _ = serve(config_of(**{names["ps_0"]: (base / "ps_0", "latest_once")}))
+    dense, dense_client = serve(config_of(**{names["dense_0"]: (base / "dense_0",)}))
+    _, client = serve(config_of(**{names["entry"]: (base / "entry",)}))
+    keys = ("m:ps_0", "m:dense_0") if unified else ("ps:0", "dense:0")
+    set_address_table({key: [f"127.0.0.1:{each.port}"] for key, each in zip(keys, (shards, dense), strict=True)})
+    request = {"user": torch.tensor([[3, 4, 4], [9, 0, 77]]), "price": torch.randn(2, 2)}
+    got = client.predict(names["entry"], "", request)["score"]
+    pooled = torch.cat([rows, torch.zeros(1, 4)])[request["user"].clamp(max=10)].mean(1)
+    expected = net(user=pooled, price=request["price"])["score"]
+    assert torch.allclose(got, expected, atol=1e-6)
+    direct = dense_client.predict(names["dense_0"], "gpu_remote_call", {"user": pooled, "price": request["price"]})
+    assert torch.allclose(direct["score"], expected, atol=1e-6)
+    with fails(CODE.INVALID_ARGUMENT, "serving_default"):
+        dense_client.predict(names["dense_0"], "", request)
+
+
 def test_stopping_lets_running_requests_finish(serve):
     gate = threading.Event()
     server, client = serve()

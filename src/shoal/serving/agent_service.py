@@ -112,7 +112,7 @@ class AgentService:
         add_health_and_reflection(self._server, (SERVICE,))
         self.port = self._bind(address, port)
 
-    def _bind(self, address: str | None, port: int) -> int:
+    def _bind(self, address: str | None, port: int | None) -> int:
         if address is not None:
             return bind(self._server, address, self._security)
         try:

@@ -319,15 +319,20 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
     return Signature(spec, raw_assign, push=True, accepts=accepts, hints={"flat_value": codecs} if codecs else None)
 
 
-def live_servable(tables: Any) -> Servable:
-    """A servable over tables of this process: a table, several, or ``{alias: table}``."""
+def as_views(tables: Any) -> list[TableView]:
+    """Views of a table, of several, of ``{alias: table}``; views stay as they are."""
     if isinstance(tables, Mapping):
-        views = [
+        return [
             TableView(table, None if hasattr(table, "raw_assign") else {alias: table.name})
             for alias, table in tables.items()
         ]
-    else:
-        views = [TableView(table) for table in (tables if isinstance(tables, list | tuple) else [tables])]
+    listed = tables if isinstance(tables, list | tuple) else [tables]
+    return [table if isinstance(table, TableView) else TableView(table) for table in listed]
+
+
+def live_servable(tables: Any) -> Servable:
+    """A servable over tables of this process, given as :func:`as_views` takes them."""
+    views = as_views(tables)
     servable = Servable({}, {view.name: view for view in views})
     servable.signatures = table_signatures(views, lambda: servable)
     return servable
