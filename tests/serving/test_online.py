@@ -344,6 +344,29 @@ def test_nothing_is_lost_across_a_replica_restart(tmp_path, commands):
     loop.stop()
 
 
+def test_a_broken_configuration_file_changes_nothing(tmp_path, caplog):
+    from shoal.cli.serve import Options, _reload
+
+    export_ps(tmp_path / "ps_0/1", test_hash_table(2, name_suffix="t"), model_name="m", sub_graph="ps_0", global_step=1)
+    file = tmp_path / "models.conf"
+    text = f'model_config_list {{ config {{ name: "m:ps_0" base_path: "{tmp_path}/ps_0" }} }}'
+    file.write_text(text)
+    server = ModelServer()
+    options = Options(config=file)
+    _reload(options, server)
+    assert server.model("m:ps_0").current().number == 1
+    for broken in ("model_config_list {", text.replace("m:ps_0", "")):
+        file.write_text(broken)
+        _reload(options, server)
+        assert "is not applied" in caplog.text
+        caplog.clear()
+    file.unlink()
+    _reload(options, server)
+    assert "cannot read" in caplog.text
+    assert server.model("m:ps_0").current().number == 1
+    server.stop(0)
+
+
 def test_a_distributed_export_is_served_by_one_process(tmp_path, commands, net):
     from shoal.serving import ExportMode
 

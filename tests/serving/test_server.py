@@ -7,6 +7,7 @@ import grpc
 import pytest
 import torch
 
+from shoal.errors import ConfigError
 from shoal.serving import (
     ExportMode,
     Feature,
@@ -29,6 +30,7 @@ from shoal.serving import (
     tensor_from_proto,
     tensor_to_proto,
 )
+from shoal.serving.net_utils import is_open
 from shoal.serving.split import Delta, DeltaBatch
 from shoal.table import FloatCompressorConfig, MultiHashTable, test_hash_table
 from tests.serving.helpers import eventually
@@ -521,6 +523,36 @@ def test_an_entry_sends_its_pooled_rows_to_the_net_on_another_host(serve, tmp_pa
     assert torch.allclose(direct["score"], expected, atol=1e-6)
     with fails(CODE.INVALID_ARGUMENT, "serving_default"):
         dense_client.predict(names["dense_0"], "", request)
+
+
+def test_the_address_tells_the_port_that_was_picked(serve):
+    server, client = serve()
+    assert server.address == f"127.0.0.1:{server.port}"
+    assert server.port
+    server.serve_tables("m", {"user": table_of()})
+    client.channel = grpc.insecure_channel(server.address)
+    assert client.predict("m", "lookup", {"user": torch.tensor([1])})["user"].tolist() == [[2, 3]]
+    client.channel.close()
+
+
+def test_a_server_that_cannot_start_leaves_no_port_open(serve):
+    taken, _ = serve(rest_address="127.0.0.1:0")
+    server = ModelServer(rest_address=f"127.0.0.1:{taken.rest_port}")
+    with pytest.raises(ConfigError, match="cannot listen"):
+        server.start()
+    eventually(lambda: not is_open(server.address))
+    with pytest.raises(ConfigError, match="distinct"):
+        ModelServer(server.address, config=ModelServerConfig(model_config_list={"config": [{}, {}]}))
+    again = ModelServer(server.address)  # the port is free
+    again.stop(0)
+    again.stop(0)
+
+
+def test_an_error_about_very_many_inputs_still_has_its_code(serve):
+    server, client = serve()
+    server.serve_tables("m", {"user": table_of()})
+    with fails(CODE.INVALID_ARGUMENT, "inputs do not match"):
+        client.predict("m", "lookup", {f"a_long_name_of_an_input_{i}": torch.zeros(1) for i in range(3000)})
 
 
 def test_stopping_lets_running_requests_finish(serve):

@@ -22,6 +22,9 @@ then: curl -d '{"instances": [{"user": [7]}]}' http://127.0.0.1:8501/v1/models/N
 and open http://127.0.0.1:8501/ for the status page."""
 
 
+RELOAD_SECS = 60.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Flags of `shoal serve`."""
@@ -113,12 +116,24 @@ def serve(options: Options) -> int:
         "models": sorted(model.name for model in server.models()),
     }
     print(json.dumps(ready) if options.json else _text(ready), flush=True)
-    while not stop.wait(60.0 if options.config is not None else None):
-        server.reload(read_config(options.config))  # pyrefly: ignore
+    while not stop.wait(RELOAD_SECS if options.config is not None else None):
+        _reload(options, server)
     if registration is not None:
         registration.stop()
     server.stop(options.drain_seconds)
     return 0
+
+
+def _reload(options: Options, server: Any) -> None:
+    """Reads the configuration again; what is wrong with it is logged, and what was served is served on."""
+    assert options.config is not None
+    try:
+        config = read_config(options.config)
+        server.reload(config)
+        if options.agent_port is None:
+            _route(options, server, config)
+    except Exception as error:
+        logging.getLogger(__name__).error("%s is not applied: %s", options.config, error)
 
 
 def _text(ready: dict) -> str:

@@ -44,7 +44,9 @@ def declare_saved_model(
     if arch != "entry_ps":
         raise ConfigError(f"arch must be entry_ps, got {arch!r}")
     base = Path(export_base)
-    sub_graphs = sorted(each.name for each in base.iterdir() if each.is_dir()) if base.is_dir() else []
+    sub_graphs = sorted(
+        each.name for each in (base.iterdir() if base.is_dir() else ()) if each.is_dir() and each.name[0] != "."
+    )
     if not sub_graphs:
         raise ConfigError(f"{base} has no exported sub-graphs to declare")
     if model_name is None:

@@ -128,6 +128,7 @@ class TableView:
         self._pushed = TouchedKeySet()
         self._recent: list[tuple[int, torch.Tensor]] = []  # pushed ids that are not in the set yet
         self._recent_rows = 0
+        self._log_lock = threading.Lock()
         self._sorting = threading.Lock()
 
     def rows(self) -> int:
@@ -149,17 +150,21 @@ class TableView:
     def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, req_time: int | None) -> None:
         """Writes rows, stamped now unless a time is given, and remembers that they were pushed."""
         self._subs[number].assign(ids, values, int(time.time()) if req_time is None else req_time)
-        self._recent.append((number, ids))
-        self._recent_rows += len(ids)
-        if self._recent_rows > 1_000_000 and not self._sorting.locked():
-            self._recent_rows = 0
+        with self._log_lock:
+            self._recent.append((number, ids))
+            self._recent_rows += len(ids)
+            many = self._recent_rows > 1_000_000 and not self._sorting.locked()
+            if many:
+                self._recent_rows = 0
+        if many:
             threading.Thread(target=self._sort, name="shoal-pushed", daemon=True).start()
 
     def _sort(self) -> None:
         """Moves the log of pushed ids into the set, away from the push that filled it."""
         with self._sorting:
-            recent, self._recent = self._recent, []
-            self._recent_rows = 0
+            with self._log_lock:
+                recent, self._recent = self._recent, []
+                self._recent_rows = 0
             for number, ids in recent:
                 self._pushed.insert(ids, number)
 

@@ -87,6 +87,7 @@ class ModelServer(ServedModels):
         self._answerer = Answerer(self, self.security, max_batch_rows, self._pool, self._loop, self.traffic)
         self._server: Any = None
         self._health: Any = None
+        self._listens = False
         self.rest_port: int | None = None
         if config is not None:
             self._configure(config)
@@ -118,7 +119,7 @@ class ModelServer(ServedModels):
                 self._rest = RestServer(self, self._rest_address)
                 self.rest_port = self._rest.port
                 self._rest.start()
-            self._loop.call(self._server.start(), OPEN_SECS)
+            self._loop.call(self._listen(), OPEN_SECS)
         except BaseException:
             self.stop(0)  # no half of it stays open
             raise
@@ -145,8 +146,14 @@ class ModelServer(ServedModels):
         """Whether :meth:`stop` has been called."""
         return self._stop.is_set()
 
+    async def _listen(self) -> None:
+        await self._server.start()
+        self._listens = True
+
     async def _close(self, grace: float | None) -> None:
         await self._health.enter_graceful_shutdown()
+        if not self._listens:  # a server that never started keeps its port when it is stopped
+            await self._listen()
         await self._server.stop(grace)
 
     def wait_for_termination(self, timeout: float | None = None) -> None:
