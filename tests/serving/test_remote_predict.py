@@ -174,13 +174,13 @@ def test_failures_raise_with_their_code_or_become_zeros(recorders):
 
 
 def test_the_deadline_is_enforced(recorders):
-    server = recorders(delay=2.0)
+    server = recorders(delay=5.0)
     set_address_table({"ps:6": [server.address]})
     begin = time.monotonic()
     with pytest.raises(StatusError) as caught:
         call(max_rpc_deadline_millis=100)
     assert caught.value.code == 4
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 4.5
     with request_deadline(0.05), pytest.raises(StatusError) as caught:
         call(max_rpc_deadline_millis=30000)
     assert caught.value.code == 4

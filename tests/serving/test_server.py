@@ -556,19 +556,19 @@ def test_an_error_about_very_many_inputs_still_has_its_code(serve):
 
 
 def test_stopping_lets_running_requests_finish(serve):
-    gate = threading.Event()
+    gate, inside = threading.Event(), threading.Event()
     server, client = serve()
     server.serve_tables("m", {"user": table_of()})
     signature = server.model("m").current().servable.signatures["lookup"]
     run = signature.run
-    signature.run = lambda inputs: gate.wait(5) and run(inputs)
+    signature.run = lambda inputs: inside.set() or (gate.wait(20) and run(inputs))
     answers = []
     thread = threading.Thread(target=lambda: answers.append(client.predict("m", "lookup", {"user": torch.tensor([1])})))
     thread.start()
-    time.sleep(0.2)
+    assert inside.wait(20)
     threading.Timer(0.3, gate.set).start()
-    server.stop(5)
-    thread.join(5)
+    server.stop(20)
+    thread.join(20)
     assert answers[0]["user"].tolist() == [[2, 3]]
 
 
