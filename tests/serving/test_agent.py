@@ -17,10 +17,12 @@ from shoal.serving import (
     LayoutFilters,
     ModelServer,
     NodeAliveChecker,
+    ReplicaMeta,
     ReplicaMirror,
     SavedModel,
     SavedModelDeployConfig,
     ServerType,
+    ServingAgent,
     UnifiedAgent,
     ZKBackend,
     check_port_open,
@@ -36,7 +38,7 @@ from shoal.serving import (
     pasre_sub_model_name,
 )
 from shoal.table import test_hash_table
-from tests.serving.helpers import eventually
+from tests.serving.helpers import eventually, free_port
 
 
 def write(tmp_path, text, name="agent.conf"):
@@ -193,6 +195,41 @@ def test_network_helpers(monkeypatch):
     assert not checker.all_nodes_alive()
     assert len(checker.get_addrs()) == 3
     server.stop(0)
+
+
+def test_the_net_runs_in_several_processes_of_a_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARD_ID", "0")
+    monkeypatch.setenv("PORT8", "4008")
+    zk = FakeKazooClient()
+    zk.start()
+    config = AgentConfig(
+        bzid="b",
+        base_name="m",
+        base_path=str(tmp_path),
+        deploy_type="mixed",
+        num_ps=1,
+        replica_id=2,
+        dense_alone=True,
+        agent_port=free_port(),
+    )
+    agent = ServingAgent(config, zk, agent_address="127.0.0.1:0")
+    names = [each.name for each in agent.servers()]
+    assert names == ["ps", "dense 0", "dense 1", "dense 2", "entry"]
+    ports = [each.config.tfs_dense_port for each in agent.servers()[1:4]]
+    assert ports[0] == 4008
+    assert len(set(ports)) == 3
+    command = agent.command("dense", agent.servers()[2].config)
+    assert command[command.index("--port") + 1] == str(ports[1])
+    assert command[-2:] == ["--sub-graph", "dense_0"]
+    assert agent.command("ps")[-2:] == ["--sub-graph", "ps_0"]
+    agent.replicas.updater.register()
+    for updater in agent.dense:
+        updater.register()
+    assert sorted(zk.get_children("/b/service/m/dense:0")) == ["6", "7", "8"]
+    assert zk.get_children("/b/service/m/ps:0") == ["2"]
+    assert len(agent._registrations()) == 5
+    assert ReplicaMeta.deserialize(zk.get("/b/service/m/dense:0/7")[0]).address.endswith(f":{ports[1]}")
+    agent.end()
 
 
 def rpc(port, method, request, response):

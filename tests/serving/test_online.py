@@ -419,7 +419,7 @@ def test_a_mixed_agent_starts_shards_then_the_entry(tmp_path, commands, net, mon
             time.sleep(0.3)
             return None
 
-    got = eventually(lambda: (value := answer()) is not None and (value,), 60, "the entry")[0]
+    got = eventually(lambda: (value := answer()) is not None and (value,), 180, "the entry")[0]
     assert torch.allclose(got, net(user=table.lookup(ids.reshape(-1)), price=price)["score"], atol=1e-6)
     code, _, _ = agent.end()
     assert code == 0

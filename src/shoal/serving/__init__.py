@@ -37,7 +37,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "StatusProto",
     ),
     "shoal.serving.addresses": ("AgentHeartbeat", "set_address_table"),
-    "shoal.serving.agent": ("ServingAgent", "UnifiedAgent"),
+    "shoal.serving.agent": ("UnifiedAgent",),
     "shoal.serving.agent_config": ("AgentConfig", "DeployType", "read_config_file", "replica_id_from_pod_name"),
     "shoal.serving.agent_service": ("AgentDataProvider", "AgentService", "ReplicaMirror"),
     "shoal.serving.agent_utils": (
@@ -104,6 +104,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "shoal.serving.rollout": ("ModelManager", "declare_saved_model", "map_model_to_layout"),
     "shoal.serving.security": ("ClientSecurity", "ServerSecurity", "set_client_security"),
     "shoal.serving.server": ("ModelServer",),
+    "shoal.serving.serving_agent": ("ServingAgent",),
     "shoal.serving.split": ("RequestSplitter",),
     "shoal.serving.status": ("StatusError",),
     "shoal.serving.sync_client": (

@@ -110,13 +110,13 @@ class ModelManager:
         self._thread: threading.Thread | None = None
 
     def start(self) -> bool:
-        """Waits for a first model, then keeps copying in the background; False if none came in time."""
+        """Copies the newest model, waiting for a first one, then keeps copying; False if none came in time."""
         if self.model_name is None:
             return True
         self._remove_read_locks()
         end = time.monotonic() + self.wait_secs
-        while not self.received_versions():
-            self.copy_newest()
+        while True:
+            self.run_once()
             if self.received_versions():
                 break
             if time.monotonic() >= end:
