@@ -164,7 +164,8 @@ class SyncLoop:
     def stop(self, final_round: bool = True) -> None:
         """Ends the thread; by default after one more round, so that nothing trained is left behind."""
         self._stop.set()
-        self._thread.join(timeout=ROUND_BUDGET_SECS + 5)
+        if self._thread.is_alive():
+            self._thread.join(timeout=ROUND_BUDGET_SECS + 5)
         if final_round:
             try:
                 self.run_once()
