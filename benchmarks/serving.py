@@ -196,7 +196,7 @@ def request_of(batch: int) -> bytes:
 
 def rows_by_codec(report: Any, quick: bool) -> None:
     """Bytes per row and lookup rate of serving rows."""
-    from shoal.serving.export import serving_config
+    from shoal.serving.export_tables import serving_config
     from shoal.table import FloatCompressorConfig, HashTable, HashTableConfigInstance
 
     rows = 200_000 if quick else 1_000_000

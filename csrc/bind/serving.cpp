@@ -128,6 +128,24 @@ void serving(nb::module_& m) {
     return nb::make_tuple(parts.dtype, parts.shape, parts.unknown_rank, pair(parts.content), pairs(parts.lists),
                           parts.list_fields, parts.unpacked);
   });
+  // The values of one list, as bytes: words of `width` bytes, or int64 for varints (width 0); at most `limit` of them.
+  m.def("tensor_values", [](nb::bytes data, int64_t begin, int64_t size, int64_t field, int64_t width, int64_t limit) {
+    const Part part = part_of(data, begin, size);
+    std::vector<uint8_t> values;
+    {
+      nb::gil_scoped_release release;
+      values = tensor_values(part.data, part.span, field, width, limit);
+    }
+    return nb::bytes(values.data(), values.size());
+  });
+  // The elements of a list of strings, at most `limit`.
+  m.def("tensor_strings", [](nb::bytes data, int64_t begin, int64_t size, int64_t field, int64_t limit) {
+    const Part part = part_of(data, begin, size);
+    nb::list out;
+    for (const Span& each : tensor_strings(part.data, part.span, field, limit))
+      out.append(nb::bytes(part.data + each.begin, static_cast<size_t>(each.size)));
+    return out;
+  });
   // One input of several requests, [(message, begin, size)], joined: (values, rows of each, the other dimensions), or
   // None where they must be read one by one.
   m.def("join_tensors", join_tensors);

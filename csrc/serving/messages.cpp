@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "serving/varint.h"
+
 namespace shoal {
 namespace {
 
@@ -74,6 +76,11 @@ class Reader {
 };
 
 constexpr size_t kMaxDims = 64;
+constexpr size_t kMaxLists = 16;        // writers use one; a tensor in more of them is read by tensor_values
+constexpr size_t kMaxFields = 1 << 17;  // inputs and output filters of a request
+constexpr const char* kTooMany = "a list does not fit its shape, which holds ";
+
+void too_many_fields() { throw std::invalid_argument("a request has more than 131072 inputs, filters or specs"); }
 
 }  // namespace
 
@@ -82,6 +89,7 @@ PredictParts predict_parts(const uint8_t* data, int64_t size) {
   Field field, inner;
   for (Reader reader(data, {0, size}); reader.next(&field);) {
     if (field.wire != 2) continue;
+    if (parts.specs.size() + parts.filters.size() + parts.tensors.size() == kMaxFields) too_many_fields();
     if (field.number == 1) parts.specs.push_back(field.span);
     if (field.number == 3) parts.filters.push_back(field.span);
     if (field.number != 2) continue;
@@ -116,12 +124,66 @@ TensorParts tensor_parts(const uint8_t* data, Span span) {
     } else if (field.number == 4 && field.wire == 2) {
       parts.content = field.span;
     } else if (field.number >= 5 && field.number <= 17) {
-      parts.unpacked |= field.wire != 2;
+      parts.unpacked |= field.wire != 2 || parts.lists.size() == kMaxLists;
+      if (parts.unpacked) continue;
       parts.lists.push_back(field.span);
       parts.list_fields.push_back(static_cast<int32_t>(field.number));
     }
   }
   return parts;
+}
+
+std::vector<uint8_t> tensor_values(const uint8_t* data, Span span, int64_t field, int64_t width, int64_t limit) {
+  std::vector<uint8_t> out;
+  std::vector<int64_t> wide;
+  int64_t count = 0;
+  const auto room = [&](int64_t more) {
+    if (more > limit - count) throw std::invalid_argument(kTooMany + std::to_string(limit));
+    count += more;
+  };
+  const auto append = [&](const void* from, int64_t size) {
+    const auto* bytes = static_cast<const uint8_t*>(from);
+    out.insert(out.end(), bytes, bytes + size);
+  };
+  Field found;
+  for (Reader reader(data, span); reader.next(&found);) {
+    if (static_cast<int64_t>(found.number) != field) continue;
+    const uint8_t* from = data + found.span.begin;
+    const int64_t size = found.span.size;
+    if (width && (found.wire == 0 || size % width)) {
+      throw std::invalid_argument("a list has " + std::to_string(size) + " bytes, not a multiple of " +
+                                  std::to_string(width));
+    }
+    if (width) {
+      room(size / width);
+      append(from, size);
+    } else if (found.wire == 0) {
+      room(1);
+      append(&found.value, 8);
+    } else if (found.wire == 2) {
+      const int64_t more = varint_count(from, size);
+      if (more < 0) throw std::invalid_argument("a packed list of integers is cut off");
+      room(more);
+      wide.resize(static_cast<size_t>(more));
+      varint_decode(from, size, wide.data(), more);
+      append(wide.data(), 8 * more);
+    } else {
+      throw std::invalid_argument("an integer has wire type " + std::to_string(found.wire));
+    }
+  }
+  return out;
+}
+
+std::vector<Span> tensor_strings(const uint8_t* data, Span span, int64_t field, int64_t limit) {
+  std::vector<Span> out;
+  Field found;
+  for (Reader reader(data, span); reader.next(&found);) {
+    if (static_cast<int64_t>(found.number) != field) continue;
+    if (found.wire != 2) throw std::invalid_argument("a string has wire type " + std::to_string(found.wire));
+    if (static_cast<int64_t>(out.size()) == limit) throw std::invalid_argument(kTooMany + std::to_string(limit));
+    out.push_back(found.span);
+  }
+  return out;
 }
 
 }  // namespace shoal

@@ -9,7 +9,8 @@ struct Span {
   int64_t begin = 0, size = 0;
 };
 
-// The length-delimited fields of a message. Throws std::invalid_argument for bytes that are not protobuf.
+// The length-delimited fields of a message. Throws std::invalid_argument for bytes that are not protobuf, and for more
+// fields than any request has: what is found takes more memory than the message itself.
 struct MapEntry {
   Span key, value;
 };
@@ -27,9 +28,15 @@ struct TensorParts {
   Span content;             // field 4
   std::vector<Span> lists;  // packed lists, with their field numbers
   std::vector<int32_t> list_fields;
-  bool unpacked = false;  // some list element stands alone
+  bool unpacked = false;  // some element stands alone, or there are more lists than these few
 };
 // Of the tensor in `span`; positions count from `data`.
 TensorParts tensor_parts(const uint8_t* data, Span span);
+
+// The values of list `field`, however they are spread over lists and lone elements: little-endian words of `width`
+// bytes, or with width 0 varints as int64. Throws std::invalid_argument for more than `limit` of them.
+std::vector<uint8_t> tensor_values(const uint8_t* data, Span span, int64_t field, int64_t width, int64_t limit);
+// Where the elements of a list of strings lie.
+std::vector<Span> tensor_strings(const uint8_t* data, Span span, int64_t field, int64_t limit);
 
 }  // namespace shoal

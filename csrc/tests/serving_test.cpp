@@ -166,6 +166,32 @@ TEST(a_message_that_is_cut_anywhere_is_refused_or_read_within_its_bounds) {
   CHECK(!reads([&] { tensor_parts(over.data(), {0, static_cast<int64_t>(over.size())}); }));
 }
 
+TEST(values_are_gathered_from_lists_and_lone_elements) {
+  Bytes tensor;
+  put_varint(&tensor, 10 << 3);  // int64_val alone
+  put_varint(&tensor, 7);
+  put_field(&tensor, 10, packed({-1, 300}));
+  for (int i = 0; i < 40; ++i) put_field(&tensor, 10, packed({i}));
+  put_field(&tensor, 8, {'a'});
+  put_field(&tensor, 8, {});
+  const Exact message(tensor);
+  const Span all{0, message.size};
+  const TensorParts parts = tensor_parts(message.data, all);
+  CHECK(parts.unpacked && parts.lists.size() <= 16);
+  const Bytes bytes = tensor_values(message.data, all, 10, 0, 43);
+  std::vector<int64_t> values(bytes.size() / 8);
+  std::memcpy(values.data(), bytes.data(), bytes.size());
+  CHECK(values.size() == 43 && values[0] == 7 && values[1] == -1 && values[2] == 300 && values[42] == 39);
+  CHECK_THROWS(tensor_values(message.data, all, 10, 0, 42));
+  CHECK_THROWS(tensor_values(message.data, all, 10, 4, 100));  // an integer where floats are wanted
+  CHECK(tensor_values(message.data, all, 5, 4, 0).empty());
+  CHECK(tensor_strings(message.data, all, 8, 2).size() == 2);
+  CHECK_THROWS(tensor_strings(message.data, all, 8, 1));
+  Bytes many;  // of empty inputs
+  for (int i = 0; i < (1 << 17) + 1; ++i) put_field(&many, 2, {});
+  CHECK_THROWS(predict_parts(many.data(), static_cast<int64_t>(many.size())));
+}
+
 TEST(fuzzed_messages_stay_within_their_bounds) {
   std::mt19937 rng(11);
   const Bytes good = request();
@@ -188,6 +214,9 @@ TEST(fuzzed_messages_stay_within_their_bounds) {
         inside(tensor.content, message.size);
         for (Span span : tensor.lists) inside(span, message.size);
         CHECK(tensor.lists.size() == tensor.list_fields.size() && tensor.shape.size() <= 64);
+        for (Span span : tensor_strings(message.data, entry.value, 8, 1000)) inside(span, message.size);
+        CHECK(tensor_values(message.data, entry.value, 10, 0, 1000).size() % 8 == 0);
+        CHECK(tensor_values(message.data, entry.value, 5, 4, 1000).size() % 4 == 0);
       }
     });
   }

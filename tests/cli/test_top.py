@@ -146,7 +146,7 @@ def test_a_directory_of_files_is_read_again_and_again(tmp_path, capsys):
 
 
 def test_replicas_of_a_registry(tmp_path):
-    from shoal.serving.zk_backend import Container, ContainerServiceInfo, ZKBackend
+    from shoal.serving import Container, ContainerServiceInfo, ZKBackend
 
     backend = ZKBackend("shoal", f"dir:{tmp_path}")
     backend.start()

@@ -11,7 +11,7 @@ import torch
 ZOOKEEPER_JAR = Path("/usr/share/java/zookeeper.jar")
 
 
-def eventually(condition, timeout=10.0, what="the condition"):
+def eventually(condition, timeout=30.0, what="the condition"):
     """Waits until ``condition()`` is true and returns it."""
     end = time.monotonic() + timeout
     while not (value := condition()):
@@ -35,7 +35,7 @@ class ZooKeeper:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "zoo.cfg").write_text(
             f"tickTime=200\ndataDir={folder}/data\nclientPort={self.port}\nclientPortAddress=127.0.0.1\n"
-            "admin.enableServer=false\nminSessionTimeout=400\nmaxSessionTimeout=60000\n"
+            "admin.enableServer=false\nminSessionTimeout=40000\nmaxSessionTimeout=60000\n"
         )
         (folder / "log4j.properties").write_text("log4j.rootLogger=OFF\n")
 
@@ -55,12 +55,27 @@ class ZooKeeper:
         command += ["org.apache.zookeeper.server.ZooKeeperServerMain", str(self.folder / "zoo.cfg")]
         with open(self.folder / "log.txt", "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        eventually(self._answers, 30, "ZooKeeper to listen")
+        eventually(self._answers, 120, "ZooKeeper to listen")
         return self
 
     def _answers(self):
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+        assert self.process.poll() is None, (self.folder / "log.txt").read_text()[-2000:]
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 2) as probe:
+                probe.sendall(b"srvr")
+                return b"Mode" in probe.recv(4096)
+        except OSError:
+            return False
+
+    def client(self):
+        """A client that soon tries again, with a session that outlives that.
+
+        A server that has just opened its port may swallow a request to connect, and a client waits as long for the
+        answer as it asks its session to last. The server's minimum makes the session last longer than what is asked.
+        """
+        from kazoo.client import KazooClient
+
+        return KazooClient(self.hosts, timeout=2.0, connection_retry={"max_tries": -1, "max_delay": 0.5})
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)

@@ -17,10 +17,12 @@ from shoal.serving import (
     LayoutFilters,
     ModelServer,
     NodeAliveChecker,
+    ReplicaMeta,
     ReplicaMirror,
     SavedModel,
     SavedModelDeployConfig,
     ServerType,
+    ServingAgent,
     UnifiedAgent,
     ZKBackend,
     check_port_open,
@@ -36,7 +38,7 @@ from shoal.serving import (
     pasre_sub_model_name,
 )
 from shoal.table import test_hash_table
-from tests.serving.helpers import eventually
+from tests.serving.helpers import eventually, free_port
 
 
 def write(tmp_path, text, name="agent.conf"):
@@ -86,6 +88,13 @@ def test_broken_config_files_say_what_is_wrong(tmp_path, text, message):
         AgentConfig.from_file(write(tmp_path, text))
 
 
+def test_several_versions_may_be_named(tmp_path):
+    config = AgentConfig.from_file(write(tmp_path, "version_policy specific\nversion_data 3\nversion_data 2 * 4\n"))
+    assert config.version_data == [3, 8]
+    model = gen_model_config("m", "/x", config.version_policy, config.version_data)
+    assert list(model.model_version_policy.specific.versions) == [3, 8]
+
+
 def test_server_type_is_another_name_of_deploy_type(tmp_path):
     assert AgentConfig.from_file(write(tmp_path, "server_type ps")).deploy_type == "ps"
     assert AgentConfig(deploy_type="entry", stand_alone_serving=True).deploy_type == "mixed"
@@ -121,7 +130,16 @@ def test_layout_filters():
 
 @pytest.mark.parametrize(
     "text",
-    ["ps_{i}", "ps_{i};i ** 2 == 4", "ps_{i};__import__('os')", "ps_{i};i.real", "ps_{i};", "a;1.5 == 1", "a;x == 1"],
+    [
+        "ps_{i}",
+        "ps_{i};" + "-" * 990 + "1",
+        "ps_{i};i ** 2 == 4",
+        "ps_{i};__import__('os')",
+        "ps_{i};i.real",
+        "ps_{i};",
+        "a;1.5 == 1",
+        "a;x == 1",
+    ],
 )
 def test_bad_layout_filters_are_refused_when_built(text):
     with pytest.raises(ValueError, match=r"filter|condition|expression"):
@@ -157,7 +175,11 @@ def test_sub_model_names():
 
 def test_network_helpers(monkeypatch):
     assert is_ipv6_address("2::1")
-    assert is_ipv6_address("[::1]")
+    assert is_ipv6_address("fe80::1%eth0")
+    assert not is_ipv6_address("[::1]")
+    assert not is_ipv6_address("localhost")
+    assert concat_ip_and_port("[::1]", 5) == "[::1]:5"
+    assert concat_ip_and_port("localhost", "5") == "localhost:5"
     assert not is_ipv6_address("1.2.3.4")
     assert concat_ip_and_port("2::1", 5) == "[2::1]:5"
     assert concat_ip_and_port("1.2.3.4", 5) == "1.2.3.4:5"
@@ -173,6 +195,41 @@ def test_network_helpers(monkeypatch):
     assert not checker.all_nodes_alive()
     assert len(checker.get_addrs()) == 3
     server.stop(0)
+
+
+def test_the_net_runs_in_several_processes_of_a_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARD_ID", "0")
+    monkeypatch.setenv("PORT8", "4008")
+    zk = FakeKazooClient()
+    zk.start()
+    config = AgentConfig(
+        bzid="b",
+        base_name="m",
+        base_path=str(tmp_path),
+        deploy_type="mixed",
+        num_ps=1,
+        replica_id=2,
+        dense_alone=True,
+        agent_port=free_port(),
+    )
+    agent = ServingAgent(config, zk, agent_address="127.0.0.1:0")
+    names = [each.name for each in agent.servers()]
+    assert names == ["ps", "dense 0", "dense 1", "dense 2", "entry"]
+    ports = [each.config.tfs_dense_port for each in agent.servers()[1:4]]
+    assert ports[0] == 4008
+    assert len(set(ports)) == 3
+    command = agent.command("dense", agent.servers()[2].config)
+    assert command[command.index("--port") + 1] == str(ports[1])
+    assert command[-2:] == ["--sub-graph", "dense_0"]
+    assert agent.command("ps")[-2:] == ["--sub-graph", "ps_0"]
+    agent.replicas.updater.register()
+    for updater in agent.dense:
+        updater.register()
+    assert sorted(zk.get_children("/b/service/m/dense:0")) == ["6", "7", "8"]
+    assert zk.get_children("/b/service/m/ps:0") == ["2"]
+    assert len(agent._registrations()) == 5
+    assert ReplicaMeta.deserialize(zk.get("/b/service/m/dense:0/7")[0]).address.endswith(f":{ports[1]}")
+    agent.end()
 
 
 def rpc(port, method, request, response):

@@ -239,6 +239,42 @@ def test_consul_registers_keeps_alive_and_finds(consul_agent, legacy):
     found.close()
 
 
+def test_a_stock_agent_wants_checks_put_and_does_not_know_what_is_gone(consul_agent):
+    def refuse(self, status):
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    get, put = consul_agent.do_GET, consul_agent.do_PUT
+
+    def do_get(self):
+        return refuse(self, 405) if self.path.startswith("/v1/agent/check/pass/") else get(self)
+
+    def do_put(self):
+        if self.path.startswith("/v1/agent/service/deregister/") and self.path[30:] not in self.services:
+            return refuse(self, 404)
+        return put(self)
+
+    consul_agent.do_GET, consul_agent.do_PUT = do_get, do_put
+    found = ConsulServiceDiscovery("job", retry_time_secs=0.01, visible_wait_secs=0.01)
+    found.register("ps", 0, "h:1")
+    eventually(lambda: ("PUT", "/v1/agent/check/pass/service:job-1", None) in consul_agent.calls)
+    consul_agent.services.clear()
+    found.deregister("ps", 0, "h:1")
+    found.close()
+
+
+def test_an_older_entry_that_does_not_go_is_an_oserror(consul_agent, monkeypatch):
+    monkeypatch.setattr(consul, "OLD_ENTRY_TRIES", 3)
+    monkeypatch.setattr(consul_agent, "do_PUT", lambda self: self.answer())
+    consul_agent.services["job-7"] = {"port": 7, "tags": ["index:0", "name:ps", "ip:h"]}
+    consul_agent.services["job-8"] = {"port": 8, "tags": ["index:x", "name:ps", "ip:h"]}
+    found = ConsulServiceDiscovery("job", retry_time_secs=0.01)
+    assert found.query("ps") == {0: "h:7"}
+    with pytest.raises(OSError, match="does not go away"):
+        found.register("ps", 0, "h:1")
+
+
 def test_an_entry_that_never_shows_is_an_oserror(consul_agent):
     consul_agent.visible = False
     found = ConsulServiceDiscovery("job", visible_tries=2, visible_wait_secs=0.01)

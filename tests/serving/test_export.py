@@ -28,7 +28,8 @@ from shoal.serving import (
     overwrite_export_saver_listener_state,
     plan_export,
 )
-from shoal.serving.export import serving_config, write_atomically
+from shoal.serving.export_plan import write_atomically
+from shoal.serving.export_tables import serving_config
 from shoal.serving.loader import load_servable
 from shoal.table import FloatCompressorConfig, MultiHashTable, test_hash_table
 from tests.serving.test_sync_client import instance

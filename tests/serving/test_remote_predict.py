@@ -146,6 +146,18 @@ def test_an_unknown_key_and_a_key_without_addresses_are_unavailable():
         assert caught.value.code == 14
 
 
+def test_the_text_names_the_model_as_it_was_asked_for_too():
+    set_address_table({"ps:0": []})
+    with pytest.raises(StatusError, match=r"ps:6.*'ps_6' \('movie:ps_6'\), signature 'lookup'") as caught:
+        remote_predict([], [], [], "movie:ps_6", 6, "ps_6", signature_name="lookup")
+    assert caught.value.code == 14
+    code, message, outputs = remote_predict_with_status(
+        [], [], ["a", "b"], "", 3, "", fail_op_on_rpc_error=False, output_types=[torch.int32, bytes]
+    )
+    assert (code, "ps:3" in message) == (14, True)
+    assert (outputs[0].shape, outputs[0].dtype, outputs[1].shape, outputs[1].item()) == ((), torch.int32, (), b"")
+
+
 def test_failures_raise_with_their_code_or_become_zeros(recorders):
     server = recorders(code=grpc.StatusCode.FAILED_PRECONDITION)
     set_address_table({"ps:6": [server.address]})
@@ -162,13 +174,13 @@ def test_failures_raise_with_their_code_or_become_zeros(recorders):
 
 
 def test_the_deadline_is_enforced(recorders):
-    server = recorders(delay=2.0)
+    server = recorders(delay=5.0)
     set_address_table({"ps:6": [server.address]})
     begin = time.monotonic()
     with pytest.raises(StatusError) as caught:
         call(max_rpc_deadline_millis=100)
     assert caught.value.code == 4
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 4.5
     with request_deadline(0.05), pytest.raises(StatusError) as caught:
         call(max_rpc_deadline_millis=30000)
     assert caught.value.code == 4

@@ -258,6 +258,35 @@ def test_broken_records_and_names_are_ignored():
     watcher.stop()
 
 
+def test_a_replica_that_comes_and_goes_is_watched_once():
+    zk = FakeKazooClient()
+    zk.start()
+    watcher = ReplicaWatcher(zk, agent_config())
+    watcher.watch_data()
+    path = "/shopfeed/service/movie_ctr/ps:0/1"
+    for port in range(1, 6):
+        zk.create(path, meta(port).serialize(), makepath=True)
+        assert watcher.get_replicas(ServerType.PS, 0) == [f"10.0.0.1:{port}"]
+        assert [watch.path for watch in zk.tree.data_watches] == [path]
+        zk.delete(path)
+        assert watcher.replicas == {}
+    watcher.stop()
+    watcher.watch_data()  # a second life does not wake the watches of the first
+    zk.create(path, meta(9).serialize(), makepath=True)
+    assert watcher.get_replicas(ServerType.PS, 0) == ["10.0.0.1:9"]
+    assert [watch.path for watch in zk.tree.data_watches] == [path]
+    watcher.stop()
+
+
+def test_an_empty_address_in_the_environment_says_that_there_is_none(monkeypatch):
+    from shoal.serving.replica_watcher import is_ipv6_only
+
+    monkeypatch.setenv("MY_HOST_IP", "")
+    assert is_ipv6_only()
+    monkeypatch.setenv("MY_POD_IP", "10.0.0.1")
+    assert not is_ipv6_only()
+
+
 def test_an_ipv6_only_host_prefers_ipv6(monkeypatch):
     zk = FakeKazooClient()
     zk.start()
@@ -362,9 +391,35 @@ def test_one_failing_sub_model_does_not_stop_the_others(monkeypatch, tfs):
     updater.stop()
 
 
+def test_a_state_that_could_not_be_written_is_written_next_time(monkeypatch, tfs):
+    class Failing(FakeKazooClient):
+        broken = False
+
+        def set(self, path, value, version=-1):
+            if self.broken:
+                raise ConnectionError("away")
+            return super().set(path, value, version)
+
+    monkeypatch.setenv("SHARD_ID", "0")
+    zk = Failing()
+    zk.start()
+    updater = ReplicaUpdater(zk, agent_config(num_ps=1, replica_id=0, tfs_ps_port=tfs.port))
+    updater.register()
+    tfs.tick()
+    tfs.tick()
+    state = lambda: ReplicaMeta.deserialize(zk.get("/shopfeed/service/movie_ctr/ps:0/0")[0]).stat  # noqa: E731
+    zk.broken = True
+    updater.update()
+    assert state() == ModelState.UNKNOWN
+    zk.broken = False
+    updater.update()
+    assert state() == ModelState.AVAILABLE
+    updater.stop()
+
+
 def test_a_lost_session_registers_once_with_the_last_state(monkeypatch, tfs):
     monkeypatch.setenv("SHARD_ID", "0")
-    monkeypatch.setattr(ZKListener, "resume_secs", 0.05)
+    monkeypatch.setattr(ZKListener, "resume_secs", 0.5)
     zk, other = FakeKazooClient(), None
     other = FakeKazooClient(tree=zk.tree)
     zk.start()
@@ -383,7 +438,8 @@ def test_a_lost_session_registers_once_with_the_last_state(monkeypatch, tfs):
     other.DataWatch(path, lambda data, stat: writes.append(data) and None)
     zk.expire_session()
     eventually(lambda: other.exists(path))
-    time.sleep(0.3)
+    assert manager.watcher._lost.is_set()  # polling rests until the nodes are back
+    eventually(lambda: not manager.watcher._lost.is_set())
     assert ReplicaMeta.deserialize(other.get(path)[0]).stat == ModelState.AVAILABLE
     states = [ReplicaMeta.deserialize(data).stat for data in writes if data]
     assert set(states) == {ModelState.AVAILABLE}

@@ -94,6 +94,27 @@ def test_pushes_are_taken_over_rest_too(served):
     ] == [[1, 2, 3, 4]]
 
 
+def test_models_are_named_with_their_sub_graph(served):
+    served.serve_tables("movie:entry", {"u": test_hash_table(2, name_suffix="entry")})
+    served.serve_tables("movie:ps_0", {"u": test_hash_table(2, name_suffix="ps")})
+    for name in ("movie:entry", "movie:ps_0", "movie%3Aentry"):
+        assert ask(served, f"/v1/models/{name}")[1]["model_version_status"][0]["state"] == "AVAILABLE"
+        assert ask(served, f"/v1/models/{name}/versions/1/metadata")[1]["model_spec"]["version"] == "1"
+        body = {"signature_name": "lookup", "instances": [7]}
+        assert ask(served, f"/v1/models/{name}:predict", body) == (200, {"predictions": [[0, 0]]})
+
+
+def test_outputs_without_a_row_per_instance_are_for_columns(served):
+    tables = [test_hash_table(1, name_suffix=name) for name in ("a", "b")]
+    served.serve_tables("two", tables)
+    row = {f"{each.name}_id": 5 for each in tables} | {f"{each.name}_value": [1.0] for each in tables}
+    status, answer = ask(
+        served, "/v1/models/two:predict", {"signature_name": "hashtable_assign", "instances": [row, row]}
+    )
+    assert status == 400
+    assert "inputs (columns)" in answer["error"]
+
+
 def test_status_and_metadata(served):
     assert ask(served, "/v1/models/m")[1] == {
         "model_version_status": [

@@ -7,6 +7,7 @@ import grpc
 import pytest
 import torch
 
+from shoal.errors import ConfigError
 from shoal.serving import (
     ExportMode,
     Feature,
@@ -29,6 +30,7 @@ from shoal.serving import (
     tensor_from_proto,
     tensor_to_proto,
 )
+from shoal.serving.net_utils import is_open
 from shoal.serving.split import Delta, DeltaBatch
 from shoal.table import FloatCompressorConfig, MultiHashTable, test_hash_table
 from tests.serving.helpers import eventually
@@ -491,20 +493,82 @@ def test_an_entry_asks_its_shards(serve, tmp_path, net):
         client.predict("m", "", request)
 
 
+@pytest.mark.parametrize("unified", [True, False])
+def test_an_entry_sends_its_pooled_rows_to_the_net_on_another_host(serve, tmp_path, net, unified):
+    rows = torch.randn(10, 4)
+    table = test_hash_table(4, name_suffix="user_0")
+    table.assign(torch.arange(10), rows)
+    tool = ModelExporter(
+        tmp_path,
+        model_name="m",
+        net=net,
+        features={"user": Feature(slot="u", combiner="mean")},
+        dense={"price": torch.zeros(2, 2)},
+    )
+    tool.export([{"u": table}], global_step=1, mode=ExportMode.DISTRIBUTED, with_remote_gpu=True, timestamp=7)
+    base = tmp_path / "exported_models"
+    assert not (base / "entry/7/variables").exists()  # the net is elsewhere
+    names = {sub: f"m:{sub}" if unified else sub for sub in ("entry", "ps_0", "dense_0")}
+    shards, _ = serve(config_of(**{names["ps_0"]: (base / "ps_0", "latest_once")}))
+    dense, dense_client = serve(config_of(**{names["dense_0"]: (base / "dense_0",)}))
+    _, client = serve(config_of(**{names["entry"]: (base / "entry",)}))
+    keys = ("m:ps_0", "m:dense_0") if unified else ("ps:0", "dense:0")
+    set_address_table({key: [f"127.0.0.1:{each.port}"] for key, each in zip(keys, (shards, dense), strict=True)})
+    request = {"user": torch.tensor([[3, 4, 4], [9, 0, 77]]), "price": torch.randn(2, 2)}
+    got = client.predict(names["entry"], "", request)["score"]
+    pooled = torch.cat([rows, torch.zeros(1, 4)])[request["user"].clamp(max=10)].mean(1)
+    expected = net(user=pooled, price=request["price"])["score"]
+    assert torch.allclose(got, expected, atol=1e-6)
+    direct = dense_client.predict(names["dense_0"], "gpu_remote_call", {"user": pooled, "price": request["price"]})
+    assert torch.allclose(direct["score"], expected, atol=1e-6)
+    with fails(CODE.INVALID_ARGUMENT, "serving_default"):
+        dense_client.predict(names["dense_0"], "", request)
+
+
+def test_the_address_tells_the_port_that_was_picked(serve):
+    server, client = serve()
+    assert server.address == f"127.0.0.1:{server.port}"
+    assert server.port
+    server.serve_tables("m", {"user": table_of()})
+    client.channel = grpc.insecure_channel(server.address)
+    assert client.predict("m", "lookup", {"user": torch.tensor([1])})["user"].tolist() == [[2, 3]]
+    client.channel.close()
+
+
+def test_a_server_that_cannot_start_leaves_no_port_open(serve):
+    taken, _ = serve(rest_address="127.0.0.1:0")
+    server = ModelServer(rest_address=f"127.0.0.1:{taken.rest_port}")
+    with pytest.raises(ConfigError, match="cannot listen"):
+        server.start()
+    eventually(lambda: not is_open(server.address))
+    with pytest.raises(ConfigError, match="distinct"):
+        ModelServer(server.address, config=ModelServerConfig(model_config_list={"config": [{}, {}]}))
+    again = ModelServer(server.address)  # the port is free
+    again.stop(0)
+    again.stop(0)
+
+
+def test_an_error_about_very_many_inputs_still_has_its_code(serve):
+    server, client = serve()
+    server.serve_tables("m", {"user": table_of()})
+    with fails(CODE.INVALID_ARGUMENT, "inputs do not match"):
+        client.predict("m", "lookup", {f"a_long_name_of_an_input_{i}": torch.zeros(1) for i in range(3000)})
+
+
 def test_stopping_lets_running_requests_finish(serve):
-    gate = threading.Event()
+    gate, inside = threading.Event(), threading.Event()
     server, client = serve()
     server.serve_tables("m", {"user": table_of()})
     signature = server.model("m").current().servable.signatures["lookup"]
     run = signature.run
-    signature.run = lambda inputs: gate.wait(5) and run(inputs)
+    signature.run = lambda inputs: inside.set() or (gate.wait(20) and run(inputs))
     answers = []
     thread = threading.Thread(target=lambda: answers.append(client.predict("m", "lookup", {"user": torch.tensor([1])})))
     thread.start()
-    time.sleep(0.2)
+    assert inside.wait(20)
     threading.Timer(0.3, gate.set).start()
-    server.stop(5)
-    thread.join(5)
+    server.stop(20)
+    thread.join(20)
     assert answers[0]["user"].tolist() == [[2, 3]]
 
 

@@ -1,6 +1,7 @@
 """Sync clients, rounds, the manager, dummies; threads and servers on loopback."""
 
 import json
+import pickle
 import threading
 import time
 
@@ -35,6 +36,7 @@ from shoal.table import (
     HashTableConfigInstance,
     MultiHashTable,
     SgdOptimizer,
+    TouchedKeySet,
     ZerosInitializer,
     test_hash_table,
 )
@@ -121,6 +123,12 @@ def test_bytes_that_are_no_config_are_an_invalid_argument_and_no_bytes_are_an_em
         client.create_sync_op(b"\xff\xff")
     assert caught.value.code == 3
     assert client.create_sync_op(b"") == ["{}"]
+    for nothing in (None, 7, "text"):
+        with pytest.raises(StatusError, match="serialised ClientConfig") as caught:
+            client.create_sync_op(nothing)
+        assert caught.value.code == 3
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.code, again.message) == (3, caught.value.message)
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------------
@@ -317,7 +325,16 @@ def test_overflow_is_counted(metrics, server):
     assert pairs.keys.insert(list(range(10, 19)), 0) == 6
     groups, _ = pairs.steal()
     assert sorted(groups[0].tolist()) == [16, 17, 18]
-    assert metrics.counters == [("touched_key_set_dropped", 6, "client=c")]
+    assert metrics.counters == [("touched_key_set_dropped", 6, "name=c")]
+
+
+def test_a_set_of_its_own_counts_what_it_drops_too(metrics):
+    keys = TouchedKeySet(capacity=2, name_suffix="mine")
+    assert keys.insert([1, 2, 3]) == 0
+    assert metrics.counters == []
+    assert keys.insert([4, 5, 6, 7]) == 6
+    assert metrics.counters == [("touched_key_set_dropped", 6, "name=TouchedKeySet_mine")]
+    assert keys.steal().tolist() == [7]
 
 
 # --- the manager ----------------------------------------------------------------------------------------------------
@@ -387,6 +404,48 @@ def test_a_request_without_tables_is_answered_with_the_target_only():
     assert response.target == "a:1"
     assert not response.HasField("status_code")
     assert not FakeClient.made[0].pushed
+
+
+def test_a_client_that_raises_is_a_failed_response_and_its_rows_are_kept(server):
+    class Broken:
+        def __init__(self, target):
+            self.target = target
+
+        def push(self, request):
+            raise RuntimeError("out of order")
+
+        def close(self):
+            pass
+
+    handle = parameter_sync_client_from_config()
+    table = test_hash_table(2, sync_client=handle)
+    handle.manager = SyncClientManager(Broken)
+    step(table, [1, 2])
+    result = sync(handle, config_of("a:1"))
+    assert result == {
+        "responses": [{"status_code": 13, "error_message": "out of order", "target": "a:1", "update_num": 0}]
+    }
+    assert handle.waiting() == {"": 0, "a:1": 2}
+    manager = SyncClientManager()
+    manager.try_replace([address(server)])
+    request = push_of()
+    del request.delta_hash_tables[0].embeddings[1:]
+    assert [each.status_code for each in manager.push(request, "m", "s").responses] == [3]
+    assert server.requests == []
+    manager.close()
+
+
+def test_a_client_may_answer_with_one_message_again_and_again():
+    answer = PushResponse(status_code=0, error_message="", update_num=3)
+
+    class Constant(FakeClient):
+        def push(self, request):
+            return answer
+
+    manager = SyncClientManager(Constant)
+    manager.try_replace(["b:1", "a:1"])
+    assert [each.target for each in manager.push(push_of(), "m", "s").responses] == ["a:1", "b:1"]
+    assert not answer.HasField("target")
 
 
 def test_metrics_name_target_status_and_place(metrics):

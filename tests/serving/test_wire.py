@@ -219,3 +219,18 @@ def test_predict_requests_agree_with_protobuf():
     call = decode_request(request.SerializeToString())
     assert call.spec.name == "m"
     assert call.tensor("b").tolist() == [0.5]
+
+
+def test_elements_that_stand_alone_cost_no_more_than_they_should():
+    """Half a million lone values take milliseconds, not an object each."""
+    count = 500_000
+    shape = TensorProto(dtype=1)
+    shape.tensor_shape.dim.add(size=count)
+    lone = shape.SerializeToString() + b"\x2d\x00\x00\x80\x3f" * count
+    assert decode_tensor(lone).sum() == count
+    empty = shape.SerializeToString() + b"\x2a\x00" * count + b"\x2a\x04\x00\x00\x00\x40"
+    assert decode_tensor(empty).sum() == 2 * count
+    with pytest.raises(DataError, match="does not fit its shape"):
+        decode_tensor(lone + b"\x2d\x00\x00\x80\x3f")
+    with pytest.raises(DataError, match="131072"):
+        decode_request(b"\x12\x00" * 200_000)

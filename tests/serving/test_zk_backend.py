@@ -1,6 +1,7 @@
 """The unified registry: containers, operators, trainers; on the fake, on files and on a real ZooKeeper."""
 
 import json
+import threading
 
 import pytest
 
@@ -17,6 +18,7 @@ from shoal.serving import (
     map_model_to_layout,
     refresh_sync_config,
 )
+from shoal.serving.zk_types import ConnectionClosedError
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
 
@@ -120,6 +122,69 @@ def test_a_trainer_whose_session_is_lost_goes_on(backends):
     eventually(lambda: trainer.get_sync_targets("ps_0")[1] == ["10.0.0.1:1"], 15)
     serving.sync_available_saved_models(CONTAINER, set())
     eventually(lambda: trainer.get_sync_targets("ps_0")[1] == [], 15)
+
+
+def test_a_restart_for_the_trainers_sake_writes_the_containers_bindings_again():
+    zk = FakeKazooClient()
+    backend = ZKBackend("b", zk_client=zk)
+    backend.start()
+    backend.subscribe_model("m")
+    models = {SavedModel("m", "ps_0")}
+    backend.sync_available_saved_models(CONTAINER, models)
+    zk.set_state("LOST")
+    assert backend.get_sync_targets("ps_0") == ("m:ps_0", [])
+    backend.sync_available_saved_models(CONTAINER, models)
+    assert zk.get_children("/b/binding/m") == [f"ps_0:{CONTAINER}"]
+    backend.stop()
+
+
+def test_a_restart_does_not_wait_for_a_watch_that_waits_for_the_backend():
+    class Joins(FakeKazooClient):
+        """Like kazoo, ``restart`` waits for a watch function that is running."""
+
+        def restart(self):
+            other = threading.Thread(target=backend._on_bindings, args=("m", []))
+            other.start()
+            other.join(5)
+            assert not other.is_alive()
+            super().restart()
+
+    zk = Joins()
+    backend = ZKBackend("b", zk_client=zk)
+    backend.start()
+    zk.set_state("LOST")
+    backend.sync_available_saved_models(CONTAINER, set())
+    assert not backend._lost.is_set()
+    backend.stop()
+
+
+def test_a_subscription_that_failed_can_be_made_again():
+    backend = ZKBackend("b", zk_client=FakeKazooClient())
+    with pytest.raises(ConnectionClosedError):
+        backend.subscribe_model("m")
+    backend.start()
+    backend.subscribe_model("m")
+    backend.report_service_info(CONTAINER, info(1))
+    backend.sync_available_saved_models(CONTAINER, {SavedModel("m", "ps_0")})
+    assert backend.get_sync_targets("ps_0") == ("m:ps_0", ["10.0.0.1:1"])
+    backend.stop()
+
+
+def test_containers_without_readable_service_info_are_skipped():
+    zk = FakeKazooClient()
+    backend = ZKBackend("b", zk_client=zk)
+    backend.start()
+    backend.subscribe_model("m")
+    good, silent, broken = Container("c", "1"), Container("c", "2"), Container("c", "3")
+    for container, sub_graph in ((good, "ps_0"), (broken, "ps_0"), (silent, "ps_1")):
+        zk.create(f"/b/binding/m/{sub_graph}:{container}", b"", makepath=True)
+    backend.report_service_info(good, info(1))
+    for data in (b"[1]", b"{", b"7"):
+        zk.ensure_path(f"/b/container_service/{broken}")
+        zk.set(f"/b/container_service/{broken}", data)
+        assert backend.get_sync_targets("ps_0") == ("m:ps_0", ["10.0.0.1:1"])
+        assert backend.get_service_map() == {"m": {"ps_0": [info(1)]}}
+    backend.stop()
 
 
 def test_asking_before_subscribing_is_an_error(backends):

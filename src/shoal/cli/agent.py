@@ -123,7 +123,7 @@ def _unified(options: Options, config, stop: threading.Event) -> int:
 
 
 def _one_model(options: Options, config, stop: threading.Event) -> int:
-    from shoal.serving.agent import ServingAgent
+    from shoal.serving.serving_agent import ServingAgent
     from shoal.serving.zk_types import make_zk_client
 
     if not config.base_name:

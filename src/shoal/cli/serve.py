@@ -22,6 +22,9 @@ then: curl -d '{"instances": [{"user": [7]}]}' http://127.0.0.1:8501/v1/models/N
 and open http://127.0.0.1:8501/ for the status page."""
 
 
+RELOAD_SECS = 60.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Flags of `shoal serve`."""
@@ -113,12 +116,24 @@ def serve(options: Options) -> int:
         "models": sorted(model.name for model in server.models()),
     }
     print(json.dumps(ready) if options.json else _text(ready), flush=True)
-    while not stop.wait(60.0 if options.config is not None else None):
-        server.reload(read_config(options.config))  # pyrefly: ignore
+    while not stop.wait(RELOAD_SECS if options.config is not None else None):
+        _reload(options, server)
     if registration is not None:
         registration.stop()
     server.stop(options.drain_seconds)
     return 0
+
+
+def _reload(options: Options, server: Any) -> None:
+    """Reads the configuration again; what is wrong with it is logged, and what was served is served on."""
+    assert options.config is not None
+    try:
+        config = read_config(options.config)
+        server.reload(config)
+        if options.agent_port is None:
+            _route(options, server, config)
+    except Exception as error:
+        logging.getLogger(__name__).error("%s is not applied: %s", options.config, error)
 
 
 def _text(ready: dict) -> str:
@@ -202,7 +217,8 @@ class _Registration:
 
     def __init__(self, options: Options, server: Any, bindings: list[tuple[str, str, str]]) -> None:
         from shoal.serving.net_utils import get_local_server_addr
-        from shoal.serving.zk_backend import Container, ZKBackend
+        from shoal.serving.records import Container
+        from shoal.serving.zk_backend import ZKBackend
 
         self._server, self._bindings = server, bindings
         own = f"{options.host}:{server.port}"
@@ -219,7 +235,7 @@ class _Registration:
         self._thread.start()
 
     def _report(self) -> None:
-        from shoal.serving.zk_backend import ContainerServiceInfo, SavedModel
+        from shoal.serving.records import ContainerServiceInfo, SavedModel
 
         self._backend.report_service_info(self._container, ContainerServiceInfo(grpc=self._address, http=self._rest))
         ready = {SavedModel(model, sub) for model, sub, name in self._bindings if self._server.model(name).current()}

@@ -100,7 +100,7 @@ def sync(options: Options) -> int:
     from shoal.serving.manager import SyncClientManager
     from shoal.serving.online import SyncLoop
     from shoal.serving.push import PushClient
-    from shoal.serving.sync_client import SyncClientHandle
+    from shoal.serving.sync_handle import SyncClientHandle
     from shoal.serving.sync_source import follow_source
 
     logging.basicConfig(
@@ -157,7 +157,7 @@ def _serve_metrics(options: Options) -> Callable[[], None]:
 
 
 def _round(options: Options, loop: Any, handle: Any) -> int:
-    from shoal.serving.metrics import emit_counter, emit_store
+    from shoal.metrics import emit_counter, emit_store
 
     begin = time.time()
     try:

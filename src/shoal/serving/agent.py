@@ -1,33 +1,26 @@
-"""The agent process beside model servers: it starts them, registers them and tells them of each other."""
+"""The agent of a unified cluster: its container serves what a layout names."""
 
 import logging
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
 
-from shoal.errors import ConfigError, DeadlineError
+from shoal.errors import ConfigError
 from shoal.proto.serving.tf_serving_pb2 import ModelServerConfig, ModelVersionStatus
-from shoal.serving.agent_config import AgentConfig, DeployType
+from shoal.serving.agent_config import AgentConfig
 from shoal.serving.agent_service import AgentDataProvider, AgentService
-from shoal.serving.agent_utils import gen_model_config, parse_sub_model_name
+from shoal.serving.agent_utils import gen_model_config
 from shoal.serving.layout_filters import LayoutFilters
-from shoal.serving.net_utils import concat_ip_and_port, get_local_ip, is_open
-from shoal.serving.replica_updater import ReplicaManager
+from shoal.serving.net_utils import concat_ip_and_port, get_local_ip
+from shoal.serving.records import Container, ContainerServiceInfo, SavedModel
 from shoal.serving.security import ServerSecurity
-from shoal.serving.zk_backend import Container, ContainerServiceInfo, SavedModel
 
 log = logging.getLogger(__name__)
 
 SERVICE_INFO_SECS = 60.0
 BINDINGS_SECS = 30.0
-PORT_CHECK_SECS = 10.0
-START_TIMEOUT_SECS = 3600.0
 
 
 class UnifiedAgent:
@@ -99,9 +92,14 @@ class UnifiedAgent:
         config = ModelServerConfig()
         config.model_config_list.SetInParent()
         for saved, deploy in models:
-            if self._filters.accepts(saved.sub_graph):
+            if not self._filters.accepts(saved.sub_graph):
+                continue
+            try:
                 entry = gen_model_config(str(saved), deploy.model_base_path or "", deploy.version_policy or "latest")
-                config.model_config_list.config.append(entry)
+            except ValueError as error:  # one bad declaration is not the others' fault
+                log.error("layout %s: %s is skipped: %s", self.config.layout_path, saved, error)
+                continue
+            config.model_config_list.config.append(entry)
         self.model_config = config
         self._wake.set()
 
@@ -148,92 +146,3 @@ class UnifiedAgent:
                 self.report_models()
             except Exception:
                 log.exception("available models could not be reported")
-
-
-class ServingAgent:
-    """A process of a one-model cluster (agent version 1): model servers as children, their registrations, the agent.
-
-    Mixed processes start embedding shards, then dense, then the entry, each when what it needs is available. If a child
-    dies, all are ended.
-    """
-
-    port_check_secs = PORT_CHECK_SECS
-    start_timeout_secs = START_TIMEOUT_SECS
-
-    def __init__(self, config: AgentConfig, zk: Any, *, agent_address: str | None = None) -> None:
-        if not config.base_path:
-            raise ConfigError("an agent needs base_path, the directory of exported_models")
-        self.config = config
-        self._zk = zk
-        self.replicas = ReplicaManager(zk, config)
-        self._agent = AgentService(self.replicas.watcher, config, address=agent_address)
-        self._children: dict[str, subprocess.Popen] = {}
-
-    def command(self, server_type: str) -> list[str]:
-        """The model server of ``ps``, ``dense`` or ``entry``."""
-        conf = self.config
-        names = [name for name in self.replicas.updater.model_names if parse_sub_model_name(name)[0] == server_type]
-        poll = conf.file_system_poll_wait_seconds_ps if server_type == "ps" else conf.file_system_poll_wait_seconds
-        command = [sys.executable, "-m", "shoal", "serve", str(conf.base_path)]
-        command += ["--port", str(conf.grpc_port(server_type)), "--poll-seconds", str(poll)]
-        command += ["--agent-port", str(self._agent.port)]
-        return [*command, "--sub-graph", *names]
-
-    def run(self, stop: threading.Event | None = None) -> int:
-        """Starts everything and waits; the exit code: 0 when asked to stop, 1 when a child died."""
-        stop = stop or threading.Event()
-        self._agent.start()
-        try:
-            self.replicas.start()
-            for server_type, ready in self._order():
-                self._wait(ready, stop, f"what {server_type} needs")
-                if stop.is_set():
-                    return 0
-                self._children[server_type] = subprocess.Popen(self.command(server_type))
-                port = self.config.grpc_port(server_type)
-                self._wait(lambda port=port: is_open(f"127.0.0.1:{port}"), stop, f"{server_type} to listen on {port}")
-            while not stop.wait(1.0):
-                if dead := [name for name, child in self._children.items() if child.poll() is not None]:
-                    log.error("model server %s ended with %s; ending the others", dead, self._children[dead[0]].poll())
-                    return 1
-            return 0
-        finally:
-            self.end()
-
-    def _order(self) -> list[tuple[str, Callable[[], bool]]]:
-        conf, always = self.config, lambda: True
-        if conf.deploy_type != DeployType.MIXED:
-            needs = self._entry_may_start if conf.deploy_type == DeployType.ENTRY else always
-            return [(str(conf.deploy_type), needs)]
-        order: list[tuple[str, Callable[[], bool]]] = [("ps", always)]
-        if conf.dense_alone:
-            order.append(("dense", always))
-        return [*order, ("entry", self._entry_may_start)]
-
-    def _entry_may_start(self) -> bool:
-        ready = self.replicas.is_ps_set_started()
-        return ready and (not self.config.dense_alone or self.replicas.is_dense_set_started())
-
-    def _wait(self, ready: Callable[[], bool], stop: threading.Event, what: str) -> None:
-        end = time.monotonic() + self.start_timeout_secs
-        pause = min(self.port_check_secs, 2 * self.config.update_model_status_interval)
-        while not ready():
-            if any(child.poll() is not None for child in self._children.values()):
-                raise DeadlineError(f"a model server ended while waiting for {what}")
-            if time.monotonic() >= end:
-                raise DeadlineError(f"waited {self.start_timeout_secs:.0f} s for {what}")
-            if stop.wait(pause):
-                return
-
-    def end(self) -> None:
-        """Ends the children, gently first, and the registrations."""
-        for child in self._children.values():
-            if child.poll() is None:
-                child.terminate()
-        for child in self._children.values():
-            try:
-                child.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                child.kill()
-        self.replicas.stop()
-        self._agent.stop()

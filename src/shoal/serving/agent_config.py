@@ -24,7 +24,7 @@ class DeployType(StrEnum):
 def replica_id_from_pod_name() -> int:
     """A replica id from ``MY_POD_NAME``: ten hex digits of its MD5; -1 without a pod name."""
     pod = os.environ.get("MY_POD_NAME")
-    return int(hashlib.md5(pod.encode()).hexdigest()[10:20], 16) if pod else -1
+    return int(hashlib.md5(pod.encode(), usedforsecurity=False).hexdigest()[10:20], 16) if pod else -1
 
 
 def _env(*names: str) -> str | None:
@@ -49,7 +49,7 @@ class AgentConfig:
     update_model_status_interval: int = 1
     agent_version: int = 1
     version_policy: str = "latest"
-    version_data: int = 1
+    version_data: int | list[int] = 1
     fetch_ps_timeout_ms: int = 200
     fetch_ps_retry: int = 2
     file_system_poll_wait_seconds: int = 1
@@ -133,9 +133,14 @@ class AgentConfig:
             names = ("tfs_ps_port", "tfs_ps_http_port", "tfs_ps_archon_port")
             names += ("tfs_dense_port", "tfs_dense_http_port", "tfs_dense_archon_port")
             wanted |= {name: f"PORT{5 + index}" for index, name in enumerate(names)}
+        taken = {getattr(self, name) for name in wanted}
         for name, variable in wanted.items():
             if getattr(self, name) is None:
-                setattr(self, name, int(_env(variable) or 0) or find_free_port())
+                port = int(_env(variable) or 0)
+                while not port or (port in taken and not _env(variable)):
+                    port = find_free_port()
+                taken.add(port)
+                setattr(self, name, port)
 
     @property
     def location(self) -> str | None:
@@ -191,6 +196,8 @@ _TRUE, _FALSE = ("true", "y", "t", "yes", "1"), ("false", "n", "f", "no", "0")
 def _convert(kind: str, values: list[str]) -> Any:
     if kind.startswith("list"):
         return [value for value in values if value.lower() != "none"]
+    if len(values) > 1 and "list[int]" in kind:
+        return [_convert("int", [value]) for value in values]
     if len(values) > 1:
         raise ValueError(f"takes one value, got {values}")
     text = values[0]

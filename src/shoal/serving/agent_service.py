@@ -110,7 +110,15 @@ class AgentService:
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         add_health_and_reflection(self._server, (SERVICE,))
-        self.port = bind(self._server, address or f"[::]:{port}", self._security)
+        self.port = self._bind(address, port)
+
+    def _bind(self, address: str | None, port: int | None) -> int:
+        if address is not None:
+            return bind(self._server, address, self._security)
+        try:
+            return bind(self._server, f"[::]:{port}", self._security)
+        except ConfigError:  # perhaps a machine without IPv6
+            return bind(self._server, f"0.0.0.0:{port}", self._security)
 
     def start(self) -> "AgentService":
         self._server.start()
@@ -142,8 +150,11 @@ class AgentService:
 
     def _heart_beat(self, request: HeartBeatRequest, context: Any) -> HeartBeatResponse:
         if self.version == 1:
-            found = self._source.get_all_replicas(request.server_type, *self._place())
-            addresses = {key.rpartition("/")[2]: value for key, value in found.items()}
+            addresses: dict[str, list[str]] = {}
+            for key, value in self._source.get_all_replicas(request.server_type, *self._place()).items():
+                addresses.setdefault(key.rpartition("/")[2], []).extend(
+                    value
+                )  # of all locations, where no own is known
         elif self.version == 2:
             addresses = self._source.get_all_replicas(request.server_type)
         else:

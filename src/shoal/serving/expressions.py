@@ -42,6 +42,8 @@ def evaluate_number(text: str) -> int | float:
         return value(tree)
     except ZeroDivisionError:
         raise ValueError(f"{text!r} divides by zero") from None
+    except RecursionError:
+        raise ValueError(f"{text!r} is nested too deeply") from None
 
 
 class Condition:
@@ -55,7 +57,10 @@ class Condition:
         self.text = text
         self._tree = _parse(text)
         self.names: set[str] = set()
-        self._check(self._tree)
+        try:
+            self._check(self._tree)
+        except RecursionError:
+            raise ValueError(f"condition {text!r} is nested too deeply") from None
 
     def __call__(self, names: Mapping[str, int]) -> bool:
         """Whether the condition holds; ``KeyError`` for a name without a value, False where it divides by zero."""

@@ -19,6 +19,7 @@ from shoal.proto.serving.tf_serving_pb2 import (
     ReloadConfigResponse,
 )
 from shoal.serving.grpc_server import unary
+from shoal.serving.security import ServerSecurity, bind
 
 State = ModelVersionStatus.State
 _NEXT = {State.START: State.LOADING, State.LOADING: State.AVAILABLE, State.UNLOADING: State.END}
@@ -68,7 +69,7 @@ class FakeTFServing:
                 grpc.method_handlers_generic_handler("tensorflow.serving.ModelService", model),
             )
         )
-        self.port = self._server.add_insecure_port(f"[::]:{port}") or self._server.add_insecure_port(f"0.0.0.0:{port}")
+        self.port = bind(self._server, f"127.0.0.1:{port}", ServerSecurity())
 
     @property
     def address(self) -> str:

@@ -33,10 +33,19 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
+    """A watch of one client. It rests while its client is away and catches up when that is back, as kazoo's do."""
+
+    client: "FakeKazooClient"
     path: str
     func: Callable
     live: bool = True
     wants_event: bool = False
+    seen: Any = None
+    """What the function was last told of."""
+
+    @property
+    def awake(self) -> bool:
+        return self.live and self.client.connected
 
 
 class FakeTree:
@@ -71,27 +80,48 @@ class FakeTree:
         self.nodes[parent_of(path)].children.remove(path.rpartition("/")[2])
         self.fire_data(path, EventType.DELETED)
         for watch in self.child_watches:
-            if watch.path == path:
+            if watch.path == path and watch.awake:
                 watch.live = False  # as in ZooKeeper: a children watch ends with its node
         self.fire_children(parent_of(path))
 
     def fire_data(self, path: str, kind: str) -> None:
-        event = WatchedEvent(kind, KazooState.CONNECTED, path)
         for watch in list(self.data_watches):
-            if watch.live and watch.path == path:
-                node = self.nodes.get(path)
-                args = (node.value, self.stat(path)) if node is not None else (None, None)
-                watch.live = call_watch(watch.func, args, event)
+            if watch.awake and watch.path == path:
+                self.tell_data(watch, WatchedEvent(kind, KazooState.CONNECTED, path))
         self.data_watches = [watch for watch in self.data_watches if watch.live]
 
     def fire_children(self, path: str) -> None:
         for watch in list(self.child_watches):
-            if watch.live and watch.path == path and path in self.nodes:
-                args: tuple = (self.children(path),)
-                if watch.wants_event:
-                    args += (WatchedEvent(EventType.CHILD, KazooState.CONNECTED, path),)
-                watch.live = watch.func(*args) is not False
+            if watch.awake and watch.path == path and path in self.nodes:
+                self.tell_children(watch, WatchedEvent(EventType.CHILD, KazooState.CONNECTED, path))
         self.child_watches = [watch for watch in self.child_watches if watch.live]
+
+    def data_now(self, path: str) -> Any:
+        """What a data watch compares: the node itself and how often it was written."""
+        node = self.nodes.get(path)
+        return (id(node), node.version) if node is not None else None
+
+    def tell_data(self, watch: _Watch, event: Any) -> None:
+        node = self.nodes.get(watch.path)
+        watch.seen = self.data_now(watch.path)
+        args = (node.value, self.stat(watch.path)) if node is not None else (None, None)
+        watch.live = call_watch(watch.func, args, event)
+
+    def tell_children(self, watch: _Watch, event: Any) -> None:
+        watch.seen = self.children(watch.path)
+        args = (list(watch.seen), event) if watch.wants_event else (list(watch.seen),)
+        watch.live = watch.func(*args) is not False
+
+    def catch_up(self, client: "FakeKazooClient") -> None:
+        """Tells a client that is back what it missed."""
+        for watch in [each for each in self.child_watches if each.client is client]:
+            if watch.path not in self.nodes:
+                watch.live = False
+            elif watch.awake and self.children(watch.path) != watch.seen:
+                self.tell_children(watch, None)
+        for watch in [each for each in self.data_watches if each.client is client]:
+            if watch.awake and self.data_now(watch.path) != watch.seen:
+                self.tell_data(watch, None)
 
 
 class FakeKazooClient(StateListeners):
@@ -114,6 +144,8 @@ class FakeKazooClient(StateListeners):
             self._session = next(self.tree.sessions)
             self.connected = True
             self._tell(KazooState.CONNECTED)
+            with self.tree.lock:
+                self.tree.catch_up(self)
 
     def stop(self) -> None:
         if self.connected:
@@ -142,7 +174,8 @@ class FakeKazooClient(StateListeners):
     def _end_session(self) -> None:
         with self.tree.lock:
             for path in [path for path, node in self.tree.nodes.items() if node.owner and node.owner == self._session]:
-                self.tree.remove(path)
+                if path in self.tree.nodes:  # a watch may have deleted it meanwhile
+                    self.tree.remove(path)
 
     def _check(self) -> None:
         if not self.connected:
@@ -250,9 +283,9 @@ class FakeKazooClient(StateListeners):
     def _watch_data(self, path: str, func: Callable) -> None:
         path = normal(path)
         with self.tree.lock:
-            watch = _Watch(path, func)
+            watch = _Watch(self, path, func)
             if path in self.tree.nodes:
-                watch.live = call_watch(func, (self.tree.nodes[path].value, self.tree.stat(path)), None)
+                self.tree.tell_data(watch, None)
             if watch.live:
                 self.tree.data_watches.append(watch)
 
@@ -261,9 +294,8 @@ class FakeKazooClient(StateListeners):
         with self.tree.lock:
             if path not in self.tree.nodes:
                 return
-            watch = _Watch(path, func, wants_event=send_event)
-            args: tuple = (self.tree.children(path), None) if send_event else (self.tree.children(path),)
-            watch.live = func(*args) is not False
+            watch = _Watch(self, path, func, wants_event=send_event)
+            self.tree.tell_children(watch, None)
             if watch.live:
                 self.tree.child_watches.append(watch)
 

@@ -35,9 +35,7 @@ def load_servable(directory: Path, root: Path) -> Servable:
     if manifest.program is not None:
         for name in ("lookup", "raw_lookup"):  # a standalone export answers with its program
             signatures.pop(name, None)
-        signatures["serving_default"] = load_program(directory, manifest, views, lambda: servable)
-    if manifest.sub_graph.startswith("dense") and "serving_default" in signatures:
-        signatures["gpu_remote_call"] = signatures.pop("serving_default")
+        signatures |= load_program(directory, manifest, views)
     servable.signatures = signatures
     return servable
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from shoal.metrics import emit_counter, emit_timer
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushRequest, PushResponse, PushResult
-from shoal.serving.metrics import emit_counter, emit_timer
 from shoal.serving.push import PushClient
 from shoal.serving.split import DeltaBatch, sendable_parts
-from shoal.serving.status import Code
+from shoal.serving.status import Code, StatusError
 
 log = logging.getLogger(__name__)
 
@@ -175,10 +175,8 @@ class SyncClientManager:
             if begin >= end:
                 text = f"the round's {ROUND_BUDGET_SECS:.0f} s were used up before this part"
                 response = PushResponse(status_code=Code.DEADLINE_EXCEEDED, error_message=text, update_num=0)
-            elif isinstance(client, PushClient):
-                response = client.push(part, touched_at, timeout=end - begin)
             else:
-                response = client.push(part.message() if isinstance(part, DeltaBatch) else part)
+                response = _push_part(client, part, touched_at, end - begin)
             response.target = target
             status = "KO" if response.status_code else "OK"
             emit_timer("parameter_sync_latency", (time.monotonic() - begin) * 1e6, tags(status))
@@ -191,6 +189,23 @@ class SyncClientManager:
             if size:
                 emit_counter("parameter_sync_byte_size", size, tags(status))
         return responses
+
+
+def _push_part(client: Any, part: Part, touched_at: float | None, timeout: float) -> PushResponse:
+    """One RPC. What goes wrong before it is an answer, too: an exception here would lose the other targets' parts."""
+    response = PushResponse()
+    try:
+        if isinstance(client, PushClient):
+            answer = client.push(part, touched_at, timeout=timeout)
+        else:
+            answer = client.push(part.message() if isinstance(part, DeltaBatch) else part)
+        response.CopyFrom(answer)  # a client may hand out the same message again
+    except Exception as error:
+        log.exception("a part could not be pushed")
+        code = Code.INVALID_ARGUMENT if isinstance(error, ValueError) else Code.INTERNAL
+        code = error.code if isinstance(error, StatusError) else code
+        response = PushResponse(status_code=int(code), error_message=str(error), update_num=0)
+    return response
 
 
 def _weigh(part: Part) -> tuple[int | None, int]:

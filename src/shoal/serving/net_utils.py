@@ -1,5 +1,6 @@
 """Addresses of this machine and whether others answer."""
 
+import ipaddress
 import os
 import socket
 from collections.abc import Sequence
@@ -16,19 +17,16 @@ class AddressFamily(StrEnum):
 
 
 def is_ipv6_address(ip: str) -> bool:
-    """Whether ``ip`` is a literal IPv6 address, with or without brackets."""
+    """Whether ``ip`` is a literal IPv6 address, without the brackets that it has before a port."""
     try:
-        socket.inet_pton(socket.AF_INET6, ip.strip("[]"))
-    except (OSError, ValueError):
+        return ipaddress.ip_address(ip).version == 6
+    except ValueError:
         return False
-    return True
 
 
 def concat_ip_and_port(ip: str, port: int | str) -> str:
     """``ip:port``; an IPv6 address gets brackets."""
-    if is_ipv6_address(ip):
-        return f"[{ip.strip('[]')}]:{port}"
-    return f"{ip}:{port}"
+    return f"[{ip}]:{port}" if is_ipv6_address(ip) else f"{ip}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:

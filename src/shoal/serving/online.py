@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.comm.hooks import SessionRunHook
 from shoal.errors import ConfigError
 from shoal.serving.agent_config import AgentConfig
+from shoal.serving.backends import SyncBackend, refresh_sync_config
 from shoal.serving.replica_watcher import ReplicaWatcher
-from shoal.serving.sync_client import ParameterSyncClient, SyncClientHandle, create_parameter_sync_clients
-from shoal.serving.zk_backend import SyncBackend, ZKBackend, refresh_sync_config
+from shoal.serving.sync_client import ParameterSyncClient, create_parameter_sync_clients
+from shoal.serving.sync_handle import SyncClientHandle
+from shoal.serving.zk_backend import ZKBackend
 from shoal.serving.zk_types import make_zk_client
 
 log = logging.getLogger(__name__)
@@ -161,7 +164,8 @@ class SyncLoop:
     def stop(self, final_round: bool = True) -> None:
         """Ends the thread; by default after one more round, so that nothing trained is left behind."""
         self._stop.set()
-        self._thread.join(timeout=ROUND_BUDGET_SECS + 5)
+        if self._thread.is_alive():
+            self._thread.join(timeout=ROUND_BUDGET_SECS + 5)
         if final_round:
             try:
                 self.run_once()
@@ -178,7 +182,7 @@ class SyncLoop:
             self._stop.wait(max(0.0, self._period - (time.monotonic() - begin)))
 
 
-class ParameterSyncHook:
+class ParameterSyncHook(SessionRunHook):
     """Pushes during synchronous training, from a background thread, with at most one round in flight.
 
     It shares its client with the tables: that of the empty suffix.
@@ -219,17 +223,17 @@ class ParameterSyncHook:
             self._thread = threading.Thread(target=self._run, name="shoal-sync-hook", daemon=True)
             self._thread.start()
 
-    def before_run(self, *args: Any) -> None:
+    def before_run(self, ctx: Any = None) -> None:
         """Nothing; rounds begin after a step."""
 
-    def after_run(self, *args: Any) -> None:
+    def after_run(self, ctx: Any = None, values: Any = None) -> None:
         """Asks for a round if one is due and none is running. Returns at once."""
         self.begin()
         if self._idle.is_set() and time.monotonic() - self._synced >= self._sync_secs:
             self._idle.clear()
             self._wake.set()
 
-    def end(self, *args: Any) -> None:
+    def end(self, ctx: Any = None) -> None:
         """Waits for the round in flight, then pushes what is left, within the round's budget."""
         if self._thread is None:
             return

@@ -1,7 +1,7 @@
 """The dense program of an entry or standalone export: look rows up, pool them, run the net."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shoal.errors import ConfigError, DataError
-from shoal.serving.manifest import SignatureSpec, TensorSpec, inside
+from shoal.serving.manifest import SignatureSpec, inside
 from shoal.serving.remote import remote_predict
-from shoal.serving.servable import Servable, Signature, TableView, Tensors
+from shoal.serving.servable import Signature, TableView, Tensors
+from shoal.serving.tensors import dtype_code, torch_dtype
 
 COMBINERS = ("sum", "mean", "none")
+REMOTE_NET = "gpu_remote_call"
+"""The signature that ``dense_0`` answers an entry by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,20 @@ def remote_lookup(model_name: str, num_ps: int, dims: Mapping[str, int], deadlin
     return lookup
 
 
+def remote_net(model_name: str, kinds: Mapping[str, torch.dtype | None], deadline_millis: float) -> Callable[..., Any]:
+    """The net of ``dense_0``, called with pooled rows and dense values as keywords; ``kinds``: output -> its dtype."""
+
+    def call(**inputs: torch.Tensor) -> Tensors:
+        answers = remote_predict(
+            list(inputs), list(inputs.values()), list(kinds),
+            model_name=f"{model_name}:dense_0", task=0, old_model_name="dense_0",
+            max_rpc_deadline_millis=deadline_millis, signature_name=REMOTE_NET, output_types=list(kinds.values()),
+        )  # fmt: skip
+        return dict(zip(kinds, answers, strict=True))
+
+    return call
+
+
 class Program:
     """A net with its features: ``{alias: tensor}`` in, ``{alias: tensor}`` out."""
 
@@ -179,39 +196,30 @@ def named_outputs(result: Any, names: list[str] | None = None) -> Tensors:
     return {names[0] if names else "output": result}
 
 
-def describe(features: Mapping[str, Feature], outputs: list[str], **more: Any) -> dict[str, Any]:
-    """The manifest's ``program``."""
-    listed = {alias: asdict(feature) for alias, feature in features.items()}
-    return {"file": "variables/program.pt2", "features": listed, "outputs": outputs, **more}
-
-
-def load_program(
-    directory: Path, manifest: Any, views: Mapping[str, TableView], servable: Callable[[], Servable]
-) -> Signature:
-    """``serving_default`` of an exported directory."""
+def load_program(directory: Path, manifest: Any, views: Mapping[str, TableView]) -> dict[str, Signature]:
+    """``serving_default`` of an exported directory, ``gpu_remote_call`` where it holds nothing but the net."""
     given = manifest.program
+    name = REMOTE_NET if manifest.sub_graph.startswith("dense") else "serving_default"
     try:
         features = {alias: Feature(**each) for alias, each in given["features"].items()}
-        file = inside(directory, directory / given["file"])
+        spec = manifest.signatures[name]
         outputs, num_ps = list(given["outputs"]), int(given.get("num_ps", 0))
+        deadline = float(given.get("max_rpc_deadline_millis", 30000))
+        dims = {slot: int(dim) for slot, dim in given.get("dims", {}).items()}
+        net_elsewhere, remote = bool(given.get("remote_net")), bool(given.get("remote"))
+        file = None if net_elsewhere else inside(directory, directory / given["file"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
-    net = direct_call(torch.export.load(str(file)))
-    if given.get("remote"):
-        dims = {slot: int(dim) for slot, dim in given["dims"].items()}
-        lookup = remote_lookup(manifest.model_name, num_ps, dims, float(given.get("max_rpc_deadline_millis", 30000)))
+    if file is None:
+        kinds = {alias: torch_dtype(dtype_code(each.dtype)) for alias, each in spec.outputs.items()}
+        net = remote_net(manifest.model_name, kinds, deadline)
+    else:
+        net = direct_call(torch.export.load(str(file)))
+    if remote:
+        lookup = remote_lookup(manifest.model_name, num_ps, dims, deadline)
     else:
         lookup = local_lookup(views, max(1, num_ps))
     program = Program(net, features, outputs, lookup)
-    spec = manifest.signatures["serving_default"]
     # An entry waits for its shards: its requests run side by side instead of being joined.
-    remote = bool(given.get("remote"))
-    return Signature(SignatureSpec(dict(spec.inputs), dict(spec.outputs)), program, batch=not remote, waits=remote)
-
-
-def input_specs(features: Mapping[str, Feature], dense: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    from shoal.serving.servable import dtype_of
-
-    specs = {alias: TensorSpec("int64", [None, None], feature.padding) for alias, feature in features.items()}
-    specs |= {alias: TensorSpec(dtype_of(value), [None, *value.shape[1:]]) for alias, value in dense.items()}
-    return specs
+    signature = SignatureSpec(dict(spec.inputs), dict(spec.outputs))
+    return {name: Signature(signature, program, batch=not remote, waits=remote)}

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from shoal.errors import DataError
+from shoal.metrics import emit_counter, emit_timer
 from shoal.serving.addresses import address_table, route
-from shoal.serving.metrics import emit_counter, emit_timer
 from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.security import client_security, open_channel
 from shoal.serving.status import Code, StatusError, from_rpc_error, invalid_argument, unavailable
@@ -142,7 +142,10 @@ def remote_predict_with_status(
         inputs = {alias: encode_tensor(value) for alias, value in zip(input_tensor_alias, input_tensors, strict=True)}
         payload = encode_request(spec, inputs, output_tensor_alias)
         try:
-            answer = _call(table, key, sent, signature_name, payload, begin, max_rpc_deadline_millis, retries, tags)
+            what = f"model {sent!r}, signature {signature_name!r}"
+            if sent != model_name:
+                what = f"model {sent!r} ({model_name!r}), signature {signature_name!r}"
+            answer = _call(table, key, what, payload, begin, max_rpc_deadline_millis, retries, tags)
         except StatusError as error:
             if fail_op_on_rpc_error:
                 raise
@@ -169,22 +172,12 @@ def remote_predict_async(*args: Any, **kwargs: Any) -> Future:
 
 
 def _call(
-    table: Any,
-    key: str,
-    sent: str,
-    signature: str,
-    payload: bytes,
-    begin: float,
-    millis: float,
-    retries: int,
-    tags: str,
+    table: Any, key: str, what: str, payload: bytes, begin: float, millis: float, retries: int, tags: str
 ) -> bytes:
     candidates = list(table.addresses.get(key) or ())
     if not candidates:
         known = ", ".join(sorted(table.addresses)) or "none"
-        raise unavailable(
-            f"no address serves {key!r} (model {sent!r}, signature {signature!r}); keys of the address table: {known}"
-        )
+        raise unavailable(f"no address serves {key!r} ({what}); keys of the address table: {known}")
     random.shuffle(candidates)
     end = begin + millis / 1000
     if (limit := _deadline.get()) is not None:
@@ -193,22 +186,18 @@ def _call(
     for address in candidates[: 1 + max(0, retries)]:
         left = end - time.monotonic()
         if left <= 0:
-            failure = failure or StatusError(
-                Code.DEADLINE_EXCEEDED, f"no time left to call {sent!r} (signature {signature!r}) at {address}"
-            )
+            failure = failure or StatusError(Code.DEADLINE_EXCEEDED, f"{what}: no time left to call {address}")
             break
         start = time.monotonic()
         try:
             return _channels.call(address, table)(payload, timeout=left)
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
-            failure = StatusError(
-                failure.code, f"model {sent!r}, signature {signature!r} at {address}: {failure.message}"
-            )
+            failure = StatusError(failure.code, f"{what} at {address}: {failure.message}")
             if failure.code != Code.UNAVAILABLE:
                 break
         except ValueError as error:  # the channel was closed under us because the table changed
-            failure = unavailable(f"model {sent!r} at {address}: {error}")
+            failure = unavailable(f"{what} at {address}: {error}")
         finally:
             emit_timer("serving_latency", time.monotonic() - start, tags)
     assert failure is not None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from shoal.proto.serving.agent_service_pb2 import ServerType
 from shoal.proto.serving.tf_serving_pb2 import ModelVersionStatus
-from shoal.serving.zk_backend import JsonRecord
+from shoal.serving.records import JsonRecord
 
 ModelState = ModelVersionStatus.State
 

@@ -7,15 +7,16 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
+from shoal.metrics import emit_store
 from shoal.proto.serving.agent_service_pb2 import ServerType
 from shoal.proto.serving.tf_serving_pb2 import GetModelStatusRequest, GetModelStatusResponse, ModelVersionStatus
 from shoal.serving.agent_config import AgentConfig, DeployType
 from shoal.serving.agent_utils import parse_sub_model_name
-from shoal.serving.metrics import emit_store
 from shoal.serving.net_utils import resolve
 from shoal.serving.predict import GET_MODEL_STATUS
 from shoal.serving.replica_meta import ModelState, ReplicaMeta
@@ -83,10 +84,10 @@ class ReplicaUpdater:
             except Exception:
                 log.exception("sub-model %s could not be registered", name)
 
-    def _register(self, name: str) -> None:
+    def _register(self, name: str, meta: ReplicaMeta | None = None) -> None:
         kind, task = parse_sub_model_name(name)
         with self._lock:
-            meta = self._meta.get(name) or self._new_meta(kind)
+            meta = meta or self._meta.get(name) or self._new_meta(kind)
             replica = self.config.replica_id
             base = f"{self.config.path_prefix}/{kind}:{task}"
             if kind == "entry" and replica == -1:
@@ -221,20 +222,21 @@ class ReplicaUpdater:
                 self._register(name)
                 meta = self._meta[name]
             if meta.stat != state:
-                meta.stat = state
-                self._publish(name, meta)
+                self._publish(name, replace(meta, stat=state))
         if problem is not None:
             log.error("sub-model %s: %d %s", name, problem.code, problem.message)
 
     def _publish(self, name: str, meta: ReplicaMeta) -> None:
+        """Writes what is to be published, and only then takes it for published: what fails is tried again."""
         path = self._paths.get(name)
         if path is None:
-            self._register(name)
+            self._register(name, meta)
             return
         try:
             self._zk.set(path, meta.serialize())
         except NoNodeError:
             self._zk.create(path, meta.serialize(), ephemeral=True, makepath=True)
+        self._meta[name] = meta
 
     def _emit(self, name: str, what: str, value: float) -> None:
         if self.config.use_metrics:
@@ -296,6 +298,7 @@ class ReplicaManager:
         self.watcher = ReplicaWatcher(zk, config)
         self.updater = ReplicaUpdater(zk, config)
         self.watcher.own_registrations = lambda: self.updater.registrations
+        self.watcher.follows_session = False  # polling resumes after the nodes of this process are back
         self._listener = ZKListener(self.watcher, self.updater)
 
     def start(self) -> None:

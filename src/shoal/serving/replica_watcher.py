@@ -10,9 +10,9 @@ from typing import Any
 from shoal.proto.serving.agent_service_pb2 import ServerType
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig
 from shoal.serving.agent_config import AgentConfig
+from shoal.serving.backends import SyncBackend
 from shoal.serving.net_utils import resolve
 from shoal.serving.replica_meta import ModelState, ReplicaMeta, ZKPath, type_name
-from shoal.serving.zk_backend import SyncBackend
 from shoal.serving.zk_types import EventType, KazooState, NoNodeError
 
 log = logging.getLogger(__name__)
@@ -24,9 +24,8 @@ Replicas = dict[str, dict[str, ReplicaMeta]]
 
 def is_ipv6_only() -> bool:
     """Whether this host can be reached by IPv6 only, by ``MY_HOST_IP``/``MY_POD_IP``/``MY_HOST_IPV6`` or its name."""
-    v4 = [os.environ.get(name) for name in ("MY_HOST_IP", "MY_POD_IP")]
-    if any(v4) or os.environ.get("MY_HOST_IPV6"):
-        return not any(v4)
+    if any(name in os.environ for name in ("MY_HOST_IP", "MY_POD_IP", "MY_HOST_IPV6")):
+        return not (os.environ.get("MY_HOST_IP") or os.environ.get("MY_POD_IP"))
     return resolve(socket.gethostname(), socket.AF_INET) is None
 
 
@@ -55,7 +54,9 @@ class ReplicaWatcher:
         """Gives path -> value of this process's own nodes; the poll puts back those that vanished."""
         self.poll_secs = POLL_SECS
         self._lock = threading.RLock()
-        self._watched: set[str] = set()
+        self._watched: dict[str, object] = {}  # path -> what tells its watch from an earlier one of the same path
+        self.follows_session = True
+        """Whether polling rests and resumes by the client's state; False where somebody else sees to that."""
         self._lost = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -69,9 +70,11 @@ class ReplicaWatcher:
     def watch_data(self) -> None:
         """Starts the watches, whose first calls fill the map, and the poll that heals what they missed."""
         self._stop.clear()
-        self._zk.add_listener(self._on_state)
+        if self.follows_session:
+            self._zk.add_listener(self._on_state)
         self._zk.ensure_path(self.base)
-        self._watch_children(self.base, self._watch_location if self.config.dc_aware else self._watch_task)
+        token = self._watched[self.base] = object()
+        self._watch_children(self.base, token, self._watch_location if self.config.dc_aware else self._watch_task)
         self._thread = threading.Thread(target=self._poll_loop, name="shoal-replica-watcher", daemon=True)
         self._thread.start()
 
@@ -98,31 +101,34 @@ class ReplicaWatcher:
         elif state == KazooState.CONNECTED:
             self.resume()
 
-    def _watch_children(self, path: str, watch_child: Callable[[str], None]) -> None:
+    def _is_live(self, path: str, token: object) -> bool:
+        """Whether a watch is still the one of its path: a path that went and came back has another."""
+        return not self._stop.is_set() and self._watched.get(path) is token
+
+    def _watch_children(self, path: str, token: object, watch_child: Callable[[str, object], None]) -> None:
         def changed(children: list[str]) -> bool | None:
-            if self._stop.is_set():
-                return False
-            present = {f"{path}/{child}" for child in children}
             with self._lock:
-                gone = [
-                    each for each in self._watched if each.startswith(f"{path}/") and _child(path, each) not in present
-                ]
-                self._watched.difference_update(gone)
-                fresh = [child for child in sorted(present) if child not in self._watched]
+                if not self._is_live(path, token):
+                    return False
+                present = {f"{path}/{child}" for child in children}
+                for each in [each for each in self._watched if each.startswith(f"{path}/")]:
+                    if _child(path, each) not in present:
+                        del self._watched[each]
+                fresh = {child: object() for child in sorted(present) if child not in self._watched}
                 self._watched.update(fresh)
-            for child in fresh:
-                watch_child(child)
+            for child, its_token in fresh.items():
+                watch_child(child, its_token)
             return None
 
         self._zk.ChildrenWatch(path, changed)
 
-    def _watch_location(self, path: str) -> None:
-        self._watch_children(path, self._watch_task)
+    def _watch_location(self, path: str, token: object) -> None:
+        self._watch_children(path, token, self._watch_task)
 
-    def _watch_task(self, path: str) -> None:
-        self._watch_children(path, self._watch_replica)
+    def _watch_task(self, path: str, token: object) -> None:
+        self._watch_children(path, token, self._watch_replica)
 
-    def _watch_replica(self, path: str) -> None:
+    def _watch_replica(self, path: str, token: object) -> None:
         task, _, name = path.rpartition("/")
         try:
             replica = str(int(name))
@@ -131,10 +137,13 @@ class ReplicaWatcher:
             return
 
         def changed(data: bytes | None, stat: Any, event: Any = None) -> bool | None:
-            if self._stop.is_set():
+            kind = event.type if event is not None else None
+            if not self._is_live(path, token):
+                if kind == EventType.DELETED and path not in self._watched and not self._stop.is_set():
+                    self._on_data(task, replica, data, kind)  # its parent told first that it is gone
                 return False
-            self._on_data(task, replica, data, event.type if event is not None else None)
-            return None if path in self._watched else False
+            self._on_data(task, replica, data, kind)
+            return None
 
         self._zk.DataWatch(path, changed)
 

@@ -17,11 +17,11 @@ import torch
 from google.protobuf import json_format
 
 from shoal.errors import ConfigError, DataError
-from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataResponse, ModelSpec
+from shoal.proto.serving.tf_serving_pb2 import ModelSpec
 from shoal.serving.net_utils import split_address
 from shoal.serving.predict import Asked
 from shoal.serving.servable import Tensors
-from shoal.serving.status import Code, StatusError, invalid_argument, not_found
+from shoal.serving.status import Code, StatusError, invalid_argument, not_found, unavailable
 from shoal.serving.status_page import PAGE, metrics_text, snapshot
 from shoal.serving.tensors import dtype_code, torch_dtype
 
@@ -38,7 +38,7 @@ _HTTP = {
     Code.UNIMPLEMENTED: 501,
 }
 _PATH = re.compile(
-    r"/v1/models/(?P<name>[^/]+?)(?:/versions/(?P<version>\d+)|/labels/(?P<label>[^/:]+))?(?P<what>/metadata|:[a-z]+)?"
+    r"/v1/models/(?P<name>[^/]+?)(?:/versions/(?P<version>\d+)|/labels/(?P<label>[^/:]+))?(?P<what>/metadata|:predict|:classify|:regress)?"
 )
 
 
@@ -161,6 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _get(self) -> tuple[str, bytes]:
         path = self.path.partition("?")[0]
         if path == "/healthz":
+            if self.owner.stopping:
+                raise unavailable("this server is stopping")
             return "text/plain", b"ok\n"
         self._identify()
         if path == "/":
@@ -174,13 +176,11 @@ class _Handler(BaseHTTPRequestHandler):
             return prometheus_client.CONTENT_TYPE_LATEST, text
         spec, what = self._parse(path)
         if what == "/metadata":
-            response = GetModelMetadataResponse()
             resolved, signatures = self.owner.metadata(spec)
             content = {
                 "model_spec": json_format.MessageToDict(resolved, preserving_proto_field_name=True),
                 "metadata": {"signature_def": json_format.MessageToDict(signatures, preserving_proto_field_name=True)},
             }
-            del response
             return "application/json", json.dumps(content).encode()
         if what:
             raise not_found(f"GET {path} is no route; POST it")
@@ -222,6 +222,11 @@ class _Handler(BaseHTTPRequestHandler):
             return "application/json", json.dumps({"outputs": next(iter(values.values())) if only else values}).encode()
         if only:
             return "application/json", json.dumps({"predictions": next(iter(values.values()))}).encode()
+        lengths = {len(each) if isinstance(each, list) else None for each in values.values()}
+        if len(lengths) != 1 or None in lengths:
+            raise invalid_argument(
+                f"outputs {sorted(values)} do not have one row per instance; send inputs (columns) instead of instances"
+            )
         joined = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         return "application/json", json.dumps({"predictions": joined}).encode()
 

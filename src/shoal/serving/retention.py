@@ -10,8 +10,8 @@ from pathlib import Path
 from google.protobuf import text_format
 
 from shoal.errors import DataError
+from shoal.metrics import emit_store
 from shoal.proto.serving.export_pb2 import ServingModelState
-from shoal.serving.metrics import emit_store
 
 log = logging.getLogger(__name__)
 

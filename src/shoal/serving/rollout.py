@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.metrics import emit_store
 from shoal.serving.manifest import Manifest
-from shoal.serving.metrics import emit_store
-from shoal.serving.zk_backend import SavedModel, SavedModelDeployConfig
+from shoal.serving.records import SavedModel, SavedModelDeployConfig
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,9 @@ def declare_saved_model(
     if arch != "entry_ps":
         raise ConfigError(f"arch must be entry_ps, got {arch!r}")
     base = Path(export_base)
-    sub_graphs = sorted(each.name for each in base.iterdir() if each.is_dir()) if base.is_dir() else []
+    sub_graphs = sorted(
+        each.name for each in (base.iterdir() if base.is_dir() else ()) if each.is_dir() and each.name[0] != "."
+    )
     if not sub_graphs:
         raise ConfigError(f"{base} has no exported sub-graphs to declare")
     if model_name is None:
@@ -108,13 +110,13 @@ class ModelManager:
         self._thread: threading.Thread | None = None
 
     def start(self) -> bool:
-        """Waits for a first model, then keeps copying in the background; False if none came in time."""
+        """Copies the newest model, waiting for a first one, then keeps copying; False if none came in time."""
         if self.model_name is None:
             return True
         self._remove_read_locks()
         end = time.monotonic() + self.wait_secs
-        while not self.received_versions():
-            self.copy_newest()
+        while True:
+            self.run_once()
             if self.received_versions():
                 break
             if time.monotonic() >= end:

@@ -128,6 +128,7 @@ class TableView:
         self._pushed = TouchedKeySet()
         self._recent: list[tuple[int, torch.Tensor]] = []  # pushed ids that are not in the set yet
         self._recent_rows = 0
+        self._log_lock = threading.Lock()
         self._sorting = threading.Lock()
 
     def rows(self) -> int:
@@ -149,17 +150,21 @@ class TableView:
     def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, req_time: int | None) -> None:
         """Writes rows, stamped now unless a time is given, and remembers that they were pushed."""
         self._subs[number].assign(ids, values, int(time.time()) if req_time is None else req_time)
-        self._recent.append((number, ids))
-        self._recent_rows += len(ids)
-        if self._recent_rows > 1_000_000 and not self._sorting.locked():
-            self._recent_rows = 0
+        with self._log_lock:
+            self._recent.append((number, ids))
+            self._recent_rows += len(ids)
+            many = self._recent_rows > 1_000_000 and not self._sorting.locked()
+            if many:
+                self._recent_rows = 0
+        if many:
             threading.Thread(target=self._sort, name="shoal-pushed", daemon=True).start()
 
     def _sort(self) -> None:
         """Moves the log of pushed ids into the set, away from the push that filled it."""
         with self._sorting:
-            recent, self._recent = self._recent, []
-            self._recent_rows = 0
+            with self._log_lock:
+                recent, self._recent = self._recent, []
+                self._recent_rows = 0
             for number, ids in recent:
                 self._pushed.insert(ids, number)
 
@@ -319,15 +324,20 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
     return Signature(spec, raw_assign, push=True, accepts=accepts, hints={"flat_value": codecs} if codecs else None)
 
 
-def live_servable(tables: Any) -> Servable:
-    """A servable over tables of this process: a table, several, or ``{alias: table}``."""
+def as_views(tables: Any) -> list[TableView]:
+    """Views of a table, of several, of ``{alias: table}``; views stay as they are."""
     if isinstance(tables, Mapping):
-        views = [
+        return [
             TableView(table, None if hasattr(table, "raw_assign") else {alias: table.name})
             for alias, table in tables.items()
         ]
-    else:
-        views = [TableView(table) for table in (tables if isinstance(tables, list | tuple) else [tables])]
+    listed = tables if isinstance(tables, list | tuple) else [tables]
+    return [table if isinstance(table, TableView) else TableView(table) for table in listed]
+
+
+def live_servable(tables: Any) -> Servable:
+    """A servable over tables of this process, given as :func:`as_views` takes them."""
+    views = as_views(tables)
     servable = Servable({}, {view.name: view for view in views})
     servable.signatures = table_signatures(views, lambda: servable)
     return servable

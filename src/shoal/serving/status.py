@@ -52,6 +52,9 @@ class StatusError(ShoalError):
     def __str__(self) -> str:
         return self.message
 
+    def __reduce__(self) -> tuple:  # by the public name: the class with code 3 or 6 is another one
+        return StatusError, (self.code, self.message)
+
 
 class _StatusValueError(StatusError, ValueError):
     pass

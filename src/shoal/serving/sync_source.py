@@ -12,21 +12,15 @@ import grpc
 import torch
 
 from shoal.errors import ConfigError
-from shoal.proto.serving.tf_serving_pb2 import (
-    GetModelMetadataRequest,
-    GetModelMetadataResponse,
-    ModelConfig,
-    SignatureDefMap,
-)
+from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, SignatureDefMap
 from shoal.serving.manifest import SignatureSpec, TensorSpec
 from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.security import ClientSecurity, open_channel
 from shoal.serving.servable import Servable, Signature, Tensors
 from shoal.serving.status import from_rpc_error
-from shoal.serving.sync_client import SyncClientHandle
+from shoal.serving.sync_handle import SyncClientHandle
 from shoal.serving.tensors import decode_tensor, encode_tensor
 from shoal.serving.touched import Groups, merge
-from shoal.serving.versions import Model
 
 MULTI = "/touched"
 
@@ -61,9 +55,7 @@ class SyncSource:
             "lookup": Signature(lookup, self._lookup),
             f"{multi or ''}{MULTI}": Signature(touched, self._touched, push=True),
         }
-        with server._lock:
-            model = server._models.setdefault(model_name, Model(ModelConfig(name=model_name)))
-        model.publish(Servable(signatures), 1)
+        server.publish(model_name, Servable(signatures))
 
     def _lookup(self, inputs: Tensors) -> Tensors:
         return {name: self._handle.lookup(name, ids) for name, ids in inputs.items()}

@@ -12,7 +12,7 @@ import torch
 from shoal import _core
 from shoal.errors import DataError
 from shoal.proto.serving.tensor_pb2 import DataType, TensorProto
-from shoal.serving.wire import decode_varints, encode_varints, field, read_fields, read_varint, varint
+from shoal.serving.wire import decode_varints, encode_varints, field, read_varint, varint
 
 MAX_TENSOR_BYTES = 2**31 - 1
 """The largest tensor that is decoded, which is also gRPC's largest message."""
@@ -178,14 +178,6 @@ def decode_tensor_at(data: bytes, begin: int, size: int, max_bytes: int = MAX_TE
     if unknown_rank:
         raise DataError("a tensor's shape has unknown rank; a value needs a shape")
     content = memoryview(data)[content_at[0] : content_at[0] + content_at[1]] if content_at[1] else b""
-    if unpacked:
-        whole = memoryview(data)[begin : begin + size]
-        lists = [(wire, value) for number, wire, value in read_fields(whole) if number == kind.list_field]
-    else:
-        wanted = zip(spans, fields, strict=True)
-        lists = [
-            (2, memoryview(data)[at : at + length]) for (at, length), number in wanted if number == kind.list_field
-        ]
     count = 1
     for length in shape:
         if length < 0:
@@ -196,16 +188,24 @@ def decode_tensor_at(data: bytes, begin: int, size: int, max_bytes: int = MAX_TE
         raise DataError(
             f"a {kind.name} tensor of shape {list(shape)} has {count * width} bytes; at most {max_bytes} are taken"
         )
-    if kind is _STRING:
-        return _decode_strings(tuple(shape), count, [bytes(value) for _, value in lists], content)  # pyrefly: ignore
-    if len(content):
-        if len(content) != count * width:
-            raise DataError(
-                f"tensor_content has {len(content)} bytes; shape {list(shape)} of {kind.name} needs {count * width}"
+    try:
+        if kind is _STRING:
+            values = (
+                _split_strings(content, count) if len(content) else _core.tensor_strings(data, begin, size, 8, count)
             )
-        array = np.frombuffer(content, kind.bits)
-    else:
-        array = _decode_list(kind, lists, count)
+            return _string_array(tuple(shape), count, values)
+        if len(content):
+            array = _from_content(kind, content, shape, count)
+        elif unpacked:
+            array = _gathered(kind, data, begin, size, count)
+        else:
+            view, wanted = memoryview(data), zip(spans, fields, strict=True)
+            lists = [view[at : at + length] for (at, length), number in wanted if number == kind.list_field]
+            array = _decode_lists(kind, lists, count)
+    except DataError:
+        raise
+    except ValueError as error:  # of the native reader
+        raise DataError(str(error)) from None
     if array.size > count:
         raise DataError(f"a list of {array.size} values does not fit shape {list(shape)}, which holds {count}")
     if array.size < count:
@@ -236,34 +236,47 @@ def shared_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _decode_list(kind: _Kind, lists: list, count: int) -> np.ndarray:
+def _from_content(kind: _Kind, content: memoryview, shape: list[int], count: int) -> np.ndarray:
+    need = count * np.dtype(kind.bits).itemsize
+    if len(content) != need:
+        raise DataError(f"tensor_content has {len(content)} bytes; shape {list(shape)} of {kind.name} needs {need}")
+    if kind.bits == "?":
+        return np.frombuffer(content, np.uint8) != 0  # any other byte than 0 is true, but only 1 is a bool
+    return np.frombuffer(content, kind.bits)
+
+
+def _decode_lists(kind: _Kind, lists: list[memoryview], count: int) -> np.ndarray:
+    """The values of a few packed lists; one list of floats is not copied."""
     parts = []
-    for wire, value in lists:
+    for value in lists:
         if kind.wire in ("f4", "f8"):
             width = int(kind.wire[1])
-            if wire == 0 or len(value) % width:
-                raise DataError(
-                    f"a {kind.name} list has {0 if wire == 0 else len(value)} bytes, not a multiple of {width}"
-                )
+            if len(value) % width:
+                raise DataError(f"a {kind.name} list has {len(value)} bytes, not a multiple of {width}")
             parts.append(np.frombuffer(value, kind.bits))
         else:
-            packed = varint(value) if wire == 0 else value
-            parts.append(decode_varints(memoryview(packed), count))
+            parts.append(decode_varints(value, count))
     if not parts:
         return np.empty(0, kind.bits)
-    array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return _narrowed(kind, parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+
+def _gathered(kind: _Kind, data: bytes, begin: int, size: int, count: int) -> np.ndarray:
+    """The values of a list whose elements stand alone, or in very many lists."""
+    floats = kind.wire in ("f4", "f8")
+    width = int(kind.wire[1]) if floats else 0
+    raw = _core.tensor_values(data, begin, size, kind.list_field, width, count)
+    return _narrowed(kind, np.frombuffer(raw, kind.bits if floats else np.int64))
+
+
+def _narrowed(kind: _Kind, array: np.ndarray) -> np.ndarray:
+    """Integers that travelled as varints, in their own dtype."""
     if kind.wire == "varint" and array.dtype != np.dtype(kind.bits):
-        array = array != 0 if kind.bits == "?" else array.astype(kind.bits)
-    elif kind.wire == "bits":
-        array = array.astype(np.uint16)
-    return array
+        return array != 0 if kind.bits == "?" else array.astype(kind.bits)
+    return array.astype(np.uint16) if kind.wire == "bits" else array
 
 
-def _decode_strings(shape: tuple, count: int, values: list[bytes], content: memoryview) -> np.ndarray:
-    if len(content):
-        values = _split_strings(content, count)
-    if len(values) > count:
-        raise DataError(f"a list of {len(values)} strings does not fit shape {list(shape)}, which holds {count}")
+def _string_array(shape: tuple, count: int, values: list[bytes]) -> np.ndarray:
     array = np.empty(count, object)
     array[:] = values[-1] if values else b""
     array[: len(values)] = values

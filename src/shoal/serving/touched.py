@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from shoal.serving.metrics import emit_counter
+from shoal.metrics import emit_counter
 from shoal.table.touched import TouchedKeySet
 
 log = logging.getLogger(__name__)
@@ -23,12 +23,10 @@ class TouchedPairs:
     """The trained pairs of one client, and since when they have been collected."""
 
     def __init__(self, name: str, capacity: int = CAPACITY) -> None:
-        self.name = name
         self.keys = TouchedKeySet(capacity, CONCURRENCY_LEVEL)
         """Where tables insert; shared with native code."""
+        self.keys.name = name  # losses are counted under the client's name
         self._since = time.time()
-        self._dropped = 0
-        self._logged = float("-inf")
 
     def begin(self) -> None:
         """Pushing starts: what is trained from now on is no older than now, unless something waits already."""
@@ -40,20 +38,11 @@ class TouchedPairs:
         """(all pairs by table, Unix time before which none of them was trained); the set is empty afterwards."""
         since, self._since = self._since, time.time()  # before stealing: a pair in between only looks older than it is
         ids, tables = (each.numpy() for each in self.keys.steal_pairs())
-        self._report(self.keys.touched_key_set_dropped - self._dropped)
+        self.keys.report_dropped()
         return {int(table): ids[tables == table] for table in np.unique(tables)}, since
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    def _report(self, dropped: int) -> None:
-        if not dropped:
-            return
-        self._dropped += dropped
-        emit_counter("touched_key_set_dropped", dropped, f"client={self.name}")
-        if time.monotonic() - self._logged > 60:
-            self._logged = time.monotonic()
-            log.warning("%s: more ids waited to be pushed than are kept; %d were dropped", self.name, dropped)
 
 
 class History:
@@ -90,7 +79,7 @@ class Missed:
         merged = merge(former, groups)
         total = sum(len(ids) for ids in merged.values())
         if total > self._capacity + 1:
-            emit_counter("touched_key_set_dropped", total, f"client={self._name}|target={target}")
+            emit_counter("touched_key_set_dropped", total, f"name={self._name}|target={target}")
             log.warning("%s: %s missed %d ids, more than are kept; they were dropped", self._name, target, total)
             self._of.pop(target, None)
             return

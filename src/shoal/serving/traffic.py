@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from shoal.serving.metrics import emit_counter, emit_timer
+from shoal.metrics import emit_counter, emit_timer
 
 
 class Traffic:

@@ -1,130 +1,17 @@
 """`ZKBackend`: the registry of unified clusters, for containers, operators and trainers at once."""
 
-import abc
 import contextlib
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
-from shoal.proto.serving.parameter_sync_pb2 import ClientConfig
 from shoal.serving.agent_config import layout_path as layout_path_of
+from shoal.serving.backends import AgentBackend, CtrlBackend, SyncBackend
+from shoal.serving.records import Container, ContainerServiceInfo, SavedModel, SavedModelDeployConfig
 from shoal.serving.zk_types import KazooException, KazooState, NodeExistsError, NoNodeError, make_zk_client
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedModel:
-    model_name: str
-    sub_graph: str
-
-    def __str__(self) -> str:
-        return f"{self.model_name}:{self.sub_graph}"
-
-
-@dataclass(frozen=True, slots=True)
-class Container:
-    ctx_cluster: str
-    ctx_id: str
-
-    def __str__(self) -> str:
-        return f"{self.ctx_cluster}:{self.ctx_id}"
-
-
-class JsonRecord:
-    """A dataclass stored as JSON: its fields in order, unknown keys ignored when read."""
-
-    def serialize(self) -> bytes:
-        return json.dumps({each.name: getattr(self, each.name) for each in fields(self)}, ensure_ascii=False).encode()  # pyrefly: ignore
-
-    @classmethod
-    def deserialize(cls, data: bytes | str) -> Self:
-        known = {each.name for each in fields(cls)}  # pyrefly: ignore
-        return cls(**{key: value for key, value in json.loads(data).items() if key in known})
-
-
-@dataclass(slots=True)
-class SavedModelDeployConfig(JsonRecord):
-    model_base_path: str | None = None
-    version_policy: str | None = None
-
-
-@dataclass(slots=True)
-class ContainerServiceInfo(JsonRecord):
-    grpc: str | None = None
-    http: str | None = None
-    archon: str | None = None
-    agent: str | None = None
-    idc: str | None = None
-    debug_info: str | None = None
-
-
-class SyncBackend(abc.ABC):
-    """Who must be told of fresh rows."""
-
-    @abc.abstractmethod
-    def subscribe_model(self, model_name: str) -> None: ...
-
-    @abc.abstractmethod
-    def get_sync_targets(self, sub_graph: str) -> tuple[str, list[str] | dict[str, Any]]:
-        """(model name to push to, addresses or address -> ``TargetExtraInfo``)."""
-
-    @abc.abstractmethod
-    def start(self) -> None: ...
-
-    @abc.abstractmethod
-    def stop(self) -> None: ...
-
-
-def refresh_sync_config(sync_backend: SyncBackend, ps_index: int) -> bytes:
-    """The serialised ``ClientConfig`` for the current replicas of ``ps_<ps_index>``."""
-    name, replicas = sync_backend.get_sync_targets(f"ps_{ps_index}")
-    config = ClientConfig(model_name=name, signature_name="hashtable_assign", timeout_in_ms=3000)
-    config.targets.extend(replicas)
-    if isinstance(replicas, dict):
-        config.targets_extra_info.extend(replicas.values())
-    return config.SerializeToString()
-
-
-class AgentBackend(abc.ABC):
-    """What a serving container asks of the registry."""
-
-    @abc.abstractmethod
-    def report_service_info(self, container: Container, service_info: ContainerServiceInfo) -> None: ...
-
-    @abc.abstractmethod
-    def sync_available_saved_models(self, container: Container, saved_models: set[SavedModel]) -> None: ...
-
-    @abc.abstractmethod
-    def register_layout_callback(self, layout_path: str, callback: Callable) -> None: ...
-
-    @abc.abstractmethod
-    def get_service_map(self) -> dict[str, dict[str, list[ContainerServiceInfo]]]: ...
-
-    @abc.abstractmethod
-    def get_service_info(self, container: Container) -> ContainerServiceInfo | None: ...
-
-
-class CtrlBackend(abc.ABC):
-    """What an operator does to the registry."""
-
-    @abc.abstractmethod
-    def decl_saved_model(self, saved_model: SavedModel, deploy_config: SavedModelDeployConfig) -> None: ...
-
-    @abc.abstractmethod
-    def list_saved_models(self, model_name: str) -> list[SavedModel]: ...
-
-    @abc.abstractmethod
-    def add_to_layout(self, layout: str, saved_model: SavedModel) -> None: ...
-
-    @abc.abstractmethod
-    def remove_from_layout(self, layout: str, saved_model: SavedModel) -> None: ...
-
-    @abc.abstractmethod
-    def bzid_info(self) -> dict[str, Any]: ...
 
 
 class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
@@ -140,6 +27,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         self.bzid = bzid
         self._zk = zk_client if zk_client is not None else make_zk_client(zk_servers)
         self._lock = threading.RLock()
+        self._restarting = threading.Lock()
         self._lost = threading.Event()
         self._own: set[str] = set()  # ephemeral nodes of this session
         self._available: set[SavedModel] = set()
@@ -165,8 +53,16 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
             self._own.clear()
 
     def _restart(self) -> None:
-        self._zk.restart()
-        self._lost.clear()
+        """A new session, in which nothing that was written as ephemeral exists.
+
+        Never under ``_lock``: restarting waits for watches that are running, and those take it.
+        """
+        with self._restarting:
+            if self._lost.is_set():
+                self._zk.restart()
+                with self._lock:
+                    self._available = set()
+                self._lost.clear()
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
@@ -229,11 +125,10 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
 
         After a lost session it forgets what it wrote and returns; the next call writes everything again.
         """
+        if self._lost.is_set():
+            self._restart()
+            return
         with self._lock:
-            if self._lost.is_set():
-                self._available = set()
-                self._restart()
-                return
             wanted, remembered = set(saved_models), set(self._available)
             for model in wanted - self._available:
                 if self._put(self._binding_path(container, model), b"", True):
@@ -256,10 +151,12 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
             for child in children:
                 name, colon, sub_graph = child.partition(":")
                 data = self._read(f"/{self.bzid}/saved_models/{name}/{sub_graph}") if colon else None
-                if not data:
+                try:
+                    deploy = SavedModelDeployConfig.deserialize(data or b"")
+                except ValueError:
                     log.error("layout %s: %s is not declared; it is skipped", layout_path, child)
                     continue
-                models.append((SavedModel(name, sub_graph), SavedModelDeployConfig.deserialize(data)))
+                models.append((SavedModel(name, sub_graph), deploy))
             self._subscribe({model.model_name for model, _ in models})
             return callback(models)
 
@@ -276,10 +173,10 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
 
     def _watch_bindings(self, model: str) -> None:
         path = f"/{self.bzid}/binding/{model}"
+        self._zk.ensure_path(path)
         with self._lock:
             live = path in self._watched
             self._watched.add(path)
-        self._zk.ensure_path(path)
         if live:  # its watch goes on; what it saw before may have been dropped
             self._on_bindings(model, self._children(path))
             return
@@ -307,11 +204,14 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
                 self._bindings[model] = subs
 
     def get_service_map(self) -> dict[str, dict[str, list[ContainerServiceInfo]]]:
-        """model -> sub-graph -> the containers that serve it, with the addresses they report now."""
+        """model -> sub-graph -> the containers that serve it, with the addresses they report now.
+
+        A sub-graph of which no container has reported its addresses is absent.
+        """
         with self._lock:
             bindings = {model: dict(subs) for model, subs in self._bindings.items()}
         return {
-            model: {sub: self._resolve(containers) for sub, containers in subs.items()}
+            model: {sub: infos for sub, containers in subs.items() if (infos := self._resolve(containers))}
             for model, subs in bindings.items()
         }
 
@@ -334,7 +234,12 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         if not data:
             self._infos.pop(container, None)
             return None
-        info = self._infos[container] = ContainerServiceInfo.deserialize(data)
+        try:
+            info = ContainerServiceInfo.deserialize(data)
+        except ValueError as error:
+            log.error("container %s reported no service info but %.100r: %s", container, data, error)
+            return None
+        self._infos[container] = info
         return info
 
     # --- operator ---------------------------------------------------------------------------------------------------
@@ -389,10 +294,10 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
             return
         if self._model is not None:
             raise ValueError(f"ZKBackend follows {self._model!r}; make another backend for {model_name!r}")
-        self._model = model_name
         with self._lock:
             self._subscribed.add(model_name)
         self._watch_bindings(model_name)
+        self._model = model_name
 
     def get_sync_targets(self, sub_graph: str) -> tuple[str, list[str]]:
         if self._model is None:

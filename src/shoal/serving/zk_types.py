@@ -52,6 +52,10 @@ except ImportError:
         path: str
 
 
+RECONNECT_SECS = 2.0
+"""The longest pause between attempts to reach a registry that is away."""
+
+
 class NodeStat(NamedTuple):
     """What our own registries tell of a node."""
 
@@ -118,7 +122,11 @@ def make_zk_client(servers: str | None, hosts_default: str = "127.0.0.1:2181") -
     except ImportError:
         raise missing_extra("kazoo", "zookeeper") from None
     auth = os.environ.get("ZK_AUTH")
-    return KazooClient(hosts=servers or hosts_default, auth_data=[("digest", auth)] if auth else None)
+    # kazoo's own pause between attempts doubles up to an hour: a server that was away would not be noticed for long.
+    again = {"max_tries": -1, "delay": 0.1, "backoff": 2, "max_delay": RECONNECT_SECS}
+    return KazooClient(
+        hosts=servers or hosts_default, auth_data=[("digest", auth)] if auth else None, connection_retry=again
+    )
 
 
 def call_watch(func: Callable, args: tuple, event: Any) -> bool:

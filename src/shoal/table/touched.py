@@ -1,5 +1,8 @@
 """`TouchedKeySet`: the ids that training changed since they were last taken."""
 
+import logging
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -7,14 +10,19 @@ import torch
 
 from shoal import _core
 from shoal.errors import ConfigError
+from shoal.metrics import emit_counter
+
+log = logging.getLogger(__name__)
+
+LOG_SECS = 60.0
 
 
 class TouchedKeySet(_core.TouchedKeys):
     """A concurrent, insert-only set of int64 keys, which is emptied by `steal`.
 
     When it already holds more than ``capacity`` keys at an insertion it is emptied first, so that a reader that never
-    comes costs no memory; `insert` tells how many keys were lost. Tables insert pairs (id, table number).
-    ``concurrency_level`` is a hint. Memory is taken as keys arrive.
+    comes costs no memory; `insert` tells how many keys were lost, the counter ``touched_key_set_dropped`` counts them.
+    Tables insert pairs (id, table number). ``concurrency_level`` is a hint. Memory is taken as keys arrive.
 
     >>> keys = TouchedKeySet(capacity=3)
     >>> keys.insert([1, 2, 3, 4, 5, 6])
@@ -27,6 +35,9 @@ class TouchedKeySet(_core.TouchedKeys):
         super().__init__(int(capacity))
         self.concurrency_level = int(concurrency_level)
         self.name = f"TouchedKeySet_{name_suffix}"
+        self._reporting = threading.Lock()
+        self._reported = 0
+        self._logged = float("-inf")
 
     def insert(self, ids: Any, table: int = 0) -> int:
         """Adds keys one by one; returns how many keys were dropped to make room."""
@@ -35,7 +46,10 @@ class TouchedKeySet(_core.TouchedKeys):
         if ids.dtype != torch.int64:
             raise ConfigError(f"TouchedKeySet: keys are int64, got {ids.dtype}; convert them with .long()")
         flat = ids.detach().cpu().contiguous().view(-1)
-        return self._insert(flat.data_ptr(), flat.numel(), table)
+        dropped = self._insert(flat.data_ptr(), flat.numel(), table)
+        if dropped:
+            self.report_dropped()
+        return dropped
 
     def steal(self) -> torch.Tensor:
         """All keys, int64 ``[n]`` in no particular order; the set is empty afterwards."""
@@ -59,6 +73,23 @@ class TouchedKeySet(_core.TouchedKeys):
     def touched_key_set_dropped(self) -> int:
         """Keys lost to the capacity since the beginning."""
         return self._dropped()
+
+    def report_dropped(self) -> None:
+        """Counts keys that were lost since the last report, and logs them, at most once a minute.
+
+        What native tables insert is reported by whoever steals it.
+        """
+        with self._reporting:
+            total = self.touched_key_set_dropped
+            fresh, self._reported = total - self._reported, total
+            if not fresh:
+                return
+            tell = time.monotonic() - self._logged >= LOG_SECS
+            if tell:
+                self._logged = time.monotonic()
+        emit_counter("touched_key_set_dropped", fresh, f"name={self.name}")
+        if tell:
+            log.warning("%s holds at most %d keys; %d were dropped", self.name, self.capacity + 1, fresh)
 
     @property
     def handle(self) -> "TouchedKeySet":

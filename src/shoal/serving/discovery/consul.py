@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 UNIX_SOCKET = Path("/opt/tmp/sock/consul.sock")
 KEEP_ALIVE_SECS = 30.0
 SOCKET_TRIES = 5
+OLD_ENTRY_TRIES = 100
 SOCKET_SLEEP_SECS = 5.0
 
 
@@ -49,6 +50,8 @@ class ConsulClient:
         for attempt in range(SOCKET_TRIES):
             try:
                 return self._once(method, path, body)
+            except _HttpError:  # it answered
+                raise
             except OSError as error:
                 if attempt + 1 == SOCKET_TRIES:
                     raise
@@ -69,12 +72,17 @@ class ConsulClient:
         finally:
             connection.close()
         if response.status != 200:
-            raise _HttpError(f"consul answered {response.status} to {method} {path.partition('?')[0]}: {data[:200]!r}")
+            text = f"consul answered {response.status} to {method} {path.partition('?')[0]}: {data[:200]!r}"
+            raise _HttpError(text, response.status)
         return json.loads(data) if data.strip() else None
 
 
 class _HttpError(PeerError):
-    pass
+    """An answer of another status than 200."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ConsulServiceDiscovery(ServiceDiscovery):
@@ -110,14 +118,10 @@ class ConsulServiceDiscovery(ServiceDiscovery):
 
         Raises:
             ValueError: ``addr`` is not ``host:port``.
-            OSError: it never became visible, as on a blacklisted machine.
+            OSError: an older entry did not go, or the new one never became visible, as on a blacklisted machine.
         """
         host, port = _split(addr)
-        while (old := self.query(name).get(index)) is not None:
-            self._deregister(_split(old)[1])
-            if self.query(name).get(index) is None:
-                break
-            time.sleep(self._retry_secs)
+        self._remove_old(name, index)
         service = f"{self._id}-{port}"
         body = {
             "id": service,
@@ -139,13 +143,31 @@ class ConsulServiceDiscovery(ServiceDiscovery):
             "this machine may be blacklisted by consul"
         )
 
+    def _remove_old(self, name: str, index: int) -> None:
+        for attempt in range(OLD_ENTRY_TRIES):
+            old = self.query(name).get(index)
+            if old is None:
+                return
+            if attempt:
+                time.sleep(self._retry_secs)
+            self._deregister(_split(old)[1])
+        raise OSError(
+            f"{name} {index} is registered as {old} and does not go away after {OLD_ENTRY_TRIES} tries; "
+            "deregister it at its own consul agent"
+        )
+
     def deregister(self, name: str, index: int, addr: str) -> None:
+        """Removes a registration; one that the agent does not know is ignored."""
         _, port = _split(addr)
         self._deregister(port)
 
     def _deregister(self, port: int) -> None:
         self._end_keep_alive(port)
-        self._client.request("PUT", f"/v1/agent/service/deregister/{self._id}-{port}")
+        try:
+            self._client.request("PUT", f"/v1/agent/service/deregister/{self._id}-{port}")
+        except _HttpError as error:
+            if error.status != 404:
+                raise
 
     def _keep_alive(self, port: int, service: str) -> None:
         self._end_keep_alive(port)
@@ -156,13 +178,21 @@ class ConsulServiceDiscovery(ServiceDiscovery):
         def beat() -> None:
             while True:
                 try:
-                    self._client.request("GET", f"/v1/agent/check/pass/service:{service}")
+                    self._pass_check(f"/v1/agent/check/pass/service:{service}")
                 except Exception as error:
                     log.error("consul check of %s failed: %r", service, error)
                 if stop.wait(KEEP_ALIVE_SECS):
                     return
 
         threading.Thread(target=beat, name="shoal-consul", daemon=True).start()
+
+    def _pass_check(self, path: str) -> None:
+        try:
+            self._client.request("GET", path)
+        except _HttpError as error:
+            if error.status != 405:
+                raise
+            self._client.request("PUT", path)  # what stock Consul wants since version 1
 
     def _end_keep_alive(self, port: int) -> None:
         with self._lock:
@@ -173,14 +203,17 @@ class ConsulServiceDiscovery(ServiceDiscovery):
     def query(self, name: str) -> dict[int, str]:
         found: dict[int, str] = {}
         for tags, port in self._entries():
-            if tags.get("name") == name and "index" in tags and "ip" in tags:
+            if tags.get("name") == name and tags.get("index", "").isdecimal() and "ip" in tags:
                 found[int(tags["index"])] = f"{tags['ip']}:{port}"
         return found
 
     def _entries(self) -> list[tuple[dict[str, str], int]]:
         if self._legacy:
             path = f"/v1/lookup/name?name={quote(self._id)}&addr-family=dual-stack"
-            return [(dict(entry["Tags"]), int(entry["Port"])) for entry in self._client.request("GET", path) or ()]
+            return [
+                ({key: str(value) for key, value in entry["Tags"].items()}, int(entry["Port"]))
+                for entry in self._client.request("GET", path) or ()
+            ]
         answer = self._client.request("GET", f"/v1/health/service/{quote(self._id)}?passing=true") or ()
         entries = []
         for entry in answer:

@@ -83,7 +83,10 @@ class MLPServiceDiscovery(ServiceDiscovery):
 
     @property
     def addr(self) -> str | None:
-        return self._address(self.server_type, self.index)
+        own = self._address(self.server_type, self.index)
+        if own is None and (host := self._host(self.server_type, self.index)):
+            return f"{host}:{self.port}"
+        return own
 
     def _count(self, role: str) -> int:
         if role == "worker" and self._mpi:

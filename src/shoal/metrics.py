@@ -1,4 +1,4 @@
-"""One sink for what serving measures; by default the process's Prometheus registry."""
+"""One sink for what tables and serving measure; by default the process's Prometheus registry."""
 
 import re
 import threading

@@ -1,0 +1,83 @@
+"""Where an export goes, and how its directories appear at once or not at all."""
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.errors import ConfigError
+
+EXPORT_DIR_BASE = "exported_models"
+
+
+def plan_export(
+    export_dir_base: str | os.PathLike,
+    num_ps: int,
+    timestamp: int | None = None,
+    global_step: int | None = None,
+    rank: int | None = None,
+    with_remote_gpu: bool = False,
+    dense_only: bool = False,
+) -> dict[str, str]:
+    """sub-graph -> directory of what one process writes.
+
+    ``rank`` given means full synchronous training, with ``num_ps`` the number of ranks: rank r writes ``ps_r``, rank 0
+    also ``entry`` and ``dense_0``, and the version is the global step so that ranks agree. Otherwise the version is
+    ``timestamp``, by default now; where a directory of that second exists, it waits for the next one.
+    """
+    if rank is None:
+        shards = range(num_ps)
+    elif not 0 <= rank < max(1, num_ps):
+        raise ConfigError(f"plan_export: rank {rank} is out of range for {num_ps} ranks")
+    else:
+        shards = range(rank, min(rank + 1, num_ps))
+    names = ["entry"] if not rank else []
+    if not dense_only:
+        names += [f"ps_{shard}" for shard in shards]
+    if with_remote_gpu and not rank:
+        names.append("dense_0")
+    base = os.fspath(export_dir_base)
+    if rank is not None:
+        if global_step is None:
+            raise ConfigError("plan_export: synchronous training names versions by step; give global_step")
+        version = int(global_step)
+    elif timestamp is not None:
+        version = int(timestamp)
+    else:
+        version = int(time.time())
+        while any(os.path.exists(os.path.join(base, name, str(version))) for name in names):
+            time.sleep(max(0.0, version + 1 - time.time()))
+            version = int(time.time())
+    return {name: os.path.join(base, name, str(version)) for name in names}
+
+
+def write_atomically(final: str | os.PathLike, write: Callable[[Path], None]) -> bool:
+    """Lets ``write`` fill a temporary sibling and renames it to ``final``; False if ``final`` exists, which is kept."""
+    final = Path(final)
+    if final.exists():
+        return False
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.parent / f".{final.name}-tmp-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir()
+    try:
+        write(temporary)
+        try:
+            os.rename(temporary, final)
+        except OSError:
+            if not final.exists():
+                raise
+            return False  # somebody else was quicker
+        return True
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def free_second(base: Path) -> int:
+    """A version that no standalone export has; where this second has one, the next."""
+    version = int(time.time())
+    while (base / str(version)).exists():
+        time.sleep(max(0.0, version + 1 - time.time()))
+        version = int(time.time())
+    return version

@@ -1,0 +1,55 @@
+"""The values that registries hold: who they speak of, and their JSON."""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    model_name: str
+    sub_graph: str
+
+    def __str__(self) -> str:
+        return f"{self.model_name}:{self.sub_graph}"
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    ctx_cluster: str
+    ctx_id: str
+
+    def __str__(self) -> str:
+        return f"{self.ctx_cluster}:{self.ctx_id}"
+
+
+class JsonRecord:
+    """A dataclass stored as JSON: its fields in order, unknown keys ignored when read."""
+
+    def serialize(self) -> bytes:
+        return json.dumps({each.name: getattr(self, each.name) for each in fields(self)}, ensure_ascii=False).encode()  # pyrefly: ignore
+
+    @classmethod
+    def deserialize(cls, data: bytes | str) -> Self:
+        """Raises ValueError for anything but a JSON object."""
+        content = json.loads(data)
+        if not isinstance(content, dict):
+            raise ValueError(f"a {cls.__name__} is a JSON object, got {type(content).__name__}")
+        known = {each.name for each in fields(cls)}  # pyrefly: ignore
+        return cls(**{key: value for key, value in content.items() if key in known})
+
+
+@dataclass(slots=True)
+class SavedModelDeployConfig(JsonRecord):
+    model_base_path: str | None = None
+    version_policy: str | None = None
+
+
+@dataclass(slots=True)
+class ContainerServiceInfo(JsonRecord):
+    grpc: str | None = None
+    http: str | None = None
+    archon: str | None = None
+    agent: str | None = None
+    idc: str | None = None
+    debug_info: str | None = None
