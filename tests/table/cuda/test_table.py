@@ -22,6 +22,7 @@ from shoal.table import (
     ZerosInitializer,
     create_hash_filter,
 )
+from shoal.table.cuda.group import stash_cells
 
 
 def test_worked_example(device):
@@ -139,7 +140,7 @@ def test_full_buckets_overflow_and_lose_nothing(device):
     ids = torch.arange(1, 1 + int(buckets * 8 * 0.97), device=device)
     table.assign(ids, ids.float().view(-1, 1))
     assert table._group._buckets[0] == buckets
-    cells = table._group.stash_keys.tensor[0, : table._group._stash_cells(0)]
+    cells = table._group.stash_keys.tensor[0, : stash_cells(buckets)]
     assert int((cells != MIN).sum()) > 0  # some are in the stash
     assert torch.equal(table.lookup(ids).view(-1), ids.float())
     assert table.erase(ids[1::2]) == ids.numel() // 2
@@ -160,12 +161,14 @@ def test_a_full_device_is_a_clear_error_and_leaves_the_table_as_it_was(device, m
         raise CapacityError("0 of 1 MiB free")
 
     many = torch.arange(40, 60_000 if device.type == "cpu" else 40_000_000, device=device)
-    monkeypatch.setattr(table._group.arena, "grow", refuse)
-    with pytest.raises(CapacityError, match=r"'items'.*0 of 1 MiB free.*nothing was changed"):
-        table.assign(many, torch.ones(many.numel(), 2, device=device))
-    assert table.size() == 40
-    assert torch.equal(table.lookup(ids), torch.ones(40, 2, device=device))
-    monkeypatch.undo()
+    group = table._group
+    for store in (group.arena.words, group.keys, group.rows, group.stash_keys, group.stash_rows):
+        monkeypatch.setattr(store, "grow", refuse)
+        with pytest.raises(CapacityError, match=r"'items'.*0 of 1 MiB free.*nothing was changed"):
+            table.assign(many, torch.ones(many.numel(), 2, device=device))
+        monkeypatch.undo()
+        assert table.size() == 40
+        assert torch.equal(table.lookup(ids), torch.ones(40, 2, device=device))
     table.assign(ids, torch.zeros(40, 2, device=device))
     assert not table.lookup(ids).any()
 
