@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import shoal
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table import (
-    EntryConfig,
     EntryDump,
     FixedR8Compressor,
     HashTable,
@@ -283,10 +282,6 @@ def test_wrong_arguments_are_refused_before_any_effect(device):
         table.lookup(ids.to_sparse())
     with pytest.raises(UnsupportedError, match="CPU tables"):
         _ = table._native
-    serving = config([(2, ZerosInitializer(), SgdOptimizer(), FixedR8Compressor())], [1.0])
-    serving.table_config.entry_config.entry_type = EntryConfig.SERVING
-    with pytest.raises(UnsupportedError, match="serving entries live in CPU tables"):
-        HashTable.from_config(serving, name="s", device="cuda")
     with pytest.raises(ConfigError, match="device is 'cpu' or 'cuda', got 'xpu'"):
         shoal.HashTable(3, device="xpu")
     assert table.size() == 0

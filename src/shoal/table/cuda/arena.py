@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from shoal.errors import CapacityError
 from shoal.table.cuda import row_kernels as rk
+from shoal.table.cuda import serving_kernels as sk
+from shoal.table.cuda.index_kernels import ROW as _ROW
 from shoal.table.cuda.launch import cdiv, launch, power_of_2, signed
-from shoal.table.cuda.layout import RowLayout
+from shoal.table.cuda.layout import RowLayout, Segment
 from shoal.table.cuda.memory import Store, make_store
 from shoal.table.cuda.shapes import row_shape
 
 MAX_ROWS = 1 << 30
+ROW = _ROW.value
 
 
 class Arena:
@@ -96,6 +101,10 @@ class Arena:
         n = rows.numel()
         if n == 0:
             return
+        if self.layout.serving:  # a new row has what is written to it; zeros when nothing is
+            if every:
+                self.assign(rows, torch.zeros(n, self.layout.dim, device=self.device), False)
+            return
         for i, s in enumerate(self.layout.segments):
             block, warps = row_shape(s.width)
             span = max(block, 256)
@@ -141,7 +150,9 @@ class Arena:
         """Sets weights, the last of equal rows winning, or adds every occurrence in order."""
         n = rows.numel()
         if n == 0:
-            return
+            return None
+        if self.layout.serving:
+            return self._encode(rows, values, add)
         ordered, order = torch.sort(rows, stable=True)
         width = power_of_2(self.layout.dim)
         block, warps = row_shape(width)
@@ -149,6 +160,37 @@ class Arena:
             rk.assign_sorted, cdiv(n, block), ordered, order, self.tensor, values, n,
             ADD=add, D=self.layout.dim, WIDTH=width, STRIDE=self.layout.stride, BLOCK=block, num_warps=warps,
         )  # fmt: skip
+        return None
+
+    # --- serving rows -------------------------------------------------------------------------------------------------
+
+    def decode(self, rows: Tensor) -> Tensor:
+        """The weights of serving rows as float32 ``[n, dim]``; zeros for row -1."""
+        n = rows.numel()
+        out = torch.empty(n, self.layout.dim, dtype=torch.float32, device=self.device)
+        for s in self.layout.segments if n else ():
+            block, warps = row_shape(s.width)
+            launch(
+                sk.decode, cdiv(n, block), rows, self.tensor, out, n, s.unit, **self._codec(s), BLOCK=block,
+                num_warps=warps,
+            )  # fmt: skip
+        return out
+
+    def _encode(self, rows: Tensor, values: Tensor, add: bool) -> None:
+        """`assign` of serving rows, which may be marked FRESH."""
+        n = rows.numel()
+        ordered, order = torch.sort(torch.where(rows >= 0, rows & ROW, rows), stable=True)
+        codes = rows[order]
+        for s in self.layout.segments:
+            block, warps = row_shape(s.width)
+            launch(
+                sk.encode_sorted, cdiv(n, block), ordered, codes, order, self.tensor, values, n, s.unit,
+                ADD=add, **self._codec(s), BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+
+    def _codec(self, s: Segment) -> dict[str, Any]:
+        return {"CODEC": s.native.codec, "CODE": s.code, "D": s.dim, "WIDTH": s.width, "STRIDE": self.layout.stride,
+                "WEIGHT": s.weight, "DIM": self.layout.dim}  # fmt: skip
 
     # --- when they were written ---------------------------------------------------------------------------------------
 

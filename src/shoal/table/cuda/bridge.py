@@ -25,6 +25,9 @@ def to_host(group: Group, ids: Tensor, rows: Tensor, native: _core.Table) -> Non
         part = slice(begin, begin + chunk)
         words = group.arena.gather(rows[part], layout.words).cpu()
         times = group.arena.row_times(rows[part]).cpu()
+        if layout.serving:
+            import_parts(native, ids[part].cpu(), times, layout.to_native(words), words[:, :0])
+            continue
         import_parts(native, ids[part].cpu(), times, words[:, : layout.dim].contiguous(),
                      words[:, layout.dim :].contiguous())  # fmt: skip
 
@@ -37,14 +40,14 @@ def import_parts(native: _core.Table, ids: Tensor, times: Tensor, heads: Tensor,
 
 
 def copy_of(native: _core.Table, stripe: int = -1) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, times and words ``[n, words]`` of all rows of a CPU table, or of a stripe's."""
+    """Ids, times and words ``[n, words]`` of all rows of a CPU table, or of a stripe's; bytes of serving rows."""
     copied = _core.copy_rows(native, stripe)
-    n, state = len(copied), copied.row_bytes - copied.head_bytes
+    n, head, state = len(copied), copied.head_bytes, copied.row_bytes - copied.head_bytes
     ids, times = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
-    heads = torch.empty(n, copied.head_bytes // 4, dtype=torch.float32)
-    states = torch.empty(n, state // 4, dtype=torch.float32)
+    heads, states = (torch.empty(n, size, dtype=torch.uint8) for size in (head, state))
     copied.copy_to(ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr())
-    return ids, times, torch.cat([heads, states], 1) if state else heads
+    rows = torch.cat([heads, states], 1) if state else heads
+    return ids, times, rows if native.layout.serving else rows.view(torch.float32)
 
 
 def fetch(native: _core.Table, ids: Tensor, dim: int, words: int, pin: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -89,6 +92,7 @@ def to_device(group: Group, table: int, native: _core.Table) -> None:
     chunk = max(1, CHUNK_BYTES // (4 * layout.words))
     for stripe in range(_core.Table.num_stripes) if size > chunk else (-1,):
         ids, times, words = copy_of(native, stripe)
+        words = layout.from_native(words) if layout.serving else words
         for begin in range(0, ids.numel(), chunk):
             part = slice(begin, begin + chunk)
             there = ids[part].to(group.device)

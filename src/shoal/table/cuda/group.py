@@ -244,6 +244,8 @@ class Group:
 
     def find(self, ids: Tensor, table: int | Tensor, want: str) -> Tensor:
         """``rows`` int32, ``slots`` int64 or ``weights`` float32 ``[n, dim]`` of ids; -1, or zeros, if unknown."""
+        if want == "weights" and self.layout.serving:
+            return self.arena.decode(self.find(ids, table, "rows"))
         n = ids.numel()
         dim, width = self.layout.dim, power_of_2(self.layout.dim)
         if want == "weights":

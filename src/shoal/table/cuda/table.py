@@ -68,7 +68,7 @@ class CudaHashTable(HashTable):
     def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
         self.device = as_device(device, self.name)
         self.deterministic = deterministic
-        self._layout = row_layout(self.table_config, self.name)
+        self._layout = row_layout(self.table_config)
         self._shared: Group | None = None
         self._making = threading.Lock()
         self._number = 0
@@ -150,6 +150,8 @@ class CudaHashTable(HashTable):
         req_time: Any = None,
     ) -> Tensor:
         """As `HashTable.lookup`, on the table's device."""
+        if insert_missing:
+            self._check_trains("lookup with insert_missing")
         if torch.compiler.is_compiling():
             seconds = 0 if req_time is None else req_time
             return torch.ops.shoal.gpu_table_lookup(ids, self._token, self._handle, insert_missing, seconds)
@@ -191,6 +193,7 @@ class CudaHashTable(HashTable):
     @_in_turn
     def lookup_entry(self, ids: Tensor) -> list[bytes]:
         """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
+        self._check_trains("lookup_entry")
         ids = self._ids(ids)
         rows = self._group.find(ids, self._number, "rows")
         known = rows >= 0
@@ -228,12 +231,28 @@ class CudaHashTable(HashTable):
         ids, values, seconds = self._write_arguments(ids, values, req_time)
         self._judge.check()
         drop = self._filtered(ids, dedup=False, remember=add)
+        if self._layout.skip_zero and not add:
+            ids, values, drop = self._without_zeros(ids, values, drop)
         rows = self._insert(ids, time=seconds, drop=drop)
         self._host.raise_max_update_time(seconds)
         self._version += 1
         self._group.arena.start_fresh(rows, ids, self._seed)
         self._group.arena.assign(rows, values, add)
         return self
+
+    def _without_zeros(self, ids: Tensor, values: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        """Removes ids whose last value is a zero vector; the other ids, distinct, and their last values. Waits."""
+        distinct, group = torch.unique(ids, return_inverse=True)
+        at = torch.arange(ids.numel(), device=self.device)
+        if drop is not None:
+            at = torch.where(drop == 0, at, -1)
+        last = torch.full((distinct.numel(),), -1, device=self.device).scatter_reduce_(0, group, at, "amax")
+        last = last[last >= 0]
+        values = values.view(-1, self.dim_size)[last]
+        zero = (values * values).sum(1) < torch.finfo(torch.float32).tiny
+        ids = ids[last]
+        self.erase(ids[zero])
+        return ids[~zero], values[~zero], None
 
     def apply_gradients(
         self,
@@ -250,6 +269,7 @@ class CudaHashTable(HashTable):
 
         With ``distinct`` an id that comes twice after all makes one of its steps, or a mixture of both.
         """
+        self._check_trains("apply_gradients")
         if torch.compiler.is_compiling():
             seconds = 0 if req_time is None else req_time
             torch.ops.shoal.gpu_table_apply(
@@ -482,6 +502,7 @@ class CudaHashTable(HashTable):
     @_in_turn
     def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
         """As `HashTable.save_as_tensor`."""
+        self._check_trains("save_as_tensor")
         shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
         if not 0 <= shard_idx < num_shards:
             raise ConfigError(f"table {self.name!r}: shard_idx is 0..num_shards - 1, got {shard_idx} of {num_shards}")
