@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.launch import INTERPRETED, Kernel, blocks, part_of, pointer, steps
+from shoal.ops.cuda.launch import INTERPRETED, Fast, Kernel, blocks, part_of, pointer, steps
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _insert(
         at = tl.where(todo, (at + 1) & mask, at)
 
 
-@triton.jit
+@Fast
 def _find(keys, slots, wanted, places, n, mask, flag, BLOCK: tl.constexpr):
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     todo = o < n
