@@ -14,6 +14,11 @@ MAX_TIME = (1 << 32) - 1
 CPU = torch.device("cpu")
 
 
+def device_of(table: Any) -> torch.device:
+    """Where the tensors of a table live; the CPU for one that is elsewhere altogether."""
+    return getattr(table, "device", CPU)
+
+
 def as_ids(ids: Any, name: str, what: str = "ids", device: torch.device = CPU) -> Tensor:
     """Contiguous int64 on ``device``; a list is moved there, a tensor that is elsewhere is refused."""
     if not isinstance(ids, Tensor):

@@ -204,7 +204,9 @@ class MultiHashTable:
     def reinitialize(self, name: str, ids: Tensor) -> tuple[MultiHashTable, Tensor]:
         """Fresh rows; int32 ``[n]``: 1 existed, 0 inserted, -1 for all ids if there is no such table."""
         if name not in self._tables:
-            return self, torch.full((as_ids(ids, self.name, device=self.device).numel(),), -1, dtype=torch.int32)
+            return self, torch.full(
+                (as_ids(ids, self.name, device=self.device).numel(),), -1, dtype=torch.int32, device=self.device
+            )
         return self, self._tables[name].reinitialize(ids)[1]
 
     def evict(self, max_update_time: Any = None) -> int:

@@ -1,5 +1,10 @@
 """A GPU cache over a CPU table gives what the CPU table alone gives, whatever leaves the cache and when."""
 
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from gpu_tables import rows_of
@@ -183,3 +188,44 @@ def test_a_batch_larger_than_the_cache_is_refused(device):
     with pytest.raises(ConfigError, match="stands over a CPU table"):
         CachedHashTable(cached, cache_rows=4)
     assert cached.size() == 0
+
+
+def test_a_call_that_waits_for_its_prefetch_lets_others_through(device):
+    """One thread waits for the prefetcher, another one has the cache: neither stops the prefetcher."""
+    _, cached = tables(8)
+    one, two = torch.tensor([1], device=device), torch.tensor([2], device=device)
+    cached.below.assign(torch.arange(4), torch.ones(4, 2))
+    fetched, inside, go_on = cached.fetch, threading.Event(), threading.Event()
+
+    def slow(asked):
+        if asked.tolist() == [1]:
+            inside.set()
+            assert go_on.wait(60)
+        return fetched(asked)
+
+    cached.fetch = slow
+    with ThreadPoolExecutor(2) as pool:
+        cached.prefetch(one)
+        assert inside.wait(60)
+        waits = pool.submit(cached.apply_gradients, one, torch.ones(1, 2, device=device))
+        other = pool.submit(cached.lookup, two)
+        assert other.result(60).tolist() == [[1, 1]]
+        go_on.set()
+        waits.result(60)
+    assert cached.lookup(one)[0, 0] < 1
+    cached.close()
+
+
+def test_the_memory_of_a_cache_goes_with_its_last_user(device):
+    gc.collect()
+    gc.disable()
+    try:
+        _, cached = tables(4)
+        cached.prefetch(torch.arange(2, device=device))
+        cached.lookup(torch.arange(2, device=device))
+        cached.close()
+        group = weakref.ref(cached.group)
+        del cached
+        assert group() is None
+    finally:
+        gc.enable()

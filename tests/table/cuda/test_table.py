@@ -1,5 +1,7 @@
 """A GPU table does what a CPU table does: reads, writes, filters, expiry, growth, refusals."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,12 +16,15 @@ from shoal.table import (
     EntryDump,
     FixedR8Compressor,
     HashTable,
+    MergedMultiTypeHashTable,
+    MultiTypeHashTable,
     RandomUniformInitializer,
     SgdOptimizer,
     SlotOccurrenceThresholdConfig,
     TouchedKeySet,
     ZerosInitializer,
     create_hash_filter,
+    fused_apply_gradient,
 )
 from shoal.table.cuda.group import stash_cells
 
@@ -316,3 +321,41 @@ def test_threads_may_read_write_and_evict_at_once(device):
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4), timeout=100))
     assert table.size() == 80
+
+
+def test_its_memory_goes_with_its_last_user(device):
+    """No cycle keeps a table, and so gigabytes of a GPU, until the collector comes by."""
+    gc.collect()
+    gc.disable()
+    try:
+        table = shoal.HashTable(2, optimizer="sgd", device="cuda")
+        ids = torch.arange(4, device=device)
+        fused_apply_gradient([table], ids, None, [4], torch.ones(8, device=device), None, None, [0.1], 5, 0, 1)
+        table.changes.begin_epoch()
+        group = weakref.ref(table._group)
+        del table
+        assert group() is None
+    finally:
+        gc.enable()
+
+
+def test_tables_of_several_kinds_by_slot(device):
+    slots = {
+        "a": config([(2, ZerosInitializer(), SgdOptimizer())], [1.0]),
+        "b": config([(3, RandomUniformInitializer(), SgdOptimizer())], [1.0]),
+        "c": config([(2, ZerosInitializer(), SgdOptimizer())], [1.0]),
+    }
+    for kind in (MultiTypeHashTable, MergedMultiTypeHashTable):
+        tables = []
+        for d in ("cpu", "cuda"):
+            build = lambda name, made, d=d: HashTable.from_config(made, name=name, seed=1, device=d)  # noqa: E731
+            one = kind is MultiTypeHashTable
+            tables.append(kind(slots, build if one else lambda made, b=build: MultiTypeHashTable(made, b)))
+        for table, at in zip(tables, ("cpu", device), strict=True):
+            ids = torch.tensor([1, 2, 1], device=at)
+            table.assign({"a": (ids, torch.ones(3, 2, device=at))}, 5)
+            table.apply_gradients({s: (ids, torch.ones(3, d, device=at)) for s, d in (("a", 2), ("b", 3), ("c", 2))})
+        asked = torch.arange(4)
+        here, there = (t.lookup({s: asked.to(d) for s in "abc"}) for t, d in zip(tables, ("cpu", device), strict=True))
+        for slot in slots:
+            torch.testing.assert_close(there[slot].cpu(), here[slot])

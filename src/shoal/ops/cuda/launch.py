@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -116,47 +117,53 @@ def aligned(count: int) -> int:
     return (count + 63) & ~63
 
 
-_checks = True
-_flags: dict[tuple[int, int], Tensor] = {}
+class _Mine(threading.local):
+    """What a thread has of its own."""
+
+    def __init__(self) -> None:
+        self.checks = True
+        self.flags: dict[tuple[int, int], Tensor] = {}  # device and stream -> flag
+
+
+_mine = _Mine()
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Inside it no op waits for the device to hear of bad indices: they are skipped instead of raised.
+    """Inside it no op of this thread waits for the device to hear of bad indices: they are skipped instead of raised.
 
     For CUDA graphs and for loops whose indices an earlier op has made. Sizes are checked all the same.
     """
-    global _checks
-    before, _checks = _checks, False
+    before, _mine.checks = _mine.checks, False
     try:
         yield
     finally:
-        _checks = before
+        _mine.checks = before
 
 
 def checks() -> bool:
     """Whether ops wait to hear of bad indices."""
-    return _checks
+    return _mine.checks
 
 
 def new_flag(like: Tensor) -> Tensor:
     """int64 zero on the device; a kernel raises it to ``n - i`` where element ``i`` is bad, so the first one stays.
 
-    One at a time: it is the stream's own, and `read_flag` must be the next thing done with it.
+    One at a time: it is the thread's own on a stream, and `read_flag` must be the next thing done with it.
     """
-    if not _checks or not like.is_cuda:
+    if not _mine.checks or not like.is_cuda:
         return torch.zeros(1, dtype=torch.int64, device=like.device)
     device = like.get_device()
     key = device, torch._C._cuda_getCurrentRawStream(device)
-    flag = _flags.get(key)
+    flag = _mine.flags.get(key)
     if flag is None:
-        flag = _flags[key] = torch.zeros(1, dtype=torch.int64, device=like.device)
+        flag = _mine.flags[key] = torch.zeros(1, dtype=torch.int64, device=like.device)
     return flag
 
 
 def read_flag(flag: Tensor) -> int:
     """Waits for the device; 0 if all is well, or if nobody wants to know."""
-    if not _checks:
+    if not _mine.checks:
         return 0
     value = int(flag)
     if value:

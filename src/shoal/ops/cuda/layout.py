@@ -150,13 +150,14 @@ def _run(
         return
     like, size = outputs[0], outputs[0].element_size()
     ends = [o.data_ptr() for o in outputs]
-    flag = launch.new_flag(like)
-    for q in requests:
+    for q in requests:  # before anything is launched, which might leave the flag raised
         if q.nfl[1] < len(plan.feature_names):
             raise launch.ConfigError(
                 f"fused_embedding_to_layout: nfl_offset has an entry per feature, {len(plan.feature_names)}, "
                 f"got {q.nfl[1]}"
             )
+    flag = launch.new_flag(like)
+    for q in requests:
         _check_offsets[launch.blocks(max(q.nfl[1], q.rows[1]), 1024)](
             nfl[q.nfl[0] :], q.nfl[1], rows[q.rows[0] :], q.rows[1], q.fids[1], flag, BLOCK=1024
         )

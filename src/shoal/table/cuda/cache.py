@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.errors import ConfigError
 from shoal.table.cuda import bridge
-from shoal.table.cuda.group import ROW
+from shoal.table.cuda.group import ROW, Group
 from shoal.table.cuda.prefetch import Piece, Prefetcher
 from shoal.table.cuda.table import CudaHashTable
 from shoal.table.table import HashTable
@@ -86,15 +86,22 @@ class CachedHashTable(CudaHashTable):
     # --- the cache ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keeps the prefetcher out, and makes the current stream wait for what it did."""
+    def _alone(self, ids: Tensor | None = None) -> Iterator[None]:
+        """Keeps the prefetcher out, once it has brought ``ids``; the current stream waits for what it did."""
         with self.lock:
+            if ids is not None:
+                self._prefetcher.wait_for(ids)
             self._prefetcher.join()
-            yield
+            with self._group:
+                yield
+
+    @property
+    def group(self) -> Group:
+        """Index and rows of what is resident."""
+        return self._group
 
     def _bring(self, ids: Tensor, create: bool) -> None:
         """Brings the rows of ids that the CPU table has; with ``create`` also makes room for the others."""
-        self._prefetcher.wait_for(ids)
         missing = self.note(ids)
         if missing.numel() == 0:
             return
@@ -234,22 +241,24 @@ class CachedHashTable(CudaHashTable):
         return super()._filtered(ids, dedup=dedup, remember=remember, skip=skip)
 
     def _lookup(self, ids: Tensor, insert_missing: bool, seconds: int) -> Tensor:
-        with self._alone():
+        with self._alone(ids):
             if not insert_missing:
                 self._bring(ids, create=False)
             return super()._lookup(ids, insert_missing, seconds)
 
     def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
-        with self._alone():
+        ids = self._ids(ids)
+        with self._alone(ids):
             return super()._assign(ids, values, req_time, add)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> None:
-        with self._alone():
-            super()._apply(*args, **kwargs)
+    def _apply(self, ids: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self._alone(ids):
+            super()._apply(ids, *args, **kwargs)
 
     def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
         """As `HashTable.reinitialize`."""
-        with self._alone():
+        ids = self._ids(ids)
+        with self._alone(ids):
             return super().reinitialize(ids)
 
     def contains(self, ids: Tensor) -> Tensor:

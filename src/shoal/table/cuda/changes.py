@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ class Changes:
     """
 
     def __init__(self, table: Any) -> None:
-        self._table = table
+        self._table = weakref.proxy(table)  # its memory goes with its last user, not when cycles are looked for
         self._oldest = 0
         self._removed: list[tuple[int, Tensor]] = []
 

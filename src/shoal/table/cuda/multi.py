@@ -37,30 +37,31 @@ def share(tables: Sequence[CudaHashTable]) -> None:
 
 
 class _Part:
-    """The blocks of one source that belong to one group, and where they lie among all."""
+    """The blocks of one source that belong to one group, and where they lie among all.
 
-    def __init__(self, group: Group, blocks: list[tuple[CudaHashTable, int, slice, slice]]) -> None:
+    It knows tables by their place in the call and their number in the group, so that it keeps none of them alive.
+    """
+
+    def __init__(self, group: Group, blocks: list[tuple[int, int, slice, slice]]) -> None:
         self.group = group
-        self.tables = [block[0] for block in blocks]
-        self.places = [block[1] for block in blocks]
-        """Which of the call's tables they are."""
+        self.places = [block[0] for block in blocks]
+        self.numbers = [block[1] for block in blocks]
         self.ids = [block[2] for block in blocks]
         self.floats = [block[3] for block in blocks]
         self.size = sum(ids.stop - ids.start for ids in self.ids)
         self.counts = [0] * group.tables
-        for table, ids in zip(self.tables, self.ids, strict=True):
-            self.counts[table._number] += ids.stop - ids.start
+        for number, ids in zip(self.numbers, self.ids, strict=True):
+            self.counts[number] += ids.stop - ids.start
         self._joined_ids, self.joined_floats = _joined(self.ids), _joined(self.floats)
-        self.alone = len(self.tables) == 1
-        self._table_of: int | Tensor | None = self.tables[0]._number if self.alone else None
+        self.alone = len(blocks) == 1
+        self._table_of: int | Tensor | None = self.numbers[0] if self.alone else None
         self._made_on: int | None = None
 
     def table_of(self) -> int | Tensor:
         """The table of every id: one number, or an int32 tensor. Inside the group alone."""
         if self._table_of is None:
-            numbers = [table._number for table in self.tables]
             sizes = [ids.stop - ids.start for ids in self.ids]
-            both = torch.tensor([numbers, sizes], pin_memory=self.group.device.type == "cuda")
+            both = torch.tensor([self.numbers, sizes], pin_memory=self.group.device.type == "cuda")
             both = both.to(self.group.device, non_blocking=True)
             self._table_of = torch.repeat_interleave(both[0].int(), both[1], output_size=self.size)
             self._made_on = self.group.stream
@@ -90,34 +91,32 @@ class _Plan:
     """How the blocks of a call are shared among groups."""
 
     def __init__(self, tables: Sequence[CudaHashTable], sizes: Sequence[int], sources: int) -> None:
-        self.tables = list(tables)
-        self.groups = [table._group for table in tables]
+        self.members = [(table._group, table._number) for table in tables]
         self.parts: list[_Part] = []
         at = floats = 0
         for source in range(sources):
             blocks: dict[int, list[Any]] = {}
-            for k, table in enumerate(tables):
+            for k, (group, number) in enumerate(self.members):
                 end = at + sizes[source * len(tables) + k]
-                floats_end = floats + (end - at) * table.dim_size
-                block = table, k, slice(at, end), slice(floats, floats_end)
-                blocks.setdefault(id(self.groups[k]), []).append(block)
+                floats_end = floats + (end - at) * group.layout.dim
+                blocks.setdefault(id(group), []).append((k, number, slice(at, end), slice(floats, floats_end)))
                 at, floats = end, floats_end
-            self.parts += [_Part(of_group[0][0]._group, of_group) for of_group in blocks.values()]
-        segments = [0, *itertools.accumulate(len(table._layout.segments) for table in tables)]
+            self.parts += [_Part(self.members[of_group[0][0]][0], of_group) for of_group in blocks.values()]
+        segments = [0, *itertools.accumulate(len(group.layout.segments) for group, _ in self.members)]
         self.rates = [slice(begin, end) for begin, end in itertools.pairwise(segments)]
         """Where each table's learning rates lie among all."""
         self.needed: dict[int, tuple[Group, list[int]]] = {}
         """Of each group: the ids that a call of several parts may bring."""
         for part in self.parts if len(self.parts) > 1 else ():  # a single one makes room for itself
-            if not part.tables[0].grows:
+            if not tables[part.places[0]].grows:
                 continue
             _, counts = self.needed.setdefault(id(part.group), (part.group, [0] * part.group.tables))
             counts[:] = map(sum, zip(counts, part.counts, strict=True))
 
     def fits(self, tables: Sequence[CudaHashTable]) -> bool:
-        return len(tables) == len(self.tables) and all(
-            mine is table and group is table._shared
-            for mine, group, table in zip(self.tables, self.groups, tables, strict=True)
+        return len(tables) == len(self.members) and all(
+            table._shared is group and table._number == number
+            for table, (group, number) in zip(tables, self.members, strict=True)
         )
 
 
@@ -139,7 +138,7 @@ def lookup_blocks(tables: Sequence[Any], ids: Tensor, sizes: Tensor, sources: in
     for part in _plan(tables, sizes, sources).parts:
         own = part.ids_of(ids)
         if part.alone:
-            rows = part.tables[0]._lookup(own, False, 0)
+            rows = tables[part.places[0]]._lookup(own, False, 0)
         else:
             with part.group:
                 rows = part.group.find(own, part.table_of(), "weights")
@@ -175,23 +174,26 @@ def apply_blocks(
     for table in tables:
         table._judge.check()
         table._check_marks()
-    _make_room(plan)
-    gate = _gate(tables[0], plan.parts, grads)
+    _make_room(plan, tables)
+    with tables[0]._group:
+        gate = _gate(tables, plan.parts, grads)
     for part in plan.parts:
-        table_rates = [list(rates[plan.rates[place]]) for place in part.places]
-        if part.alone or any(t._host.has_filter() or t.on_bad_gradient == "skip" for t in part.tables):
-            for table, rate, where, floats in zip(part.tables, table_rates, part.ids, part.floats, strict=True):
+        own = [tables[place] for place in part.places]
+        own_rates = [list(rates[plan.rates[place]]) for place in part.places]
+        if part.alone or any(t._host.has_filter() or t.on_bad_gradient == "skip" for t in own):
+            for table, rate, where, floats in zip(own, own_rates, part.ids, part.floats, strict=True):
                 table._apply(ids[where], grads[floats], rate, step, dedup, seconds, gate=gate, judged=True)
             continue
-        for table in part.tables:
+        for table in own:
             table._host.raise_max_update_time(seconds)
             table._version += 1
         if part.size:
-            _apply_part(part, part.ids_of(ids), part.floats_of(grads), table_rates, step, seconds, dedup, gate)
+            _apply_part(part, own, part.ids_of(ids), part.floats_of(grads), own_rates, step, seconds, dedup, gate)
 
 
 def _apply_part(
     part: _Part,
+    tables: list[CudaHashTable],
     ids: Tensor,
     grads: Tensor,
     rates: list[list[float]],
@@ -201,49 +203,49 @@ def _apply_part(
     gate: Tensor | None,
 ) -> None:
     """One launch for several tables."""
-    group, first = part.group, part.tables[0]
+    group, first = part.group, tables[0]
     every_rate = [[0.0] * len(group.layout.segments)] * group.tables
-    for table, of_table in zip(part.tables, rates, strict=True):
-        every_rate[table._number] = of_table
+    for number, of_table in zip(part.numbers, rates, strict=True):
+        every_rate[number] = of_table
     update = Update(every_rate, first._host.scales(), step, 0, first._seed)
     with group:
         where = part.table_of()
         rows = group.insert(ids, where, counts=part.counts, time=seconds, gate=gate)
         update_rows(group, ids, rows, where, grads, update, dedup, False, first.deterministic)
         begin = 0
-        for table, at in zip(part.tables, part.ids, strict=True):
+        for table, at in zip(tables, part.ids, strict=True):
             end = begin + at.stop - at.start
             if table._marks is not None:
                 table._mark(ids[begin:end], rows[begin:end])
             begin = end
 
 
-def _make_room(plan: _Plan) -> None:
+def _make_room(plan: _Plan, tables: Sequence[CudaHashTable]) -> None:
     """Takes memory for all ids of a call before the first of them changes anything."""
     for group, counts in plan.needed.values():
         with group:
             try:
                 group.make_room(counts)
             except CapacityError as error:
-                names = ", ".join(repr(table.name) for table in plan.tables if table._group is group)
+                names = ", ".join(repr(table.name) for table in tables if table._group is group)
                 raise CapacityError(
                     f"tables {names}: no room for {sum(counts)} ids more: {error}; nothing was changed. Evict rows, or "
                     "use a narrower optimizer state"
                 ) from None
 
 
-def _gate(told: CudaHashTable, parts: Sequence[_Part], grads: Tensor) -> Tensor | None:
+def _gate(tables: Sequence[CudaHashTable], parts: Sequence[_Part], grads: Tensor) -> Tensor | None:
     """Not 0 when gradients of a table that raises hold NaN or infinity; the first table tells of it later."""
     bad = None
     for part in parts:
-        dim, wanted = part.group.layout.dim, [table.on_bad_gradient == "raise" for table in part.tables]
+        dim, wanted = part.group.layout.dim, [tables[place].on_bad_gradient == "raise" for place in part.places]
         if not any(wanted) or not part.size:
             continue
         whole = part.joined_floats if all(wanted) else None
         for floats in [whole] if whole else itertools.compress(part.floats, wanted):
             bad = count_bad(grads[floats], dim, None, bad)
     if bad is not None:
-        told._judge.tell(bad)
+        tables[0]._judge.tell(bad)
     return bad
 
 

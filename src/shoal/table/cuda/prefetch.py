@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -26,7 +27,8 @@ class Prefetcher:
     """What is under way to a cache. Everything but `submit` and the thread itself runs under the cache's lock."""
 
     def __init__(self, cache: CachedHashTable, timeout: timedelta) -> None:
-        self._cache, self._timeout = cache, timeout
+        self._of = weakref.ref(cache)
+        self._timeout = timeout
         self._jobs: dict[tuple[int, int], Future[None]] = {}
         self._in_flight = 0
         self._tainted: list[Tensor] = []
@@ -34,6 +36,13 @@ class Prefetcher:
         self._worker: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
+
+    @property
+    def _cache(self) -> CachedHashTable:
+        cache = self._of()
+        if cache is None:
+            raise ReferenceError("the cache is gone")
+        return cache
 
     def submit(self, ids: Tensor) -> None:
         """Has the rows of ids brought."""
@@ -57,7 +66,10 @@ class Prefetcher:
             self._ready = None
 
     def wait_for(self, ids: Tensor) -> None:
-        """Waits for a job of the same tensor, without the lock; raises what went wrong there."""
+        """Waits for a job of the same tensor, without the lock; raises what went wrong there.
+
+        The caller holds the cache's lock once, and not that of its group: other calls go on meanwhile.
+        """
         job = self._jobs.pop(_key(ids), None)
         if job is None:
             return
@@ -97,7 +109,7 @@ class Prefetcher:
         with contextlib.ExitStack() as stack:
             if self._stream is not None:
                 stack.enter_context(torch.cuda.stream(self._stream))
-            with cache.lock:
+            with cache.lock, cache.group:
                 self._follow(main)
                 asked = cache.note(ids).cpu()
                 if asked.numel() == 0:
@@ -111,7 +123,7 @@ class Prefetcher:
                 with cache.lock:
                     self._landed()
                 raise
-            with cache.lock:
+            with cache.lock, cache.group:
                 self._follow(main)
                 tainted = torch.cat(self._tainted) if self._tainted else None
                 self._landed()
