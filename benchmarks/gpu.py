@@ -81,7 +81,7 @@ def fill(table: Any, load: float, slots: int = SLOTS) -> torch.Tensor:
     group._grow_rows(count + (64 << 20) // table.dim_size)
     for begin in range(0, count, 1 << 23):
         group.insert(ids[begin : begin + (1 << 23)], 0, counts=[min(1 << 23, count - begin)])
-    group._look(wait=True)
+    group.counts.look(wait=True)
     return ids
 
 
@@ -143,7 +143,7 @@ def insert() -> None:
             begin = time.perf_counter()
             for batch in batches:
                 rows = table._group.insert(batch, 0, counts=[N])
-                table._group.start_fresh(rows, batch, 1)
+                table._group.arena.start_fresh(rows, batch, 1)
             torch.cuda.synchronize()
             best.append((time.perf_counter() - begin) * 1e3 / count)
             del table, batches
@@ -158,7 +158,7 @@ def update() -> None:
         ids = fill(table, 0.5, SLOTS // 4)
         sets = distinct(ids)
         grads = torch.randn(N, 64, device="cuda")
-        table._group.start_fresh(table._group.find(ids, 0, "rows"), ids, 1, every=True)
+        table._group.arena.start_fresh(table._group.find(ids, 0, "rows"), ids, 1, every=True)
         ms = milliseconds(lambda i, t=table, s=sets, g=grads: t.apply_gradients(s[i % 4], g, i, distinct=True))
         # Gradient read, weights and states read and written, and the line of the index.
         needed = 4 * 64 * (1 + 2 * (1 + words)) + 72 + (16 if name == "adam" else 0)

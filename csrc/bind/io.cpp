@@ -68,6 +68,29 @@ std::vector<nb::bytes> lookup_entry(const Table& table, const std::vector<int64_
   return out;
 }
 
+// (table, expiry or None, epoch), and for a table whose rows live elsewhere also (take, parts): `take(part)` gives the
+// addresses of ids, times (int64) and rows without gaps, which stay good until the next call, and how many there are.
+SaveSource save_source(const nb::tuple& given) {
+  if (given.size() != 3 && given.size() != 5) throw std::invalid_argument("a source of a save has 3 or 5 parts");
+  SaveSource source{.table = nb::cast<const Table*>(given[0]),
+                    .expiry = given[1].is_none() ? nullptr : nb::cast<const Expiry*>(given[1]),
+                    .changed_since = nb::cast<uint32_t>(given[2])};
+  if (given.size() == 3) return source;
+  source.parts = nb::cast<int>(given[4]);
+  source.take = [take = nb::object(given[3]), layout = &source.table->layout()](int part, Rows* out) {
+    const nb::gil_scoped_acquire acquire;
+    const auto [ids, times, rows, n] = nb::cast<std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>>(take(part));
+    const nb::gil_scoped_release release;
+    out->ids.assign(ptr<int64_t>(ids), ptr<int64_t>(ids) + n);
+    out->times.assign(ptr<int64_t>(times), ptr<int64_t>(times) + n);
+    out->rows.resize(static_cast<size_t>(n) * layout->stride);
+    for (int64_t i = 0; i < n; ++i)
+      std::memcpy(out->rows.data() + i * layout->stride, ptr<char>(rows) + i * layout->row_bytes,
+                  static_cast<size_t>(layout->row_bytes));
+  };
+  return source;
+}
+
 void check_trains(const Table& table) {
   if (table.layout().serving) throw std::invalid_argument("entries are not supported by serving tables");
 }
@@ -137,12 +160,10 @@ void io(nb::module_& m) {
 
   m.def(
       "save",
-      [](const std::vector<std::tuple<const Table*, const Expiry*, uint32_t>>& tables,
-         const std::vector<std::string>& temporary, const std::vector<std::string>& paths, bool snappy,
-         int64_t random_sleep_ms, Progress* progress) {
+      [](const std::vector<nb::tuple>& tables, const std::vector<std::string>& temporary,
+         const std::vector<std::string>& paths, bool snappy, int64_t random_sleep_ms, Progress* progress) {
         std::vector<SaveSource> sources;
-        for (const auto& [table, expiry, since] : tables)
-          sources.push_back({.table = table, .expiry = expiry, .changed_since = since});
+        for (const nb::tuple& table : tables) sources.push_back(save_source(table));
         const nb::gil_scoped_release release;
         return save(sources, {temporary, paths, snappy, random_sleep_ms}, progress);
       },

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -92,12 +93,14 @@ void nn(nb::module_& m) {
           NoGil());
   m.def(
       "copy_rows",
-      [](const Table& t) {
+      [](const Table& t, int stripe) {
         RowsCopy copy{{}, t.layout().stride, head_bytes(t.layout()), t.layout().row_bytes};
-        for (int stripe = 0; stripe < Table::kStripes; ++stripe) t.snapshot(stripe, 0, &copy.rows);
+        if (stripe >= Table::kStripes) throw std::invalid_argument("no such stripe");
+        const int end = stripe < 0 ? Table::kStripes : stripe + 1;
+        for (int s = std::max(stripe, 0); s < end; ++s) t.snapshot(s, 0, &copy.rows);
         return copy;
       },
-      NoGil());
+      nb::arg("table"), nb::arg("stripe") = -1, NoGil());
   // The rows of the ids that are in the table, one after another; found[i] tells which. How many there are.
   m.def(
       "fetch_rows",

@@ -181,14 +181,14 @@ std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, c
     for (int w = 0; w < writers; ++w) threads.emplace_back(write, w);
     bool going = true;
     for (size_t s = 0; s < sources.size() && going; ++s) {
-      for (int stripe = 0; stripe < Table::kStripes && going; ++stripe) {
+      for (int part = 0; part < sources[s].parts && going; ++part) {
         check_cancelled(progress);
-        const int shard = stripe % shards;
+        const int shard = part % shards;
         Rows rows = queue.spare();
         if (sources[s].take) {
-          sources[s].take(stripe, &rows);
+          sources[s].take(part, &rows);
         } else {
-          sources[s].table->snapshot(stripe, sources[s].changed_since, &rows);
+          sources[s].table->snapshot(part, sources[s].changed_since, &rows);
         }
         going = queue.push(shard % writers, {static_cast<int>(s), shard, std::move(rows)});
       }

@@ -25,8 +25,10 @@ struct SaveSource {
   const Table* table;
   const Expiry* expiry;        // null: no row is stale
   uint32_t changed_since = 0;  // an epoch of the table; 0: all rows
-  // Appends the rows of one stripe; the table's own `snapshot` unless given.
-  std::function<void(int stripe, Rows* out)> take = {};
+  // Appends the rows of one of `parts` parts, from the thread that saves: of a table whose rows live elsewhere. Unless
+  // given, parts are the table's stripes, and its own `snapshot` takes them.
+  std::function<void(int part, Rows* out)> take = {};
+  int parts = Table::kStripes;
 };
 
 struct SaveTarget {

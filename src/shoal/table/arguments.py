@@ -19,6 +19,11 @@ def as_tensor(given: Any) -> Tensor:
     return given if isinstance(given, Tensor) else torch.as_tensor(given)
 
 
+def device_of(table: Any) -> torch.device:
+    """Where the tensors of a table live; the CPU for one that is elsewhere altogether."""
+    return getattr(table, "device", CPU)
+
+
 def as_ids(ids: Any, name: str, what: str = "ids", device: torch.device = CPU) -> Tensor:
     """Contiguous int64 on ``device``; a list is moved there, a tensor that is elsewhere is refused."""
     if not isinstance(ids, Tensor):

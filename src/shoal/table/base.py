@@ -78,7 +78,7 @@ class TableBase(ABC):
         )
         self.seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
         self.dim_size: int = layout.dim
-        host = self._start(layout, device, deterministic)
+        host = self._host = self._start(layout, device, deterministic)
         if native_filter is not None:
             host.set_filter(native_filter)
         if client is not None:
@@ -104,6 +104,18 @@ class TableBase(ABC):
     def staging(self) -> Any:
         """What has the layout of this table's rows in host memory, as ``_native``."""
         return self
+
+    def source(self, since: int = 0, *, stale: bool = False) -> Any:
+        """What a save takes (`shoal.table.checkpoint.single.Source`): rows written since an epoch, or all of them.
+
+        With ``stale`` also those that have expired.
+        """
+        return self._native, None if stale else self._expiry, since
+
+    @property
+    def changes(self) -> Any:
+        """What is known of changes, for incremental checkpoints: epochs, and the ids removed since one."""
+        return self._native
 
     def adopt(self, native: _core.Table) -> None:
         """Takes all rows of a native table of the same layout, its clock and its scales, in one step for readers."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from shoal.table.messages import EntryDump
 from shoal.table.table import HashTable
 
 INT32_MAX = (1 << 31) - 1
+_FEW = 128  # blocks that Python counts faster than torch does
 
 
 def fused_lookup(
@@ -93,7 +96,10 @@ def fused_apply_gradient(
     if indices is not None and (given := as_tensor(indices).numel()) != ids.numel():
         raise ConfigError(f"table {name!r}: indices are as many as the ids, {ids.numel()}, got {given}")
     grads = as_rows(id_grads, int(offsets[-1]), 1, name, "id_grads", device).view(-1)
-    rates = torch.as_tensor(learning_rate_tensors, dtype=torch.float32, device="cpu").reshape(-1).tolist()
+    if isinstance(learning_rate_tensors, list) and all(type(rate) is float for rate in learning_rate_tensors):
+        rates = array.array("f", learning_rate_tensors).tolist()  # float32's, as native code has them
+    else:
+        rates = torch.as_tensor(learning_rate_tensors, dtype=torch.float32, device="cpu").reshape(-1).tolist()
     needed = sum(len(table.table_config.entry_config.segments) for table in tables)
     if len(rates) != needed:
         raise ConfigError(f"table {name!r}: learning_rate_tensors has a rate per segment, {needed}, got {len(rates)}")
@@ -159,14 +165,25 @@ def _blocks(
             f"table {name!r}: fused_slot_size has {len(tables)} tables x {num_of_shards} shards elements, "
             f"got {sizes.numel()}"
         )
-    if sizes.numel() and int(sizes.min()) < 0:
-        raise ConfigError(f"table {name!r}: fused_slot_size holds counts, got {int(sizes.min())}")
-    if int(sizes.sum()) != ids.numel():
-        raise ConfigError(
-            f"table {name!r}: fused_slot_size adds up to the number of ids, {ids.numel()}, got {int(sizes.sum())}"
-        )
-    dims = torch.tensor([t.dim_size for t in tables], dtype=torch.int64, device="cpu").repeat(num_of_shards)
-    return sizes, _offsets(sizes), _offsets(sizes * dims)
+    few = sizes.tolist() if sizes.numel() <= _FEW else None
+    least, total = (min(few, default=0), sum(few)) if few is not None else (int(sizes.min()), int(sizes.sum()))
+    if least < 0:
+        raise ConfigError(f"table {name!r}: fused_slot_size holds counts, got {least}")
+    if total != ids.numel():
+        raise ConfigError(f"table {name!r}: fused_slot_size adds up to the number of ids, {ids.numel()}, got {total}")
+    dims = [table.dim_size for table in tables]
+    if few is not None:
+        return _few_blocks(tuple(few), tuple(dims))
+    floats = sizes * torch.tensor(dims, dtype=torch.int64, device="cpu").repeat(num_of_shards)
+    return sizes, _offsets(sizes), _offsets(floats)
+
+
+@functools.lru_cache(maxsize=64)
+def _few_blocks(sizes: tuple[int, ...], dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """`_blocks` of sizes that often are those of the call before. Nobody writes to these tensors."""
+    floats = [size * dim for size, dim in zip(sizes, itertools.cycle(dims), strict=False)]
+    begins = [[0, *itertools.accumulate(counts)] for counts in (sizes, floats)]
+    return tuple(torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (sizes, *begins))  # type: ignore[return-value]
 
 
 def _offsets(sizes: Tensor) -> Tensor:
@@ -176,7 +193,7 @@ def _offsets(sizes: Tensor) -> Tensor:
 def _int32(values: Tensor, name: str) -> Tensor:
     if values.numel() and int(values.max()) > INT32_MAX:
         raise ConfigError(f"table {name!r}: {int(values.max())} floats do not fit int32 offsets; send smaller batches")
-    return values.int()
+    return values.to(torch.int32, copy=True)
 
 
 def _check_offsets(what: str, of: str, given: Any, expected: Tensor, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.table.arguments import as_ids, as_rows
+from shoal.table.arguments import as_ids, as_rows, device_of
 from shoal.table.entry import HashTableConfigInstance, infer_dim_size
 
 _LEGACY = re.compile(r"^fc_slot_[0-9]*$")
@@ -80,7 +80,9 @@ class MergedMultiTypeHashTable:
         """
         groups = self._groups(slot_to_id)
         if early_reorder_indicies_res_pack is None:
-            ids = {slot: as_ids(value, slot).view(-1) for slot, value in slot_to_id.items()}
+            ids = {
+                slot: as_ids(value, slot, device=device_of(self._table)).view(-1) for slot, value in slot_to_id.items()
+            }
             found = self._table.lookup({name: torch.cat([ids[s] for s in slots]) for name, slots in groups.items()})
             sizes = {name: [ids[slot].numel() for slot in slots] for name, slots in groups.items()}
             return _split(groups, found, sizes)
@@ -141,13 +143,13 @@ class MergedMultiTypeHashTable:
         return groups
 
     def _merge(self, writes: Mapping[str, tuple[Tensor, Tensor]], what: str) -> dict[str, tuple[Tensor, Tensor]]:
-        merged = {}
+        merged, device = {}, device_of(self._table)
         for name, slots in self._groups(writes).items():
             ids, rows = [], []
             for slot in slots:
-                ids.append(as_ids(writes[slot][0], slot).view(-1))
+                ids.append(as_ids(writes[slot][0], slot, device=device).view(-1))
                 dim = self._dims[slot]
-                rows.append(as_rows(writes[slot][1], ids[-1].numel(), dim, slot, what).view(-1, dim))
+                rows.append(as_rows(writes[slot][1], ids[-1].numel(), dim, slot, what, device).view(-1, dim))
             merged[name] = torch.cat(ids), torch.cat(rows)
         return merged
 

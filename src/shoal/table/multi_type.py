@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.arguments import CPU, as_ids, as_int, as_rows, as_time, device_of
 from shoal.table.entry import HashTableConfigInstance
 from shoal.table.fused import fused_apply_gradient, fused_lookup, table_names
 from shoal.table.table import HashTable
@@ -35,6 +35,11 @@ class MultiTypeHashTable:
         """Slot name -> its table, sorted by name."""
         return dict(self._tables)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tables' tensors live: on the first one's device."""
+        return next(map(device_of, self._tables.values()), CPU)
+
     def get_table_dim_sizes(self) -> list[int]:
         """The tables' dimensions, by sorted slot name."""
         return [table.dim_size for table in self._tables.values()]
@@ -46,7 +51,10 @@ class MultiTypeHashTable:
     def lookup(self, slot_to_id: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``{slot: ids}`` to ``{slot: [n, dim]}``."""
         tables = {slot: self._table(slot) for slot in slot_to_id}
-        checked = {slot: as_ids(ids, _name(tables[slot], slot)) for slot, ids in slot_to_id.items()}
+        checked = {
+            slot: as_ids(ids, _name(tables[slot], slot), device=device_of(tables[slot]))
+            for slot, ids in slot_to_id.items()
+        }
         return {slot: tables[slot].lookup(ids) for slot, ids in checked.items()}
 
     def assign(self, slot_to_id_and_value: Mapping[str, tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +87,9 @@ class MultiTypeHashTable:
     def reinitialize(self, slot: str, ids: Tensor) -> tuple[Any, Tensor]:
         """Fresh rows; int32 ``[n]``: 1 existed, 0 inserted, -1 for all ids if the slot is unknown."""
         if slot not in self._tables:
-            return self, torch.full((as_ids(ids, slot).numel(),), -1, dtype=torch.int32, device="cpu")
+            return self, torch.full(
+                (as_ids(ids, slot, device=self.device).numel(),), -1, dtype=torch.int32, device=self.device
+            )
         return self, self._tables[slot].reinitialize(ids)[1]
 
     def fused_lookup(
@@ -153,8 +163,8 @@ class MultiTypeHashTable:
             table = self._table(slot)
             name = _name(table, slot)
             ids, values = writes[slot]
-            ids = as_ids(ids, name)
-            checked[slot] = ids, as_rows(values, ids.numel(), table.dim_size, name, what)
+            ids = as_ids(ids, name, device=device_of(table))
+            checked[slot] = ids, as_rows(values, ids.numel(), table.dim_size, name, what, device_of(table))
             as_time(req_time, name)
         return checked
 

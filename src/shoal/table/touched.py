@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class TouchedKeySet(_core.TouchedKeys):
             raise ConfigError(f"TouchedKeySet: concurrency_level must be at least 1, got {concurrency_level}")
         super().__init__(int(capacity))
         self.concurrency_level = int(concurrency_level)
+        self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self.name = f"TouchedKeySet_{name_suffix}"
         self._reporting = threading.Lock()
         self._reported = 0
@@ -57,17 +59,27 @@ class TouchedKeySet(_core.TouchedKeys):
 
     def steal_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and the number of the table that inserted each (int32); the set is empty afterwards."""
+        self._settle()
         ids, tables = self._steal()
         return (
             torch.from_numpy(np.frombuffer(ids, np.int64).copy()),
             torch.from_numpy(np.frombuffer(tables, np.int32).copy()),
         )
 
+    def ask_first(self, source: Any) -> None:
+        """Has ``source.settle()`` called before keys are counted or taken: it may have some under way from a GPU."""
+        self._sources.add(source)
+
+    def _settle(self) -> None:
+        for source in list(self._sources):
+            source.settle()
+
     def size(self) -> int:
+        self._settle()
         return self._size()
 
     def __len__(self) -> int:
-        return self._size()
+        return self.size()
 
     @property
     def touched_key_set_dropped(self) -> int:

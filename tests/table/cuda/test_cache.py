@@ -1,12 +1,23 @@
 """A GPU cache over a CPU table gives what the CPU table alone gives, whatever leaves the cache and when."""
 
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from gpu_tables import rows_of
 
 import shoal
 from shoal.errors import ConfigError
-from shoal.table import SlotOccurrenceThresholdConfig, create_hash_filter
+from shoal.table import (
+    SlotOccurrenceThresholdConfig,
+    create_hash_filter,
+    fused_lookup,
+    restore_incremental,
+    save_incremental,
+)
 from shoal.table.cuda.cache import CachedHashTable
 
 
@@ -58,23 +69,78 @@ def test_a_prefetched_row_that_changed_meanwhile_is_not_taken(device):
     ids = torch.arange(8)
     for table, where in ((alone, "cpu"), (cached.below, "cpu")):
         table.assign(ids.to(where), torch.ones(8, 2))
-    fetched = cached._fetch
+    fetched = cached.fetch
 
     def slow(asked):
         result = fetched(asked)
-        if len(cached._tainted) == 0 and asked.tolist() == [1]:
-            cached._fetch = fetched
+        if asked.tolist() == [1]:
+            cached.fetch = fetched
             for row in (1, 2, 3, 4, 5):  # changes id 1, then pushes it out
                 there = torch.tensor([row], device=device)
                 cached.assign_add(there, torch.ones(1, 2, device=device))
                 alone.assign_add(torch.tensor([row]), torch.ones(1, 2))
         return result
 
-    cached._fetch = slow
+    cached.fetch = slow
     one = torch.tensor([1], device=device)
-    cached._ahead(one, torch.cuda.current_stream() if device.type == "cuda" else None)
+    cached.prefetch(one)
     assert cached.lookup(one).tolist() == [[2, 2]]
     assert_same(alone, cached)
+    cached.close()
+
+
+@pytest.mark.parametrize("removal", ["erase", "clear", "evict", "restore"])
+def test_a_row_that_is_removed_while_it_is_fetched_does_not_come_back(removal, device, tmp_path):
+    _, cached = tables(4, expire_after="1d")
+    one = torch.tensor([1], device=device)
+    shoal.HashTable(2, optimizer="adagrad", name="below").save(str(tmp_path / "empty"))
+    cached.below.assign(torch.tensor([1, 2]), torch.ones(2, 2), 7)
+    fetched = cached.fetch
+
+    def slow(asked):
+        result = fetched(asked)
+        cached.fetch = fetched
+        if removal == "erase":
+            cached.erase(one)
+        elif removal == "clear":
+            cached.clear()
+        elif removal == "evict":
+            cached.evict(7 + 86400)
+        else:
+            cached.restore(str(tmp_path / "empty"))
+        return result
+
+    cached.fetch = slow
+    cached.prefetch(one)
+    assert not cached.lookup(one).any()
+    assert not cached.contains(one).any()
+    cached.close()
+
+
+def test_a_cache_is_looked_up_with_other_tables_in_one_call(device):
+    _, cached = tables(2)
+    other = shoal.HashTable(2, optimizer="sgd", device="cuda", name="other")
+    ids = torch.arange(6, device=device)
+    other.assign(ids, torch.full((6, 2), 3.0, device=device))
+    cached.below.assign(torch.arange(6), torch.full((6, 2), 5.0))
+    both = torch.tensor([0, 1, 4, 5], device=device)
+    rows = fused_lookup([cached, other], both, torch.tensor([2, 2]), 1)[0]
+    assert rows.view(4, 2)[:, 0].tolist() == [5, 5, 3, 3]
+
+
+def test_incremental_checkpoints_see_what_is_in_the_cache(device, tmp_path):
+    alone, cached = tables(4, name="items")
+    for step in range(3):
+        ids, values = torch.arange(step * 3, step * 3 + 4), torch.full((4, 2), float(step))
+        alone.assign(ids, values)
+        cached.assign(ids.to(device), values.to(device))
+        one, two = save_incremental(alone, tmp_path / "a"), save_incremental(cached, tmp_path / "c")
+        assert (one.kind, one.rows, one.removed) == (two.kind, two.rows, two.removed)
+    _, other = tables(4, name="items")
+    restore_incremental(other, tmp_path / "a")
+    assert torch.equal(other.lookup(torch.arange(3, device=device)).cpu(), alone.lookup(torch.arange(3)))
+    assert other.size() == alone.size()
+    cached.close()
 
 
 def test_rows_come_and_go_with_their_state_and_filter(device):
@@ -122,3 +188,44 @@ def test_a_batch_larger_than_the_cache_is_refused(device):
     with pytest.raises(ConfigError, match="stands over a CPU table"):
         CachedHashTable(cached, cache_rows=4)
     assert cached.size() == 0
+
+
+def test_a_call_that_waits_for_its_prefetch_lets_others_through(device):
+    """One thread waits for the prefetcher, another one has the cache: neither stops the prefetcher."""
+    _, cached = tables(8)
+    one, two = torch.tensor([1], device=device), torch.tensor([2], device=device)
+    cached.below.assign(torch.arange(4), torch.ones(4, 2))
+    fetched, inside, go_on = cached.fetch, threading.Event(), threading.Event()
+
+    def slow(asked):
+        if asked.tolist() == [1]:
+            inside.set()
+            assert go_on.wait(60)
+        return fetched(asked)
+
+    cached.fetch = slow
+    with ThreadPoolExecutor(2) as pool:
+        cached.prefetch(one)
+        assert inside.wait(60)
+        waits = pool.submit(cached.apply_gradients, one, torch.ones(1, 2, device=device))
+        other = pool.submit(cached.lookup, two)
+        assert other.result(60).tolist() == [[1, 1]]
+        go_on.set()
+        waits.result(60)
+    assert cached.lookup(one)[0, 0] < 1
+    cached.close()
+
+
+def test_the_memory_of_a_cache_goes_with_its_last_user(device):
+    gc.collect()
+    gc.disable()
+    try:
+        _, cached = tables(4)
+        cached.prefetch(torch.arange(2, device=device))
+        cached.lookup(torch.arange(2, device=device))
+        cached.close()
+        group = weakref.ref(cached.group)
+        del cached
+        assert group() is None
+    finally:
+        gc.enable()

@@ -2,11 +2,21 @@
 
 import pytest
 import torch
-from gpu_tables import assert_same_rows, pair
+from gpu_tables import assert_same_rows, config, pair
 
 import shoal
-from shoal.errors import DataError
-from shoal.table import EntryDump, iterate_table_and_apply
+from shoal.errors import CapacityError, ConfigError, DataError
+from shoal.table import (
+    EntryDump,
+    MultiHashTable,
+    SgdOptimizer,
+    ZerosInitializer,
+    iterate_table_and_apply,
+    reset_registry,
+    restore_incremental,
+    save_incremental,
+)
+from shoal.table.cuda import bridge
 
 
 def filled(device, optimizer, n=300):
@@ -79,3 +89,126 @@ def test_a_table_that_adopted_rows_has_all_that_it_had_before(device, tmp_path):
     table.apply_gradients(ids, torch.ones(50, 2, device=device))
     assert table.lookup(ids).abs().sum() == 0
     assert len(table) == 50
+
+
+def test_a_save_takes_few_rows_at_a_time_and_leaves_out_what_is_gone_by_then(device, tmp_path, monkeypatch):
+    _, gpu = filled(device, "adam")
+    monkeypatch.setattr(bridge, "SAVED_BYTES", 4 * 14 * 2)  # two rows of 14 words
+    taken, take = [], bridge.RowSource.take
+    ids = gpu._group.entries(0)[0]
+    gone = ids[[0, -1]]
+
+    def watched(self, part):
+        if part == 1:
+            gpu.erase(gone)
+            gpu.assign(torch.arange(9000, 9002, device=device), torch.ones(2, 4, device=device), 1001)  # their rows
+        addresses = take(self, part)
+        taken.append(addresses[-1])
+        return addresses
+
+    monkeypatch.setattr(bridge.RowSource, "take", watched)
+    gpu.save(str(tmp_path / "t"))
+    assert len(taken) == 150
+    assert max(taken) == 2
+    other = shoal.HashTable(4, optimizer="adam", expire_after="2d")
+    other.restore(str(tmp_path / "t"))
+    assert other.contains(gone.cpu()).tolist() == [True, False]
+    known = other.contains(ids.cpu())
+    assert int(known.sum()) == 299
+    assert torch.equal(other.lookup(ids.cpu())[1:-1], gpu.lookup(ids).cpu()[1:-1])
+    assert not other.contains(torch.tensor([9000, 9001])).any()
+
+
+def test_an_error_while_rows_are_taken_leaves_no_file(device, tmp_path, monkeypatch):
+    _, gpu = filled(device, "sgd", 50)
+
+    def refuse(self, part):
+        raise CapacityError("no host memory left")
+
+    monkeypatch.setattr(bridge.RowSource, "take", refuse)
+    with pytest.raises(CapacityError, match="no host memory"):
+        gpu.save(str(tmp_path / "t"))
+    assert not list(tmp_path.iterdir())
+
+
+def changed(table, device, step):
+    """Writes of every kind, and removals."""
+    at = {"device": device}
+    if step == 0:
+        table.assign(torch.arange(20, **at), torch.ones(20, 2, **at), 100_000)
+    elif step == 1:
+        table.assign_add(torch.tensor([3, 3, 40], **at), torch.ones(3, 2, **at), 100_001)
+        table.erase(torch.tensor([5, 6, 99], **at))
+    elif step == 2:
+        table.apply_gradients(torch.tensor([3, 4, 4, 50], **at), torch.ones(4, 2, **at), 2, req_time=300_000)
+        table.assign(torch.tensor([6], **at), torch.zeros(1, 2, **at), 300_000)
+    elif step == 3:
+        table.lookup(torch.tensor([3, 60], **at), insert_missing=True, req_time=300_000)
+        table.evict()
+
+
+def test_increments_are_those_of_the_cpu(device, tmp_path):
+    cpu, gpu = (
+        shoal.HashTable(2, optimizer="adagrad", seed=7, name="items", expire_after="2d", device=d)
+        for d in ("cpu", "cuda")
+    )
+    for step in range(5):  # nothing happens in the last one
+        changed(cpu, "cpu", step)
+        changed(gpu, device, step)
+        here, there = save_incremental(cpu, tmp_path / "cpu"), save_incremental(gpu, tmp_path / "gpu")
+        assert (here.kind, here.rows, here.removed) == (there.kind, there.rows, there.removed)
+        assert here.kind == ("full" if step == 0 else "delta")
+        # Each restores what the other wrote.
+        cpu2, gpu2 = (
+            shoal.HashTable(2, optimizer="adagrad", seed=7, name="items", expire_after="2d", device=d)
+            for d in ("cpu", "cuda")
+        )
+        restore_incremental(cpu2, tmp_path / "gpu")
+        restore_incremental(gpu2, tmp_path / "cpu")
+        assert_same_rows(cpu2, gpu2)
+        assert cpu2.max_update_time == gpu2.max_update_time == cpu.max_update_time
+    # A table that was restored goes on from there.
+    gpu2.assign(torch.tensor([7], device=device), torch.zeros(1, 2, device=device), 300_000)
+    delta = save_incremental(gpu2, tmp_path / "cpu")
+    assert (delta.kind, delta.rows, delta.parent) == ("delta", 1, here.name)
+
+
+@pytest.mark.parametrize("removal", ["clear", "restore", "graph"])
+def test_a_delta_is_refused_when_what_changed_is_not_known(removal, device, tmp_path):
+    _, gpu = filled(device, "sgd", 20)
+    first = save_incremental(gpu, tmp_path / "c")
+    if removal == "clear":
+        gpu.clear()
+    elif removal == "restore":
+        gpu.save(str(tmp_path / "t"))
+        gpu.restore(str(tmp_path / "t"))
+    else:
+        gpu._group.untracked_graph = True
+    with pytest.raises(ConfigError, match="is not known here"):
+        save_incremental(gpu, tmp_path / "c", first)
+    assert save_incremental(gpu, tmp_path / "c").kind == "full"
+
+
+def test_increments_of_tables_that_share_a_group(device, tmp_path):
+    multis = []
+    for d in ("cpu", "cuda"):
+        reset_registry()
+        configs = {name: config([(2, ZerosInitializer(), SgdOptimizer())], [1.0]) for name in "abc"}
+        multis.append(MultiHashTable.from_configs(configs, device=d))
+    for step in range(3):
+        found = []
+        for multi, d in zip(multis, ("cpu", device), strict=True):
+            ids = torch.arange(step, step + 5, device=d)
+            multi.assign({"a": (ids, torch.ones(5, 2, device=d)), "c": (ids[:2], torch.ones(2, 2, device=d))})
+            if step == 2:
+                multi.tables["a"].erase(ids[:1])
+            found.append(save_incremental(multi, tmp_path / str(multi.device) / ("g" if multi.on_gpu else "c")))
+        assert found[0].rows == found[1].rows
+        assert found[0].removed == found[1].removed
+    reset_registry()
+    other = MultiHashTable.from_configs(configs, device="cuda")
+    other.tables["b"].assign(torch.arange(4, device=device), torch.ones(4, 2, device=device))
+    restore_incremental(other, tmp_path / "cpu" / "c")
+    for name in "abc":
+        assert_same_rows(multis[0].tables[name], other.tables[name])
+    reset_registry()

@@ -114,12 +114,12 @@ def test_a_graph_that_outruns_its_reserve_is_told_of():
     table.lookup(ids[:10], insert_missing=True)
     table.lookup(ids.clone())
     table.apply_gradients(ids[:0], torch.zeros(0, 8, device="cuda"))
-    room = table._group._room
+    room = table._group.arena.room
     graph = torch.cuda.CUDAGraph()
     batch = torch.zeros(60_000, dtype=torch.int64, device="cuda")
     table.lookup(batch, insert_missing=True)
     torch.cuda.synchronize()
-    table._group._set(3, 100)  # as if there were room for so many rows
+    table._group.counts.set(3, 100)  # as if there were room for so many rows
     with torch.cuda.graph(graph):
         table.lookup(batch, insert_missing=True)
     batch.copy_(ids + 1_000_000)

@@ -1,5 +1,7 @@
 """A GPU table does what a CPU table does: reads, writes, filters, expiry, growth, refusals."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,17 +13,20 @@ from hypothesis import strategies as st
 import shoal
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table import (
-    EntryConfig,
     EntryDump,
     FixedR8Compressor,
     HashTable,
+    MergedMultiTypeHashTable,
+    MultiTypeHashTable,
     RandomUniformInitializer,
     SgdOptimizer,
     SlotOccurrenceThresholdConfig,
     TouchedKeySet,
     ZerosInitializer,
     create_hash_filter,
+    fused_apply_gradient,
 )
+from shoal.table.cuda.group import stash_cells
 
 
 def test_worked_example(device):
@@ -139,7 +144,7 @@ def test_full_buckets_overflow_and_lose_nothing(device):
     ids = torch.arange(1, 1 + int(buckets * 8 * 0.97), device=device)
     table.assign(ids, ids.float().view(-1, 1))
     assert table._group._buckets[0] == buckets
-    cells = table._group.stash_keys.tensor[0, : table._group._stash_cells(0)]
+    cells = table._group.stash_keys.tensor[0, : stash_cells(buckets)]
     assert int((cells != MIN).sum()) > 0  # some are in the stash
     assert torch.equal(table.lookup(ids).view(-1), ids.float())
     assert table.erase(ids[1::2]) == ids.numel() // 2
@@ -160,12 +165,14 @@ def test_a_full_device_is_a_clear_error_and_leaves_the_table_as_it_was(device, m
         raise CapacityError("0 of 1 MiB free")
 
     many = torch.arange(40, 60_000 if device.type == "cpu" else 40_000_000, device=device)
-    monkeypatch.setattr(table._group.arena, "grow", refuse)
-    with pytest.raises(CapacityError, match=r"'items'.*0 of 1 MiB free.*nothing was changed"):
-        table.assign(many, torch.ones(many.numel(), 2, device=device))
-    assert table.size() == 40
-    assert torch.equal(table.lookup(ids), torch.ones(40, 2, device=device))
-    monkeypatch.undo()
+    group = table._group
+    for store in (group.arena.words, group.keys, group.rows, group.stash_keys, group.stash_rows):
+        monkeypatch.setattr(store, "grow", refuse)
+        with pytest.raises(CapacityError, match=r"'items'.*0 of 1 MiB free.*nothing was changed"):
+            table.assign(many, torch.ones(many.numel(), 2, device=device))
+        monkeypatch.undo()
+        assert table.size() == 40
+        assert torch.equal(table.lookup(ids), torch.ones(40, 2, device=device))
     table.assign(ids, torch.zeros(40, 2, device=device))
     assert not table.lookup(ids).any()
 
@@ -280,10 +287,6 @@ def test_wrong_arguments_are_refused_before_any_effect(device):
         table.lookup(ids.to_sparse())
     with pytest.raises(UnsupportedError, match="CPU tables"):
         _ = table._native
-    serving = config([(2, ZerosInitializer(), SgdOptimizer(), FixedR8Compressor())], [1.0])
-    serving.table_config.entry_config.entry_type = EntryConfig.SERVING
-    with pytest.raises(UnsupportedError, match="serving entries live in CPU tables"):
-        HashTable.from_config(serving, name="s", device="cuda")
     with pytest.raises(ConfigError, match="device is 'cpu' or 'cuda', got 'xpu'"):
         shoal.HashTable(3, device="xpu")
     assert table.size() == 0
@@ -318,3 +321,41 @@ def test_threads_may_read_write_and_evict_at_once(device):
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4), timeout=100))
     assert table.size() == 80
+
+
+def test_its_memory_goes_with_its_last_user(device):
+    """No cycle keeps a table, and so gigabytes of a GPU, until the collector comes by."""
+    gc.collect()
+    gc.disable()
+    try:
+        table = shoal.HashTable(2, optimizer="sgd", device="cuda")
+        ids = torch.arange(4, device=device)
+        fused_apply_gradient([table], ids, None, [4], torch.ones(8, device=device), None, None, [0.1], 5, 0, 1)
+        table.changes.begin_epoch()
+        group = weakref.ref(table._group)
+        del table
+        assert group() is None
+    finally:
+        gc.enable()
+
+
+def test_tables_of_several_kinds_by_slot(device):
+    slots = {
+        "a": config([(2, ZerosInitializer(), SgdOptimizer())], [1.0]),
+        "b": config([(3, RandomUniformInitializer(), SgdOptimizer())], [1.0]),
+        "c": config([(2, ZerosInitializer(), SgdOptimizer())], [1.0]),
+    }
+    for kind in (MultiTypeHashTable, MergedMultiTypeHashTable):
+        tables = []
+        for d in ("cpu", "cuda"):
+            build = lambda name, made, d=d: HashTable.from_config(made, name=name, seed=1, device=d)  # noqa: E731
+            one = kind is MultiTypeHashTable
+            tables.append(kind(slots, build if one else lambda made, b=build: MultiTypeHashTable(made, b)))
+        for table, at in zip(tables, ("cpu", device), strict=True):
+            ids = torch.tensor([1, 2, 1], device=at)
+            table.assign({"a": (ids, torch.ones(3, 2, device=at))}, 5)
+            table.apply_gradients({s: (ids, torch.ones(3, d, device=at)) for s, d in (("a", 2), ("b", 3), ("c", 2))})
+        asked = torch.arange(4)
+        here, there = (t.lookup({s: asked.to(d) for s in "abc"}) for t, d in zip(tables, ("cpu", device), strict=True))
+        for slot in slots:
+            torch.testing.assert_close(there[slot].cpu(), here[slot])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.launch import blocks
+from shoal.ops.cuda.launch import Fast, blocks
 
 
-@triton.jit
+@Fast
 def _unpack12(packed, out, n, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
@@ -20,7 +19,7 @@ def _unpack12(packed, out, n, BLOCK: tl.constexpr):
     tl.store(out + i, tl.where((i & 1) == 0, low | ((high & 15) << 8), (low >> 4) | (high << 4)), mask=inside)
 
 
-@triton.jit
+@Fast
 def _dequantize(q, table, out, n, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
@@ -28,7 +27,7 @@ def _dequantize(q, table, out, n, BLOCK: tl.constexpr):
     tl.store(out + i, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@Fast
 def _add_peer(
     idxs,
     vals,

@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.launch import INTERPRETED, Kernel, blocks, part_of, pointer, steps
+from shoal.errors import ConfigError
+from shoal.ops.cuda.launch import INTERPRETED, Fast, Kernel, blocks, part_of, pointer, steps
+
+_MOST = 1 << 30  # so that slots are numbered by 31 bits
 
 
 @triton.jit
@@ -87,7 +90,7 @@ def _insert(
         at = tl.where(todo, (at + 1) & mask, at)
 
 
-@triton.jit
+@Fast
 def _find(keys, slots, wanted, places, n, mask, flag, BLOCK: tl.constexpr):
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     todo = o < n
@@ -110,22 +113,29 @@ def capacity(n: int) -> int:
 
 
 def insert(keys: Tensor, places: int, starts: Tensor | None = None) -> Tensor:
-    """Hashes contiguous keys (fewer than 2^29); the slot of every key goes to address ``places``, int32 ``[n]``.
+    """Hashes contiguous keys (2^30 at most); the slot of every key goes to address ``places``, int32 ``[n]``.
 
     ``starts`` ``[parts + 1]`` cuts the keys into parts that have nothing in common. Of the slots that are returned,
     that of key ``i`` holds the position of the first key that is equal to it.
     """
-    n = keys.shape[0]
-    size = capacity(n)
+    size = capacity(keys.shape[0])
     slots = torch.empty(size, dtype=torch.int32, device=keys.device)
-    _clear(blocks(size // 2, 4096)[0], slots.data_ptr(), size // 2, BLOCK=4096)
+    insert_at(keys, slots.data_ptr(), size, places, starts)
+    return slots
+
+
+def insert_at(keys: Tensor, slots: int, size: int, places: int, starts: Tensor | None = None) -> None:
+    """`insert` with room for ``size`` slots at address ``slots``, a multiple of 8."""
+    n = keys.shape[0]
+    if n > _MOST:
+        raise ConfigError(f"one call takes at most {_MOST} ids on a GPU, got {n}; cut the batch")
+    _clear(blocks(size // 2, 4096)[0], slots, size // 2, BLOCK=4096)
     parts = 1 if starts is None else starts.shape[0] - 1
     _insert(
-        blocks(n, 128)[0], keys.data_ptr(), slots.data_ptr(), places, n, size - 1,
+        blocks(n, 128)[0], keys.data_ptr(), slots, places, n, size - 1,
         0 if starts is None else starts.data_ptr(), parts, warps=4,
         PARTS=parts > 1, STEPS=steps(parts), INLINE=not INTERPRETED, BLOCK=128,
     )  # fmt: skip
-    return slots
 
 
 def find(keys: Tensor, wanted: Tensor, flag: Tensor) -> Tensor:

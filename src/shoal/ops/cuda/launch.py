@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,18 +40,76 @@ class Kernel:
         if INTERPRETED:
             self.jit[(grid,)](*args, **constants)
             return
-        device = torch.cuda.current_device()
-        key = (device, warps, *constants.values())
+        device = torch._C._cuda_getDevice()
+        values = constants.values()
+        key = (device, warps, *values)
         made = self._made.get(key)
         if made is None:
             # A number that is neither narrow nor a multiple of anything: nothing is assumed of the real ones.
-            made = self.jit.warmup(*[(1 << 40) + 7] * len(args), grid=(1,), num_warps=warps, **constants)
-            made._init_handles()
-            self._made[key] = made
-        made.run(
-            grid, 1, 1, torch._C._cuda_getCurrentRawStream(device), made.function, made.packed_metadata, None, None,
-            None, *args, *constants.values(),
+            kernel = self.jit.warmup(*[(1 << 40) + 7] * len(args), grid=(1,), num_warps=warps, **constants)
+            made = self._made[key] = kernel.run, kernel.function, kernel.packed_metadata
+        run, function, metadata = made
+        run(
+            grid, 1, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *args, *values
         )  # fmt: skip
+
+
+class Fast:
+    """A Triton kernel of tensors and numbers, launched as usual, ``kernel[grid](...)``, but in a third of the time.
+
+    Triton compiles a kernel for what it sees of the arguments: their types, whether a tensor begins at 16 bytes,
+    whether a number is 1, a multiple of 16, or wide. The same is looked at here, with less ado. Run-time arguments come
+    in order, then constexprs by name. An argument of another kind takes Triton's own way.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.jit = triton.jit(function)
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if INTERPRETED:
+            self.jit[grid](*args, **constants)
+            return
+        device = torch._C._cuda_getDevice()
+        key: list[Any] = [device, *constants.values()]
+        for arg in args:
+            kind = type(arg)
+            if kind is int:
+                key.append(_kind_of(arg))
+            elif kind is float:
+                key.append(float)
+            elif isinstance(arg, Tensor):
+                key.append(arg.dtype)
+                key.append(arg.data_ptr() & 15 == 0)
+            else:
+                self.jit[grid](*args, **constants)
+                return
+        known = tuple(key)
+        made = self._made.get(known)
+        if made is None:
+            kernel = self.jit[grid](*args, **constants)
+            names = self.jit.arg_names[len(args) :]
+            ordered = tuple(constants[name] for name in names)
+            self._made[known] = kernel.run, kernel.function, kernel.packed_metadata, ordered
+            return
+        run, function, metadata, ordered = made
+        x, y = grid if len(grid) == 2 else (grid[0], 1)
+        run(
+            x, y, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *args, *ordered
+        )  # fmt: skip
+
+
+def _kind_of(number: int) -> int:
+    """What Triton makes a difference of."""
+    if number == 1:
+        return 1
+    kind = 2 if number % 16 == 0 else 0
+    if -(1 << 31) <= number < 1 << 31:
+        return kind
+    return kind + (4 if number < 1 << 63 else 8)
 
 
 def aligned(count: int) -> int:
@@ -57,47 +117,53 @@ def aligned(count: int) -> int:
     return (count + 63) & ~63
 
 
-_checks = True
-_flags: dict[tuple[int, int], Tensor] = {}
+class _Mine(threading.local):
+    """What a thread has of its own."""
+
+    def __init__(self) -> None:
+        self.checks = True
+        self.flags: dict[tuple[int, int], Tensor] = {}  # device and stream -> flag
+
+
+_mine = _Mine()
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Inside it no op waits for the device to hear of bad indices: they are skipped instead of raised.
+    """Inside it no op of this thread waits for the device to hear of bad indices: they are skipped instead of raised.
 
     For CUDA graphs and for loops whose indices an earlier op has made. Sizes are checked all the same.
     """
-    global _checks
-    before, _checks = _checks, False
+    before, _mine.checks = _mine.checks, False
     try:
         yield
     finally:
-        _checks = before
+        _mine.checks = before
 
 
 def checks() -> bool:
     """Whether ops wait to hear of bad indices."""
-    return _checks
+    return _mine.checks
 
 
 def new_flag(like: Tensor) -> Tensor:
     """int64 zero on the device; a kernel raises it to ``n - i`` where element ``i`` is bad, so the first one stays.
 
-    One at a time: it is the stream's own, and `read_flag` must be the next thing done with it.
+    One at a time: it is the thread's own on a stream, and `read_flag` must be the next thing done with it.
     """
-    if not _checks or not like.is_cuda:
+    if not _mine.checks or not like.is_cuda:
         return torch.zeros(1, dtype=torch.int64, device=like.device)
     device = like.get_device()
     key = device, torch._C._cuda_getCurrentRawStream(device)
-    flag = _flags.get(key)
+    flag = _mine.flags.get(key)
     if flag is None:
-        flag = _flags[key] = torch.zeros(1, dtype=torch.int64, device=like.device)
+        flag = _mine.flags[key] = torch.zeros(1, dtype=torch.int64, device=like.device)
     return flag
 
 
 def read_flag(flag: Tensor) -> int:
     """Waits for the device; 0 if all is well, or if nobody wants to know."""
-    if not _checks:
+    if not _mine.checks:
         return 0
     value = int(flag)
     if value:
@@ -155,7 +221,7 @@ def pointer(address, ELEMENT: tl.constexpr):
     return address.to(tl.int64).to(tl.pointer_type(ELEMENT))
 
 
-@triton.jit
+@Fast
 def _check_splits(splits, rows, length, flag, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = r <= rows

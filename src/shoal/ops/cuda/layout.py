@@ -10,12 +10,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from shoal.ops.cuda import launch
-from shoal.ops.cuda.launch import ELEMENTS, pointer, upload
+from shoal.ops.cuda.launch import ELEMENTS, Fast, pointer, upload
 from shoal.ops.layout.blocks import Request
 from shoal.ops.layout.op import _check_grads, _layout_cpu, _requests
 from shoal.ops.layout.plan import Plan, plan_of_key
@@ -27,7 +26,7 @@ _FIELDS = 11  # of a task: those of `Task`, and the length of its sequence axis
 _FIRSTN = int(PoolingType.FIRSTN)
 
 
-@triton.jit
+@Fast
 def _check_offsets(nfl, nfl_length, rows, row_count, fid_count, flag, BLOCK: tl.constexpr):
     """Raises the flag unless both vectors rise and stay within what they point into."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -40,7 +39,7 @@ def _check_offsets(nfl, nfl_length, rows, row_count, fid_count, flag, BLOCK: tl.
     tl.store(flag + i * 0, 1, mask=bad)
 
 
-@triton.jit
+@Fast
 def _embedding_to_layout(
     tile_tasks, tile_starts, tasks, outputs, nfl, nfl_length, rows, row_count, fids, fid_count, batch, first_sample,
     block_at, block_sizes, block_strides, block_count, flag, scale,
@@ -151,13 +150,14 @@ def _run(
         return
     like, size = outputs[0], outputs[0].element_size()
     ends = [o.data_ptr() for o in outputs]
-    flag = launch.new_flag(like)
-    for q in requests:
+    for q in requests:  # before anything is launched, which might leave the flag raised
         if q.nfl[1] < len(plan.feature_names):
             raise launch.ConfigError(
                 f"fused_embedding_to_layout: nfl_offset has an entry per feature, {len(plan.feature_names)}, "
                 f"got {q.nfl[1]}"
             )
+    flag = launch.new_flag(like)
+    for q in requests:
         _check_offsets[launch.blocks(max(q.nfl[1], q.rows[1]), 1024)](
             nfl[q.nfl[0] :], q.nfl[1], rows[q.rows[0] :], q.rows[1], q.fids[1], flag, BLOCK=1024
         )

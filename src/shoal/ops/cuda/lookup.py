@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shoal.ops.cuda import launch
 from shoal.ops.cuda.hashing import find
-from shoal.ops.cuda.launch import ELEMENTS, blocks, part_of, pointer, steps, upload
+from shoal.ops.cuda.launch import ELEMENTS, Fast, blocks, part_of, pointer, steps, upload
 
 
-@triton.jit
+@Fast
 def _gather(
     places, starts, addresses, out, n, lists, d: tl.constexpr, ELEMENT: tl.constexpr, LISTS: tl.constexpr,
     STEPS: tl.constexpr,

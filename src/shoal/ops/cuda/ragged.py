@@ -1,15 +1,14 @@
 """`fused_value_rowids` and `normalize_merged_split`."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from shoal.ops.cuda import launch
-from shoal.ops.cuda.launch import blocks, part_of, steps
+from shoal.ops.cuda.launch import Fast, blocks, part_of, steps
 
 
-@triton.jit
+@Fast
 def _row_ids(row_splits, out, rows, length, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + o, part_of(o, row_splits, rows, STEPS), mask=o < length)
@@ -25,7 +24,7 @@ def row_ids(row_splits: Tensor, length: int) -> Tensor:
     return out
 
 
-@triton.jit
+@Fast
 def _normalize(row_split, starts, bases, out, n, parts, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = o < n

@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.ops.cuda import launch
-from shoal.ops.cuda.launch import ELEMENTS, blocks, part_of, pointer, steps, tiles, upload
+from shoal.ops.cuda.launch import ELEMENTS, Fast, blocks, part_of, pointer, steps, tiles, upload
 from shoal.ops.reduce.reference import MEAN, SQRTN
 
 _BLOCK = 1024
 
 
-@triton.jit
+@Fast
 def _sum_by_index(
     index, stride, values, out, counts, flag, n, d, rows, SQUARE: tl.constexpr, COUNT: tl.constexpr, RUN: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
@@ -51,7 +51,7 @@ def _sum_by_index(
         target = at
 
 
-@triton.jit
+@Fast
 def _finish(out, counts, d, total, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     f = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = f < total
@@ -64,14 +64,14 @@ def _finish(out, counts, d, total, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + f, value, mask=inside)
 
 
-@triton.jit
+@Fast
 def _count(index, stride, counts, n, rows, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(index + i * stride, mask=i < n, other=-1)
     tl.atomic_add(counts + at, 1, mask=(at >= 0) & (at < rows), sem="relaxed")
 
 
-@triton.jit
+@Fast
 def _gather_back(
     grad, index, stride, counts, values, norms, out, flag, n, d, rows, HOW: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -152,7 +152,7 @@ def reduce_by_index_backward(
 # --- by row splits ----------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@Fast
 def _slice(
     tile_starts, tasks, task_count, segments, BACK: tl.constexpr, ELEMENT: tl.constexpr, TASKS: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -249,7 +249,7 @@ def reduce_and_split_backward(
     return outs
 
 
-@triton.jit
+@Fast
 def _first_n(
     values, row_splits, out, n, d, limit, rows, total, BACK: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

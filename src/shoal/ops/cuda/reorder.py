@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.ops.cuda.hashing import insert
+from shoal.ops.cuda.hashing import capacity, insert_at
 from shoal.ops.cuda.launch import Kernel, aligned, blocks, part_of, pointer, steps, tiles, upload
 from shoal.ops.cuda.partition import TILE, rank_in_tile, words_of
 from shoal.ops.reorder.op import empty_shards
@@ -133,30 +133,31 @@ def _spread(
 
 
 class _Work:
-    """Room for the passes over ``n`` keys, in one tensor: addresses of int32 vectors."""
+    """Room for the passes over ``n`` keys, in one tensor: addresses of int32 vectors. The keys are hashed at once."""
 
-    def __init__(self, n: int, cells: int, like: Tensor) -> None:
-        room = aligned(n)
-        self.tensor = torch.empty(3 * room + aligned(cells) + 64, dtype=torch.int32, device=like.device)
+    def __init__(self, keys: Tensor, cells: int, starts: Tensor | None = None) -> None:
+        n = keys.shape[0]
+        room, slots = aligned(n), capacity(n)
+        self.tensor = torch.empty(3 * room + aligned(cells) + slots, dtype=torch.int32, device=keys.device)
         self.places = self.tensor.data_ptr()
         self.firsts, self.codes = self.places + 4 * room, self.places + 8 * room
-        self.counts_tensor = self.tensor[3 * room : 3 * room + cells]
         self.counts = self.places + 12 * room
+        self.slots = self.counts + 4 * aligned(cells)
+        insert_at(keys, self.slots, slots, self.places, starts)
+        self.counts_tensor = self.tensor[3 * room : 3 * room + cells]
 
 
 def reorder_by_indices(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> tuple[Tensor, Tensor]:
     keys, shard_ids = keys.contiguous(), shard_ids.contiguous()
     n, words = keys.shape[0], words_of(num_of_shards)
     count = max(1, -(-n // TILE))
-    work = _Work(n, num_of_shards * count, keys)
-    slots = insert(keys, work.places)
+    work = _Work(keys, num_of_shards * count)
     if not words:
         work.counts_tensor.zero_()
     flag = torch.zeros(1, dtype=torch.int64, device=keys.device)
     common: dict[str, Any] = {"TABLES": False, "STEPS": 0, "TILE": TILE}
     _rank(
-        count, keys.data_ptr(), shard_ids.data_ptr(), slots.data_ptr(), work.places, work.firsts, work.codes,
-        work.counts,
+        count, keys.data_ptr(), shard_ids.data_ptr(), work.slots, work.places, work.firsts, work.codes, work.counts,
         flag.data_ptr(), n, num_of_shards, 0, 0, 0, 1, count, warps=1 if words else 4, GIVEN=True, WORDS=words,
         **common,
     )  # fmt: skip
@@ -189,10 +190,8 @@ def fused_reorder_by_indices(
     n, device, words = keys.shape[0], keys.device, words_of(shards)
     edges = tiles(lengths, TILE)
     count = max(1, edges[-1])
-    start = edge = dims = None
-    if tables == 1:
-        given = torch.empty(1, dtype=torch.int32, device=device)
-    else:
+    start = edge = dims = given = None
+    if tables > 1:
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
@@ -200,14 +199,12 @@ def fused_reorder_by_indices(
         start, edge, dims, given = numbers.split([tables + 1, tables + 1, tables, tables])
         given = given.int()
     start_at, edge_at, dims_at = (0 if t is None else t.data_ptr() for t in (start, edge, dims))
-    work = _Work(n, shards * count, keys)
-    slots = insert(keys, work.places, start)
+    work = _Work(keys, shards * count, start)
     if not words:
         work.counts_tensor.zero_()
     common: dict[str, Any] = {"TABLES": tables > 1, "STEPS": steps(tables), "TILE": TILE}
     _rank(
-        count, keys.data_ptr(), 0, slots.data_ptr(), work.places, work.firsts, work.codes, work.counts, 0, n, shards,
-        empty,
+        count, keys.data_ptr(), 0, work.slots, work.places, work.firsts, work.codes, work.counts, 0, n, shards, empty,
         start_at, edge_at, tables, count, warps=1 if words else 4, GIVEN=False, WORDS=words, **common,
     )  # fmt: skip
     ends = torch.cumsum(work.counts_tensor, 0, dtype=torch.int32)
@@ -226,11 +223,12 @@ def fused_reorder_by_indices(
     )  # fmt: skip
     shard_sizes = torch.empty(shards, dtype=torch.int32, device=device)
     slot_sizes = torch.empty(shards * tables, dtype=torch.int32, device=device)
+    if given is None:
+        given = torch.empty(1, dtype=torch.int32, device=device)
     _spread(
-        max(blocks(n, 1024)[0], blocks(shards * tables, 1024)[0]), work.firsts,
-        offsets.data_ptr(), ends.data_ptr(), shard_sizes.data_ptr(), slot_sizes.data_ptr(), given.data_ptr(),
-        edge_at, n,
-        shards, tables, count, SPREAD=True, TABLES=tables > 1, SHARDS=1024, BLOCK=1024,
+        max(blocks(n, 1024)[0], blocks(shards * tables, 1024)[0]), work.firsts, offsets.data_ptr(), ends.data_ptr(),
+        shard_sizes.data_ptr(), slot_sizes.data_ptr(), given.data_ptr(), edge_at, n, shards, tables, count,
+        SPREAD=True, TABLES=tables > 1, SHARDS=1024, BLOCK=1024,
     )  # fmt: skip
     if sum(length * dim for length, dim in zip(lengths, dim_sizes, strict=True)) > _FLOATS:
         total = int(floats[-1]) if mixed else int(ends[-1]) * dim_sizes[0]

@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ops._inputs import check_same
 from shoal.ops.cuda import launch
-from shoal.ops.cuda.launch import WORDS, Kernel, as_words, blocks, pointer, upload
+from shoal.ops.cuda.launch import WORDS, Fast, Kernel, as_words, blocks, pointer, upload
 from shoal.ops.cuda.partition import TILE, Partition, partition, place_in_part
 from shoal.ops.split.op import plain_bytes
 
@@ -40,7 +40,7 @@ def _move(
             tl.store(other, tl.load(mine, mask=both, other=0), mask=both)
 
 
-@triton.jit
+@Fast
 def _ragged(
     indices, ranks, counts, ends, values, value_at, pos_at, n, tiles, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def _ragged(
     tl.store(pointer(tl.load(pos_at + part, mask=inside, other=0), tl.int64) + place, o, mask=inside)
 
 
-@triton.jit
+@Fast
 def _row_splits(
     indices, counts, ends, row_splits, splits_at, n, tiles, parts, TILE: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.launch import blocks
+from shoal.ops.cuda.launch import Fast, blocks
 
 
-@triton.jit
+@Fast
 def _classify(values, least, marks, bad, n, BLOCK: tl.constexpr):
     """1 for a magnitude above the least one, 2^32 for a tie with it: a running sum counts both."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -23,7 +22,7 @@ def _classify(values, least, marks, bad, n, BLOCK: tl.constexpr):
     tl.store(bad + i * 0, 1, mask=inside & (finite == 0))
 
 
-@triton.jit
+@Fast
 def _choose(marks, ends, chosen, n, k, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n

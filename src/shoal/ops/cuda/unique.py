@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.ops.cuda import launch
 from shoal.ops.cuda.dedup import dedup
-from shoal.ops.cuda.launch import blocks, part_of, steps, upload
+from shoal.ops.cuda.launch import Fast, blocks, part_of, steps, upload
 
 
-@triton.jit
+@Fast
 def _row_bounds(row_splits, ranks, bases, id_splits, rows, BLOCK: tl.constexpr):
     """How many distinct keys stand before each row."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -26,7 +25,7 @@ def _row_bounds(row_splits, ranks, bases, id_splits, rows, BLOCK: tl.constexpr):
     tl.store(id_splits + r, before.to(tl.int64), mask=inside)
 
 
-@triton.jit
+@Fast
 def _offsets(
     numbers, order, row_splits, dims, bases, offset_splits, offsets, n, rows, STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -73,7 +72,7 @@ def unique_key_with_value_and_offset(
     return found.keys[:count], id_splits, offset_splits, offsets, buffer
 
 
-@triton.jit
+@Fast
 def _own(
     pos, pos_splits, dims, offset_splits, owner, flag, n, keys, rows, STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -86,7 +85,7 @@ def _own(
     tl.atomic_max(owner + key, e.to(tl.int32), mask=inside & (bad == 0), sem="relaxed")
 
 
-@triton.jit
+@Fast
 def _pairs(
     offset_splits, offsets, owner, pos_splits, dims, bases, value, buffer, winners, n, keys, rows, floats, size,
     MODE: tl.constexpr, ORDERED: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -132,7 +131,7 @@ def _pairs(
             begin += COLUMNS
 
 
-@triton.jit
+@Fast
 def _repeat(
     pos, pos_splits, dims, bases, owner, offset_splits, offsets, grad, out, n, keys, rows, STEPS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,

@@ -85,7 +85,7 @@ def save_incremental(
     os.makedirs(directory, exist_ok=True)
     parent = _parent(members, directory, since)
     head = Manifest(kind="delta" if parent else "full", step=int(step))
-    began = {table: table._native.begin_epoch() for table in members}
+    began = {table: table.changes.begin_epoch() for table in members}
     while True:
         name = next_name(directory)
         try:
@@ -144,14 +144,16 @@ def restore_incremental(
     for table in members:
         with naming_table(table.name):
             prepared.append((table, *_load_member(table, directory, chain, strict, shard, progress)))
-    for table, load, described in prepared:
+    for table, staging, load, described in prepared:
         load.commit()
-        table._native.raise_max_update_time(described["max_update_time"])
+        if table.on_gpu:
+            table.adopt(staging._native)
+        table._host.raise_max_update_time(described["max_update_time"])
         if has_scales(table.table_config):
-            table._native.set_scales(described["scales"])
+            table._host.set_scales(described["scales"])
         if shard is None and not table.serving:
             _epochs.pop(table, None)
-            _remember(table, head.id, table._native.begin_epoch())
+            _remember(table, head.id, table.changes.begin_epoch())
     return describe(directory, head_name, head)
 
 
@@ -161,20 +163,18 @@ def restore_incremental(
 def _save_member(
     table: HashTable, folder: str, parent: Checkpoint | None, progress: _core.Progress | None
 ) -> dict[str, Any]:
-    native = table._native
     base = os.path.join(folder, naming.file_base(table.name))
     since = _epochs[table][parent.id] if parent else 0
-    now = native.max_update_time()
-    scales = native.scales()
+    now = table.max_update_time
+    scales = table._host.scales()
     # Removed ids first: one that comes back before the rows are copied is then in both, and its row wins.
-    removed = native.removed_since(since) if parent else []
+    removed = table.changes.removed_since(since) if parent else []
     if removed:
         _write_ids(base + ".removed", removed)
-    count = naming.shard_count(table.saver_parallel, native.size() if parent is None else 0)
-    # A delta keeps rows that are stale by now: they must replace what the parent has before they are dropped.
-    source = (native, None if parent else table._expiry, since)
+    count = naming.shard_count(table.saver_parallel, table.size() if parent is None else 0)
     with naming_table(table.name):
-        rows = save_shards([source], base, count, progress=progress)
+        # A delta keeps rows that are stale by now: they must replace what the parent has before they are dropped.
+        rows = save_shards([table.source(since, stale=parent is not None)], base, count, progress=progress)
     return {
         "name": table.name,
         "file": os.path.basename(base),
@@ -195,8 +195,9 @@ def _load_member(
     strict: bool,
     shard: Sequence[int] | None,
     progress: _core.Progress | None,
-) -> tuple[_core.Load, dict[str, Any]]:
-    load = _core.Load(table._native, strict, *naming.shard_rule(shard))
+) -> tuple[Any, _core.Load, dict[str, Any]]:
+    staging = table.staging()
+    load = _core.Load(staging._native, strict, *naming.shard_rule(shard))
     described: dict[str, Any] = {}
     for name, manifest in chain:
         described = table_in(manifest, table.name, os.path.join(directory, name, MANIFEST))
@@ -213,7 +214,7 @@ def _load_member(
     segments = len(table.table_config.entry_config.segments)
     if has_scales(table.table_config) and len(described["scales"]) != segments:
         raise DataError(f"the checkpoint has scales of {len(described['scales'])} segments, the table has {segments}")
-    return load, described
+    return staging, load, described
 
 
 def _write_ids(path: str, ids: Sequence[int]) -> None:
@@ -245,8 +246,6 @@ def _members(tables: Tables, training: bool = True) -> list[HashTable]:
     for table in members:
         if training and table.serving:
             raise UnsupportedError(f"table {table.name!r}: save is not supported by serving entries")
-        if table.on_gpu:
-            raise UnsupportedError(f"table {table.name!r} is on a GPU and keeps no track of changes; use save()")
     return members
 
 
@@ -266,14 +265,15 @@ def _parent(members: Sequence[HashTable], directory: str, since: Checkpoint | st
         if not _tracks(table, known[name].id):
             raise ConfigError(
                 f"table {table.name!r}: what changed since {name!r} is not known here (the table was not saved to it, "
-                "or was cleared or restored since); save a full checkpoint with since=None"
+                "was cleared or restored since, or a CUDA graph from before the first checkpoint writes to it); save a "
+                "full checkpoint with since=None"
             )
     return known[name]
 
 
 def _tracks(table: HashTable, checkpoint_id: str) -> bool:
     epoch = _epochs.get(table, {}).get(checkpoint_id)
-    return epoch is not None and epoch >= table._native.oldest_epoch()
+    return epoch is not None and epoch >= table.changes.oldest_epoch()
 
 
 def _remember(table: HashTable, checkpoint_id: str, epoch: int) -> None:
@@ -281,7 +281,7 @@ def _remember(table: HashTable, checkpoint_id: str, epoch: int) -> None:
     of_table[checkpoint_id] = epoch
     while len(of_table) > _REMEMBERED:
         of_table.pop(next(iter(of_table)))
-    table._native.forget_before(min(of_table.values()))
+    table.changes.forget_before(min(of_table.values()))
 
 
 def _expiry_to_json(config: SlotExpireTimeConfig) -> dict[str, Any]:

@@ -32,20 +32,16 @@ def save_multi_table(
     The tables come one after another, sorted by name. Rows that are stale by their table's expiry are left out. See
     `save_table` for the rest.
     """
-    if multi.on_gpu:
-        from shoal.table.cuda.multi import StagedMulti
-
-        multi = StagedMulti(multi)  # type: ignore[assignment]
     base = os.fspath(basename)
     tables = multi.tables
     for table in tables.values():
         if table.serving:
             raise UnsupportedError(f"table {multi.name!r}: save is not supported by serving entries")
     count = naming.shard_count(multi.saver_parallel, sum(table.size() for table in tables.values()))
-    scales = {name: table._native.scales() for name, table in tables.items() if has_scales(table.table_config)}
+    scales = {name: table._host.scales() for name, table in tables.items() if has_scales(table.table_config)}
     with naming_table(multi.name):
         counts = save_shards(
-            [(table._native, table._expiry, 0) for table in tables.values()],
+            [table.source() for table in tables.values()],
             base,
             count,
             snappy=True,
@@ -81,7 +77,7 @@ def restore_multi_table(
     if multi.on_gpu:
         from shoal.table.cuda.multi import StagedMulti
 
-        staged = StagedMulti(multi, empty=True)
+        staged = StagedMulti(multi)
         restore_multi_table(staged, basename, strict, shard=shard, progress=progress)  # type: ignore[arg-type]
         return staged.adopt()
     bases = [basename] if isinstance(basename, str | os.PathLike) else list(basename)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal import _core
 from shoal.errors import CancelledError, DataError, UnsupportedError
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 Progress = _core.Progress
 """Watches a long save or load from another thread: ``rows`` and ``bytes`` so far; ``cancel()`` ends it."""
 
-Source = tuple[_core.Table, _core.Expiry | None, int]
-"""What a save takes of a table: the table, what makes a row stale, and the epoch that changes are wanted since."""
+Source = tuple[_core.Table, _core.Expiry | None, int] | tuple[_core.Table, _core.Expiry | None, int, Any, int]
+"""What a save takes of a table: the table, what makes a row stale, and the epoch that changes are wanted since. For
+rows that live elsewhere also a function that takes one of the parts, and how many there are."""
 
 
 def save_table(
@@ -46,14 +47,11 @@ def save_table(
     """
     if table.serving:
         raise UnsupportedError(f"table {table.name!r}: save is not supported by serving entries")
-    if table.on_gpu:
-        table = table.staged()  # type: ignore[attr-defined]
     base = os.fspath(basename)
-    native = table._native
-    count = naming.shard_count(table.saver_parallel, native.size())
-    scales = native.scales()
+    count = naming.shard_count(table.saver_parallel, table.size())
+    scales = table._host.scales()
     with naming_table(table.name):
-        save_shards([(native, table._expiry, 0)], base, count, random_sleep_ms=random_sleep_ms, progress=progress)
+        save_shards([table.source()], base, count, random_sleep_ms=random_sleep_ms, progress=progress)
     save_scales(base, {table.name: scales} if has_scales(table.table_config) else {})
     if table.saver_parallel < 1:
         naming.remove_other_counts(base, count)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.table.cuda.group import Group
+from shoal.table.cuda.group import ROW, Group
 
 CHUNK_BYTES = 256 << 20
+SAVED_BYTES = 32 << 20  # of rows that a save takes at once; as many lie in host memory as it has writers, and two more
 
 
 def to_host(group: Group, ids: Tensor, rows: Tensor, native: _core.Table) -> None:
@@ -22,31 +23,31 @@ def to_host(group: Group, ids: Tensor, rows: Tensor, native: _core.Table) -> Non
     chunk = max(1, CHUNK_BYTES // (4 * layout.words))
     for begin in range(0, ids.numel(), chunk):
         part = slice(begin, begin + chunk)
-        words = group.gather(rows[part], layout.words).cpu()
-        import_words(native, ids[part].cpu(), group.row_times(rows[part]).cpu(), words, layout.dim)
-
-
-def import_words(native: _core.Table, ids: Tensor, times: Tensor, words: Tensor, dim: int) -> None:
-    """Inserts or replaces rows of a CPU table."""
-    import_parts(native, ids, times, words[:, :dim].contiguous(), words[:, dim:].contiguous())
+        words = group.arena.gather(rows[part], layout.words).cpu()
+        times = group.arena.row_times(rows[part]).cpu()
+        if layout.serving:
+            import_parts(native, ids[part].cpu(), times, layout.to_native(words), words[:, :0])
+            continue
+        import_parts(native, ids[part].cpu(), times, words[:, : layout.dim].contiguous(),
+                     words[:, layout.dim :].contiguous())  # fmt: skip
 
 
 def import_parts(native: _core.Table, ids: Tensor, times: Tensor, heads: Tensor, states: Tensor) -> None:
-    """`import_words` of weights and states apart."""
+    """Inserts or replaces rows of a CPU table: weights and states."""
     _core.import_rows(
         native, ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr() if states.numel() else 0, len(ids)
     )
 
 
-def copy_of(native: _core.Table) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, times and words ``[n, words]`` of all rows of a CPU table."""
-    copied = _core.copy_rows(native)
-    n, state = len(copied), copied.row_bytes - copied.head_bytes
+def copy_of(native: _core.Table, stripe: int = -1) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, times and words ``[n, words]`` of all rows of a CPU table, or of a stripe's; bytes of serving rows."""
+    copied = _core.copy_rows(native, stripe)
+    n, head, state = len(copied), copied.head_bytes, copied.row_bytes - copied.head_bytes
     ids, times = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
-    heads = torch.empty(n, copied.head_bytes // 4, dtype=torch.float32)
-    states = torch.empty(n, state // 4, dtype=torch.float32)
+    heads, states = (torch.empty(n, size, dtype=torch.uint8) for size in (head, state))
     copied.copy_to(ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr())
-    return ids, times, torch.cat([heads, states], 1) if state else heads
+    rows = torch.cat([heads, states], 1) if state else heads
+    return ids, times, rows if native.layout.serving else rows.view(torch.float32)
 
 
 def fetch(native: _core.Table, ids: Tensor, dim: int, words: int, pin: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -78,33 +79,80 @@ def from_device(tensor: Tensor) -> Tensor:
     return home
 
 
-def to_device(group: Group, table: int, ids: Tensor, times: Tensor, words: Tensor) -> None:
-    """Inserts or replaces rows of distinct ids, a chunk at a time.
+def to_device(group: Group, table: int, native: _core.Table) -> None:
+    """Inserts or replaces the rows of a CPU table, a chunk at a time.
 
     Raises:
-        CapacityError: the GPU is full; chunks before are in.
+        CapacityError: the GPU has no room for them; nothing has changed.
     """
-    chunk = max(1, CHUNK_BYTES // (4 * group.layout.words))
-    for begin in range(0, ids.numel(), chunk):
-        part = slice(begin, begin + chunk)
-        there = ids[part].to(group.device)
-        counts = [0] * group.tables
-        counts[table] = there.numel()
-        rows = group.insert(there, table, counts=counts) & ((1 << 30) - 1)
-        group.scatter(rows, words[part].to(group.device))
-        group.set_times(rows, times[part].to(group.device))
+    size, layout = native.size(), group.layout
+    counts = [0] * group.tables
+    counts[table] = size
+    group.make_room(counts)
+    chunk = max(1, CHUNK_BYTES // (4 * layout.words))
+    for stripe in range(_core.Table.num_stripes) if size > chunk else (-1,):
+        ids, times, words = copy_of(native, stripe)
+        words = layout.from_native(words) if layout.serving else words
+        for begin in range(0, ids.numel(), chunk):
+            part = slice(begin, begin + chunk)
+            there = ids[part].to(group.device)
+            counts[table] = there.numel()
+            rows = group.insert(there, table, counts=counts) & ROW
+            group.arena.scatter(rows, words[part].to(group.device))
+            group.arena.set_times(rows, times[part].to(group.device))
+
+
+class RowSource:
+    """The rows of a GPU table for a save: its ids are listed now, their rows are copied a part at a time.
+
+    Other calls may come in between. A row is as it was at one moment; one that is gone by then is left out.
+    """
+
+    def __init__(self, table: Any, since: int) -> None:
+        self._table = table
+        with table._group as group:
+            self._ids = self._list(group, table._number, since)
+        bytes_ = self._ids.numel() * 4 * table._layout.words
+        self.parts = max(_core.Table.num_stripes, -(-bytes_ // SAVED_BYTES))
+        self._taken: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def _list(group: Group, number: int, since: int) -> Tensor:
+        home = []
+        for ids, rows, _ in group.chunks(number):
+            chosen = ids[group.arena.written_since(rows, since)] if since else ids
+            home.append(chosen.cpu())
+        return torch.cat(home)
+
+    def take(self, part: int) -> tuple[int, int, int, int]:
+        """Addresses of ids, times and rows, good until the next call, and how many there are."""
+        n = self._ids.numel()
+        ids = self._ids[n * part // self.parts : n * (part + 1) // self.parts]
+        if ids.numel() == 0:
+            return 0, 0, 0, 0
+        table = self._table
+        with table._group as group:
+            rows = group.find(ids.to(group.device), table._number, "rows")
+            words = group.arena.gather(rows, group.layout.words)
+            copies = [rows, group.arena.row_times(rows.clamp(min=0)), words]
+            rows, times, words = map(from_device, copies)
+        there = rows >= 0
+        if not bool(there.all()):
+            ids, times, words = ids[there], times[there], words[there]
+        self._taken = ids, times, words
+        return ids.data_ptr(), times.data_ptr(), words.data_ptr(), ids.numel()
 
 
 class Staged:
-    """A CPU table that stands in for a GPU one while files are written or read."""
+    """A CPU table that stands in for a GPU one while files are read, or its rows are looked at."""
 
     on_gpu = False
 
     def __init__(self, table: Any, native: _core.Table) -> None:
-        self._native = native
+        self._native = self._host = native
         self._expiry = table._expiry
         self.name = table.name
-        self.serving = False
+        self.serving = table.serving
         self.saver_parallel = table.saver_parallel
         self.table_config = table.table_config
         self.dim_size = table.dim_size

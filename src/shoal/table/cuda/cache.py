@@ -6,24 +6,22 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import ConfigError, DeadlineError
+from shoal.errors import ConfigError
 from shoal.table.cuda import bridge
+from shoal.table.cuda.group import ROW, Group
+from shoal.table.cuda.prefetch import Piece, Prefetcher
 from shoal.table.cuda.table import CudaHashTable
 from shoal.table.table import HashTable
 
-_ROW = (1 << 30) - 1
 _FETCHERS = 8
-Piece: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Times, weights and states of some rows."""
 
 
 class CachedHashTable(CudaHashTable):
@@ -50,6 +48,8 @@ class CachedHashTable(CudaHashTable):
         timeout: how long a call waits for a prefetch of its ids that is under way.
     """
 
+    grows = False
+
     def __init__(
         self, table: HashTable, *, cache_rows: int, device: Any = "cuda", timeout: timedelta = timedelta(minutes=2)
     ) -> None:
@@ -63,16 +63,10 @@ class CachedHashTable(CudaHashTable):
         """Rows brought from the CPU table so far."""
         self.written_rows = 0
         """Changed rows written back so far."""
-        self._timeout = timeout
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._tick = 0
-        self._jobs: dict[tuple[int, int], Future[None]] = {}
-        self._in_flight = 0
-        self._tainted: list[Tensor] = []
         self._fetchers: ThreadPoolExecutor | None = None
-        self._worker: ThreadPoolExecutor | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._ready: torch.cuda.Event | None = None
+        self._prefetcher = Prefetcher(self, timeout)
         self._build(
             table.config,
             table.name,
@@ -92,33 +86,42 @@ class CachedHashTable(CudaHashTable):
     # --- the cache ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keeps the prefetcher out, and makes the current stream wait for what it did."""
-        with self._lock:
-            if self._ready is not None:
-                torch.cuda.current_stream(self.device).wait_event(self._ready)
-                self._ready = None
-            yield
+    def _alone(self, ids: Tensor | None = None) -> Iterator[None]:
+        """Keeps the prefetcher out, once it has brought ``ids``; the current stream waits for what it did."""
+        with self.lock:
+            if ids is not None:
+                self._prefetcher.wait_for(ids)
+            self._prefetcher.join()
+            with self._group:
+                yield
+
+    @property
+    def group(self) -> Group:
+        """Index and rows of what is resident."""
+        return self._group
 
     def _bring(self, ids: Tensor, create: bool) -> None:
         """Brings the rows of ids that the CPU table has; with ``create`` also makes room for the others."""
-        self._await_prefetch(ids)
-        self._tick += 1
-        missing = self._note(ids)
+        missing = self.note(ids)
         if missing.numel() == 0:
             return
         asked = missing.cpu()
-        known, pieces = self._fetch(asked)
-        self._make_room(asked.numel() if create else int(known.sum()))
-        self._load(asked[known], pieces)
+        known, pieces = self.fetch(asked)
+        self.make_room(asked.numel() if create else int(known.sum()))
+        self.load(asked[known], pieces)
 
-    def _note(self, ids: Tensor) -> Tensor:
+    def find_rows(self, ids: Tensor) -> Tensor:
+        """Rows of ids in the cache, -1 for one that is not resident."""
+        return self._group.find(ids, 0, "rows")
+
+    def note(self, ids: Tensor) -> Tensor:
         """Marks resident rows as used now; the distinct ids that are not resident."""
-        rows = self._group.find(ids, 0, "rows")
+        self._tick += 1
+        rows = self.find_rows(ids)
         self._used[rows.clamp(min=0).long()] = self._tick
         return torch.unique(ids[rows < 0])
 
-    def _fetch(self, asked: Tensor) -> tuple[Tensor, list[Piece]]:
+    def fetch(self, asked: Tensor) -> tuple[Tensor, list[Piece]]:
         """Which ids the CPU table has, and times, weights and states of those, in order, in pieces."""
         layout = self._layout
         pieces = asked.split(max(1024, -(-asked.numel() // _FETCHERS)))
@@ -138,7 +141,7 @@ class CachedHashTable(CudaHashTable):
             self._fetchers = ThreadPoolExecutor(threads, f"cache-{self.name}")
         return list(self._fetchers.map(work, pieces))
 
-    def _load(self, ids: Tensor, pieces: list[Piece], good: Tensor | None = None) -> None:
+    def load(self, ids: Tensor, pieces: list[Piece], good: Tensor | None = None) -> None:
         """Puts rows of the CPU table that are not resident into the cache; of those, the ``good`` ones."""
         if ids.numel() == 0:
             return
@@ -148,17 +151,17 @@ class CachedHashTable(CudaHashTable):
         there, words = ids.to(self.device), torch.cat([heads, states], 1)
         if good is not None:
             there, times, words = there[good], times[good], words[good]
-        rows = self._group.insert(there, 0, counts=[there.numel()]) & _ROW
-        self._group.scatter(rows, words)
-        self._group.set_times(rows, times)
+        rows = self._group.insert(there, 0, counts=[there.numel()]) & ROW
+        self._group.arena.scatter(rows, words)
+        self._group.arena.set_times(rows, times)
         at = rows.long()
         self._used[at] = self._tick
         self._dirty[at] = False
         self.fetched_rows += there.numel()
 
-    def _make_room(self, need: int) -> None:
+    def make_room(self, need: int) -> None:
         """Lets the least recently used rows go until ``need`` more fit; never one of the current batch."""
-        resident = self._group.sizes()[0]
+        resident = self._group.counts.sizes()[0]
         excess = resident + need - self.cache_rows
         if excess <= 0:
             return
@@ -182,8 +185,8 @@ class CachedHashTable(CudaHashTable):
         n = ids.numel()
         if n == 0:
             return
-        dim, words = self._layout.dim, self._group.gather(rows, self._layout.words)
-        copies = [ids, self._group.row_times(rows), words[:, :dim].contiguous(), words[:, dim:].contiguous()]
+        dim, words = self._layout.dim, self._group.arena.gather(rows, self._layout.words)
+        copies = [ids, self._group.arena.row_times(rows), words[:, :dim].contiguous(), words[:, dim:].contiguous()]
         home, times, heads, states = map(bridge.from_device, copies)
         size = max(1024, -(-n // _FETCHERS))
         parts = [slice(begin, begin + size) for begin in range(0, n, size)]
@@ -192,13 +195,12 @@ class CachedHashTable(CudaHashTable):
         )
         self._dirty[rows.long()] = False
         self.written_rows += n
-        if self._in_flight:
-            self._tainted.append(home)
+        self._prefetcher.taint(home)
 
     def flush(self) -> CachedHashTable:
         """Writes every changed row back to the CPU table; the rows stay in the cache."""
         with self._alone():
-            self._check_bad(wait=True)
+            self._judge.check(wait=True)
             self._write_back(*self._group.entries(0))
             below = self.below._native
             below.raise_max_update_time(self._host.max_update_time())
@@ -207,92 +209,20 @@ class CachedHashTable(CudaHashTable):
         return self
 
     def _drop(self) -> None:
-        """Forgets all rows of the cache."""
+        """Forgets all rows of the cache, and those that are on their way."""
+        self._prefetcher.taint_all()
         self._group.clear(0)
         self._group.reserve([self.cache_rows])
         self._dirty.zero_()
         self._version += 1
-
-    # --- ahead --------------------------------------------------------------------------------------------------------
 
     def prefetch(self, ids: Tensor) -> CachedHashTable:
         """Has the rows of ``ids`` brought while other work goes on; the call with the same tensor waits for it.
 
         What goes wrong there is raised by that call.
         """
-        ids = self._ids(ids)
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, f"prefetch-{self.name}")
-            self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        main = None
-        if self._stream is not None:
-            main = torch.cuda.current_stream(self.device)
-            ids.record_stream(self._stream)
-        with self._lock:
-            while len(self._jobs) >= 16:  # of tensors that nobody asked for
-                self._jobs.pop(next(iter(self._jobs)))
-            self._jobs[_key(ids)] = self._worker.submit(self._ahead, ids, main)
+        self._prefetcher.submit(self._ids(ids))
         return self
-
-    def _ahead(self, ids: Tensor, main: torch.cuda.Stream | None) -> None:
-        with contextlib.ExitStack() as stack:
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.stream(self._stream))
-            with self._lock:
-                if self._stream is not None and main is not None:
-                    self._stream.wait_stream(main)
-                self._tick += 1
-                asked = self._note(ids).cpu()
-                if asked.numel() == 0:
-                    self._record()
-                    return
-                self._in_flight += 1
-            try:
-                known, pieces = self._fetch(asked)
-            finally:
-                with self._lock:
-                    self._in_flight -= 1
-            self._arrive(asked[known], pieces, main)
-
-    def _arrive(self, ids: Tensor, pieces: list[Piece], main: torch.cuda.Stream | None) -> None:
-        """Takes fetched rows in, but for those that came, or were written back, in the meantime."""
-        with self._lock:
-            if self._stream is not None and main is not None:
-                self._stream.wait_stream(main)
-            tainted = torch.cat(self._tainted) if self._tainted else None
-            if not self._in_flight:
-                self._tainted.clear()
-            if ids.numel() == 0:
-                return self._record()
-            good = (self._group.find(ids.to(self.device), 0, "rows") < 0).cpu()
-            if tainted is not None:
-                good &= ~torch.isin(ids, tainted)
-            self._make_room(int(good.sum()))
-            self._load(ids, pieces, None if bool(good.all()) else good.to(self.device))
-            return self._record()
-
-    def _record(self) -> None:
-        if self._stream is not None:
-            self._ready = torch.cuda.Event()
-            self._ready.record(self._stream)
-
-    def _await_prefetch(self, ids: Tensor) -> None:
-        job = self._jobs.pop(_key(ids), None)
-        if job is None:
-            return
-        self._lock.release()  # the worker needs it
-        try:
-            job.result(self._timeout.total_seconds())
-        except FutureTimeoutError:
-            raise DeadlineError(
-                f"table {self.name!r}: waited {self._timeout.total_seconds():g} s for a prefetch of {ids.numel()} ids; "
-                "raise timeout"
-            ) from None
-        finally:
-            self._lock.acquire()
-        if self._ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._ready)
-            self._ready = None
 
     # --- the table's calls --------------------------------------------------------------------------------------------
 
@@ -300,7 +230,7 @@ class CachedHashTable(CudaHashTable):
         if not self._host.has_filter():  # else `_filtered` has brought them
             self._bring(ids, create=True)
         rows = super()._insert(ids, **options)
-        at = rows.clamp(min=0).long() & _ROW
+        at = rows.clamp(min=0).long() & ROW
         self._dirty[at] = True
         self._used[at] = self._tick
         return rows
@@ -311,22 +241,24 @@ class CachedHashTable(CudaHashTable):
         return super()._filtered(ids, dedup=dedup, remember=remember, skip=skip)
 
     def _lookup(self, ids: Tensor, insert_missing: bool, seconds: int) -> Tensor:
-        with self._alone():
+        with self._alone(ids):
             if not insert_missing:
                 self._bring(ids, create=False)
             return super()._lookup(ids, insert_missing, seconds)
 
     def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
-        with self._alone():
+        ids = self._ids(ids)
+        with self._alone(ids):
             return super()._assign(ids, values, req_time, add)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> None:
-        with self._alone():
-            super()._apply(*args, **kwargs)
+    def _apply(self, ids: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self._alone(ids):
+            super()._apply(ids, *args, **kwargs)
 
     def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
         """As `HashTable.reinitialize`."""
-        with self._alone():
+        ids = self._ids(ids)
+        with self._alone(ids):
             return super().reinitialize(ids)
 
     def contains(self, ids: Tensor) -> Tensor:
@@ -350,7 +282,9 @@ class CachedHashTable(CudaHashTable):
         with self._alone():
             self.flush()
             super().erase(ids)
-            return self.below.erase(ids.cpu())
+            home = ids.cpu()
+            self._prefetcher.taint(home)
+            return self.below.erase(home)
 
     def evict(self, max_update_time: Any = None) -> int:
         """As `HashTable.evict`; the cache is empty afterwards."""
@@ -371,6 +305,15 @@ class CachedHashTable(CudaHashTable):
         """The CPU table, with everything written back."""
         return self.flush().below
 
+    def source(self, since: int = 0, *, stale: bool = False) -> Any:
+        """The CPU table's, with everything written back."""
+        return self.flush().below.source(since, stale=stale)
+
+    @property
+    def changes(self) -> Any:
+        """What is known of the CPU table's changes, with everything written back."""
+        return self.flush().below.changes
+
     def adopt(self, native: _core.Table) -> None:
         """Replaces all rows, below, with those of a CPU table; the cache is empty afterwards."""
         with self._alone():
@@ -386,14 +329,9 @@ class CachedHashTable(CudaHashTable):
 
     def close(self) -> None:
         """Writes everything back and ends the threads."""
-        for pool in (self._worker, self._fetchers):
-            if pool is not None:
-                pool.shutdown(wait=True)
-        self._worker = self._fetchers = None
-        self._jobs.clear()
+        self._prefetcher.close()
         self.flush()
+        if self._fetchers is not None:
+            self._fetchers.shutdown(wait=True)
+            self._fetchers = None
         super().close()
-
-
-def _key(ids: Tensor) -> tuple[int, int]:
-    return ids.data_ptr(), ids.numel()

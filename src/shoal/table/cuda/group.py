@@ -9,27 +9,31 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.errors import CapacityError, ConfigError
+from shoal.table.cuda import counts as c
 from shoal.table.cuda import index_kernels as ik
-from shoal.table.cuda import row_kernels as rk
+from shoal.table.cuda.arena import Arena
 from shoal.table.cuda.backend import capturing, interpreted
+from shoal.table.cuda.counts import Counts
 from shoal.table.cuda.launch import cdiv, launch, power_of_2
 from shoal.table.cuda.layout import RowLayout
 from shoal.table.cuda.memory import make_store
+from shoal.table.cuda.shapes import find_shape, insert_shape
 
 EMPTY = ik.EMPTY.value
-MAX_ROWS = 1 << 30
-_COMMON, _WORDS = ik.COMMON_WORDS.value, ik.TABLE_WORDS.value
-_TAKEN, _FREE, _NEXT, _ROOM, _LOST = (x.value for x in (ik.TAKEN, ik.FREE, ik.NEXT, ik.ROOM, ik.LOST))
+ROW = ik.ROW.value
+FRESH = ik.FRESH.value
+_SCANNED = 1 << 24  # slots of the index that are looked through at once
 
 
 class Group:
-    """Ids, rows and times of ``tables`` tables. Ids are int64 tensors on ``device``, distinct only where said so.
+    """Ids and rows of ``tables`` tables. Ids are int64 tensors on ``device``, distinct only where said so.
 
     ``table`` arguments are the number of one table, or an int32 tensor with that of each id.
     """
@@ -43,104 +47,84 @@ class Group:
         self.rows = make_store(tables, torch.int32, device)
         self.stash_keys = make_store(tables, torch.int64, device)
         self.stash_rows = make_store(tables, torch.int32, device)
-        self.arena = make_store(1, torch.float32, device)
-        self.times = make_store(1, torch.int32, device)
         self.free_rows = make_store(1, torch.int32, device)
-        self.state = torch.zeros(_COMMON + _WORDS * tables, dtype=torch.int64, device=device)
+        self.arena = Arena(layout, device)
+        self.counts = Counts(tables, device)
         self.spare = torch.zeros(1 << 16, dtype=torch.int64, device=device)
-        self.timed = False
-        """Whether any write so far had a time other than 0; until then no row's time is stored."""
+        self.kept: dict[Any, Any] = {}
+        """What callers made once for many batches, such as learning rates on the device."""
+        self.epoch = 0
+        """Which rows that are written now carry; 0: none, nobody keeps track of changes."""
+        self.untracked_graph = False
+        """Whether a CUDA graph was captured that writes rows without their epoch."""
         self._lock = threading.RLock()
+        self._former: list[int] = []  # current devices before each entrance
         self._stream: torch.cuda.Stream | None = None
+        self.stream: int | None = None
+        """The last call's, as CUDA names it."""
         self._buckets = [0] * tables
         self._arguments: dict[int, Any] = {}
-        self._pinned = torch.zeros_like(self.state, device="cpu", pin_memory=device.type == "cuda")
-        self._event: torch.cuda.Event | None = None
-        self._pending = [0] * tables  # ids since the counts were last known: as many new ones at most
-        self._covered = [0] * tables
         self._start()
 
     def __enter__(self) -> Group:
-        """One call at a time, from any thread and stream: the stream waits for that of the call before."""
+        """One call at a time, from any thread and stream: the stream waits for that of the call before.
+
+        The group's device is the current one inside.
+        """
         self._lock.acquire()
-        if self.device.type == "cuda" and not capturing(self.device):
-            stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None and stream != self._stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
+        if self.device.type == "cuda":
+            try:
+                self._enter_stream()
+            except BaseException:
+                self._lock.release()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            former = self._former.pop()
+            if former != self.device.index:
+                torch.cuda.set_device(former)
         self._lock.release()
 
-    # --- numbers ------------------------------------------------------------------------------------------------------
+    def _enter_stream(self) -> None:
+        index = self.device.index
+        former = torch.cuda.current_device()
+        if former != index:
+            torch.cuda.set_device(index)
+        handle = torch._C._cuda_getCurrentRawStream(index)
+        if handle != self.stream and not capturing(self.device):
+            stream = torch.cuda.current_stream(self.device)
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            # Memory that torch gave on one stream is used on another: it must not be given away too early.
+            for tensor in (self.counts.words, self.spare, *self.kept.values()):
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(stream)
+            self._stream, self.stream = stream, handle
+        self._former.append(former)
+
+    def keep(self, key: Any, make: Any, limit: int = 64) -> Any:
+        """``make()``, or what it gave for the same key before; ``limit`` things in all."""
+        found = self.kept.get(key)
+        if found is None:
+            if len(self.kept) >= limit:
+                self.kept.clear()
+            found = self.kept[key] = make()
+        return found
+
+    # --- growth -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """An empty group."""
-        self._set(_NEXT, 1)  # row 0 is nobody's
-        for word in (_TAKEN, _FREE, _LOST):
-            self._set(word, 0)
-        self._room = 1
-        self._absorb([0] * self.state.numel())
-        self._known[_NEXT] = 1
+        self.counts.start()
+        self.counts.set(c.ROOM, self.arena.room)
         for table in range(self.tables):
-            self._set(_COMMON + _WORDS * table + ik.SIZE.value, 0)
             self._new_index(table, 16 if interpreted() else 1024)
 
-    def _set(self, word: int, value: int) -> None:
-        self.state[word].fill_(value)
-
-    def _absorb(self, known: list[int]) -> None:
-        self._known = known
-
-    def _look(self, wait: bool = False) -> None:
-        """Takes in what the device has counted so far, if it has arrived; ``wait``: all of it."""
-        if self.device.type != "cuda":
-            self._absorb(self.state.tolist())
-            self._pending = [0] * self.tables
-            return
-        while True:
-            if self._event is not None:
-                if wait:
-                    self._event.synchronize()
-                elif not self._event.query():
-                    return
-                self._absorb(self._pinned.tolist())
-                self._pending = [p - c for p, c in zip(self._pending, self._covered, strict=True)]
-                self._event = None
-            if not wait or not any(self._pending):
-                return
-            self._watch()
-
-    def _watch(self) -> None:
-        """Has the counts sent to the host, unless that is under way."""
-        if self.device.type != "cuda" or self._event is not None:
-            return
-        self._pinned.copy_(self.state, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-        self._covered = list(self._pending)
-
-    def sizes(self) -> list[int]:
-        """Ids of each table; waits for the device."""
-        counts = self.state.tolist()
-        self._check_lost(counts[_LOST])
-        return [counts[_COMMON + _WORDS * t + ik.SIZE.value] for t in range(self.tables)]
-
-    def _check_lost(self, lost: int) -> None:
-        if lost:
-            raise CapacityError(
-                f"{lost} ids found no room in a captured graph; call reserve() or make_room() between its replays"
-            )
-
     def bytes(self) -> int:
-        stores = (self.keys, self.rows, self.stash_keys, self.stash_rows, self.arena, self.times, self.free_rows)
-        return sum(store.bytes() for store in stores)
-
-    def words(self, table: int) -> Tensor:
-        return self.state[_COMMON + _WORDS * table :]
-
-    # --- growth -------------------------------------------------------------------------------------------------------
+        stores = (self.keys, self.rows, self.stash_keys, self.stash_rows, self.free_rows)
+        return sum(store.bytes() for store in stores) + self.arena.bytes()
 
     def make_room(self, counts: list[int]) -> None:
         """Makes sure that so many new ids of each table fit. Waits for the device only when they might not.
@@ -150,35 +134,31 @@ class Group:
         """
         if capturing(self.device):
             return
-        self._look()
+        self.counts.look()
+        if self._fits(counts):
+            return
+        self.counts.look(wait=True)
+        self.counts.check_lost()
         if not self._fits(counts):
-            self._look(wait=True)
-            self._check_lost(self._known[_LOST])
-        if not self._fits(counts):
-            self._grow(counts)
-
-    def _rows_needed(self, counts: list[int]) -> int:
-        taken = self._known[_TAKEN] + sum(self._pending) + sum(counts)
-        return self._known[_NEXT] + max(0, taken - self._known[_FREE])
-
-    def _sizes_needed(self, counts: list[int]) -> list[int]:
-        sizes = self._known[_COMMON + ik.SIZE.value :: _WORDS]
-        return [s + p + c for s, p, c in zip(sizes, self._pending, counts, strict=True)]
+            try:
+                self._grow(counts)
+            except torch.OutOfMemoryError as error:
+                raise CapacityError(str(error).partition("\n")[0]) from None
 
     def _fits(self, counts: list[int]) -> bool:
-        return self._rows_needed(counts) <= self._room and all(
+        return self.counts.rows_needed(counts) <= self.arena.room and all(
             size <= self._capacity(buckets)
-            for size, buckets in zip(self._sizes_needed(counts), self._buckets, strict=True)
+            for size, buckets in zip(self.counts.sizes_needed(counts), self._buckets, strict=True)
         )
 
     def _capacity(self, buckets: int) -> int:
         return int(buckets * 8 * self.max_load)
 
     def _grow(self, counts: list[int]) -> None:
-        rows = self._rows_needed(counts)
-        if rows > self._room:
+        rows = self.counts.rows_needed(counts)
+        if rows > self.arena.room:
             self._grow_rows(rows)
-        for table, size in enumerate(self._sizes_needed(counts)):
+        for table, size in enumerate(self.counts.sizes_needed(counts)):
             buckets = self._buckets[table]
             while self._capacity(buckets) < size:
                 buckets *= 2 if buckets >= 1 << 20 else 4
@@ -186,32 +166,7 @@ class Group:
                 self._grow_index(table, buckets, empty=size == counts[table])
 
     def _grow_rows(self, rows: int) -> None:
-        if rows > MAX_ROWS:
-            raise CapacityError(f"a group of GPU tables holds {MAX_ROWS} rows at most, {rows} are needed")
-        # As much again while that is little: taking pages costs the host time.
-        more = min(self._room, (4 << 30) // (4 * self.layout.stride))
-        wanted = min(MAX_ROWS, max(rows, self._room + max(more, self._room // 8)))
-        self.arena.grow(0, wanted * self.layout.stride)
-        if self.timed:
-            self._grow_times(wanted)
-        room = min(MAX_ROWS, self.arena.size(0) // self.layout.stride)
-        if self.timed:
-            room = min(room, self.times.size(0))
-        self._room = room
-        self._set(_ROOM, room)
-
-    def _grow_times(self, rows: int) -> None:
-        had = self.times.size(0) if self.times.bytes() else 0
-        self.times.grow(0, rows)
-        self.times.tensor[0, had : self.times.size(0)].zero_()
-
-    def keep_times(self) -> None:
-        """From now on rows have times; until now all were 0."""
-        if not self.timed:
-            rows = max(1, self._room)
-            self.times.grow(0, rows)
-            self.times.tensor[0, : self.times.size(0)].zero_()
-            self.timed = True
+        self.counts.set(c.ROOM, self.arena.grow(rows))
 
     def _new_index(self, table: int, buckets: int) -> None:
         slots = (buckets + 1) * 8
@@ -224,30 +179,25 @@ class Group:
 
     def _set_buckets(self, table: int, buckets: int) -> None:
         self._buckets[table] = buckets
-        words = _COMMON + _WORDS * table
-        self._set(words + ik.BUCKETS.value, buckets)
-        self._set(words + ik.LOW_MASK.value, (1 << (buckets.bit_length() - 1)) - 1)
+        self.counts.set_of(table, ik.BUCKETS.value, buckets)
+        self.counts.set_of(table, ik.LOW_MASK.value, (1 << (buckets.bit_length() - 1)) - 1)
 
     def _new_stash(self, table: int, buckets: int) -> None:
-        cells = max(1024, 1 << (buckets - 1).bit_length())
+        cells = stash_cells(buckets)
         self.stash_keys.grow(table, cells)
         self.stash_rows.grow(table, cells)
         self.stash_keys.tensor[table, :cells].fill_(EMPTY)
         self.stash_rows.tensor[table, :cells].fill_(-1)
-        self._set(_COMMON + _WORDS * table + ik.STASH_MASK.value, cells - 1)
-
-    def _stash_cells(self, table: int) -> int:
-        return max(1024, 1 << (self._buckets[table] - 1).bit_length())
+        self.counts.set_of(table, ik.STASH_MASK.value, cells - 1)
 
     def _grow_index(self, table: int, buckets: int, empty: bool) -> None:
-        slots = (buckets + 1) * 8
-        cells = max(1024, 1 << (buckets - 1).bit_length())
+        slots, cells = (buckets + 1) * 8, stash_cells(buckets)
         # All memory first: when there is not enough, nothing has changed.
         self.keys.grow(table, slots)
         self.rows.grow(table, slots)
         self.stash_keys.grow(table, cells)
         self.stash_rows.grow(table, cells)
-        if empty and self._known[_COMMON + _WORDS * table + ik.SIZE.value] == 0 and not self._pending[table]:
+        if empty and self.counts.is_empty(table):
             return self._new_index(table, buckets)
         image = self._stash_image(table)
         while self._buckets[table] < buckets:
@@ -257,24 +207,15 @@ class Group:
             count = (to - have) * 8
             low = (1 << (to.bit_length() - 1)) - 1
             launch(
-                ik.split,
-                cdiv(count, 1024),
-                self.keys.tensor[table],
-                self.rows.tensor[table],
-                count,
-                to,
-                low,
-                have - base,
-                base,
-                self.salt,
-                BLOCK=1024,
-            )
+                ik.split, cdiv(count, 1024), self.keys.tensor[table], self.rows.tensor[table], count, to, low,
+                have - base, base, self.salt, BLOCK=1024,
+            )  # fmt: skip
             self._set_buckets(table, to)
         self._restash(table, image)
         return None
 
     def _stash_image(self, table: int) -> tuple[Tensor, Tensor]:
-        cells = self._stash_cells(table)
+        cells = stash_cells(self._buckets[table])
         return self.stash_keys.tensor[table, :cells].clone(), self.stash_rows.tensor[table, :cells].clone()
 
     def _restash(self, table: int, image: tuple[Tensor, Tensor]) -> None:
@@ -284,9 +225,8 @@ class Group:
 
     def reserve(self, counts: list[int]) -> None:
         """Takes memory for so many ids in all of each table, so that no later call takes any before they are there."""
-        self._look(wait=True)
-        sizes = self._known[_COMMON + ik.SIZE.value :: _WORDS]
-        self.make_room([max(0, c - s) for c, s in zip(counts, sizes, strict=True)])
+        self.counts.look(wait=True)
+        self.make_room([max(0, count - size) for count, size in zip(counts, self.counts.sure_sizes(), strict=True)])
 
     # --- ids ----------------------------------------------------------------------------------------------------------
 
@@ -297,13 +237,15 @@ class Group:
         if made is None:
             stores = (self.keys, self.rows, self.stash_keys, self.stash_rows)
             tensors = [store.tensor if number < 0 else store.tensor[number] for store in stores]
-            made = (*tensors, self.words(max(number, 0))), (self.keys.stride, self.stash_keys.stride)
+            made = (*tensors, self.counts.of(max(number, 0))), (self.keys.stride, self.stash_keys.stride)
             if self.device.type == "cuda":  # elsewhere tensors change when they grow
                 self._arguments[number] = made
         return made
 
     def find(self, ids: Tensor, table: int | Tensor, want: str) -> Tensor:
         """``rows`` int32, ``slots`` int64 or ``weights`` float32 ``[n, dim]`` of ids; -1, or zeros, if unknown."""
+        if want == "weights" and self.layout.serving:
+            return self.arena.decode(self.find(ids, table, "rows"))
         n = ids.numel()
         dim, width = self.layout.dim, power_of_2(self.layout.dim)
         if want == "weights":
@@ -316,25 +258,10 @@ class Group:
         tensors, strides = self._index_arguments(table)
         block, warps = find_shape(width if want == "weights" else 1)
         launch(
-            ik.find,
-            cdiv(n, block),
-            ids,
-            table if multi else ids,
-            *tensors,
-            self.arena.tensor,
-            out,
-            out,
-            n,
-            self.salt,
+            ik.find, cdiv(n, block), ids, table if multi else ids, *tensors, self.arena.tensor, out, out, n, self.salt,
             *strides,
-            MULTI=multi,
-            WANT=want,
-            D=dim,
-            WIDTH=width,
-            STRIDE=self.layout.stride,
-            BLOCK=block,
-            num_warps=warps,
-        )
+            MULTI=multi, WANT=want, D=dim, WIDTH=width, STRIDE=self.layout.stride, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
         return out
 
     def insert(
@@ -351,18 +278,19 @@ class Group:
         """int32 row numbers of ids; an id without a row gets one, marked FRESH at one of its occurrences.
 
         ``drop`` (uint8) passes ids over, which have -1 then; ``gate`` (int64) passes all of them over unless it is 0.
-        ``time`` is written to the rows, ``only_new`` to new ones alone.
+        ``time`` is written to the rows, ``only_new`` to new ones alone; so is the epoch.
+
+        Raises:
+            CapacityError: the GPU is full; the group is as it was.
         """
-        if time and not self.timed:
-            self.keep_times()
+        if time and not self.arena.timed:
+            self.arena.keep_times()
         self.make_room(counts)
         out = self._insert(ids, table, time=time, only_new=only_new, drop=drop, gate=gate)
         if not capturing(self.device):
-            for t, count in enumerate(counts):
-                self._pending[t] += count
-            # Only when what may have come since the last look is much of the room that is left.
-            if 8 * sum(self._pending) > self._room - self._rows_needed([0] * self.tables):
-                self._watch()
+            self.counts.add(counts, self.arena.room)
+        elif not self.arena.tracked:
+            self.untracked_graph = True
         return out
 
     def _insert(
@@ -377,114 +305,111 @@ class Group:
         given: Tensor | None = None,
     ) -> Tensor:
         n = ids.numel()
-        out = torch.empty(n, dtype=torch.int32, device=self.device)
+        # Rows that are given are not given back: so nothing takes memory while ids are between places.
+        out = given if given is not None else torch.empty(n, dtype=torch.int32, device=self.device)
         if n == 0:
             return out
         multi = isinstance(table, Tensor)
         tensors, strides = self._index_arguments(table)
+        arena, epochs = self.arena, self.arena.epochs
+        track = epochs is not None and arena.tracked
         block, warps = insert_shape()
         launch(
-            ik.insert,
-            cdiv(n, block),
-            ids,
-            table if multi else ids,
-            ids if drop is None else drop,
-            ids if gate is None else gate,
-            out if given is None else given,
-            *tensors,
-            self.state,
-            self.free_rows.tensor,
-            self.times.tensor,
-            self.spare,
-            out,
-            n,
-            self.salt,
-            time - (1 << 32) if time >= 1 << 31 else time,
-            *strides,
-            MULTI=multi,
-            DROP=drop is not None,
-            GATE=gate is not None,
-            GIVEN=given is not None,
-            STAMP=0 if not self.timed else 2 if only_new else 1,
-            BLOCK=block,
-            num_warps=warps,
-        )
+            ik.insert, cdiv(n, block), ids, table if multi else ids, ids if drop is None else drop,
+            ids if gate is None else gate, out if given is None else given, *tensors, self.counts.words,
+            self.free_rows.tensor, arena.times.tensor, epochs.tensor if track else arena.times.tensor, self.spare, out,
+            n, self.salt, time - (1 << 32) if time >= 1 << 31 else time, *strides,
+            MULTI=multi, DROP=drop is not None, GATE=gate is not None, GIVEN=given is not None,
+            STAMP=0 if not arena.timed else 2 if only_new else 1, TRACK=0 if not track else 2 if only_new else 1,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
         return out
 
     def erase(self, ids: Tensor, table: int) -> int:
         """Removes ids; how many there were. Waits for the device."""
         slots = torch.unique(self.find(ids, table, "slots"))
-        slots = slots[slots != -1]
-        return self._free(slots, table)
+        return self.erase_slots(slots[slots != -1], table)
 
-    def _free(self, slots: Tensor, table: int) -> int:
+    def erase_slots(self, slots: Tensor, table: int) -> int:
+        """Removes the ids of distinct slots, which `find` or `chunks` gave; how many there were. Waits."""
         n = slots.numel()
         if n == 0:
             return 0
-        freed = torch.empty(n, dtype=torch.int32, device=self.device)
+        image = self._stash_image(table)
+        rows, left = self._room_for_free(n)
         tensors, _ = self._index_arguments(table)
-        launch(ik.erase, cdiv(n, 256), slots, *tensors[:4], freed, n, BLOCK=256)
-        self._restash(table, self._stash_image(table))
-        self._recycle(freed[freed > 0], table, n)
+        launch(ik.erase, cdiv(n, 256), slots, *tensors[:4], rows, n, BLOCK=256)
+        for copy, store in zip(image, (self.stash_keys, self.stash_rows), strict=True):
+            copy.copy_(store.tensor[table, : copy.numel()])
+        self._restash(table, image)
+        self._recycle(rows, left, table, n)
         return n
 
-    def _recycle(self, freed: Tensor, table: int, removed: int) -> None:
-        """Puts rows on the list of free ones."""
-        counts = self.state.tolist()
-        taken, free = counts[_TAKEN], counts[_FREE]
-        left = self.free_rows.tensor[0, min(taken, free) : free].clone()
-        rows = torch.cat([freed, left])
-        self.free_rows.grow(0, max(1, rows.numel()))
-        self.free_rows.tensor[0, : rows.numel()] = rows
-        self._set(_NEXT, counts[_NEXT] + max(0, taken - free))
-        self._set(_FREE, rows.numel())
-        self._set(_TAKEN, 0)
-        self.state[_COMMON + _WORDS * table + ik.SIZE.value] -= removed
-        self._forget_counts()
+    def _room_for_free(self, n: int) -> tuple[Tensor, list[int]]:
+        """int32: a place for ``n`` rows that are about to be free, then those that are; and the counts. Waits.
 
-    def _forget_counts(self) -> None:
-        """The host looks at the counts anew."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        self._pending = [0] * self.tables
-        self._absorb(self.state.tolist())
+        All memory that it takes to free rows is there now: what is begun will end.
+        """
+        counts = self.counts.now()
+        begin, end = min(counts[c.TAKEN], counts[c.FREE]), counts[c.FREE]
+        rows = torch.empty(n + end - begin, dtype=torch.int32, device=self.device)
+        self.free_rows.grow(0, max(1, rows.numel()))
+        rows[n:] = self.free_rows.tensor[0, begin:end]
+        return rows, counts
+
+    def _recycle(self, rows: Tensor, counts: list[int], table: int, removed: int) -> None:
+        """Makes ``rows`` the list of free ones; ``removed`` ids of a table are gone."""
+        if counts[c.LOST]:
+            rows = rows[rows > 0]  # ids that found no room have row 0, which is nobody's
+        self.free_rows.tensor[0, : rows.numel()] = rows
+        self.counts.set(c.NEXT, counts[c.NEXT] + max(0, counts[c.TAKEN] - counts[c.FREE]))
+        self.counts.set(c.FREE, rows.numel())
+        self.counts.set(c.TAKEN, 0)
+        self.counts.of(table)[ik.SIZE.value].sub_(removed)
+        self.counts.look_anew()
+
+    def chunks(self, table: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """All ids of a table, some at a time: ids, their rows, and their slots for `erase_slots`. Waits."""
+        cells = stash_cells(self._buckets[table])
+        stores = ((self.keys, self.rows, (self._buckets[table] + 1) * 8), (self.stash_keys, self.stash_rows, cells))
+        for in_stash, (keys, rows, size) in enumerate(stores):
+            for begin in range(0, size, _SCANNED):
+                end = min(size, begin + _SCANNED)
+                held = keys.tensor[table, begin:end]
+                at = (held != EMPTY).nonzero().view(-1)
+                ids, slots = held[at], at + begin
+                if begin == 0 and not in_stash:
+                    ids = torch.where(at < 8, EMPTY, ids)  # bucket 0 holds that id as 0
+                yield ids, rows.tensor[table, begin:end][at], -2 - slots if in_stash else slots
 
     def entries(self, table: int) -> tuple[Tensor, Tensor]:
         """All ids of a table and their rows. Waits for the device."""
-        parts = []
-        slots, cells = (self._buckets[table] + 1) * 8, self._stash_cells(table)
-        for keys, rows, size in (
-            (self.keys.tensor[table], self.rows.tensor[table], slots),
-            (self.stash_keys.tensor[table], self.stash_rows.tensor[table], cells),
-        ):
-            at = (keys[:size] != EMPTY).nonzero().view(-1)
-            parts.append((keys[at], rows[at], at if size == slots else at + slots))
-        ids = torch.cat([p[0] for p in parts])
-        ids = torch.where(torch.cat([p[2] for p in parts]) < 8, EMPTY, ids)  # bucket 0 holds that id as 0
-        return ids, torch.cat([p[1] for p in parts])
+        ids, rows, _ = zip(*self.chunks(table), strict=True)
+        return torch.cat(ids), torch.cat(rows)
 
     def clear(self, table: int) -> None:
         """Removes all ids of a table; of the only one: gives memory back, too."""
         if self.tables == 1:
-            self._look(wait=True)
-            for store in (self.keys, self.rows, self.stash_keys, self.stash_rows, self.arena, self.times):
+            self.counts.look(wait=True)
+            for store in (self.keys, self.rows, self.stash_keys, self.stash_rows, self.free_rows):
                 store.shrink()
-            self.free_rows.shrink()
-            self.timed = False
-            self._event = None
-            self._pending = [0]
+            tracked = self.arena.tracked
+            self.arena.shrink()
             self._start()
+            if tracked:
+                self.arena.track()
             return
-        ids, rows = self.entries(table)
+        gone = torch.cat([rows for _, rows, _ in self.chunks(table)])
+        rows, counts = self._room_for_free(gone.numel())
+        rows[: gone.numel()] = gone
         self._new_index(table, 16 if interpreted() else 1024)
-        self._recycle(rows[rows > 0], table, ids.numel())
+        self._recycle(rows, counts, table, gone.numel())
 
     def swap(self, other: Group) -> None:
         """Takes the contents of another group of the same layout, which gets this one's."""
         if other.layout.words != self.layout.words or other.tables != self.tables:
             raise ConfigError("groups of different layouts cannot be exchanged")
-        kept = ("_lock", "_stream")
+        kept = ("_lock", "_stream", "stream", "_former", "epoch", "untracked_graph")
         mine = {name: value for name, value in self.__dict__.items() if name not in kept}
         theirs = {name: value for name, value in other.__dict__.items() if name not in kept}
         for group, old, new in ((self, mine, theirs), (other, theirs, mine)):
@@ -492,162 +417,16 @@ class Group:
                 del group.__dict__[name]
             group.__dict__.update(new)
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
+    # --- changes ------------------------------------------------------------------------------------------------------
 
-    def start_fresh(
-        self, rows: Tensor, ids: Tensor, seed: int, *, every: bool = False, out: Tensor | None = None
-    ) -> None:
-        """Initial weights and states of rows marked FRESH (``every``: of all), and takes the mark away.
-
-        With ``out [n, dim]`` their weights are written there, too, and the mark stays.
-        """
-        n = rows.numel()
-        if n == 0:
-            return
-        for i, s in enumerate(self.layout.segments):
-            block, warps = row_shape(s.width)
-            span = max(block, 256)
-            launch(
-                rk.fresh,
-                cdiv(n, span),
-                rows,
-                ids,
-                self.arena.tensor,
-                self.arena.tensor if out is None else out,
-                n,
-                signed(seed),
-                *s.first,
-                s.accumulator,
-                s.native.beta1,
-                s.native.beta2,
-                INIT=s.init,
-                INDEX=s.index,
-                D=s.dim,
-                WIDTH=s.width,
-                STRIDE=self.layout.stride,
-                WEIGHT=s.weight,
-                STATE=s.state,
-                VECTORS=s.vectors,
-                TAIL=s.tail,
-                DIM=self.layout.dim,
-                ALL=every,
-                OUT=out is not None,
-                CLEAN=out is None and i == len(self.layout.segments) - 1,
-                BLOCK=block,
-                SPAN=span,
-                num_warps=warps,
-            )
-
-    def gather(self, rows: Tensor, words: int, out: Tensor | None = None) -> Tensor:
-        """The first ``words`` words of rows as float32 ``[n, words]``; zeros for row -1.
-
-        With ``out`` rows marked FRESH are left out: `start_fresh` has written them there.
-        """
-        n = rows.numel()
-        skip = out is not None
-        if out is None:
-            out = torch.empty(n, words, dtype=torch.float32, device=self.device)
-        if n:
-            width = power_of_2(words)
-            block, warps = row_shape(width)
-            launch(
-                rk.gather,
-                cdiv(n, block),
-                rows,
-                self.arena.tensor,
-                out,
-                n,
-                SKIP=skip,
-                D=words,
-                WIDTH=width,
-                STRIDE=self.layout.stride,
-                BLOCK=block,
-                num_warps=warps,
-            )
-        return out
-
-    def scatter(self, rows: Tensor, values: Tensor) -> None:
-        """Sets the first words of distinct rows to ``values [n, words]``."""
-        n = rows.numel()
-        if n:
-            words = values.shape[1]
-            width = power_of_2(words)
-            block, warps = row_shape(width)
-            launch(
-                rk.scatter,
-                cdiv(n, block),
-                rows,
-                self.arena.tensor,
-                values,
-                n,
-                D=words,
-                WIDTH=width,
-                STRIDE=self.layout.stride,
-                BLOCK=block,
-                num_warps=warps,
-            )
-
-    def assign(self, rows: Tensor, values: Tensor, add: bool) -> None:
-        """Sets weights, the last of equal rows winning, or adds every occurrence in order."""
-        n = rows.numel()
-        if n == 0:
-            return
-        ordered, order = torch.sort(rows, stable=True)
-        width = power_of_2(self.layout.dim)
-        block, warps = row_shape(width)
-        launch(
-            rk.assign_sorted,
-            cdiv(n, block),
-            ordered,
-            order,
-            self.arena.tensor,
-            values,
-            n,
-            ADD=add,
-            D=self.layout.dim,
-            WIDTH=width,
-            STRIDE=self.layout.stride,
-            BLOCK=block,
-            num_warps=warps,
-        )
-
-    def row_times(self, rows: Tensor) -> Tensor:
-        """int64 seconds of rows."""
-        if not self.timed:
-            return torch.zeros(rows.numel(), dtype=torch.int64, device=self.device)
-        return self.times.tensor[0][rows.long()].long() & 0xFFFFFFFF
-
-    def set_times(self, rows: Tensor, times: Tensor) -> None:
-        """Sets the seconds of distinct rows."""
-        if not self.timed:
-            if not bool((times != 0).any()):
-                return
-            self.keep_times()
-        self.times.tensor[0][rows.long()] = torch.where(times >= 1 << 31, times - (1 << 32), times).int()
+    def begin_epoch(self) -> int:
+        """Rows that are written from now on carry the epoch that is returned, or a later one."""
+        self.arena.track()
+        self.epoch += 1
+        self.counts.set(ik.EPOCH.value, self.epoch)
+        return self.epoch
 
 
-def signed(number: int) -> int:
-    """A 64-bit number as kernels take it."""
-    number &= (1 << 64) - 1
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def find_shape(width: int) -> tuple[int, int]:
-    """Ids of one program, and its warps."""
-    if interpreted():
-        return 256, 1
-    if width >= 64:
-        return max(1, 4096 // width), 4
-    return 64, 2
-
-
-def insert_shape() -> tuple[int, int]:
-    """Ids of one program, and its warps."""
-    return (256, 1) if interpreted() else (128, 4)
-
-
-def row_shape(width: int) -> tuple[int, int]:
-    """Rows of one program, and its warps."""
-    if interpreted():
-        return max(1, min(256, 16384 // width)), 1
-    return max(1, min(128, 2048 // width)), 4
+def stash_cells(buckets: int) -> int:
+    """Cells of the stash of so many buckets."""
+    return max(1024, 1 << (buckets - 1).bit_length())

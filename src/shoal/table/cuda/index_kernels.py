@@ -24,7 +24,7 @@ FREE = tl.constexpr(1)  # rows in that list
 NEXT = tl.constexpr(2)  # first row that was never used, when the list was made
 ROOM = tl.constexpr(3)  # rows there is memory for
 LOST = tl.constexpr(4)  # ids that found no room: only a captured graph that outran its reserve makes any
-SKIPPED = tl.constexpr(5)  # gradients passed over since the host last looked
+EPOCH = tl.constexpr(6)  # what rows that are written now carry, while changes are tracked
 COMMON_WORDS = tl.constexpr(8)
 BUCKETS = tl.constexpr(0)
 LOW_MASK = tl.constexpr(1)
@@ -157,6 +157,7 @@ def insert(
     state,
     free_rows,
     times,
+    epochs,
     spare,
     out_rows,
     n,
@@ -169,6 +170,7 @@ def insert(
     GATE: tl.constexpr,  # nothing happens when `gate` is not 0
     GIVEN: tl.constexpr,  # ids bring their rows, which the index holds from now on
     STAMP: tl.constexpr,  # time: 0 untouched, 1 of all ids, 2 of new ones
+    TRACK: tl.constexpr,  # epoch: the same
     BLOCK: tl.constexpr,
 ):
     """Rows of ids, -1 for one that is passed over; an id without a row gets one, marked FRESH where it was won."""
@@ -190,7 +192,10 @@ def insert(
     todo = m & (slot == 8)
     won = m & (o < 0)
     in_stash = m & (o < 0)
-    if tl.max(todo.to(tl.int32), axis=0) > 0:
+    # Not settled by the first bucket: ids that are not in it, and those that another program has put there just now and
+    # has not given a row yet.
+    open_ = todo | (known & (row < 0))
+    if tl.max(open_.to(tl.int32), axis=0) > 0:
         row2, slot2, free2 = _probe(keys, rows, bucket_base + second, key, todo)
         hit2 = todo & (slot2 < 8)
         row = tl.where(hit2, row2, row)
@@ -256,6 +261,10 @@ def insert(
             tl.store(times + row, time, mask=m)
         elif STAMP == 2:
             tl.store(times + row, time, mask=won)
+        if TRACK == 1:
+            tl.store(epochs + row, tl.load(state + EPOCH).to(tl.int32), mask=m)
+        elif TRACK == 2:
+            tl.store(epochs + row, tl.load(state + EPOCH).to(tl.int32), mask=won)
         tl.store(out_rows + o, tl.where(m, tl.where(won, row | FRESH, row), -1), mask=o < n)
 
 

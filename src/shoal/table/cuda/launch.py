@@ -6,7 +6,7 @@ constants are all that tells kernels apart: numbers are not specialised, tensors
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shoal.table.cuda.backend import interpreted
 
-_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 _WIDE = 1 << 31
 
 
@@ -28,42 +27,73 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def launch(
-    fn: Any, programs: int, *arguments: Any, num_warps: int = 4, enable_fp_fusion: bool = True, **constants: Any
-) -> None:
-    """Runs ``programs`` programs of a kernel: run-time arguments in order, then its constants by name."""
-    options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
-    if interpreted():
-        fn[(programs,)](*arguments, **constants, **options)
-        return
-    addresses = 0
-    wide = 0
-    for i, argument in enumerate(arguments):
-        if isinstance(argument, Tensor):
-            addresses |= argument.data_ptr()
-        elif type(argument) is int and not -_WIDE <= argument < _WIDE:
-            wide |= 1 << i
-    device = torch.cuda.current_device()
-    key = (fn, device, wide, *constants.values(), num_warps, enable_fp_fusion)
-    known = _compiled.get(key)
-    if known is None or addresses & 15:
-        kernel = fn[(programs,)](*arguments, **constants, **options)
-        if not addresses & 15:
-            _compiled[key] = kernel, tuple(constants[name] for name in fn.arg_names[len(arguments) :])
-        return
-    kernel, ordered = known
-    stream = triton.runtime.driver.active.get_current_stream(device)  # type: ignore[missing-attribute]
-    hooks = triton.knobs.runtime
-    kernel.run(
-        programs,
-        1,
-        1,
-        stream,
-        kernel.function,
-        kernel.packed_metadata,
-        kernel.launch_metadata((programs, 1, 1), stream, *arguments, *ordered),
-        hooks.launch_enter_hook,
-        hooks.launch_exit_hook,
-        *arguments,
-        *ordered,
-    )
+def signed(number: int) -> int:
+    """A 64-bit number as kernels take it."""
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+class Bound:
+    """A kernel with its constants, to be launched again and again."""
+
+    __slots__ = ("_constants", "_fn", "_made", "_options", "_ordered")
+    _all: ClassVar[dict[Any, Bound]] = {}
+
+    def __init__(self, fn: Any, num_warps: int = 4, enable_fp_fusion: bool = True, **constants: Any) -> None:
+        self._fn, self._constants = fn, constants
+        self._options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        self._ordered: tuple[Any, ...] = ()
+        self._made: dict[int, tuple[Any, ...]] = {}  # device, and which numbers are wide -> compiled kernel
+
+    @classmethod
+    def of(cls, fn: Any, **constants: Any) -> Bound:
+        """The same one for the same constants, which are given in the same order."""
+        key = (fn, *constants.values())
+        found = cls._all.get(key)
+        if found is None:
+            found = cls._all[key] = cls(fn, **constants)
+        return found
+
+    def __call__(self, programs: int, *arguments: Any) -> None:
+        """Runs ``programs`` programs of the kernel with its run-time arguments in order."""
+        if interpreted():
+            self._fn[(programs,)](*arguments, **self._constants, **self._options)
+            return
+        addresses = 0
+        key = torch._C._cuda_getDevice()
+        bit = 1 << 16
+        for argument in arguments:
+            kind = type(argument)
+            if kind is Tensor:
+                addresses |= argument.data_ptr()
+            elif kind is int:
+                if not -_WIDE <= argument < _WIDE:
+                    key |= bit
+            elif isinstance(argument, Tensor):
+                addresses |= argument.data_ptr()
+            bit += bit
+        made = self._made.get(key)
+        if made is None or addresses & 15:
+            self._slowly(programs, arguments, None if addresses & 15 else key)
+            return
+        run, function, metadata, kernel = made
+        stream = torch._C._cuda_getCurrentRawStream(key & 0xFFFF)
+        hooks = triton.knobs.runtime
+        enter, ordered, watched = hooks.launch_enter_hook, self._ordered, None
+        if enter is not None:
+            watched = kernel.launch_metadata((programs, 1, 1), stream, *arguments, *ordered)
+        run(
+            programs, 1, 1, stream, function, metadata, watched, enter, hooks.launch_exit_hook, *arguments, *ordered
+        )  # fmt: skip
+
+    def _slowly(self, programs: int, arguments: tuple[Any, ...], key: int | None) -> None:
+        """Through Triton, which compiles what is new; with a key, what it took is kept for the next time."""
+        kernel = self._fn[(programs,)](*arguments, **self._constants, **self._options)
+        if key is not None:
+            self._ordered = tuple(self._constants[name] for name in self._fn.arg_names[len(arguments) :])
+            self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, kernel
+
+
+def launch(fn: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Runs ``programs`` programs of a kernel: run-time arguments in order, then its constants and options by name."""
+    Bound.of(fn, **constants)(programs, *arguments)

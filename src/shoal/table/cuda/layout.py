@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from shoal import _core
-from shoal.errors import UnsupportedError
 from shoal.table.cuda.launch import power_of_2
 from shoal.table.messages import EmbeddingHashTableConfig
 from shoal.table.native import CODECS, OPTIMIZERS, native_layout, native_segment
@@ -36,6 +38,7 @@ _STATES: dict[str, tuple[int, int, bool]] = {
     "lamb": (2, 2, False),
 }
 _TAIL_WORDS = (0, 2, 2, 1)
+_CODE_BYTES = {"fp32": 4, "fp16": 2, "fixed_r8": 1, "one_bit": 1}  # of a weight in a serving row
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Segment:
     """Of the initializer: the low end (or the constant), the high end, and the largest number below it."""
     init: int
     accumulator: float
+    code: int = 0
+    """Of a serving row: first word of its codes."""
 
     @property
     def width(self) -> int:
@@ -67,6 +72,15 @@ class Segment:
     @property
     def kind(self) -> str:
         return OPTIMIZERS[self.native.opt]
+
+    @property
+    def code_bytes(self) -> int:
+        return self.dim * _CODE_BYTES[self.codec]
+
+    @property
+    def unit(self) -> float:
+        """What a code is multiplied with: the step of fixed_r8, the amplitude of one_bit."""
+        return self.native.r / 128 if self.codec == "fixed_r8" else self.native.amplitude
 
     def numbers(self, lr: float, scale: float) -> tuple[float, ...]:
         """What the optimizer's formula needs, in the order that the kernels unpack."""
@@ -95,22 +109,39 @@ class RowLayout:
     words: int
     stride: int
     native: _core.Layout
+    skip_zero: bool = False
+    """Of a serving row: an all-zero vector is not stored."""
+
+    @property
+    def serving(self) -> bool:
+        return self.native.serving
 
     @property
     def plain(self) -> bool:
-        """Whether lookups are copies of the weights."""
-        return all(s.codec in ("fp32", "fp16") for s in self.segments)
+        """Whether what is found in a row is what lookups show."""
+        return self.serving or all(s.codec in ("fp32", "fp16") for s in self.segments)
+
+    def from_native(self, rows: Tensor) -> Tensor:
+        """Rows of a CPU table of serving entries, uint8 ``[n, bytes]``, whose codes have no gaps, as words."""
+        out = torch.zeros(rows.shape[0], 4 * self.words, dtype=torch.uint8)
+        for s, begin in zip(self.segments, self._native_codes(), strict=True):
+            out[:, 4 * s.code : 4 * s.code + s.code_bytes] = rows[:, begin : begin + s.code_bytes]
+        return out.view(torch.float32)
+
+    def to_native(self, words: Tensor) -> Tensor:
+        """The other way."""
+        rows = words.contiguous().view(torch.uint8)
+        return torch.cat([rows[:, 4 * s.code : 4 * s.code + s.code_bytes] for s in self.segments], 1)
+
+    def _native_codes(self) -> list[int]:
+        return [0, *itertools.accumulate(s.code_bytes for s in self.segments)][:-1]
 
 
-def row_layout(config: EmbeddingHashTableConfig, name: str) -> RowLayout:
-    """The layout of a validated configuration.
-
-    Raises:
-        UnsupportedError: the table is for serving, which the CPU's tables do.
-    """
+def row_layout(config: EmbeddingHashTableConfig) -> RowLayout:
+    """The layout of a validated configuration."""
     native = native_layout(config)
     if native.serving:
-        raise UnsupportedError(f"table {name!r}: serving entries live in CPU tables; build it without device='cuda'")
+        return _serving_layout(config, native)
     parts: list[dict[str, Any]] = []
     weight = 0
     for index, message in enumerate(config.entry_config.segments):
@@ -138,6 +169,23 @@ def row_layout(config: EmbeddingHashTableConfig, name: str) -> RowLayout:
         segments.append(Segment(state=state, **part))
         state += part["vectors"] * part["dim"] + _TAIL_WORDS[part["tail"]]
     assert 4 * state == native.row_bytes, (state, native.row_bytes)
-    # Rows begin at 16 bytes, so that four words are read at once; wide ones at 32, the unit of device memory.
-    grain = 8 if state >= 16 else 4 if state >= 4 else 1
-    return RowLayout(tuple(segments), weight, state, math.ceil(state / grain) * grain, native)
+    return RowLayout(tuple(segments), weight, state, _stride(state), native)
+
+
+def _serving_layout(config: EmbeddingHashTableConfig, native: _core.Layout) -> RowLayout:
+    """Codes of the segments, each of which begins with a word."""
+    segments: list[Segment] = []
+    weight = code = 0
+    for index, message in enumerate(config.entry_config.segments):
+        s = native_segment(message, True)
+        none = (0.0, 0.0, 0.0)
+        segments.append(Segment(s, index, s.dim, weight, 0, 0, 0, none, 0, 0.0, code))
+        weight += s.dim
+        code += math.ceil(segments[-1].code_bytes / 4)
+    return RowLayout(tuple(segments), weight, code, _stride(code), native, config.skip_zero_embedding)
+
+
+def _stride(words: int) -> int:
+    """Rows begin at 16 bytes, so that four words are read at once; wide ones at 32, the unit of device memory."""
+    grain = 8 if words >= 16 else 4 if words >= 4 else 1
+    return math.ceil(words / grain) * grain

@@ -126,19 +126,16 @@ class _Driver:
                     f"{self.device} has {free >> 20} of {total >> 20} MiB free, {size >> 20} MiB more are needed"
                 )
             self.check(code, "cuMemCreate")
-            self.check(
-                self.lib.cuMemMap(
-                    ctypes.c_uint64(address), ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0)
-                ),
-                "cuMemMap",
-            )
+            at, length = ctypes.c_uint64(address), ctypes.c_size_t(size)
+            code = self.lib.cuMemMap(at, length, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+            if code:
+                self.lib.cuMemRelease(handle)
+            self.check(code, "cuMemMap")
             access = _Access(self.where, 3)
-            self.check(
-                self.lib.cuMemSetAccess(
-                    ctypes.c_uint64(address), ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1)
-                ),
-                "cuMemSetAccess",
-            )
+            code = self.lib.cuMemSetAccess(at, length, ctypes.byref(access), ctypes.c_size_t(1))
+            if code:
+                self.unmap(address, size, handle.value)
+            self.check(code, "cuMemSetAccess")
         return handle.value
 
     def unmap(self, address: int, size: int, handle: int) -> None:
@@ -209,6 +206,8 @@ class Mapped:
         more = -(-(elements * self._item - have) // grain) * grain
         if more <= 0:
             return
+        if have + more > self._part_bytes:
+            raise CapacityError(f"one array of a GPU table holds {self._part_bytes >> 20} MiB at most")
         address = self._base + part * self._part_bytes + have
         self._pages[part].append((address, more, self._driver.map(address, more)))
 

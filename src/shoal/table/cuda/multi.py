@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.errors import CapacityError
 from shoal.table.cuda.group import Group
-from shoal.table.cuda.table import CudaHashTable, update_rows
-from shoal.table.cuda.updates import Update, count_bad
+from shoal.table.cuda.table import CudaHashTable
+from shoal.table.cuda.updates import Update, count_bad, update_rows
+
+_PLANS = 16  # of batches that are cut differently, which are kept
 
 
 def share(tables: Sequence[CudaHashTable]) -> None:
@@ -34,84 +37,120 @@ def share(tables: Sequence[CudaHashTable]) -> None:
 
 
 class _Part:
-    """The blocks of one source that belong to one group, and where they lie among all."""
+    """The blocks of one source that belong to one group, and where they lie among all.
 
-    def __init__(self, group: Group) -> None:
+    It knows tables by their place in the call and their number in the group, so that it keeps none of them alive.
+    """
+
+    def __init__(self, group: Group, blocks: list[tuple[int, int, slice, slice]]) -> None:
         self.group = group
-        self.tables: list[CudaHashTable] = []
-        self.ids: list[tuple[int, int]] = []
-        self.floats: list[tuple[int, int]] = []
-
-    def add(self, table: CudaHashTable, ids: tuple[int, int], floats: tuple[int, int]) -> None:
-        self.tables.append(table)
-        self.ids.append(ids)
-        self.floats.append(floats)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(end - begin for begin, end in self.ids)
-
-    @property
-    def counts(self) -> list[int]:
-        counts = [0] * self.group.tables
-        for table, size in zip(self.tables, self.sizes, strict=True):
-            counts[table._number] += size
-        return counts
+        self.places = [block[0] for block in blocks]
+        self.numbers = [block[1] for block in blocks]
+        self.ids = [block[2] for block in blocks]
+        self.floats = [block[3] for block in blocks]
+        self.size = sum(ids.stop - ids.start for ids in self.ids)
+        self.counts = [0] * group.tables
+        for number, ids in zip(self.numbers, self.ids, strict=True):
+            self.counts[number] += ids.stop - ids.start
+        self._joined_ids, self.joined_floats = _joined(self.ids), _joined(self.floats)
+        self.alone = len(blocks) == 1
+        self._table_of: int | Tensor | None = self.numbers[0] if self.alone else None
+        self._made_on: int | None = None
 
     def table_of(self) -> int | Tensor:
-        """The table of every id: one number, or an int32 tensor that is kept for batches cut alike."""
-        if len(self.tables) == 1:
-            return self.tables[0]._number
-        cache: dict[Any, Tensor] = self.group.__dict__.setdefault("_table_of", {})
-        key = tuple((t._number, s) for t, s in zip(self.tables, self.sizes, strict=True))
-        if key not in cache:
-            if len(cache) >= 16:
-                cache.clear()
-            numbers = torch.tensor([t._number for t in self.tables], dtype=torch.int32)
-            made = torch.repeat_interleave(numbers, torch.tensor(self.sizes))
-            cache[key] = made.to(self.group.device, non_blocking=True)
-        return cache[key]
+        """The table of every id: one number, or an int32 tensor. Inside the group alone."""
+        if self._table_of is None:
+            sizes = [ids.stop - ids.start for ids in self.ids]
+            both = torch.tensor([self.numbers, sizes], pin_memory=self.group.device.type == "cuda")
+            both = both.to(self.group.device, non_blocking=True)
+            self._table_of = torch.repeat_interleave(both[0].int(), both[1], output_size=self.size)
+            self._made_on = self.group.stream
+        elif self._made_on != self.group.stream and isinstance(self._table_of, Tensor):
+            self._table_of.record_stream(torch.cuda.current_stream(self.group.device))
+        return self._table_of
 
-    def take(self, flat: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
-        """The ranges of a flat tensor, one after another; a view when they are neighbours."""
-        if all(a[1] == b[0] for a, b in itertools.pairwise(ranges)):
-            return flat[ranges[0][0] : ranges[-1][1]]
-        return torch.cat([flat[begin:end] for begin, end in ranges])
+    def ids_of(self, ids: Tensor) -> Tensor:
+        return _take(ids, self._joined_ids, self.ids)
+
+    def floats_of(self, floats: Tensor) -> Tensor:
+        return _take(floats, self.joined_floats, self.floats)
 
 
-def _parts(
-    tables: Sequence[CudaHashTable], sizes: Sequence[int], source: int, at: int, floats: int
-) -> tuple[Any, int, int]:
-    """The parts of one source's blocks, and where the next source begins."""
-    parts: dict[int, _Part] = {}
-    for k, table in enumerate(tables):
-        size = sizes[source * len(tables) + k]
-        end, floats_end = at + size, floats + size * table.dim_size
-        group = table._group
-        parts.setdefault(id(group), _Part(group)).add(table, (at, end), (floats, floats_end))
-        at, floats = end, floats_end
-    return list(parts.values()), at, floats
+def _joined(ranges: list[slice]) -> slice | None:
+    """One range that is all of them, if they are neighbours."""
+    if all(a.stop == b.start for a, b in itertools.pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    return None
+
+
+def _take(flat: Tensor, joined: slice | None, ranges: list[slice]) -> Tensor:
+    return flat[joined] if joined is not None else torch.cat([flat[part] for part in ranges])
+
+
+class _Plan:
+    """How the blocks of a call are shared among groups."""
+
+    def __init__(self, tables: Sequence[CudaHashTable], sizes: Sequence[int], sources: int) -> None:
+        self.members = [(table._group, table._number) for table in tables]
+        self.parts: list[_Part] = []
+        at = floats = 0
+        for source in range(sources):
+            blocks: dict[int, list[Any]] = {}
+            for k, (group, number) in enumerate(self.members):
+                end = at + sizes[source * len(tables) + k]
+                floats_end = floats + (end - at) * group.layout.dim
+                blocks.setdefault(id(group), []).append((k, number, slice(at, end), slice(floats, floats_end)))
+                at, floats = end, floats_end
+            self.parts += [_Part(self.members[of_group[0][0]][0], of_group) for of_group in blocks.values()]
+        segments = [0, *itertools.accumulate(len(group.layout.segments) for group, _ in self.members)]
+        self.rates = [slice(begin, end) for begin, end in itertools.pairwise(segments)]
+        """Where each table's learning rates lie among all."""
+        self.needed: dict[int, tuple[Group, list[int]]] = {}
+        """Of each group: the ids that a call of several parts may bring."""
+        for part in self.parts if len(self.parts) > 1 else ():  # a single one makes room for itself
+            if not tables[part.places[0]].grows:
+                continue
+            _, counts = self.needed.setdefault(id(part.group), (part.group, [0] * part.group.tables))
+            counts[:] = map(sum, zip(counts, part.counts, strict=True))
+
+    def fits(self, tables: Sequence[CudaHashTable]) -> bool:
+        return len(tables) == len(self.members) and all(
+            table._shared is group and table._number == number
+            for table, (group, number) in zip(tables, self.members, strict=True)
+        )
+
+
+def _plan(tables: Sequence[CudaHashTable], sizes: Tensor, sources: int) -> _Plan:
+    """A plan for these blocks, kept for calls that are cut alike."""
+    plans: dict[Any, _Plan] = tables[0]._plans
+    key = (sources, *sizes.tolist())
+    found = plans.get(key)
+    if found is None or not found.fits(tables):
+        if len(plans) >= _PLANS:
+            plans.clear()
+        found = plans[key] = _Plan(tables, key[1:], sources)
+    return found
 
 
 def lookup_blocks(tables: Sequence[Any], ids: Tensor, sizes: Tensor, sources: int, floats: int) -> Tensor:
     """`shoal.table.fused.lookup_blocks` on the GPU."""
-    listed, at, begin, pieces = sizes.tolist(), 0, 0, []
-    for source in range(sources):
-        parts, at, begin = _parts(tables, listed, source, at, begin)
-        for part in parts:
+    pieces = []
+    for part in _plan(tables, sizes, sources).parts:
+        own = part.ids_of(ids)
+        if part.alone:
+            rows = tables[part.places[0]]._lookup(own, False, 0)
+        else:
             with part.group:
-                rows = part.group.find(part.take(ids, part.ids), part.table_of(), "weights")
-            if not part.group.layout.plain:
-                rows = part.tables[0]._read(rows)
-            pieces.append((part, rows.view(-1)))
+                rows = part.group.find(own, part.table_of(), "weights")
+        pieces.append((part, rows.view(-1)))
     if len(pieces) == 1:
         return pieces[0][1]
     out = torch.empty(floats, dtype=torch.float32, device=ids.device)
     for part, rows in pieces:
         taken = 0
-        for first, last in part.floats:
-            out[first:last] = rows[taken : taken + last - first]
-            taken += last - first
+        for place in part.floats:
+            out[place] = rows[taken : taken + place.stop - place.start]
+            taken += place.stop - place.start
     return out
 
 
@@ -126,66 +165,100 @@ def apply_blocks(
     seconds: int,
     dedup: bool,
 ) -> None:
-    """`shoal.table.fused.apply_blocks` on the GPU. Bad gradients make the whole call change nothing, or are skipped."""
-    table_rates: dict[str, list[float]] = {}
-    begin = 0
+    """`shoal.table.fused.apply_blocks` on the GPU. Bad gradients make the whole call change nothing, or are skipped.
+
+    Raises:
+        CapacityError: the GPU has no room for all the ids; nothing has changed.
+    """
+    plan = _plan(tables, sizes, sources)
     for table in tables:
-        segments = len(table._layout.segments)
-        table_rates[table.name] = list(rates[begin : begin + segments])
-        begin += segments
-    listed, at, begin, parts = sizes.tolist(), 0, 0, []
-    for source in range(sources):
-        of_source, at, begin = _parts(tables, listed, source, at, begin)
-        parts += of_source
-    for table in tables:
-        table._check_bad()
-    gate = _gate(tables[0], parts, grads)
-    for part in parts:
-        part_ids, part_grads = part.take(ids, part.ids), part.take(grads, part.floats)
-        alone = len(part.tables) == 1 or any(t._host.has_filter() or t._touched for t in part.tables)
-        if alone or any(t.on_bad_gradient == "skip" for t in part.tables):
-            for table, ids_at, floats_at in zip(part.tables, part.ids, part.floats, strict=True):
-                own_ids, own_grads = ids[slice(*ids_at)], grads[slice(*floats_at)]
-                table._apply(own_ids, own_grads, table_rates[table.name], step, dedup, seconds, gate=gate, judged=True)
+        table._judge.check()
+        table._check_marks()
+    _make_room(plan, tables)
+    with tables[0]._group:
+        gate = _gate(tables, plan.parts, grads)
+    for part in plan.parts:
+        own = [tables[place] for place in part.places]
+        own_rates = [list(rates[plan.rates[place]]) for place in part.places]
+        if part.alone or any(t._host.has_filter() or t.on_bad_gradient == "skip" for t in own):
+            for table, rate, where, floats in zip(own, own_rates, part.ids, part.floats, strict=True):
+                table._apply(ids[where], grads[floats], rate, step, dedup, seconds, gate=gate, judged=True)
             continue
-        for table in part.tables:
+        for table in own:
             table._host.raise_max_update_time(seconds)
             table._version += 1
-        if part_ids.numel() == 0:
-            continue
-        group, where = part.group, part.table_of()
-        every_rate: list[list[float]] = [[0.0] * len(group.layout.segments)] * group.tables
-        for table in part.tables:
-            every_rate[table._number] = table_rates[table.name]
-        update = Update(every_rate, part.tables[0]._host.scales(), step, 0, part.tables[0]._seed)
+        if part.size:
+            _apply_part(part, own, part.ids_of(ids), part.floats_of(grads), own_rates, step, seconds, dedup, gate)
+
+
+def _apply_part(
+    part: _Part,
+    tables: list[CudaHashTable],
+    ids: Tensor,
+    grads: Tensor,
+    rates: list[list[float]],
+    step: int,
+    seconds: int,
+    dedup: bool,
+    gate: Tensor | None,
+) -> None:
+    """One launch for several tables."""
+    group, first = part.group, tables[0]
+    every_rate = [[0.0] * len(group.layout.segments)] * group.tables
+    for number, of_table in zip(part.numbers, rates, strict=True):
+        every_rate[number] = of_table
+    update = Update(every_rate, first._host.scales(), step, 0, first._seed)
+    with group:
+        where = part.table_of()
+        rows = group.insert(ids, where, counts=part.counts, time=seconds, gate=gate)
+        update_rows(group, ids, rows, where, grads, update, dedup, False, first.deterministic)
+        begin = 0
+        for table, at in zip(tables, part.ids, strict=True):
+            end = begin + at.stop - at.start
+            if table._marks is not None:
+                table._mark(ids[begin:end], rows[begin:end])
+            begin = end
+
+
+def _make_room(plan: _Plan, tables: Sequence[CudaHashTable]) -> None:
+    """Takes memory for all ids of a call before the first of them changes anything."""
+    for group, counts in plan.needed.values():
         with group:
-            rows = group.insert(part_ids, where, counts=part.counts, time=seconds, gate=gate)
-            update_rows(group, part_ids, rows, where, part_grads, update, dedup, False, part.tables[0].deterministic)
+            try:
+                group.make_room(counts)
+            except CapacityError as error:
+                names = ", ".join(repr(table.name) for table in tables if table._group is group)
+                raise CapacityError(
+                    f"tables {names}: no room for {sum(counts)} ids more: {error}; nothing was changed. Evict rows, or "
+                    "use a narrower optimizer state"
+                ) from None
 
 
-def _gate(told: CudaHashTable, parts: Sequence[_Part], grads: Tensor) -> Tensor | None:
+def _gate(tables: Sequence[CudaHashTable], parts: Sequence[_Part], grads: Tensor) -> Tensor | None:
     """Not 0 when gradients of a table that raises hold NaN or infinity; the first table tells of it later."""
     bad = None
     for part in parts:
-        for table, floats in zip(part.tables, part.floats, strict=True):
-            if table.on_bad_gradient == "raise" and floats[1] > floats[0]:
-                found = count_bad(grads[slice(*floats)], table.dim_size, None)
-                bad = found if bad is None else bad + found
+        dim, wanted = part.group.layout.dim, [tables[place].on_bad_gradient == "raise" for place in part.places]
+        if not any(wanted) or not part.size:
+            continue
+        whole = part.joined_floats if all(wanted) else None
+        for floats in [whole] if whole else itertools.compress(part.floats, wanted):
+            bad = count_bad(grads[floats], dim, None, bad)
     if bad is not None:
-        told._tell(bad)
+        tables[0]._judge.tell(bad)
     return bad
 
 
 class StagedMulti:
-    """Copies of several GPU tables in host memory, for the writer and the reader of files."""
+    """What several GPU tables are read into from files, in host memory."""
 
     on_gpu = False
 
-    def __init__(self, multi: Any, *, empty: bool = False) -> None:
+    def __init__(self, multi: Any) -> None:
         self.name = multi.name
         self.saver_parallel = multi.saver_parallel
         self._targets: dict[str, CudaHashTable] = multi.tables
-        self.tables = {name: table.staging() if empty else table.staged() for name, table in self._targets.items()}
+        self.tables = {name: table.staging() for name, table in self._targets.items()}
         self._epochs = {name: staged._native.begin_epoch() for name, staged in self.tables.items()}
 
     def adopt(self) -> None:

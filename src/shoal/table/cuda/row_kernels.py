@@ -33,34 +33,11 @@ def first_weights(id, d, seed, low, high, last, INIT: tl.constexpr, INDEX: tl.co
 
 @triton.jit(do_not_specialize=["n", "seed"])
 def fresh(
-    rows,
-    ids,
-    arena,
-    out,
-    n,
-    seed,
-    low,
-    high,
-    last,
-    accumulator,
-    beta1,
-    beta2,
-    INIT: tl.constexpr,
-    INDEX: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    STATE: tl.constexpr,
-    VECTORS: tl.constexpr,
-    TAIL: tl.constexpr,
-    DIM: tl.constexpr,
-    ALL: tl.constexpr,
-    OUT: tl.constexpr,
-    CLEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
-):
+    rows, ids, arena, out, n, seed, low, high, last, accumulator, beta1, beta2,
+    INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    WEIGHT: tl.constexpr, STATE: tl.constexpr, VECTORS: tl.constexpr, TAIL: tl.constexpr, DIM: tl.constexpr,
+    ALL: tl.constexpr, OUT: tl.constexpr, CLEAN: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
     """A segment of the rows marked FRESH (ALL: of every row) as new ones have it.
 
     OUT also writes their weights to ``out [n, DIM]``; CLEAN takes the mark away. A program looks at SPAN rows, and does
@@ -108,16 +85,9 @@ def fresh(
 
 @triton.jit(do_not_specialize=["n"])
 def gather(
-    rows,
-    arena,
-    out,
-    n,
-    SKIP: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, arena, out, n,
+    SKIP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copies of the weights; zeros for row -1. SKIP leaves out rows marked FRESH, which `fresh` has written."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     code = tl.load(rows + o, mask=o < n, other=-1)
@@ -144,17 +114,9 @@ def scatter(rows, arena, values, n, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE
 
 @triton.jit(do_not_specialize=["n"])
 def assign_sorted(
-    rows,
-    order,
-    arena,
-    values,
-    n,
-    ADD: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, order, arena, values, n,
+    ADD: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sets the weights to the last value of equal rows, or adds all of them in order. ``rows`` are sorted, with the
     position of each in ``order``."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

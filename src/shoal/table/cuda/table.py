@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,14 +16,16 @@ from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.cuda import bridge, compiled
 from shoal.table.cuda.backend import as_device, capturing
-from shoal.table.cuda.group import Group
+from shoal.table.cuda.changes import Changes
+from shoal.table.cuda.group import FRESH, ROW, Group
+from shoal.table.cuda.judge import Judge
 from shoal.table.cuda.layout import row_layout
-from shoal.table.cuda.updates import Update, apply_distinct, apply_each, apply_summed, count_bad
+from shoal.table.cuda.marks import Marks
+from shoal.table.cuda.updates import Update, update_rows
 from shoal.table.table import HashTable
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_ROW, _FRESH = (1 << 30) - 1, 1 << 30
 
 
 def hash_id(x: int) -> int:
@@ -50,8 +53,8 @@ class CudaHashTable(HashTable):
 
     Lookups, updates and inserts run on the current stream and do not wait for the device, as long as there is room for
     the ids (`reserve`): the host counts how many there may be, and looks when they might not fit. Calls may come from
-    several threads and streams; each sees what the one before did. What returns a Python number, or has a filter or a
-    sync client to ask, waits.
+    several threads and streams; each sees what the one before did. What returns a Python number, or has a filter to
+    ask, waits.
 
     With ``on_bad_gradient="raise"`` a NaN or infinite gradient makes its call change nothing, and the error comes with
     a later call or `as_op`, when the device has told of it.
@@ -65,14 +68,15 @@ class CudaHashTable(HashTable):
     def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
         self.device = as_device(device, self.name)
         self.deterministic = deterministic
-        self._layout = row_layout(self.table_config, self.name)
+        self._layout = row_layout(self.table_config)
         self._shared: Group | None = None
+        self._making = threading.Lock()
         self._number = 0
         self._host = _core.Table(layout, self.seed)  # has no rows: the filter, the clock and the scales
-        self._touched: tuple[Any, int] | None = None
-        self._skipped = 0
-        self._skipped_there: Tensor | None = None
-        self._bad: tuple[Tensor, torch.cuda.Event] | None = None
+        self._marks: Marks | None = None
+        self._judge = Judge(self.name, self.device)
+        self._changes = Changes(self)
+        self._plans: dict[Any, Any] = {}
         self._version = 0
         self._walked: tuple[int, Tensor, Tensor] | None = None
         self._handle = compiled.register(self)
@@ -80,12 +84,16 @@ class CudaHashTable(HashTable):
         return self._host
 
     on_gpu = True
+    grows = True
+    """Whether a call of several tables makes room for its ids first; a cache makes its own."""
 
     @property
     def _group(self) -> Group:
         """Index and rows, made when they are first needed."""
         if self._shared is None:
-            self._shared = Group(self._layout, self.device)
+            with self._making:
+                if self._shared is None:
+                    self._shared = Group(self._layout, self.device)
         return self._shared
 
     def join(self, group: Group, number: int) -> None:
@@ -99,7 +107,7 @@ class CudaHashTable(HashTable):
         raise UnsupportedError(f"table {self.name!r} is on {self.device}; this operation works on CPU tables")
 
     def _set_touched(self, touched: Any, number: int) -> None:
-        self._touched = touched, number
+        self._marks = Marks(touched, number, self.device)
 
     def _client_lookup(self, ids: Tensor) -> Tensor:
         return self.lookup(ids.to(self.device)).cpu()
@@ -142,6 +150,8 @@ class CudaHashTable(HashTable):
         req_time: Any = None,
     ) -> Tensor:
         """As `HashTable.lookup`, on the table's device."""
+        if insert_missing:
+            self._check_trains("lookup with insert_missing")
         if torch.compiler.is_compiling():
             seconds = 0 if req_time is None else req_time
             return torch.ops.shoal.gpu_table_lookup(ids, self._token, self._handle, insert_missing, seconds)
@@ -156,8 +166,8 @@ class CudaHashTable(HashTable):
         self._host.raise_max_update_time(seconds)
         self._version += 1
         out = torch.empty(ids.numel(), self.dim_size, dtype=torch.float32, device=self.device)
-        self._group.start_fresh(rows, ids, self._seed, out=out)
-        return self._read(self._group.gather(rows, self.dim_size, out))
+        self._group.arena.start_fresh(rows, ids, self._seed, out=out)
+        return self._read(self._group.arena.gather(rows, self.dim_size, out))
 
     def _read(self, weights: Tensor) -> Tensor:
         """Raw weights as lookups show them."""
@@ -183,6 +193,7 @@ class CudaHashTable(HashTable):
     @_in_turn
     def lookup_entry(self, ids: Tensor) -> list[bytes]:
         """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
+        self._check_trains("lookup_entry")
         ids = self._ids(ids)
         rows = self._group.find(ids, self._number, "rows")
         known = rows >= 0
@@ -193,8 +204,8 @@ class CudaHashTable(HashTable):
     @_in_turn
     def size(self) -> int:
         """How many ids have a row. Waits for the device."""
-        self._check_bad(wait=True)
-        return self._group.sizes()[self._number]
+        self._judge.check(wait=True)
+        return self._group.counts.sizes()[self._number]
 
     def memory_bytes(self) -> int:
         """Bytes of GPU memory for index and rows (of all tables of a `MultiHashTable` that share them)."""
@@ -218,14 +229,30 @@ class CudaHashTable(HashTable):
     @_in_turn
     def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
         ids, values, seconds = self._write_arguments(ids, values, req_time)
-        self._check_bad()
+        self._judge.check()
         drop = self._filtered(ids, dedup=False, remember=add)
+        if self._layout.skip_zero and not add:
+            ids, values, drop = self._without_zeros(ids, values, drop)
         rows = self._insert(ids, time=seconds, drop=drop)
         self._host.raise_max_update_time(seconds)
         self._version += 1
-        self._group.start_fresh(rows, ids, self._seed)
-        self._group.assign(rows, values, add)
+        self._group.arena.start_fresh(rows, ids, self._seed)
+        self._group.arena.assign(rows, values, add)
         return self
+
+    def _without_zeros(self, ids: Tensor, values: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        """Removes ids whose last value is a zero vector; the other ids, distinct, and their last values. Waits."""
+        distinct, group = torch.unique(ids, return_inverse=True)
+        at = torch.arange(ids.numel(), device=self.device)
+        if drop is not None:
+            at = torch.where(drop == 0, at, -1)
+        last = torch.full((distinct.numel(),), -1, device=self.device).scatter_reduce_(0, group, at, "amax")
+        last = last[last >= 0]
+        values = values.view(-1, self.dim_size)[last]
+        zero = (values * values).sum(1) < torch.finfo(torch.float32).tiny
+        ids = ids[last]
+        self.erase(ids[zero])
+        return ids[~zero], values[~zero], None
 
     def apply_gradients(
         self,
@@ -242,6 +269,7 @@ class CudaHashTable(HashTable):
 
         With ``distinct`` an id that comes twice after all makes one of its steps, or a mixture of both.
         """
+        self._check_trains("apply_gradients")
         if torch.compiler.is_compiling():
             seconds = 0 if req_time is None else req_time
             torch.ops.shoal.gpu_table_apply(
@@ -268,10 +296,11 @@ class CudaHashTable(HashTable):
     ) -> None:
         """`apply_gradients` with checked arguments. ``judged``: the gradients of tables that raise were looked at."""
         self._check_step(step)
-        self._check_bad()
+        self._check_marks()
+        self._judge.check()
         drop = None
         if self.on_bad_gradient == "skip" or not judged:
-            gate, drop = self._judge(grads)
+            gate, drop = self._judge.judge(grads, self.dim_size, self.on_bad_gradient)
         drop = self._filtered(ids, dedup=dedup, remember=False, skip=drop)
         rows = self._insert(ids, time=seconds, drop=drop, gate=gate)
         self._host.raise_max_update_time(seconds)
@@ -304,10 +333,14 @@ class CudaHashTable(HashTable):
         self._host.set_scales(scales)
 
     def _mark(self, ids: Tensor, rows: Tensor) -> None:
-        if self._touched is not None:
-            passed = ids[rows >= 0].cpu()
-            keys, number = self._touched
-            keys.insert(passed, number)
+        if self._marks is not None:
+            self._marks.add(ids, rows)
+
+    def _check_marks(self) -> None:
+        if self._marks is not None and capturing(self.device):
+            raise UnsupportedError(
+                f"table {self.name!r}: a CUDA graph cannot tell the sync client which ids it wrote; train without one"
+            )
 
     # --- what a write asks first --------------------------------------------------------------------------------------
 
@@ -326,63 +359,15 @@ class CudaHashTable(HashTable):
         out[unknown] = drop.to(self.device)
         return out
 
-    def _judge(self, grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Gate and drop for `Group.insert` from gradients that hold NaN or infinity."""
-        n = grads.numel() // self.dim_size
-        if self.on_bad_gradient == "ignore" or n == 0:
-            return None, None
-        if self.on_bad_gradient == "skip":
-            drop = torch.empty(n, dtype=torch.uint8, device=self.device)
-            bad = count_bad(grads, self.dim_size, drop)
-            self._skipped_there = bad if self._skipped_there is None else self._skipped_there + bad
-            return None, drop
-        bad = count_bad(grads, self.dim_size, None)
-        self._tell(bad)
-        return bad, None
-
-    def _tell(self, bad: Tensor) -> None:
-        """Has the host told how many gradients are bad; `_check_bad` raises once it knows."""
-        if self.device.type != "cuda":
-            if int(bad):
-                self._refuse(int(bad))
-        elif not capturing(self.device):
-            told = torch.empty(1, dtype=torch.int64, pin_memory=True)
-            told.copy_(bad, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._bad = told, event
-
-    def _check_bad(self, wait: bool = False) -> None:
-        """Raises for gradients of a call before that turned out to be bad."""
-        if self._bad is None or capturing(self.device):
-            return
-        told, event = self._bad
-        if wait:
-            event.synchronize()
-        elif not event.query():
-            return
-        self._bad = None
-        if int(told):
-            self._refuse(int(told))
-
-    def _refuse(self, rows: int) -> None:
-        raise ConfigError(
-            f"table {self.name!r}: {rows} rows of the gradients hold NaN or infinity; nothing was applied. Clip them, "
-            "or set on_bad_gradient='skip'"
-        )
-
     @property
     def skipped_gradients(self) -> int:
         """Occurrences passed over for a NaN or infinite gradient, with ``on_bad_gradient="skip"``. Waits."""
-        if self._skipped_there is not None:
-            self._skipped += int(self._skipped_there)
-            self._skipped_there = None
-        return self._skipped
+        return self._judge.skipped
 
     @skipped_gradients.setter
     def skipped_gradients(self, count: int) -> None:
-        self._skipped = count
-        self._skipped_there = None
+        if hasattr(self, "_judge"):  # else it is being built
+            self._judge.skipped = count
 
     # --- removal and the rest -----------------------------------------------------------------------------------------
 
@@ -390,53 +375,64 @@ class CudaHashTable(HashTable):
     def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
         ids = self._ids(ids)
+        self._check_marks()
         rows = self._insert(ids, time=int(time.time()))
         self._version += 1
-        fresh = (rows >= 0) & (rows & _FRESH != 0)
+        fresh = (rows >= 0) & (rows & FRESH != 0)
         existed = torch.ones(ids.numel(), dtype=torch.int32, device=self.device)
         if ids.numel():
             # The first of equal new ids was inserted, the others were there by then.
-            distinct, group = torch.unique(rows & _ROW, return_inverse=True)
+            distinct, group = torch.unique(rows & ROW, return_inverse=True)
             first = torch.full((distinct.numel(),), ids.numel(), device=self.device)
             first.scatter_reduce_(0, group, torch.arange(ids.numel(), device=self.device), "amin")
             new = torch.zeros(distinct.numel(), dtype=torch.bool, device=self.device)
             new[group[fresh]] = True
             existed[first[new]] = 0
-        self._group.start_fresh(rows, ids, self._seed, every=True)
+        self._group.arena.start_fresh(rows, ids, self._seed, every=True)
         self._mark(ids, rows)
         return self, existed
 
     @_in_turn
     def erase(self, ids: Tensor) -> int:
         """Removes ids; returns how many there were. Waits for the device."""
+        ids = self._ids(ids)
         self._version += 1
-        return self._group.erase(self._ids(ids), self._number)
+        if self._changes.tracked:
+            there = torch.unique(ids[self._group.find(ids, self._number, "rows") >= 0])
+            self._changes.remove(there)
+        return self._group.erase(ids, self._number)
 
     @_in_turn
     def evict(self, max_update_time: Any = None) -> int:
         """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
-        ids, rows = self._group.entries(self._number)
         config = self.table_config.slot_expire_time_config
         days = torch.full((32768,), config.default_expire_time, dtype=torch.int64)
         for item in config.slot_expire_times:
             days[item.slot] = item.expire_time
-        limit = days.to(self.device)[(ids >> 48) & 0x7FFF] * 86400
-        stale = now - self._group.row_times(rows) >= limit
-        return self.erase(ids[stale])
+        days, stale_slots = days.to(self.device), []
+        for ids, rows, slots in self._group.chunks(self._number):
+            stale = now - self._group.arena.row_times(rows) >= days[(ids >> 48) & 0x7FFF] * 86400
+            stale_slots.append(slots[stale])
+            self._changes.remove(ids[stale])
+        self._version += 1
+        return self._group.erase_slots(torch.cat(stale_slots), self._number)
 
     @_in_turn
     def clear(self) -> HashTable:
         """Removes all rows and gives their memory back (a table of a `MultiHashTable`: to the others)."""
         self._version += 1
         self._group.clear(self._number)
+        self._changes.start_over()
         return self
 
     def as_op(self) -> HashTable:
         """Waits until everything asked of this table has been applied, and raises what went wrong meanwhile."""
-        self._check_bad(wait=True)
+        self._judge.check(wait=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        if self._marks is not None:
+            self._marks.settle()
         return self
 
     @_in_turn
@@ -458,7 +454,7 @@ class CudaHashTable(HashTable):
     @_in_turn
     def staged(self) -> bridge.Staged:
         """All rows in a CPU table: a snapshot in host memory."""
-        self._check_bad(wait=True)
+        self._judge.check(wait=True)
         native = _core.Table(self._group.layout.native, 0)
         bridge.to_host(self._group, *self._group.entries(self._number), native)
         return bridge.Staged(self, native)
@@ -467,24 +463,46 @@ class CudaHashTable(HashTable):
         """An empty CPU table to read files into."""
         return bridge.Staged(self, _core.Table(self._layout.native, 0))
 
+    def source(self, since: int = 0, *, stale: bool = False) -> Any:
+        """What a save takes: a list of ids now, and their rows by parts, so that little host memory is enough."""
+        self._judge.check(wait=True)
+        rows = bridge.RowSource(self, since)
+        return self._host, None if stale else self._expiry, 0, rows.take, rows.parts
+
+    @property
+    def changes(self) -> Any:
+        """What is known of changes, for incremental checkpoints."""
+        return self._changes
+
     @_in_turn
     def adopt(self, native: _core.Table) -> None:
         """Replaces all rows with those of a CPU table, and takes its clock and scales."""
-        ids, times, words = bridge.copy_of(native)
+        group = self._group
+        try:
+            if group.tables == 1:
+                fresh = Group(group.layout, self.device)
+                bridge.to_device(fresh, 0, native)
+                group.swap(fresh)
+            else:
+                group.make_room(self._counts(native.size()))
+                group.clear(self._number)
+                bridge.to_device(group, self._number, native)
+        except CapacityError as error:
+            raise CapacityError(
+                f"table {self.name!r}: no room for {native.size()} rows beside those it has: {error}; nothing was "
+                "changed. Restore into an empty table, or put a CachedHashTable over a CPU table"
+            ) from None
         self._version += 1
-        if self._group.tables == 1:
-            fresh = Group(self._group.layout, self.device)
-            bridge.to_device(fresh, 0, ids, times, words)  # raises before anything has changed
-            self._group.swap(fresh)
-        else:
-            self._group.clear(self._number)
-            bridge.to_device(self._group, self._number, ids, times, words)
+        if group.epoch:
+            group.begin_epoch()  # of other tables' changes, too
+        self._changes.start_over()
         self._host.raise_max_update_time(native.max_update_time())
         self._host.set_scales(native.scales())
 
     @_in_turn
     def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
         """As `HashTable.save_as_tensor`."""
+        self._check_trains("save_as_tensor")
         shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
         if not 0 <= shard_idx < num_shards:
             raise ConfigError(f"table {self.name!r}: shard_idx is 0..num_shards - 1, got {shard_idx} of {num_shards}")
@@ -505,31 +523,3 @@ class CudaHashTable(HashTable):
         for stripe in range(_core.Table.num_stripes):
             entries += _core.walk_entries(native, stripe, 0, end - begin)[0]
         return offset + len(entries), entries
-
-
-def update_rows(
-    group: Group,
-    ids: Tensor,
-    rows: Tensor,
-    table: int | Tensor,
-    grads: Tensor,
-    update: Update,
-    dedup: bool,
-    distinct: bool,
-    deterministic: bool,
-) -> None:
-    """Gradients of ids into their ``rows``, which `Group.insert` gave."""
-    if distinct:
-        return apply_distinct(group, rows, ids, table, grads, update)
-    group.start_fresh(rows, ids, update.seed)
-    if deterministic:
-        # Sorted by id, so that equal batches are cut alike whatever rows their ids have.
-        order = torch.sort(ids, stable=True)[1]
-        if isinstance(table, Tensor):
-            order = order[torch.sort(table[order], stable=True)[1]]
-        order = order[torch.sort(rows[order] < 0, stable=True)[1]]  # what is passed over splits no group
-        ordered = rows[order]
-    else:
-        ordered, order = torch.sort(rows, stable=True)
-    apply: Callable[..., None] = apply_summed if dedup else apply_each
-    return apply(group, ordered, order, table, grads, update)

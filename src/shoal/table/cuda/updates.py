@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from shoal.table.cuda import optimizer_kernels as ok
-from shoal.table.cuda.backend import interpreted
-from shoal.table.cuda.group import Group, row_shape, signed
-from shoal.table.cuda.launch import cdiv, launch, power_of_2
+from shoal.table.cuda.group import Group
+from shoal.table.cuda.launch import Bound, cdiv, power_of_2, signed
 from shoal.table.cuda.layout import Segment
+from shoal.table.cuda.shapes import crossing_shape, distinct_shape, each_shape, row_shape, summed_shape
 
 _AS_WRITTEN = ("ftrl", "group_ftrl")  # a difference of roots: without fused multiply-adds
 
@@ -31,189 +31,125 @@ class Update:
     seed: int
 
 
+def update_rows(
+    group: Group,
+    ids: Tensor,
+    rows: Tensor,
+    table: int | Tensor,
+    grads: Tensor,
+    update: Update,
+    dedup: bool,
+    distinct: bool,
+    deterministic: bool,
+) -> None:
+    """Gradients of ids into their ``rows``, which `Group.insert` gave."""
+    if distinct:
+        return _apply_distinct(group, rows, ids, table, grads, update)
+    group.arena.start_fresh(rows, ids, update.seed)
+    if deterministic:
+        # Sorted by id, so that equal batches are cut alike whatever rows their ids have.
+        order = torch.sort(ids, stable=True)[1]
+        if isinstance(table, Tensor):
+            order = order[torch.sort(table[order], stable=True)[1]]
+        order = order[torch.sort(rows[order] < 0, stable=True)[1]]  # what is passed over splits no group
+        ordered = rows[order]
+    else:
+        ordered, order = torch.sort(rows, stable=True)
+    apply: Callable[..., None] = _apply_summed if dedup else _apply_each
+    return apply(group, ordered, order, table, grads, update)
+
+
 def _multi(group: Group, s: Segment, update: Update, table: int | Tensor) -> tuple[float, Tensor | None]:
     """The rate of all rows, or the rates of the tables on the device."""
     if not isinstance(table, Tensor):
         return update.rates[table][s.index], None
-    rates = [of_table[s.index] for of_table in update.rates]
-    if len(set(rates)) == 1:
+    rates = tuple(of_table[s.index] for of_table in update.rates)
+    if rates.count(rates[0]) == len(rates):
         return rates[0], None
-    return 0.0, device_rates(group, tuple(rates))
+    there = group.keep(
+        ("rates", rates), lambda: torch.tensor(rates, dtype=torch.float32).to(group.device, non_blocking=True)
+    )
+    return 0.0, there
 
 
-def device_rates(group: Group, rates: tuple[float, ...]) -> Tensor:
-    """Rates on the device; kept, since they rarely change."""
-    cache: dict[tuple[float, ...], Tensor] = group.__dict__.setdefault("_rates", {})
-    if rates not in cache:
-        if len(cache) > 64:
-            cache.clear()
-        cache[rates] = torch.tensor(rates, dtype=torch.float32).to(group.device, non_blocking=True)
-    return cache[rates]
+def _kernel(group: Group, fn: Any, s: Segment, multi: bool, warps: int, **further: Any) -> Bound:
+    """An optimizer kernel for a segment."""
+
+    def make() -> Bound:
+        options: dict[str, Any] = {"num_warps": warps}
+        if s.kind in _AS_WRITTEN:
+            options["enable_fp_fusion"] = False
+        return Bound(
+            fn, OPT=s.native.opt, NESTEROV=s.native.nesterov, DECOUPLED=s.native.decoupled,
+            ROUND=s.native.stochastic_rounding, ONE_BIT=s.codec == "one_bit", INDEX=s.index, D=s.dim, WIDTH=s.width,
+            STRIDE=group.layout.stride, WEIGHT=s.weight, STATE=s.state, DIM=group.layout.dim, MULTI=multi,
+            **further, **options,
+        )  # fmt: skip
+
+    return group.keep((fn, s.index, multi), make)
 
 
-def _constants(group: Group, s: Segment, warps: int) -> dict[str, Any]:
-    cache: dict[tuple[int, int], dict[str, Any]] = group.__dict__.setdefault("_constants", {})
-    if (s.index, warps) in cache:
-        return cache[s.index, warps]
-    options: dict[str, Any] = {"num_warps": warps}
-    if s.kind in _AS_WRITTEN:
-        options["enable_fp_fusion"] = False
-    cache[s.index, warps] = made = {
-        "OPT": s.native.opt,
-        "NESTEROV": s.native.nesterov,
-        "DECOUPLED": s.native.decoupled,
-        "ROUND": s.native.stochastic_rounding,
-        "ONE_BIT": s.codec == "one_bit",
-        "INDEX": s.index,
-        "D": s.dim,
-        "WIDTH": s.width,
-        "STRIDE": group.layout.stride,
-        "WEIGHT": s.weight,
-        "STATE": s.state,
-        "DIM": group.layout.dim,
-        **options,
-    }
-    return made
-
-
-def apply_distinct(group: Group, rows: Tensor, ids: Tensor, table: int | Tensor, grads: Tensor, update: Update) -> None:
+def _apply_distinct(
+    group: Group, rows: Tensor, ids: Tensor, table: int | Tensor, grads: Tensor, update: Update
+) -> None:
     """A step for each row; no two are equal. Rows may be marked FRESH."""
     n = rows.numel()
     for s in group.layout.segments:
         block, warps = distinct_shape(s.width)
         lr, rates = _multi(group, s, update, table)
-        launch(
-            ok.update_distinct,
-            cdiv(n, block),
-            rows,
-            ids,
-            table if rates is not None else rows,
-            rates if rates is not None else grads,
-            grads,
-            group.arena.tensor,
-            n,
-            signed(update.seed),
-            s.first,
-            s.numbers(lr, update.scales[s.index]),
-            update.step,
-            signed(update.noise),
-            MULTI=rates is not None,
-            INIT=s.init,
-            BLOCK=block,
-            **_constants(group, s, warps),
-        )
+        tables = (rows, grads) if rates is None else (table, rates)
+        _kernel(group, ok.update_distinct, s, rates is not None, warps, INIT=s.init, BLOCK=block)(
+            cdiv(n, block), rows, ids, *tables, grads, group.arena.tensor, n, signed(update.seed), s.first,
+            s.numbers(lr, update.scales[s.index]), update.step, signed(update.noise),
+        )  # fmt: skip
 
 
-def apply_each(group: Group, rows: Tensor, order: Tensor, table: int | Tensor, grads: Tensor, update: Update) -> None:
+def _apply_each(group: Group, rows: Tensor, order: Tensor, table: int | Tensor, grads: Tensor, update: Update) -> None:
     """A step for every occurrence in input order; ``rows`` are sorted, -1 first, with their positions in ``order``."""
     n = rows.numel()
     for s in group.layout.segments:
         block, warps = each_shape(s.width)
         lr, rates = _multi(group, s, update, table)
-        launch(
-            ok.update_each,
-            cdiv(n, block),
-            rows,
-            order,
-            table if rates is not None else rows,
-            rates if rates is not None else grads,
-            grads,
-            group.arena.tensor,
-            n,
-            s.numbers(lr, update.scales[s.index]),
-            update.step,
-            signed(update.noise),
-            MULTI=rates is not None,
-            BLOCK=block,
-            **_constants(group, s, warps),
-        )
+        tables = (rows, grads) if rates is None else (table, rates)
+        _kernel(group, ok.update_each, s, rates is not None, warps, BLOCK=block)(
+            cdiv(n, block), rows, order, *tables, grads, group.arena.tensor, n,
+            s.numbers(lr, update.scales[s.index]), update.step, signed(update.noise),
+        )  # fmt: skip
 
 
-def apply_summed(group: Group, rows: Tensor, order: Tensor, table: int | Tensor, grads: Tensor, update: Update) -> None:
-    """One step for each row with the sum of its gradients, added up in a fixed order; ``rows`` as for `apply_each`."""
+def _apply_summed(
+    group: Group, rows: Tensor, order: Tensor, table: int | Tensor, grads: Tensor, update: Update
+) -> None:
+    """One step for each row with the sum of its gradients, added up in a fixed order; ``rows`` as for `_apply_each`."""
     n = rows.numel()
     for s in group.layout.segments:
         tile, warps = summed_shape(s.width)
+        span, crossing_warps = crossing_shape(s.width)
         tiles = cdiv(n, tile)
         lr, rates = _multi(group, s, update, table)
-        opened = torch.empty(tiles, s.width, dtype=torch.float32, device=group.device)
-        closed = torch.empty_like(opened)
-        numbers = s.numbers(lr, update.scales[s.index])
-        tables = (table if rates is not None else rows, rates if rates is not None else grads)
-        launch(
-            ok.update_summed,
-            tiles,
-            rows,
-            order,
-            *tables,
-            grads,
-            group.arena.tensor,
-            opened,
-            closed,
-            n,
-            numbers,
-            update.step,
-            signed(update.noise),
-            MULTI=rates is not None,
-            BLOCK=tile,
-            **_constants(group, s, warps),
+        tables = (rows, grads) if rates is None else (table, rates)
+        room = (tiles * s.width + 3) & ~3  # both begin at 16 bytes
+        opened, closed = torch.empty(2, room, dtype=torch.float32, device=group.device).unbind()
+        rest = (n, s.numbers(lr, update.scales[s.index]), update.step, signed(update.noise))
+        _kernel(group, ok.update_summed, s, rates is not None, warps, BLOCK=tile)(
+            tiles, rows, order, *tables, grads, group.arena.tensor, opened, closed, *rest
         )
-        launch(
-            ok.update_crossing,
-            tiles,
-            rows,
-            order,
-            *tables,
-            opened,
-            closed,
-            group.arena.tensor,
-            n,
-            numbers,
-            update.step,
-            signed(update.noise),
-            MULTI=rates is not None,
-            TILE=tile,
-            SPAN=4 if interpreted() else max(2, min(64, 4096 // s.width)),
-            **_constants(group, s, 4 if s.width > 32 else 1),
+        _kernel(group, ok.update_crossing, s, rates is not None, crossing_warps, TILE=tile, SPAN=span)(
+            tiles, rows, order, *tables, opened, closed, group.arena.tensor, *rest
         )
 
 
-def count_bad(grads: Tensor, dim: int, drop: Tensor | None) -> Tensor:
-    """How many rows of ``grads`` hold NaN or infinity, as an int64 on the device; marks them in ``drop`` (uint8)."""
+def count_bad(grads: Tensor, dim: int, drop: Tensor | None, before: Tensor | None = None) -> Tensor:
+    """How many rows of ``grads`` hold NaN or infinity, as an int64 on the device; marks them in ``drop`` (uint8).
+
+    With ``before``, what another call gave, they are counted there.
+    """
     n = grads.numel() // dim
-    bad = torch.zeros(1, dtype=torch.int64, device=grads.device)
+    bad = torch.zeros(1, dtype=torch.int64, device=grads.device) if before is None else before
     if n:
         width = power_of_2(dim)
         block, warps = row_shape(width)
-        launch(
-            ok.check_gradients,
-            cdiv(n, block),
-            grads,
-            bad if drop is None else drop,
-            bad,
-            n,
-            WANT_DROP=drop is not None,
-            D=dim,
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=warps,
-        )
+        ok_check = Bound.of(ok.check_gradients, WANT_DROP=drop is not None, D=dim, WIDTH=width, BLOCK=block,
+                            num_warps=warps)  # fmt: skip
+        ok_check(cdiv(n, block), grads, bad if drop is None else drop, bad, n)
     return bad
-
-
-def distinct_shape(width: int) -> tuple[int, int]:
-    if interpreted():
-        return max(1, min(64, 8192 // width)), 1
-    return max(1, min(64, 1024 // width)), 4
-
-
-def each_shape(width: int) -> tuple[int, int]:
-    if interpreted():
-        return 16, 1
-    return max(1, 256 // width), 1 if width <= 256 else 4
-
-
-def summed_shape(width: int) -> tuple[int, int]:
-    if interpreted():
-        return 8, 1
-    return max(2, min(32, 2048 // width)), 4

@@ -1,0 +1,214 @@
+"""`Arena`: the rows of a group of tables in GPU memory, by number; their times, and the epochs they were written in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import CapacityError
+from shoal.table.cuda import row_kernels as rk
+from shoal.table.cuda import serving_kernels as sk
+from shoal.table.cuda.index_kernels import ROW as _ROW
+from shoal.table.cuda.launch import cdiv, launch, power_of_2, signed
+from shoal.table.cuda.layout import RowLayout, Segment
+from shoal.table.cuda.memory import Store, make_store
+from shoal.table.cuda.shapes import row_shape
+
+MAX_ROWS = 1 << 30
+ROW = _ROW.value
+
+
+class Arena:
+    """Rows of one layout. Row 0 is nobody's. ``rows`` arguments are int32 tensors on ``device``."""
+
+    def __init__(self, layout: RowLayout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self.room = 1
+        """Rows there is memory for."""
+        self.words = make_store(1, torch.float32, device)
+        self.times = make_store(1, torch.int32, device)
+        self.epochs: Store | None = None
+        self.timed = False
+        """Whether any write so far had a time other than 0; until then no row's time is stored."""
+        self.tracked = False
+        """Whether the epoch of the last write of each row is stored."""
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.words.tensor
+
+    def bytes(self) -> int:
+        return sum(store.bytes() for store in self._stores())
+
+    def _stores(self) -> list[Store]:
+        return [store for store in (self.words, self.times, self.epochs) if store is not None]
+
+    def grow(self, rows: int) -> int:
+        """Makes room for so many rows, and some more; the room that there is now.
+
+        Raises:
+            CapacityError: the GPU is full; nothing has changed.
+        """
+        if rows > MAX_ROWS:
+            raise CapacityError(f"a group of GPU tables holds {MAX_ROWS} rows at most, {rows} are needed")
+        # As much again while that is little: taking pages costs the host time.
+        more = min(self.room, (4 << 30) // (4 * self.layout.stride))
+        wanted = min(MAX_ROWS, max(rows, self.room + max(more, self.room // 8)))
+        self.words.grow(0, wanted * self.layout.stride)
+        room = min(MAX_ROWS, self.words.size(0) // self.layout.stride)
+        for store, used in ((self.times, self.timed), (self.epochs, self.tracked)):
+            if used and store is not None:
+                had = store.size(0)
+                store.grow(0, room)
+                store.tensor[0, had : store.size(0)].zero_()
+        self.room = room
+        return room
+
+    def shrink(self) -> None:
+        """Gives all memory back."""
+        for store in self._stores():
+            store.shrink()
+        self.room, self.timed, self.tracked = 1, False, False
+
+    def keep_times(self) -> None:
+        """From now on rows have times; until now all were 0."""
+        if not self.timed:
+            self._zeros(self.times)
+            self.timed = True
+
+    def track(self) -> None:
+        """From now on writes leave their epoch; until now it is 0."""
+        if not self.tracked:
+            self.epochs = self.epochs or make_store(1, torch.int32, self.device)
+            self._zeros(self.epochs)
+            self.tracked = True
+
+    def _zeros(self, store: Store) -> None:
+        store.grow(0, self.room)
+        store.tensor[0, : store.size(0)].zero_()
+
+    # --- weights and states -------------------------------------------------------------------------------------------
+
+    def start_fresh(
+        self, rows: Tensor, ids: Tensor, seed: int, *, every: bool = False, out: Tensor | None = None
+    ) -> None:
+        """Initial weights and states of rows marked FRESH (``every``: of all), and takes the mark away.
+
+        With ``out [n, dim]`` their weights are written there, too, and the mark stays.
+        """
+        n = rows.numel()
+        if n == 0:
+            return
+        if self.layout.serving:  # a new row has what is written to it; zeros when nothing is
+            if every:
+                self.assign(rows, torch.zeros(n, self.layout.dim, device=self.device), False)
+            return
+        for i, s in enumerate(self.layout.segments):
+            block, warps = row_shape(s.width)
+            span = max(block, 256)
+            launch(
+                rk.fresh, cdiv(n, span), rows, ids, self.tensor, self.tensor if out is None else out, n, signed(seed),
+                *s.first, s.accumulator, s.native.beta1, s.native.beta2,
+                INIT=s.init, INDEX=s.index, D=s.dim, WIDTH=s.width, STRIDE=self.layout.stride, WEIGHT=s.weight,
+                STATE=s.state, VECTORS=s.vectors, TAIL=s.tail, DIM=self.layout.dim, ALL=every, OUT=out is not None,
+                CLEAN=out is None and i == len(self.layout.segments) - 1, BLOCK=block, SPAN=span, num_warps=warps,
+            )  # fmt: skip
+
+    def gather(self, rows: Tensor, words: int, out: Tensor | None = None) -> Tensor:
+        """The first ``words`` words of rows as float32 ``[n, words]``; zeros for row -1.
+
+        With ``out`` rows marked FRESH are left out: `start_fresh` has written them there.
+        """
+        n = rows.numel()
+        skip = out is not None
+        if out is None:
+            out = torch.empty(n, words, dtype=torch.float32, device=self.device)
+        if n:
+            width = power_of_2(words)
+            block, warps = row_shape(width)
+            launch(
+                rk.gather, cdiv(n, block), rows, self.tensor, out, n,
+                SKIP=skip, D=words, WIDTH=width, STRIDE=self.layout.stride, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+        return out
+
+    def scatter(self, rows: Tensor, values: Tensor) -> None:
+        """Sets the first words of distinct rows to ``values [n, words]``."""
+        n = rows.numel()
+        if n:
+            words = values.shape[1]
+            width = power_of_2(words)
+            block, warps = row_shape(width)
+            launch(
+                rk.scatter, cdiv(n, block), rows, self.tensor, values, n,
+                D=words, WIDTH=width, STRIDE=self.layout.stride, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+
+    def assign(self, rows: Tensor, values: Tensor, add: bool) -> None:
+        """Sets weights, the last of equal rows winning, or adds every occurrence in order."""
+        n = rows.numel()
+        if n == 0:
+            return None
+        if self.layout.serving:
+            return self._encode(rows, values, add)
+        ordered, order = torch.sort(rows, stable=True)
+        width = power_of_2(self.layout.dim)
+        block, warps = row_shape(width)
+        launch(
+            rk.assign_sorted, cdiv(n, block), ordered, order, self.tensor, values, n,
+            ADD=add, D=self.layout.dim, WIDTH=width, STRIDE=self.layout.stride, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        return None
+
+    # --- serving rows -------------------------------------------------------------------------------------------------
+
+    def decode(self, rows: Tensor) -> Tensor:
+        """The weights of serving rows as float32 ``[n, dim]``; zeros for row -1."""
+        n = rows.numel()
+        out = torch.empty(n, self.layout.dim, dtype=torch.float32, device=self.device)
+        for s in self.layout.segments if n else ():
+            block, warps = row_shape(s.width)
+            launch(
+                sk.decode, cdiv(n, block), rows, self.tensor, out, n, s.unit, **self._codec(s), BLOCK=block,
+                num_warps=warps,
+            )  # fmt: skip
+        return out
+
+    def _encode(self, rows: Tensor, values: Tensor, add: bool) -> None:
+        """`assign` of serving rows, which may be marked FRESH."""
+        n = rows.numel()
+        ordered, order = torch.sort(torch.where(rows >= 0, rows & ROW, rows), stable=True)
+        codes = rows[order]
+        for s in self.layout.segments:
+            block, warps = row_shape(s.width)
+            launch(
+                sk.encode_sorted, cdiv(n, block), ordered, codes, order, self.tensor, values, n, s.unit,
+                ADD=add, **self._codec(s), BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+
+    def _codec(self, s: Segment) -> dict[str, Any]:
+        return {"CODEC": s.native.codec, "CODE": s.code, "D": s.dim, "WIDTH": s.width, "STRIDE": self.layout.stride,
+                "WEIGHT": s.weight, "DIM": self.layout.dim}  # fmt: skip
+
+    # --- when they were written ---------------------------------------------------------------------------------------
+
+    def row_times(self, rows: Tensor) -> Tensor:
+        """int64 seconds of rows."""
+        if not self.timed:
+            return torch.zeros(rows.numel(), dtype=torch.int64, device=self.device)
+        return self.times.tensor[0][rows.long()].long() & 0xFFFFFFFF
+
+    def set_times(self, rows: Tensor, times: Tensor) -> None:
+        """Sets the seconds of distinct rows."""
+        if not self.timed:
+            if not bool((times != 0).any()):
+                return
+            self.keep_times()
+        self.times.tensor[0][rows.long()] = torch.where(times >= 1 << 31, times - (1 << 32), times).int()
+
+    def written_since(self, rows: Tensor, epoch: int) -> Tensor:
+        """bool: which rows were written in ``epoch`` or later."""
+        assert self.epochs is not None
+        return self.epochs.tensor[0][rows.long()] >= epoch

@@ -1,0 +1,62 @@
+"""What a GPU table knows of its past, for incremental checkpoints: the calls that a native table has for it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Changes:
+    """Epochs of a table. Rows carry that of their last write, in device memory; ids that were removed are kept here.
+
+    Tables of one group share the counting of epochs, not the past that each can tell of.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self._table = weakref.proxy(table)  # its memory goes with its last user, not when cycles are looked for
+        self._oldest = 0
+        self._removed: list[tuple[int, Tensor]] = []
+
+    @property
+    def tracked(self) -> bool:
+        return self._oldest > 0
+
+    def begin_epoch(self) -> int:
+        """Starts a new epoch and returns it. Rows written from now on carry it; ids removed are remembered."""
+        with self._table._group as group:
+            epoch = group.begin_epoch()
+            self._oldest = self._oldest or epoch
+            return epoch
+
+    def oldest_epoch(self) -> int:
+        """The first epoch that changes are known since; 0 while nothing is tracked."""
+        group = self._table._group
+        return group.epoch + 1 if group.untracked_graph else self._oldest
+
+    def removed_since(self, since: int) -> list[int]:
+        """Ids removed in ``since`` or later and not in the table now, sorted."""
+        ids = [ids for epoch, ids in self._removed if epoch >= since]
+        if not ids:
+            return []
+        gone = torch.unique(torch.cat(ids))
+        return gone[~self._table.contains(gone.to(self._table.device)).cpu()].tolist()
+
+    def forget_before(self, epoch: int) -> None:
+        """Removals before ``epoch`` are forgotten; deltas against older epochs are refused from now on."""
+        self._removed = [entry for entry in self._removed if entry[0] >= epoch]
+        self._oldest = max(self._oldest, epoch)
+
+    def remove(self, ids: Tensor) -> None:
+        """These ids were removed."""
+        if self.tracked and ids.numel():
+            self._removed.append((self._table._group.epoch, ids.cpu()))
+
+    def start_over(self) -> None:
+        """All rows were replaced: what was before is not known."""
+        if self.tracked:
+            self._removed.clear()
+            self._oldest = 0
+            self.begin_epoch()

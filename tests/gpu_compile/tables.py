@@ -1,0 +1,73 @@
+"""Calls of every kernel of GPU tables, compiled for a card that is not here; run by `tests/test_gpu_compile.py`."""
+
+import offline
+import torch
+
+import shoal
+from shoal.table import (
+    CombineAsSegment,
+    CuckooEmbeddingHashTableConfig,
+    EmbeddingHashTableConfig,
+    EntryConfig,
+    FixedR8Compressor,
+    Fp16Compressor,
+    Fp32Compressor,
+    HashTable,
+    HashTableConfigInstance,
+    MultiHashTable,
+    OneBitCompressor,
+    RandomUniformInitializer,
+    SgdOptimizer,
+    StochasticRoundingFloat16OptimizerWrapper,
+)
+from shoal.table.cuda import backend, launch, table
+from shoal.table.native import OPTIMIZERS
+
+launch.Bound.__call__ = lambda bound, programs, *arguments: offline.compile_only(
+    bound._fn, arguments, **bound._constants, **bound._options
+)
+table.as_device = lambda device, name: torch.device("cpu")
+assert not backend.interpreted()
+
+
+def of_segments(segments, entry_type=EntryConfig.TRAINING):
+    message = EmbeddingHashTableConfig(
+        entry_config=EntryConfig(segments=[CombineAsSegment(*s) for s in segments], entry_type=entry_type),
+        cuckoo=CuckooEmbeddingHashTableConfig(),
+    )
+    return HashTableConfigInstance(message, [0.1] * len(segments))
+
+
+ids = torch.arange(64)
+for optimizer in OPTIMIZERS:
+    if optimizer in ("batch_softmax", "dynamic_wd_adagrad"):  # has a row of one weight; has no name of its own
+        continue
+    made = shoal.HashTable(6, optimizer=optimizer, device="cuda", on_bad_gradient="skip")
+    made.apply_gradients(ids, torch.ones(64, 6), enable_dedup=True, req_time=5)
+    if optimizer in ("sgd", "adam", "lamb"):
+        made.apply_gradients(ids, torch.ones(64, 6))
+        made.apply_gradients(ids, torch.ones(64, 6), distinct=True)
+
+uniform = RandomUniformInitializer()
+rounded = StochasticRoundingFloat16OptimizerWrapper(SgdOptimizer())
+made = HashTable.from_config(of_segments([(3, uniform, rounded, OneBitCompressor())]), name="rounded", device="cuda")
+made.apply_gradients(ids, torch.ones(64, 3), enable_dedup=True)
+made = HashTable.from_config(of_segments([(128, uniform, SgdOptimizer())]), name="wide", device="cuda")
+made.changes.begin_epoch()
+made.lookup(ids, insert_missing=True, req_time=7)
+made.lookup(ids)
+made.assign(ids, torch.ones(64, 128))
+made.assign_add(ids, torch.ones(64, 128))
+made._group.erase_slots(torch.tensor([8, 9]), 0)
+made.reserve(100_000)  # grows by splitting buckets
+made._group.arena.scatter(ids.int(), torch.ones(64, 128))
+many = MultiHashTable.from_configs({name: of_segments([(6, uniform, SgdOptimizer())]) for name in "ab"}, device="cuda")
+many.lookup(dict.fromkeys("ab", ids))
+many.apply_gradients(dict.fromkeys("ab", (ids, torch.ones(64, 6))))
+for codec in (Fp32Compressor(), Fp16Compressor(), FixedR8Compressor(), OneBitCompressor()):
+    config = of_segments([(6, uniform, SgdOptimizer(), codec)], EntryConfig.SERVING)
+    made = HashTable.from_config(config, name="served", device="cuda")
+    made.assign(ids, torch.ones(64, 6))
+    made.assign_add(ids, torch.ones(64, 6))
+    made.lookup(ids)
+print(*sorted(offline.COMPILED))

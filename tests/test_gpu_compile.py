@@ -1,0 +1,46 @@
+"""Every GPU kernel compiles for a Hopper card, down to its machine code, where there is no card at all.
+
+Triton's interpreter, which the other tests of kernels use there, takes programs that the compiler does not.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = Path(__file__).parent / "gpu_compile"
+
+
+def kernels(package):
+    """Names of the kernels that a package's modules launch."""
+    found = set()
+    for path in (ROOT / "src" / "shoal" / package).glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                for decorator in map(ast.unparse, node.decorator_list):
+                    if decorator in ("Kernel", "Fast") or decorator.startswith("triton.jit("):
+                        found.add(node.name)
+    return found
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("script", "package"), [("tables", "table/cuda"), ("ops", "ops/cuda")])
+def test_every_kernel_compiles_for_a_card_that_is_not_here(script, package):
+    triton = pytest.importorskip("triton")
+    if not (Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas").exists():
+        pytest.skip("this Triton brings no assembler for NVIDIA cards")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(ROOT), str(FOLDER), environment.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{script}.py")],
+        env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=490,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert set(done.stdout.split()) == kernels(package)
