@@ -256,7 +256,7 @@ def test_all_ranks_stop_in_the_same_step(tmp_path):
     (tmp_path / "stop_100").touch()
     (tmp_path / "ONLINE").touch()
     (tmp_path / "limit_req_time").write_text("50")
-    for rank, got in enumerate(run_ranks(3, ranks_case, str(tmp_path), timeout_s=60)):
+    for rank, got in enumerate(run_ranks(3, ranks_case, str(tmp_path), timeout_s=100)):
         assert got == {
             "uneven": [0, 1, 2],
             "even": [0, 1],
