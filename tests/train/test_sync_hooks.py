@@ -9,7 +9,9 @@ import time
 import types
 from datetime import datetime
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from shoal.comm import RunContext
@@ -182,7 +184,7 @@ def test_info_is_logged_at_most_every_interval(caplog):
 def test_request_time_ends_training(tmp_path):
     timer, ctx = Timer(), RunContext()
     hook = ReqTimeControlDumpHook(str(tmp_path), timer, step_interval=2)
-    for step, req_time in ((2, 90), (4, 99), (6, 100)):
+    for step, req_time in ((2, np.array([80, 90])), (3, []), (4, torch.tensor([99, 5])), (6, 100)):
         (tmp_path / "limit_req_time").write_text("100\n")
         ctx.global_step = step
         hook.after_run(ctx, {"req_time": req_time})
