@@ -110,8 +110,8 @@ def starts_by_address(rank, world, port):
 def test_starting_a_group():
     import socket
 
-    assert run_ranks(2, starts, timeout_s=40, backend=None) == [(0, 2), (1, 2)]
-    assert run_ranks(1, starts_alone, timeout_s=40, backend=None) == [(b"x", 1)]
+    assert run_ranks(2, starts, timeout_s=100, backend=None) == [(0, 2), (1, 2)]
+    assert run_ranks(1, starts_alone, timeout_s=100, backend=None) == [(b"x", 1)]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -123,7 +123,7 @@ def test_starting_a_group():
 
 @pytest.mark.skipif(mpi_unavailable() is not None, reason=str(mpi_unavailable()))
 def test_mpirun_starts_a_group_without_further_settings():
-    assert run_mpi(2, meets, timeout_s=60) == [(0, 2, b"\1"), (1, 2, b"\0")]
+    assert run_mpi(2, meets, timeout_s=100) == [(0, 2, b"\1"), (1, 2, b"\0")]
 
 
 def meets(rank, world):

@@ -216,6 +216,7 @@ def mismatched(t, what, algorithm):
         "compressed": lambda: compressed_aggregator(t),
     }.get(algorithm, lambda: AllReduceAggregator(config(t), t, algorithm=algorithm))
     agg = make()
+    t.barrier()
     began = time.monotonic()
     with pytest.raises(AggregationError):
         agg.aggregate(mine)
@@ -408,11 +409,11 @@ def test_a_truncated_message_is_a_protocol_error():
 
 
 def process_case(rank, world):
-    return aggregate_everything(ProcessGroupTransport(default_timeout_s=20))
+    return aggregate_everything(ProcessGroupTransport(default_timeout_s=60))
 
 
 def mpi_case(rank, world):
-    return aggregate_everything(MpiTransport(default_timeout_s=20))
+    return aggregate_everything(MpiTransport(default_timeout_s=60))
 
 
 def aggregate_everything(t):
@@ -448,7 +449,7 @@ def aggregate_everything(t):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_agree_with_the_plain_mean(world):
-    first, *others = run_ranks(world, process_case, timeout_s=80)
+    first, *others = run_ranks(world, process_case, timeout_s=100)
     for other in others:
         for algorithm, tensors in first.items():
             assert all(torch.equal(a, b) for a, b in zip(tensors, other[algorithm], strict=True))
@@ -474,7 +475,7 @@ def killed(rank, world, algorithm):
     began = time.monotonic()
     with pytest.raises(TransportError) as caught:
         aggregate_for_ever(agg)
-    return caught.value.kind in ("peer_lost", "timeout"), time.monotonic() - began < 12
+    return caught.value.kind in ("peer_lost", "timeout"), time.monotonic() - began < 40
 
 
 def aggregate_for_ever(agg):
@@ -484,5 +485,5 @@ def aggregate_for_ever(agg):
 
 @pytest.mark.parametrize("algorithm", ["native", "ring"])
 def test_killing_a_rank_during_aggregate_raises_on_the_others(algorithm):
-    results = run_ranks(3, killed, algorithm, timeout_s=60, group_timeout_s=10, lost=(1,))
+    results = run_ranks(3, killed, algorithm, timeout_s=100, group_timeout_s=10, lost=(1,))
     assert results[0] == results[2] == (True, True)

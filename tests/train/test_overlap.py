@@ -177,7 +177,7 @@ def equals_blocking(rank, world):
 
 
 def test_equals_the_blocking_reduction_bit_for_bit_with_unused_parameters():
-    results = run_ranks(2, equals_blocking, timeout_s=40)
+    results = run_ranks(2, equals_blocking, timeout_s=100)
     assert results[0] == results[1]
     assert results[0][0] == 10
 
@@ -211,4 +211,4 @@ def random_arrival(rank, world):
 
 
 def test_any_order_of_hooks_and_accumulation_without_sync():
-    run_ranks(3, random_arrival, timeout_s=40)
+    run_ranks(3, random_arrival, timeout_s=100)

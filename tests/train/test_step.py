@@ -221,7 +221,7 @@ def test_an_epoch_needs_a_batch():
 
 
 def processes(rank, world):
-    t = ProcessGroupTransport(default_timeout_s=20)
+    t = ProcessGroupTransport(default_timeout_s=60)
     agg = AllReduceAggregator(config(t), t)
 
     def compute():
@@ -238,7 +238,7 @@ def processes(rank, world):
 
 
 def test_processes_abort_together_and_train_like_one():
-    a, b = run_ranks(2, processes, timeout_s=40)
+    a, b = run_ranks(2, processes, timeout_s=100)
     assert a == b
     assert a == (pytest.approx(1.927375), pytest.approx(0.30175))
 
@@ -247,7 +247,7 @@ def hierarchical(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
-    t = ProcessGroupTransport(default_timeout_s=20)
+    t = ProcessGroupTransport(default_timeout_s=60)
     for average in (True, False):
         two = HierarchicalAggregator(mesh.get_group("local"), mesh.get_group("node"), average=average)
         flat = AllReduceAggregator(config(t), t, average=average)
@@ -277,6 +277,6 @@ def raise_on_two():
 
 
 def test_two_levels_equal_one_on_a_two_by_two_group():
-    first, *others = run_ranks(4, hierarchical, timeout_s=60)
+    first, *others = run_ranks(4, hierarchical, timeout_s=100)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -9,7 +9,9 @@ import time
 import types
 from datetime import datetime
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from shoal.comm import RunContext
@@ -182,7 +184,7 @@ def test_info_is_logged_at_most_every_interval(caplog):
 def test_request_time_ends_training(tmp_path):
     timer, ctx = Timer(), RunContext()
     hook = ReqTimeControlDumpHook(str(tmp_path), timer, step_interval=2)
-    for step, req_time in ((2, 90), (4, 99), (6, 100)):
+    for step, req_time in ((2, np.array([80, 90])), (3, []), (4, torch.tensor([99, 5])), (6, 100)):
         (tmp_path / "limit_req_time").write_text("100\n")
         ctx.global_step = step
         hook.after_run(ctx, {"req_time": req_time})
@@ -256,7 +258,7 @@ def test_all_ranks_stop_in_the_same_step(tmp_path):
     (tmp_path / "stop_100").touch()
     (tmp_path / "ONLINE").touch()
     (tmp_path / "limit_req_time").write_text("50")
-    for rank, got in enumerate(run_ranks(3, ranks_case, str(tmp_path), timeout_s=60)):
+    for rank, got in enumerate(run_ranks(3, ranks_case, str(tmp_path), timeout_s=100)):
         assert got == {
             "uneven": [0, 1, 2],
             "even": [0, 1],

@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.comm import control
 from shoal.comm.hooks import SessionRunHook
 from shoal.errors import ConfigError
@@ -134,7 +136,7 @@ def _rows(table: Any) -> int:
 class ReqTimeControlDumpHook(_EveryInterval):
     """When the newest request time reaches the number in the file ``limit_req_time``, all ranks dump and stop.
 
-    A rank's newest request time is ``values["req_time"]``, or ``ctx.req_time``: a number or a tensor of them.
+    A rank's newest request time is ``values["req_time"]``, or ``ctx.req_time``: a number, a tensor or a list of them.
     """
 
     def __init__(self, model_dir: str, timer: Any, step_interval: int = 1000) -> None:
@@ -166,9 +168,8 @@ def _newest(ctx: Any, values: Any) -> int:
     newest = getattr(ctx, "req_time", None) if newest is None else newest
     if newest is None:
         return -1
-    if hasattr(newest, "max") and not isinstance(newest, int | float):
-        return int(newest.max()) if newest.numel() else -1
-    return int(newest)
+    times = torch.as_tensor(newest)
+    return int(times.max()) if times.numel() else -1
 
 
 def add_mpi_exception_hook() -> None:
