@@ -76,12 +76,16 @@ def int_list(values: Any, op: str, name: str, *, least: int = 0) -> list[int]:
     if isinstance(values, Tensor):
         values = values.tolist()
     try:
-        out = [v if isinstance(v, int | torch.SymInt) else operator.index(v) for v in values]
+        out: list[int] = [v if isinstance(v, int) else _index(v) for v in values]
     except TypeError:
         raise ConfigError(f"{op}: {name} is a list of ints, got {values!r}") from None
     if out and min(out) < least:
         raise ConfigError(f"{op}: {name}[{out.index(min(out))}] must be at least {least}, got {min(out)}")
     return out
+
+
+def _index(value: Any) -> Any:
+    return value if isinstance(value, torch.SymInt) else operator.index(value)
 
 
 def tensors(values: Any, op: str, name: str) -> Sequence[Any]:
