@@ -49,6 +49,14 @@ def layout_v5(embeddings, *rest):
     )
 
 
+def layout_grad(grads, embeddings, offsets, scale):
+    fid_offset, feature_offset, nfl_offset, batch_size = offsets
+    return ops.fused_embedding_to_layout_grad(
+        nfl_offset, feature_offset, fid_offset, batch_size, embeddings, None, grads, "example_batch", CONFIG, 2,
+        layout_tensors_grad_scale=scale,
+    )  # fmt: skip
+
+
 RAGGED = Ragged.from_lists([[8, 5, 8], [5, 5]])
 OFFSETS = [ids(5, 0, 5, dtype=torch.int32), ids(2, 9, dtype=torch.int32)]
 EMBEDDINGS = [f32(int(n)) for n in SHARDED.emb_size]
@@ -80,6 +88,12 @@ CASES = {
         [torch.ones(3, 2), torch.ones(2, 3)],
         OFFSETS,
     ),
+    "fused_gather_gradient-scale": (
+        lambda g, o, s: ops.fused_gather_embeddings_by_input_gradient(torch.tensor([12]), g, o, [2, 3], s),
+        [torch.ones(3, 2), torch.ones(2, 3)],
+        OFFSETS,
+        torch.tensor([0.5]),
+    ),
     "reduce_sum": (ops.reduce_sum, ids(2, 0, 2).view(3, 1), f32(3, 2), ids(4)),
     "reduce_mean": (ops.reduce_mean, ids(2, 0, 2).view(3, 1), f32(3, 2), ids(4)),
     "reduce_sqrtn": (ops.reduce_sqrtn, ids(2, 0, 2).view(3, 1), f32(3, 2), ids(4)),
@@ -104,6 +118,13 @@ CASES = {
         layout, EMBEDDINGS, SHARDED.fid_offset, SHARDED.feature_offset, SHARDED.nfl_offset, SHARDED.batch_size
     ),
     "fused_embedding_to_layout-v5": (layout_v5, EMBEDDINGS, *SHARDED[1:9]),
+    "fused_embedding_to_layout_grad": (
+        layout_grad,
+        [torch.ones(2, 2, 2), torch.ones(2, 2, 2), torch.ones(2, 1)],
+        EMBEDDINGS,
+        SHARDED[1:5],
+        torch.tensor(0.5),
+    ),
     "ReduceSum": (ReduceSum().combine, RAGGED, f32(5, 2)),
     "ReduceMean": (ReduceMean().combine, RAGGED, f32(5, 2)),
     "FirstN": (FirstN(2).combine, RAGGED, f32(5, 2)),

@@ -111,6 +111,14 @@ def test_widths_are_whole_numbers(dims):
         ops.split_by_indices([0], [1.0], 1.5)
 
 
+@pytest.mark.parametrize("scale", [0.5, [0.5], torch.tensor(0.5), torch.tensor([[0.5]])], ids=str)
+def test_a_scale_is_a_number_or_a_tensor_of_one(scale):
+    assert ops.aligned_flat_concat([[2.0]], scale)[:2].tolist() == [1, 0]
+    assert ops.fused_gather_embeddings_by_input_gradient(2, [[[4.0]]], [[1]], [1], scale).tolist() == [0, 2]
+    with pytest.raises(ValueError, match="scale is one number"):
+        ops.fused_gather_embeddings_by_input_gradient(2, [[[4.0]]], [[1]], [1], [1.0, 2.0])
+
+
 def test_a_width_beyond_the_buffer_is_refused_before_memory_is_taken():
     with pytest.raises(ValueError, match="more than the buffer's 4 floats"):
         ops.fused_gather_embeddings_by_input(torch.zeros(4), [[0]], [2**45])

@@ -1,6 +1,7 @@
 """How the embeddings of one row's ids become one value: summed, averaged, or the first few in order."""
 
 from abc import ABC, abstractmethod
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -71,9 +72,9 @@ class FirstN(Combiner):
     """``[B, seq_length, d]``: the first ``seq_length`` embeddings of each row, zero padded."""
 
     def __init__(self, seq_length: int) -> None:
-        if not isinstance(seq_length, int) or seq_length < 1:
+        if not isinstance(seq_length, Integral) or seq_length < 1:
             raise ConfigError(f"FirstN: seq_length must be a whole number of at least 1, got {seq_length!r}")
-        super().__init__(seq_length)
+        super().__init__(int(seq_length))
 
     def combine(self, key: Ragged, embedding: Any, name: str | None = None) -> Tensor:
         key, embedding = self._arguments(key, embedding)

@@ -61,6 +61,18 @@ def constant(value: Tensor) -> Tensor:
     return value.detach() if value.requires_grad else value
 
 
+def scaled(grads: list[Tensor], scale: Any, op: str, name: str) -> tuple[list[Tensor], float]:
+    """Gradients, and the number by which a kernel multiplies them; a traced tensor has none yet and multiplies here."""
+    if isinstance(scale, int | float):
+        return grads, float(scale)
+    scale = scale if isinstance(scale, Tensor) else torch.as_tensor(scale, device="cpu")
+    if scale.numel() != 1:
+        raise ConfigError(f"{op}: {name} is one number, got shape {list(scale.shape)}")
+    if torch.compiler.is_compiling():
+        return [g * scale.reshape(()).to(g) for g in grads], 1.0
+    return grads, float(scale.item())
+
+
 def number(value: Any, op: str, name: str) -> int:
     """A Python int out of an int or of a tensor (or list) with one element; a symbolic one while tracing."""
     if isinstance(value, int | torch.SymInt):
@@ -76,12 +88,16 @@ def int_list(values: Any, op: str, name: str, *, least: int = 0) -> list[int]:
     if isinstance(values, Tensor):
         values = values.tolist()
     try:
-        out = [v if isinstance(v, int | torch.SymInt) else operator.index(v) for v in values]
+        out: list[int] = [v if isinstance(v, int) else _index(v) for v in values]
     except TypeError:
         raise ConfigError(f"{op}: {name} is a list of ints, got {values!r}") from None
     if out and min(out) < least:
         raise ConfigError(f"{op}: {name}[{out.index(min(out))}] must be at least {least}, got {min(out)}")
     return out
+
+
+def _index(value: Any) -> Any:
+    return value if isinstance(value, torch.SymInt) else operator.index(value)
 
 
 def tensors(values: Any, op: str, name: str) -> Sequence[Any]:

@@ -39,9 +39,9 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
                 pads[gap] = zeros[:gap]
             pieces.append(pads[gap])
     flat = torch.cat(pieces)
-    if isinstance(scale, Tensor):
-        return flat * scale.reshape(()).to(flat)
-    return flat if scale == 1 else flat * scale
+    if isinstance(scale, int | float):
+        return flat if scale == 1 else flat * scale
+    return flat * torch.as_tensor(scale).reshape(()).to(flat)
 
 
 def aligned_flat_split(inputs: Any, flat: Any) -> list[Tensor]:

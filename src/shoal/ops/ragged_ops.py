@@ -20,14 +20,16 @@ def fused_value_rowids(rt: Ragged) -> Tensor:
     """
     if not isinstance(rt, Ragged):
         raise ConfigError(f"fused_value_rowids: rt is a shoal.Ragged, got {type(rt).__name__}")
-    if rt._row_ids is None:
-        length = rt.values.nrows() if isinstance(rt.values, Ragged) else rt.values.shape[0]
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # a training step may use the same ragged tensor later
-                rt._row_ids = _row_ids(rt.row_splits, length)
-        else:
-            rt._row_ids = _row_ids(rt.row_splits, length)
-    return rt._row_ids
+    if rt._row_ids is not None:
+        return rt._row_ids
+    length = rt.values.nrows() if isinstance(rt.values, Ragged) else rt.values.shape[0]
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # a training step may use the same ragged tensor later
+            ids = _row_ids(rt.row_splits, length)
+    else:
+        ids = _row_ids(rt.row_splits, length)
+    rt._row_ids = ids
+    return ids
 
 
 def normalize_merged_split(row_split: Any, row_split_size: Any) -> Tensor:

@@ -37,7 +37,7 @@ def fused_gather_embeddings_by_input(
 
 
 def fused_gather_embeddings_by_input_gradient(
-    fused_embeddings_size: Any, grads: Any, embedding_offsets: Any, embedding_dims: Any, scale: float = 1
+    fused_embeddings_size: Any, grads: Any, embedding_offsets: Any, embedding_dims: Any, scale: Any = 1
 ) -> Tensor:
     """Sums ``scale * grads`` back into a flat buffer.
 
@@ -58,7 +58,8 @@ def fused_gather_embeddings_by_input_gradient(
     dims = _inputs.int_list(embedding_dims, op, "embedding_dims")
     if len(grads) == len(dims):
         grads = [_inputs.fit_empty(g, d) for g, d in zip(grads, dims, strict=True)]
-    return _gradient(size, grads, offsets, dims, float(scale))
+    grads, scale = _inputs.scaled(grads, scale, op, "scale")
+    return _gradient(size, grads, offsets, dims, scale)
 
 
 def _offsets(op: str, offsets: Any, name: str) -> list[Tensor]:

@@ -103,8 +103,9 @@ def fused_embedding_to_layout_grad(
     )  # fmt: skip
     embeddings = [_inputs.constant(e) for e in embeddings]
     grads = [_inputs.constant(g) for g in _inputs.float_list(layout_tensors_grad, op, "layout_tensors_grad")]
-    scale = layout_tensors_grad_scale
-    scale = 1.0 if scale is None else float(scale.item() if isinstance(scale, Tensor) else scale)
+    scale = 1.0
+    if layout_tensors_grad_scale is not None:
+        grads, scale = _inputs.scaled(grads, layout_tensors_grad_scale, op, "layout_tensors_grad_scale")
     return _layout_grad(grads, scale, embeddings, *arguments)
 
 
@@ -115,7 +116,7 @@ def _arguments(
     """The op's arguments in the order of its schema."""
     if variant_type not in _VARIANTS:
         raise ConfigError(f"{op}: variant_type is one of {', '.join(_VARIANTS)}, got {variant_type!r}")
-    version = version if version in (2, 3, 4, 5) else 1
+    version = int(version) if version in (2, 3, 4, 5) else 1
     if (row_lengths is not None) != (version == 4):
         given = "None" if row_lengths is None else "a tensor"
         raise ConfigError(f"{op}: fid_list_emb_row_lenth is given in version 4 only, got {given} in version {version}")

@@ -14,11 +14,8 @@ def embedding_to_layout(
 ) -> list[Tensor]:
     """Differentiable with respect to ``embeddings``."""
     total = sum(request.batch for request in requests)
-    flat = (
-        torch.cat([e.reshape(-1) for e in embeddings])
-        if embeddings
-        else torch.zeros(0, dtype=torch.float32, device=fids.device)
-    )
+    none = torch.zeros(0, dtype=torch.float32, device=fids.device)
+    flat = torch.cat([e.reshape(-1) for e in embeddings]) if embeddings else none
     starts = [0]
     for e in embeddings:
         starts.append(starts[-1] + e.numel())
