@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <stdexcept>
 
 namespace shoal::bind {
 
@@ -11,6 +12,14 @@ namespace nb = nanobind;
 template <class T>
 T* ptr(uintptr_t address) {
   return reinterpret_cast<T*>(address);
+}
+
+// The same of `n` elements. What holds no numbers, as the fake tensors of a tracing compiler, lies at address 0.
+template <class T>
+T* ptr(uintptr_t address, int64_t n) {
+  if (address == 0 && n > 0)
+    throw std::invalid_argument("a tensor without memory, such as a fake one, holds no numbers");
+  return ptr<T>(address);
 }
 
 using NoGil = nb::call_guard<nb::gil_scoped_release>;

@@ -80,7 +80,9 @@ void filter(nb::module_& m) {
       .def(
           "_should_be_filtered_batch",
           [](Filter& f, uintptr_t ids, int64_t n, uintptr_t out) {
-            for (int64_t i = 0; i < n; ++i) ptr<bool>(out)[i] = f.should_be_filtered(ptr<int64_t>(ids)[i], 1);
+            const auto* asked = ptr<int64_t>(ids, n);
+            auto* dropped = ptr<bool>(out, n);
+            for (int64_t i = 0; i < n; ++i) dropped[i] = f.should_be_filtered(asked[i], 1);
           },
           NoGil());
   nb::class_<NoFilter, Filter>(m, "NoFilter").def(nb::init<>());
@@ -108,7 +110,7 @@ void filter(nb::module_& m) {
       .def(
           "_insert",
           [](TouchedKeys& keys, uintptr_t ids, int64_t n, int32_t table) {
-            return keys.insert(ptr<int64_t>(ids), n, table);
+            return keys.insert(ptr<int64_t>(ids, n), n, table);
           },
           NoGil())
       .def("_steal", &steal)

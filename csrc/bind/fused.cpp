@@ -15,10 +15,10 @@ void fused(nb::module_& m) {
       "fused_lookup",
       [](const std::vector<Table*>& tables, uintptr_t sizes, int64_t sources, uintptr_t ids, int64_t n, uintptr_t out,
          int64_t floats) {
-        Blocks blocks(tables, ptr<int64_t>(sizes), sources);
+        Blocks blocks(tables, ptr<int64_t>(sizes, static_cast<int64_t>(tables.size()) * sources), sources);
         if (blocks.ids.back() != n || blocks.floats.back() != floats)
           throw std::invalid_argument("the sizes of the blocks do not add up to the ids");
-        fused_lookup(blocks, ptr<int64_t>(ids), ptr<float>(out));
+        fused_lookup(blocks, ptr<int64_t>(ids, n), ptr<float>(out, floats));
       },
       NoGil());
   m.def(
@@ -26,14 +26,14 @@ void fused(nb::module_& m) {
       [](const std::vector<Table*>& tables, uintptr_t sizes, int64_t sources, uintptr_t ids, int64_t n, uintptr_t grads,
          int64_t floats, const std::vector<float>& rates, int64_t step, uint32_t time, bool dedup,
          const std::vector<int>& bad) {
-        Blocks blocks(tables, ptr<int64_t>(sizes), sources);
+        Blocks blocks(tables, ptr<int64_t>(sizes, static_cast<int64_t>(tables.size()) * sources), sources);
         if (blocks.ids.back() != n || blocks.floats.back() != floats)
           throw std::invalid_argument("the sizes of the blocks do not add up to the ids and gradients");
         std::vector<BadGradient> policies;
         for (int policy : bad) policies.push_back(static_cast<BadGradient>(policy));
         try {
-          return fused_apply_gradients(blocks, ptr<int64_t>(ids), ptr<float>(grads), rates, step, time, dedup,
-                                       policies);
+          return fused_apply_gradients(blocks, ptr<int64_t>(ids, n), ptr<float>(grads, floats), rates, step, time,
+                                       dedup, policies);
         } catch (const NonFiniteGradient& e) {
           throw std::invalid_argument("the gradient of id " + std::to_string(e.id) + " (position " +
                                       std::to_string(e.position) + ") holds NaN or infinity");

@@ -87,31 +87,31 @@ void table(nb::module_& m) {
       .def(
           "lookup",
           [](const Table& t, uintptr_t ids, int64_t n, uintptr_t out, uintptr_t found) {
-            t.lookup(ptr<int64_t>(ids), n, ptr<float>(out), ptr<uint8_t>(found));
+            t.lookup(ptr<int64_t>(ids, n), n, ptr<float>(out, n), ptr<uint8_t>(found));
           },
           NoGil())
       .def(
           "lookup_or_insert",
           [](Table& t, uintptr_t ids, int64_t n, uint32_t time, uintptr_t out) {
-            t.lookup_or_insert(ptr<int64_t>(ids), n, time, ptr<float>(out));
+            t.lookup_or_insert(ptr<int64_t>(ids, n), n, time, ptr<float>(out, n));
           },
           NoGil())
       .def(
           "contains",
           [](const Table& t, uintptr_t ids, int64_t n, uintptr_t out) {
-            t.contains(ptr<int64_t>(ids), n, ptr<uint8_t>(out));
+            t.contains(ptr<int64_t>(ids, n), n, ptr<uint8_t>(out, n));
           },
           NoGil())
       .def(
           "assign",
           [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time) {
-            t.assign(ptr<int64_t>(ids), n, ptr<float>(values), time);
+            t.assign(ptr<int64_t>(ids, n), n, ptr<float>(values, n), time);
           },
           NoGil())
       .def(
           "assign_add",
           [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time) {
-            t.assign_add(ptr<int64_t>(ids), n, ptr<float>(values), time);
+            t.assign_add(ptr<int64_t>(ids, n), n, ptr<float>(values, n), time);
           },
           NoGil())
       .def(
@@ -121,7 +121,7 @@ void table(nb::module_& m) {
             if (rates.size() != t.layout().segments.size())
               throw std::invalid_argument("one learning rate per segment is needed");
             try {
-              return t.apply_gradients(ptr<int64_t>(ids), n, ptr<float>(grads), rates.data(), step, time, dedup,
+              return t.apply_gradients(ptr<int64_t>(ids, n), n, ptr<float>(grads, n), rates.data(), step, time, dedup,
                                        static_cast<BadGradient>(bad));
             } catch (const NonFiniteGradient& e) {
               throw std::invalid_argument("the gradient of id " + std::to_string(e.id) + " (row " +
@@ -132,13 +132,13 @@ void table(nb::module_& m) {
       .def(
           "reinitialize",
           [](Table& t, uintptr_t ids, int64_t n, uint32_t now, uintptr_t existed) {
-            t.reinitialize(ptr<int64_t>(ids), n, now, ptr<int32_t>(existed));
+            t.reinitialize(ptr<int64_t>(ids, n), n, now, ptr<int32_t>(existed, n));
           },
           NoGil())
       .def(
           "filtered",
           [](Table& t, uintptr_t ids, int64_t n, bool dedup, bool remember, uintptr_t drop) {
-            const auto dropped = t.filtered(ptr<int64_t>(ids), n, dedup, remember);
+            const auto dropped = t.filtered(ptr<int64_t>(ids, n), n, dedup, remember);
             std::copy(dropped.begin(), dropped.end(), ptr<uint8_t>(drop));
             return !dropped.empty();
           },
@@ -146,7 +146,7 @@ void table(nb::module_& m) {
       .def("has_filter", &Table::has_filter)
       .def("evict", &Table::evict, NoGil())
       .def(
-          "erase", [](Table& t, uintptr_t ids, int64_t n) { return t.erase(ptr<int64_t>(ids), n); }, NoGil())
+          "erase", [](Table& t, uintptr_t ids, int64_t n) { return t.erase(ptr<int64_t>(ids, n), n); }, NoGil())
       .def("clear", &Table::clear, NoGil())
       .def("swap_contents", &Table::swap_contents, NoGil())
       .def("set_filter", &Table::set_filter)

@@ -1,9 +1,7 @@
 // What one row of a table looks like: its segments, where their weights and optimizer states lie, how they are stored.
 //
-// Training row:  float weights[dim], then the optimizer states of the segments in order, without gaps (an int64 inside
-// a
-//                state may be unaligned: copy it). Serving row: the encoded weights of the segments in order, nothing
-//                else.
+// A training row is float weights[dim], then the optimizer states of the segments in order, without gaps; an int64
+// inside a state may be unaligned, so it is copied. A serving row is the encoded weights of the segments in order.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -35,12 +33,18 @@ enum class Codec : int32_t { fp32, fp16, fixed_r8, one_bit };
 struct Segment {
   int32_t dim = 0;
 
-  // State of d floats each unless noted, in this order in the row:
-  //   sgd, moving_average: none               adagrad: norm                 dynamic_wd_adagrad: norm, int64
-  //   last_update_step adadelta: accum, accum_update           adam, adamw, lamb: m, v, float beta1_power, float
-  //   beta2_power amsgrad: m, v, vhat, beta1_power, beta2_power                         momentum, rmsprop, rmspropv2: n
-  //   ftrl, group_ftrl: norm, zero            group_adagrad: one float grad_square_sum
-  //   batch_softmax: int64 last step          rowwise_adagrad: one float norm
+  // The state, in this order in the row; vectors of dim floats unless another type is given:
+  // - sgd, moving_average: nothing
+  // - adagrad: norm
+  // - dynamic_wd_adagrad: norm, int64 last_update_step
+  // - adadelta: accum, accum_update
+  // - adam, adamw, lamb: m, v, float beta1_power, float beta2_power
+  // - amsgrad: m, v, vhat, float beta1_power, float beta2_power
+  // - momentum, rmsprop, rmspropv2: n
+  // - ftrl, group_ftrl: norm, zero
+  // - group_adagrad: float grad_square_sum
+  // - batch_softmax: int64 last step
+  // - rowwise_adagrad: float norm
   Opt opt = Opt::sgd;
   float initial_accumulator = 0.1f;
   float weight_decay = 0;
@@ -71,7 +75,7 @@ struct Segment {
 };
 
 struct Layout {
-  // Throws std::invalid_argument for an empty list, a dim below 1 or one that makes a row larger than 2^30 bytes.
+  // Throws std::invalid_argument for an empty list, a dim below 1 or one that makes a row larger than 2^28 bytes.
   Layout(std::vector<Segment> segments, bool serving, bool skip_zero);
 
   std::vector<Segment> segments;

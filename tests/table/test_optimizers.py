@@ -223,6 +223,7 @@ print(torch.cat(out).numpy().tobytes().hex())
 """
 
 
+@pytest.mark.timeout(330)
 def test_every_instruction_set_gives_the_same_numbers():
     found = {}
     for isa in ("base", "avx2", "avx512"):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shoal
 from shoal import table
@@ -390,6 +391,34 @@ def test_tables_give_float32_on_the_cpu_whatever_torchs_defaults(torch_defaults)
     assert t.reinitialize([7, 9])[1].tolist() == [1, 0]
     t.apply_gradients(asked, values, 0)
     assert t.lookup([1, 2]).tolist() == [[-1, -2], [0, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch's own, once a process
+def test_tensors_without_numbers_are_refused():
+    asked = ids(1)
+    t = one(2).assign(asked, torch.ones(2))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.empty(1, 2)
+        for call in (lambda: t.lookup(fake.long()), lambda: t.assign(asked, fake)):
+            with pytest.raises(ValueError, match=r"table 'one': .* FakeTensor"):
+                call()
+        with pytest.raises(ValueError, match="without memory"):
+            t.lookup(asked)  # its result would be one
+    assert t.lookup(asked).tolist() == [[1, 1]]
+
+
+@pytest.mark.timeout(300)
+def test_compiled_functions_may_call_a_table():
+    t = one(2)
+
+    @torch.compile(backend="eager")
+    def step(asked, grads):
+        t.apply_gradients(asked, grads * 2, 0)
+        return t.lookup(asked) + t.contains(asked).float()[:, None]
+
+    for n in (3, 4):
+        t.clear()
+        assert torch.equal(step(torch.arange(n), torch.ones(n, 2)), torch.full((n, 2), -1.0))
 
 
 def test_strange_but_legal_input():

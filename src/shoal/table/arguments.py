@@ -40,6 +40,12 @@ def as_ids(ids: Any, name: str, what: str = "ids", device: torch.device = CPU) -
 
 
 def _check_place(tensor: Tensor, name: str, what: str, device: torch.device) -> None:
+    kind = type(tensor)
+    if kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # FakeTensor, DTensor, ...
+        raise ConfigError(
+            f"table {name!r}: {what} are an ordinary tensor, got a {kind.__name__}, whose numbers are elsewhere; "
+            "inside compiled code use a module of shoal.nn, of a DTensor give to_local()"
+        )
     if tensor.device != device or tensor.layout != torch.strided:
         place, move = ("CPU tensor", ".cpu()") if device == CPU else (f"tensor on {device}", f".to({str(device)!r})")
         raise ConfigError(

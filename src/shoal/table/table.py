@@ -20,6 +20,9 @@ from shoal.table.base import TableBase
 from shoal.table.entry import HashTableConfigInstance, LearningRate
 from shoal.table.options import config_of_options
 
+# Methods that take addresses are called on the class: torch.compile, which leaves them to the interpreter, loses the
+# object of a bound one.
+_Native = _core.Table
 _anonymous = itertools.count()
 
 
@@ -147,16 +150,16 @@ class HashTable(TableBase):
         out = empty_rows(n, self.dim_size)
         if insert_missing:
             self._check_trains("lookup with insert_missing")
-            self._native.lookup_or_insert(ids.data_ptr(), n, as_time(req_time, self.name), out.data_ptr())
+            _Native.lookup_or_insert(self._native, ids.data_ptr(), n, as_time(req_time, self.name), out.data_ptr())
         else:
-            self._native.lookup(ids.data_ptr(), n, out.data_ptr(), 0)
+            _Native.lookup(self._native, ids.data_ptr(), n, out.data_ptr(), 0)
         return out
 
     def contains(self, ids: Tensor) -> Tensor:
         """bool ``[n]``: which ids have a row."""
         ids = as_ids(ids, self.name)
         out = torch.empty(ids.numel(), dtype=torch.bool, device="cpu")
-        self._native.contains(ids.data_ptr(), ids.numel(), out.data_ptr())
+        _Native.contains(self._native, ids.data_ptr(), ids.numel(), out.data_ptr())
         return out
 
     def lookup_entry(self, ids: Tensor) -> list[bytes]:
@@ -185,13 +188,13 @@ class HashTable(TableBase):
     def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
         """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh."""
         ids, values, seconds = self._write_arguments(ids, values, req_time)
-        self._native.assign(ids.data_ptr(), ids.numel(), values.data_ptr(), seconds)
+        _Native.assign(self._native, ids.data_ptr(), ids.numel(), values.data_ptr(), seconds)
         return self
 
     def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
         """Adds to the weights of ``ids``, every occurrence in order; a new id starts from its initializer."""
         ids, values, seconds = self._write_arguments(ids, values, req_time)
-        self._native.assign_add(ids.data_ptr(), ids.numel(), values.data_ptr(), seconds)
+        _Native.assign_add(self._native, ids.data_ptr(), ids.numel(), values.data_ptr(), seconds)
         return self
 
     def apply_gradients(
@@ -218,8 +221,16 @@ class HashTable(TableBase):
         """`apply_gradients` with checked arguments and given rates."""
         self._check_step(step)
         try:
-            skipped = self._native.apply_gradients(
-                ids.data_ptr(), ids.numel(), grads.data_ptr(), rates, step, seconds, dedup, self._bad_gradient
+            skipped = _Native.apply_gradients(
+                self._native,
+                ids.data_ptr(),
+                ids.numel(),
+                grads.data_ptr(),
+                rates,
+                step,
+                seconds,
+                dedup,
+                self._bad_gradient,
             )
         except ValueError as error:
             raise ConfigError(
@@ -231,13 +242,13 @@ class HashTable(TableBase):
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
         ids = as_ids(ids, self.name)
         existed = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
-        self._native.reinitialize(ids.data_ptr(), ids.numel(), int(time.time()), existed.data_ptr())
+        _Native.reinitialize(self._native, ids.data_ptr(), ids.numel(), int(time.time()), existed.data_ptr())
         return self, existed
 
     def erase(self, ids: Tensor) -> int:
         """Removes ids; returns how many there were."""
         ids = as_ids(ids, self.name)
-        return self._native.erase(ids.data_ptr(), ids.numel())
+        return _Native.erase(self._native, ids.data_ptr(), ids.numel())
 
     def evict(self, max_update_time: Any = None) -> int:
         """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""

@@ -68,7 +68,7 @@ class _Listener:
         tables = self.kind.registered()
         if not tables:
             return []
-        sleep_ms = 15 * len(tables)
+        sleep_ms = 15 * min(len(tables), _AT_ONCE)  # it spreads those that are saved at once; the others come later
         bases = [naming.file_base(table.name) for table in tables]
 
         def fill(folder: str) -> None:
