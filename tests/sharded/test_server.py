@@ -285,7 +285,9 @@ def test_keys_let_in_whom_they_name(tmp_path):
     keys = ServerKeys(secret=secret, clients=tmp_path / "clients")
     with ParameterServer(Engine(Shard(0, 1)), keys=keys, host="0.0.0.0") as server:
         address = server.address.replace("0.0.0.0", "127.0.0.1")
-        with PsClient([address], keys=ClientKeys(secret=alice, server=public), deadline=timedelta(seconds=30)) as client:
+        with PsClient(
+            [address], keys=ClientKeys(secret=alice, server=public), deadline=timedelta(seconds=30)
+        ) as client:
             assert client.info()[0]["shard"] == 0
         for keys in (ClientKeys(secret=mallory, server=public), None):
             with (
