@@ -11,9 +11,10 @@ import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from shoal.errors import ConfigError, missing_extra
+from shoal.cli.arguments import Verbs, parse, run_verb
+from shoal.errors import ConfigError
 
 EXAMPLES = """\
 examples:
@@ -93,6 +94,23 @@ class Reshard:
     json: bool = False
 
 
+@dataclass
+class Status:
+    """Asks servers what they hold, as JSON.
+
+    Example: shoal ps status 127.0.0.1:7100 127.0.0.1:7101
+    """
+
+    addresses: tuple[str, ...]
+    """Where they listen, in the order of their shards."""
+    keys: Path | None = None
+    """Your .key_secret file, where the servers use CURVE."""
+    server: Path | None = None
+    """The servers' public .key file."""
+    json: bool = False
+    """Has no effect: the answer is JSON in any case."""
+
+
 def duration(text: str) -> timedelta | None:
     """``30s``, ``10m``, ``2h``; None for 0."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
@@ -104,18 +122,15 @@ def duration(text: str) -> timedelta | None:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        import tyro
-    except ImportError:
-        raise missing_extra("tyro", "cli") from None
-    kinds: dict[str, Any] = {"keygen": (Keygen, keygen), "reshard": (Reshard, reshard)}
-    if argv[:1] == ["status"]:
-        return status(argv[1:])
-    if argv[:1] and argv[0] in kinds:
-        kind, call = kinds[argv[0]]
-        return call(tyro.cli(kind, args=argv[1:], prog=f"shoal ps {argv[0]}"))
-    options = tyro.cli(Serve, args=argv, prog="shoal ps", description=f"{Serve.__doc__}\n\n{EXAMPLES}")
-    return serve(options)
+    verbs: Verbs = {
+        "keygen": (Keygen, keygen, ()),
+        "reshard": (Reshard, reshard, ()),
+        "status": (Status, status, ("addresses",)),
+    }
+    if argv[:1] and argv[0] in verbs:
+        return run_verb("ps", "", verbs, argv)
+    options = parse(Serve, argv, "ps", f"{Serve.__doc__}\n\n{EXAMPLES}")
+    return options if isinstance(options, int) else serve(options)
 
 
 def serve(options: Serve) -> int:
@@ -188,19 +203,15 @@ def reshard(options: Reshard) -> int:
     return 0
 
 
-def status(addresses: list[str]) -> int:
+def status(options: Status) -> int:
     from shoal.sharded.ps.client import PsClient
+    from shoal.sharded.ps.security import ClientKeys
 
-    if "-h" in addresses or "--help" in addresses or not addresses:
-        print(
-            "usage: shoal ps status ADDRESS... [--json]\n\nAsks servers what they hold, as JSON.\n\n"
-            "example: shoal ps status 127.0.0.1:7100 127.0.0.1:7101"
-        )
-        return 0 if addresses else 2
-    addresses = [address for address in addresses if address != "--json"]
-    if flags := [address for address in addresses if address.startswith("-")]:
-        print(f"shoal ps status: there is no flag {flags[0]}", file=sys.stderr)
-        return 2
-    with PsClient(addresses, deadline=timedelta(seconds=5)) as client:
+    if (options.keys is None) != (options.server is None):
+        raise ConfigError("--keys and --server go together: one's own secret key and the servers' public one")
+    keys = None
+    if options.keys is not None and options.server is not None:
+        keys = ClientKeys(secret=options.keys, server=options.server)
+    with PsClient(options.addresses, deadline=timedelta(seconds=5), keys=keys) as client:
         print(json.dumps(client.info(), indent=2))
     return 0

@@ -47,6 +47,7 @@ class Line:
         self.number = 0
         self.seq = 0
         self.resends = 0
+        self._established = False
         self._handshakes_failed = 0
         self._resend_at: float | None = None
         self._socket: Any = None
@@ -59,6 +60,7 @@ class Line:
 
     def _connect(self) -> None:
         self.close()
+        self._established = False
         zmq, keys = self.client.zmq, self.client.keys
         self._socket = socket = self.client.context.socket(zmq.DEALER)
         try:
@@ -168,36 +170,40 @@ class Line:
                     self._push(self._frames(waiting))
 
     def _lost(self, call: Call) -> bool:
-        """Whether the connection was cut; `PeerError` where the two sides will never agree."""
+        """Whether the connection was cut; `PeerError` where it is known that the two sides will never agree.
+
+        A server that wants keys may also just hang up, as one that is going down does, so that is told at the deadline.
+        """
         zmq = self.client.zmq
         lost = False
         while self._monitor.poll(0):
             event = zmq.utils.monitor.recv_monitor_message(self._monitor)
             kind = event["event"]
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._handshakes_failed = 0
-                continue
+                self._established, self._handshakes_failed = True, 0
+            elif kind == zmq.EVENT_DISCONNECTED:  # before a handshake nothing was sent that could be lost
+                lost, self._established = lost or self._established, False
+            else:
+                self._handshakes_failed += 1
             if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.calls.pop(call.request.request, None)
                 raise PeerError(
                     f"{self._name} refuses this worker's key; put its public key into the server's folder of clients"
                 )
-            if (
-                kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-                and event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-            ):
+            if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                lost = True  # such a socket does not try again
+            if lost and event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
                 self.calls.pop(call.request.request, None)
                 whose = "the worker's side" if self.client.keys is not None else "the server's side"
                 raise PeerError(f"{self._name}: only {whose} has CURVE keys; give them to both, or to neither")
-            self._handshakes_failed += kind != zmq.EVENT_DISCONNECTED
-            lost = True
         return lost
 
     def _too_late(self, call: Call) -> DeadlineError:
         self.calls.pop(call.request.request, None)
         why = f"; it last said: {call.refused}" if call.refused else ""
-        if self._handshakes_failed > 1 and self.client.keys is not None:
-            why += "; it breaks off every handshake: is that its public key?"
+        if self._handshakes_failed > 1:
+            question = "is that its public key?" if self.client.keys is not None else "does it want CURVE keys?"
+            why += f"; it breaks off every handshake: {question}"
         written = " The write may or may not have been applied." if call.request.op.writes else ""
         return DeadlineError(
             f"{self._name} gave no answer to {call.request.op.name.lower()} within {call.seconds:g} s{why}; see its "

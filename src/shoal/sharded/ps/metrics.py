@@ -90,7 +90,8 @@ class Metrics:
         }.items():
             family(f"shoal_ps_{name}", "counter", name.replace("_", " "), [f"shoal_ps_{name} {value}"])
         for name, value in gauges.items():
-            family(f"shoal_ps_{name}", "gauge", name.replace("_", " "), [f"shoal_ps_{name} {value}"])
+            kind = "counter" if name.endswith("_total") else "gauge"
+            family(f"shoal_ps_{name}", kind, name.replace("_", " "), [f"shoal_ps_{name} {value}"])
         for field in ("rows", "bytes"):
             samples = [f'shoal_ps_table_{field}{{table="{_escape(t)}"}} {v[field]}' for t, v in tables.items()]
             family(f"shoal_ps_table_{field}", "gauge", f"{field} of a table", samples)

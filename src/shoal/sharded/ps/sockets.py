@@ -35,7 +35,7 @@ class Sockets:
         router.setsockopt(zmq.SNDHWM, 1000)  # replies to a worker that reads none are dropped, not kept for ever
         router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
-        if secrets is not None:
+        if keys is not None and secrets is not None:
             self._authenticator = _authenticator(context, keys)
             (router.curve_publickey, router.curve_secretkey), router.curve_server = secrets, True
         if ":" in host:
