@@ -54,7 +54,7 @@ class PayloadRef:
         self._size = stat.st_size if stat is not None else 0
         self._mtime_ns = stat.st_mtime_ns if stat is not None else 0
         self._keep = keep  # what must live as long as the data: a temporary folder, a buffer
-        self._tables: dict[int, Tensor] = {}
+        self._table: tuple[int, Tensor] | None = None
 
     @classmethod
     def from_payload(
@@ -107,10 +107,10 @@ class PayloadRef:
 
     def table(self, index: int) -> Tensor:
         """float32 [256] for uint8 values; zeros for others."""
-        if index not in self._tables:
+        if self._table is None or self._table[0] != index:  # one is kept: an update goes parameter by parameter
             quant = self.param(index).quant
-            self._tables[index] = torch.zeros(256) if quant is None else value_table(quant)
-        return self._tables[index]
+            self._table = index, torch.zeros(256) if quant is None else value_table(quant)
+        return self._table[1]
 
     def quant_block(self, index: int) -> bytes:
         quant = self.param(index).quant
