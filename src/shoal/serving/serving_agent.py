@@ -43,7 +43,7 @@ def dense_configs(config: AgentConfig) -> list[AgentConfig]:
     made = []
     for index in range(count):
         replica = config.replica_id if config.replica_id in (None, -1) else config.replica_id * count + index
-        ports = {name: find_free_port() for name in names} if index else {}
+        ports: dict[str, Any] = {name: find_free_port() for name in names} if index else {}
         made.append(replace(config, deploy_type="dense", stand_alone_serving=False, replica_id=replica, **ports))
     return made
 
