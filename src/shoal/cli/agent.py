@@ -139,3 +139,4 @@ def _one_model(options: Options, config, stop: threading.Event) -> int:
         return agent.run(stop)
     finally:
         zk.stop()
+        zk.close()
