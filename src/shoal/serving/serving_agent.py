@@ -14,7 +14,8 @@ from shoal.serving.agent_config import AgentConfig, DeployType
 from shoal.serving.agent_service import AgentService
 from shoal.serving.agent_utils import parse_sub_model_name
 from shoal.serving.net_utils import find_free_port, is_open
-from shoal.serving.replica_updater import ReplicaManager, ReplicaUpdater, ZKListener
+from shoal.serving.replica_manager import ReplicaManager, ZKListener
+from shoal.serving.replica_updater import ReplicaUpdater
 
 log = logging.getLogger(__name__)
 
