@@ -14,6 +14,7 @@ from shoal.serving.tensors import dtype_code, torch_dtype
 
 
 def columns_of(instances: Any) -> Any:
+    """Rows as ``{alias: values of all rows}``; rows of a single input that is not named stay a list."""
     if not isinstance(instances, list) or not instances:
         raise invalid_argument("instances is a list of at least one row")
     if not all(isinstance(row, dict) and not _is_b64(row) for row in instances):
@@ -29,6 +30,7 @@ def _is_b64(value: Any) -> bool:
 
 
 def tensors_of(columns: dict[str, Any], specs: dict[str, Any]) -> Tensors:
+    """Tensors of the dtypes that the signature wants; raises DataError, naming the input, for values of another kind."""
     tensors: Tensors = {}
     for alias, value in columns.items():
         spec = specs.get(alias)
@@ -37,12 +39,22 @@ def tensors_of(columns: dict[str, Any], specs: dict[str, Any]) -> Tensors:
                 tensors[alias] = np.array(_strings(value), dtype=object)
             elif spec is not None:
                 value = _filled(value, spec.padding) if len(spec.shape or ()) == 2 else value
-                tensors[alias] = torch.tensor(value, dtype=torch_dtype(dtype_code(spec.dtype)))
+                dtype = torch_dtype(dtype_code(spec.dtype))
+                assert dtype is not None
+                if not dtype.is_floating_point and _has_fractions(value):
+                    raise ValueError("a number has a fraction")
+                tensors[alias] = torch.tensor(value, dtype=dtype)
             else:
                 tensors[alias] = torch.empty(0)  # refused by name when inputs are checked
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise DataError(f"input {alias!r} is not a {spec.dtype if spec else ''} tensor: {error}") from None
     return tensors
+
+
+def _has_fractions(value: Any) -> bool:
+    """Whether a number is not written as an integer; torch would cut its fraction off."""
+    array = np.asarray(value)
+    return bool(array.size) and array.dtype.kind == "f"
 
 
 def _filled(rows: Any, padding: int | None) -> Any:
@@ -74,6 +86,7 @@ def _strings(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
+    """A tensor as JSON has it; bytes as ``{"b64": text}``."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, np.ndarray):
