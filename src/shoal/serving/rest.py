@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import socket
 import ssl
 import threading
 import zlib
@@ -13,7 +14,7 @@ from google.protobuf import json_format
 
 from shoal.errors import ConfigError
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
-from shoal.serving.net_utils import split_address
+from shoal.serving.net_utils import is_ipv6_address, split_address
 from shoal.serving.predict import Asked
 from shoal.serving.rest_json import columns_of, plain, tensors_of
 from shoal.serving.status import Code, StatusError, invalid_argument, not_found, unavailable
@@ -44,7 +45,7 @@ class RestServer:
         host, port = split_address(address)
         handler = type("Handler", (_Handler,), {"owner": server})
         try:
-            self._http = _Http((host, port), handler)
+            self._http = (_Http6 if is_ipv6_address(host) else _Http)((host, port), handler)
         except OSError as error:
             raise ConfigError(f"cannot listen on {address}: {error.strerror}") from None
         if server.security.certificate is not None:
@@ -73,6 +74,10 @@ class _Http(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a connection from %s ended badly", client_address, exc_info=True)
+
+
+class _Http6(_Http):
+    address_family = socket.AF_INET6
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -30,7 +30,7 @@ def _is_b64(value: Any) -> bool:
 
 
 def tensors_of(columns: dict[str, Any], specs: dict[str, Any]) -> Tensors:
-    """Tensors of the dtypes that the signature wants; raises DataError, naming the input, for values of another kind."""
+    """Tensors of the dtypes that the signature wants; a DataError for values of another kind names the input."""
     tensors: Tensors = {}
     for alias, value in columns.items():
         spec = specs.get(alias)
