@@ -1,9 +1,12 @@
 """One sink for what tables and serving measure; by default the process's Prometheus registry."""
 
+import logging
 import re
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
 
 
 class MetricsSink(Protocol):
@@ -56,7 +59,11 @@ class PrometheusSink:
             if name not in self._metrics:
                 registry = self._registry if self._registry is not None else prometheus_client.REGISTRY
                 plain = re.sub(r"[^a-zA-Z0-9_:]", "_", name)
-                metric = getattr(prometheus_client, kind)(plain, name, tuple(labels), registry=registry)
+                try:
+                    metric = getattr(prometheus_client, kind)(plain, name, tuple(labels), registry=registry)
+                except ValueError as error:  # somebody else's metric; measuring must not fail what is measured
+                    log.warning("metric %s is not kept: %s", name, error)
+                    return lambda value: None
                 self._metrics[name] = (metric, tuple(labels))
             metric, names = self._metrics[name]
         child = metric.labels(*(labels.get(key, "") for key in names)) if names else metric

@@ -17,6 +17,7 @@ from shoal.serving import (
     ExportMode,
     PredictRequest,
     PredictResponse,
+    PrometheusSink,
     RemotePredictHelper,
     StatusError,
     enter_export_mode,
@@ -225,6 +226,18 @@ def test_metrics_and_the_asynchronous_variant(recorders, metrics):
 
 
 # --- the address table ------------------------------------------------------------------------------------------------
+
+
+def test_a_metric_that_somebody_else_has_is_not_kept_and_fails_nothing():
+    import prometheus_client
+
+    registry = prometheus_client.CollectorRegistry()
+    one, two = PrometheusSink(registry), PrometheusSink(registry)
+    one.emit_counter("serving_thing", 1, "a=b")
+    two.emit_counter("serving_thing", 5, "a=b")
+    two.emit_store("serving.other", 7, "a=b|c=d")
+    assert registry.get_sample_value("serving_thing_total", {"a": "b"}) == 1
+    assert registry.get_sample_value("serving_other", {"a": "b", "c": "d"}) == 7
 
 
 def test_api_version_follows_from_the_keys():

@@ -5,11 +5,13 @@ import http.client
 import json
 import re
 import shutil
+import socket
 import subprocess
 
 import pytest
 import torch
 
+from shoal.errors import ConfigError
 from shoal.serving import Feature, ModelExporter, ModelServer, ModelServerConfig, gen_model_config
 from shoal.table import test_hash_table
 
@@ -138,6 +140,8 @@ def test_status_and_metadata(served):
         ("/v1/models/m:predict", {"instances": [1], "inputs": {}}, 400, "either instances"),
         ("/v1/models/m:predict", {"inputs": {"user": [[1]]}}, 400, "price"),
         ("/v1/models/m:predict", {"inputs": {"user": [["x"]], "price": [[1, 2]]}}, 400, "user"),
+        ("/v1/models/m:predict", {"inputs": {"user": [[1.5]], "price": [[1, 2]]}}, 400, "fraction"),
+        ("/v1/models/m:predict", {"inputs": {"user": [[2**63]], "price": [[1, 2]]}}, 400, "user"),
         (
             "/v1/models/m:predict",
             {"inputs": {"user": [[1], [1, 2]], "price": [[1, 2]]}},
@@ -168,6 +172,20 @@ def test_bodies_are_bounded_also_when_packed(served):
     assert ask(served, "/v1/models/m:predict", raw=b"x", headers={"Content-Encoding": "br"})[0] == 400
     deep = b"[" * 50_000
     assert ask(served, "/v1/models/m:predict", raw=deep)[0] == 400
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_both_ports_listen_on_ipv6_too():
+    try:
+        server = ModelServer("[::1]:0", "[::1]:0").start()
+    except ConfigError:
+        pytest.skip("no IPv6 loopback here")
+    assert server.address == f"[::1]:{server.port}"
+    connection = http.client.HTTPConnection("::1", server.rest_port, timeout=10)
+    connection.request("GET", "/healthz")
+    assert connection.getresponse().read() == b"ok\n"
+    connection.close()
+    server.stop(0)
 
 
 def test_metrics_and_health(served):

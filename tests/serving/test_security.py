@@ -25,8 +25,7 @@ from shoal.serving import (
     set_address_table,
     set_client_security,
 )
-from shoal.serving.rest import token_file
-from shoal.serving.security import is_loopback
+from shoal.serving.security import is_loopback, token_file
 from shoal.table import test_hash_table
 
 

@@ -27,6 +27,7 @@ from shoal.serving import (
     enter_export_mode,
     parameter_sync_client_from_config,
 )
+from shoal.serving.touched import TouchedPairs
 from shoal.table import (
     CombineAsSegment,
     CuckooEmbeddingHashTableConfig,
@@ -319,13 +320,21 @@ def test_marking_from_many_threads_during_rounds_loses_nothing(server):
 
 
 def test_overflow_is_counted(metrics, server):
-    from shoal.serving.touched import TouchedPairs
-
     pairs = TouchedPairs("c", capacity=5)
     assert pairs.keys.insert(list(range(10, 19)), 0) == 6
     groups, _ = pairs.steal()
     assert sorted(groups[0].tolist()) == [16, 17, 18]
     assert metrics.counters == [("touched_key_set_dropped", 6, "name=c")]
+
+
+def test_overflow_is_counted_while_there_is_no_target(metrics):
+    handle = parameter_sync_client_from_config()
+    handle.touched = TouchedPairs("c", capacity=5)
+    table = test_hash_table(1, sync_client=handle)
+    step(table, list(range(8)))
+    assert sync(handle, ClientConfig()) == {}
+    assert metrics.counters == [("touched_key_set_dropped", 6, "name=c")]
+    assert handle.waiting() == {"": 2}
 
 
 def test_a_set_of_its_own_counts_what_it_drops_too(metrics):

@@ -124,6 +124,18 @@ def test_a_trainer_whose_session_is_lost_goes_on(backends):
     eventually(lambda: trainer.get_sync_targets("ps_0")[1] == [], 15)
 
 
+def test_a_backend_can_be_stopped_and_started_again(backends):
+    backend = backends()
+    models = {SavedModel("m", "ps_0")}
+    backend.subscribe_model("m")
+    for port in (1, 2):
+        backend.report_service_info(CONTAINER, info(port))
+        backend.sync_available_saved_models(CONTAINER, models)
+        eventually(lambda port=port: backend.get_sync_targets("ps_0")[1] == [f"10.0.0.1:{port}"])
+        backend.stop()
+        backend.start()
+
+
 def test_a_restart_for_the_trainers_sake_writes_the_containers_bindings_again():
     zk = FakeKazooClient()
     backend = ZKBackend("b", zk_client=zk)

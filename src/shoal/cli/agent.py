@@ -89,22 +89,23 @@ def _operate(options: Options, config, backend) -> int:
 def _unified(options: Options, config, stop: threading.Event) -> int:
     from shoal.serving.addresses import AgentHeartbeat, set_address_table
     from shoal.serving.agent import UnifiedAgent
+    from shoal.serving.net_utils import concat_ip_and_port
     from shoal.serving.server import ModelServer
     from shoal.serving.zk_backend import ZKBackend
 
     security = options.security.build()
     server = ModelServer(
-        f"{options.host}:{config.tfs_port_grpc}",
-        f"{options.host}:{config.tfs_port_http}",
+        concat_ip_and_port(options.host, config.tfs_port_grpc),
+        concat_ip_and_port(options.host, config.tfs_port_http),
         poll_wait_seconds=config.file_system_poll_wait_seconds,
         security=security,
     ).start()
     backend = ZKBackend(config.bzid, config.zk_servers)
     agent = UnifiedAgent(
-        config, backend, server, agent_address=f"{options.host}:{config.agent_port}", security=security
+        config, backend, server, agent_address=concat_ip_and_port(options.host, config.agent_port), security=security
     )
     agent.start()
-    heartbeat = AgentHeartbeat(f"{options.host}:{agent.agent_port}")
+    heartbeat = AgentHeartbeat(concat_ip_and_port(options.host, agent.agent_port))
     set_address_table(heartbeat)
     ready = {
         "grpc": server.port,
@@ -123,6 +124,7 @@ def _unified(options: Options, config, stop: threading.Event) -> int:
 
 
 def _one_model(options: Options, config, stop: threading.Event) -> int:
+    from shoal.serving.net_utils import concat_ip_and_port
     from shoal.serving.serving_agent import ServingAgent
     from shoal.serving.zk_types import make_zk_client
 
@@ -131,7 +133,7 @@ def _one_model(options: Options, config, stop: threading.Event) -> int:
     zk = make_zk_client(config.zk_servers)
     zk.start()
     try:
-        agent = ServingAgent(config, zk, agent_address=f"{options.host}:{config.agent_port}")
+        agent = ServingAgent(config, zk, agent_address=concat_ip_and_port(options.host, config.agent_port))
         print(
             json.dumps({"agent": config.agent_port}) if options.json else f"agent on port {config.agent_port}",
             flush=True,
@@ -139,3 +141,4 @@ def _one_model(options: Options, config, stop: threading.Event) -> int:
         return agent.run(stop)
     finally:
         zk.stop()
+        zk.close()

@@ -22,8 +22,7 @@ class ServeSecurity:
     """Listen off loopback without TLS or tokens all the same."""
 
     def build(self):
-        from shoal.serving.rest import token_file
-        from shoal.serving.security import ServerSecurity
+        from shoal.serving.security import ServerSecurity, token_file
 
         return ServerSecurity(
             certificate=self.tls_cert,

@@ -77,6 +77,7 @@ def serve(options: Options) -> int:
     import torch
 
     from shoal import set_num_threads
+    from shoal.serving.net_utils import concat_ip_and_port
     from shoal.serving.process import tune_server_process
     from shoal.serving.server import ModelServer
 
@@ -92,8 +93,8 @@ def serve(options: Options) -> int:
         raise ConfigError(f"{root} is no directory; give the folder that exports were written to")
     config, names, bindings = models_of(options)
     server = ModelServer(
-        f"{options.host}:{options.port}",
-        f"{options.host}:{options.rest_port}" if options.rest_port >= 0 else None,
+        concat_ip_and_port(options.host, options.port),
+        concat_ip_and_port(options.host, options.rest_port) if options.rest_port >= 0 else None,
         config,
         options.poll_seconds,
         security=options.security.build(),
@@ -111,8 +112,8 @@ def serve(options: Options) -> int:
     server.start()
     registration = _register(options, server, bindings) if options.registry else None
     ready = {
-        "grpc": f"{options.host}:{server.port}",
-        "rest": f"{options.host}:{server.rest_port}" if server.rest_port else None,
+        "grpc": server.address,
+        "rest": concat_ip_and_port(options.host, server.rest_port) if server.rest_port else None,
         "models": sorted(model.name for model in server.models()),
     }
     print(json.dumps(ready) if options.json else _text(ready), flush=True)
@@ -208,7 +209,7 @@ def _route(options: Options, server: Any, config: Any) -> None:
     if options.agent_port is not None:
         set_address_table(AgentHeartbeat(f"localhost:{options.agent_port}"))
         return
-    own = f"127.0.0.1:{server.port}" if options.host in ("0.0.0.0", "::") else f"{options.host}:{server.port}"
+    own = {"0.0.0.0": f"127.0.0.1:{server.port}", "::": f"[::1]:{server.port}"}.get(options.host, server.address)
     set_address_table({each.name: [own] for each in config.model_config_list.config})
 
 
@@ -216,16 +217,14 @@ class _Registration:
     """This server in a registry: its address, and which models it can answer for."""
 
     def __init__(self, options: Options, server: Any, bindings: list[tuple[str, str, str]]) -> None:
-        from shoal.serving.net_utils import get_local_server_addr
+        from shoal.serving.net_utils import concat_ip_and_port, get_local_server_addr
         from shoal.serving.records import Container
         from shoal.serving.zk_backend import ZKBackend
 
         self._server, self._bindings = server, bindings
-        own = f"{options.host}:{server.port}"
-        if options.host in ("0.0.0.0", "[::]", "::"):
-            own = get_local_server_addr(server.port)
+        own = get_local_server_addr(server.port) if options.host in ("0.0.0.0", "::") else server.address
         self._address = options.advertise or own
-        self._rest = f"{options.host}:{server.rest_port}" if server.rest_port else None
+        self._rest = concat_ip_and_port(options.host, server.rest_port) if server.rest_port else None
         self._container = Container("shoal", self._address)
         self._backend = ZKBackend(options.bzid, options.registry)
         self._backend.start()

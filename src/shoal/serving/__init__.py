@@ -84,6 +84,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "shoal.serving.records": ("Container", "ContainerServiceInfo", "SavedModel", "SavedModelDeployConfig"),
     "shoal.serving.remote": ("remote_predict", "remote_predict_async", "remote_predict_with_status"),
     "shoal.serving.remote_helper": ("RemotePredictHelper",),
+    "shoal.serving.replica_manager": ("ReplicaManager", "ZKListener"),
     "shoal.serving.replica_meta": (
         "ModelMeta",
         "ModelState",
@@ -93,7 +94,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "ResourceSpec",
         "ZKPath",
     ),
-    "shoal.serving.replica_updater": ("ReplicaManager", "ReplicaUpdater", "ZKListener", "choose_version_status"),
+    "shoal.serving.replica_updater": ("ReplicaUpdater", "choose_version_status"),
     "shoal.serving.replica_watcher": ("ReplicaWatcher",),
     "shoal.serving.retention": (
         "delete_old_exports",

@@ -15,7 +15,9 @@ from shoal.serving.export_tables import export_ps, export_tables, manifest_of
 from shoal.serving.manifest import SignatureSpec, TableSpec
 from shoal.serving.program import REMOTE_NET, Feature
 from shoal.serving.retention import add_export, delete_old_exports
-from shoal.serving.servable import Servable, TableView, as_views, table_signatures
+from shoal.serving.servable import Servable
+from shoal.serving.table_signatures import table_signatures
+from shoal.serving.table_view import TableView, as_views
 from shoal.table.export_mode import ExportMode
 from shoal.table.messages import FloatCompressorConfig
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from shoal.serving.export_plan import write_atomically
 from shoal.serving.manifest import Manifest, SignatureSpec, TableSpec
-from shoal.serving.servable import Servable, TableView, as_views, table_signatures
+from shoal.serving.servable import Servable
+from shoal.serving.table_signatures import table_signatures
+from shoal.serving.table_view import TableView, as_views
 from shoal.table.messages import EmbeddingHashTableConfig, EntryConfig, FloatCompressorConfig
 
 

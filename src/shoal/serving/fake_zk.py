@@ -57,6 +57,7 @@ class FakeTree:
         self.data_watches: list[_Watch] = []
         self.child_watches: list[_Watch] = []
         self.counters: dict[str, itertools.count] = {}
+        self.elections: dict[str, threading.Lock] = {}
         self.sessions = itertools.count(1)
 
     def children(self, path: str) -> list[str]:
@@ -306,11 +307,9 @@ class FakeKazooClient(StateListeners):
 class FakeElection:
     """One leader per path and tree."""
 
-    _locks: dict[tuple[int, str], threading.Lock] = {}
-
     def __init__(self, client: FakeKazooClient, path: str, identifier: str | None = None) -> None:
         self.path, self.identifier = path, identifier
-        self._lock = self._locks.setdefault((id(client.tree), path), threading.Lock())
+        self._lock = client.tree.elections.setdefault(normal(path), threading.Lock())
         self._cancelled = False
 
     def run(self, func: Callable, *args: Any, **kwargs: Any) -> None:

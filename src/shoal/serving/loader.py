@@ -7,7 +7,9 @@ from pathlib import Path
 from shoal.errors import DataError
 from shoal.serving.manifest import Manifest, TableSpec, inside
 from shoal.serving.program import load_program
-from shoal.serving.servable import Servable, TableView, table_signatures
+from shoal.serving.servable import Servable
+from shoal.serving.table_signatures import table_signatures
+from shoal.serving.table_view import TableView
 from shoal.table import HashTable, HashTableConfigInstance
 from shoal.table.messages import EmbeddingHashTableConfig
 from shoal.table.multi import MultiHashTable, convert_to_cached_config

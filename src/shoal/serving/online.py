@@ -86,7 +86,8 @@ class _WatcherBackend(SyncBackend):
     """The replica watcher's wrapper together with the client that it made."""
 
     def __init__(self, config: OnlineTrainingConfig, zk_client: Any) -> None:
-        self._zk = zk_client
+        self._owns_client = zk_client is None
+        self._zk = zk_client = make_zk_client(config.zk_server) if zk_client is None else zk_client
         agent = AgentConfig(
             bzid=config.bzid,
             base_name=config.base_name,
@@ -111,13 +112,15 @@ class _WatcherBackend(SyncBackend):
     def stop(self) -> None:
         self._wrapper.stop()
         self._zk.stop()
+        if self._owns_client:
+            self._zk.close()
 
 
 def create_sync_backend(config: OnlineTrainingConfig, zk_client: Any = None) -> SyncBackend:
     """The backend that a configuration asks for; start it, then subscribe its model."""
     if config.unified_serving:
         return ZKBackend(str(config.bzid), config.zk_server, zk_client)
-    return _WatcherBackend(config, zk_client if zk_client is not None else make_zk_client(config.zk_server))
+    return _WatcherBackend(config, zk_client)
 
 
 class SyncLoop:

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from shoal.errors import ConfigError, DataError
 from shoal.serving.manifest import SignatureSpec, inside
 from shoal.serving.remote import remote_predict
-from shoal.serving.servable import Signature, TableView, Tensors
+from shoal.serving.servable import Signature, Tensors
+from shoal.serving.table_view import TableView
 from shoal.serving.tensors import dtype_code, torch_dtype
 
 COMBINERS = ("sum", "mean", "none")

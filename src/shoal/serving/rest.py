@@ -1,29 +1,24 @@
 """TF-Serving's REST form, metrics, health and the status page, over plain HTTP or TLS."""
 
-import base64
-import binascii
 import json
 import logging
 import re
+import socket
 import ssl
 import threading
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from google.protobuf import json_format
 
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
-from shoal.serving.net_utils import split_address
+from shoal.serving.net_utils import is_ipv6_address, split_address
 from shoal.serving.predict import Asked
-from shoal.serving.servable import Tensors
+from shoal.serving.rest_json import columns_of, plain, tensors_of
 from shoal.serving.status import Code, StatusError, invalid_argument, not_found, unavailable
 from shoal.serving.status_page import PAGE, metrics_text, snapshot
-from shoal.serving.tensors import dtype_code, torch_dtype
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +45,7 @@ class RestServer:
         host, port = split_address(address)
         handler = type("Handler", (_Handler,), {"owner": server})
         try:
-            self._http = _Http((host, port), handler)
+            self._http = (_Http6 if is_ipv6_address(host) else _Http)((host, port), handler)
         except OSError as error:
             raise ConfigError(f"cannot listen on {address}: {error.strerror}") from None
         if server.security.certificate is not None:
@@ -79,6 +74,10 @@ class _Http(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a connection from %s ended badly", client_address, exc_info=True)
+
+
+class _Http6(_Http):
+    address_family = socket.AF_INET6
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -212,11 +211,11 @@ class _Handler(BaseHTTPRequestHandler):
             wanted = servable.signatures.get(spec.signature_name or "serving_default") if servable else None
         specs = wanted.spec.inputs if wanted is not None else {}
         rows = "instances" in request
-        columns = _columns(request["instances"]) if rows else request["inputs"]
+        columns = columns_of(request["instances"]) if rows else request["inputs"]
         if not isinstance(columns, dict):  # the only input need not be named
             columns = {next(iter(specs), ""): columns} if len(specs) == 1 else {"": columns}
-        _, outputs = self.owner.predict(Asked(spec, lambda: _tensors(columns, specs), [], identity))
-        values = {alias: _plain(value) for alias, value in outputs.items()}
+        _, outputs = self.owner.predict(Asked(spec, lambda: tensors_of(columns, specs), [], identity))
+        values = {alias: plain(value) for alias, value in outputs.items()}
         only = len(values) == 1
         if not rows:
             return "application/json", json.dumps({"outputs": next(iter(values.values())) if only else values}).encode()
@@ -242,84 +241,3 @@ class _Handler(BaseHTTPRequestHandler):
         elif found["label"]:
             spec.version_label = found["label"]
         return spec, found["what"] or ""
-
-
-def _columns(instances: Any) -> Any:
-    if not isinstance(instances, list) or not instances:
-        raise invalid_argument("instances is a list of at least one row")
-    if not all(isinstance(row, dict) and not _is_b64(row) for row in instances):
-        return instances
-    names = instances[0].keys()
-    if any(row.keys() != names for row in instances):
-        raise invalid_argument("every instance must have the same keys")
-    return {name: [row[name] for row in instances] for name in names}
-
-
-def _is_b64(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"b64"}
-
-
-def _tensors(columns: dict[str, Any], specs: dict[str, Any]) -> Tensors:
-    tensors: Tensors = {}
-    for alias, value in columns.items():
-        spec = specs.get(alias)
-        try:
-            if spec is not None and spec.dtype == "string":
-                tensors[alias] = np.array(_strings(value), dtype=object)
-            elif spec is not None:
-                value = _filled(value, spec.padding) if len(spec.shape or ()) == 2 else value
-                tensors[alias] = torch.tensor(value, dtype=torch_dtype(dtype_code(spec.dtype)))
-            else:
-                tensors[alias] = torch.empty(0)  # refused by name when inputs are checked
-        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-            raise DataError(f"input {alias!r} is not a {spec.dtype if spec else ''} tensor: {error}") from None
-    return tensors
-
-
-def _filled(rows: Any, padding: int | None) -> Any:
-    """Rows of one length: short ones are filled up with the id that stands for nothing."""
-    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        return rows
-    lengths = {len(row) for row in rows}
-    if len(lengths) <= 1:
-        return rows
-    if padding is None:
-        raise ValueError(
-            f"rows have {min(lengths)} to {max(lengths)} values; fill them up to one length, or export ids with "
-            "Feature(padding=ID) to have that done here"
-        )
-    return [[*row, *[padding] * (max(lengths) - len(row))] for row in rows]
-
-
-def _strings(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_strings(each) for each in value]
-    if _is_b64(value):
-        try:
-            return base64.b64decode(value["b64"], validate=True)
-        except (binascii.Error, TypeError) as error:
-            raise ValueError(f"b64 text is broken: {error}") from None
-    if isinstance(value, str):
-        return value.encode()
-    raise TypeError(f"{type(value).__name__} is not a string")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, np.ndarray):
-        return [_plain(each) for each in value] if value.ndim else _plain(value.item())
-    return {"b64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
-
-
-def token_file(path: Path) -> dict[str, str]:
-    """identity -> token from lines ``identity token``; the file should be readable by its owner only."""
-    tokens = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        parts = line.split()
-        if not parts or parts[0].startswith("#"):
-            continue
-        if len(parts) != 2:
-            raise ConfigError(f"{path}:{number}: a line is 'identity token'")
-        tokens[parts[0]] = parts[1]
-    return tokens

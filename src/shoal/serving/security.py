@@ -183,3 +183,16 @@ def bind(server: Any, address: str, security: ServerSecurity) -> int:
     if not port:
         raise ConfigError(f"cannot listen on {address}: the address is in use or not of this machine")
     return port
+
+
+def token_file(path: Path) -> dict[str, str]:
+    """identity -> token from lines ``identity token``; the file should be readable by its owner only."""
+    tokens = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        parts = line.split()
+        if not parts or parts[0].startswith("#"):
+            continue
+        if len(parts) != 2:
+            raise ConfigError(f"{path}:{number}: a line is 'identity token'")
+        tokens[parts[0]] = parts[1]
+    return tokens

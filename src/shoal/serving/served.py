@@ -13,8 +13,9 @@ from shoal.proto.serving.tf_serving_pb2 import (
     ModelSpec,
     SignatureDefMap,
 )
-from shoal.serving.servable import Servable, Signature, live_servable
+from shoal.serving.servable import Servable, Signature
 from shoal.serving.status import not_found
+from shoal.serving.table_signatures import live_servable
 from shoal.serving.tensors import dtype_code
 from shoal.serving.versions import Model, check_base_path
 

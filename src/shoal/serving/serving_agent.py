@@ -14,7 +14,8 @@ from shoal.serving.agent_config import AgentConfig, DeployType
 from shoal.serving.agent_service import AgentService
 from shoal.serving.agent_utils import parse_sub_model_name
 from shoal.serving.net_utils import find_free_port, is_open
-from shoal.serving.replica_updater import ReplicaManager, ReplicaUpdater, ZKListener
+from shoal.serving.replica_manager import ReplicaManager, ZKListener
+from shoal.serving.replica_updater import ReplicaUpdater
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def dense_configs(config: AgentConfig) -> list[AgentConfig]:
     made = []
     for index in range(count):
         replica = config.replica_id if config.replica_id in (None, -1) else config.replica_id * count + index
-        ports = {name: find_free_port() for name in names} if index else {}
+        ports: dict[str, Any] = {name: find_free_port() for name in names} if index else {}
         made.append(replace(config, deploy_type="dense", stand_alone_serving=False, replica_id=replica, **ports))
     return made
 

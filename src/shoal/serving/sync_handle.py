@@ -164,6 +164,7 @@ class SyncClientHandle:
             targets = self.manager.targets
             self._forget_all_but(targets)
             if not targets:
+                self.touched.keys.report_dropped()
                 self._seen.clear()
                 return PushResult()
             groups, oldest = self.touched.steal()

@@ -236,7 +236,7 @@ def shared_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _from_content(kind: _Kind, content: memoryview, shape: list[int], count: int) -> np.ndarray:
+def _from_content(kind: _Kind, content: memoryview | bytes, shape: list[int], count: int) -> np.ndarray:
     need = count * np.dtype(kind.bits).itemsize
     if len(content) != need:
         raise DataError(f"tensor_content has {len(content)} bytes; shape {list(shape)} of {kind.name} needs {need}")
@@ -283,7 +283,7 @@ def _string_array(shape: tuple, count: int, values: list[bytes]) -> np.ndarray:
     return array.reshape(shape)
 
 
-def _split_strings(content: memoryview, count: int) -> list[bytes]:
+def _split_strings(content: memoryview | bytes, count: int) -> list[bytes]:
     """TensorFlow's packed form of strings: all lengths as varints, then all bytes."""
     at, sizes = 0, []
     for _ in range(count):

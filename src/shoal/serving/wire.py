@@ -24,7 +24,7 @@ def field(number: int, payload: bytes | memoryview) -> bytes:
     return b"".join((varint(number << 3 | 2), varint(len(payload)), payload))
 
 
-def read_varint(data: memoryview, at: int) -> tuple[int, int]:
+def read_varint(data: memoryview | bytes, at: int) -> tuple[int, int]:
     """(value, position after it); an unsigned 64-bit value."""
     value = shift = 0
     while True:

@@ -25,7 +25,8 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
 
     def __init__(self, bzid: str, zk_servers: str | None = None, zk_client: Any = None) -> None:
         self.bzid = bzid
-        self._zk = zk_client if zk_client is not None else make_zk_client(zk_servers)
+        self._owns_client = zk_client is None
+        self._zk = make_zk_client(zk_servers) if zk_client is None else zk_client
         self._lock = threading.RLock()
         self._restarting = threading.Lock()
         self._lost = threading.Event()
@@ -46,6 +47,12 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
     def stop(self) -> None:
         self._zk.remove_listener(self._on_state)
         self._zk.stop()
+        if self._owns_client:
+            self._zk.close()
+        with self._lock:  # the nodes of this session are gone; a second start writes them again
+            self._available = set()
+        self._own.clear()
+        self._lost.clear()
 
     def _on_state(self, state: str) -> None:
         if state == KazooState.LOST:
