@@ -18,6 +18,7 @@ from shoal.table import (
     HashTable,
     MergedMultiTypeHashTable,
     MultiTypeHashTable,
+    OneBitCompressor,
     RandomUniformInitializer,
     SgdOptimizer,
     SlotOccurrenceThresholdConfig,
@@ -359,3 +360,26 @@ def test_tables_of_several_kinds_by_slot(device):
         here, there = (t.lookup({s: asked.to(d) for s in "abc"}) for t, d in zip(tables, ("cpu", device), strict=True))
         for slot in slots:
             torch.testing.assert_close(there[slot].cpu(), here[slot])
+
+
+def test_a_batch_that_is_kept_out_or_refused_leaves_scales_noise_and_filter_alone(device):
+    def make(on):
+        thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=1)
+        made = config([(2, ZerosInitializer(), SgdOptimizer(), OneBitCompressor())], [1.0])
+        counts = create_hash_filter(1000, 7, thresholds.SerializeToString())
+        return HashTable.from_config(made, name="t", hash_filter=counts, seed=1, device=on)
+
+    bad, good = torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2)
+    for table, at in ((make("cpu"), "cpu"), (make("cuda"), device)):
+        before = table._host.scales()
+        one = torch.tensor([1], device=at)
+        with pytest.raises(ConfigError, match="nothing was applied"):
+            table.apply_gradients(one, bad.to(at), 600).as_op()
+        table.apply_gradients(one, good.to(at), 600)  # the first that counts: it is kept out
+        assert table.size() == 0
+        assert table._host.scales() == before
+        assert table._host.calls() == 0
+        table.apply_gradients(one, good.to(at), 600)
+        assert table.size() == 1
+        assert table._host.scales() != before
+        assert table._host.calls() == 1

@@ -69,6 +69,8 @@ class CudaHashTable(HashTable):
         self.device = as_device(device, self.name)
         self.deterministic = deterministic
         self._layout = row_layout(self.table_config)
+        self._seed = hash_id(self.seed + _GOLDEN)
+        self._rounds = any(s.native.stochastic_rounding for s in self._layout.segments)
         self._shared: Group | None = None
         self._making = threading.Lock()
         self._number = 0
@@ -301,7 +303,12 @@ class CudaHashTable(HashTable):
         drop = None
         if self.on_bad_gradient == "skip" or not judged:
             gate, drop = self._judge.judge(grads, self.dim_size, self.on_bad_gradient)
+            if self._host.has_filter():  # which counts: what is refused must not be asked about
+                self._judge.check(wait=True)
         drop = self._filtered(ids, dedup=dedup, remember=False, skip=drop)
+        if drop is not None and self._host.has_filter() and bool((drop != 0).all()):
+            self._host.raise_max_update_time(seconds)
+            return
         rows = self._insert(ids, time=seconds, drop=drop, gate=gate)
         self._host.raise_max_update_time(seconds)
         if ids.numel() == 0:
@@ -316,11 +323,8 @@ class CudaHashTable(HashTable):
     def _update(self, rates: Sequence[Sequence[float]], step: int) -> Update:
         calls = self._host.calls()
         self._host.set_calls(calls + 1)
-        return Update(rates, self._host.scales(), step, hash_id(self._seed + calls), self._seed)
-
-    @property
-    def _seed(self) -> int:
-        return hash_id(self.seed + _GOLDEN)
+        noise = hash_id(self._seed + calls) if self._rounds else 0
+        return Update(rates, self._host.scales(), step, noise, self._seed)
 
     def _move_scales(self, step: int) -> None:
         """`Table::update_scales` of the native core."""
