@@ -27,7 +27,7 @@ from shoal.table import (
     create_hash_filter,
     fused_apply_gradient,
 )
-from shoal.table.cuda.group import stash_cells
+from shoal.table.cuda.group import most_slots, stash_cells
 
 
 def test_worked_example(device):
@@ -383,3 +383,34 @@ def test_a_batch_that_is_kept_out_or_refused_leaves_scales_noise_and_filter_alon
         assert table.size() == 1
         assert table._host.scales() != before
         assert table._host.calls() == 1
+
+
+@pytest.mark.parametrize("tables", [1, 2, 10, 64, 65, 1000, 4000])
+def test_the_addresses_of_any_number_of_tables_fit(tables):
+    slots, cells = most_slots(tables)
+    assert tables * (12 * slots + 12 * cells) <= 1 << 44  # of 2**47 that there are
+    assert cells >= stash_cells(slots // 8)
+    if tables <= 128:  # a table may have all rows that a group can
+        buckets = 1 << ((1 << 30) * 4 // 3 // 8 - 1).bit_length()
+        assert slots >= (buckets + 1) * 8
+
+
+def test_the_last_rows_take_no_more_memory_than_they_need(device, monkeypatch):
+    if device.type == "cuda":
+        pytest.skip("a device grows by pages, which are larger than this table")
+    table = shoal.HashTable(2, optimizer="sgd", initializer="zeros", device="cuda")
+    words, asked = table._group.arena.words, []
+    stride, grow = table._group.layout.stride, words.grow
+
+    def nearly_full(part, elements):
+        asked.append(elements)
+        if elements > 700 * stride:
+            raise CapacityError("0 of 1 MiB free")
+        grow(part, elements)
+
+    monkeypatch.setattr(words, "grow", nearly_full)
+    for begin, count in ((0, 450), (600, 200)):  # then it would take as many again
+        ids = torch.arange(begin, begin + count, device=device)
+        table.assign(ids, torch.ones(count, 2, device=device))
+    assert len(table) == 650
+    assert max(asked) > 700 * stride
