@@ -206,7 +206,10 @@ class Mapped:
         if more <= 0:
             return
         if have + more > self._part_bytes:
-            raise CapacityError(f"one array of a GPU table holds {self._part_bytes >> 20} MiB at most")
+            raise CapacityError(
+                f"an array on {self._driver.device} has addresses for {self._part_bytes >> 20} MiB, {more >> 20} MiB "
+                "more are needed"
+            )
         address = self._base + part * self._part_bytes + have
         self._pages[part].append((address, more, self._driver.map(address, more)))
 
