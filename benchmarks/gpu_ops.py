@@ -323,7 +323,7 @@ def codec(bench: Bench) -> None:
     gradient = sets(lambda: torch.randn(4 * N, device=DEVICE))
     for k in (4 * N // 100, 4 * N // 10):
         bench.add(
-            f"top-{k * 100 // (4 * N)} % of 4 M values", lambda i, k=k: topk_indices(gradient(i), k),
+            f"top-{round(k * 100 / (4 * N))} % of 4 M values", lambda i, k=k: topk_indices(gradient(i), k),
             lambda i, k=k: topk_indices_reference(gradient(i), k), count=4 * N, unit="G/s", bytes_=16 * N,
         )  # fmt: skip
 

@@ -27,9 +27,8 @@ def kernels(package):
     return found
 
 
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize(("script", "package"), [("tables", "table/cuda"), ("ops", "ops/cuda")])
-def test_every_kernel_compiles_for_a_card_that_is_not_here(script, package):
+def run(script):
+    """What a script of the folder printed."""
     triton = pytest.importorskip("triton")
     if not (Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas").exists():
         pytest.skip("this Triton brings no assembler for NVIDIA cards")
@@ -43,4 +42,15 @@ def test_every_kernel_compiles_for_a_card_that_is_not_here(script, package):
         timeout=490,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert set(done.stdout.split()) == kernels(package)
+    return done.stdout
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("script", "package"), [("tables", "table/cuda"), ("ops", "ops/cuda")])
+def test_every_kernel_compiles_for_a_card_that_is_not_here(script, package):
+    assert set(run(script).split()) == kernels(package)
+
+
+@pytest.mark.timeout(500)
+def test_quick_launches_are_those_that_triton_would_make():
+    assert "again" in run("launches")

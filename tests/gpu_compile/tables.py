@@ -20,13 +20,13 @@ from shoal.table import (
     SgdOptimizer,
     StochasticRoundingFloat16OptimizerWrapper,
 )
-from shoal.table.cuda import backend, launch, table
+from shoal.table.cuda import backend, launch, stored
 from shoal.table.native import OPTIMIZERS
 
 launch.Bound.__call__ = lambda bound, programs, *arguments: offline.compile_only(
     bound._fn, arguments, **bound._constants, **bound._options
 )
-table.as_device = lambda device, name: torch.device("cpu")
+stored.as_device = lambda device, name: torch.device("cpu")
 assert not backend.interpreted()
 
 

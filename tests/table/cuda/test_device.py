@@ -7,7 +7,8 @@ import torch
 from gpu_tables import pair
 
 import shoal
-from shoal.errors import CapacityError
+from shoal.errors import CapacityError, ConfigError
+from shoal.table import TouchedKeySet, save_incremental
 
 
 def test_a_compiled_step_keeps_reads_and_writes_in_order(device):
@@ -140,3 +141,88 @@ def test_a_real_full_device_is_refused_and_harms_nothing():
     assert bool((table.lookup(ids) == 1).all())
     table.assign(ids + 5000, torch.ones(1000, 64, device="cuda"))
     assert table.size() == 2000
+
+
+@pytest.mark.gpu
+def test_a_new_id_in_every_block_at_once_loses_no_gradient():
+    """Programs that find it in its bucket before it has a row wait for the row, also when they know all other ids."""
+    table = shoal.HashTable(
+        1, optimizer=shoal.Sgd(lr=1.0), initializer="zeros", device="cuda", on_bad_gradient="ignore"
+    )
+    known = torch.randint(0, 1 << 60, (200_000,), device="cuda")
+    table.reserve(2_000_000).assign(known, torch.zeros(200_000, 1, device="cuda"))
+    grads = torch.ones(200_000, 1, device="cuda")
+    for round_ in range(20):
+        ids = known.clone()
+        new = (1 << 61) + round_
+        ids[::64] = new
+        table.apply_gradients(ids, grads, enable_dedup=True)
+        assert table.lookup(torch.tensor([new], device="cuda")).item() == -ids[::64].numel()
+
+
+@pytest.mark.gpu
+def test_a_sync_client_makes_no_write_wait():
+    table = shoal.HashTable(4, optimizer="sgd", device="cuda").reserve(100_000)
+    keys = TouchedKeySet(1 << 20)
+    table._set_touched(keys, 3)
+    ids, grads = torch.arange(1000, device="cuda"), torch.randn(1000, 4, device="cuda")
+    table.apply_gradients(ids, grads, enable_dedup=True)  # compiles
+    keys.steal()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
+        for i in range(5):
+            table.apply_gradients(ids + 100 * i, grads, enable_dedup=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sorted(keys.steal_pairs()[0].tolist()) == list(range(1400))
+    assert len(keys) == 0
+
+
+@pytest.mark.gpu
+def test_every_bad_gradient_is_told_of():
+    table = shoal.HashTable(2, optimizer="sgd", device="cuda")
+    ids, bad = torch.arange(3, device="cuda"), torch.full((3, 2), float("nan"), device="cuda")
+    good = torch.ones(3, 2, device="cuda")
+    torch.cuda._sleep(50_000_000)  # the host is far ahead
+    table.apply_gradients(ids, bad)
+    table.apply_gradients(ids, good)
+    with pytest.raises(ConfigError, match="nothing was applied"):
+        table.as_op()
+    assert table.size() == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tracked", [False, True])
+def test_increments_and_captured_graphs(tracked, tmp_path):
+    table = shoal.HashTable(2, optimizer="sgd", device="cuda", name="t", on_bad_gradient="ignore").reserve(1000)
+    ids, grads = torch.arange(8, device="cuda"), torch.ones(8, 2, device="cuda")
+    table.apply_gradients(ids, grads)
+    if tracked:
+        save_incremental(table, tmp_path)
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        table.apply_gradients(ids, grads)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        table.apply_gradients(ids, grads)
+    save_incremental(table, tmp_path)
+    ids.copy_(torch.arange(4, 12))
+    graph.replay()
+    delta = save_incremental(table, tmp_path)
+    assert (delta.kind, delta.rows) == (("delta", 8) if tracked else ("full", 12))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_table_works_on_its_own_device_whatever_the_current_one_is():
+    cpu, _ = pair(3, shoal.Adagrad(lr=0.1))
+    other = shoal.HashTable(3, optimizer=shoal.Adagrad(lr=0.1), seed=7, device="cuda:1")
+    ids, grads = torch.arange(100), torch.randn(100, 3)
+    cpu.apply_gradients(ids, grads)
+    other.apply_gradients(ids.to("cuda:1"), grads.to("cuda:1"))
+    assert torch.cuda.current_device() == 0
+    torch.testing.assert_close(other.lookup(ids.to("cuda:1")).cpu(), cpu.lookup(ids))

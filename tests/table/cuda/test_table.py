@@ -18,6 +18,7 @@ from shoal.table import (
     HashTable,
     MergedMultiTypeHashTable,
     MultiTypeHashTable,
+    OneBitCompressor,
     RandomUniformInitializer,
     SgdOptimizer,
     SlotOccurrenceThresholdConfig,
@@ -26,7 +27,7 @@ from shoal.table import (
     create_hash_filter,
     fused_apply_gradient,
 )
-from shoal.table.cuda.group import stash_cells
+from shoal.table.cuda.group import most_slots, stash_cells
 
 
 def test_worked_example(device):
@@ -359,3 +360,57 @@ def test_tables_of_several_kinds_by_slot(device):
         here, there = (t.lookup({s: asked.to(d) for s in "abc"}) for t, d in zip(tables, ("cpu", device), strict=True))
         for slot in slots:
             torch.testing.assert_close(there[slot].cpu(), here[slot])
+
+
+def test_a_batch_that_is_kept_out_or_refused_leaves_scales_noise_and_filter_alone(device):
+    def make(on):
+        thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=1)
+        made = config([(2, ZerosInitializer(), SgdOptimizer(), OneBitCompressor())], [1.0])
+        counts = create_hash_filter(1000, 7, thresholds.SerializeToString())
+        return HashTable.from_config(made, name="t", hash_filter=counts, seed=1, device=on)
+
+    bad, good = torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2)
+    for table, at in ((make("cpu"), "cpu"), (make("cuda"), device)):
+        before = table._host.scales()
+        one = torch.tensor([1], device=at)
+        with pytest.raises(ConfigError, match="nothing was applied"):
+            table.apply_gradients(one, bad.to(at), 600).as_op()
+        table.apply_gradients(one, good.to(at), 600)  # the first that counts: it is kept out
+        assert table.size() == 0
+        assert table._host.scales() == before
+        assert table._host.calls() == 0
+        table.apply_gradients(one, good.to(at), 600)
+        assert table.size() == 1
+        assert table._host.scales() != before
+        assert table._host.calls() == 1
+
+
+@pytest.mark.parametrize("tables", [1, 2, 10, 64, 65, 1000, 4000])
+def test_the_addresses_of_any_number_of_tables_fit(tables):
+    slots, cells = most_slots(tables)
+    assert tables * (12 * slots + 12 * cells) <= 1 << 44  # of 2**47 that there are
+    assert cells >= stash_cells(slots // 8)
+    if tables <= 128:  # a table may have all rows that a group can
+        buckets = 1 << ((1 << 30) * 4 // 3 // 8 - 1).bit_length()
+        assert slots >= (buckets + 1) * 8
+
+
+def test_the_last_rows_take_no_more_memory_than_they_need(device, monkeypatch):
+    if device.type == "cuda":
+        pytest.skip("a device grows by pages, which are larger than this table")
+    table = shoal.HashTable(2, optimizer="sgd", initializer="zeros", device="cuda")
+    words, asked = table._group.arena.words, []
+    stride, grow = table._group.layout.stride, words.grow
+
+    def nearly_full(part, elements):
+        asked.append(elements)
+        if elements > 700 * stride:
+            raise CapacityError("0 of 1 MiB free")
+        grow(part, elements)
+
+    monkeypatch.setattr(words, "grow", nearly_full)
+    for begin, count in ((0, 450), (600, 200)):  # then it would take as many again
+        ids = torch.arange(begin, begin + count, device=device)
+        table.assign(ids, torch.ones(count, 2, device=device))
+    assert len(table) == 650
+    assert max(asked) > 700 * stride

@@ -44,7 +44,7 @@ def _fused_rows(
     else:
         offset = tl.load(pointer(address, tl.int32) + row, mask=inside, other=0).to(tl.int64)
     bad = inside & ((offset < 0) | (offset + dim > size))
-    tl.atomic_max(flag + row * 0, (tables - table) * 4294967296 + 2147483647 - row, mask=bad)
+    tl.atomic_max(flag + row * 0, (tables - table) * 4294967296 + 2147483647 - row, mask=bad, sem="relaxed")
     inside = inside & (bad == 0)
     rows = pointer(tl.load(rows_at + table), ELEMENT)
     begin = dim * 0
@@ -95,7 +95,9 @@ def _fused_gather(
     else:
         offset = tl.load(pointer(address, tl.int32) + row, mask=inside, other=0).to(tl.int64)
     bad = inside & ((offset < 0) | (offset + dim > size))
-    tl.atomic_max(flag + f * 0, (tables - table) * 4294967296 + 2147483647 - row, mask=bad & (column == 0))
+    tl.atomic_max(
+        flag + f * 0, (tables - table) * 4294967296 + 2147483647 - row, mask=bad & (column == 0), sem="relaxed"
+    )
     inside = inside & (bad == 0)
     rows = pointer(tl.load(rows_at + table), ELEMENT)
     if BACK:

@@ -102,7 +102,7 @@ def _find(keys, slots, wanted, places, n, mask, flag, BLOCK: tl.constexpr):
         same = todo & (found >= 0) & (other == key)
         missing = todo & (found < 0)
         tl.store(places + o, found.to(tl.int64), mask=same | missing)
-        tl.atomic_max(flag + o * 0, n - o, mask=missing)
+        tl.atomic_max(flag + o * 0, n - o, mask=missing, sem="relaxed")
         todo = todo & (same == 0) & (missing == 0)
         at = tl.where(todo, (at + 1) & mask, at)
 

@@ -228,7 +228,7 @@ def _check_splits(splits, rows, length, flag, BLOCK: tl.constexpr):
     here = tl.load(splits + r, mask=inside, other=0)
     before = tl.load(splits + r - 1, mask=inside & (r > 0), other=0)
     bad = (here < before) | ((r == 0) & (here != 0)) | ((r == rows) & (here != length))
-    tl.atomic_max(flag + r * 0, rows + 1 - r, mask=inside & bad)
+    tl.atomic_max(flag + r * 0, rows + 1 - r, mask=inside & bad, sem="relaxed")
 
 
 def refuse_row_splits(splits: Tensor, length: int) -> None:

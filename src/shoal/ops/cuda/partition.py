@@ -57,7 +57,7 @@ def _count(parts_of, ranks, counts, flag, n, parts, tiles, WORDS: tl.constexpr, 
     inside = o < n
     part = tl.load(parts_of + o, mask=inside, other=0)
     bad = inside & ((part < 0) | (part >= parts))
-    tl.atomic_max(flag + o * 0, n - o, mask=bad)
+    tl.atomic_max(flag + o * 0, n - o, mask=bad, sem="relaxed")
     kept = inside & (bad == 0)
     rank = rank_in_tile(part.to(tl.int32), counts, kept, tile, tiles, parts, WORDS, TILE)
     tl.store(ranks + o, rank, mask=kept)

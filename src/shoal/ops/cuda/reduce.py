@@ -34,7 +34,7 @@ def _sum_by_index(
         inside = (i < n) & (r < RUN)
         at = tl.load(index + i * stride, mask=inside, other=-1)
         bad = inside & ((at < 0) | (at >= rows))
-        tl.atomic_max(flag + i * 0, n - i, mask=bad)
+        tl.atomic_max(flag + i * 0, n - i, mask=bad, sem="relaxed")
         at = tl.where(inside & (bad == 0), at, -1)
         row = tl.load(values + i[:, None] * d + c[None, :], mask=(at >= 0)[:, None] & real[None, :], other=0)
         if SQUARE:
@@ -81,7 +81,7 @@ def _gather_back(
     inside = i < n
     at = tl.load(index + i * stride, mask=inside, other=0)
     bad = inside & ((at < 0) | (at >= rows))
-    tl.atomic_max(flag + i * 0, n - i, mask=bad)
+    tl.atomic_max(flag + i * 0, n - i, mask=bad, sem="relaxed")
     good = (inside & (bad == 0))[:, None] & (c < d)[None, :]
     there = at[:, None] * d + c[None, :]
     here = i[:, None] * d + c[None, :]

@@ -53,7 +53,7 @@ def _rank(
     if GIVEN:
         shard = tl.load(shard_ids + o, mask=inside, other=0)
         bad = inside & ((shard < 0) | (shard >= shards))
-        tl.atomic_max(flag + o * 0, n - o, mask=bad)
+        tl.atomic_max(flag + o * 0, n - o, mask=bad, sem="relaxed")
         kept = kept & (bad == 0)
         shard = tl.where(bad, 0, shard)
     else:

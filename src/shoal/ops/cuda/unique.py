@@ -81,7 +81,7 @@ def _own(
     inside = e < n
     key = tl.load(pos + e, mask=inside, other=0)
     bad = inside & ((key < 0) | (key >= keys))
-    tl.atomic_max(flag + e * 0, n - e, mask=bad)
+    tl.atomic_max(flag + e * 0, n - e, mask=bad, sem="relaxed")
     tl.atomic_max(owner + key, e.to(tl.int32), mask=inside & (bad == 0), sem="relaxed")
 
 
@@ -108,7 +108,7 @@ def _pairs(
     offset = tl.load(offsets + j, mask=inside, other=0)
     good = (offset >= 0) & (offset + width <= size) & (start + width <= floats)
     if MODE == 0:
-        tl.atomic_max(winners + j * 0, n - j, mask=inside & (good == 0))
+        tl.atomic_max(winners + j * 0, n - j, mask=inside & (good == 0), sem="relaxed")
     else:
         inside = inside & good
         last = tl.max(tl.where(inside, width, 0), axis=0)

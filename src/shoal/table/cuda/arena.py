@@ -13,7 +13,7 @@ from shoal.table.cuda import serving_kernels as sk
 from shoal.table.cuda.index_kernels import ROW as _ROW
 from shoal.table.cuda.launch import cdiv, launch, power_of_2, signed
 from shoal.table.cuda.layout import RowLayout, Segment
-from shoal.table.cuda.memory import Store, make_store
+from shoal.table.cuda.memory import Store, make_store, most_words
 from shoal.table.cuda.shapes import row_shape
 
 MAX_ROWS = 1 << 30
@@ -27,8 +27,8 @@ class Arena:
         self.layout, self.device = layout, device
         self.room = 1
         """Rows there is memory for."""
-        self.words = make_store(1, torch.float32, device)
-        self.times = make_store(1, torch.int32, device)
+        self.words = make_store(1, torch.float32, device, min(MAX_ROWS * layout.stride, most_words(device)))
+        self.times = make_store(1, torch.int32, device, MAX_ROWS)
         self.epochs: Store | None = None
         self.timed = False
         """Whether any write so far had a time other than 0; until then no row's time is stored."""
@@ -56,7 +56,12 @@ class Arena:
         # As much again while that is little: taking pages costs the host time.
         more = min(self.room, (4 << 30) // (4 * self.layout.stride))
         wanted = min(MAX_ROWS, max(rows, self.room + max(more, self.room // 8)))
-        self.words.grow(0, wanted * self.layout.stride)
+        try:
+            self.words.grow(0, wanted * self.layout.stride)
+        except CapacityError:
+            if wanted == rows:
+                raise
+            self.words.grow(0, rows * self.layout.stride)  # the last ones: no more than it takes
         room = min(MAX_ROWS, self.words.size(0) // self.layout.stride)
         for store, used in ((self.times, self.timed), (self.epochs, self.tracked)):
             if used and store is not None:
@@ -81,7 +86,7 @@ class Arena:
     def track(self) -> None:
         """From now on writes leave their epoch; until now it is 0."""
         if not self.tracked:
-            self.epochs = self.epochs or make_store(1, torch.int32, self.device)
+            self.epochs = self.epochs or make_store(1, torch.int32, self.device, MAX_ROWS)
             self._zeros(self.epochs)
             self.tracked = True
 

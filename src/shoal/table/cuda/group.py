@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.errors import CapacityError, ConfigError
 from shoal.table.cuda import counts as c
 from shoal.table.cuda import index_kernels as ik
-from shoal.table.cuda.arena import Arena
+from shoal.table.cuda.arena import MAX_ROWS, Arena
 from shoal.table.cuda.backend import capturing, interpreted
 from shoal.table.cuda.counts import Counts
 from shoal.table.cuda.launch import cdiv, launch, power_of_2
@@ -43,11 +43,12 @@ class Group:
     def __init__(self, layout: RowLayout, device: torch.device, tables: int = 1) -> None:
         self.layout, self.device, self.tables = layout, device, tables
         self.salt = secrets.randbits(62) | 3
-        self.keys = make_store(tables, torch.int64, device)
-        self.rows = make_store(tables, torch.int32, device)
-        self.stash_keys = make_store(tables, torch.int64, device)
-        self.stash_rows = make_store(tables, torch.int32, device)
-        self.free_rows = make_store(1, torch.int32, device)
+        slots, cells = most_slots(tables)
+        self.keys = make_store(tables, torch.int64, device, slots)
+        self.rows = make_store(tables, torch.int32, device, slots)
+        self.stash_keys = make_store(tables, torch.int64, device, cells)
+        self.stash_rows = make_store(tables, torch.int32, device, cells)
+        self.free_rows = make_store(1, torch.int32, device, MAX_ROWS)
         self.arena = Arena(layout, device)
         self.counts = Counts(tables, device)
         self.spare = torch.zeros(1 << 16, dtype=torch.int64, device=device)
@@ -65,6 +66,9 @@ class Group:
         self._buckets = [0] * tables
         self._arguments: dict[int, Any] = {}
         self._start()
+        # Ids and their rows are found by one number.
+        assert self.keys.stride == self.rows.stride
+        assert self.stash_keys.stride == self.stash_rows.stride
 
     def __enter__(self) -> Group:
         """One call at a time, from any thread and stream: the stream waits for that of the call before.
@@ -425,6 +429,13 @@ class Group:
         self.epoch += 1
         self.counts.set(ik.EPOCH.value, self.epoch)
         return self.epoch
+
+
+def most_slots(tables: int) -> tuple[int, int]:
+    """Slots and cells of the stash that each of so many tables may ever have: those of `MAX_ROWS` ids, while addresses
+    of a group take an eighth of the 47 bits that there are."""
+    slots = min(4 * MAX_ROWS, max(1 << 26, (1 << 39) >> (tables - 1).bit_length()))
+    return slots, slots >> 3
 
 
 def stash_cells(buckets: int) -> int:

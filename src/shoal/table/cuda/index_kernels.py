@@ -173,7 +173,11 @@ def insert(
     TRACK: tl.constexpr,  # epoch: the same
     BLOCK: tl.constexpr,
 ):
-    """Rows of ids, -1 for one that is passed over; an id without a row gets one, marked FRESH where it was won."""
+    """Rows of ids, -1 for one that is passed over; an id without a row gets one, marked FRESH where it was won.
+
+    Atomics are relaxed, which costs no fence: each decides about one cell, whose content never changes again, and what
+    is written beside it is for later kernels.
+    """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
     id = tl.load(ids + o, mask=m, other=0)
@@ -215,7 +219,7 @@ def insert(
             # A lane with nothing to do compares a spare cell, which holds 0, with -1.
             cell = tl.where(todo, cell, spare + (o & 65535))
             wanted = tl.where(todo, tl.full([BLOCK], EMPTY, tl.int64), tl.full([BLOCK], -1, tl.int64))
-            old = tl.atomic_cas(cell, wanted, key)
+            old = tl.atomic_cas(cell, wanted, key, sem="relaxed")
             mine = todo & (old == EMPTY)
             same = todo & (old == key)
             done = mine | same
@@ -231,7 +235,7 @@ def insert(
             if GIVEN:
                 row = tl.where(won, tl.load(given + o, mask=won, other=-1), row)
             else:
-                begin = tl.atomic_add(state + TAKEN, count.to(tl.int64))
+                begin = tl.atomic_add(state + TAKEN, count.to(tl.int64), sem="relaxed")
                 rank = begin + tl.cumsum(won.to(tl.int32), axis=0) - 1
                 free_count = tl.load(state + FREE)
                 again = won & (rank < free_count)
@@ -240,20 +244,20 @@ def insert(
                 lost = won & (new >= tl.load(state + ROOM))
                 lost_count = tl.sum(lost.to(tl.int32), axis=0)
                 if lost_count > 0:
-                    tl.atomic_add(state + LOST, lost_count.to(tl.int64))
+                    tl.atomic_add(state + LOST, lost_count.to(tl.int64), sem="relaxed")
                 new = tl.where(lost, 0, new)  # row 0 is nobody's
                 row = tl.where(won, new.to(tl.int32), row)
                 if MULTI:
-                    tl.atomic_add(words + table * TABLE_WORDS + SIZE, 1, mask=won)
+                    tl.atomic_add(words + table * TABLE_WORDS + SIZE, 1, mask=won, sem="relaxed")
                 else:
-                    tl.atomic_add(words + SIZE, count.to(tl.int64))
+                    tl.atomic_add(words + SIZE, count.to(tl.int64), sem="relaxed")
             tl.store(rows + where, row, mask=won & (in_stash == 0))
             tl.store(stash_rows + where, row, mask=won & in_stash)
         # Ids that another program is about to give a row: it has the slot, so it will.
         wait = known & (row < 0)
         while tl.max(wait.to(tl.int32), axis=0) > 0:
             cell = tl.where(in_stash, stash_rows + where, rows + where)
-            seen = tl.atomic_add(cell, 0, mask=wait)
+            seen = tl.atomic_add(cell, 0, mask=wait, sem="relaxed")
             row = tl.where(wait, seen, row)
             wait = wait & (seen < 0)
     if GIVEN == 0:

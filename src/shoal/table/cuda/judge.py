@@ -17,7 +17,7 @@ class Judge:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
-        self._told: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._told: deque[tuple[Tensor, torch.cuda.Event, str]] = deque()
         self._skipped = 0
         self._skipped_there: Tensor | None = None
 
@@ -35,35 +35,28 @@ class Judge:
         self.tell(bad)
         return bad, None
 
-    def tell(self, bad: Tensor) -> None:
-        """Has the host told how many gradients are bad; `check` raises once it knows."""
+    def tell(self, bad: Tensor, whose: str | None = None) -> None:
+        """Has the host told how many gradients are bad, of this table or of others; `check` raises once it knows."""
+        whose = whose or f"table {self._name!r}"
         if self._device.type != "cuda":
-            if int(bad):
-                self._refuse(int(bad))
+            _refuse_if(int(bad), whose)
         elif not capturing(self._device):
             told = torch.empty(1, dtype=torch.int64, pin_memory=True)
             told.copy_(bad, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-            self._told.append((told, event))
+            self._told.append((told, event, whose))
 
     def check(self, wait: bool = False) -> None:
         """Raises for the gradients of a call before that turned out to be bad."""
         while self._told and not capturing(self._device):
-            told, event = self._told[0]
+            told, event, whose = self._told[0]
             if wait:
                 event.synchronize()
             elif not event.query():
                 return
             self._told.popleft()
-            if int(told):
-                self._refuse(int(told))
-
-    def _refuse(self, rows: int) -> None:
-        raise ConfigError(
-            f"table {self._name!r}: {rows} rows of the gradients hold NaN or infinity; nothing was applied. Clip them, "
-            "or set on_bad_gradient='skip'"
-        )
+            _refuse_if(int(told), whose)
 
     @property
     def skipped(self) -> int:
@@ -76,3 +69,11 @@ class Judge:
     @skipped.setter
     def skipped(self, count: int) -> None:
         self._skipped, self._skipped_there = count, None
+
+
+def _refuse_if(bad: int, whose: str) -> None:
+    if bad:
+        rows = "1 row of the gradients holds" if bad == 1 else f"{bad} rows of the gradients hold"
+        raise ConfigError(
+            f"{whose}: {rows} NaN or infinity; nothing was applied. Clip them, or set on_bad_gradient='skip'"
+        )

@@ -79,12 +79,11 @@ class Bound:
         run, function, metadata, kernel = made
         stream = torch._C._cuda_getCurrentRawStream(key & 0xFFFF)
         hooks = triton.knobs.runtime
-        enter, ordered, watched = hooks.launch_enter_hook, self._ordered, None
+        enter, leave = _listened(hooks.launch_enter_hook), _listened(hooks.launch_exit_hook)
+        ordered, watched = self._ordered, None
         if enter is not None:
             watched = kernel.launch_metadata((programs, 1, 1), stream, *arguments, *ordered)
-        run(
-            programs, 1, 1, stream, function, metadata, watched, enter, hooks.launch_exit_hook, *arguments, *ordered
-        )  # fmt: skip
+        run(programs, 1, 1, stream, function, metadata, watched, enter, leave, *arguments, *ordered)
 
     def _slowly(self, programs: int, arguments: tuple[Any, ...], key: int | None) -> None:
         """Through Triton, which compiles what is new; with a key, what it took is kept for the next time."""
@@ -92,6 +91,11 @@ class Bound:
         if key is not None:
             self._ordered = tuple(self._constants[name] for name in self._fn.arg_names[len(arguments) :])
             self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, kernel
+
+
+def _listened(hook: Any) -> Any:
+    """A hook, such as a profiler's; None when it is a chain of none, which would be called all the same."""
+    return hook if getattr(hook, "calls", True) else None
 
 
 def launch(fn: Any, programs: int, *arguments: Any, **constants: Any) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from shoal.errors import CapacityError
 
-_RESERVED = 1 << 36  # elements that a part has addresses for, the same for every type: more than any GPU has room for
 _OUT_OF_MEMORY = 2
 
 
@@ -169,12 +168,12 @@ class Mapped:
 
     _drivers: dict[torch.device, _Driver] = {}
 
-    def __init__(self, parts: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, parts: int, dtype: torch.dtype, device: torch.device, most: int) -> None:
         self._driver = self._drivers.setdefault(device, None) or _Driver(device)  # type: ignore[arg-type]
         self._drivers[device] = self._driver
         self._item = dtype.itemsize
         self._dtype = dtype
-        self._part_bytes = (_RESERVED >> 2 if parts > 1 else _RESERVED) * self._item
+        self._part_bytes = -(-most * self._item // self._driver.granularity) * self._driver.granularity
         self._base = self._driver.reserve(parts * self._part_bytes)
         self._pages: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
         self._finalizer = weakref.finalize(
@@ -207,7 +206,10 @@ class Mapped:
         if more <= 0:
             return
         if have + more > self._part_bytes:
-            raise CapacityError(f"one array of a GPU table holds {self._part_bytes >> 20} MiB at most")
+            raise CapacityError(
+                f"an array on {self._driver.device} has addresses for {self._part_bytes >> 20} MiB, {more >> 20} MiB "
+                "more are needed"
+            )
         address = self._base + part * self._part_bytes + have
         self._pages[part].append((address, more, self._driver.map(address, more)))
 
@@ -222,5 +224,11 @@ class Mapped:
         return sum(self._mapped(part) for part in range(len(self._pages)))
 
 
-def make_store(parts: int, dtype: torch.dtype, device: torch.device) -> Store:
-    return Mapped(parts, dtype, device) if device.type == "cuda" else Growing(parts, dtype, device)
+def most_words(device: torch.device) -> int:
+    """Words of 4 bytes that a device has memory for."""
+    return torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else 1 << 40
+
+
+def make_store(parts: int, dtype: torch.dtype, device: torch.device, most: int) -> Store:
+    """A store on a device. Each part can grow to ``most`` elements, for which addresses are taken now."""
+    return Mapped(parts, dtype, device, most) if device.type == "cuda" else Growing(parts, dtype, device)

@@ -245,7 +245,10 @@ def _gate(tables: Sequence[CudaHashTable], parts: Sequence[_Part], grads: Tensor
         for floats in [whole] if whole else itertools.compress(part.floats, wanted):
             bad = count_bad(grads[floats], dim, None, bad)
     if bad is not None:
-        tables[0]._judge.tell(bad)
+        names = [table.name for table in tables]
+        tables[0]._judge.tell(bad, f"fused tables {', '.join(names[:3])}{', ...' if names[3:] else ''}")
+        if any(table._host.has_filter() for table in tables):  # filters count: what is refused is not asked about
+            tables[0]._judge.check(wait=True)
     return bad
 
 

@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import CapacityError, ConfigError, UnsupportedError
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time
-from shoal.table.cuda import bridge, compiled
-from shoal.table.cuda.backend import as_device, capturing
-from shoal.table.cuda.changes import Changes
-from shoal.table.cuda.group import FRESH, ROW, Group
-from shoal.table.cuda.judge import Judge
-from shoal.table.cuda.layout import row_layout
-from shoal.table.cuda.marks import Marks
+from shoal.errors import UnsupportedError
+from shoal.table.arguments import as_int, as_time
+from shoal.table.cuda import bridge
+from shoal.table.cuda.backend import capturing
+from shoal.table.cuda.group import FRESH, ROW
+from shoal.table.cuda.stored import StoredTable, hash_id, in_turn
 from shoal.table.cuda.updates import Update, update_rows
 from shoal.table.table import HashTable
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 
-
-def hash_id(x: int) -> int:
-    """The hash of csrc/core/hash.h."""
-    x &= _MASK
-    for _ in range(2):
-        x ^= x >> 32
-        x = x * 0xD6E8FEB86659FD93 & _MASK
-    return x ^ x >> 32
-
-
-def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps other threads out of the table's group while a call enqueues its work."""
-
-    @functools.wraps(method)
-    def call(self: CudaHashTable, *args: Any, **kwargs: Any) -> Any:
-        with self._group:
-            return method(self, *args, **kwargs)
-
-    return call
-
-
-class CudaHashTable(HashTable):
+class CudaHashTable(StoredTable):
     """What ``HashTable(..., device="cuda")`` is: the same calls, on tensors of that device.
 
     Lookups, updates and inserts run on the current stream and do not wait for the device, as long as there is room for
@@ -62,81 +34,6 @@ class CudaHashTable(HashTable):
     ``deterministic``: the sums of equal ids' gradients are the same to the last bit in every run; without it their
     order may depend on where rows lie.
     """
-
-    # --- building -----------------------------------------------------------------------------------------------------
-
-    def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
-        self.device = as_device(device, self.name)
-        self.deterministic = deterministic
-        self._layout = row_layout(self.table_config)
-        self._shared: Group | None = None
-        self._making = threading.Lock()
-        self._number = 0
-        self._host = _core.Table(layout, self.seed)  # has no rows: the filter, the clock and the scales
-        self._marks: Marks | None = None
-        self._judge = Judge(self.name, self.device)
-        self._changes = Changes(self)
-        self._plans: dict[Any, Any] = {}
-        self._version = 0
-        self._walked: tuple[int, Tensor, Tensor] | None = None
-        self._handle = compiled.register(self)
-        self._token = torch.zeros(1, device=self.device)  # what orders calls inside compiled code
-        return self._host
-
-    on_gpu = True
-    grows = True
-    """Whether a call of several tables makes room for its ids first; a cache makes its own."""
-
-    @property
-    def _group(self) -> Group:
-        """Index and rows, made when they are first needed."""
-        if self._shared is None:
-            with self._making:
-                if self._shared is None:
-                    self._shared = Group(self._layout, self.device)
-        return self._shared
-
-    def join(self, group: Group, number: int) -> None:
-        """Makes this table, which has no rows yet, number ``number`` of a group."""
-        if self._shared is not None:
-            raise ConfigError(f"table {self.name!r} has rows of its own already")
-        self._shared, self._number = group, number
-
-    @property
-    def _native(self) -> _core.Table:  # type: ignore[bad-override]
-        raise UnsupportedError(f"table {self.name!r} is on {self.device}; this operation works on CPU tables")
-
-    def _set_touched(self, touched: Any, number: int) -> None:
-        self._marks = Marks(touched, number, self.device)
-
-    def _client_lookup(self, ids: Tensor) -> Tensor:
-        return self.lookup(ids.to(self.device)).cpu()
-
-    # --- arguments ----------------------------------------------------------------------------------------------------
-
-    def _ids(self, ids: Any) -> Tensor:
-        return as_ids(ids, self.name, device=self.device).view(-1)
-
-    def _write_arguments(
-        self, ids: Any, values: Any, req_time: Any, what: str = "values"
-    ) -> tuple[Tensor, Tensor, int]:
-        ids = self._ids(ids)
-        rows = as_rows(values, ids.numel(), self.dim_size, self.name, what, self.device)
-        return ids, rows, as_time(req_time, self.name)
-
-    def _counts(self, n: int) -> list[int]:
-        counts = [0] * self._group.tables
-        counts[self._number] = n
-        return counts
-
-    def _insert(self, ids: Tensor, **options: Any) -> Tensor:
-        try:
-            return self._group.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
-        except CapacityError as error:
-            raise CapacityError(
-                f"table {self.name!r}: no room for {ids.numel()} ids more: {error}; nothing was changed. "
-                "Evict rows, use a narrower optimizer state, or put a CachedHashTable over a CPU table"
-            ) from None
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -157,7 +54,7 @@ class CudaHashTable(HashTable):
             return torch.ops.shoal.gpu_table_lookup(ids, self._token, self._handle, insert_missing, seconds)
         return self._lookup(self._ids(ids), insert_missing, as_time(req_time, self.name))
 
-    @_in_turn
+    @in_turn
     def _lookup(self, ids: Tensor, insert_missing: bool, seconds: int) -> Tensor:
         if not insert_missing:
             return self._read(self._group.find(ids, self._number, "weights"))
@@ -185,12 +82,12 @@ class CudaHashTable(HashTable):
                 part.copy_(s.native.amplitude * torch.tanh(scales[s.index] * part))
         return weights
 
-    @_in_turn
+    @in_turn
     def contains(self, ids: Tensor) -> Tensor:
         """bool ``[n]``: which ids have a row."""
         return self._group.find(self._ids(ids), self._number, "rows") >= 0
 
-    @_in_turn
+    @in_turn
     def lookup_entry(self, ids: Tensor) -> list[bytes]:
         """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
         self._check_trains("lookup_entry")
@@ -200,21 +97,6 @@ class CudaHashTable(HashTable):
         staged = _core.Table(self._group.layout.native, 0)
         bridge.to_host(self._group, ids[known], rows[known], staged)
         return _core.lookup_entry(staged, ids.tolist())
-
-    @_in_turn
-    def size(self) -> int:
-        """How many ids have a row. Waits for the device."""
-        self._judge.check(wait=True)
-        return self._group.counts.sizes()[self._number]
-
-    def memory_bytes(self) -> int:
-        """Bytes of GPU memory for index and rows (of all tables of a `MultiHashTable` that share them)."""
-        return self._group.bytes()
-
-    @property
-    def max_update_time(self) -> int:
-        """The largest ``req_time`` of any write so far."""
-        return self._host.max_update_time()
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -226,7 +108,7 @@ class CudaHashTable(HashTable):
         """Adds to the weights of ``ids``, every occurrence in order; a new id starts from its initializer."""
         return self._assign(ids, values, req_time, add=True)
 
-    @_in_turn
+    @in_turn
     def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
         ids, values, seconds = self._write_arguments(ids, values, req_time)
         self._judge.check()
@@ -281,7 +163,7 @@ class CudaHashTable(HashTable):
         self._apply(ids, grads, self._rates(step), step, enable_dedup, seconds, distinct=distinct)
         return self
 
-    @_in_turn
+    @in_turn
     def _apply(
         self,
         ids: Tensor,
@@ -301,7 +183,12 @@ class CudaHashTable(HashTable):
         drop = None
         if self.on_bad_gradient == "skip" or not judged:
             gate, drop = self._judge.judge(grads, self.dim_size, self.on_bad_gradient)
+            if self._host.has_filter():  # which counts: what is refused must not be asked about
+                self._judge.check(wait=True)
         drop = self._filtered(ids, dedup=dedup, remember=False, skip=drop)
+        if drop is not None and self._host.has_filter() and bool((drop != 0).all()):
+            self._host.raise_max_update_time(seconds)
+            return
         rows = self._insert(ids, time=seconds, drop=drop, gate=gate)
         self._host.raise_max_update_time(seconds)
         if ids.numel() == 0:
@@ -316,11 +203,8 @@ class CudaHashTable(HashTable):
     def _update(self, rates: Sequence[Sequence[float]], step: int) -> Update:
         calls = self._host.calls()
         self._host.set_calls(calls + 1)
-        return Update(rates, self._host.scales(), step, hash_id(self._seed + calls), self._seed)
-
-    @property
-    def _seed(self) -> int:
-        return hash_id(self.seed + _GOLDEN)
+        noise = hash_id(self._seed + calls) if self._rounds else 0
+        return Update(rates, self._host.scales(), step, noise, self._seed)
 
     def _move_scales(self, step: int) -> None:
         """`Table::update_scales` of the native core."""
@@ -371,7 +255,7 @@ class CudaHashTable(HashTable):
 
     # --- removal and the rest -----------------------------------------------------------------------------------------
 
-    @_in_turn
+    @in_turn
     def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
         ids = self._ids(ids)
@@ -392,7 +276,7 @@ class CudaHashTable(HashTable):
         self._mark(ids, rows)
         return self, existed
 
-    @_in_turn
+    @in_turn
     def erase(self, ids: Tensor) -> int:
         """Removes ids; returns how many there were. Waits for the device."""
         ids = self._ids(ids)
@@ -402,7 +286,7 @@ class CudaHashTable(HashTable):
             self._changes.remove(there)
         return self._group.erase(ids, self._number)
 
-    @_in_turn
+    @in_turn
     def evict(self, max_update_time: Any = None) -> int:
         """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
@@ -418,108 +302,10 @@ class CudaHashTable(HashTable):
         self._version += 1
         return self._group.erase_slots(torch.cat(stale_slots), self._number)
 
-    @_in_turn
+    @in_turn
     def clear(self) -> HashTable:
         """Removes all rows and gives their memory back (a table of a `MultiHashTable`: to the others)."""
         self._version += 1
         self._group.clear(self._number)
         self._changes.start_over()
         return self
-
-    def as_op(self) -> HashTable:
-        """Waits until everything asked of this table has been applied, and raises what went wrong meanwhile."""
-        self._judge.check(wait=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        if self._marks is not None:
-            self._marks.settle()
-        return self
-
-    @_in_turn
-    def reserve(self, rows: int) -> HashTable:
-        """Takes memory for so many ids in all, so that no call waits or takes memory before there are as many."""
-        counts = [0] * self._group.tables
-        counts[self._number] = as_int(rows, self.name, "rows")
-        try:
-            self._group.reserve(counts)
-        except CapacityError as error:
-            raise CapacityError(f"table {self.name!r}: no room for {rows} rows: {error}; nothing was changed") from None
-        return self
-
-    def __repr__(self) -> str:
-        return f"HashTable({self.name!r}, dim={self.dim_size}, rows={self.size()}, device={str(self.device)!r})"
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
-
-    @_in_turn
-    def staged(self) -> bridge.Staged:
-        """All rows in a CPU table: a snapshot in host memory."""
-        self._judge.check(wait=True)
-        native = _core.Table(self._group.layout.native, 0)
-        bridge.to_host(self._group, *self._group.entries(self._number), native)
-        return bridge.Staged(self, native)
-
-    def staging(self) -> bridge.Staged:
-        """An empty CPU table to read files into."""
-        return bridge.Staged(self, _core.Table(self._layout.native, 0))
-
-    def source(self, since: int = 0, *, stale: bool = False) -> Any:
-        """What a save takes: a list of ids now, and their rows by parts, so that little host memory is enough."""
-        self._judge.check(wait=True)
-        rows = bridge.RowSource(self, since)
-        return self._host, None if stale else self._expiry, 0, rows.take, rows.parts
-
-    @property
-    def changes(self) -> Any:
-        """What is known of changes, for incremental checkpoints."""
-        return self._changes
-
-    @_in_turn
-    def adopt(self, native: _core.Table) -> None:
-        """Replaces all rows with those of a CPU table, and takes its clock and scales."""
-        group = self._group
-        try:
-            if group.tables == 1:
-                fresh = Group(group.layout, self.device)
-                bridge.to_device(fresh, 0, native)
-                group.swap(fresh)
-            else:
-                group.make_room(self._counts(native.size()))
-                group.clear(self._number)
-                bridge.to_device(group, self._number, native)
-        except CapacityError as error:
-            raise CapacityError(
-                f"table {self.name!r}: no room for {native.size()} rows beside those it has: {error}; nothing was "
-                "changed. Restore into an empty table, or put a CachedHashTable over a CPU table"
-            ) from None
-        self._version += 1
-        if group.epoch:
-            group.begin_epoch()  # of other tables' changes, too
-        self._changes.start_over()
-        self._host.raise_max_update_time(native.max_update_time())
-        self._host.set_scales(native.scales())
-
-    @_in_turn
-    def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
-        """As `HashTable.save_as_tensor`."""
-        self._check_trains("save_as_tensor")
-        shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
-        if not 0 <= shard_idx < num_shards:
-            raise ConfigError(f"table {self.name!r}: shard_idx is 0..num_shards - 1, got {shard_idx} of {num_shards}")
-        if limit < 1:
-            raise ConfigError(f"table {self.name!r}: limit must be at least 1, got {limit}")
-        if offset < 0:
-            raise ConfigError(f"table {self.name!r}: offset is 0 or what the call before returned, got {offset}")
-        if self._walked is None or self._walked[0] != self._version:
-            self._walked = self._version, *self._group.entries(self._number)
-        _, ids, rows = self._walked
-        begin = ids.numel() * shard_idx // num_shards + offset
-        end = min(begin + limit, ids.numel() * (shard_idx + 1) // num_shards)
-        if begin >= end:
-            return offset, []
-        native = _core.Table(self._group.layout.native, 0)
-        bridge.to_host(self._group, ids[begin:end], rows[begin:end], native)
-        entries: list[bytes] = []
-        for stripe in range(_core.Table.num_stripes):
-            entries += _core.walk_entries(native, stripe, 0, end - begin)[0]
-        return offset + len(entries), entries

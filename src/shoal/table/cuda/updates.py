@@ -79,7 +79,7 @@ def _kernel(group: Group, fn: Any, s: Segment, multi: bool, warps: int, **furthe
         options: dict[str, Any] = {"num_warps": warps}
         if s.kind in _AS_WRITTEN:
             options["enable_fp_fusion"] = False
-        return Bound(
+        return Bound.of(
             fn, OPT=s.native.opt, NESTEROV=s.native.nesterov, DECOUPLED=s.native.decoupled,
             ROUND=s.native.stochastic_rounding, ONE_BIT=s.codec == "one_bit", INDEX=s.index, D=s.dim, WIDTH=s.width,
             STRIDE=group.layout.stride, WEIGHT=s.weight, STATE=s.state, DIM=group.layout.dim, MULTI=multi,

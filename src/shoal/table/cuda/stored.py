@@ -1,0 +1,242 @@
+"""`StoredTable`: what a GPU table is made of and how its rows come and go as a whole; its calls are in `table`."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import CapacityError, ConfigError, UnsupportedError
+from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.cuda import bridge, compiled
+from shoal.table.cuda.backend import as_device
+from shoal.table.cuda.changes import Changes
+from shoal.table.cuda.group import Group
+from shoal.table.cuda.judge import Judge
+from shoal.table.cuda.layout import row_layout
+from shoal.table.cuda.marks import Marks
+from shoal.table.table import HashTable
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def hash_id(x: int) -> int:
+    """The hash of csrc/core/hash.h."""
+    x &= _MASK
+    for _ in range(2):
+        x ^= x >> 32
+        x = x * 0xD6E8FEB86659FD93 & _MASK
+    return x ^ x >> 32
+
+
+def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps other threads out of the table's group while a call enqueues its work."""
+
+    @functools.wraps(method)
+    def call(self: StoredTable, *args: Any, **kwargs: Any) -> Any:
+        with self._group:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class StoredTable(HashTable):
+    """A table whose index and rows are in a `Group`, of its own or shared with tables like it."""
+
+    # --- building -----------------------------------------------------------------------------------------------------
+
+    def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
+        self.device = as_device(device, self.name)
+        self.deterministic = deterministic
+        self._layout = row_layout(self.table_config)
+        self._seed = hash_id(self.seed + _GOLDEN)
+        self._rounds = any(s.native.stochastic_rounding for s in self._layout.segments)
+        self._shared: Group | None = None
+        self._making = threading.Lock()
+        self._number = 0
+        self._host = _core.Table(layout, self.seed)  # has no rows: the filter, the clock and the scales
+        self._marks: Marks | None = None
+        self._judge = Judge(self.name, self.device)
+        self._changes = Changes(self)
+        self._plans: dict[Any, Any] = {}
+        self._version = 0
+        self._walked: tuple[int, Tensor, Tensor] | None = None
+        self._handle = compiled.register(self)
+        self._token = torch.zeros(1, device=self.device)  # what orders calls inside compiled code
+        return self._host
+
+    on_gpu = True
+    grows = True
+    """Whether a call of several tables makes room for its ids first; a cache makes its own."""
+
+    @property
+    def _group(self) -> Group:
+        """Index and rows, made when they are first needed."""
+        if self._shared is None:
+            with self._making:
+                if self._shared is None:
+                    self._shared = Group(self._layout, self.device)
+        return self._shared
+
+    def join(self, group: Group, number: int) -> None:
+        """Makes this table, which has no rows yet, number ``number`` of a group."""
+        if self._shared is not None:
+            raise ConfigError(f"table {self.name!r} has rows of its own already")
+        self._shared, self._number = group, number
+
+    @property
+    def _native(self) -> _core.Table:  # type: ignore[bad-override]
+        raise UnsupportedError(f"table {self.name!r} is on {self.device}; this operation works on CPU tables")
+
+    def _set_touched(self, touched: Any, number: int) -> None:
+        self._marks = Marks(touched, number, self.device)
+
+    def _client_lookup(self, ids: Tensor) -> Tensor:
+        return self.lookup(ids.to(self.device)).cpu()
+
+    # --- arguments ----------------------------------------------------------------------------------------------------
+
+    def _ids(self, ids: Any) -> Tensor:
+        return as_ids(ids, self.name, device=self.device).view(-1)
+
+    def _write_arguments(
+        self, ids: Any, values: Any, req_time: Any, what: str = "values"
+    ) -> tuple[Tensor, Tensor, int]:
+        ids = self._ids(ids)
+        rows = as_rows(values, ids.numel(), self.dim_size, self.name, what, self.device)
+        return ids, rows, as_time(req_time, self.name)
+
+    def _counts(self, n: int) -> list[int]:
+        counts = [0] * self._group.tables
+        counts[self._number] = n
+        return counts
+
+    def _insert(self, ids: Tensor, **options: Any) -> Tensor:
+        try:
+            return self._group.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
+        except CapacityError as error:
+            raise CapacityError(
+                f"table {self.name!r}: no room for {ids.numel()} ids more: {error}; nothing was changed. "
+                "Evict rows, use a narrower optimizer state, or put a CachedHashTable over a CPU table"
+            ) from None
+
+    # --- what there is ------------------------------------------------------------------------------------------------
+
+    @in_turn
+    def size(self) -> int:
+        """How many ids have a row. Waits for the device."""
+        self._judge.check(wait=True)
+        return self._group.counts.sizes()[self._number]
+
+    def memory_bytes(self) -> int:
+        """Bytes of GPU memory for index and rows (of all tables of a `MultiHashTable` that share them)."""
+        return self._group.bytes()
+
+    @property
+    def max_update_time(self) -> int:
+        """The largest ``req_time`` of any write so far."""
+        return self._host.max_update_time()
+
+    def as_op(self) -> HashTable:
+        """Waits until everything asked of this table has been applied, and raises what went wrong meanwhile."""
+        self._judge.check(wait=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        if self._marks is not None:
+            self._marks.settle()
+        return self
+
+    @in_turn
+    def reserve(self, rows: int) -> HashTable:
+        """Takes memory for so many ids in all, so that no call waits or takes memory before there are as many."""
+        counts = [0] * self._group.tables
+        counts[self._number] = as_int(rows, self.name, "rows")
+        try:
+            self._group.reserve(counts)
+        except CapacityError as error:
+            raise CapacityError(f"table {self.name!r}: no room for {rows} rows: {error}; nothing was changed") from None
+        return self
+
+    def __repr__(self) -> str:
+        return f"HashTable({self.name!r}, dim={self.dim_size}, rows={self.size()}, device={str(self.device)!r})"
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    @in_turn
+    def staged(self) -> bridge.Staged:
+        """All rows in a CPU table: a snapshot in host memory."""
+        self._judge.check(wait=True)
+        native = _core.Table(self._group.layout.native, 0)
+        bridge.to_host(self._group, *self._group.entries(self._number), native)
+        return bridge.Staged(self, native)
+
+    def staging(self) -> bridge.Staged:
+        """An empty CPU table to read files into."""
+        return bridge.Staged(self, _core.Table(self._layout.native, 0))
+
+    def source(self, since: int = 0, *, stale: bool = False) -> Any:
+        """What a save takes: a list of ids now, and their rows by parts, so that little host memory is enough."""
+        self._judge.check(wait=True)
+        rows = bridge.RowSource(self, since)
+        return self._host, None if stale else self._expiry, 0, rows.take, rows.parts
+
+    @property
+    def changes(self) -> Any:
+        """What is known of changes, for incremental checkpoints."""
+        return self._changes
+
+    @in_turn
+    def adopt(self, native: _core.Table) -> None:
+        """Replaces all rows with those of a CPU table, and takes its clock and scales."""
+        group = self._group
+        try:
+            if group.tables == 1:
+                fresh = Group(group.layout, self.device)
+                bridge.to_device(fresh, 0, native)
+                group.swap(fresh)
+            else:
+                group.make_room(self._counts(native.size()))
+                group.clear(self._number)
+                bridge.to_device(group, self._number, native)
+        except CapacityError as error:
+            raise CapacityError(
+                f"table {self.name!r}: no room for {native.size()} rows beside those it has: {error}; nothing was "
+                "changed. Restore into an empty table, or put a CachedHashTable over a CPU table"
+            ) from None
+        self._version += 1
+        if group.epoch:
+            group.begin_epoch()  # of other tables' changes, too
+        self._changes.start_over()
+        self._host.raise_max_update_time(native.max_update_time())
+        self._host.set_scales(native.scales())
+
+    @in_turn
+    def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
+        """As `HashTable.save_as_tensor`."""
+        self._check_trains("save_as_tensor")
+        shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
+        if not 0 <= shard_idx < num_shards:
+            raise ConfigError(f"table {self.name!r}: shard_idx is 0..num_shards - 1, got {shard_idx} of {num_shards}")
+        if limit < 1:
+            raise ConfigError(f"table {self.name!r}: limit must be at least 1, got {limit}")
+        if offset < 0:
+            raise ConfigError(f"table {self.name!r}: offset is 0 or what the call before returned, got {offset}")
+        if self._walked is None or self._walked[0] != self._version:
+            self._walked = self._version, *self._group.entries(self._number)
+        _, ids, rows = self._walked
+        begin = ids.numel() * shard_idx // num_shards + offset
+        end = min(begin + limit, ids.numel() * (shard_idx + 1) // num_shards)
+        if begin >= end:
+            return offset, []
+        native = _core.Table(self._group.layout.native, 0)
+        bridge.to_host(self._group, ids[begin:end], rows[begin:end], native)
+        entries: list[bytes] = []
+        for stripe in range(_core.Table.num_stripes):
+            entries += _core.walk_entries(native, stripe, 0, end - begin)[0]
+        return offset + len(entries), entries
