@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
@@ -13,15 +14,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.errors import ConfigError, missing_extra
+from shoal.cli.arguments import parse
+from shoal.errors import ConfigError
 
-EXAMPLES = """\
-examples:
+EXAMPLES = """examples:
+
   shoal ps --shard 0 --of 2 --config tables.toml --port 7100 --durability log --dir /data/ps
+
   shoal ps keygen --out keys --name server
+
   shoal ps reshard --source /data/ps --target /data/ps3 --of 3
-  shoal ps status 127.0.0.1:7100 127.0.0.1:7101
-"""
+
+  shoal ps status 127.0.0.1:7100 127.0.0.1:7101"""
 
 
 @dataclass
@@ -104,18 +108,15 @@ def duration(text: str) -> timedelta | None:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        import tyro
-    except ImportError:
-        raise missing_extra("tyro", "cli") from None
     kinds: dict[str, Any] = {"keygen": (Keygen, keygen), "reshard": (Reshard, reshard)}
     if argv[:1] == ["status"]:
         return status(argv[1:])
     if argv[:1] and argv[0] in kinds:
         kind, call = kinds[argv[0]]
-        return call(tyro.cli(kind, args=argv[1:], prog=f"shoal ps {argv[0]}"))
-    options = tyro.cli(Serve, args=argv, prog="shoal ps", description=f"{Serve.__doc__}\n\n{EXAMPLES}")
-    return serve(options)
+        options = parse(kind, argv[1:], f"ps {argv[0]}", inspect.cleandoc(kind.__doc__))
+    else:
+        call, options = serve, parse(Serve, argv, "ps", f"{Serve.__doc__}\n\n{EXAMPLES}")
+    return options if isinstance(options, int) else call(options)
 
 
 def serve(options: Serve) -> int:
@@ -130,7 +131,8 @@ def serve(options: Serve) -> int:
     folder = None if options.dir is None else options.dir / f"shard-{options.shard:05d}"
     tables = load_tables(options.config) if options.config is not None else {}
     engine = Engine(Shard(options.shard, options.of), options.durability, folder)
-    periodic = duration(options.checkpoint_every) if folder is not None and options.durability != "none" else None
+    every = duration(options.checkpoint_every)
+    periodic = every if folder is not None and options.durability != "none" else None
     server = ParameterServer(
         engine,
         host=options.host,

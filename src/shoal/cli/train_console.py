@@ -159,7 +159,8 @@ class LiveReporter(PlainReporter):
             line.append(f"AUC {known['auc']:.4f} ", "bold green")
             line.append(f"(last {known['window_auc']:.4f}) ", "green")
             line.append(f"logloss {known['logloss']:.4f} ")
-            line.append(f"{known['rows']:,} rows {known['resident_bytes'] / 2**30:.2f} GiB", "dim")
+            rows = "" if known["rows"] is None else f"{known['rows']:,} rows "
+            line.append(f"{rows}{known['resident_bytes'] / 2**30:.2f} GiB", "dim")
         return line
 
     def progress(self, **values: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from shoal.sharded.ps.protocol import FLOAT16, Op, Reply, Request, Status, error
 from shoal.sharded.ps.shard import Shard, status_of
 from shoal.sharded.ps.snapshot import WHOLE_TABLE, ShardSnapshot
 from shoal.sharded.ps.streams import Streams, Verdict
+from shoal.table.table import HashTable
 
 UNORDERED = bytes(16)
 IDEMPOTENT = (Op.INSERT, Op.CREATE)  # twice is as good as once, so they need no place in a stream
@@ -31,6 +32,10 @@ class Durability(StrEnum):
     """Everything up to the last checkpoint."""
     LOG = "log"
     """Everything that was acknowledged: a write is on the disk before its reply."""
+
+
+class _LostCheckpoint(DataError):
+    """The log brings a table back from a checkpoint that is not there any more."""
 
 
 class Engine:
@@ -78,7 +83,12 @@ class Engine:
     def _redo(self, number: int, request: Request) -> None:
         payload: list[Any] = []
         try:
-            payload = self.shard.write(request)
+            if request.op == Op.RESTORE:
+                self._restore(request, number)
+            else:
+                payload = self.shard.write(request)
+        except _LostCheckpoint:
+            raise
         except (ShoalError, ValueError, NotImplementedError):
             pass  # it was refused then, too
         except Exception as error:
@@ -109,8 +119,11 @@ class Engine:
             )
         if request.op in (Op.REINITIALIZE, Op.INSERT) and not request.req_time:
             request.req_time = int(time.time()) if request.op == Op.REINITIALIZE else 0
+        kept: dict[str, HashTable] = {}
         try:
             self.shard.check(request)
+            if request.op == Op.RESTORE:
+                kept = self._kept(request)
         except Exception as error:
             return error_reply(request.request, status_of(error), str(error), self.shard.version)
         if self.log is not None:
@@ -126,12 +139,33 @@ class Engine:
         try:
             if snapshot is not None:
                 snapshot.before_write(request)
-            payload = self.shard.write(request)
+            if request.op == Op.RESTORE:
+                payload: list[Any] = []
+                self._replace(kept)
+            else:
+                payload = self.shard.write(request)
         except Exception as error:
             self._remember(request, [])
             return error_reply(request.request, status_of(error), str(error), self.shard.version)
         self._remember(request, payload)
         return Reply(Status.OK, request.request, self.shard.version, payload)
+
+    def _kept(self, request: Request) -> dict[str, HashTable]:
+        """The tables that a RESTORE names, as they were in the checkpoint that it names."""
+        if self.checkpoints is None:
+            raise ConfigError(f"shard {self.shard.index} keeps no checkpoints; start the server with a directory")
+        name = bytes(request.values).decode("utf-8", "replace")
+        return {table: self.checkpoints.kept_table(name, table, self.shard) for table in request.names}
+
+    def _replace(self, kept: Mapping[str, HashTable]) -> None:
+        for name, table in kept.items():
+            self.shard.replace(name, table)
+
+    def _restore(self, request: Request, number: int) -> None:
+        try:
+            self._replace(self._kept(request))
+        except ConfigError as error:
+            raise _LostCheckpoint(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from None
 
     def _judge(self, request: Request) -> Verdict:
         if request.stream == UNORDERED:
@@ -164,11 +198,13 @@ class Engine:
         self._snapshot = snapshot = ShardSnapshot(self.shard, self.streams, number)
         return snapshot
 
-    def finish_checkpoint(self, snapshot: ShardSnapshot) -> str:
-        """Writes the checkpoint and drops the log behind it; the checkpoint's path."""
+    def finish_checkpoint(self, snapshot: ShardSnapshot, keep_as: str = "", others: Sequence[str] = ()) -> str:
+        """Writes the checkpoint and drops the log behind it; the checkpoint's path. See `Checkpoints.keep_as`."""
         assert self.checkpoints is not None
         try:
             path = self.checkpoints.save(snapshot)
+            if keep_as:
+                self.checkpoints.keep_as(path, keep_as, others)
         finally:
             self._snapshot = None
         if self.log is not None:
