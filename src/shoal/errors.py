@@ -108,5 +108,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     import difflib
 
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.65)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -66,7 +66,8 @@ class Schema:
 
 def no_column(name: str, columns: Sequence[str]) -> str:
     """That a file has no such column, and which it has."""
-    return f"there is no column {name!r}{did_you_mean(name, columns)}; the columns are {', '.join(columns[:50])}"
+    there = ", ".join(map(repr, columns[:50])) + (", …" if len(columns) > 50 else "")
+    return f"there is no column {name!r}{did_you_mean(name, columns)}; the columns are {there}"
 
 
 CRITEO = Schema(

@@ -128,7 +128,7 @@ class TextCursor:
         schema = form.schema
         self._shape = (len(schema.dense), len(schema.sparse))
         self._timed = schema.time is not None
-        self._buffer, self._at, self._final = b"", 0, False
+        self._buffer, self._at, self._final, self._damaged = b"", 0, False, False
         self._offset, self._lines = 0, 0  # of the buffer's next line, in the file; lines since the unit's begin
         with open_error(unit.path):
             self._file = open_bytes(unit.path)
@@ -178,8 +178,9 @@ class TextCursor:
 
     def _more(self) -> bytes:
         try:
-            return self._file.read(_BLOCK)
+            return b"" if self._damaged else self._file.read(_BLOCK)
         except DAMAGED as error:
+            self._damaged = True
             self._report(self._lines, self._offset, f"the file is damaged ({error})", rest=True)
             return b""
 
@@ -188,6 +189,8 @@ class TextCursor:
         rest = self._buffer[self._at :]
         more = self._more()
         self._final = not more
+        if self._damaged:
+            rest = b""  # the line that was cut is none
         self._buffer, self._at = rest + more, 0
         if len(rest) > self._form.max_line_bytes and b"\n" not in self._buffer:
             limit = self._form.max_line_bytes
@@ -214,6 +217,6 @@ class TextCursor:
         try:
             self._file.seek(offset)
         except DAMAGED as error:
+            self._damaged = self._final = True
             self._report(self._lines, offset, f"the file is damaged ({error})", rest=True)
-            self._final = True
         self._offset = offset

@@ -73,6 +73,15 @@ class Trainer:
         own = (train.seed * 1_000_003 + self.ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
         torch.manual_seed(own)
         self.rows = Rows(config, self.ranks).to(self.device)
+        try:
+            self._open(fresh)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, fresh: bool) -> None:
+        """Files, metrics and checkpoints."""
+        config, train = self.config, self.config.train
         self.bucket = GradientBucket(self.model.parameters(), numbers=3)
         self.metrics = Metrics(config.out.auc_window)
         self.at = Progress()

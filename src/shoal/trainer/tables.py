@@ -34,7 +34,11 @@ class Rows(nn.Module):
 
             deadline = timedelta(seconds=config.train.ps_deadline_s)
             self.client = PsClient(config.train.ps, deadline=deadline)
-            self.table: Any = ps_table(self.client, given.dim, filter=given.filter(), **arguments)
+            try:
+                self.table: Any = ps_table(self.client, given.dim, filter=given.filter(), **arguments)
+            except BaseException:
+                self.client.close()
+                raise
         elif ranks.world > 1:
             from shoal.sharded import AllToAllHashTable
 
