@@ -31,8 +31,8 @@ On your data, on two ranks, against parameter servers:
 
   shoal train my.toml --ps 10.0.0.1:7100 10.0.0.2:7100
 
-Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 130 interrupted (a
-checkpoint was written if there is an --out)."""
+Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 130 interrupted, or
+143 by SIGTERM (a checkpoint was written if there is an --out)."""
 
 
 @dataclass(frozen=True, kw_only=True)
