@@ -38,11 +38,6 @@ def test_an_id_gets_a_row_when_it_came_often_enough_and_counts_outlive_a_checkpo
         ("5,1,u\n1,1,v\n", ["data.positive_above=3"], 0, ""),
         ("x,1,u\ny,1,v\n", [], 1, "all 2 rows of the files could not be read"),
         ("1,1e30,u\n0,1e30,v\n" * 50, ["train.optimizer=sgd", "train.lr=1e30", "train.batch_size=9"], 1, "the loss is"),
-            "1,1e30,u\n0,1e30,v\n" * 50,
-            ["train.optimizer=sgd", "train.lr=1e30", "train.batch_size=10"],
-            1,
-            "the loss is",
-        ),
     ],
 )
 def test_labels_and_numbers_that_cannot_be_learnt_are_told(capsys, tmp_path, text, more, code, says):

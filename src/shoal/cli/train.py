@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
         print(f"shoal train: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a full disk, a folder that is not ours
-        if isinstance(error, ShoalError):
+        if isinstance(error, ShoalError | BrokenPipeError):
             raise
         print(f"shoal train: {error}", file=sys.stderr)
         return 1

@@ -187,8 +187,13 @@ def summary(values: dict[str, Any]) -> str:
     """The end of a run for people."""
     why = {
         "finished": "finished", "early_stop": "stopped early: no new best", "max_steps": "stopped at max_steps",
-        "interrupted": "interrupted; the same command goes on from the checkpoint",
+        "interrupted": "interrupted",
     }[values["why"]]  # fmt: skip
+    if values["why"] == "interrupted":
+        kept = values["checkpoint"] is not None
+        why += (
+            "; the same command goes on from the checkpoint" if kept else "; nothing was kept, since there is no --out"
+        )
     if not values["samples"]:
         return f"{why}; the files hold no samples ({values['bad_rows']:,} bad rows)"
     return f"{why} after {values['seconds']:.1f} s; {_line(values)}"

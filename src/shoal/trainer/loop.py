@@ -116,9 +116,9 @@ class Trainer:
             with Prefetch(self.stream, self.config.data.ahead()) as batches:
                 why = self._loop(Epochs(iter(batches)))
         seconds = time.perf_counter() - begun
-        self._save()
+        path = self._save()
         best = self.at.best if self.at.best is None or self.config.eval.metric == "auc" else -self.at.best
-        result = self._values() | {"why": why, "seconds": seconds, "best": best}
+        result = self._values() | {"why": why, "seconds": seconds, "best": best, "checkpoint": path}
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
         self.summaries.close()
         self.reporter.end(**result)
@@ -274,12 +274,13 @@ class Trainer:
             metrics=self.metrics.state(),
         )  # fmt: skip
 
-    def _save(self) -> None:
+    def _save(self) -> str | None:
         if self.saver is None:
-            return
+            return None
         begun = time.perf_counter()
         path = self.saver.save(self._snapshot(), self.at, self._files)
         self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
+        return path
 
     def _resume(self, saver: Saver, fresh: bool) -> str | None:
         path = saver.newest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -130,12 +131,10 @@ def _servers(manifest: Manifest) -> dict[str, Any] | None:
 
 def _why_not_writable(directory: str) -> str | None:
     """Tried now rather than after the first hour."""
-    probe = os.path.join(directory, f".tmp-probe-{secrets.token_hex(8)}")
     try:
         os.makedirs(directory, exist_ok=True)
-        with open(probe, "wb"):
+        with tempfile.TemporaryFile(dir=directory):
             pass
-        os.unlink(probe)
     except OSError as error:
         return error.strerror or str(error)
     return None
