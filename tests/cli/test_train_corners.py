@@ -1,9 +1,12 @@
 """`shoal train` on what a first try brings: wrong data, other files, flags in pieces; admission and evaluation."""
 
+import subprocess
+import sys
+
 import pytest
 
 from shoal.cli.main import main
-from tests.cli.train_helpers import SMALL, events, newest, of, rows_of, run, unstamped
+from tests.cli.train_helpers import DEADLINE_S, SMALL, command, events, newest, of, rows_of, run, unstamped
 
 
 def test_other_files_are_read_from_their_beginning(capsys, data, tmp_path):
@@ -68,3 +71,16 @@ def test_an_evaluation_without_an_auc_is_never_the_best(capsys, data, tmp_path):
     assert [one["is_best"] for one in of("eval", told)] == [False] * 3
     told = run(capsys, data, "--eval", data / "eval.tsv", "--set", "eval.metric=logloss")
     assert told[-1]["best"] == of("eval", told)[0]["logloss"] > 0
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_loses_another_says_so_in_a_line(data, tmp_path):
+    lines = (data / "train.tsv").read_text().splitlines()
+    (tmp_path / "bad.tsv").write_text("\n".join([*lines[:6000], "bad", *lines[6000:]]))
+    shell = [sys.executable, "-m", "shoal", "launch", "-n", "2", "-m", "shoal", *command(tmp_path)[3:], "--strict"]
+    shell[shell.index(str(tmp_path / "train.tsv"))] = str(tmp_path / "bad.tsv")
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    assert "bad.tsv, line 6001" in said
+    assert "Traceback" not in said

@@ -152,10 +152,11 @@ def changes(flags: Flags) -> dict[str, Any]:
 def _train(flags: Flags, config: Any) -> int:
     from shoal.cli.train_console import make_reporter
     from shoal.trainer.loop import trainer
-    from shoal.trainer.ranks import Ranks
+    from shoal.trainer.ranks import Ranks, naming_the_lost
 
     ranks = Ranks()
     with (
+        naming_the_lost(ranks),
         _signals() as stop,
         make_reporter(config, ranks.rank, as_json=flags.json) as reporter,
         trainer(config, ranks=ranks, reporter=reporter, stop=lambda: bool(stop), fresh=flags.fresh) as one,
