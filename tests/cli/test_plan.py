@@ -134,7 +134,7 @@ def test_the_example_is_a_plan_and_prints_and_draws(tmp_path, capsys):
         ("[modle]\n", "there is no [modle]"),
         ("[[table]]\nname = 't'\ndim = 0\nids_per_sample = 1\nids_per_day = 1\n", "dim must be at least 1, got 0"),
         ("[[table]]\nname = 't'\ndim = 8.5\nids_per_sample = 1\nids_per_day = 1\n", "dim must be of type int, got 8.5"),
-        ("[[table]]\nname = 't'\ndims = 8\n", "there is no 'dims'; there are name, dim"),
+        ("[[table]]\nname = 't'\ndims = 8\n", "there is no 'dims' (did you mean 'dim'?); there are name, dim"),
         ("[host]\ncores = 4\n", "at least one [[table]]"),
         ("[host]\nhosts = [0]\n", "numbers from 1 to 100000"),
         ("what", "Expected '='"),
