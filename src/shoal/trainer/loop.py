@@ -72,7 +72,7 @@ class Trainer:
         self.optimizer = _OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=fused)
         own = (train.seed * 1_000_003 + self.ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
         torch.manual_seed(own)
-        self.rows = Rows(config, self.ranks).to(self.device)
+        self.rows = Rows(config, self.ranks, self.reporter.note).to(self.device)
         try:
             self._open(fresh)
         except BaseException:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch import Tensor, nn
 
 from shoal.data.samples import Samples
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, DeadlineError
 from shoal.nn import HashEmbedding, HashEmbeddingBag
 from shoal.nn.slot import TableSlot, slot_of
 from shoal.table.table import HashTable
 from shoal.trainer.config import Config, TableConfig
 from shoal.trainer.ranks import Ranks
+
+_AT_ONCE = timedelta(seconds=5)
 
 
 class Rows(nn.Module):
@@ -22,7 +25,7 @@ class Rows(nn.Module):
     The table is in this process, over all ranks (every rank looks up and updates together), or on parameter servers.
     """
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
+    def __init__(self, config: Config, ranks: Ranks, note: Callable[[str], None] = lambda text: None) -> None:
         super().__init__()
         given = config.table
         arguments: dict[str, Any] = {**given.arguments(), "seed": config.train.seed}
@@ -35,6 +38,7 @@ class Rows(nn.Module):
             deadline = timedelta(seconds=config.train.ps_deadline_s)
             self.client = PsClient(config.train.ps, deadline=deadline)
             try:
+                self._greet(note)
                 self.table: Any = ps_table(self.client, given.dim, filter=given.filter(), **arguments)
             except BaseException:
                 self.client.close()
@@ -51,6 +55,14 @@ class Rows(nn.Module):
         self.now_s = 0
         """What rows are stamped with."""
         self.slot.clock = lambda: self.now_s
+
+    def _greet(self, note: Callable[[str], None]) -> None:
+        """Says who is waited for, where servers do not answer at once."""
+        try:
+            self.client.info(min(_AT_ONCE, self.client.deadline))
+        except DeadlineError as error:
+            if self.client.deadline > _AT_ONCE:
+                note(f"{str(error).partition(';')[0]}; waiting for it, up to {self.client.deadline}")
 
     @property
     def slot(self) -> TableSlot:

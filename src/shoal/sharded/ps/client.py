@@ -25,10 +25,11 @@ BACKOFF_S = 0.2  # before a request that the server could not take now is sent a
 class Call:
     """A request on its way."""
 
-    __slots__ = ("line", "refused", "reply", "request", "until")
+    __slots__ = ("line", "patience", "refused", "reply", "request", "until")
 
     def __init__(self, line: Line, request: Request, until: float) -> None:
         self.line, self.request, self.until = line, request, until
+        self.patience = timedelta(seconds=round(until - time.monotonic(), 2))
         self.reply: Reply | None = None
         self.refused = ""
 
@@ -72,7 +73,8 @@ class Line:
         try:
             socket.connect(self.client.addresses[self.shard])
         except zmq.ZMQError as error:
-            raise ConfigError(f"parameter server {self.client.addresses[self.shard]!r}: {error}") from error
+            why = f"an address is HOST:PORT, such as 10.0.0.1:7100 ({error.strerror})"
+            raise ConfigError(f"parameter server {self.client.addresses[self.shard]!r}: {why}") from error
 
     def send(self, request: Request, until: float) -> Call:
         self.number += 1
@@ -127,7 +129,7 @@ class Line:
             raise DeadlineError(
                 f"parameter server {self.shard} of {len(self.client.addresses)} "
                 f"({self.client.addresses[self.shard]}) gave no answer to {call.request.op.name.lower()} within "
-                f"{self.client.deadline}{why}; see its log, or raise the deadline.{written}"
+                f"{call.patience}{why}; see its log, or raise the deadline.{written}"
             )
         lost = False
         while self._monitor.poll(0):
