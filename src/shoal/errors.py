@@ -98,3 +98,15 @@ class PipelineError(DistributedError):
 def missing_extra(package: str, extra: str) -> MissingExtraError:
     """The error for an optional ``package`` that is not installed."""
     return MissingExtraError(f'{package} is not installed; install it with: pip install "shoal[{extra}]"')
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'epochs'?)`` for a name that is nearly one of those known, else nothing.
+
+    >>> did_you_mean("epoch", ["epochs", "lr"]), did_you_mean("x", ["epochs", "lr"])
+    (" (did you mean 'epochs'?)", '')
+    """
+    import difflib
+
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.65)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -134,7 +134,7 @@ def test_the_example_is_a_plan_and_prints_and_draws(tmp_path, capsys):
         ("[modle]\n", "there is no [modle]"),
         ("[[table]]\nname = 't'\ndim = 0\nids_per_sample = 1\nids_per_day = 1\n", "dim must be at least 1, got 0"),
         ("[[table]]\nname = 't'\ndim = 8.5\nids_per_sample = 1\nids_per_day = 1\n", "dim must be of type int, got 8.5"),
-        ("[[table]]\nname = 't'\ndims = 8\n", "there is no 'dims'; there are name, dim"),
+        ("[[table]]\nname = 't'\ndims = 8\n", "there is no 'dims' (did you mean 'dim'?); there are name, dim"),
         ("[host]\ncores = 4\n", "at least one [[table]]"),
         ("[host]\nhosts = [0]\n", "numbers from 1 to 100000"),
         ("what", "Expected '='"),
@@ -145,7 +145,7 @@ def test_a_wrong_plan_is_refused_with_the_file_and_the_reason(tmp_path, capsys, 
     path.write_text(text)
     with pytest.raises(ConfigError):
         load_plan(path)
-    assert main(["plan", str(path)]) == 1
+    assert main(["plan", str(path)]) == 2
     err = capsys.readouterr().err
     assert words in err
     assert str(path) in err
@@ -159,7 +159,7 @@ def test_costs_of_another_file_are_refused(tmp_path, capsys):
     (tmp_path / "x.json").write_text(json.dumps({"version": 1, "costs": values}))
     with pytest.raises(DataError, match="dense_gflops is missing or no number"):
         load_costs(tmp_path / "x.json")
-    assert main(["plan"]) == 1
+    assert main(["plan"]) == 2
     assert "give a plan as TOML" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""`shoal train` as a user runs it: alone, interrupted, killed, on two ranks, against parameter servers."""
+"""`shoal train` as a user runs it: alone, interrupted, killed, on two ranks."""
 
 import json
 import random
@@ -14,71 +14,10 @@ from torch import nn
 import shoal
 from shoal import _core
 from shoal.cli.main import main
-from shoal.data import CriteoLike, write_criteo
 from shoal.table import restore_incremental
 from shoal.trainer import load_config
 from shoal.trainer.loop import trainer
-
-DEADLINE_S = 100  # torch takes its time to start on a machine that is busy
-SMALL = [
-    "--set", "model.hidden=[16]", "data.shuffle_rows=2048", "table.lr=0.05", "--dim", "8", "--batch-size", "256",
-    "--threads", "1",
-]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def threads_are_given_back():
-    threads, native = torch.get_num_threads(), _core.num_threads()
-    yield
-    torch.set_num_threads(threads)
-    _core.set_num_threads(native)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("criteo")
-    write_criteo(folder / "train.tsv", CriteoLike(rows=12_000, seed=1, scale=0.01))
-    write_criteo(folder / "eval.tsv", CriteoLike(rows=2_000, seed=1, scale=0.01, first_row=12_000))
-    return folder
-
-
-def run(capsys, data, *more, code=0):
-    """The events of a run in this process."""
-    assert main(["train", "--train", str(data / "train.tsv"), "--json", *SMALL, *map(str, more)]) == code
-    return events(capsys.readouterr().out)
-
-
-def events(text):
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-
-
-def of(kind, told):
-    return [event for event in told if event["event"] == kind]
-
-
-def command(data, *more):
-    return [sys.executable, "-m", "shoal", "train", "--train", str(data / "train.tsv"), *SMALL, *map(str, more)]
-
-
-def rows_of(checkpoint):
-    """The records of all rows, in an order of their own."""
-    files = sorted(checkpoint.glob("features-*-of-*"))
-    assert files
-    return sorted(record for file in files for record in _core.read_records(str(file)))
-
-
-def newest(folder):
-    return sorted(path for path in folder.iterdir() if path.name.startswith("ckpt-"))[-1]
-
-
-def same_checkpoint(one, other):
-    assert one.name == other.name
-    assert rows_of(one) == rows_of(other)
-    for name in ("dense.safetensors", "rank-00000.safetensors"):
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
-    ours, theirs = (json.loads((path / "manifest.json").read_text())["content"] for path in (one, other))
-    assert ours["readers"] == theirs["readers"]
-    assert ours["progress"]["samples"] == theirs["progress"]["samples"]
+from tests.cli.train_helpers import DEADLINE_S, SMALL, command, events, newest, of, rows_of, run, same_checkpoint
 
 
 def test_it_learns_evaluates_and_leaves_a_checkpoint(capsys, data, tmp_path):
@@ -324,22 +263,6 @@ def test_two_ranks_share_the_work_and_go_on_from_their_checkpoint(data, tmp_path
     tags = EventAccumulator(str(tmp_path / "board")).Reload().Tags()
     assert "all_fids_size" in tags["scalars"]
     assert {"Alltoall_id_dist", "Alltoall_emb_dist"} <= set(tags["histograms"])
-
-
-@pytest.mark.timeout(240)
-def test_parameter_servers_hold_the_rows(capsys, data, tmp_path):
-    pytest.importorskip("zmq")
-    from shoal.sharded.placement.local import LocalServers
-
-    with LocalServers(2, ["--threads", "1"], env={"OMP_NUM_THREADS": "1"}) as servers:
-        told = run(
-            capsys, data, "--ps", *servers.addresses, "--out", tmp_path, "--max-steps", 20, "--eval", data / "eval.tsv"
-        )
-        assert told[-1]["rows"] > 1000
-        again = run(capsys, data, "--ps", *servers.addresses, "--out", tmp_path)
-        assert of("start", again)[0]["step"] == 20
-        assert again[-1]["samples"] == 12_000
-        assert again[-1]["auc"] > 0.6
 
 
 def test_a_new_user_gets_data_and_a_configuration(capsys, tmp_path, monkeypatch):

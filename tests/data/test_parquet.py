@@ -62,6 +62,15 @@ def test_rows_without_a_label_are_bad(tmp_path):
     assert [row.where() for row in bad] == [f"{path}, row 3", f"{path}, row 5"]
 
 
+def test_rows_without_a_time_are_bad(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"y": [0, 1, 1], "u": ["a", "b", "c"], "t": [5, None, 7]}), path)
+    parts, bad = read_all(make_format("parquet", Schema(label="y", sparse=("u",), time="t")), path)
+    assert [time for part in parts for time in part.time.tolist()] == [5, 7]
+    assert [row.line for row in bad] == [2]
+    assert "'t'" in bad[0].why
+
+
 def test_a_damaged_file_is_told_and_a_missing_one_or_column_refused(tmp_path):
     path = write(tmp_path / "a.parquet", y=[1] * 5000, a=[1] * 5000, u=[f"{i}" for i in range(5000)], v=[1] * 5000)
     form = make_format("parquet", SCHEMA)

@@ -102,6 +102,37 @@ def test_reading_ahead_changes_nothing_and_ends_its_thread(files, depth):
     assert not any(thread.name == "shoal-read" for thread in threading.enumerate())
 
 
+class Counting:
+    """A format that counts its cursors."""
+
+    def __init__(self, form):
+        self.form, self.ragged, self.units = form, form.ragged, form.units
+        self.opened, self.closed = 0, 0
+
+    def open(self, unit, state, bad):
+        cursor = self.form.open(unit, state, bad)
+        self.opened += 1
+        close = cursor.close
+
+        def closing():
+            self.closed += 1
+            close()
+
+        cursor.close = closing
+        return cursor
+
+
+def test_a_file_stays_open_from_window_to_window_and_is_closed_at_the_end_and_in_the_middle(files):
+    form = Counting(make_format("tsv", SCHEMA))
+    one = Stream([files], form, SCHEMA, batch_size=8, shuffle_rows=16, epochs=2)
+    assert len(all_labels(one)) == 2 * 990
+    assert (form.opened, form.closed) == (6, 6)  # of windows there are many more
+    batches = iter(one)
+    next(batches)
+    batches.close()
+    assert (form.opened, form.closed) == (7, 7)
+
+
 def test_files_of_nothing_give_no_batches(tmp_path):
     (tmp_path / "a.tsv").write_text("y\tu\n")
     (tmp_path / "b.tsv").write_text("")

@@ -148,7 +148,42 @@ def test_a_cut_off_gzip_gives_what_it_has_and_tells(tmp_path):
     path.write_bytes(bytes(broken))
     parts, bad = read_all(make_format("csv", Schema(label="y", sparse=("u",)), columns=["y", "u"]), path)
     assert labels(parts) == []
-    assert "damaged" in bad[0].why
+    assert "damaged" in bad[-1].why
+
+
+@pytest.mark.parametrize("cut", [1, 8, 40, 200])
+def test_all_whole_lines_before_the_cut_of_a_small_gzip_are_read_and_no_part_of_one(tmp_path, cut):
+    path = tmp_path / "a.csv.gz"
+    body = "".join(f"1,0.5,{i},u{i * i % 9973},v\n" for i in range(300))
+    path.write_bytes(gzip.compress(b"y,a,b,u,v\n" + body.encode())[:-cut])
+    parts, bad = read_all(make_format("csv", SMALL), path)
+    numbers = [row[1] for part in parts for row in part.dense.tolist()]
+    assert numbers == list(range(len(numbers)))
+    assert 50 < len(numbers) <= 300
+    assert [row.line for row in bad] == [len(numbers) + 2]
+    assert bad[0].rest
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_cell(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"\xef\xbb\xbf1,u\n0,v\n")
+    parts, bad = read_all(make_format("csv", Schema(label="y", sparse=("u",)), columns=["y", "u"]), path)
+    assert (labels(parts), bad) == ([1.0, 0.0], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("y,a,b,u,v,u\n1,1,1,u,v,u\n", "the column 'u' is there 2 times"),
+        ("y,a,b,u,V\r1,1,1,u,v\r", "its first line is no header"),
+        ("y,a,b,u,w\n1,1,1,u,v\n", "there is no column 'v'"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_told_before_anything_is_read(tmp_path, text, message):
+    path = tmp_path / "a.csv"
+    path.write_text(text, newline="")
+    with pytest.raises(ConfigError, match=message):
+        make_format("csv", SMALL).units(str(path))
 
 
 def test_a_huge_line_is_one_bad_row(tmp_path):

@@ -33,7 +33,11 @@ def test_models_do_without_numbers(name):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("deepfm", {"hiden": [3]}, "unexpected keyword argument 'hiden'; its options are: hidden, dropout"),
+        (
+            "deepfm",
+            {"hiden": [3]},
+            "unexpected keyword argument 'hiden' .did you mean 'hidden'.*; its options are: hidden, dropout",
+        ),
         ("deepfm", {"hidden": [0]}, "hidden widths are integers of at least 1"),
         ("deepfm", {"dropout": 1.5}, r"dropout is in \[0, 1\), got 1.5"),
         ("dcn", {"crosses": 0}, "crosses is at least 1, got 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> int:
         Options, args=argv, prog="shoal demo", description=_ABOUT, config=(tyro.conf.FlagCreatePairsOff,)
     )
     config = stream_config(options)
+    make_folder(options.out)
     from shoal.demo.run import compare
 
     with _progress(Console(stderr=True), config) as progress:
@@ -74,7 +76,6 @@ def serve_live(options: Options, config: StreamConfig) -> dict[str, Any]:
 
     with _progress(Console(stderr=True), config) as progress:
         live = run_live(config, 6.0 if options.quick else max(5.0, options.seconds / 4), progress)
-    options.out.mkdir(parents=True, exist_ok=True)
     draw_live(live, options.out / "live.png")
     return live.report()
 
@@ -120,16 +121,22 @@ def summary(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+def make_folder(out: Path) -> None:
+    """Makes the folder, and sees that it can be written to before a minute has passed."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OSError(f"--out: cannot write to {str(out)!r} ({error.strerror or error})") from None
+
+
 def write(comparison: Comparison, report: dict[str, Any], out: Path) -> None:
     """``demo.png`` and ``demo.json``."""
     from shoal.demo.plot import draw
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
-        draw(comparison, out / "demo.png")
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write to {str(out)!r} ({error.strerror or error})") from None
+    (out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
+    draw(comparison, out / "demo.png")
 
 
 def show(report: dict[str, Any], console: Console, out: Path) -> None:

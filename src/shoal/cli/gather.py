@@ -5,24 +5,29 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+from shoal.cli.arguments import Verbs, run_verb
 from shoal.cli.gather_simulate import Simulate, simulate
-from shoal.errors import ConfigError, missing_extra
+from shoal.errors import ConfigError
 
 EXAMPLE = """examples:
   shoal gather simulate --peers 16 --worlds 1 2 4 --plot out/gather.png
   shoal gather run --store peers/ --window 7 --peers 0-15 --reserves 16,17 --model spec.json
   torchrun --nproc-per-node 4 -m shoal gather run --store 's3://peer-{uid}?endpoint=http://host:9000' ...
   shoal gather inspect peers/aggregator-7-v0.pga
+
 exit codes: 0 applied or done, 3 skipped, 1 failed, 2 wrong usage"""
 EXIT_SKIPPED = 3
 
 
 @dataclass(kw_only=True)
 class Run:
-    """Gather a window and apply it; alone, or as one rank under torchrun."""
+    """Gather a window and apply it; alone, or as one rank under torchrun.
+
+    Example: shoal gather run --store peers/ --window 7 --peers 0-15 --reserves 16,17 --model spec.json
+    """
 
     store: str
     """A directory, or s3://BUCKET with {uid} in it and ?endpoint=&region=&artifacts=; keys come from AWS_*."""
@@ -54,18 +59,24 @@ class Run:
 
 @dataclass(kw_only=True)
 class Inspect:
-    """Show what an artifact or a payload holds; a payload is validated when --model is given."""
+    """Show what an artifact or a payload holds; a payload is validated when --model is given.
 
-    path: Annotated[Path, "positional"]
+    Example: shoal gather inspect peers/aggregator-7-v0.pga
+    """
+
+    path: Path
     model: Path | None = None
     json: bool = False
 
 
 @dataclass(kw_only=True)
 class Replay:
-    """Apply an artifact again and print the hash of the update."""
+    """Apply an artifact again and print the hash of the update.
 
-    artifact: Annotated[Path, "positional"]
+    Example: shoal gather replay peers/aggregator-7-v0.pga --model spec.json
+    """
+
+    artifact: Path
     model: Path | None = None
     """The gradient spec; by default what the artifact says."""
     weights: Path | None = None
@@ -79,28 +90,13 @@ class Replay:
 
 def main(argv: list[str]) -> int:
     """Parses and runs one of the four; see EXAMPLE for how they are called."""
-    try:
-        import rich  # noqa: F401
-        import tyro
-    except ImportError as error:
-        raise missing_extra(str(error.name), "cli") from None
-    if not argv:
-        argv = ["--help"]
-    commands = {
-        "run": (Run, run),
-        "inspect": (Inspect, inspect),
-        "replay": (Replay, replay),
-        "simulate": (Simulate, simulate),
+    verbs: Verbs = {
+        "run": (Run, run, ()),
+        "inspect": (Inspect, inspect, ("path",)),
+        "replay": (Replay, replay, ("artifact",)),
+        "simulate": (Simulate, simulate, ()),
     }
-    positional = tyro.conf.Positional
-    for kind, name in ((Inspect, "path"), (Replay, "artifact")):
-        kind.__annotations__[name] = positional[Path]
-    union: Any = None
-    for name, (kind, _) in commands.items():
-        choice = Annotated[kind, tyro.conf.subcommand(name)]
-        union = choice if union is None else union | choice
-    chosen: Any = tyro.cli(union, args=argv, prog="shoal gather", description=EXAMPLE)
-    return next(call for kind, call in commands.values() if isinstance(chosen, kind))(chosen)
+    return run_verb("gather", EXAMPLE, verbs, argv)
 
 
 def parse_uids(text: str) -> list[int]:

@@ -11,7 +11,10 @@ from shoal.errors import missing_extra
 
 @dataclass(kw_only=True)
 class Simulate:
-    """Synthetic peers on real processes: scaling and memory, and a projection to 1,000 peers and 64 ranks."""
+    """Synthetic peers on real processes: scaling and memory, and a projection to 1,000 peers and 64 ranks.
+
+    Example: shoal gather simulate --peers 16 --worlds 1 2 4 --plot out/gather.png
+    """
 
     peers: int = 16
     worlds: tuple[int, ...] = (1, 2, 4)

@@ -16,13 +16,15 @@ from typing import Literal
 from shoal.cli.arguments import Verbs, parse, run_verb
 from shoal.errors import ConfigError
 
-EXAMPLES = """\
-examples:
+EXAMPLES = """examples:
+
   shoal ps --shard 0 --of 2 --config tables.toml --port 7100 --durability log --dir /data/ps
+
   shoal ps keygen --out keys --name server
+
   shoal ps reshard --source /data/ps --target /data/ps3 --of 3
-  shoal ps status 127.0.0.1:7100 127.0.0.1:7101
-"""
+
+  shoal ps status 127.0.0.1:7100 127.0.0.1:7101"""
 
 
 @dataclass

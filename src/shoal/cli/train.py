@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.arguments import parse
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, DataError, ShoalError
 
 _ABOUT = """Train a model on files of clicks: Criteo TSV, CSV, Parquet, TFRecord or example records.
 
@@ -31,8 +31,8 @@ On your data, on two ranks, against parameter servers:
 
   shoal train my.toml --ps 10.0.0.1:7100 10.0.0.2:7100
 
-Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 130 interrupted (a
-checkpoint was written if there is an --out)."""
+Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 130 interrupted, or
+143 by SIGTERM (a checkpoint was written if there is an --out)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +50,21 @@ class Flags:
     model: str | None = None
     """deepfm, dlrm, dcn, two_tower, or package.module:Class of yours."""
     epochs: int | None = None
+    """Passes over the files."""
     batch_size: int | None = None
+    """Samples of a step, on each rank."""
     max_steps: int | None = None
+    """End after so many steps."""
     lr: float | None = None
     """Of the dense part; that of the rows is --set table.lr=…"""
     dim: int | None = None
     """Width of a row."""
     seed: int | None = None
+    """Of weights, rows and order."""
     device: str | None = None
+    """Where the dense part computes: cpu, cuda, cuda:1."""
     threads: int | None = None
+    """Of torch and of the tables; by default all CPUs."""
     ps: tuple[str, ...] | None = None
     """Parameter servers that hold the rows, in the order of their shards."""
     out: str | None = None
@@ -75,8 +81,8 @@ class Flags:
     """Stop after so many evaluations without a new best."""
     tensorboard: str | None = None
     """Folder for TensorBoard."""
-    set: tuple[str, ...] = ()
-    """Any setting: section.name=value, the value as in TOML."""
+    set: tuple[str, ...] | None = None
+    """Any settings: section.name=value, values as in TOML; as often as you like."""
     strict: bool = False
     """End at the first bad row."""
     fresh: bool = False
@@ -110,7 +116,7 @@ def main(argv: list[str]) -> int:
             return _generate(flags)
         if flags.init is not None:
             return _init(flags)
-        from shoal.trainer.config import load_config
+        from shoal.trainer.toml import load_config
 
         if flags.config is None and flags.train is None:
             raise ConfigError("what to train on? Give a CONFIG.toml or --train FILE …; --init DIR writes a first one")
@@ -120,7 +126,7 @@ def main(argv: list[str]) -> int:
         print(f"shoal train: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a full disk, a folder that is not ours
-        if isinstance(error, ShoalError):
+        if isinstance(error, ShoalError | BrokenPipeError):
             raise
         print(f"shoal train: {error}", file=sys.stderr)
         return 1
@@ -131,10 +137,11 @@ def changes(flags: Flags) -> dict[str, Any]:
     given = {_WHERE[name]: getattr(flags, name) for name in _WHERE if getattr(flags, name) is not None}
     if flags.strict:
         given["train.strict"] = True
-    for one in flags.set:
+    for one in flags.set or ():
         key, equals, text = one.partition("=")
         if not equals:
-            raise ConfigError(f"--set takes section.name=value, such as table.lr=0.1, got {one!r}")
+            hint = "; a configuration stands before --set" if one.endswith(".toml") else ""
+            raise ConfigError(f"--set takes section.name=value, such as table.lr=0.1, got {one!r}{hint}")
         try:
             given[key.strip()] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
@@ -145,15 +152,19 @@ def changes(flags: Flags) -> dict[str, Any]:
 def _train(flags: Flags, config: Any) -> int:
     from shoal.cli.train_console import make_reporter
     from shoal.trainer.loop import trainer
-    from shoal.trainer.ranks import Ranks
+    from shoal.trainer.ranks import Ranks, naming_the_lost
 
     ranks = Ranks()
     with (
+        naming_the_lost(ranks),
         _signals() as stop,
         make_reporter(config, ranks.rank, as_json=flags.json) as reporter,
         trainer(config, ranks=ranks, reporter=reporter, stop=lambda: bool(stop), fresh=flags.fresh) as one,
     ):
         result = one.run()
+    if not result["samples"] and result["bad_rows"]:
+        what = "the only row" if result["bad_rows"] == 1 else f"all {result['bad_rows']:,} rows"
+        raise DataError(f"{what} of the files could not be read; is [data] format = {config.data.format!r} right?")
     if result["why"] != "interrupted":
         return 0
     return 128 + (stop[0] if stop else signal.SIGINT)  # it may have been another rank that was asked

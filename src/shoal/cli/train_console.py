@@ -159,7 +159,8 @@ class LiveReporter(PlainReporter):
             line.append(f"AUC {known['auc']:.4f} ", "bold green")
             line.append(f"(last {known['window_auc']:.4f}) ", "green")
             line.append(f"logloss {known['logloss']:.4f} ")
-            line.append(f"{known['rows']:,} rows {known['resident_bytes'] / 2**30:.2f} GiB", "dim")
+            rows = "" if known["rows"] is None else f"{known['rows']:,} rows "
+            line.append(f"{rows}{known['resident_bytes'] / 2**30:.2f} GiB", "dim")
         return line
 
     def progress(self, **values: Any) -> None:
@@ -186,8 +187,13 @@ def summary(values: dict[str, Any]) -> str:
     """The end of a run for people."""
     why = {
         "finished": "finished", "early_stop": "stopped early: no new best", "max_steps": "stopped at max_steps",
-        "interrupted": "interrupted; the same command goes on from the checkpoint",
+        "interrupted": "interrupted",
     }[values["why"]]  # fmt: skip
+    if values["why"] == "interrupted":
+        kept = values["checkpoint"] is not None
+        why += (
+            "; the same command goes on from the checkpoint" if kept else "; nothing was kept, since there is no --out"
+        )
     if not values["samples"]:
         return f"{why}; the files hold no samples ({values['bad_rows']:,} bad rows)"
     return f"{why} after {values['seconds']:.1f} s; {_line(values)}"

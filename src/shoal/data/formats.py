@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.data.schema import Schema
 from shoal.data.source import Format
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, did_you_mean
 
 
 def _criteo(schema: Schema, **options: Any) -> Format:
@@ -67,6 +67,8 @@ FORMATS: dict[str, tuple[Callable[..., Format], frozenset[str]]] = {
     "example_batch": (_example_batch, frozenset()),
 }
 """Name -> what makes the format, and the options that it takes."""
+FORMAT_OPTIONS = frozenset[str]().union(*(options for _, options in FORMATS.values()))
+"""Of all formats."""
 
 
 def make_format(name: str, schema: Schema, **options: Any) -> Format:
@@ -80,6 +82,6 @@ def make_format(name: str, schema: Schema, **options: Any) -> Format:
     make, known = FORMATS[name]
     wrong = sorted(set(options) - known)
     if wrong:
-        takes = ", ".join(sorted(known)) or "none"
-        raise ConfigError(f"data: format {name!r} does not take {', '.join(wrong)}; its options are: {takes}")
+        takes, hint = ", ".join(sorted(known)) or "none", did_you_mean(wrong[0], known)
+        raise ConfigError(f"data: format {name!r} does not take {', '.join(wrong)}{hint}; its options are: {takes}")
     return make(schema, **options)

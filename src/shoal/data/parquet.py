@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.data.columns import interleave
 from shoal.data.samples import Samples
-from shoal.data.schema import Schema
+from shoal.data.schema import Schema, no_column
 from shoal.data.source import BadRow, OnBad, Unit
 from shoal.errors import ConfigError, missing_extra
 
@@ -41,9 +41,7 @@ class ParquetFormat:
             names = set(file.schema_arrow.names)
             missing = [name for name in self.columns() if name not in names]
             if missing:
-                raise ConfigError(
-                    f"{path}: there is no column {missing[0]!r}; the columns are {', '.join(sorted(names)[:50])}"
-                )
+                raise ConfigError(f"{path}: {no_column(missing[0], file.schema_arrow.names)}")
             return [
                 Unit(path=path, begin=group, size=max(1, file.metadata.row_group(group).num_rows))
                 for group in range(file.num_row_groups)
@@ -84,19 +82,23 @@ class ParquetCursor:
         label = _numbers(part, schema.label, self._unit.path, missing=float("nan"))
         dense = [_numbers(part, name, self._unit.path) for name in schema.dense]
         numbers = torch.stack(dense, 1) if dense else torch.empty(part.num_rows, 0)
-        time = _numbers(part, schema.time, self._unit.path, missing=float("nan")).long() if schema.time else None
+        time = _numbers(part, schema.time, self._unit.path, missing=float("nan")) if schema.time else None
         if form.lists:
             ids, offsets = interleave([_list(part, name, schema, self._unit.path) for name in schema.sparse])
         else:
             ids, offsets = torch.empty(part.num_rows, len(schema.sparse), dtype=torch.int64), None
             for index, name in enumerate(schema.sparse):
                 _fids(_array(part, name), schema.slot(name), schema.raw, ids[:, index], f"{self._unit.path}: {name!r}")
-        samples = Samples(label=label.float(), dense=numbers.float(), ids=ids, offsets=offsets, time=time)
         good = torch.isfinite(label) & torch.isfinite(numbers).all(1)
+        if time is not None:
+            good &= torch.isfinite(time)
+            time = time.nan_to_num().long()
+        samples = Samples(label=label.float(), dense=numbers.float(), ids=ids, offsets=offsets, time=time)
         if bool(good.all()):
             return samples
+        what = "a number" if time is None else f"a number or the time {schema.time!r}"
         for row in (~good).nonzero().view(-1).tolist():
-            why = f"the label {schema.label!r} or a number is missing, NaN or infinite"
+            why = f"the label {schema.label!r} or {what} is missing, NaN or infinite"
             self._bad(BadRow(path=self._unit.path, why=why, line=self._first + first + row + 1, noun="row"))
         return samples.take(good.nonzero().view(-1))
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal import _core
 from shoal.data.samples import Samples
-from shoal.data.source import BadRow, OnBad, Unit, file_size, open_bytes, open_error
+from shoal.data.source import DAMAGED, BadRow, OnBad, Unit, file_size, open_bytes, open_error
 
 _BLOCK = 1 << 21
 _MAX_RECORD = 1 << 30
-_DAMAGED = (EOFError, OSError, zlib.error)
 
 
-class RecordFormat:
+class RecordFormat(ABC):
     """The base of formats whose files are frames. A file is one unit, since frames cannot be found from the middle."""
 
     ragged = True
@@ -29,9 +28,9 @@ class RecordFormat:
     def open(self, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad) -> RecordCursor:
         return RecordCursor(self, unit, state, bad)
 
+    @abstractmethod
     def decode(self, payloads: Sequence[bytes]) -> tuple[Samples, list[tuple[int, str]]]:
         """The samples of some records, and (number, why) of those that cannot be read."""
-        raise NotImplementedError
 
 
 class RecordCursor:
@@ -49,7 +48,7 @@ class RecordCursor:
             self._offset, self._number = int(state["offset"]), int(state["records"])
             try:
                 self._file.seek(self._offset)
-            except _DAMAGED as error:
+            except DAMAGED as error:
                 self._damaged(str(error))
             if skip := int(state["skip"]):
                 self._left = self._next(1)
@@ -117,7 +116,7 @@ class RecordCursor:
             rest, self._final = b"", True
         try:
             more = self._file.read(max(_BLOCK, len(rest))) if not self._final else b""
-        except _DAMAGED as error:
+        except DAMAGED as error:
             self._damaged(str(error))
             rest = more = b""
         self._final = not more

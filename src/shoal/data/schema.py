@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shoal import _core
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, did_you_mean
 from shoal.fid import MAX_SLOT_V2
 
 
@@ -62,6 +62,12 @@ class Schema:
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint keeps, to refuse data of another shape."""
         return {**asdict(self), "slots": dict(self.slots), "dense": list(self.dense), "sparse": list(self.sparse)}
+
+
+def no_column(name: str, columns: Sequence[str]) -> str:
+    """That a file has no such column, and which it has."""
+    there = ", ".join(map(repr, columns[:50])) + (", …" if len(columns) > 50 else "")
+    return f"there is no column {name!r}{did_you_mean(name, columns)}; the columns are {there}"
 
 
 CRITEO = Schema(

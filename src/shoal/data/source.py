@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,9 +85,39 @@ class Format(Protocol):
         ...
 
 
+DAMAGED = (EOFError, OSError, zlib.error)
+"""What reading a broken file raises."""
+
+
 def open_bytes(path: str) -> Any:
-    """A file, unpacked if it is gzip by its first bytes."""
-    return gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")
+    """A file, unpacked if it is gzip by its first bytes; its ``read`` gives all that comes before a damaged place."""
+    return Unpacked(path) if is_gzip(path) else open(path, "rb")
+
+
+class Unpacked(gzip.GzipFile):
+    """A gzip file that tells of damage once everything before it was read."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, "rb")
+        self._error: Exception | None = None
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or size < 0:
+            return super().read(size)
+        parts: list[bytes] = []
+        while size > 0 and self._error is None:
+            try:
+                part = self.read1(size)
+            except DAMAGED as error:
+                self._error = error
+                break
+            if not part:
+                break
+            parts.append(part)
+            size -= len(part)
+        if not parts and self._error is not None:
+            raise self._error
+        return b"".join(parts)
 
 
 def is_gzip(path: str) -> bool:

@@ -36,6 +36,19 @@ class Batch:
         return len(self.samples)
 
 
+class _Place:
+    """The cursor that an iteration reads with, open from one window to the next: to find its place in a gzip file
+    again, all before it would have to be unpacked."""
+
+    def __init__(self) -> None:
+        self.cursor: Cursor | None = None
+
+    def leave(self) -> None:
+        if self.cursor is not None:
+            self.cursor.close()
+            self.cursor = None
+
+
 class Stream:
     """Iterates over batches of ``files``. Every rank makes one, with the same arguments but for ``rank``.
 
@@ -96,10 +109,17 @@ class Stream:
     def __iter__(self) -> Iterator[Batch]:
         """The batches from `state` on; each iteration begins there again."""
         progress = self._progress = dict(self.state)
+        place = _Place()
+        try:
+            yield from self._batches(progress, place)
+        finally:
+            place.leave()
+
+    def _batches(self, progress: dict[str, Any], place: _Place) -> Iterator[Batch]:
         skip = progress["batch"]
         while progress["epoch"] < self.epochs:
             start = {**progress, "batch": 0}
-            samples = self._fill(progress)
+            samples = self._fill(progress, place)
             if samples is None:
                 self._next_epoch(progress)
                 continue
@@ -131,31 +151,25 @@ class Stream:
         if progress["epoch"] < self.epochs and not progress["rows"]:
             progress["epoch"] = self.epochs  # nothing in the files of this rank, and nothing will come
 
-    def _fill(self, progress: dict[str, Any]) -> Samples | None:
+    def _fill(self, progress: dict[str, Any], place: _Place) -> Samples | None:
         """The next window; None when the epoch has ended."""
         units = self._epoch_units(progress["epoch"])
         parts: list[Samples] = []
         wanted = self._window
-        cursor: Cursor | None = None
-        try:
-            while wanted > 0 and progress["unit"] < len(units):
-                if cursor is None:
-                    cursor = self.form.open(units[progress["unit"]], progress["cursor"], self._count(progress))
-                mine = not self._striped or progress["stripe"] % self.world == self.rank
-                read = _exactly(cursor, self.batch_size if self._striped else wanted)
-                if not read:
-                    cursor.close()
-                    cursor = None
-                    progress.update(unit=progress["unit"] + 1, cursor=None)
-                    continue
-                progress["stripe"] += 1
-                progress["cursor"] = cursor.state()
-                if mine:
-                    parts += read
-                    wanted -= sum(map(len, read))
-        finally:
-            if cursor is not None:
-                cursor.close()
+        while wanted > 0 and progress["unit"] < len(units):
+            if place.cursor is None:
+                place.cursor = self.form.open(units[progress["unit"]], progress["cursor"], self._count(progress))
+            mine = not self._striped or progress["stripe"] % self.world == self.rank
+            read = _exactly(place.cursor, self.batch_size if self._striped else wanted)
+            if not read:
+                place.leave()
+                progress.update(unit=progress["unit"] + 1, cursor=None)
+                continue
+            progress["stripe"] += 1
+            progress["cursor"] = place.cursor.state()
+            if mine:
+                parts += read
+                wanted -= sum(map(len, read))
         return self._finished(Samples.join(parts, self._room)) if parts else None
 
     def _finished(self, samples: Samples) -> Samples:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import csv
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal import _core
 from shoal.data.samples import Samples, from_block
-from shoal.data.schema import Schema
-from shoal.data.source import BadRow, OnBad, Unit, file_size, is_gzip, open_bytes, open_error
+from shoal.data.schema import Schema, no_column
+from shoal.data.source import DAMAGED, BadRow, OnBad, Unit, file_size, is_gzip, open_bytes, open_error
 from shoal.errors import ConfigError
 
 SKIP, LABEL, DENSE, SPARSE, RAW, TIME = range(6)  # as in csrc/data/text.h
 _BLOCK = 1 << 21
-_DAMAGED = (EOFError, OSError, zlib.error)
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +60,8 @@ class TextFormat:
         size = file_size(path)
         if not size:
             return []
+        if self.columns is None:
+            self.parser(self.header(path)[0], path)  # a column that is not there is told before the run begins
         if is_gzip(path) or self.quote or size <= self.part_bytes:
             return [Unit(path=path, size=size)]
         return [
@@ -79,10 +80,13 @@ class TextFormat:
         with open_error(path), open_bytes(path) as file:
             try:
                 line = file.readline(self.max_line_bytes)
-            except _DAMAGED:
+            except DAMAGED:
                 line = b""
         text = line.decode("utf-8-sig", "replace").rstrip("\r\n")
-        names = next(csv.reader([text], delimiter=self.delimiter, quotechar=self.quote or None), []) if text else []
+        try:
+            names = next(csv.reader([text], delimiter=self.delimiter, quotechar=self.quote or None), []) if text else []
+        except csv.Error as error:
+            raise ConfigError(f"{path}: its first line is no header ({error})") from None
         return names, len(line)
 
     def parser(self, columns: Sequence[str], where: str) -> _core.TextParser:
@@ -96,9 +100,10 @@ class TextFormat:
             known[schema.time] = (TIME, 0, 0)
         missing = [name for name in known if name not in columns]
         if missing:
-            raise ConfigError(
-                f"{where}: there is no column {missing[0]!r}; the columns are {', '.join(map(repr, columns[:50]))}"
-            )
+            raise ConfigError(f"{where}: {no_column(missing[0], columns)}")
+        twice = [name for name in known if columns.count(name) > 1]
+        if twice:
+            raise ConfigError(f"{where}: the column {twice[0]!r} is there {columns.count(twice[0])} times")
         for name in columns:
             role, index, slot = known.pop(name, (SKIP, 0, 0))
             roles.append(role), indices.append(index), slots.append(slot)
@@ -123,7 +128,7 @@ class TextCursor:
         schema = form.schema
         self._shape = (len(schema.dense), len(schema.sparse))
         self._timed = schema.time is not None
-        self._buffer, self._at, self._final = b"", 0, False
+        self._buffer, self._at, self._final, self._damaged = b"", 0, False, False
         self._offset, self._lines = 0, 0  # of the buffer's next line, in the file; lines since the unit's begin
         with open_error(unit.path):
             self._file = open_bytes(unit.path)
@@ -136,6 +141,10 @@ class TextCursor:
         elif form.columns is None:
             self._seek(form.header(unit.path)[1])
             self._lines = 1
+        else:
+            self._buffer = self._more()
+            if self._buffer.startswith(_BOM):
+                self._offset = self._at = len(_BOM)
 
     def read(self, rows: int) -> Samples | None:
         while True:
@@ -169,8 +178,9 @@ class TextCursor:
 
     def _more(self) -> bytes:
         try:
-            return self._file.read(_BLOCK)
-        except _DAMAGED as error:
+            return b"" if self._damaged else self._file.read(_BLOCK)
+        except DAMAGED as error:
+            self._damaged = True
             self._report(self._lines, self._offset, f"the file is damaged ({error})", rest=True)
             return b""
 
@@ -179,6 +189,8 @@ class TextCursor:
         rest = self._buffer[self._at :]
         more = self._more()
         self._final = not more
+        if self._damaged:
+            rest = b""  # the line that was cut is none
         self._buffer, self._at = rest + more, 0
         if len(rest) > self._form.max_line_bytes and b"\n" not in self._buffer:
             limit = self._form.max_line_bytes
@@ -204,7 +216,7 @@ class TextCursor:
         """Gzip is unpacked up to there, which is as quick as reading that much again."""
         try:
             self._file.seek(offset)
-        except _DAMAGED as error:
+        except DAMAGED as error:
+            self._damaged = self._final = True
             self._report(self._lines, offset, f"the file is damaged ({error})", rest=True)
-            self._final = True
         self._offset = offset

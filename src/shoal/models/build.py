@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError, did_you_mean
 from shoal.models.inputs import Inputs
 
 MODELS = {
@@ -35,8 +35,15 @@ def build_model(name: str, inputs: Inputs, options: Mapping[str, Any] | None = N
         inspect.signature(make).bind(inputs, **options)
     except TypeError as error:
         takes = [p.name for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        raise ConfigError(f"model {name!r}: {error}; its options are: {', '.join(takes) or 'none'}") from None
-    model = make(inputs, **options)
+        unknown = next((option for option in options if option not in takes), "")
+        hint = did_you_mean(unknown, takes)
+        raise ConfigError(f"model {name!r}: {error}{hint}; its options are: {', '.join(takes) or 'none'}") from None
+    try:
+        model = make(inputs, **options)
+    except (TypeError, RuntimeError) as error:
+        if name not in MODELS or isinstance(error, ShoalError):
+            raise  # an error in code of the user's is told with its place
+        raise ConfigError(f"model {name!r}: cannot be made with rows of {inputs.dim} and {options} ({error})") from None
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {name!r}: it made a {type(model).__name__}, not an nn.Module")
     return model
@@ -47,7 +54,8 @@ def find_model(name: str) -> Any:
     path = MODELS.get(name, name)
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
-        raise ConfigError(f"model: name is one of {', '.join(MODELS)} or package.module:Class, got {name!r}")
+        hint = did_you_mean(name, MODELS)
+        raise ConfigError(f"model: name is one of {', '.join(MODELS)} or package.module:Class, got {name!r}{hint}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does: a module beside the configuration is found
     try:

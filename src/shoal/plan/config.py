@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, did_you_mean
 
 HOSTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 
@@ -124,7 +124,8 @@ def load_plan(path: Path) -> Plan:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if unknown := sorted(set(content) - {"table", "model", "host"}):
-        raise ConfigError(f"{path}: there is no [{unknown[0]}]; there are [[table]], [model] and [host]")
+        hint = did_you_mean(unknown[0], ("table", "model", "host"))
+        raise ConfigError(f"{path}: there is no [{unknown[0]}]{hint}; there are [[table]], [model] and [host]")
     tables = content.get("table", [])
     if not isinstance(tables, list):
         raise ConfigError(f"{path}: write [[table]], with two brackets: there may be several")
@@ -143,7 +144,8 @@ def _build(kind: type, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is a table of settings, got {values!r:.40}")
     if unknown := sorted(set(values) - set(known)):
-        raise ConfigError(f"{where}: there is no {unknown[0]!r}; there are {', '.join(known)}")
+        hint = did_you_mean(unknown[0], known)
+        raise ConfigError(f"{where}: there is no {unknown[0]!r}{hint}; there are {', '.join(known)}")
     required = {"name", "dim", "ids_per_sample", "ids_per_day"} if kind is TablePlan else set()
     if missing := sorted(required - set(values)):
         raise ConfigError(f"{where}: {missing[0]} is missing")

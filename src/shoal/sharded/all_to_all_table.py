@@ -71,6 +71,11 @@ class AllToAllHashTable:
         self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._last: tuple[Seen, tuple[Any, ...]] | None = None
 
+    @property
+    def hash_filter(self) -> Any:
+        """The admission filter of this rank's rows; modules then leave it to updates to make rows."""
+        return self.table.hash_filter
+
     def _route(self, ids: Tensor) -> tuple[Any, ...]:
         """Where ids go, and which ids came: worked out in the forward pass, used again in the backward pass.
 

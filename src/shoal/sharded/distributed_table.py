@@ -44,6 +44,11 @@ class DistributedHashTable:
         return list(self._tables)
 
     @property
+    def hash_filter(self) -> Any:
+        """The admission filter of the first part; modules then leave it to updates to make rows."""
+        return getattr(self._tables[0], "hash_filter", None)
+
+    @property
     def dim_size(self) -> int:
         return self._dim
 

@@ -5,9 +5,10 @@ from typing import Any
 
 # Module -> the public names that live in it; imported on first use.
 _PUBLIC: dict[str, tuple[str, ...]] = {
-    "shoal.trainer.config": ("Config", "load_config"),
+    "shoal.trainer.config": ("Config",),
     "shoal.trainer.loop": ("Trainer", "train"),
     "shoal.trainer.metrics": ("Metrics", "exact_auc"),
+    "shoal.trainer.toml": ("load_config",),
 }
 _WHERE = {name: module for module, names in _PUBLIC.items() for name in names}
 

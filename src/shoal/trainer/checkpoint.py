@@ -23,6 +23,7 @@ from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.ops.reorder.op import empty_shards
 from shoal.table.checkpoint import list_checkpoints, naming, restore_table
 from shoal.table.checkpoint.chain import MANIFEST
+from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
 from shoal.table.checkpoint.incremental import _expiry_to_json
 from shoal.table.checkpoint.manifest import Manifest, file_sizes, remove_folder
 from shoal.table.checkpoint.single import check_distinct, naming_table
@@ -58,6 +59,8 @@ def save_checkpoint(directory: str, snapshot: Snapshot, table: HashTable | None,
     ranks.barrier()
     try:
         described = _save_rows(draft, table, ranks) if table is not None else []
+        if table is not None:
+            save_hash_filter(table.hash_filter, _filter_base(draft, ranks), True)
         _save_tensors(os.path.join(draft, f"rank-{ranks.rank:05d}.safetensors"), _rank_tensors(snapshot))
         readers = ranks.gather(snapshot.reader)  # all ranks have written
         if ranks.first:
@@ -86,7 +89,8 @@ def newest(directory: str) -> str | None:
 def load_checkpoint(path: str, snapshot: Snapshot, table: HashTable | None, ranks: Ranks) -> Manifest:
     """Fills model, optimizer and rows from a folder; ``snapshot`` gets this rank's position and metrics.
 
-    On another number of ranks the rows are shared out anew; positions do not fit then and ``reader`` stays empty.
+    On another number of ranks the rows are shared out anew; positions do not fit then and ``reader`` stays empty, and
+    an admission filter counts from 0.
     """
     manifest = Manifest.read(os.path.join(path, MANIFEST))
     if lost := manifest.missing(path):
@@ -150,6 +154,10 @@ def _save_rows(draft: str, table: HashTable, ranks: Ranks) -> list[dict[str, Any
     ]
 
 
+def _filter_base(folder: str, ranks: Ranks) -> str:
+    return os.path.join(folder, f"filter-{ranks.rank:05d}")
+
+
 def _load_rows(path: str, manifest: Manifest, table: HashTable, ranks: Ranks, same: bool) -> None:
     described = next((one for one in manifest.content["tables"] if one["name"] == table.name), None)
     if described is None:
@@ -164,6 +172,7 @@ def _load_rows(path: str, manifest: Manifest, table: HashTable, ranks: Ranks, sa
             check_distinct(load, taken)
             load.commit()
         table._native.set_calls(described["calls"][ranks.rank])
+        restore_hash_filter(table.hash_filter, _filter_base(path, ranks), True)
     else:
         restore_table(table, base, shard=(ranks.rank, ranks.world, bool(empty_shards(ranks.world))))
     table._native.raise_max_update_time(described["max_update_time"])

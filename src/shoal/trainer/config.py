@@ -1,27 +1,22 @@
-"""The configuration of a training run: frozen sections, read from TOML, each value checked when it is given."""
+"""The configuration of a training run: frozen sections, each value checked when it is given."""
 
 from __future__ import annotations
 
-import tomllib
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+import inspect
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from shoal import _core
 from shoal.data.schema import CRITEO, Schema
-from shoal.errors import ConfigError
-
-T = TypeVar("T")
+from shoal.errors import ConfigError, did_you_mean
 
 
-def _at_least(section: object, **limits: float) -> None:
+def _at_least(section: str, values: object, **limits: float) -> None:
     for name, least in limits.items():
-        value = getattr(section, name)
-        if value is not None and not value >= least:
-            raise ConfigError(f"[{_SECTION[type(section)]}] {name} is at least {least:g}, got {value}")
+        value = getattr(values, name)
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"[{section}] {name} is at least {least:g}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +30,8 @@ class DataConfig:
     format: str = "criteo"
     """criteo, csv, tsv, parquet, tfrecord, example or example_batch."""
     label: str = ""
-    dense: tuple[str, ...] = ()
-    sparse: tuple[str, ...] = ()
+    dense: tuple[str, ...] | None = None
+    sparse: tuple[str, ...] | None = None
     time: str | None = None
     slots: dict[str, int] = field(default_factory=dict)
     raw: bool = False
@@ -51,7 +46,7 @@ class DataConfig:
     """Of the format: columns, delimiter, quote, separator, max_line_bytes, part_bytes; lists."""
 
     def __post_init__(self) -> None:
-        _at_least(self, shuffle_rows=0, prefetch=0)
+        _at_least("data", self, shuffle_rows=0, prefetch=0)
         if not self.train:
             raise ConfigError("[data] train names the files to learn from, got none")
         self.make_format()
@@ -59,12 +54,13 @@ class DataConfig:
     def schema(self) -> Schema:
         criteo = self.format == "criteo"
         log_dense = criteo if self.log_dense is None else self.log_dense
-        names: dict[str, Any] = {"label": self.label, "dense": self.dense, "sparse": self.sparse}
+        label, dense, sparse = self.label, self.dense, self.sparse
         if criteo:
-            names = {name: given or getattr(CRITEO, name) for name, given in names.items()}
+            label = label or CRITEO.label
+            dense, sparse = (CRITEO.dense if dense is None else dense, CRITEO.sparse if sparse is None else sparse)
         return Schema(
-            **names, time=self.time, slots=self.slots, raw=self.raw, positive_above=self.positive_above,
-            log_dense=log_dense,
+            label=label, dense=dense or (), sparse=sparse or (), time=self.time, slots=self.slots, raw=self.raw,
+            positive_above=self.positive_above, log_dense=log_dense,
         )  # fmt: skip
 
     def make_format(self) -> Any:
@@ -72,7 +68,8 @@ class DataConfig:
 
         options = dict(self.options)
         if self.format not in FORMATS:
-            raise ConfigError(f"[data] format is one of {', '.join(FORMATS)}, got {self.format!r}")
+            hint = did_you_mean(self.format, FORMATS)
+            raise ConfigError(f"[data] format is one of {', '.join(FORMATS)}, got {self.format!r}{hint}")
         if "threads" in FORMATS[self.format][1]:
             options.setdefault("threads", not self.ahead())
         return make_format(self.format, self.schema(), **options)
@@ -101,9 +98,17 @@ class TableConfig:
     """How the rows of a feature with many ids become one."""
     expire_after: str | None = None
     """Text such as 30d: rows that were not updated for so long are removed at checkpoints."""
+    admit_after: int = 0
+    """An id gets a row once it was learnt from more often than this, at most 14; before that it counts as zeros. Raise
+    it when rows of ids that come once fill the memory."""
+    admit_capacity: int = 10_000_000
+    """Ids whose occurrences are counted, approximately, in 2.8 bytes each; the oldest are forgotten. On each rank and
+    server."""
 
     def __post_init__(self) -> None:
-        _at_least(self, dim=1, lr=0, init_scale=0)
+        _at_least("table", self, dim=1, lr=0, init_scale=0, admit_after=0, admit_capacity=1000)
+        if self.admit_after > 14:
+            raise ConfigError(f"[table] admit_after is at most 14, got {self.admit_after}")
         self.row_optimizer()
 
     def row_optimizer(self) -> Any:
@@ -111,14 +116,23 @@ class TableConfig:
 
         if self.optimizer not in optim._BY_NAME:
             known = ", ".join(sorted(optim._BY_NAME))
-            raise ConfigError(f"[table] optimizer is one of {known}, got {self.optimizer!r}")
+            hint = did_you_mean(self.optimizer, optim._BY_NAME)
+            raise ConfigError(f"[table] optimizer is one of {known}, got {self.optimizer!r}{hint}")
         options = dict(self.optimizer_options)
         if self.optimizer == "adagrad":
             options.setdefault("initial_accumulator", 0.0)  # the loss is a mean: gradients are small beside TF's 0.1
+        make = optim._BY_NAME[self.optimizer]
+        takes = [name for name in inspect.signature(make).parameters if name != "lr"]
+        unknown = next((name for name in options if name not in takes), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"[table] optimizer_options: {self.optimizer} knows no {unknown!r}{did_you_mean(unknown, takes)}; it "
+                f"knows {', '.join(takes)}"
+            )
         try:
-            return optim._BY_NAME[self.optimizer](lr=self.lr, **options)
+            return make(lr=self.lr, **options)
         except TypeError as error:
-            raise ConfigError(f"[table] optimizer_options: {error}") from None
+            raise ConfigError(f"[table] optimizer_options {options}: {error}") from None
 
     def arguments(self) -> dict[str, Any]:
         """The keywords of `shoal.HashTable`, and of the tables that stand in its place."""
@@ -131,6 +145,18 @@ class TableConfig:
             "expire_after": self.expire_after,
             "name": self.name,
         }
+
+    def filter(self) -> dict[str, Any] | None:
+        """The admission filter, as `shoal.sharded.ps_table` takes it."""
+        if not self.admit_after:
+            return None
+        from shoal.table.messages import SlotOccurrenceThresholdConfig
+
+        thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=self.admit_after)
+        return {
+            "type": "sliding_hash_filter", "capacity": self.admit_capacity, "split_num": 7,
+            "config": thresholds.SerializeToString().hex(),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +191,13 @@ class TrainConfig:
     """Addresses of parameter servers that hold the rows, all of them in the order of their shards."""
     ps_deadline_s: float = 600.0
     """How long a parameter server may be away."""
+    ps_restore: bool = True
+    """Going on from a checkpoint brings the rows on the servers back to it. Turn it off where other runs share them."""
 
     def __post_init__(self) -> None:
-        _at_least(self, epochs=1, batch_size=1, lr=0, max_steps=1, threads=1, ps_deadline_s=0)
+        _at_least("train", self, epochs=1, batch_size=1, lr=0, max_steps=1, threads=1, ps_deadline_s=0)
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ConfigError(f"[train] seed is a 64-bit integer, got {self.seed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +212,7 @@ class EvalConfig:
     max_batches: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least(self, every_steps=0, patience=0, max_batches=1)
+        _at_least("eval", self, every_steps=0, patience=0, max_batches=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +235,7 @@ class OutConfig:
     """Folder for TensorBoard's summaries."""
 
     def __post_init__(self) -> None:
-        _at_least(self, every_steps=0, every_s=0, keep=1, log_steps=1, auc_window=1)
+        _at_least("out", self, every_steps=0, every_s=0, keep=1, log_steps=1, auc_window=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,117 +256,10 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """What must be the same where a checkpoint goes on: everything that its tensors and its position depend on."""
         schema = self.data.schema().to_json()
-        table = {name: value for name, value in asdict(self.table).items() if name not in ("lr", "expire_after")}
+        free = ("lr", "expire_after", *(() if self.table.admit_after else ("admit_after", "admit_capacity")))
+        table = {name: value for name, value in asdict(self.table).items() if name not in free}
         reading = {"batch_size": self.train.batch_size, "shuffle_rows": self.data.shuffle_rows}
         return {
             "schema": schema, "table": table, "model": asdict(self.model), "optimizer": self.train.optimizer,
             "seed": self.train.seed, "format": self.data.format, "reading": reading,
         }  # fmt: skip
-
-
-_SECTION: dict[type, str] = {
-    DataConfig: "data", TableConfig: "table", ModelConfig: "model", TrainConfig: "train", EvalConfig: "eval",
-    OutConfig: "out",
-}  # fmt: skip
-_SECTIONS = {name: section for section, name in _SECTION.items()}
-
-
-def load_config(path: str | Path | None, changes: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of a TOML file, with ``changes`` such as ``{"train.epochs": 2}`` over it.
-
-    Paths in the file are relative to it, those in changes to the working directory.
-    """
-    content: dict[str, Any] = {}
-    if path is not None:
-        try:
-            with open(path, "rb") as file:
-                content = tomllib.load(file)
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration {str(path)!r} ({error.strerror or error})") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: not a TOML file: {error}") from None
-        _resolve_paths(content, Path(path).parent)
-    for key, value in (changes or {}).items():
-        section, _, name = key.partition(".")
-        if not name:
-            raise ConfigError(f"settings are section.name, such as train.epochs, got {key!r}")
-        inner = content.setdefault(section, {})
-        *outer, last = name.split(".")
-        for part in outer:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return _config(content, str(path) if path is not None else "the configuration")
-
-
-def _config(content: Mapping[str, Any], where: str) -> Config:
-    unknown = sorted(set(content) - set(_SECTIONS))
-    if unknown:
-        raise ConfigError(f"{where}: there is no section [{unknown[0]}]; sections are {', '.join(_SECTIONS)}")
-    if "data" not in content:
-        raise ConfigError(f'{where}: [data] with train = ["FILE", …] is missing')
-    made = {name: _section(_SECTIONS[name], value, name, where) for name, value in content.items()}
-    return Config(**made)
-
-
-def _section(kind: type[T], content: Any, name: str, where: str) -> T:
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{where}: [{name}] is a section, got {content!r}")
-    hints = typing.get_type_hints(kind)
-    names = [f.name for f in fields(kind)]  # pyrefly: ignore[bad-argument-type]
-    # What a section does not know goes to its options, where it has them: of the model or of the format.
-    given, extra = {}, {}
-    for key, value in content.items():
-        (given if key in names else extra)[key] = value
-    if extra:
-        if "options" not in names:
-            raise ConfigError(f"{where}: [{name}] knows no {next(iter(extra))!r}; it knows {', '.join(names)}")
-        given["options"] = {**given.get("options", {}), **extra}
-    for one in fields(kind):  # pyrefly: ignore[bad-argument-type]
-        if one.default is MISSING and one.default_factory is MISSING and one.name not in given:
-            raise ConfigError(f"{where}: [{name}] {one.name} is missing")
-    values = {key: _convert(value, hints[key], f"{where}: [{name}] {key}") for key, value in given.items()}
-    return kind(**values)
-
-
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    """A TOML value as the type that a field has."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        return _convert(value, next(kind for kind in inner if kind is not type(None)), where)
-    if origin is Literal:
-        if value not in inner:
-            raise ConfigError(f"{where} is one of {', '.join(map(repr, inner))}, got {value!r}")
-        return value
-    if origin is tuple:
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-            raise ConfigError(f"{where} is a list of texts, got {value!r}")
-        return tuple(value)
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is a table, got {value!r}")
-        return dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-        raise ConfigError(f"{where} is {names.get(hint, hint)}, got {value!r}")
-    return value
-
-
-def _resolve_paths(content: dict[str, Any], base: Path) -> None:
-    for section, names in (("data", ("train", "eval")), ("out", ("dir", "tensorboard"))):
-        inner: Any = content.get(section)
-        for name in names if isinstance(inner, dict) else ():
-            value = inner.get(name)
-            if isinstance(value, str):
-                inner[name] = str(base / value)
-            elif isinstance(value, list):
-                inner[name] = [str(base / one) if isinstance(one, str) else one for one in value]
-
-
-def with_threads(config: Config, threads: int) -> Config:
-    """The same run on so many threads."""
-    return replace(config, train=replace(config.train, threads=threads))

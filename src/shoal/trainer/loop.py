@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ from shoal.data.stream import Batch, Stream
 from shoal.errors import ConfigError, DataError
 from shoal.models.build import build_model
 from shoal.models.inputs import Inputs
-from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import Snapshot
 from shoal.trainer.config import Config
-from shoal.trainer.metrics import Metrics, binned_auc
+from shoal.trainer.machine import fair_threads, find_device, resident_bytes
+from shoal.trainer.metrics import Metrics, merged
 from shoal.trainer.ranks import GradientBucket, Ranks
 from shoal.trainer.reporter import Reporter
+from shoal.trainer.saving import Progress, Saver
 from shoal.trainer.summaries import Summaries
 from shoal.trainer.tables import Rows
 
@@ -36,19 +36,6 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
-
-
-@dataclass(slots=True)
-class Progress:
-    """What goes on over a checkpoint."""
-
-    step: int = 0
-    samples: int = 0
-    started_s: int = field(default_factory=lambda: int(time.time()))
-    best: float | None = None
-    since_best: int = 0
-    epoch: int = 0
-    """Whose end has not been evaluated yet."""
 
 
 class Trainer:
@@ -72,19 +59,29 @@ class Trainer:
         self._bad_reporter = reporter or Reporter()
         self.stop = stop
         train = config.train
-        threads = train.threads or _fair_threads()
+        threads = train.threads or fair_threads()
         if threads is not None:
             torch.set_num_threads(threads)
             _core.set_num_threads(threads)
-        self.device = _device(train.device)
+        self.device = find_device(train.device)
         self.schema = config.data.schema()
         torch.manual_seed(train.seed)
         inputs = Inputs(dense=self.schema.dense, sparse=self.schema.sparse, dim=config.table.dim)
         self.model = build_model(config.model.name, inputs, config.model.options).to(self.device)
         fused = self.device.type == "cpu" or train.optimizer != "adagrad"  # torch's Adagrad has no fused step on GPUs
         self.optimizer = _OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=fused)
-        torch.manual_seed(train.seed * 1_000_003 + self.ranks.rank)  # for dropout, which differs between ranks
-        self.rows = Rows(config, self.ranks).to(self.device)
+        own = (train.seed * 1_000_003 + self.ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
+        torch.manual_seed(own)
+        self.rows = Rows(config, self.ranks, self.reporter.note).to(self.device)
+        try:
+            self._open(fresh)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, fresh: bool) -> None:
+        """Files, metrics and checkpoints."""
+        config, train = self.config, self.config.train
         self.bucket = GradientBucket(self.model.parameters(), numbers=3)
         self.metrics = Metrics(config.out.auc_window)
         self.at = Progress()
@@ -94,14 +91,14 @@ class Trainer:
         self.eval_stream = self._stream(form, config.data.eval, epochs=1, shuffle=0) if config.data.eval else None
         self.reader: dict[str, Any] = dict(self.stream.state)
         self.summaries = Summaries(config.out.tensorboard, self.ranks)
-        self._saved_at = time.monotonic()
         self._scale = 1.0 / (train.batch_size * self.ranks.world)
-        self.resumed = None if fresh or config.out.dir is None else self._resume(config.out.dir)
-        if fresh and config.out.dir is not None and checkpoint.newest(config.out.dir):
-            raise ConfigError(
-                f"--fresh: {config.out.dir} has checkpoints of another run; remove them or name another folder "
-                "with --out"
-            )
+        self._exhausted = False
+        self._files = [[os.path.basename(path), os.path.getsize(path)] for path in self.stream.files]
+        self.saver: Saver | None = None
+        self.resumed: str | None = None
+        if config.out.dir is not None:
+            self.saver = Saver(config, self.ranks, self.rows, self.reporter.note)
+            self.resumed = self._resume(self.saver, fresh)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -119,9 +116,9 @@ class Trainer:
             with Prefetch(self.stream, self.config.data.ahead()) as batches:
                 why = self._loop(Epochs(iter(batches)))
         seconds = time.perf_counter() - begun
-        if self.config.out.dir is not None:
-            self._save()
-        result = self._values() | {"why": why, "seconds": seconds, "best": self.at.best}
+        path = self._save()
+        best = self.at.best if self.at.best is None or self.config.eval.metric == "auc" else -self.at.best
+        result = self._values() | {"why": why, "seconds": seconds, "best": best, "checkpoint": path}
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
         self.summaries.close()
         self.reporter.end(**result)
@@ -155,6 +152,7 @@ class Trainer:
                 return "interrupted"
             if save:
                 self._save()
+        self._exhausted = True
         return "finished"
 
     def _step(self, batch: Batch | None) -> tuple[int, bool, bool]:
@@ -165,7 +163,8 @@ class Trainer:
             self.rows.nothing(learn=True)
         else:
             self._learn(samples)
-        numbers = (len(samples) if samples is not None else 0, float(self.stop()), float(self._wants_save()))
+        wants_save = self.saver is not None and self.saver.wants(self.at.step + 1)
+        numbers = (len(samples) if samples is not None else 0, float(self.stop()), float(wants_save))
         if self.ranks.world > 1:
             self.bucket.numbers.copy_(torch.tensor(numbers))
             self.ranks.sum(self.bucket.flat)
@@ -183,13 +182,25 @@ class Trainer:
             self.rows.now_s = int(time.time())
         else:
             self.rows.now_s = self.at.started_s  # the same however often a run is taken up again
-        label = samples.label.to(self.device)
         logits = self._logits(samples)
+        label = samples.label.to(self.device)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="sum") * self._scale
+        if not math.isfinite(loss.item()):
+            raise DataError(
+                f"step {self.at.step + 1}: the loss is {loss.item()}; lower [table] lr or [train] lr, or look for huge "
+                "numbers in the dense columns (log_dense = true makes them small)"
+            )
         loss.backward()
         self.metrics.add(logits.detach().cpu().numpy(), samples.label.numpy())
 
     def _logits(self, samples: Samples) -> Tensor:
+        least, most = samples.label.aminmax()
+        if least < 0 or most > 1:
+            got = float(least if least < 0 else most)
+            raise ConfigError(
+                f"[data] label {self.schema.label!r}: labels are between 0 and 1, got {got:g}; with positive_above = T "
+                "those above T are 1 and the others 0"
+            )
         logits = self.model(samples.dense.to(self.device), self.rows(samples))
         if logits.shape != (len(samples),):
             raise ConfigError(
@@ -207,11 +218,12 @@ class Trainer:
         values = self.evaluate()
         metric = self.config.eval.metric
         value = values[metric] if metric == "auc" else -values[metric]
-        if self.at.best is None or value > self.at.best:
+        is_best = value > (-math.inf if self.at.best is None else self.at.best)  # NaN never is
+        if is_best:
             self.at.best, self.at.since_best = value, 0
         else:
             self.at.since_best += 1
-        self.reporter.evaluated(step=self.at.step, **values, is_best=self.at.since_best == 0)
+        self.reporter.evaluated(step=self.at.step, **values, is_best=is_best)
         self.summaries.evaluated(self.at.step, values)
         return self._gives_up()
 
@@ -239,95 +251,52 @@ class Trainer:
                     number += 1
         finally:
             self.model.train(), self.rows.train()
-        return self._merged(metrics)
-
-    def _merged(self, metrics: Metrics) -> dict[str, float]:
-        """Of all ranks; the window's AUC is this rank's."""
-        if self.ranks.world > 1:
-            counts = self.ranks.sum(torch.from_numpy(metrics.counts.copy())).numpy()
-            sums = self.ranks.sum(torch.from_numpy(metrics.sums.copy())).numpy()
-        else:
-            counts, sums = metrics.counts, metrics.sums
-        rows = int(counts.sum())
-        return {
-            "auc": binned_auc(counts),
-            "logloss": float(sums[0] / rows) if rows else math.nan,
-            "calibration": float(sums[1] / sums[2]) if sums[2] else math.nan,
-            "samples": rows,
-        }
+        return merged(metrics, self.ranks)
 
     def _values(self) -> dict[str, Any]:
         """What a report tells; all ranks ask together."""
-        merged = self._merged(self.metrics)
-        merged.pop("samples")
-        bad = torch.tensor([float(self.reader["bad"]), self.rows.memory_bytes(), resident_bytes()], dtype=torch.float64)
-        bad_rows, table_bytes, resident = map(int, self.ranks.sum(bad).tolist())
+        values = merged(self.metrics, self.ranks)
+        values.pop("samples")
+        bad = self.stream.bad_rows if self._exhausted else self.reader["bad"]  # the last ones are behind the last batch
+        sums = torch.tensor([float(bad), self.rows.memory_bytes(), resident_bytes()], dtype=torch.float64)
+        bad_rows, table_bytes, resident = map(int, self.ranks.sum(sums).tolist())
         return {
-            "step": self.at.step, "epoch": self.at.epoch, "samples": self.at.samples, **merged,
+            "step": self.at.step, "epoch": self.at.epoch, "samples": self.at.samples, **values,
             "window_auc": self.metrics.window_auc(), "rows": self.rows.size(), "table_bytes": table_bytes,
             "resident_bytes": resident, "bad_rows": bad_rows,
         }  # fmt: skip
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def _wants_save(self) -> bool:
-        out = self.config.out
-        if out.dir is None:
-            return False
-        if out.every_steps and (self.at.step + 1) % out.every_steps == 0:
-            return True
-        return bool(out.every_s) and self.ranks.first and time.monotonic() - self._saved_at > out.every_s
-
     def _snapshot(self) -> Snapshot:
-        at = self.at
-        values = {
-            "samples": at.samples, "started_s": at.started_s, "best": at.best, "since_best": at.since_best,
-            "epoch": at.epoch, "now_s": self.rows.now_s, "sparse_step": self.rows.slot.global_step,
-        }  # fmt: skip
-        content: dict[str, Any] = {"identity": self.config.identity(), "progress": values}
-        if self.rows.client is not None and self.ranks.first:
-            self.rows.client.flush()
-            content["servers"] = list(self.config.train.ps)
         return Snapshot(
-            step=at.step, model=self.model, optimizer=self.optimizer, reader=self.reader, metrics=self.metrics.state(),
-            content=content,
+            step=self.at.step, model=self.model, optimizer=self.optimizer, reader=self.reader,
+            metrics=self.metrics.state(),
         )  # fmt: skip
 
-    def _save(self) -> None:
-        assert self.config.out.dir is not None
+    def _save(self) -> str | None:
+        if self.saver is None:
+            return None
         begun = time.perf_counter()
-        local = self.rows.local
-        if local is not None and self.config.table.expire_after is not None:
-            local.evict()
-        path = checkpoint.save_checkpoint(
-            self.config.out.dir, self._snapshot(), local, self.ranks, self.config.out.keep
-        )
-        self._saved_at = time.monotonic()
+        path = self.saver.save(self._snapshot(), self.at, self._files)
         self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
+        return path
 
-    def _resume(self, directory: str) -> str | None:
-        path = self.ranks.from_first(checkpoint.newest(directory))
+    def _resume(self, saver: Saver, fresh: bool) -> str | None:
+        path = saver.newest()
         if path is None:
             return None
-        checkpoint.check_identity(path, self.config.identity())
-        snapshot = self._snapshot()
-        snapshot.reader = {}
-        manifest = checkpoint.load_checkpoint(path, snapshot, self.rows.local, self.ranks)
-        values = manifest.content["progress"]
-        self.at = Progress(
-            step=manifest.step, samples=values["samples"], started_s=values["started_s"], best=values["best"],
-            since_best=values["since_best"], epoch=values["epoch"],
-        )  # fmt: skip
-        self.rows.now_s = values["now_s"]
-        self.rows.slot.global_step = values["sparse_step"]
-        if snapshot.reader:
-            self.reader = snapshot.reader
-            self.metrics.load(snapshot.metrics)
-        else:
-            self.reporter.note(
-                f"{path} was written by {manifest.content['world']} ranks and this run has {self.ranks.world}: rows "
-                "and weights go on, reading begins at the first file again"
+        if fresh:
+            raise ConfigError(
+                f"--fresh: {saver.directory} has checkpoints of another run; remove them or name another folder with "
+                "--out"
             )
+        snapshot = self._snapshot()
+        snapshot.reader, snapshot.metrics = {}, {}
+        self.at = saver.load(path, snapshot, self._files)
+        self.reader = snapshot.reader or {**self.reader, "epoch": self.at.epoch}
+        if snapshot.metrics:
+            self.metrics.load(snapshot.metrics)
         return path
 
     # --- the rest -----------------------------------------------------------------------------------------------------
@@ -383,34 +352,3 @@ def train(config: Config, **options: Any) -> dict[str, Any]:
     """Runs a configuration to its end: ``shoal.trainer.train(load_config("criteo.toml"))``."""
     with trainer(config, **options) as one:
         return one.run()
-
-
-def resident_bytes() -> int:
-    """Memory of this process."""
-    try:
-        with open("/proc/self/statm") as file:
-            import resource
-
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except (OSError, ImportError):
-        return 0
-
-
-def _fair_threads() -> int | None:
-    """Of each of several ranks on this machine, so that they do not fight over CPUs; None leaves it to torch."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks < 2 or "OMP_NUM_THREADS" in os.environ:
-        return None
-    return max(1, _core.num_threads() // ranks)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"[train] device is cpu, cuda or cuda:0, …, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("[train] device is cuda, but torch finds no GPU here")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"[train] device is cpu, cuda or cuda:0, …, got {name!r}")
-    return device

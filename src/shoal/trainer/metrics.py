@@ -7,6 +7,9 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import torch
+
+from shoal.trainer.ranks import Ranks
 
 BINS = 1 << 14
 
@@ -85,6 +88,21 @@ class Metrics:
         scores, labels = np.split(state["scores"], cuts), np.split(state["labels"].astype(bool), cuts)
         self._recent = deque(zip(scores, labels, strict=True)) if len(state["sizes"]) else deque()
         self._recent_rows = len(state["scores"])
+
+
+def merged(metrics: Metrics, ranks: Ranks) -> dict[str, float]:
+    """AUC, logloss, calibration and samples of all ranks, which call it together."""
+    counts, sums = metrics.counts, metrics.sums
+    if ranks.world > 1:
+        counts = ranks.sum(torch.from_numpy(counts.copy())).numpy()
+        sums = ranks.sum(torch.from_numpy(sums.copy())).numpy()
+    rows = int(counts.sum())
+    return {
+        "auc": binned_auc(counts),
+        "logloss": float(sums[0] / rows) if rows else math.nan,
+        "calibration": float(sums[1] / sums[2]) if sums[2] else math.nan,
+        "samples": rows,
+    }
 
 
 def exact_auc(scores: np.ndarray, labels: np.ndarray) -> float:

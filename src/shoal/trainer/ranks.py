@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from shoal.errors import PeerError, ShoalError
 
 _DEADLINE = timedelta(minutes=10)
 
@@ -58,6 +61,24 @@ class Ranks:
     def close(self) -> None:
         if self.started and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def naming_the_lost(ranks: Ranks) -> Iterator[None]:
+    """An error of the process group because another rank went away becomes a `PeerError` that says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks.world == 1 or isinstance(error, ShoalError) or not _of_a_connection(error):
+            raise
+        why = str(error).strip().splitlines()[0].partition("] ")[2].partition(". ")[0]
+        raise PeerError(
+            f"rank {ranks.rank}: another rank has gone ({why}); the one that ended first says why"
+        ) from None
+
+
+def _of_a_connection(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 class GradientBucket:

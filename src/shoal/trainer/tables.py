@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch import Tensor, nn
 
 from shoal.data.samples import Samples
+from shoal.errors import ConfigError, DataError, DeadlineError
 from shoal.nn import HashEmbedding, HashEmbeddingBag
 from shoal.nn.slot import TableSlot, slot_of
 from shoal.table.table import HashTable
-from shoal.trainer.config import Config
+from shoal.trainer.config import Config, TableConfig
 from shoal.trainer.ranks import Ranks
+
+_AT_ONCE = timedelta(seconds=5)
 
 
 class Rows(nn.Module):
@@ -21,7 +25,7 @@ class Rows(nn.Module):
     The table is in this process, over all ranks (every rank looks up and updates together), or on parameter servers.
     """
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
+    def __init__(self, config: Config, ranks: Ranks, note: Callable[[str], None] = lambda text: None) -> None:
         super().__init__()
         given = config.table
         arguments: dict[str, Any] = {**given.arguments(), "seed": config.train.seed}
@@ -33,19 +37,32 @@ class Rows(nn.Module):
 
             deadline = timedelta(seconds=config.train.ps_deadline_s)
             self.client = PsClient(config.train.ps, deadline=deadline)
-            self.table: Any = ps_table(self.client, given.dim, **arguments)
+            try:
+                self._greet(note)
+                self.table: Any = ps_table(self.client, given.dim, filter=given.filter(), **arguments)
+            except BaseException:
+                self.client.close()
+                raise
         elif ranks.world > 1:
             from shoal.sharded import AllToAllHashTable
 
-            self.table = AllToAllHashTable(given.dim, **arguments)
+            self.table = AllToAllHashTable(given.dim, hash_filter=_filter(given), **arguments)
         else:
-            self.table = HashTable(given.dim, **arguments)
+            self.table = HashTable(given.dim, hash_filter=_filter(given), **arguments)
         self.together = ranks.world > 1 and self.client is None
         self.single = HashEmbedding(self.table, fused=True)
         self.bags = HashEmbeddingBag(self.table, combiner=given.combiner, fused=True)
         self.now_s = 0
         """What rows are stamped with."""
         self.slot.clock = lambda: self.now_s
+
+    def _greet(self, note: Callable[[str], None]) -> None:
+        """Says who is waited for, where servers do not answer at once."""
+        try:
+            self.client.info(min(_AT_ONCE, self.client.deadline))
+        except DeadlineError as error:
+            if self.client.deadline > _AT_ONCE:
+                note(f"{str(error).partition(';')[0]}; waiting for it, up to {self.client.deadline}")
 
     @property
     def slot(self) -> TableSlot:
@@ -83,7 +100,34 @@ class Rows(nn.Module):
         local = self.local
         return 0 if local is None else local.memory_bytes()
 
+    def keep_on_servers(self, name: str, others: list[str]) -> str | None:
+        """Has the servers keep the rows of now under a name, beside those of other names; None if they cannot."""
+        self.client.flush()
+        try:
+            self.client.checkpoint(keep_as=name, others=others)
+        except ConfigError as error:
+            if "need a directory" not in str(error):
+                raise
+            return None
+        return name
+
+    def restore_on_servers(self, name: str) -> None:
+        """Brings the rows on the servers back to those that were kept under a name."""
+        try:
+            self.client.restore(self.table.name, name)
+        except ConfigError as error:
+            raise DataError(
+                f"{error}; start the servers with the --dir that they had, or with --set train.ps_restore=false go on "
+                "with the rows that they hold"
+            ) from None
+        self.client.checkpoint()  # so that what they come back with after a crash does not depend on the kept one
+
     def close(self) -> None:
         if self.client is not None:
-            self.client.flush()
             self.client.close()
+
+
+def _filter(given: TableConfig) -> Any:
+    from shoal.sharded.ps.shard import build_filter
+
+    return build_filter(given.filter(), given.name)

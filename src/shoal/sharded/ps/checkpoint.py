@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import DataError
+from shoal.errors import ConfigError, DataError
 from shoal.sharded.ps.log import sync_directory
 from shoal.sharded.ps.shard import Shard
 from shoal.sharded.ps.snapshot import ShardSnapshot
@@ -16,6 +18,7 @@ from shoal.sharded.ps.streams import Streams
 from shoal.sharded.ps.table_spec import build_table
 from shoal.table.checkpoint import restore_table
 from shoal.table.checkpoint.filters import restore_hash_filter
+from shoal.table.table import HashTable
 
 FORMAT = 1
 
@@ -81,15 +84,72 @@ class Checkpoints:
                 f"{shard.index} of {shard.of}; use `shoal ps reshard`"
             )
         for entry in manifest["tables"].values():
-            table = build_table(entry["spec"])
-            restore_table(table, path / entry["file"])
-            restore_hash_filter(table.hash_filter, str(path / entry["filter"]), True)
-            table._native.raise_max_update_time(entry["max_update_time"])
-            table._native.set_calls(entry["calls"])
-            shard.add(entry["spec"], table)
+            shard.add(entry["spec"], _table(path, entry))
         shard.version = manifest["version"]
         streams.load(manifest["streams"], manifest.get("answers", {}))
         return manifest["number"]
+
+    # --- kept by name -----------------------------------------------------------------------------------------------
+
+    def keep_as(self, path: Path, name: str, others: Sequence[str]) -> None:
+        """Holds on to a checkpoint under a name, by links to its files, however many come after it.
+
+        Names are ``<run>-<what>``; those of the same run that are not among ``others`` are let go.
+        """
+        run = _checked(name).rpartition("-")[0]
+        target, draft = self.directory / f"kept-{name}", self.directory / f"draft-kept-{name}-{os.getpid()}"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        try:
+            for file in path.iterdir():
+                _link(file, draft / file.name)
+            sync_directory(draft)
+            shutil.rmtree(target, ignore_errors=True)
+            draft.rename(target)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        sync_directory(self.directory)
+        stay = {f"kept-{one}" for one in (name, *others)}
+        for old in self.directory.glob("kept-*"):
+            if old.name.rpartition("-")[0] == f"kept-{run}" and old.name not in stay:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def kept_table(self, name: str, table: str, shard: Shard) -> HashTable:
+        """A table as it was in the checkpoint of that name; it must be of the configuration that it has now."""
+        path = self.directory / f"kept-{_checked(name)}"
+        if not (path / "manifest.json").is_file():
+            raise ConfigError(f"shard {shard.index} keeps no checkpoint {name!r}")
+        manifest = read_manifest(path)
+        entry = manifest["tables"].get(table)
+        if entry is None or (manifest["shard"], manifest["of"]) != (shard.index, shard.of):
+            raise ConfigError(f"the checkpoint {name!r} of shard {shard.index} has no table {table!r} of this shard")
+        if entry["spec"] != shard.specs[table]:
+            raise ConfigError(f"table {table!r} in the checkpoint {name!r} has another configuration than it has now")
+        return _table(path, entry)
+
+
+def _table(path: Path, entry: Mapping[str, Any]) -> HashTable:
+    """A table from its entry in the manifest of a checkpoint."""
+    table = build_table(entry["spec"])
+    restore_table(table, path / entry["file"])
+    restore_hash_filter(table.hash_filter, str(path / entry["filter"]), True)
+    table._native.raise_max_update_time(entry["max_update_time"])
+    table._native.set_calls(entry["calls"])
+    return table
+
+
+def _checked(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+", name):
+        raise ConfigError(f"a kept checkpoint is named RUN-WHAT in letters, digits and underscores, got {name!r}")
+    return name
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -198,10 +198,24 @@ class PsClient:
         self._max_frame_bytes = min(info["max_message_bytes"] for info in infos)
         self._verified = True
 
-    def checkpoint(self, deadline: timedelta | None = None) -> list[str]:
-        """Has every server write a checkpoint now; their paths, on the servers."""
-        replies = self.read({shard: Request(Op.CHECKPOINT) for shard in range(self.num_ps)}, deadline)
+    def checkpoint(
+        self, deadline: timedelta | None = None, *, keep_as: str = "", others: Sequence[str] = ()
+    ) -> list[str]:
+        """Has every server write a checkpoint now; their paths, on the servers.
+
+        With ``keep_as="RUN-WHAT"`` it stays there for `restore`, whatever comes later, until one of the same run is
+        kept that does not name it among its ``others``.
+        """
+        names = json.dumps([keep_as, list(others)]).encode() if keep_as else b""
+        replies = self.read({shard: Request(Op.CHECKPOINT, values=names) for shard in range(self.num_ps)}, deadline)
         return [replies[shard].text() for shard in range(self.num_ps)]
+
+    def restore(self, table: str, kept: str, deadline: timedelta | None = None) -> None:
+        """Brings a table back on every server to what it was in the checkpoint kept under that name."""
+        requests = {
+            shard: Request(Op.RESTORE, counts=[0], names=(table,), values=kept.encode()) for shard in range(self.num_ps)
+        }
+        self.write(requests, deadline)
 
     def close(self) -> None:
         """Drops what is under way and closes the connections; other threads' calls end with `PeerError`."""

@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import ConfigError, DataError
 from shoal.sharded.ps.checkpoint import Checkpoints
@@ -17,6 +18,7 @@ from shoal.sharded.ps.protocol import FLOAT16, Op, Reply, Request, Status, error
 from shoal.sharded.ps.shard import Shard, status_of
 from shoal.sharded.ps.snapshot import WHOLE_TABLE, ShardSnapshot
 from shoal.sharded.ps.streams import Answer, Streams, Verdict
+from shoal.table.table import HashTable
 
 UNORDERED = bytes(16)
 IDEMPOTENT = (Op.INSERT, Op.CREATE, Op.EVICT)  # twice is as good as once, so they need no place in a stream
@@ -92,18 +94,24 @@ class Engine:
             self.log = Log(self.checkpoints.directory, next_number=last + 1)
 
     def _redo(self, number: int, request: Request) -> None:
-        _, error = self._write(request)
+        kept: dict[str, HashTable] = {}
+        if request.op == Op.RESTORE:
+            try:
+                kept = self._kept(request)
+            except ConfigError as error:  # it was there when the record was written
+                raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
+        _, error = self._write(request, kept)
         if isinstance(error, MemoryError | OSError):  # any other failure was one then, too
             raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
 
-    def _write(self, request: Request) -> tuple[Answer, Exception | None]:
-        """Applies a write and remembers how it ended; the error, where it failed."""
+    def _write(self, request: Request, kept: Mapping[str, HashTable]) -> tuple[Answer, Exception | None]:
+        """Applies a write and remembers how it ended; the error, where it failed. RESTORE brings ``kept`` back."""
         failed: Exception | None = None
         snapshot = self._snapshot  # another thread may finish it now
         try:
             if snapshot is not None:
                 snapshot.before_write(request)
-            answer = Answer(Status.OK, self.shard.write(request))
+            answer = Answer(Status.OK, self._replace(kept) if request.op == Op.RESTORE else self.shard.write(request))
         except Exception as error:
             failed, answer = error, Answer(status_of(error), [str(error).encode()])
         if request.stream != UNORDERED:
@@ -136,8 +144,11 @@ class Engine:
             )
         if request.op in (Op.REINITIALIZE, Op.INSERT) and not request.req_time:
             request.req_time = int(time.time()) if request.op == Op.REINITIALIZE else 0
+        kept: dict[str, HashTable] = {}
         try:
             self.shard.check(request)
+            if request.op == Op.RESTORE:
+                kept = self._kept(request)
         except Exception as error:
             return error_reply(request.request, status_of(error), str(error), self.shard.version)
         if self.log is not None:
@@ -150,8 +161,20 @@ class Engine:
                     f"shard {self.shard.index} cannot write its log ({error}); nothing was applied",
                 )
             self.logged()
-        answer, _ = self._write(request)
+        answer, _ = self._write(request, kept)
         return Reply(answer.status, request.request, self.shard.version, answer.payload)
+
+    def _kept(self, request: Request) -> dict[str, HashTable]:
+        """The tables that a RESTORE names, as they were in the checkpoint that it names."""
+        if self.checkpoints is None:
+            raise ConfigError(f"shard {self.shard.index} keeps no checkpoints; start the server with a directory")
+        name = bytes(request.values).decode("utf-8", "replace")
+        return {table: self.checkpoints.kept_table(name, table, self.shard) for table in request.names}
+
+    def _replace(self, kept: Mapping[str, HashTable]) -> list[Any]:
+        for name, table in kept.items():
+            self.shard.replace(name, table)
+        return []
 
     def _judge(self, request: Request) -> Verdict:
         if request.stream == UNORDERED:
@@ -183,11 +206,13 @@ class Engine:
         self._snapshot = snapshot = ShardSnapshot(self.shard, self.streams, number)
         return snapshot
 
-    def finish_checkpoint(self, snapshot: ShardSnapshot) -> str:
-        """Writes the checkpoint and drops the log behind it; the checkpoint's path."""
+    def finish_checkpoint(self, snapshot: ShardSnapshot, keep_as: str = "", others: Sequence[str] = ()) -> str:
+        """Writes the checkpoint and drops the log behind it; the checkpoint's path. See `Checkpoints.keep_as`."""
         assert self.checkpoints is not None
         try:
             path = self.checkpoints.save(snapshot)
+            if keep_as:
+                self.checkpoints.keep_as(path, keep_as, others)
         finally:
             self._snapshot = None
         if self.log is not None:

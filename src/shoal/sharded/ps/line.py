@@ -87,7 +87,8 @@ class Line:
             socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"parameter server {self.address!r}: {error}") from error
+            why = f"an address is HOST:PORT, such as 10.0.0.1:7100 ({error.strerror})"
+            raise ConfigError(f"parameter server {self.address!r}: {why}") from error
         except BaseException:
             self.close()
             raise

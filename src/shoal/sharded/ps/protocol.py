@@ -49,6 +49,7 @@ class Op(IntEnum):
     CLEAR = 38
     EVICT = 39
     ERASE = 40
+    RESTORE = 41
 
     @property
     def writes(self) -> bool:

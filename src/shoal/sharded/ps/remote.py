@@ -83,6 +83,8 @@ class RemoteHashTable(RemoteTables):
     ) -> None:  # fmt: skip
         super().__init__(client, shard, {name: config})
         self.name, self.config, self.dim_size = name, config, self.dims[name]
+        self.hash_filter = dict(filters) if filters and filters.get("type") != "no_filter" else None
+        """What the server's admission filter is made from."""
         if create:
             create_tables(
                 client, self.configs, shards=[shard], seed=seed, on_bad_gradient=on_bad_gradient, filters=filters

@@ -219,6 +219,11 @@ class Shard:
         self.specs[name] = spec
         self.tables[name] = self._by_bytes[name.encode()] = table
 
+    def replace(self, name: str, table: HashTable) -> None:
+        """Puts another table in the place of one that is here; whoever reads the old one reads it to the end."""
+        self.add(self.specs[name], table)
+        self.version += 1
+
     def _find(self, names: Sequence[str], missing_ok: bool = False) -> list[Any]:
         try:
             return [self.tables[name] for name in names]

@@ -14,7 +14,7 @@ from shoal.table.checkpoint.filters import FilterCopy
 from shoal.table.checkpoint.scales import has_scales, save_scales
 from shoal.table.table import HashTable
 
-WHOLE_TABLE = (Op.CLEAR, Op.EVICT)  # name no ids, so what they change cannot be put aside
+WHOLE_TABLE = (Op.CLEAR, Op.EVICT, Op.RESTORE)  # name no ids, so what they change cannot be put aside
 
 
 class TableSnapshot:

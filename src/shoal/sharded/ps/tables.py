@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import ConfigError
@@ -18,12 +19,21 @@ from shoal.table.table import HashTable
 
 
 def ps_table(
-    client: PsClient, dim: int, *, name: str, seed: int = 0, on_bad_gradient: str = "raise", **table: Any
+    client: PsClient,
+    dim: int,
+    *,
+    name: str,
+    seed: int = 0,
+    on_bad_gradient: str = "raise",
+    filter: Mapping[str, Any] | None = None,
+    **table: Any,
 ) -> DistributedHashTable:
     """A table over all servers of a client, made there if it is not there yet.
 
     ``dim`` and the keywords (``optimizer``, ``initializer``, ``expire_after``, ``lr``) are those of `shoal.HashTable`;
     every worker gives the same. The rows of new ids follow from ``seed`` and the id, whatever the number of servers.
+    ``filter`` describes an admission filter that every server makes for itself: ``type`` (sliding_hash_filter or
+    probabilistic_filter), ``capacity``, ``split_num``, and ``config`` (a serialized threshold message in hex).
     """
     if not isinstance(client, PsClient):
         raise ConfigError(f"ps_table {name!r}: the first argument is a PsClient(addresses), got {client!r}")
@@ -31,7 +41,7 @@ def ps_table(
     return DistributedHashTable(
         client.num_ps,
         config,
-        lambda i, c: RemoteHashTable(client, i, name, c, seed=seed, on_bad_gradient=on_bad_gradient),
+        lambda i, c: RemoteHashTable(client, i, name, c, seed=seed, on_bad_gradient=on_bad_gradient, filters=filter),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -9,7 +10,7 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from shoal.errors import DeadlineError, PeerError, ShoalError
+from shoal.errors import DataError, DeadlineError, PeerError, ShoalError
 from shoal.sharded.ps.backlog import Backlog, Waiting, expired
 from shoal.sharded.ps.engine import Engine
 from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply
@@ -77,6 +78,7 @@ class Writes:
         if self._engine.in_checkpoint:
             return self._refused(waiting.request, "a checkpoint is being taken already")
         try:
+            _names(waiting.request)
             self._snapshots.put((waiting, self._engine.begin_checkpoint()))
         except Exception as error:
             return self._failed(waiting.request, error)
@@ -98,7 +100,7 @@ class Writes:
             while (begun := self._snapshots.get()) is not None:
                 waiting, snapshot = begun
                 try:
-                    path = self._engine.finish_checkpoint(snapshot)
+                    path = self._engine.finish_checkpoint(snapshot, *_names(waiting.request))
                     reply = Reply(Status.OK, waiting.request.request, self._engine.shard.version, [path.encode()])
                 except Exception as error:
                     reply = self._failed(waiting.request, error)
@@ -156,6 +158,19 @@ class Writes:
                 if reply.status != Status.UNAVAILABLE or failures != self.checkpoint_failures:
                     raise PeerError(reply.text())
                 time.sleep(0.02)  # a worker's checkpoint is being taken
+
+
+def _names(request: Request) -> tuple[str, list[str]]:
+    """The name that a checkpoint is to be kept under, if any, and those that stay beside it."""
+    if not memoryview(request.values).nbytes:
+        return "", []
+    try:
+        keep_as, others = json.loads(bytes(request.values))
+        if not isinstance(keep_as, str) or not all(isinstance(one, str) for one in others):
+            raise ValueError("names are texts")
+    except (ValueError, TypeError) as error:
+        raise DataError(f"CHECKPOINT brings nothing, or a name and a list of names as JSON ({error})") from None
+    return keep_as, list(others)
 
 
 def _rest(queue: SimpleQueue[Any]) -> list[Any]:

@@ -1,0 +1,43 @@
+"""What a run asks of the machine that it is on: memory, threads, the device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from shoal import _core
+from shoal.errors import ConfigError
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    try:
+        with open("/proc/self/statm") as file:
+            import resource
+
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, ImportError):
+        return 0
+
+
+def fair_threads() -> int | None:
+    """Of each of several ranks on this machine, so that they do not fight over CPUs; None leaves it to torch."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks < 2 or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, _core.num_threads() // ranks)
+
+
+def find_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"[train] device is cpu, cuda or cuda:0, …, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("[train] device is cuda, but torch finds no GPU here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"[train] device is {name}, but torch finds {torch.cuda.device_count()} GPUs here")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"[train] device is cpu, cuda or cuda:0, …, got {name!r}")
+    return device
