@@ -128,6 +128,6 @@ class Rows(nn.Module):
 
 
 def _filter(given: TableConfig) -> Any:
-    from shoal.sharded.ps.shard import build_filter
+    from shoal.sharded.ps.table_spec import build_filter
 
     return build_filter(given.filter(), given.name)
