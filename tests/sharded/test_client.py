@@ -178,7 +178,7 @@ def test_the_command_line_asks_servers_with_keys_too(tmp_path, capsys):
         assert '"shard": 0' in capsys.readouterr().out
         assert main(["ps", "status", server.address]) == 1
         assert "CURVE keys" in capsys.readouterr().err
-        assert main(["ps", "status", server.address, "--keys", mine]) == 1
+        assert main(["ps", "status", server.address, "--keys", mine]) == 2
         assert "go together" in capsys.readouterr().err
     assert main(["ps", "status"]) == 1
     assert main(["ps", "--clients", str(tmp_path)]) == 1

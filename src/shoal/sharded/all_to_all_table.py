@@ -76,6 +76,11 @@ class AllToAllHashTable:
         """The admission filter of this rank's rows; modules then leave it to updates to make rows."""
         return self.table.hash_filter
 
+    @property
+    def last_route(self) -> tuple[Any, ...] | None:
+        """Of the last batch: floats that this rank sent for and that came for, the ids that came, how ids were dealt."""
+        return None if self._last is None else self._last[1]
+
     def _route(self, ids: Tensor) -> tuple[Any, ...]:
         """Where ids go, and which ids came: worked out in the forward pass, used again in the backward pass.
 

@@ -43,10 +43,10 @@ class Summaries:
         from shoal.sharded import alltoall_metrics
         from shoal.table.learning_rate import set_global_step
 
-        last = rows.table._last
+        last = rows.table.last_route
         if not all(self._ranks.gather(last is not None)):
             return
-        mine, theirs, _, fused = last[2]
+        mine, theirs, _, fused = last
         set_global_step(step)
         alltoall_metrics.set_alltoall_writer(self._writer)
         sizes = fused.sharded_slot_sizes.view(rows.table.world_size, -1)
