@@ -89,13 +89,14 @@ class AllToAllHashTable:
         last = self._last if self._last is not None and self._last[0].are([ids]) else None
         fused = self._deal_out(ids) if last is None else None
         if self.world_size > 1:
-            again = torch.full((self.world_size,), AGAIN, dtype=torch.int32, device="cpu")
-            sizes = self._exchange.counts(again if fused is None else fused.sharded_slot_sizes, 1).cpu()
+            again = torch.full((self.world_size,), AGAIN, dtype=torch.int32, device=ids.device)
+            counts = again if fused is None else fused.sharded_slot_sizes.to(ids.device)
+            sizes = self._exchange.counts(counts, 1).cpu()  # from where the ids are, as the other ranks send theirs
             if last is not None and bool((sizes == AGAIN).all()):
                 return last[1]
             fused = self._deal_out(ids) if fused is None else fused
             if bool((sizes == AGAIN).any()):  # other ranks have new ids
-                sizes = self._exchange.counts(fused.sharded_slot_sizes, 1).cpu()
+                sizes = self._exchange.counts(fused.sharded_slot_sizes.to(ids.device), 1).cpu()
             came = self._exchange.counted_ids(fused.output, fused.sharded_slot_sizes, sizes, 1)
         elif last is not None:
             return last[1]

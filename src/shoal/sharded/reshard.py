@@ -81,7 +81,8 @@ def load_shard(
 def reshard_servers(source: str | os.PathLike[str], target: str | os.PathLike[str], of: int) -> dict[str, int]:
     """Writes checkpoints of ``of`` shards into an empty ``target``; the rows of each table.
 
-    Workers start new streams of writes afterwards: let theirs finish before the servers are drained.
+    Workers start new streams of writes afterwards: let theirs finish before the servers are drained. Admission filters
+    start to count anew.
     """
     if of < 1:
         raise ConfigError(f"the number of shards is at least 1, got {of}")

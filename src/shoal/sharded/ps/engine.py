@@ -21,6 +21,7 @@ from shoal.sharded.ps.streams import Answer, Streams, Verdict
 from shoal.table.table import HashTable
 
 UNORDERED = bytes(16)
+LOCK_WAIT_S = 10.0  # for the process that served from a directory before
 IDEMPOTENT = (Op.INSERT, Op.CREATE, Op.EVICT)  # twice is as good as once, so they need no place in a stream
 
 
@@ -67,17 +68,23 @@ class Engine:
             raise ConfigError(f"durability {self.durability.value!r} needs a directory to keep its files in")
 
     def lock(self) -> None:
-        """Keeps the directory to this process until `close` or its end."""
+        """Keeps the directory to this process until `close` or its end; one that is going has a moment to go."""
         if self.checkpoints is None:
             return
         fd = os.open(self.checkpoints.directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            raise ConfigError(
-                f"shard {self.shard.index}: another process serves from {self.checkpoints.directory}; end it first"
-            ) from None
+        end = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() < end:
+                    time.sleep(0.05)
+                    continue
+                os.close(fd)
+                raise ConfigError(
+                    f"shard {self.shard.index}: another process serves from {self.checkpoints.directory}; end it first"
+                ) from None
         self._lock = fd
 
     def recover(self) -> None:
