@@ -78,7 +78,7 @@ class AllToAllHashTable:
 
     @property
     def last_route(self) -> tuple[Any, ...] | None:
-        """Of the last batch: floats that this rank sent for and that came for, the ids that came, how ids were dealt."""
+        """Of the last batch: floats asked for and floats sent by rank, the ids that came, how ids were dealt."""
         return None if self._last is None else self._last[1]
 
     def _route(self, ids: Tensor) -> tuple[Any, ...]:
