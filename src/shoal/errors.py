@@ -15,6 +15,10 @@ class ConfigError(DistributedError, ValueError):
     """A setting or an argument has a value that is not allowed; nothing was changed."""
 
 
+class UsageError(ConfigError):
+    """A command was called without what it needs, or with two things of which it takes one."""
+
+
 class ShapeError(DistributedError, ValueError):
     """Tensors whose shapes, dtypes or devices do not fit together."""
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from shoal.cli import main as cli
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, UsageError
 
 COMMANDS = sorted(cli.COMMANDS)
 ESCAPE = "\x1b"
@@ -62,13 +62,13 @@ def test_wrong_flags_end_with_2_and_words_on_stderr(capsys, call):
 @pytest.mark.parametrize(
     ("raised", "code", "says"),
     [
-        (ConfigError("x must be 1, got 2"), 2, "x must be 1, got 2"),
-        (DataError("the file is cut off"), 1, "the file is cut off"),
+        (ConfigError("x must be 1, got 2"), 1, "x must be 1, got 2"),
+        (UsageError("give a FILE"), 2, "give a FILE"),
         (FileNotFoundError(2, "No such file or directory", "/absent"), 1, "/absent"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(2), 2, ""),
     ],
-    ids=["a wrong setting", "our error", "the system's", "Ctrl-C", "exit"],
+    ids=["our error", "wrong usage", "the system's", "Ctrl-C", "exit"],
 )
 def test_what_ends_a_command_becomes_one_line_and_a_code(capsys, monkeypatch, command, raised, code, says):
     def fail(argv):

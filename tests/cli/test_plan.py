@@ -145,7 +145,7 @@ def test_a_wrong_plan_is_refused_with_the_file_and_the_reason(tmp_path, capsys, 
     path.write_text(text)
     with pytest.raises(ConfigError):
         load_plan(path)
-    assert main(["plan", str(path)]) == 2
+    assert main(["plan", str(path)]) == 1
     err = capsys.readouterr().err
     assert words in err
     assert str(path) in err

@@ -63,14 +63,17 @@ def test_killed_servers_come_back_and_workers_never_notice_but_by_waiting(tmp_pa
 
 
 def test_a_frozen_server_is_waited_for_until_the_deadline():
-    with LocalServers(1, restart=False) as servers:
-        client = PsClient(servers.addresses, deadline=timedelta(seconds=1.5), half_open_after=timedelta(seconds=1))
+    with (
+        LocalServers(1, restart=False) as servers,
+        PsClient(servers.addresses, deadline=timedelta(seconds=60), half_open_after=timedelta(seconds=1)) as client,
+    ):
         table = ps_table(client, 2, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
         table.assign(T([1]), T([[1.0, 2]]))
         servers.pause(0)
+        client.deadline = timedelta(seconds=1.5)
         with pytest.raises(DeadlineError, match="parameter server 0 of 1"):
             table.lookup(T([1]))
-        client.deadline = timedelta(seconds=30)
+        client.deadline = timedelta(seconds=60)
         threading.Timer(1.5, servers.resume, [0]).start()
         begin = time.monotonic()
         table.apply_gradients(T([1]), T([[1.0, 1]]))  # outlives the frozen time, and is applied once
@@ -83,4 +86,3 @@ def test_a_frozen_server_is_waited_for_until_the_deadline():
             other.apply_gradients(torch.arange(20000), torch.ones(20000, 2))
         gone.close()
         assert table.lookup(T([1])).shape == (1, 2)
-        client.close()

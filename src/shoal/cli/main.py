@@ -4,7 +4,7 @@ import os
 import sys
 from importlib import import_module
 
-from shoal.errors import ConfigError, ShoalError, did_you_mean
+from shoal.errors import ShoalError, UsageError, did_you_mean
 
 # name -> (module with `main(argv) -> int`, one line of help). Modules are imported only when they are called.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -35,7 +35,7 @@ def usage() -> str:
             "example: shoal demo --quick",
             "",
             "`shoal COMMAND --help` explains one; `shoal --version` prints the version.",
-            "exit codes: 0 done, 1 failed, 2 wrong usage or setting, 130 interrupted.",
+            "exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.",
         ]
     )
 
@@ -43,7 +43,7 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; its exit code.
 
-    0 done, 1 failed (or the answer is no), 2 wrong usage or a wrong setting, 130 interrupted. Commands with further
+    0 done, 1 failed (or the answer is no), 2 wrong usage, 130 interrupted. Commands with further
     ones say so in their ``--help``. What a user can cause (our errors, the system's) is one line on stderr; anything
     else is our mistake and shows its traceback.
     """
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except (ShoalError, OSError) as error:
         print(f"shoal {argv[0]}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(f"shoal {argv[0]}: interrupted", file=sys.stderr)
         return 130

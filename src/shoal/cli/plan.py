@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.cli.arguments import parse
 from shoal.cli.console import make_console, print_json, print_table, show_bytes
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
 
 DESCRIPTION = """Say what training will need on 1 to 1,000 hosts, by all-to-all and by parameter servers: memory,
 network, time per step, what will be the bottleneck, and what a change would bring.
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     from shoal.plan.config import load_plan
 
     if options.config is None and not options.measure:
-        raise ConfigError("give a plan as TOML, or --measure; shoal plan --help shows one")
+        raise UsageError("give a plan as TOML, or --measure; shoal plan --help shows one")
     plan = load_plan(options.config) if options.config is not None else None
     costs = _costs(options)
     if plan is None:

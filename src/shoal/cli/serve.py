@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.cli.arguments import parse
 from shoal.cli.security_options import ServeSecurity
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
 
 DESCRIPTION = """Serve exported models over TF-Serving's gRPC and REST interfaces, taking pushed rows while serving.
 
@@ -83,7 +83,7 @@ def serve(options: Options) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if (options.model_dir is None) == (options.config is None):
-        raise ConfigError("give a MODEL_DIR or --config, and not both")
+        raise UsageError("give a MODEL_DIR or --config, and not both")
     tune_server_process()
     if options.threads:
         torch.set_num_threads(options.threads)

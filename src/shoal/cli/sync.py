@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.cli.arguments import parse
 from shoal.cli.security_options import CallSecurity
-from shoal.errors import ConfigError, missing_extra
+from shoal.errors import ConfigError, UsageError, missing_extra
 
 DESCRIPTION = """Push freshly trained rows from a trainer or parameter server to all serving replicas.
 
@@ -107,7 +107,7 @@ def sync(options: Options) -> int:
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     if bool(options.target) == (options.registry is not None):
-        raise ConfigError("give --registry or --target, and not both")
+        raise UsageError("give --registry or --target, and not both")
     security = options.security.build()
     handle = SyncClientHandle(f"shoal-sync-{options.ps_index}")
     handle.manager = SyncClientManager(lambda target: PushClient(target, security, not options.full_precision))

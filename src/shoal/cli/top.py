@@ -16,7 +16,7 @@ from typing import Any
 from shoal.cli.arguments import parse
 from shoal.cli.console import make_console, print_json, show_bytes
 from shoal.cli.top_metrics import Reading, Status, parse_metrics, summarise
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, UsageError
 
 DESCRIPTION = """Watch running trainers, parameter servers, replicas and sync processes: rows, rates, lag, errors.
 
@@ -65,9 +65,7 @@ def main(argv: list[str]) -> int:
     if isinstance(options, int):
         return options
     if not options.address and options.discover is None and options.registry is None:
-        raise ConfigError(
-            "give the addresses of /metrics endpoints, --discover DIR or --registry; see shoal top --help"
-        )
+        raise UsageError("give the addresses of /metrics endpoints, --discover DIR or --registry; see shoal top --help")
     if options.interval <= 0 or options.timeout <= 0:
         raise ConfigError(f"--interval and --timeout are above 0, got {options.interval:g} and {options.timeout:g}")
     watch = Watch(options)
