@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.cli.arguments import Verbs, parse, run_verb
-from shoal.errors import ConfigError
+from shoal.errors import UsageError
 
 EXAMPLES = """examples:
 
@@ -117,7 +117,7 @@ def duration(text: str) -> timedelta | None:
     """``30s``, ``10m``, ``2h``; None for 0."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
     if not match:
-        raise ConfigError(f"a time is a number with s, m, h or d, such as 10m, got {text!r}")
+        raise UsageError(f"a time is a number with s, m, h or d, such as 10m, got {text!r}")
     unit = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
     seconds = float(match[1]) * unit
     return timedelta(seconds=seconds) if seconds else None
@@ -148,7 +148,7 @@ def serve(options: Serve) -> int:
     tables = load_tables(options.config) if options.config is not None else {}
     checkpoint_every, evict_every = duration(options.checkpoint_every), duration(options.evict_every)
     if options.clients is not None and options.keys is None:
-        raise ConfigError("--clients says whose keys may connect, so it needs the server's own: give --keys")
+        raise UsageError("--clients says whose keys may connect, so it needs the server's own: give --keys")
     engine = Engine(Shard(options.shard, options.of), options.durability, folder)
     periodic = checkpoint_every if folder is not None and options.durability != "none" else None
     server = ParameterServer(
@@ -209,8 +209,10 @@ def status(options: Status) -> int:
     from shoal.sharded.ps.client import PsClient
     from shoal.sharded.ps.security import ClientKeys
 
+    if not options.addresses:
+        raise UsageError("give the addresses of the servers, in the order of their shards, such as 127.0.0.1:7100")
     if (options.keys is None) != (options.server is None):
-        raise ConfigError("--keys and --server go together: one's own secret key and the servers' public one")
+        raise UsageError("--keys and --server go together: one's own secret key and the servers' public one")
     keys = None
     if options.keys is not None and options.server is not None:
         keys = ClientKeys(secret=options.keys, server=options.server)
