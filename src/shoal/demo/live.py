@@ -224,6 +224,7 @@ def draw_live(live: Live, path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), gridspec_kw={"width_ratios": [2, 1]})
     for label, values, color in zip(LABELS, live.auc, ("#0b6bcb", "#9aa5b1"), strict=True):
@@ -232,9 +233,12 @@ def draw_live(live: Live, path: Path) -> None:
     left.set_ylabel("AUC of the last 20 batches")
     left.set_title("Two replicas of one export")
     left.legend(frameon=False)
-    right.hist(live.freshness_s or [0.0], bins=20, color="#0b6bcb")
-    right.set_xlabel("seconds from gradient to servable, at most")
-    right.set_title("Freshness, by round")
+    rounds = range(1, len(live.freshness_s) + 1)
+    right.plot(rounds, live.freshness_s, "o", color="#0b6bcb")
+    right.set_ylim(0, max([1.0, *live.freshness_s]) * 1.2)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.set_xlabel("round of pushes")
+    right.set_title("Seconds from gradient to replica")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
