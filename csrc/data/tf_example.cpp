@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "core/thread_pool.h"
+#include "core/wire_fields.h"
 #include "data/text_hash.h"
 #include "io/crc32c.h"
 #include "io/record.h"
@@ -17,55 +18,12 @@ struct Malformed : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A protobuf message, field by field.
-struct Fields {
-  const char* at;
-  const char* end;
-  int field = 0, type = 0;
-  uint64_t number = 0;
-  std::string_view bytes;
-
-  explicit Fields(std::string_view text) : at(text.data()), end(text.data() + text.size()) {}
-
-  bool next() {
-    if (at == end) return false;
-    const uint64_t key = varint();
-    field = static_cast<int>(key >> 3);
-    type = static_cast<int>(key & 7);
-    switch (type) {
-      case 0:
-        number = varint();
-        return true;
-      case 1:
-        bytes = take(8);
-        return true;
-      case 2:
-        bytes = take(varint());
-        return true;
-      case 5:
-        bytes = take(4);
-        return true;
-      default:
-        throw Malformed("it has wire type " + std::to_string(type) + " and is no tf.Example");
-    }
-  }
-  uint64_t varint() {
-    uint64_t out = 0;
-    for (int shift = 0; shift < 64; shift += 7) {
-      if (at == end) throw Malformed("it is cut off");
-      const auto byte = static_cast<uint8_t>(*at++);
-      out |= static_cast<uint64_t>(byte & 0x7f) << shift;
-      if (!(byte & 0x80)) return out;
-    }
-    throw Malformed("it holds a number of more than 64 bits");
-  }
-  std::string_view take(uint64_t n) {
-    if (n > static_cast<uint64_t>(end - at)) throw Malformed("it is cut off");
-    const std::string_view out(at, n);
-    at += n;
-    return out;
+struct FailExample {
+  [[noreturn]] void operator()(const std::string& what) const {
+    throw Malformed("it " + what + " and is no tf.Example");
   }
 };
+using Fields = WireFields<FailExample>;
 
 // One Feature: a list of texts, floats or integers.
 struct Values {
@@ -92,7 +50,7 @@ struct Values {
         } else if (kind == 3 && list.type == 0) {
           integers.push_back(static_cast<int64_t>(list.number));
         } else if (kind == 3 && list.type == 2) {
-          for (Fields packed(list.bytes); packed.at != packed.end;) {
+          for (Fields packed(list.bytes); !packed.done();) {
             integers.push_back(static_cast<int64_t>(packed.varint()));
           }
         } else {

@@ -3,69 +3,16 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "core/wire_fields.h"
 #include "ops/common.h"
 
 namespace shoal::ops {
 namespace {
 
-// A protobuf message, field by field.
-class Reader {
- public:
-  explicit Reader(std::string_view bytes) : at_(bytes.data()), end_(bytes.data() + bytes.size()) {}
-
-  // Moves to the next field; false at the end.
-  bool next() {
-    if (at_ == end_) return false;
-    const uint64_t key = varint();
-    field = static_cast<int>(key >> 3);
-    type = static_cast<int>(key & 7);
-    if (field == 0) fail("sharding_sparse_fids: a message has field number 0");
-    switch (type) {
-      case 0:
-        number = varint();
-        return true;
-      case 1:
-        bytes = take(8);
-        return true;
-      case 2:
-        bytes = take(varint());
-        return true;
-      case 5:
-        bytes = take(4);
-        return true;
-      default:
-        fail("sharding_sparse_fids: a message has wire type " + std::to_string(type));
-    }
-  }
-
-  int field = 0, type = 0;
-  uint64_t number = 0;
-  std::string_view bytes;
-
- private:
-  uint64_t varint() {
-    uint64_t out = 0;
-    for (int shift = 0; shift < 70; shift += 7) {
-      if (at_ == end_) fail("sharding_sparse_fids: a message is cut off inside a number");
-      const auto byte = static_cast<uint8_t>(*at_++);
-      out |= static_cast<uint64_t>(byte & 0x7f) << std::min(shift, 63);
-      if (!(byte & 0x80)) return out;
-    }
-    fail("sharding_sparse_fids: a message holds a number of more than 64 bits");
-  }
-  std::string_view take(uint64_t length) {
-    if (length > static_cast<uint64_t>(end_ - at_)) {
-      fail("sharding_sparse_fids: a message is cut off: " + std::to_string(length) + " bytes promised, " +
-           std::to_string(end_ - at_) + " left");
-    }
-    std::string_view out(at_, static_cast<size_t>(length));
-    at_ += length;
-    return out;
-  }
-
-  const char* at_;
-  const char* end_;
+struct FailSharding {
+  [[noreturn]] void operator()(const std::string& what) const { fail("sharding_sparse_fids: a message " + what); }
 };
+using Reader = WireFields<FailSharding>;
 
 int64_t to_v2(uint64_t v1) { return static_cast<int64_t>((v1 >> 54) << 48 | (v1 & ((uint64_t{1} << 48) - 1))); }
 
