@@ -6,7 +6,7 @@ import array
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -256,3 +256,58 @@ def extract_slot_from_entry(entries: Sequence[bytes], fid_v2: bool = True) -> Te
         except Exception as error:
             raise DataError(f"entry {index} is not a serialized EntryDump ({len(entry)} bytes)") from error
     return torch.tensor(slots, dtype=torch.int32, device="cpu")
+
+
+def concatenated_rates(tables: list[HashTable], global_step: Any) -> list[float]:
+    """The learning rates of the tables' segments, table after table."""
+    step = as_int(global_step, table_names(tables), "global_step")
+    return [rate for table in tables for rate in table._rates(step)]
+
+
+class FusedCalls:
+    """The fused calls of something that has tables by name."""
+
+    _tables: dict[str, Any]
+
+    def _fused_tables(self) -> list[HashTable]:
+        for name, table in self._tables.items():
+            if not isinstance(table, HashTable):
+                raise ConfigError(f"slot {name!r}: fused operations need a local HashTable, got {type(table).__name__}")
+        return list(self._tables.values())
+
+    def fused_lookup(
+        self, ids: Tensor, fused_slot_size: Tensor, num_of_shards: int, req_time: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`shoal.table.fused_lookup` over all tables, by sorted name."""
+        return fused_lookup(self._fused_tables(), ids, fused_slot_size, num_of_shards, req_time)
+
+    def fused_apply_gradient(
+        self,
+        ids: Tensor,
+        indices: Tensor | None,
+        fused_slot_size: Tensor,
+        id_grads: Tensor,
+        id_offsets: Tensor | None,
+        grad_offsets: Tensor | None,
+        global_step: Any,
+        req_time: Any,
+        num_of_shards: int,
+        enable_grad_accumulation: bool = False,
+    ) -> Self:
+        """`shoal.table.fused_apply_gradient` over all tables with the rates of ``global_step``."""
+        tables = self._fused_tables()
+        fused_apply_gradient(
+            tables,
+            ids,
+            indices,
+            fused_slot_size,
+            id_grads,
+            id_offsets,
+            grad_offsets,
+            concatenated_rates(tables, global_step),
+            req_time,
+            global_step,
+            num_of_shards,
+            enable_grad_accumulation,
+        )
+        return self

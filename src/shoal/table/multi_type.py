@@ -11,11 +11,11 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.table.arguments import CPU, as_ids, as_int, as_rows, as_time, device_of
 from shoal.table.entry import HashTableConfigInstance
-from shoal.table.fused import fused_apply_gradient, fused_lookup, table_names
+from shoal.table.fused import FusedCalls
 from shoal.table.table import HashTable
 
 
-class MultiTypeHashTable:
+class MultiTypeHashTable(FusedCalls):
     """One table per slot name, built by ``hash_table_factory(name, config)``.
 
     Slots are ordered by name wherever an order matters. A call touches only the slots that it names, and a write is
@@ -92,43 +92,6 @@ class MultiTypeHashTable:
             )
         return self, self._tables[slot].reinitialize(ids)[1]
 
-    def fused_lookup(
-        self, ids: Tensor, fused_slot_size: Tensor, num_of_shards: int, req_time: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`shoal.table.fused_lookup` over all tables, by sorted slot name."""
-        return fused_lookup(self._native_tables(), ids, fused_slot_size, num_of_shards, req_time)
-
-    def fused_apply_gradient(
-        self,
-        ids: Tensor,
-        indices: Tensor | None,
-        fused_slot_size: Tensor,
-        id_grads: Tensor,
-        id_offsets: Tensor | None,
-        grad_offsets: Tensor | None,
-        global_step: Any,
-        req_time: Any,
-        num_of_shards: int,
-        enable_grad_accumulation: bool = False,
-    ) -> Any:
-        """`shoal.table.fused_apply_gradient` over all tables with the rates of ``global_step``."""
-        tables = self._native_tables()
-        fused_apply_gradient(
-            tables,
-            ids,
-            indices,
-            fused_slot_size,
-            id_grads,
-            id_offsets,
-            grad_offsets,
-            concatenated_rates(tables, global_step),
-            req_time,
-            global_step,
-            num_of_shards,
-            enable_grad_accumulation,
-        )
-        return self
-
     def get_queue_hooks(self) -> list[Any]:
         """The hooks of the tables: local ones have none."""
         return [
@@ -148,12 +111,6 @@ class MultiTypeHashTable:
         if slot not in self._tables:
             raise KeyError(f"there is no slot {slot!r}; there are {', '.join(self._tables) or 'none'}")
         return self._tables[slot]
-
-    def _native_tables(self) -> list[HashTable]:
-        for slot, table in self._tables.items():
-            if not isinstance(table, HashTable):
-                raise ConfigError(f"slot {slot!r}: fused operations need a local HashTable, got {type(table).__name__}")
-        return list(self._tables.values())
 
     def _check(
         self, writes: Mapping[str, tuple[Tensor, Tensor]], what: str, req_time: Any = None
@@ -179,12 +136,6 @@ def check_gradients(table: Any, grads: Tensor, global_step: Any) -> None:
     table._rates(step)
     if table.on_bad_gradient == "raise" and not bool(torch.isfinite(grads).all()):
         raise ConfigError(f"table {table.name!r}: a gradient holds NaN or infinity; nothing was applied")
-
-
-def concatenated_rates(tables: list[HashTable], global_step: Any) -> list[float]:
-    """The learning rates of the tables' segments, table after table."""
-    step = as_int(global_step, table_names(tables), "global_step")
-    return [rate for table in tables for rate in table._rates(step)]
 
 
 def _name(table: Any, slot: str) -> str:

@@ -11,12 +11,11 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
-from shoal.table.fused import apply_blocks, fused_apply_gradient, fused_lookup, lookup_blocks
-from shoal.table.multi_type import concatenated_rates
+from shoal.table.fused import FusedCalls, apply_blocks, concatenated_rates, lookup_blocks
 from shoal.table.table import HashTable
 
 
-class RawTables:
+class RawTables(FusedCalls):
     """Ids come as a `Ragged` (or ``(values, row_splits)``) with one row per table, values as one flat float32 vector,
     table after table. `MultiHashTable` adds what goes by name."""
 
@@ -95,45 +94,6 @@ class RawTables:
             step,
             seconds,
             False,
-        )
-        return self
-
-    # --- fused ------------------------------------------------------------------------------------------------------
-
-    def fused_lookup(
-        self, ids: Tensor, fused_slot_size: Tensor, num_of_shards: int, req_time: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`shoal.table.fused_lookup` over all tables, by sorted name."""
-        return fused_lookup(list(self._tables.values()), ids, fused_slot_size, num_of_shards, req_time)
-
-    def fused_apply_gradient(
-        self,
-        ids: Tensor,
-        indices: Tensor | None,
-        fused_slot_size: Tensor,
-        id_grads: Tensor,
-        id_offsets: Tensor | None,
-        grad_offsets: Tensor | None,
-        global_step: Any,
-        req_time: Any,
-        num_of_shards: int,
-        enable_grad_accumulation: bool = False,
-    ) -> Self:
-        """`shoal.table.fused_apply_gradient` over all tables with the rates of ``global_step``."""
-        tables = list(self._tables.values())
-        fused_apply_gradient(
-            tables,
-            ids,
-            indices,
-            fused_slot_size,
-            id_grads,
-            id_offsets,
-            grad_offsets,
-            concatenated_rates(tables, global_step),
-            req_time,
-            global_step,
-            num_of_shards,
-            enable_grad_accumulation,
         )
         return self
 
