@@ -60,7 +60,7 @@ class Line:
 
     def _connect(self) -> None:
         self.close()
-        self._established = False
+        self._established = self._unsent = False
         zmq, keys = self.client.zmq, self.client.keys
         self._socket = socket = self.client.context.socket(zmq.DEALER)
         try:
@@ -105,9 +105,12 @@ class Line:
         return call
 
     def _push(self, frames: list[Any]) -> None:
+        zmq = self.client.zmq
         try:
-            self._socket.send_multipart(frames, copy=False)
-        except self.client.zmq.ContextTerminated:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:  # a handshake that failed left nothing to send on: `_look` finds out why, and sends again
+            self._unsent = True
+        except zmq.ContextTerminated:
             raise PeerError(CLOSED) from None
 
     def _frames(self, call: Call) -> list[Any]:
@@ -159,7 +162,7 @@ class Line:
             raise PeerError(CLOSED)
         if now > call.until:
             raise self._too_late(call)
-        lost = self._lost(call)
+        lost = self._lost(call) or self._unsent
         if lost:
             self._connect()
         if lost or (self._resend_at is not None and now >= self._resend_at):
