@@ -74,8 +74,8 @@ def test_a_frozen_server_is_waited_for_until_the_deadline():
         with pytest.raises(DeadlineError, match="parameter server 0 of 1"):
             table.lookup(T([1]))
         client.deadline = timedelta(seconds=60)
-        threading.Timer(1.5, servers.resume, [0]).start()
         begin = time.monotonic()
+        threading.Timer(1.5, servers.resume, [0]).start()
         table.apply_gradients(T([1]), T([[1.0, 1]]))  # outlives the frozen time, and is applied once
         assert time.monotonic() - begin > 1
         assert table.lookup(T([1])).tolist() == [[0, 1]]

@@ -104,8 +104,11 @@ class LocalServers:
         self._processes[i].wait(10)
 
     def pause(self, i: int) -> None:
-        """Freezes a server: it neither answers nor closes its connections."""
+        """Freezes a server: when this returns, it neither answers nor closes its connections."""
         self._processes[i].send_signal(signal.SIGSTOP)
+        # the signal only asks: threads on other cores run on for a moment
+        with contextlib.suppress(ChildProcessError):  # it has ended
+            os.waitid(os.P_PID, self._processes[i].pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self, i: int) -> None:
         self._processes[i].send_signal(signal.SIGCONT)
