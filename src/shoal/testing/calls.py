@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from operator import attrgetter
@@ -48,14 +49,14 @@ def _module(name: str, qualname: str, file: str | None) -> Any:
 
 
 def outcome(call: Callable[[], Any]) -> bytes:
-    """Runs ``call`` and packs what came of it: ``(result, exception, traceback)``."""
+    """Runs ``call`` and packs what came of it: ``(result, exception, traceback, when it was raised)``."""
     try:
-        return pickle.dumps((call(), None, ""))
+        return pickle.dumps((call(), None, "", 0.0))
     except BaseException as error:
-        text = traceback.format_exc()
+        when, text = time.monotonic(), traceback.format_exc()  # one clock for all processes of a machine
         try:
-            data = pickle.dumps((None, error, text))
+            data = pickle.dumps((None, error, text, when))
             pickle.loads(data)
         except Exception:  # an exception that cannot travel; its traceback can
-            data = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), text))
+            data = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), text, when))
         return data

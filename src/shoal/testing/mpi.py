@@ -57,16 +57,16 @@ def run_mpi(
                 process.kill()
                 output, _ = process.communicate()
             raise DeadlineError(f"run_mpi: mpirun still ran after {timeout_s:g} s; its output:\n{output}") from None
-        results = []
+        files = [Path(folder) / f"result-{rank}" for rank in range(world_size)]
+        outcomes = {rank: pickle.loads(file.read_bytes()) for rank, file in enumerate(files) if file.exists()}
+        failed = [(when, rank) for rank, (_, error, _, when) in outcomes.items() if error is not None]
+        if failed:  # mpirun ended the ranks that have left no result
+            rank = min(failed)[1]
+            raise RankFailed(rank, world_size, outcomes[rank][2]) from outcomes[rank][1]
         for rank in range(world_size):
-            file = Path(folder) / f"result-{rank}"
-            if not file.exists():
+            if rank not in outcomes:
                 raise RankFailed(rank, world_size, f"mpirun ended with exit code {process.returncode}:\n{output}")
-            result, error, text = pickle.loads(file.read_bytes())
-            if error is not None:
-                raise RankFailed(rank, world_size, text) from error
-            results.append(result)
-        return results
+        return [outcomes[rank][0] for rank in range(world_size)]
 
 
 def _main(folder: str) -> int:

@@ -18,6 +18,8 @@ from typing import Any
 from shoal.errors import ConfigError, DeadlineError, PeerError
 from shoal.testing.calls import outcome, pack_call, unpack_call
 
+STACK_S = 5.0  # how long a rank that met the deadline has to show where it stands
+
 
 class RankFailed(PeerError):
     """A rank raised or died. ``rank`` is the first one that did; its own exception, if any, is the cause."""
@@ -101,20 +103,25 @@ def _collect(processes: list, pipes: list, end: float, timeout_s: float, lost: s
             raise DeadlineError(
                 f"run_ranks: rank(s) {running} still ran after {timeout_s:g} s\n{_stacks(processes, running, folder)}"
             )
-        for pipe in ready:
-            rank = open_pipes.pop(pipe)
-            try:
-                result, error, text = pickle.loads(pipe.recv_bytes())
-            except (EOFError, OSError):  # ended before, or in the middle of, its result
-                processes[rank].join(10)
-                if rank in lost:
-                    continue
-                raise RankFailed(
-                    rank, len(pipes), f"its process ended with {_ending(processes[rank].exitcode)}"
-                ) from None
-            if error is not None:
-                raise RankFailed(rank, len(pipes), text) from error
-            results[rank] = result
+        failed: list[tuple[float, int, str, BaseException | None]] = []
+        while ready:
+            for pipe in ready:
+                rank = open_pipes.pop(pipe)
+                try:
+                    results[rank], error, text, when = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):  # ended before, or in the middle of, its result
+                    processes[rank].join(10)
+                    if rank not in lost:  # what others raised came of it
+                        ending = _ending(processes[rank].exitcode)
+                        failed.append((0.0, rank, f"its process ended with {ending}", None))
+                else:
+                    if error is not None:
+                        failed.append((when, rank, text, error))
+            # A failure makes others fail: whoever failed before the ones we saw has said so by now.
+            ready = wait(list(open_pipes), timeout=0) if failed else []
+        if failed:
+            _, rank, text, error = min(failed, key=lambda f: f[:2])
+            raise RankFailed(rank, len(pipes), text) from error
     return results
 
 
@@ -128,9 +135,17 @@ def _stacks(processes: list, running: list[int], folder: Path) -> str:
     for rank in running:
         with contextlib.suppress(OSError):
             os.kill(processes[rank].pid, signal.SIGUSR1)
-    time.sleep(0.3)
-    files = {rank: folder / f"stack-{rank}" for rank in running}
+    end, files = time.monotonic() + STACK_S, {rank: folder / f"stack-{rank}" for rank in running}
+    while not all(_shown(files[rank]) or not processes[rank].is_alive() for rank in running):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.02)
     return "\n".join(f"rank {rank} stood at:\n{f.read_text()}" for rank, f in files.items() if f.exists())
+
+
+def _shown(stack: Path) -> bool:
+    """Whether the main thread, which comes last, is there down to its first frame."""
+    return stack.exists() and stack.read_text().endswith("in <module>\n")
 
 
 def _child(rank: int, world_size: int, setup: dict[str, Any], call: bytes, pipe: Any) -> None:
