@@ -9,6 +9,7 @@ import time
 from shoal.errors import TransportError
 
 WORLD = 3
+PATIENCE_S = 200  # for what happens at once unless the machine stands still
 
 
 def kind(call):
@@ -74,7 +75,7 @@ def timeout(t):
     began = time.monotonic()
     assert kind(lambda: t.recv(src, timeout=0.2)) == "timeout"
     assert kind(lambda: t.recv(t.rank, timeout=0.01)) == "timeout"
-    assert 0.15 < time.monotonic() - began < 5
+    assert 0.15 < time.monotonic() - began < PATIENCE_S
     t.barrier()
     t.send(peer, b"late")
     t.send(peer, b"later")
@@ -100,24 +101,24 @@ def too_large(t):
 def one_reader(t):
     """A second thread that receives from the same source is told so."""
     src = (t.rank - 1) % t.world_size
-    ended = in_two_threads(lambda: t.recv(src, timeout=20))
-    assert ended.get(timeout=20) == "protocol"
+    ended = in_two_threads(lambda: t.recv(src, timeout=PATIENCE_S))
+    assert ended.get(timeout=PATIENCE_S) == "protocol"
     t.barrier()
     t.send((t.rank + 1) % t.world_size, b"x")
-    assert ended.get(timeout=20) is None
+    assert ended.get(timeout=PATIENCE_S) is None
     t.barrier()
 
 
 def one_in_the_barrier(t):
     """So is a second thread that enters the barrier."""
     if t.rank == 0:
-        ended = in_two_threads(lambda: t.barrier(timeout=20))
-        assert ended.get(timeout=20) == "protocol"
+        ended = in_two_threads(lambda: t.barrier(timeout=PATIENCE_S))
+        assert ended.get(timeout=PATIENCE_S) == "protocol"
         for peer in range(1, t.world_size):
             t.send(peer, b"come in")
-        assert ended.get(timeout=20) is None
+        assert ended.get(timeout=PATIENCE_S) is None
     else:
-        assert t.recv(0, timeout=20) == b"come in"
+        assert t.recv(0, timeout=PATIENCE_S) == b"come in"
         t.barrier()
     t.barrier()
 
@@ -177,10 +178,10 @@ def closed(t):
     if t.rank == 1:
         time.sleep(0.3)
         assert t.recv(0) == b"last words"
-    assert kind(lambda: t.recv(0, timeout=20)) == "peer_lost"
-    assert kind(lambda: t.barrier(timeout=20)) == "peer_lost"
+    assert kind(lambda: t.recv(0, timeout=2 * PATIENCE_S)) == "peer_lost"
+    assert kind(lambda: t.barrier(timeout=2 * PATIENCE_S)) == "peer_lost"
     assert kind(lambda: t.send(0, b"too late")) == "peer_lost"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < PATIENCE_S
 
 
 CASES = [order, reuse, big, bad_rank, timeout, too_large, one_reader, one_in_the_barrier, threads, stats, closed]
@@ -201,13 +202,13 @@ NAMES = [case.__name__ for case in CASES]
 def process_ranks(rank, world):
     from shoal.comm import ProcessGroupTransport
 
-    return run_all(ProcessGroupTransport(default_timeout_s=30))
+    return run_all(ProcessGroupTransport(default_timeout_s=PATIENCE_S))
 
 
 def mpi_ranks(rank, world):
     from shoal.comm import MpiTransport
 
-    t = MpiTransport(default_timeout_s=30)
+    t = MpiTransport(default_timeout_s=PATIENCE_S)
     assert (t.rank, t.world_size) == (rank, world)
     assert "OMPI_COMM_WORLD_RANK" in os.environ
     return run_all(t)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 1 << 30
 QUEUED_BYTES = 256 << 20  # sent but not yet taken, per peer, before send waits
 DRAIN_BYTES = 1 << 20  # a refused message up to this size is thrown away, so that later ones still arrive
-LINGER_S = 10.0  # a process that ends waits this long for its last messages to be taken
+LINGER_S = 30.0  # a process that ends waits this long for its last messages to be taken
 LOOK_S = 0.1  # how often a send that waits for room looks whether anybody is left to make it
 IDLE_S = 5.0  # a helper thread without work ends after this
 FOREVER = timedelta(days=3650)
@@ -148,6 +148,7 @@ class Inbox:
     ) -> None:
         self.transport, self.src, self.tag = transport, src, tag
         self.sequence = 0
+        self.received = 0  # messages that are complete, where sequence counts the one under way, too
         self.asked = False
         self.message: bytes | None = None
         self.error: TransportError | None = None
@@ -200,6 +201,7 @@ class Inbox:
                 error, final = self.transport._lost(self.src, str(failure)), True
             with self.changed:
                 self.message, self.error, self.final, self.asked = message, error, final, False
+                self.received = self.sequence
                 self.changed.notify_all()
                 if final:
                     return

@@ -130,13 +130,20 @@ class MpiTransport(BaseTransport):
         return data
 
     def _drain(self, src: int, length: int) -> None:
-        """Takes the refused payload out of the way; only what was really sent is allocated."""
+        """Takes the refused payload out of the way, once it is here; only what was really sent is allocated."""
         for start in range(0, length, PIECE_BYTES):
             size = min(PIECE_BYTES, length - start)
-            with self.calls:
-                status = self.mpi.Status()
-                if not self.comm.Iprobe(src, PAYLOAD_TAG, status) or status.Get_count(self.mpi.BYTE) != size:
+            pause, deadline, status = _Pause(), Deadline(self.default_timeout_s), self.mpi.Status()
+            while True:
+                with self.calls:
+                    if self.comm.Iprobe(src, PAYLOAD_TAG, status):
+                        break
+                    self._reap()
+                if deadline.over():
                     return
+                pause()
+            if status.Get_count(self.mpi.BYTE) != size:
+                return
             self._take(np.empty(size, np.uint8), src)
 
     def _take(self, piece: np.ndarray, src: int) -> None:

@@ -58,7 +58,7 @@ class ProcessGroupTransport(BaseTransport):
         _transports_of_group[name] += 1
         self._looked = 0.0
         self._gone: dict[int, dict[str, int]] = {}  # peers that closed, and how many messages they had sent to whom
-        self._barriers = 0
+        self._barriers = self._barriers_passed = 0
         self._barrier_changed = threading.Condition()
         self._barrier_inboxes = {
             peer: Inbox(self, peer, BARRIER_TAG, self._barrier_changed)
@@ -98,7 +98,7 @@ class ProcessGroupTransport(BaseTransport):
             if over:
                 raise self._timed_out(src, deadline)
             sent = self._closed_peers().get(src)
-            if sent is not None and inbox.sequence >= sent.get(str(self.rank), 0) and not inbox.ready:
+            if sent is not None and inbox.received >= sent.get(str(self.rank), 0) and not inbox.ready:
                 raise self._lost(src, "it closed its transport")
 
     def _check_peer(self, peer: int) -> None:
@@ -109,7 +109,8 @@ class ProcessGroupTransport(BaseTransport):
             raise self._lost(peer, "it closed its transport")
 
     def _closed_peers(self) -> dict[int, dict[str, int]]:
-        """Peers that closed, each with the number of messages that it had sent to whom; kept, since none comes back."""
+        """Peers that closed, each with how many messages it had sent to whom, and the ``barriers`` that it had passed;
+        kept, since none comes back."""
         if self._store is None:
             return {}
         try:
@@ -128,7 +129,7 @@ class ProcessGroupTransport(BaseTransport):
         with self._lock:
             sent = {str(dest): box.sequence for (dest, tag), box in self._outboxes.items() if tag == 0}
         try:
-            self._store.set(f"closed/{self.rank}", json.dumps(sent))
+            self._store.set(f"closed/{self.rank}", json.dumps({**sent, "barriers": self._barriers_passed}))
             self._store.set("any_closed", "1")
         except RuntimeError:  # the store went with its process; nobody is left to tell
             pass
@@ -156,6 +157,7 @@ class ProcessGroupTransport(BaseTransport):
         except TransportError as error:
             self._break_barrier(generation, error)
             raise
+        self._barriers_passed = generation + 1
 
     def _collect(self, peers: list[int], generation: int, deadline: Deadline) -> None:
         """Waits for every peer's mark of this generation; older marks are of barriers that were given up."""
@@ -177,8 +179,9 @@ class ProcessGroupTransport(BaseTransport):
                 continue
             if self._closed:
                 raise self._closed_error()
-            for peer in self._closed_peers():
-                raise self._lost(peer, "it closed its transport, so the barrier cannot fill")
+            for peer, said in self._closed_peers().items():
+                if said["barriers"] <= generation:  # who passed this one may close before the rest of us see it fill
+                    raise self._lost(peer, "it closed its transport, so the barrier cannot fill")
             self._check_broken(generation)
             if over:
                 raise self._missing(sorted(waiting), generation, deadline)
