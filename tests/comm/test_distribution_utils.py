@@ -16,6 +16,8 @@ from shoal.comm.session import device_index
 from shoal.errors import ConfigError
 from shoal.testing import mpi_unavailable, run_mpi, run_ranks
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def product(*axes):
     return list(itertools.product(*axes))
@@ -788,14 +790,14 @@ def train_like(rank, world, launcher):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_torchrun_ranks(world):
-    results = run_ranks(world, train_like, "torchrun", timeout_s=100, backend=None)
+    results = run_ranks(world, train_like, "torchrun", timeout_s=300, backend=None)
     assert results == [[r, world, r, world, True, "", 1, r, world, True] for r in range(world)]
 
 
 @pytest.mark.skipif(mpi_unavailable() is not None, reason=str(mpi_unavailable()))
 @pytest.mark.parametrize("world", [2])
 def test_mpirun_ranks_agree_with_torchruns(world):
-    results = run_mpi(world, train_like, "mpirun", timeout_s=100)
+    results = run_mpi(world, train_like, "mpirun", timeout_s=300)
     assert results == [[r, world, r, world, True, "", 1, r, world, True] for r in range(world)]
 
 
@@ -808,11 +810,11 @@ def byteps_ranks(rank, world):
 
 
 def test_bps_init_starts_communication_whatever_interfaces_there_are():
-    assert run_ranks(2, byteps_ranks, timeout_s=100, backend=None) == [(0, 2), (1, 2)]
+    assert run_ranks(2, byteps_ranks, timeout_s=300, backend=None) == [(0, 2), (1, 2)]
 
 
 def test_a_size_of_one_needs_no_launcher():
-    assert run_ranks(1, alone, timeout_s=100, backend=None) == [True]
+    assert run_ranks(1, alone, timeout_s=300, backend=None) == [True]
 
 
 def alone(rank, world):
