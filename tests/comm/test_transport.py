@@ -361,6 +361,31 @@ def test_a_rank_that_closes_after_the_barrier_is_not_missed_in_it():
     assert run_ranks(2, closes_after_barrier, timeout_s=300)[1] == (True, False, 1, "peer_lost")
 
 
+def store_gone(rank, world):
+    """The store does not answer while rank 0's last message is on its way."""
+    from shoal.comm import process_group
+
+    process_group.STORE_GRACE_S = 200
+    store = dist.distributed_c10d._get_default_store()
+    t = ProcessGroupTransport(default_timeout_s=250)
+    if rank == 0:
+        store.wait(["looked"], timedelta(seconds=200))
+        t.send(1, b"last words")
+        return None
+
+    class Gone:
+        def check(self, keys):
+            store.set("looked", "1")
+            raise RuntimeError("gone")
+
+    t._store = Gone()
+    return t.recv(0)
+
+
+def test_a_message_that_is_on_its_way_when_the_stores_process_ends_still_arrives():
+    assert run_ranks(2, store_gone, timeout_s=300)[1] == b"last words"
+
+
 # mpirun
 
 

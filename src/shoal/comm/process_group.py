@@ -1,5 +1,6 @@
 """The byte layer over a torch process group."""
 
+import contextlib
 import json
 import threading
 import time
@@ -14,6 +15,7 @@ from shoal.comm.transport import DEFAULT_TIMEOUT_S, MAX_MESSAGE_BYTES, BaseTrans
 from shoal.errors import ConfigError, TransportError
 
 POLL_S = 0.1  # between looks at the store for peers that closed
+STORE_GRACE_S = 5.0  # when the store has gone with its process, for what that one sent last
 BARRIER_TAG = 0x5340
 
 _transports_of_group: dict[str, int] = defaultdict(int)
@@ -97,7 +99,13 @@ class ProcessGroupTransport(BaseTransport):
                 raise self._closed_error()
             if over:
                 raise self._timed_out(src, deadline)
-            sent = self._closed_peers().get(src)
+            try:
+                sent = self._closed_peers().get(src)
+            except TransportError:  # what the store's process sent before it ended may be here any moment
+                data = inbox.take(min(deadline.left(), STORE_GRACE_S))
+                if data is None:
+                    raise
+                return data
             if sent is not None and inbox.received >= sent.get(str(self.rank), 0) and not inbox.ready:
                 raise self._lost(src, "it closed its transport")
 
@@ -157,6 +165,8 @@ class ProcessGroupTransport(BaseTransport):
         except TransportError as error:
             self._break_barrier(generation, error)
             raise
+        except RuntimeError as error:  # the store's
+            raise self._lost(0, f"the rendezvous store does not answer: {error}") from error
         self._barriers_passed = generation + 1
 
     def _collect(self, peers: list[int], generation: int, deadline: Deadline) -> None:
@@ -167,19 +177,20 @@ class ProcessGroupTransport(BaseTransport):
             over = deadline.over()
             for inbox in waiting.values():
                 inbox.ask()
-            with self._barrier_changed:
-                self._barrier_changed.wait_for(
-                    lambda: any(box.ready for box in waiting.values()), min(POLL_S, deadline.left())
-                )
-                ready = [peer for peer, box in waiting.items() if box.ready]
-            for peer in ready:
+            for peer in (ready := self._ready(waiting, min(POLL_S, deadline.left()))):
                 if int.from_bytes(waiting[peer].take(0) or b"", "little") == generation:
                     del waiting[peer]
             if ready or not waiting:
                 continue
             if self._closed:
                 raise self._closed_error()
-            for peer, said in self._closed_peers().items():
+            try:
+                closed = self._closed_peers()
+            except TransportError:
+                if self._ready(waiting, min(deadline.left(), STORE_GRACE_S)):
+                    continue
+                raise
+            for peer, said in closed.items():
                 if said["barriers"] <= generation:  # who passed this one may close before the rest of us see it fill
                     raise self._lost(peer, "it closed its transport, so the barrier cannot fill")
             self._check_broken(generation)
@@ -189,7 +200,14 @@ class ProcessGroupTransport(BaseTransport):
                 announced = True
                 self._store.set(f"in/{generation}/{self.rank}", "1")
         if announced:
-            self._store.delete_key(f"in/{generation}/{self.rank}")
+            with contextlib.suppress(RuntimeError):  # who holds the store may have ended after this barrier
+                self._store.delete_key(f"in/{generation}/{self.rank}")
+
+    def _ready(self, waiting: dict[int, Inbox], seconds: float) -> list[int]:
+        """Peers of whom something has come, waiting ``seconds`` for the first."""
+        with self._barrier_changed:
+            self._barrier_changed.wait_for(lambda: any(box.ready for box in waiting.values()), seconds)
+            return [peer for peer, box in waiting.items() if box.ready]
 
     def _check_broken(self, generation: int) -> None:
         key = f"broken/{generation}"

@@ -17,6 +17,7 @@ from shoal.gather.errors import RankFailure
 log = logging.getLogger("shoal.gather")
 
 _SLICE_S = 0.2
+ROLL_CALL_S = 3.0  # the most that a failed collective waits to hear who else is alive
 _FAILED = "shoal/failed"
 _groups: "WeakKeyDictionary[Any, _Shared]" = WeakKeyDictionary()
 # Groups that failed. Ending one waits for its operations, with the interpreter locked; they end by their own timeout.
@@ -93,8 +94,8 @@ class Control:
                     if self._shared.store.check([_FAILED]):
                         raise RuntimeError("another rank gave up") from None
         except RuntimeError as error:
-            deadline = min(time.monotonic() + grace, begin + self.timeout_s)
-            self._fail(what, error, deadline)
+            now = time.monotonic()
+            self._fail(what, error, min(now + min(ROLL_CALL_S, self.timeout_s / 2), begin + self.timeout_s))
 
     def _fail(self, what: str, error: Exception, deadline: float) -> None:
         assert self._shared is not None
@@ -112,14 +113,26 @@ class Control:
             shared.store.set(key(self.rank), b"1")
             shared.store.set(_FAILED, b"1")
             self.close()
-            while others and time.monotonic() < deadline:
-                others = [r for r in others if not shared.store.check([key(r)])]
-                if others:
-                    time.sleep(0.02)
+            while others := [r for r in others if not shared.store.check([key(r)])]:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.02)
             return others
         except RuntimeError:  # the store went down with the rank that served it
             self.close()
             return [0] if self.rank != 0 else others
+
+    def answer(self) -> bool:
+        """Whether another rank gave up. This one, busy with other things, then says in the roll call that it lives."""
+        if self._shared is None or self._shared.broken:
+            return False
+        try:
+            if not self._shared.store.check([_FAILED]):
+                return False
+            self._shared.store.set(f"shoal/alive/{self.rank}", b"1")
+        except RuntimeError:  # the store went down: the next collective will tell
+            return False
+        return True
 
     def give_up(self) -> None:
         """Tells the others, who may wait for this rank in a collective, that it left."""

@@ -26,6 +26,7 @@ from shoal.gather.stores.base import PayloadStore
 
 log = logging.getLogger("shoal.gather")
 
+ATTEND_S = 0.5
 _SHARED = ("reserve_rounds", "repair_rounds", "min_peers", "fetch_ranks")  # settings that must not differ by rank
 
 
@@ -193,7 +194,12 @@ class _Gather:
         assert set(dealt) == set(uids)
         mine = shares[self.control.rank]
         begin = time.perf_counter()
-        for outcome in await self.fetcher.round(mine):
+        watch = asyncio.create_task(self._attend())
+        try:
+            outcomes = await self.fetcher.round(mine)
+        finally:
+            watch.cancel()
+        for outcome in outcomes:
             self._note(outcome, tier)
         self.fetch_s += time.perf_counter() - begin
         self._finish_partial(mine)
@@ -205,6 +211,11 @@ class _Gather:
             if "local_error" in report.skip_reasons.values():
                 self.broken_ranks.add(report.rank)
         return merge_reports(self.plan, self.reports)
+
+    async def _attend(self) -> None:
+        """Answers the roll call of others while this rank fetches: who is only slow must not be named with the dead."""
+        while self.control.world > 1 and not await self._collective(self.control.answer):
+            await asyncio.sleep(ATTEND_S)
 
     def _note(self, outcome: Any, tier: int) -> None:
         partial, uid = self.partial, outcome.uid
