@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import json
+import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def store_of(*uids, mtime=0, **kwargs):
 
 
 def run(store, uids, reserves=(), config=QUICK, **kwargs):
-    return gather(GatherPlan(WINDOW, uids, reserves, **({"timeout_s": 5.0} | kwargs)), SPEC, store, config=config)
+    return gather(GatherPlan(WINDOW, uids, reserves, **({"timeout_s": 100.0} | kwargs)), SPEC, store, config=config)
 
 
 # ---- plan and partition
@@ -137,10 +139,10 @@ def test_an_absent_object_is_waited_for():
 def test_absence_is_final_one_try_after_the_window_closed():
     store = store_of(1)
     begin = time.monotonic()
-    result = run(store, [1, 2], time_max=10**6, timeout_s=30)
+    result = run(store, [1, 2], time_max=10**6, timeout_s=300)
     assert result.skip_reasons == {2: "not_found"}
     assert store.head_calls[2] == 2
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 200
 
 
 def test_absence_is_final_after_the_limit():
@@ -218,24 +220,37 @@ def test_a_payload_that_fails_validation_is_not_fetched_again():
     assert store.stream_calls[BAD_SHIFT] == 1
 
 
-def test_who_waits_in_the_queue_past_the_deadline_still_gets_a_try():
-    store = store_of(*range(1, 9), latency_s=0.05)
-    result = run(store, range(1, 9), timeout_s=0.3, config=GatherConfig(max_concurrent_fetches=1))
+def test_who_waits_in_the_queue_past_the_deadline_still_gets_a_try(monkeypatch):
+    from shoal.gather import fetch
+
+    late = 0.0
+
+    def let_the_deadline_pass(op, uid, n):
+        nonlocal late
+        late = 1000.0
+
+    clock = types.SimpleNamespace(
+        monotonic=lambda: time.monotonic() + late, time=time.time, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(fetch, "time", clock)
+    store = store_of(*range(1, 9), latency_s=0.001, fail=let_the_deadline_pass)
+    result = run(store, range(1, 9), config=GatherConfig(max_concurrent_fetches=1))
     assert result.uids == list(range(1, 9))
+    assert late
 
 
 def test_objects_that_stall_one_after_the_other_end_before_the_other_ranks_give_up():
     class Stalled(MemoryStore):
         async def head(self, window, uid, **names):
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
 
     config = GatherConfig(max_concurrent_fetches=1)
-    fetcher = Fetcher(GatherPlan(WINDOW, range(3), timeout_s=20.0), SPEC, Stalled({}), config, patience_s=1.0)
+    fetcher = Fetcher(GatherPlan(WINDOW, range(3), timeout_s=200.0), SPEC, Stalled({}), config, patience_s=1.0)
     begin = time.monotonic()
     outcomes = asyncio.run(fetcher.round(range(3)))
     fetcher.close()
     assert [outcome.reason for outcome in outcomes] == ["timeout"] * 3
-    assert 2.9 < time.monotonic() - begin < 20  # three short tries, not three times the timeout
+    assert 2.9 < time.monotonic() - begin < 150  # three short tries, not three times the timeout
 
 
 def test_downloads_wait_for_room_in_flight():
@@ -264,25 +279,38 @@ def test_version_and_key_reach_the_store():
     assert seen == [("7.1", "delta")]
 
 
-def test_a_caller_with_a_loop_is_not_blocked():
+def test_a_caller_with_a_loop_is_not_blocked(monkeypatch):
+    from shoal.gather import fetch, protocol
+
+    turns, calls = threading.Semaphore(0), []
+
+    def while_the_loop_turns(name, call):
+        def wait(*args, **kwargs):
+            while turns.acquire(blocking=False):
+                pass
+            calls.append((name, turns.acquire(timeout=60)))  # the caller's loop turns while this call lasts
+            return call(*args, **kwargs)
+
+        return wait
+
     async def main():
-        ticks = 0
-
-        async def tick():
-            nonlocal ticks
+        async def turn():
             while True:
-                ticks += 1
-                await asyncio.sleep(0.005)
+                turns.release()
+                await asyncio.sleep(0.001)
 
-        task = asyncio.create_task(tick())
-        result = await agather(GatherPlan(WINDOW, [1, 2]), SPEC, store_of(1, 2, latency_s=0.05))
+        task = asyncio.create_task(turn())
+        with monkeypatch.context() as patch:
+            patch.setattr(fetch, "validate_payload", while_the_loop_turns("validate", fetch.validate_payload))
+            patch.setattr(protocol, "Control", while_the_loop_turns("control", protocol.Control))
+            patch.setattr(protocol._Gather, "_agree", while_the_loop_turns("collective", protocol._Gather._agree))
+            result = await agather(GatherPlan(WINDOW, [1, 2]), SPEC, store_of(1, 2))
         task.cancel()
         nested = gather(GatherPlan(WINDOW, [1]), SPEC, store_of(1))  # also from a thread that runs a loop
-        return result.uids, nested.uids, ticks
+        return result.uids, nested.uids
 
-    uids, nested, ticks = asyncio.run(main())
-    assert (uids, nested) == ([1, 2], [1])
-    assert ticks > 5
+    assert asyncio.run(main()) == ([1, 2], [1])
+    assert sorted(calls) == [("collective", True), ("control", True), ("validate", True), ("validate", True)]
 
 
 # ---- reserves
@@ -380,7 +408,7 @@ def test_temporary_spill_files_go_with_the_result():
     folder = next(iter(result.payloads.values())).path.parent
     assert len(list(folder.iterdir())) == len(result.uids)
     del result
-    deadline = time.monotonic() + 10  # a worker thread may hold the last reference for a moment
+    deadline = time.monotonic() + 100  # a worker thread may hold the last reference for a moment
     while folder.exists() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)

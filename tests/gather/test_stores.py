@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-import time
 
 import pytest
 
@@ -54,16 +53,19 @@ class Faults:
         self.app = app
         self.rule = None
         self.requests = []
+        self.lock = threading.Lock()
 
     def __call__(self, environ, start_response):
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        fault = self.rule(method, path, sum(r == (method, path) for r in self.requests)) if self.rule else None
-        self.requests.append((method, path))
+        with self.lock:  # requests come side by side
+            earlier = self.requests.count((method, path))
+            self.requests.append((method, path))
+        fault = self.rule(method, path, earlier) if self.rule else None
         if isinstance(fault, int):
             start_response(f"{fault} Fault", [("Content-Length", "0")])
             return [b""]
-        if isinstance(fault, float):
-            time.sleep(fault)
+        if isinstance(fault, threading.Event):
+            fault.wait(100)
         if fault == "truncate":
             body = b"".join(self.app(environ, start_response))
             return [body[: len(body) // 2]]  # the announced length stays; the connection ends early
@@ -97,14 +99,14 @@ def s3():
     client.close()
     server.shutdown()
     server.server_close()
-    thread.join(5)
+    thread.join(60)
 
 
-def s3_store(endpoint, **kwargs):
+def s3_store(endpoint, timeout_s=100, **kwargs):
     def ref(bucket):
         return BucketRef(bucket, endpoint, access_key_id="id", secret_access_key=SECRET)
 
-    return S3Store({uid: ref(f"peer-{uid}") for uid in range(1, 8)}, ref("artifacts"), timeout_s=5, **kwargs)
+    return S3Store({uid: ref(f"peer-{uid}") for uid in range(1, 8)}, ref("artifacts"), timeout_s=timeout_s, **kwargs)
 
 
 @pytest.fixture(params=["memory", "local", "s3"])
@@ -207,7 +209,7 @@ def test_files_lie_where_the_format_says(tmp_path):
     report = run_window(
         model_of(), sgd(model_of()), GatherPlan(9, [1]), spec=SPEC, store=_filled(tmp_path), config=QUICK
     )
-    assert report.upload.ok
+    assert report.upload.wait(100)
     assert (tmp_path / "aggregator-9-v0.pga").exists()
 
 
@@ -225,7 +227,7 @@ def test_an_upload_that_fails_is_counted_and_changes_nothing():
     model = model_of()
     report = run_window(model, sgd(model), small_plan(), spec=SPEC, store=Broken(small_store().objects), config=QUICK)
     assert report.decision == "APPLY"
-    assert report.upload.wait(5) is False
+    assert report.upload.wait(100) is False
     assert report.upload.failures == 3
     assert report.artifact_sha256
 
@@ -247,7 +249,7 @@ def test_s3_errors_are_told_apart(s3):
 
     faults.rule = rule
     try:
-        result = gather(GatherPlan(WINDOW, [5, 6, 7], timeout_s=20), SPEC, store, config=QUICK)
+        result = gather(GatherPlan(WINDOW, [5, 6, 7], timeout_s=100), SPEC, store, config=QUICK)
     finally:
         faults.rule = None
     assert result.uids == [5]
@@ -257,22 +259,24 @@ def test_s3_errors_are_told_apart(s3):
 
 def test_s3_stalls_and_truncations_are_retried(s3):
     endpoint, faults, _ = s3
-    store = s3_store(endpoint)
-    store.timeout_s = 0.5
     for uid in (1, 2):
-        put(store, WINDOW, uid, DATA[uid])
+        put(s3_store(endpoint), WINDOW, uid, DATA[uid])
+    over = threading.Event()
 
     def rule(method, path, n):
         if method != "GET" or f"/{WINDOW}/" not in path or n:
             return None
-        return 1.5 if "peer-1/" in path else "truncate"
+        return over if "peer-1/" in path else "truncate"
 
     faults.rule, faults.requests = rule, []
     try:
-        result = gather(GatherPlan(WINDOW, [1, 2], timeout_s=20), SPEC, store, config=QUICK)
+        store = s3_store(endpoint, timeout_s=2)
+        result = gather(GatherPlan(WINDOW, [1, 2], timeout_s=100), SPEC, store, config=QUICK)
     finally:
+        over.set()
         faults.rule = None
     assert result.uids == [1, 2]
+    assert all(sum(m == "GET" and f"peer-{uid}/" in path for m, path in faults.requests) > 1 for uid in (1, 2))
 
 
 def test_s3_reads_in_parts_and_notices_a_replacement_between_them(s3, monkeypatch):

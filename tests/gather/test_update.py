@@ -538,7 +538,7 @@ def test_a_window_needs_no_more_than_its_update():
     assert caught.value.needed == 4 * 16 + 8 * 4 + 12 * 2 + 2 * 4 * 5
     report = run(caught.value.needed)
     assert (report.decision, ledger.step, report.update.peak_bytes) == ("APPLY", 1, caught.value.needed)
-    assert report.upload.ok
+    assert report.upload.wait(100)
 
 
 def test_whole_window_reports_and_metrics():
@@ -549,7 +549,7 @@ def test_whole_window_reports_and_metrics():
         sink=lambda name, value, step: seen.__setitem__((name, step), value), scores=dict.fromkeys(PRIMARIES, 0.5),
     )  # fmt: skip
     assert report.decision == "APPLY"
-    assert report.upload.ok
+    assert report.upload.wait(100)
     assert seen["gather/success_rate", WINDOW] == 10 / 12
     assert seen["gather/skipped/too_late", WINDOW] == 1
     assert seen["gather/reserve_used", WINDOW] == 3
