@@ -110,7 +110,7 @@ def _collect(processes: list, pipes: list, end: float, timeout_s: float, lost: s
                 try:
                     results[rank], error, text, when = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):  # ended before, or in the middle of, its result
-                    processes[rank].join(10)
+                    processes[rank].join(60)
                     if rank not in lost:  # what others raised came of it
                         ending = _ending(processes[rank].exitcode)
                         failed.append((0.0, rank, f"its process ended with {ending}", None))
