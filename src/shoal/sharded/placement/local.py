@@ -101,7 +101,7 @@ class LocalServers:
     def kill(self, i: int) -> None:
         """Ends a server at once, as a crash would."""
         self._processes[i].send_signal(signal.SIGKILL)
-        self._processes[i].wait(10)
+        self._processes[i].wait(60)
 
     def pause(self, i: int) -> None:
         """Freezes a server: when this returns, it neither answers nor closes its connections."""
