@@ -171,10 +171,17 @@ def test_the_command_line_asks_servers_with_keys_too(tmp_path, capsys):
     public, secret = generate(tmp_path, "server")
     _, mine = generate(tmp_path, "worker")
     with ParameterServer(Engine(Shard(0, 1)), keys=ServerKeys(secret=secret)) as server:
-        assert main(["ps", "status", server.address, "--keys", mine, "--server", public, "--json"]) == 0
+        status = ["ps", "status", server.address, "--timeout"]
+        assert main([*status, "60", "--keys", mine, "--server", public, "--json"]) == 0
         assert '"shard": 0' in capsys.readouterr().out
-        assert main(["ps", "status", server.address]) == 1
-        assert "CURVE keys" in capsys.readouterr().err
+        for seconds in ("2", "60"):  # that it hangs up on everybody is known once it has done so twice
+            assert main([*status, seconds]) == 1
+            said = capsys.readouterr().err
+            if "CURVE keys" in said:
+                break
+        assert "CURVE keys" in said
+        assert main([*status, "0"]) == 2
+        assert "--timeout is above 0" in capsys.readouterr().err
         assert main(["ps", "status", server.address, "--keys", mine]) == 2
         assert "go together" in capsys.readouterr().err
     assert main(["ps", "status"]) == 2
