@@ -185,6 +185,7 @@ def _serve_and_learn(
     try:
         for replica in replicas:
             replica.wait()
+        set_address_table({f"ps:{which}": [replica.address] for which, replica in enumerate(replicas)})
         loop = SyncLoop(OnlyTheFirst(), 0, handle, period_secs=1.0).start()
         scores: tuple[list[Tensor], list[Tensor]] = ([], [])
         clicks: list[Tensor] = []
@@ -192,7 +193,7 @@ def _serve_and_learn(
         while (not clicks or time.monotonic() - begin < seconds) and (batch := next(batches, None)) is not None:
             inputs = {name: _padded(*batch.ids[name]) for name in FIELDS}
             for which in range(2):
-                scores[which].append(_ask(replicas[which].address, inputs))
+                scores[which].append(_ask(which, inputs))
             clicks.append(batch.clicks)
             _learn(table, model, dense, batch)
             count += len(batch.clicks)
@@ -222,13 +223,22 @@ def _serve_and_learn(
             replica.stop()
 
 
-def _ask(address: str, inputs: dict[str, Tensor]) -> Tensor:
-    from shoal.serving import remote_predict, set_address_table
+def _ask(which: int, inputs: dict[str, Tensor]) -> Tensor:
+    """What a replica predicts; one that is too busy for a new connection is asked again."""
+    from shoal.serving import remote_predict
+    from shoal.serving.status import Code, StatusError
 
-    set_address_table({"demo": [address], "x:ps": []})
-    names = list(inputs)
-    values = [inputs[name] for name in names]
-    return remote_predict(names, values, ["click"], "demo", 0, None, max_rpc_deadline_millis=int(ANSWER_S * 1000))[0]
+    until = time.monotonic() + ANSWER_S
+    while True:
+        left_ms = max(1.0, (until - time.monotonic()) * 1000)
+        try:
+            return remote_predict(
+                list(inputs), list(inputs.values()), ["click"], "demo", which, None, max_rpc_deadline_millis=left_ms
+            )[0]
+        except StatusError as error:
+            if error.code != Code.UNAVAILABLE or time.monotonic() > until:
+                raise
+        time.sleep(0.2)
 
 
 def draw_live(live: Live, path: Path) -> None:
