@@ -32,7 +32,7 @@ class LocalServers:
         options: Sequence[str] = (),
         *,
         restart: bool = True,
-        start_within: timedelta = timedelta(seconds=120),
+        start_within: timedelta = timedelta(minutes=5),
         env: dict[str, str] | None = None,
     ) -> None:
         self.count, self.options, self.restart = count, list(options), restart
@@ -116,7 +116,7 @@ class LocalServers:
     def pid(self, i: int) -> int:
         return self._processes[i].pid
 
-    def close(self, drain: timedelta = timedelta(seconds=30)) -> None:
+    def close(self, drain: timedelta = timedelta(minutes=2)) -> None:
         """Lets all of them finish what they accepted, and ends them."""
         self._closing.set()
         with self._lock:

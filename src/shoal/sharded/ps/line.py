@@ -63,8 +63,8 @@ class Line:
         self.close()
         self._established = self._cut = False
         zmq, keys = self.client.zmq, self.client.keys
-        self._socket = socket = self.client.context.socket(zmq.DEALER)
         try:
+            self._socket = socket = self.client.context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVTIMEO, TICK_MS)
             socket.setsockopt(zmq.SNDHWM, 0)
@@ -88,6 +88,8 @@ class Line:
             socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()
+            if self.client.closed:
+                raise PeerError(CLOSED) from None
             why = f"an address is HOST:PORT, such as 10.0.0.1:7100 ({error.strerror})"
             raise ConfigError(f"parameter server {self.address!r}: {why}") from error
         except BaseException:
@@ -123,12 +125,15 @@ class Line:
         return request.frames()
 
     def wait(self, call: Call) -> Reply:
-        while call.reply is None:
-            frames = self._receive(call.until)
-            if frames is None:
-                self._look(call)
-            else:
-                self._take(parse_reply([frame.buffer for frame in frames]))
+        try:
+            while call.reply is None:
+                frames = self._receive(call.until)
+                if frames is None:
+                    self._look(call)
+                else:
+                    self._take(parse_reply([frame.buffer for frame in frames]))
+        except self.client.zmq.ContextTerminated:
+            raise PeerError(CLOSED) from None
         return _checked(call.reply, self.shard, self.address)
 
     def _receive(self, until: float) -> list[Any] | None:
@@ -141,8 +146,6 @@ class Line:
             return self._socket.recv_multipart(copy=False)
         except zmq.Again:
             return None
-        except zmq.ContextTerminated:
-            raise PeerError(CLOSED) from None
 
     def _take(self, reply: Reply) -> None:
         call = self.calls.get(reply.request)
