@@ -44,7 +44,8 @@ void sharded(nb::module_& m) {
           [](Rings& r, uintptr_t data, const std::vector<int64_t>& send, uintptr_t out,
              const std::vector<int64_t>& recv) { r.start(ptr<const char>(data), send, ptr<char>(out), recv); },
           NoGil())
-      .def("run", &Rings::run, nb::arg("seconds"), NoGil());
+      .def("run", &Rings::run, nb::arg("seconds"), NoGil())
+      .def("open", &Rings::open);
 }
 
 }  // namespace shoal::bind

@@ -166,7 +166,7 @@ bool Rings::run(double seconds) {
       if (messages_[to].sent < messages_[to].send) moved |= push(to);
       if (messages_[from].received < messages_[from].recv) moved |= pull(from);
     }
-    for (const Message& m : messages_) left |= m.sent < m.send || m.received < m.recv;
+    for (const Message& m : messages_) left |= m.is_open();
     if (!left) return true;
     if (moved) {
       idle = 0;
@@ -182,6 +182,14 @@ bool Rings::run(double seconds) {
     sleep_on(mine.rung, seen, 50);
     mine.sleeping.store(0);
   }
+}
+
+std::vector<int> Rings::open() const {
+  std::vector<int> found;
+  for (int p = 0; p < ranks_; ++p) {
+    if (messages_[p].is_open()) found.push_back(p);
+  }
+  return found;
 }
 
 }  // namespace shoal

@@ -19,6 +19,8 @@ class Rings {
   // Works until the exchange is done (true) or nothing has moved for some seconds (false; call it again or give up).
   // Throws std::invalid_argument if a rank sends another number of bytes than is awaited.
   bool run(double seconds);
+  // The ranks that still have to take or to give something of this exchange; the others may end.
+  std::vector<int> open() const;
 
  private:
   struct Bell;
@@ -29,6 +31,7 @@ class Rings {
     int64_t send = 0, sent = 0;  // with the 8 bytes of the length
     int64_t recv = 0, received = 0;
     uint64_t length = 0, awaited = 0;
+    bool is_open() const { return sent < send || received < recv; }
   };
   Bell& bell(int rank) const;
   Ring& ring(int from, int to) const;

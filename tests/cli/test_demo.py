@@ -53,6 +53,7 @@ def test_clicks_follow_their_probabilities():
     assert abs(float(clicks.mean() - probabilities.mean())) < 0.02
 
 
+@pytest.mark.timeout(400)
 def test_the_comparison_is_fair_and_repeatable():
     first, second = compare(SMALL), compare(SMALL)
     ours, theirs = first.results
@@ -65,6 +66,7 @@ def test_the_comparison_is_fair_and_repeatable():
     assert 0.5 < first.mean_auc(ours.auc) < best < 0.95
 
 
+@pytest.mark.timeout(400)
 def test_the_command_writes_a_picture_and_prints_a_table(tmp_path, capsys):
     assert main(["demo", "--quick", "--seed", "1", "--out", str(tmp_path / "a" / "b")]) == 0
     picture = (tmp_path / "a" / "b" / "demo.png").read_bytes()
@@ -76,9 +78,10 @@ def test_the_command_writes_a_picture_and_prints_a_table(tmp_path, capsys):
     assert "points of AUC" in out
 
 
+@pytest.mark.timeout(400)
 def test_json_is_all_of_stdout(tmp_path):
     command = [sys.executable, "-m", "shoal", "demo", "--quick", "--json", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "demo.json").read_text())

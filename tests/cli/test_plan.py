@@ -163,6 +163,7 @@ def test_costs_of_another_file_are_refused(tmp_path, capsys):
     assert "give a plan as TOML" in capsys.readouterr().err
 
 
+@pytest.mark.timeout(600)
 def test_measuring_gives_costs_that_can_be_kept(tmp_path):
     costs = measure()
     save_costs(costs, tmp_path / "deep" / "costs.json")

@@ -38,11 +38,11 @@ def endpoint(text, status=200):
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join(60)
 
 
 def once(capsys, *argv, code=0):
-    assert main(["top", *argv, "--once", "--interval", "0.2", "--json"]) == code
+    assert main(["top", *argv, "--once", "--interval", "0.2", "--timeout", "60", "--json"]) == code
     return {status["address"]: status for status in json.loads(capsys.readouterr().out)}
 
 

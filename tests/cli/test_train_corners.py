@@ -73,7 +73,7 @@ def test_an_evaluation_without_an_auc_is_never_the_best(capsys, data, tmp_path):
     assert told[-1]["best"] == of("eval", told)[0]["logloss"] > 0
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_rank_that_loses_another_says_so_in_a_line(data, tmp_path):
     lines = (data / "train.tsv").read_text().splitlines()
     (tmp_path / "bad.tsv").write_text("\n".join([*lines[:6000], "bad", *lines[6000:]]))

@@ -1,13 +1,16 @@
 """What the tests of `shoal train` share."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 
 from shoal import _core
 from shoal.cli.main import main
 from shoal.proto.embedding_hash_table_pb2 import EntryDump
 
-DEADLINE_S = 100  # torch takes its time to start on a machine that is busy
+DEADLINE_S = 300  # torch takes its time to start on a machine that is busy
 SMALL = [
     "--set", "model.hidden=[16]", "data.shuffle_rows=2048", "table.lr=0.05", "--dim", "8", "--batch-size", "256",
     "--threads", "1",
@@ -30,6 +33,24 @@ def of(kind, told):
 
 def command(data, *more):
     return [sys.executable, "-m", "shoal", "train", "--train", str(data / "train.tsv"), *SMALL, *map(str, more)]
+
+
+def kill_after(shell, event, step, pause_s=0.0):
+    """Runs a command with --json up to some event of a step or a later one, and kills it.
+
+    The pipe is the smallest there is, so that however late we are, the run is at most a few lines ahead of us.
+    """
+    process = subprocess.Popen(shell, stdout=subprocess.PIPE, bufsize=0, pipesize=4096)
+    with process:
+        try:
+            while line := process.stdout.readline():
+                told = json.loads(line)
+                if told["event"] == event and told["step"] >= step:
+                    break
+            time.sleep(pause_s)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
 
 
 def rows_of(checkpoint):

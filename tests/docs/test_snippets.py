@@ -41,6 +41,7 @@ def clean():
 
 
 # tests/table/cuda/test_docs.py runs the page about GPUs, on one.
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/gpu.md"])
 def test_the_page_runs_as_printed(page, clean, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -34,11 +34,12 @@ def ratings(users=150, movies=80, each=30):
     return lines
 
 
+@pytest.mark.timeout(400)
 def test_it_runs_as_a_program_and_finds_both_effects(tmp_path):
     data = tmp_path / "ml-100k.inter"
     data.write_text("\n".join([HEADING, *ratings()]) + "\n")
     command = [sys.executable, str(SCRIPT), "--data", str(data), "--seeds", "1", "--epochs", "6"]
-    done = subprocess.run([*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "4,500 ratings, 230 ids" in done.stdout
     assert "| hashed, equal memory |" in done.stdout

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 
 from shoal.sharded import Engine, ParameterServer, PsClient, Shard
+from tests.sharded.helpers import LONG
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def ps(servers):
     with contextlib.ExitStack() as stack:
 
         def connect(n, **options):
-            options.setdefault("deadline", timedelta(seconds=20))
+            options.setdefault("deadline", LONG)
             addresses = [server.address for server in servers(n)]
             return stack.enter_context(PsClient(addresses, **options))
 

@@ -1,7 +1,14 @@
 """Configurations and parts that the tests of distributed tables share."""
 
 import itertools
+import re
+from datetime import timedelta
+from functools import partial
 
+import pytest
+
+import shoal.testing
+from shoal.errors import DeadlineError, PeerError
 from shoal.table import (
     AdagradOptimizer,
     CombineAsSegment,
@@ -17,6 +24,9 @@ from shoal.table import (
     ZerosInitializer,
 )
 
+LONG = timedelta(minutes=5)
+"""A deadline that only a hang reaches, on whatever machine."""
+run_ranks = partial(shoal.testing.run_ranks, timeout_s=LONG.total_seconds())
 _names = itertools.count()
 
 
@@ -42,6 +52,16 @@ def multi_type(i, configs):
 
 def native(i, configs):
     return MultiHashTable.from_configs(configs, name_suffix=f"{i}_{next(_names)}")
+
+
+def told(call, match):
+    """Has ``call(deadline)`` raise until the error says so: what it tells is what was heard by the deadline."""
+    for seconds in (1, 5, 60):
+        with pytest.raises((PeerError, DeadlineError)) as caught:
+            call(timedelta(seconds=seconds))
+        if re.search(match, str(caught.value)):
+            return
+    pytest.fail(f"{match!r} is not in {caught.value}")
 
 
 def trainer(addresses, rank, workers):

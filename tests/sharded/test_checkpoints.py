@@ -21,7 +21,7 @@ from shoal.table import (
     SlotOccurrenceThresholdConfig,
     StochasticRoundingFloat16OptimizerWrapper,
 )
-from tests.sharded.helpers import HashTable, config
+from tests.sharded.helpers import LONG, HashTable, config
 
 T = torch.tensor
 IDS = torch.arange(-50, 450)
@@ -212,7 +212,7 @@ def test_updates_are_answered_while_a_checkpoint_is_written(servers, tmp_path, m
         return real(self, snapshot)
 
     monkeypatch.setattr(Checkpoints, "save", slow)
-    with PsClient([server.address], deadline=timedelta(seconds=20)) as client:
+    with PsClient([server.address], deadline=LONG) as client:
         table = ps_table(client, 2, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
         paths = []
         thread = threading.Thread(target=lambda: paths.extend(client.checkpoint()))
@@ -230,7 +230,7 @@ def test_updates_are_answered_while_a_checkpoint_is_written(servers, tmp_path, m
         assert table.lookup(T([1])).tolist() == [[-20, -20]]
         go_on.set()
         for each in (thread, second, cleared):
-            each.join(20)
+            each.join(60)
         assert len(paths) == 2
         assert table.lookup(T([1])).tolist() == [[0, 0]]
     server.stop()
@@ -248,10 +248,11 @@ def test_a_checkpoint_that_fails_harms_nobody_and_is_tried_again(servers, tmp_pa
         return real(self, snapshot)
 
     monkeypatch.setattr(Checkpoints, "save", save)
-    with PsClient([server.address], deadline=timedelta(seconds=20)) as client:
+    with PsClient([server.address], deadline=LONG) as client:
         table = ps_table(client, 2, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
-        end = time.monotonic() + 10
-        while server._writes.checkpoint_failures < 3 and time.monotonic() < end:
+        end = time.monotonic() + 60
+        while server._writes.checkpoint_failures < 3:
+            assert time.monotonic() < end
             table.apply_gradients(T([1, 2]), torch.ones(2, 2))
         with pytest.raises(PeerError, match="No space left"):
             server.checkpoint()
@@ -261,38 +262,43 @@ def test_a_checkpoint_that_fails_harms_nobody_and_is_tried_again(servers, tmp_pa
         table.apply_gradients(T([1]), torch.ones(1, 2))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_killed_in_the_middle_of_a_checkpoint_with_updates_flowing(tmp_path):
     settings = {"optimizer": "adam", "initializer": "uniform", "lr": 0.01}
     judge = HashTable(16, seed=1, name="judge", **settings)
     options = ["--durability", "log", "--dir", str(tmp_path), "--checkpoint-every", "0.05s"]
     rng = random.Random(0)
     with LocalServers(1, options) as servers:
-        client = PsClient(servers.addresses, deadline=timedelta(seconds=90), max_staleness=2)
+        client = PsClient(servers.addresses, deadline=LONG, max_staleness=2)
         table = ps_table(client, 16, name="t", seed=1, **settings)
-        killed, done = [], threading.Event()
+        killed = []
+        end = time.monotonic() + 600
+
+        def until(happened):
+            while not happened() and time.monotonic() < end:
+                time.sleep(0.001)
+
+        def drafts():
+            return any((tmp_path / "shard-00000").glob("draft-*"))
 
         def kill():
-            folder = tmp_path / "shard-00000"
-            end = time.monotonic() + 200
-            while (len(killed) < 3 or not any(killed)) and len(killed) < 8 and time.monotonic() < end:
-                if not any(folder.glob("draft-*")):
-                    time.sleep(0.001)
-                    continue
+            while sum(killed) < 3 and time.monotonic() < end:
+                until(drafts)
                 time.sleep(rng.random() * 0.03)
-                before = servers.restarts
+                servers.pause(0)
+                if not drafts():  # this one was finished meanwhile
+                    servers.resume(0)
+                    continue
+                restarts, seen = servers.restarts, step
                 servers.kill(0)
-                killed.append(any(folder.glob("draft-*")))
-                while servers.restarts == before and time.monotonic() < end:
-                    time.sleep(0.02)
-                time.sleep(0.2)
-            done.set()
+                killed.append(drafts())
+                until(lambda n=restarts, s=seen: servers.restarts > n and step > s + 3)  # updates flow again
 
         thread = threading.Thread(target=kill)
         torch.manual_seed(0)
         step = 0
         ids = torch.arange(20_000)
-        while not done.is_set() or step < 3:
+        while step < 3 or thread.is_alive():
             grads = torch.randn(ids.numel(), 16)
             table.apply_gradients(ids, grads, step, req_time=step)
             judge.apply_gradients(ids, grads, step, enable_dedup=True, req_time=step)
@@ -300,8 +306,7 @@ def test_killed_in_the_middle_of_a_checkpoint_with_updates_flowing(tmp_path):
             step += 1
             if step == 1:
                 thread.start()
-        thread.join(60)
-        assert any(killed)  # at least one left a draft behind
+        assert sum(killed) == 3  # so many left a draft behind
         table.as_op()
         ids = torch.arange(25_000)
         assert torch.equal(table.lookup(ids), judge.lookup(ids))

@@ -11,10 +11,9 @@ from shoal.errors import ConfigError, DeadlineError, PeerError
 from shoal.sharded import ClientKeys, Engine, Limits, ParameterServer, PsClient, ServerKeys, Shard, ps_table
 from shoal.sharded.ps.protocol import Op, Request
 from shoal.sharded.ps.security import generate
-from tests.sharded.helpers import config
+from tests.sharded.helpers import LONG, config, told
 
 T = torch.tensor
-SOON = timedelta(seconds=20)
 
 
 def lookup(ids):
@@ -46,7 +45,7 @@ def test_a_number_that_cannot_be_sent_does_not_hold_up_what_follows(ps):
 def test_what_a_server_would_cut_the_connection_for_is_not_sent(servers):
     small = Limits(max_message_bytes=4096)
     addresses = [server.address for server in servers(2, limits=small)]
-    with PsClient(addresses, deadline=SOON) as client:
+    with PsClient(addresses, deadline=LONG) as client:
         table = ps_table(client, 3, name="t", optimizer="sgd", initializer="zeros")
         many = torch.arange(0, 1200)
         begin = time.monotonic()
@@ -56,7 +55,7 @@ def test_what_a_server_would_cut_the_connection_for_is_not_sent(servers):
             table.assign(torch.cat([many[:1], many[1::2]]), torch.ones(601, 3))  # shard 1 alone gets too much
         with pytest.raises(ConfigError, match="smaller parts"):
             table.lookup(torch.arange(1000), insert_missing=True)  # the ids fit, the rows do not
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < LONG.total_seconds()
         assert table.size() == 0
         assert table.assign(many[:600], torch.ones(600, 3)).lookup(many[:600]).sum() == 1800
 
@@ -67,7 +66,7 @@ def test_a_deadline_shorter_than_a_tick_is_kept_and_told():
         begin = time.monotonic()
         with pytest.raises(DeadlineError, match=r"parameter server 0 of 1 .* within 0\.02 s"):
             client.info(timedelta(milliseconds=20))
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
@@ -82,7 +81,7 @@ def test_closing_ends_the_waits_of_other_threads(servers, verb):
     def hold(request):
         if request.op in (Op.LOOKUP, Op.ASSIGN):
             entered.set()
-            release.wait(30)
+            release.wait(LONG.total_seconds())
         return plain(request)
 
     setattr(blocked, verb, hold)
@@ -100,9 +99,9 @@ def test_closing_ends_the_waits_of_other_threads(servers, verb):
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        assert entered.wait(20)
+        assert entered.wait(60)
         client.close()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
     finally:
         release.set()
@@ -137,10 +136,9 @@ def test_keys_on_one_side_alone_are_told(tmp_path):
     for server_keys, client_keys in ((ServerKeys(secret=secret), None), (None, keys)):
         with (
             ParameterServer(Engine(Shard(0, 1)), keys=server_keys) as server,
-            PsClient([server.address], deadline=timedelta(seconds=2), keys=client_keys) as client,
-            pytest.raises((PeerError, DeadlineError), match=r"CURVE keys|is that its public key"),
+            PsClient([server.address], keys=client_keys) as client,
         ):
-            client.info()
+            told(client.info, "CURVE keys|is that its public key")
 
 
 def test_a_server_with_another_key_is_suspected(tmp_path):
@@ -150,9 +148,8 @@ def test_a_server_with_another_key_is_suspected(tmp_path):
     with (
         ParameterServer(Engine(Shard(0, 1)), keys=ServerKeys(secret=secret)) as server,
         PsClient([server.address], keys=ClientKeys(secret=mine, server=other)) as client,
-        pytest.raises(DeadlineError, match="is that its public key"),
     ):
-        client.info(timedelta(seconds=3))
+        told(client.info, "is that its public key")
 
 
 def test_workers_with_seeds_of_their_own_share_the_tables_of_a_factory(servers):
@@ -161,7 +158,7 @@ def test_workers_with_seeds_of_their_own_share_the_tables_of_a_factory(servers):
     addresses = [server.address for server in servers(2)]
     for seed in (1, 2):
         torch.manual_seed(seed)
-        with PsClient(addresses, deadline=SOON) as client:
+        with PsClient(addresses, deadline=LONG) as client:
             table = create_native_multi_hash_table(2, {"a": config(2), "b": config(3)}, None, client=client)
             table.assign_add({"a": (T([1, 2]), torch.ones(2, 2))})
             assert table.lookup({"a": T([1, 2])})["a"].tolist() == [[seed, seed]] * 2
@@ -174,10 +171,17 @@ def test_the_command_line_asks_servers_with_keys_too(tmp_path, capsys):
     public, secret = generate(tmp_path, "server")
     _, mine = generate(tmp_path, "worker")
     with ParameterServer(Engine(Shard(0, 1)), keys=ServerKeys(secret=secret)) as server:
-        assert main(["ps", "status", server.address, "--keys", mine, "--server", public, "--json"]) == 0
+        status = ["ps", "status", server.address, "--timeout"]
+        assert main([*status, "60", "--keys", mine, "--server", public, "--json"]) == 0
         assert '"shard": 0' in capsys.readouterr().out
-        assert main(["ps", "status", server.address]) == 1
-        assert "CURVE keys" in capsys.readouterr().err
+        for seconds in ("2", "60"):  # that it hangs up on everybody is known once it has done so twice
+            assert main([*status, seconds]) == 1
+            said = capsys.readouterr().err
+            if "CURVE keys" in said:
+                break
+        assert "CURVE keys" in said
+        assert main([*status, "0"]) == 2
+        assert "--timeout is above 0" in capsys.readouterr().err
         assert main(["ps", "status", server.address, "--keys", mine]) == 2
         assert "go together" in capsys.readouterr().err
     assert main(["ps", "status"]) == 2

@@ -21,8 +21,9 @@ from shoal.sharded import (
     unpack_tensors,
 )
 from shoal.table import HashTable
-from shoal.testing import run_ranks
-from tests.sharded.helpers import config, local, multi_type, native
+from tests.sharded.helpers import config, local, multi_type, native, run_ranks
+
+pytestmark = pytest.mark.timeout(900)
 
 T = torch.tensor
 SETTINGS = {"optimizer": "sgd", "lr": 0.1, "initializer": "uniform"}

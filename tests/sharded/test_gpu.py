@@ -8,8 +8,7 @@ import torch
 from shoal.sharded import AllToAllHashTable, PartitionedHashTable
 from shoal.sharded.distributed_ps_sync import DistributedMultiTypeHashTableMpi
 from shoal.table import MultiHashTable
-from shoal.testing import run_ranks
-from tests.sharded.helpers import adagrad, multi_type, native
+from tests.sharded.helpers import adagrad, multi_type, native, run_ranks
 from tests.sharded.test_partitioned import PRE, settings
 
 pytestmark = [

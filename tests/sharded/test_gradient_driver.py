@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from shoal.sharded import AsyncFunctionMgr, GradClipType, apply_gradients, apply_gradients_with_var_optimizer
-from shoal.testing import run_ranks
+from tests.sharded.helpers import run_ranks
+
+pytestmark = pytest.mark.timeout(600)
 
 T = torch.tensor
 

@@ -9,7 +9,7 @@ import torch
 import shoal
 from shoal.errors import ConfigError, DeadlineError
 from shoal.sharded import PsClient, ps_table
-from tests.sharded.helpers import broken_trainer, trainer
+from tests.sharded.helpers import LONG, broken_trainer, trainer
 
 ray = pytest.importorskip("ray")
 
@@ -17,6 +17,7 @@ SETTINGS = {"optimizer": "sgd", "lr": 1.0, "initializer": "zeros"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_path, monkeypatch):
     from shoal.sharded.placement.ray import RayServers
@@ -31,9 +32,9 @@ def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_pa
         runtime_env={"env_vars": {"PYTHONPATH": f"{source}:{os.getcwd()}"}},
     )  # fmt: skip
     try:
-        with RayServers(2, durability="log", directory=str(tmp_path / "rows")) as servers:
+        with RayServers(2, durability="log", directory=str(tmp_path / "rows"), start_within=LONG) as servers:
             assert servers.run(trainer, 2, num_cpus=0.5) == [0, 1]
-            with PsClient(servers.addresses, deadline=timedelta(seconds=90)) as client:
+            with PsClient(servers.addresses, deadline=LONG) as client:
                 table = ps_table(client, 2, name="t", **SETTINGS)
                 assert table.lookup(torch.arange(10)).tolist() == [[-10.0, -10.0]] * 10
                 servers.kill(1)

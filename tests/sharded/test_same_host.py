@@ -1,8 +1,10 @@
 """Shared memory between ranks of one machine: rings in this process first, then real ranks."""
 
+import mmap
 import os
 import random
 import signal
+import subprocess
 import threading
 
 import numpy as np
@@ -10,8 +12,11 @@ import pytest
 import torch
 
 from shoal import _core
-from shoal.sharded import AllToAllHashTable, ProcessGroup
-from shoal.testing import run_ranks
+from shoal.errors import PeerError
+from shoal.sharded import AllToAllHashTable, ProcessGroup, same_host
+from tests.sharded.helpers import run_ranks
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def rings(ranks, ring_bytes=64):
@@ -37,7 +42,7 @@ def test_bytes_arrive_in_order_whatever_the_ring_holds(ranks, ring_bytes):
             recv = [sizes[k][p][r] for p in range(ranks)]
             out = np.zeros(max(1, sum(recv)), np.uint8)
             all_rings[r].start(mine.ctypes.data, sizes[k][r], out.ctypes.data, recv)
-            while not all_rings[r].run(5.0):
+            while not all_rings[r].run(60.0):
                 failed.append(f"rank {r} stands in round {k}")
                 return
             if out.tobytes()[: sum(recv)] != b"".join(data[k][p][r] for p in range(ranks)):
@@ -47,7 +52,7 @@ def test_bytes_arrive_in_order_whatever_the_ring_holds(ranks, ring_bytes):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     assert not failed
     assert memory is not None
 
@@ -85,12 +90,58 @@ def exchange(rank, world, shared):
 
 
 def test_shared_memory_and_gloo_give_the_same():
-    ours, theirs = run_ranks(3, exchange, True, timeout_s=60), run_ranks(3, exchange, False, timeout_s=60)
+    ours, theirs = run_ranks(3, exchange, True), run_ranks(3, exchange, False)
     for (shared, totals, found), (plain, expected_totals, expected) in zip(ours, theirs, strict=True):
         assert shared
         assert not plain
         assert totals == expected_totals == [5, 6, 7]
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def ended_pid():
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("gave", [True, False])
+def test_a_peer_may_end_once_it_has_given_what_the_others_need(monkeypatch, gave):
+    """Rank 1 has ended; rank 0 waits for rank 2, which is slow, and looks around meanwhile."""
+    memory = mmap.mmap(-1, _core.Rings.bytes(3, same_host.RING_BYTES))
+    pids = [os.getpid(), ended_pid(), os.getpid()]
+    ranks = [same_host.Rings(memory, rank, pids, 60.0) for rank in range(3)]
+    looked, raised, outs = threading.Event(), [], [torch.zeros(3, dtype=torch.int64) for _ in range(3)]
+    plain = same_host.Rings._look
+
+    def look(self, until):
+        plain(self, until)
+        looked.set()
+
+    monkeypatch.setattr(same_host.Rings, "_look", look)
+
+    def exchange(rank):
+        try:
+            ranks[rank].all_to_all(outs[rank], torch.arange(3) + 10 * rank, [1] * 3, [1] * 3)
+        except PeerError as error:
+            raised.append(str(error))
+            looked.set()
+
+    if gave:
+        flat = torch.arange(3) + 10
+        ranks[1]._native.start(flat.data_ptr(), [8] * 3, outs[1].data_ptr(), [8] * 3)
+        assert not ranks[1]._native.run(0.0)
+    threads = [threading.Thread(target=exchange, args=(rank,)) for rank in (0, 2)]
+    threads[0].start()
+    assert looked.wait(60)
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    if gave:
+        assert raised == []
+        assert [out.tolist() for out in (outs[0], outs[2])] == [[0, 10, 20], [2, 12, 22]]
+    else:
+        assert len(raised) == 2
+        assert all("rank 1 (process" in text for text in raised)
 
 
 def alone(rank, world):
@@ -103,7 +154,7 @@ def alone(rank, world):
 
 def test_a_rank_that_died_is_noticed():
     with pytest.raises(Exception, match=r"rank 1|killed|SIGKILL"):
-        run_ranks(2, alone, timeout_s=30)
+        run_ranks(2, alone)
 
 
 def mixed(rank, world):
@@ -117,4 +168,4 @@ def mixed(rank, world):
 
 
 def test_ranks_without_ids_take_part():
-    assert run_ranks(2, mixed, timeout_s=60)[1] == [[-503.0] * 3, [-2.0] * 3, [-1.0] * 3, [-500.0] * 3]
+    assert run_ranks(2, mixed)[1] == [[-503.0] * 3, [-2.0] * 3, [-1.0] * 3, [-500.0] * 3]

@@ -15,8 +15,9 @@ from shoal.sharded import (
     early_reorder_pack,
 )
 from shoal.table import PolynomialDecay, reset_registry
-from shoal.testing import run_ranks
-from tests.sharded.helpers import adagrad, config, local, multi_type, native
+from tests.sharded.helpers import adagrad, config, local, multi_type, native, run_ranks
+
+pytestmark = pytest.mark.timeout(900)
 
 T = torch.tensor
 

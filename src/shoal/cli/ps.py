@@ -109,6 +109,8 @@ class Status:
     """Your .key_secret file, where the servers use CURVE."""
     server: Path | None = None
     """The servers' public .key file."""
+    timeout: float = 5.0
+    """Seconds to wait for their answers."""
     json: bool = False
     """Has no effect: the answer is JSON in any case."""
 
@@ -216,6 +218,8 @@ def status(options: Status) -> int:
     keys = None
     if options.keys is not None and options.server is not None:
         keys = ClientKeys(secret=options.keys, server=options.server)
-    with PsClient(options.addresses, deadline=timedelta(seconds=5), keys=keys) as client:
+    if options.timeout <= 0:
+        raise UsageError(f"--timeout is above 0, got {options.timeout:g}")
+    with PsClient(options.addresses, deadline=timedelta(seconds=options.timeout), keys=keys) as client:
         print(json.dumps(client.info(), indent=2))
     return 0

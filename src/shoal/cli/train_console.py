@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from shoal.trainer.config import Config
 from shoal.trainer.reporter import Reporter
@@ -26,6 +26,12 @@ def make_reporter(config: Config, rank: int, *, as_json: bool) -> Iterator[Repor
         yield PlainReporter(rank)
 
 
+def _say(text: str, to: TextIO) -> None:
+    """A line in one piece: `shoal launch` follows unbuffered files, and print writes the end of a line apart."""
+    to.write(f"{text}\n")
+    to.flush()
+
+
 class JsonReporter(Reporter):
     """One object a line on stdout; ``event`` says which."""
 
@@ -34,7 +40,7 @@ class JsonReporter(Reporter):
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        print(json.dumps({"event": event, "rank": self._rank, **finite}), flush=True)
+        _say(json.dumps({"event": event, "rank": self._rank, **finite}), sys.stdout)
 
     def start(self, **values: Any) -> None:
         self._write("start", values)
@@ -65,7 +71,7 @@ class PlainReporter(Reporter):
         self._rank = rank
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        _say(text, sys.stderr)
 
     def start(self, **values: Any) -> None:
         ranks = f" on {values['world']} ranks" if values["world"] > 1 else ""

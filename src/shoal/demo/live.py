@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from shoal.demo.stream import FIELDS, Batch, StreamConfig, stream
 from shoal.errors import PeerError
 
 PADDING = -1
+START_S, ANSWER_S = 300.0, 120.0  # nobody waits longer, and a machine that stalls is no reason to fail
 LABELS = ("pushed every second", "initial export only")
 
 
@@ -125,16 +127,25 @@ class _Replica:
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", "shoal", "serve", str(folder), "--port", "0", "--threads", "1", "--json"]
         path = os.pathsep.join(each for each in sys.path if each)
+        self._said = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill  # noqa: SIM115
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+            command, stdout=subprocess.PIPE, stderr=self._said, text=True, env={**os.environ, "PYTHONPATH": path}
         )
         self.address = ""
 
     def wait(self) -> None:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        """Until it serves."""
+        late = threading.Timer(START_S, self._process.kill)
+        late.start()
+        try:
+            assert self._process.stdout is not None
+            line = self._process.stdout.readline()
+        finally:
+            late.cancel()
         if not line:
-            raise PeerError(f"a replica of the demo did not start: {self._process.communicate()[1][-500:]}")
+            self._process.wait(60)
+            self._said.seek(0)
+            raise PeerError(f"a replica of the demo did not start: {self._said.read()[-500:]}")
         self.address = json.loads(line)["grpc"]
 
     def stop(self) -> None:
@@ -144,6 +155,8 @@ class _Replica:
             self._process.communicate(timeout=15)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.communicate()
+        self._said.close()
 
 
 def _serve_and_learn(
@@ -172,14 +185,15 @@ def _serve_and_learn(
     try:
         for replica in replicas:
             replica.wait()
+        set_address_table({f"ps:{which}": [replica.address] for which, replica in enumerate(replicas)})
         loop = SyncLoop(OnlyTheFirst(), 0, handle, period_secs=1.0).start()
         scores: tuple[list[Tensor], list[Tensor]] = ([], [])
         clicks: list[Tensor] = []
         begin, told, count, seen = time.monotonic(), 0.0, 0, 0
-        while time.monotonic() - begin < seconds and (batch := next(batches, None)) is not None:
+        while (not clicks or time.monotonic() - begin < seconds) and (batch := next(batches, None)) is not None:
             inputs = {name: _padded(*batch.ids[name]) for name in FIELDS}
             for which in range(2):
-                scores[which].append(_ask(replicas[which].address, inputs))
+                scores[which].append(_ask(which, inputs))
             clicks.append(batch.clicks)
             _learn(table, model, dense, batch)
             count += len(batch.clicks)
@@ -209,13 +223,22 @@ def _serve_and_learn(
             replica.stop()
 
 
-def _ask(address: str, inputs: dict[str, Tensor]) -> Tensor:
-    from shoal.serving import remote_predict, set_address_table
+def _ask(which: int, inputs: dict[str, Tensor]) -> Tensor:
+    """What a replica predicts; one that is too busy for a new connection is asked again."""
+    from shoal.serving import remote_predict
+    from shoal.serving.status import Code, StatusError
 
-    set_address_table({"demo": [address], "x:ps": []})
-    names = list(inputs)
-    values = [inputs[name] for name in names]
-    return remote_predict(names, values, ["click"], "demo", 0, None, max_rpc_deadline_millis=30000)[0]
+    until = time.monotonic() + ANSWER_S
+    while True:
+        left_ms = max(1.0, (until - time.monotonic()) * 1000)
+        try:
+            return remote_predict(
+                list(inputs), list(inputs.values()), ["click"], "demo", which, None, max_rpc_deadline_millis=left_ms
+            )[0]
+        except StatusError as error:
+            if error.code != Code.UNAVAILABLE or time.monotonic() > until:
+                raise
+        time.sleep(0.2)
 
 
 def draw_live(live: Live, path: Path) -> None:

@@ -259,7 +259,7 @@ def _ranks() -> dict[str, float]:
     """what two processes exchange and sum"""
     from shoal.testing import run_ranks
 
-    small, large, sum_small, sum_large = run_ranks(2, _exchange, timeout_s=120.0)[0]
+    small, large, sum_small, sum_large = run_ranks(2, _exchange, timeout_s=300.0)[0]
     nbytes = 4 << 20
     return {
         "link_latency_us": 1e6 * small,

@@ -55,19 +55,27 @@ class Rings:
             raise
 
     def _look(self, until: float) -> None:
-        """Nothing has moved for a tick: is a peer gone, is it too late?"""
-        for rank, pid in enumerate(self._pids):
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                raise PeerError(f"rank {rank} (process {pid}) has ended while rank {self._rank} waits for it") from None
-            except PermissionError:
-                pass
+        """Nothing has moved for a tick: is a peer gone that this exchange needs, is it too late?"""
+        gone = [rank for rank in self._native.open() if not _lives(self._pids[rank])]
+        if gone and not self._native.run(0.0):  # what it did before it ended may have come since the last look
+            for rank in set(gone).intersection(self._native.open()):
+                why = f"rank {rank} (process {self._pids[rank]}) has ended while rank {self._rank} waits for it"
+                raise PeerError(why)
         if time.monotonic() > until:
             raise DeadlineError(
                 f"rank {self._rank} waited {self._timeout_s:g} s in an exchange; see the other ranks, or raise the "
                 "process group's timeout"
             )
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def rings_of(group: dist.ProcessGroup | None) -> Rings | None:

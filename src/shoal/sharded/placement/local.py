@@ -32,7 +32,7 @@ class LocalServers:
         options: Sequence[str] = (),
         *,
         restart: bool = True,
-        start_within: timedelta = timedelta(seconds=120),
+        start_within: timedelta = timedelta(minutes=5),
         env: dict[str, str] | None = None,
     ) -> None:
         self.count, self.options, self.restart = count, list(options), restart
@@ -101,7 +101,7 @@ class LocalServers:
     def kill(self, i: int) -> None:
         """Ends a server at once, as a crash would."""
         self._processes[i].send_signal(signal.SIGKILL)
-        self._processes[i].wait(10)
+        self._processes[i].wait(60)
 
     def pause(self, i: int) -> None:
         """Freezes a server: when this returns, it neither answers nor closes its connections."""
@@ -116,7 +116,7 @@ class LocalServers:
     def pid(self, i: int) -> int:
         return self._processes[i].pid
 
-    def close(self, drain: timedelta = timedelta(seconds=30)) -> None:
+    def close(self, drain: timedelta = timedelta(minutes=2)) -> None:
         """Lets all of them finish what they accepted, and ends them."""
         self._closing.set()
         with self._lock:

@@ -24,13 +24,14 @@ BACKOFF_S = 0.2  # before a request that the server could not take now is sent a
 class Call:
     """A request on its way, until ``seconds`` after it was made."""
 
-    __slots__ = ("line", "refused", "reply", "request", "seconds", "until")
+    __slots__ = ("again", "line", "refused", "reply", "request", "seconds", "until")
 
     def __init__(self, line: Line, request: Request, seconds: float) -> None:
         self.line, self.request, self.seconds = line, request, seconds
         self.until = time.monotonic() + seconds
         self.reply: Reply | None = None
-        self.refused = ""
+        self.refused = ""  # what the server said when it could not take the request
+        self.again = False  # so it is to be sent again
 
     def result(self) -> Reply:
         """Waits for the reply; raises what the server raised, or `DeadlineError`."""
@@ -60,10 +61,10 @@ class Line:
 
     def _connect(self) -> None:
         self.close()
-        self._established = self._unsent = False
+        self._established = self._cut = False
         zmq, keys = self.client.zmq, self.client.keys
-        self._socket = socket = self.client.context.socket(zmq.DEALER)
         try:
+            self._socket = socket = self.client.context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVTIMEO, TICK_MS)
             socket.setsockopt(zmq.SNDHWM, 0)
@@ -87,6 +88,8 @@ class Line:
             socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()
+            if self.client.closed:
+                raise PeerError(CLOSED) from None
             why = f"an address is HOST:PORT, such as 10.0.0.1:7100 ({error.strerror})"
             raise ConfigError(f"parameter server {self.address!r}: {why}") from error
         except BaseException:
@@ -109,7 +112,7 @@ class Line:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:  # a handshake that failed left nothing to send on: `_look` finds out why, and sends again
-            self._unsent = True
+            self._cut = True
         except zmq.ContextTerminated:
             raise PeerError(CLOSED) from None
 
@@ -122,12 +125,15 @@ class Line:
         return request.frames()
 
     def wait(self, call: Call) -> Reply:
-        while call.reply is None:
-            frames = self._receive(call.until)
-            if frames is None:
-                self._look(call)
-            else:
-                self._take(parse_reply([frame.buffer for frame in frames]))
+        try:
+            while call.reply is None:
+                frames = self._receive(call.until)
+                if frames is None:
+                    self._look(call)
+                else:
+                    self._take(parse_reply([frame.buffer for frame in frames]))
+        except self.client.zmq.ContextTerminated:
+            raise PeerError(CLOSED) from None
         return _checked(call.reply, self.shard, self.address)
 
     def _receive(self, until: float) -> list[Any] | None:
@@ -140,15 +146,13 @@ class Line:
             return self._socket.recv_multipart(copy=False)
         except zmq.Again:
             return None
-        except zmq.ContextTerminated:
-            raise PeerError(CLOSED) from None
 
     def _take(self, reply: Reply) -> None:
         call = self.calls.get(reply.request)
         if call is None:
             return  # a second answer to something that was sent twice
         if reply.status in (Status.UNAVAILABLE, Status.GAP):
-            call.refused = reply.text()
+            call.refused, call.again = reply.text(), True
             if self._resend_at is None:
                 self._resend_at = time.monotonic() + BACKOFF_S
             return
@@ -157,50 +161,48 @@ class Line:
 
     def _look(self, call: Call) -> None:
         """Nothing came for a tick: has the server gone, has it refused, is it too late?"""
-        now = time.monotonic()
         if self.client.closed:
             raise PeerError(CLOSED)
+        self._follow(call)  # also where it is too late: the error says what was seen
+        now, cut = time.monotonic(), self._cut
         if now > call.until:
             raise self._too_late(call)
-        lost = self._lost(call) or self._unsent
-        if lost:
+        if cut:
             self._connect()
-        if lost or (self._resend_at is not None and now >= self._resend_at):
+        if cut or (self._resend_at is not None and now >= self._resend_at):
             self._resend_at = None
             for waiting in self.calls.values():
-                if lost or waiting.refused:
-                    waiting.refused = ""
+                if cut or waiting.again:
+                    waiting.again = False
                     self.resends += 1
                     self._push(self._frames(waiting))
 
-    def _lost(self, call: Call) -> bool:
-        """Whether the connection was cut; `PeerError` where it is known that the two sides will never agree.
+    def _follow(self, call: Call) -> None:
+        """Takes note of whether the connection was cut; `PeerError` where the two sides will never agree.
 
         A server that wants keys may also just hang up, as one that is going down does, so that is told at the deadline.
         """
         zmq = self.client.zmq
-        lost = False
         while self._monitor.poll(0):
             event = zmq.utils.monitor.recv_monitor_message(self._monitor)
             kind = event["event"]
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established, self._handshakes_failed = True, 0
             elif kind == zmq.EVENT_DISCONNECTED:  # before a handshake nothing was sent that could be lost
-                lost, self._established = lost or self._established, False
+                self._cut, self._established = self._cut or self._established, False
             else:
                 self._handshakes_failed += 1
+            if kind in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+                self._cut = True  # such a socket does not try again
             if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.calls.pop(call.request.request, None)
                 raise PeerError(
                     f"{self._name} refuses this worker's key; put its public key into the server's folder of clients"
                 )
-            if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                lost = True  # such a socket does not try again
-            if lost and event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
                 self.calls.pop(call.request.request, None)
                 whose = "the worker's side" if self.client.keys is not None else "the server's side"
                 raise PeerError(f"{self._name}: only {whose} has CURVE keys; give them to both, or to neither")
-        return lost
 
     def _too_late(self, call: Call) -> DeadlineError:
         self.calls.pop(call.request.request, None)

@@ -108,7 +108,7 @@ class ParameterServer:
         engine = self.engine
         self._backlog = Backlog(self._zmq, self._context, self.metrics)
         self._reads = Reads(engine.shard, self._backlog, self.limits, self.info)
-        self._writes = Writes(engine, self._backlog)
+        self._writes = Writes(engine, self._backlog, self._stopped)
         host, port, keys = self._bind
         self._sockets = Sockets(
             self._zmq, self._context, host, port, keys=keys, limits=self.limits, backlog=self._backlog,
@@ -146,7 +146,8 @@ class ParameterServer:
             try:
                 call()
             except ShoalError as error:  # a full disk may have room the next time
-                log.error("%s", error)
+                if not self._stopped.is_set():
+                    log.error("%s", error)
 
     def stop(self, *, drain: timedelta = timedelta(seconds=30), checkpoint: bool = False) -> None:
         """Finishes what was accepted, refuses the rest, and goes. New requests are told to come back.
@@ -174,8 +175,8 @@ class ParameterServer:
         if self._http is not None:
             self._http.close()
         self._sockets.close()
+        self._context.term()  # returns once every thread that answers has gone, and has left the files alone
         self.engine.close()
-        self._context.term()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until the server has stopped, by `stop` or because it failed (``fatal`` tells)."""

@@ -19,6 +19,7 @@ from shoal.sharded.ps.snapshot import ShardSnapshot
 
 log = logging.getLogger("shoal.ps")
 
+TICK_S = 0.2  # between two looks at whether the server goes on
 APPENDED = object()  # to the log: a wait for the disk has something to wait for
 
 
@@ -33,8 +34,8 @@ class Applied(NamedTuple):
 class Writes:
     """What a server does to its shard. Answers to writes leave once they are as durable as was promised."""
 
-    def __init__(self, engine: Engine, backlog: Backlog) -> None:
-        self._engine, self._backlog = engine, backlog
+    def __init__(self, engine: Engine, backlog: Backlog, stopped: threading.Event) -> None:
+        self._engine, self._backlog, self._stopped = engine, backlog, stopped
         self._syncs: SimpleQueue[Applied | object | None] = SimpleQueue()
         self._snapshots: SimpleQueue[tuple[Waiting, ShardSnapshot] | None] = SimpleQueue()
         self._own_checkpoint = threading.Lock()
@@ -149,10 +150,11 @@ class Writes:
                 request.arrived = time.perf_counter()
                 failures = self.checkpoint_failures
                 self._backlog.add(replies.put, request)
-                try:
-                    reply = replies.get(timeout=max(0.0, until - time.monotonic()))
-                except Empty:
-                    raise DeadlineError(f"shard {index}: no checkpoint within {timeout}") from None
+                while (reply := _within(replies, min(TICK_S, until - time.monotonic()))) is None:
+                    if self._stopped.is_set():  # nobody may be left to answer
+                        raise PeerError(f"shard {index}: no checkpoint, for the server has stopped")
+                    if time.monotonic() > until:
+                        raise DeadlineError(f"shard {index}: no checkpoint within {timeout}")
                 if reply.status == Status.OK:
                     return reply.text()
                 if reply.status != Status.UNAVAILABLE or failures != self.checkpoint_failures:
@@ -171,6 +173,14 @@ def _names(request: Request) -> tuple[str, list[str]]:
     except (ValueError, TypeError) as error:
         raise DataError(f"CHECKPOINT brings nothing, or a name and a list of names as JSON ({error})") from None
     return keep_as, list(others)
+
+
+def _within(queue: SimpleQueue[Any], seconds: float) -> Any:
+    """What comes next; None if nothing does for so long."""
+    try:
+        return queue.get(timeout=max(0.0, seconds))
+    except Empty:
+        return None
 
 
 def _rest(queue: SimpleQueue[Any]) -> list[Any]:
