@@ -117,7 +117,7 @@ def open_channel(address: str, max_bytes: int = MAX_MESSAGE_BYTES, security: Cli
         ("grpc.max_send_message_length", max_bytes),
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 5000),  # how long one attempt may take, the server's first words included
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.enable_http_proxy", 0),
