@@ -216,11 +216,11 @@ class DirectoryClient(StateListeners):
                 args = (watch.seen, event) if watch.send_event else (watch.seen,)
                 watch.live = watch.func(*args) is not False
             else:
-                args: tuple[Any, Any] = (None, None)
+                found: tuple[Any, Any] = (None, None)
                 if watch.seen is not None:
                     with contextlib.suppress(NoNodeError):  # gone since it was seen; the next look tells that
-                        args = (watch.seen[0], self._store.stat(watch.path))
-                watch.live = call_watch(watch.func, args, event)
+                        found = (watch.seen[0], self._store.stat(watch.path))
+                watch.live = call_watch(watch.func, found, event)
         except Exception:
             log.exception("a watch on %s failed", watch.path)
             if event is None:
