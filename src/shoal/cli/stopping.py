@@ -22,9 +22,10 @@ def stop_event() -> Iterator[threading.Event]:
     said.setblocking(False)
 
     def listen() -> None:
-        while number := heard.recv(1):
-            if number[0] in SIGNALS:
-                stop.set()
+        with contextlib.suppress(OSError):
+            while number := heard.recv(1):
+                if number[0] in SIGNALS:
+                    stop.set()
 
     thread = threading.Thread(target=listen, name="shoal-signals", daemon=True)
     thread.start()
