@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 
 import pytest
 import torch
@@ -55,6 +56,21 @@ def metrics():
     sink = Metrics()
     set_metrics_sink(sink)
     return sink
+
+
+@pytest.fixture
+def refused():
+    """Makes addresses that refuse connections: their ports are taken, and nobody listens."""
+    held = []
+
+    def make():
+        held.append(socket.socket())
+        held[-1].bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{held[-1].getsockname()[1]}"
+
+    yield make
+    for each in held:
+        each.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Small things that several serving tests use."""
 
+import random
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import torch
 ZOOKEEPER_JAR = Path("/usr/share/java/zookeeper.jar")
 
 
-def eventually(condition, timeout=30.0, what="the condition"):
+def eventually(condition, timeout=60.0, what="the condition"):
     """Waits until ``condition()`` is true and returns it."""
     end = time.monotonic() + timeout
     while not (value := condition()):
@@ -20,10 +21,21 @@ def eventually(condition, timeout=30.0, what="the condition"):
     return value
 
 
+_given = set()
+
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port to listen on later. It lies below those that the kernel picks for others, so it stays free."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 class ZooKeeper:
@@ -79,7 +91,7 @@ class ZooKeeper:
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 class Net(torch.nn.Module):

@@ -173,7 +173,7 @@ def test_sub_model_names():
             parse_sub_model_name(bad)
 
 
-def test_network_helpers(monkeypatch):
+def test_network_helpers(monkeypatch, refused):
     assert is_ipv6_address("2::1")
     assert is_ipv6_address("fe80::1%eth0")
     assert not is_ipv6_address("[::1]")
@@ -185,13 +185,14 @@ def test_network_helpers(monkeypatch):
     assert concat_ip_and_port("1.2.3.4", 5) == "1.2.3.4:5"
     monkeypatch.setenv("MY_HOST_IP", "10.0.0.9")
     assert get_local_ip() == "10.0.0.9"
-    closed = find_free_port()
-    assert not check_port_open(closed)
+    assert 0 < find_free_port() < 65536
+    closed = refused()
+    assert not check_port_open(int(closed.rpartition(":")[2]))
     server = ModelServer().start()
     assert check_port_open(server.port)
-    checker = NodeAliveChecker([f"127.0.0.1:{server.port}", f"127.0.0.1:{closed}", "nonsense"])
+    checker = NodeAliveChecker([f"127.0.0.1:{server.port}", closed, "nonsense"], timeout=60)
     assert checker.get_alive_nodes() == [f"127.0.0.1:{server.port}"]
-    assert checker.get_dead_nodes() == [f"127.0.0.1:{closed}", "nonsense"]
+    assert checker.get_dead_nodes() == [closed, "nonsense"]
     assert not checker.all_nodes_alive()
     assert len(checker.get_addrs()) == 3
     server.stop(0)
@@ -235,7 +236,7 @@ def test_the_net_runs_in_several_processes_of_a_host(tmp_path, monkeypatch):
 def rpc(port, method, request, response):
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         path = f"/monolith.serving.agent_service.AgentService/{method}"
-        return channel.unary_unary(path, type(request).SerializeToString, response.FromString)(request, timeout=5)
+        return channel.unary_unary(path, type(request).SerializeToString, response.FromString)(request, timeout=60)
 
 
 def test_the_agent_of_a_unified_cluster_knows_no_replicas_by_task():
@@ -291,6 +292,7 @@ def test_a_unified_container_serves_what_its_layout_names(tmp_path, monkeypatch)
         from shoal.serving import AgentHeartbeat
 
         table = AgentHeartbeat(f"127.0.0.1:{agent.agent_port}", 1000)
+        eventually(lambda: table.addresses or table.refresh(), what="the agent's answer")
         assert table.addresses == {"movie:ps_0": [f"127.0.0.1:{server.port}"]}
         table.stop()
         agent.write_model_config(tmp_path / "models.txt")

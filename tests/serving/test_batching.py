@@ -3,13 +3,16 @@
 import asyncio
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from shoal.serving import batching
 from shoal.serving.batching import PROBE, Batcher, Pace
 from shoal.serving.joining import join_calls, split_answers
 from shoal.serving.predict import decode_request, decode_response, encode_request, encode_response, model_spec
@@ -30,18 +33,18 @@ def test_a_lone_request_runs_at_once_and_those_that_come_meanwhile_run_together(
     def run(inputs):
         sizes.append(len(inputs["x"]))
         inside.set()
-        assert gate.wait(10)
+        assert gate.wait(60)
         return {"y": inputs["x"] * 2}
 
     async def main():
         with ThreadPoolExecutor(1) as pool:
             batcher = Batcher(run, max_rows=6, pool=pool)
             tasks = [asyncio.create_task(ask(batcher, {"x": torch.full((1,), 1)}))]
-            await asyncio.to_thread(inside.wait, 5)
+            assert await asyncio.to_thread(inside.wait, 60)
             tasks += [asyncio.create_task(ask(batcher, {"x": torch.full((n,), n)})) for n in (2, 3, 4)]
             await asyncio.sleep(0.05)
             gate.set()
-            return batcher, await asyncio.wait_for(asyncio.gather(*tasks), 10)
+            return batcher, await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
     batcher, results = asyncio.run(main())
     assert [result["y"].tolist() for result in results] == [[2 * n] * n for n in (1, 2, 3, 4)]
@@ -81,7 +84,7 @@ def test_a_caller_that_goes_away_does_not_disturb_its_batch():
         stays = asyncio.create_task(ask(batcher, {"x": torch.tensor([8])}))
         await asyncio.sleep(0)
         gone.cancel()
-        return await asyncio.wait_for(stays, 5)
+        return await asyncio.wait_for(stays, 60)
 
     assert asyncio.run(main())["y"].tolist() == [8]
 
@@ -213,16 +216,32 @@ def test_broken_messages_never_join_and_never_crash():
         assert torch.equal(joined[0]["x"], alone), (round_, bytes(data).hex())
 
 
-def test_short_calls_may_run_on_the_loop_and_long_ones_may_not():
+def test_short_calls_may_run_on_the_loop_and_long_ones_may_not(monkeypatch):
+    spent = [0.0]
+    monkeypatch.setattr(batching, "time", SimpleNamespace(thread_time=lambda: spent[0]))
+
+    def take(seconds):
+        spent[0] += seconds
+        return seconds
+
     pace = Pace()
     assert not pace.short  # not known yet
-    pace.timed(lambda: None)
+    assert pace.timed(lambda: take(0.001)) == 0.001
     assert pace.short
-    pace.timed(lambda: sum(range(400_000)))
+    pace.timed(lambda: take(0.003))
     assert not pace.short
     for _ in range(12):
-        pace.timed(lambda: None)
+        pace.timed(lambda: take(0.001))
     assert pace.short
+    with pytest.raises(ZeroDivisionError):
+        pace.timed(lambda: take(0.003) / 0)
+    assert not pace.short
     waiting = Pace(may_inline=False)
     waiting.timed(lambda: None)
     assert not waiting.short
+
+
+def test_waiting_for_a_processor_is_no_work():
+    pace = Pace()
+    pace.timed(lambda: time.sleep(0.05))
+    assert pace._seconds < 0.05

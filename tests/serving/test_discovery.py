@@ -20,8 +20,10 @@ from shoal.serving import (
     wait_for_cluster,
 )
 from shoal.serving.discovery import consul
-from tests.serving.helpers import eventually, free_port
+from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
+
+pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work
 
 TF_CONFIG = {
     "cluster": {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1", "p:2"]},
@@ -95,9 +97,9 @@ def test_under_mpi_every_rank_is_a_worker_of_its_node(mlp):
     assert found.query("worker") == {0: "w0:7000", 1: "w0:7001", 2: "w1:7002", 3: "w1:7003"}
 
 
-def test_waiting_for_a_ps_port_has_a_deadline(mlp):
+def test_waiting_for_a_ps_port_has_a_deadline(mlp, refused):
     mlp.setenv("MLP_PS_0_HOST", "127.0.0.1")
-    mlp.setenv("MLP_PS_0_PORT", str(free_port()))
+    mlp.setenv("MLP_PS_0_PORT", refused().rpartition(":")[2])
     mlp.setattr(MLPServiceDiscovery, "port_wait_secs", 0.05)
     with pytest.raises(DeadlineError, match="ps 127"):
         MLPServiceDiscovery().query("ps")
@@ -124,12 +126,22 @@ def test_registrations_are_seen_changed_and_removed(registry):  # noqa: F811
         one.register("ps", 1, "b:1")
         eventually(lambda: two.query("ps") == {1: "b:1"})
         registry.expire(clients[0])
-        eventually(lambda: clients[1].exists(f"/monolith/{job}/ps.1") and two.query("ps") == {1: "b:1"}, 15)
-        eventually(lambda: two.query("worker") == {0: "w:1"}, 15)
+        eventually(lambda: clients[1].exists(f"/monolith/{job}/ps.1") and two.query("ps") == {1: "b:1"})
+        eventually(lambda: two.query("worker") == {0: "w:1"})
     finally:
         one.close()
         two.close()
     assert one.query("ps") == one.query("ps")
+
+
+def test_children_that_were_read_before_a_registration_do_not_hide_it():
+    found = ZKServiceDiscovery("job", zk_client=FakeKazooClient())
+    found.register("ps", 0, "a:1")
+    found._on_children([])  # a watch that was late
+    assert found.query("ps") == {0: "a:1"}
+    found.deregister("ps", 0, "a:1")
+    assert found.query("ps") == {}
+    found.close()
 
 
 def test_the_node_holds_the_address():
@@ -164,7 +176,7 @@ def test_a_cluster_is_assembled_in_order_of_index():
     with pytest.raises(DeadlineError, match=r"ps \[0\]"):
         wait_for_cluster(found, 2, timeout=0.05, poll_secs=0.01)
     threading.Timer(0.1, lambda: (found.register("ps", 0, "a:1"), found.register("worker", 0, "c:1"))).start()
-    assert wait_for_cluster(found, 2, index=1, timeout=5, poll_secs=0.01) == {"ps": ["a:1", "b:1"], "chief": ["c:1"]}
+    assert wait_for_cluster(found, 2, index=1, timeout=60, poll_secs=0.01) == {"ps": ["a:1", "b:1"], "chief": ["c:1"]}
     found.close()
 
 
@@ -285,10 +297,10 @@ def test_an_entry_that_never_shows_is_an_oserror(consul_agent):
             found.register("ps", 0, bad)
 
 
-def test_socket_errors_are_tried_again(monkeypatch):
+def test_socket_errors_are_tried_again(monkeypatch, refused):
     monkeypatch.setattr(consul, "SOCKET_SLEEP_SECS", 0.01)
     monkeypatch.setenv("CONSUL_HTTP_HOST", "127.0.0.1")
-    monkeypatch.setenv("CONSUL_HTTP_PORT", str(free_port()))
+    monkeypatch.setenv("CONSUL_HTTP_PORT", refused().rpartition(":")[2])
     tries = []
     once = consul.ConsulClient._once
     monkeypatch.setattr(consul.ConsulClient, "_once", lambda *args: tries.append(1) or once(*args))

@@ -1,5 +1,6 @@
 """The online loop: configuration, rounds by thread and by hook, processes that follow each other, the commands."""
 
+import contextlib
 import json
 import os
 import signal
@@ -31,7 +32,9 @@ from shoal.serving import (
     create_sync_backend,
     export_ps,
     follow_source,
+    online,
     parameter_sync_client_from_config,
+    refresh_sync_config,
     remote_predict,
     set_address_table,
 )
@@ -39,6 +42,20 @@ from shoal.serving.sync_handle import SyncClientHandle
 from shoal.table import MultiHashTable, test_hash_table
 from tests.serving.helpers import eventually, free_port
 from tests.serving.test_sync_client import instance, step
+
+pytestmark = pytest.mark.timeout(900)  # processes that import torch, several of them one after another
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Rounds of this process give their pushes more time than the three seconds of a trainer."""
+
+    def refresh(backend, index):
+        config = ClientConfig.FromString(refresh_sync_config(backend, index))
+        config.timeout_in_ms = 60_000
+        return config.SerializeToString()
+
+    monkeypatch.setattr(online, "refresh_sync_config", refresh)
 
 
 class Fixed(SyncBackend):
@@ -128,8 +145,14 @@ def test_a_loop_pushes_every_period_and_survives_errors(server):
     step(table, [1])
     eventually(lambda: server.requests)
     assert server.requests[0].model_spec.name == "m:ps_1"
-    backend.get_sync_targets, good = None, backend.get_sync_targets
-    time.sleep(0.2)
+    failures, good = [], backend.get_sync_targets
+
+    def fail(sub_graph):
+        failures.append(sub_graph)
+        raise RuntimeError("on purpose")
+
+    backend.get_sync_targets = fail
+    eventually(lambda: len(failures) > 2)
     backend.get_sync_targets = good
     step(table, [2])
     eventually(lambda: len(server.requests) == 2)
@@ -145,14 +168,14 @@ def test_the_hook_shares_the_tables_client_and_never_blocks_a_step(server):
     hook = ParameterSyncHook(backend, 3, refresh_interval=1000, sync_interval_secs=0)
     gate = threading.Event()
     real = hook.client.handle.sync
-    hook.client.handle.sync = lambda config: gate.wait(30) and real(config)
+    hook.client.handle.sync = lambda config: gate.wait(100) and real(config)
     hook.begin()
     begin = time.monotonic()
     for i in range(20):
         hook.before_run()
         step(table, [i])
         hook.after_run()
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     gate.set()
     hook.end()
     assert backend.asked == 1
@@ -211,6 +234,7 @@ def test_a_follower_pulls_touched_rows_and_a_lost_answer_loses_none(server, mult
     assert follower.pull() == 3
     assert follower.pull() == 0
     config = ClientConfig(model_name="m", signature_name="hashtable_assign", targets=[server.address])
+    config.timeout_in_ms = 60_000
     assert follower_handle.sync(config).responses[0].update_num == 3
     (request,) = server.requests
     if multi:
@@ -232,7 +256,7 @@ class Command:
     def __init__(self, *arguments):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shoal", *map(str, arguments)], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env=environment(),
+            stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
         )  # fmt: skip
 
     def line(self):
@@ -260,6 +284,8 @@ def commands():
 
     yield start
     for each in made:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(each.process.pid, signal.SIGKILL)  # with its children, which would hold its pipes open
         each.end(signal.SIGKILL)
 
 
@@ -297,16 +323,19 @@ def test_train_serve_and_sync_as_a_user_would(tmp_path, commands, net):
     assert torch.allclose(predict(ready["grpc"], ids, price), expected(), atol=1e-6)
     syncing = commands("sync", "--source", f"127.0.0.1:{trainer.port}", "--model", "m", "--registry", registry,
                        "--interval", 0.2, "--json")  # fmt: skip
-    eventually(lambda: syncing.line()["replicas"] == 1, 120, "the replica to be found")
+    eventually(lambda: syncing.line()["replicas"] == 1, 300, "the replica to be found")
     before = expected()
     table.apply_gradients(torch.tensor([1, 2, 3]), torch.randn(3, 4))
     assert not torch.allclose(before, expected())
-    report = eventually(lambda: (line := syncing.line())["targets"] and line, 120, "a push")
-    assert report["targets"][0]["rows"] == 3
-    assert 0 < report["targets"][0]["freshness_s"] < 60
+    late = 0
+    while (target := eventually(lambda: syncing.line()["targets"], 300, "a push")[0])["code"] == 4:
+        late += 1  # not answered within a trainer's three seconds: pushed again
+    assert (target["rows"], target["code"]) == (3, 0)
+    assert 0 < target["freshness_s"] < 600
     assert torch.allclose(predict(ready["grpc"], ids, price), expected(), atol=1e-6)
-    status = json.load(urllib.request.urlopen(f"http://{ready['rest']}/status.json"))
-    assert status["tables"][0]["pushed_rows"] == 3
+    with urllib.request.urlopen(f"http://{ready['rest']}/status.json", timeout=60) as answer:
+        status = json.load(answer)
+    assert status["tables"][0]["pushed_rows"] in range(3, 3 * (1 + late) + 1, 3)
     assert status["tables"][0]["lag_s"] > 0
     assert syncing.end()[0] == 0
     code, _, err = serving.end()
@@ -331,13 +360,13 @@ def test_nothing_is_lost_across_a_replica_restart(tmp_path, commands):
     eventually(lambda: handle.freshness)
     serving.end(signal.SIGKILL)
     step(table, [3, 4])
-    time.sleep(0.3)
+    eventually(lambda: handle.waiting()[target] == 2, what="a round that the dead replica missed")
     serving = commands(*arguments)
     serving.line()
     step(table, [5])
     eventually(
         lambda: handle.waiting() == {"": 0, target: 0} and not json.loads(loop.last_result or "{}").get("responses"),
-        120,
+        300,
     )
     set_address_table({"m:ps_0": [target]})
     ids = torch.tensor([1, 2, 3, 4, 5])
@@ -404,10 +433,11 @@ def test_a_mixed_agent_starts_shards_then_the_entry(tmp_path, commands, net, mon
         dense={"price": torch.zeros(2, 2)},
     )
     tool.export([{"u": table}], global_step=1, mode=ExportMode.DISTRIBUTED)
-    entry_port = free_port()
+    entry_port, ps_port, agent_port = free_port(), free_port(), free_port()
     (tmp_path / "agent.conf").write_text(
         f"bzid b\nbase_name m\nbase_path {tmp_path}/model/exported_models\ndeploy_type mixed\nnum_ps 1\nreplica_id 0\n"
-        f"zk_servers dir:{tmp_path}/registry\ntfs_entry_port {entry_port}\n"
+        f"zk_servers dir:{tmp_path}/registry\ntfs_entry_port {entry_port}\ntfs_ps_port {ps_port}\n"
+        f"agent_port {agent_port}\n"
     )
     monkeypatch.setenv("SHARD_ID", "0")
     monkeypatch.setenv("MY_HOST_IP", "127.0.0.1")
@@ -423,7 +453,7 @@ def test_a_mixed_agent_starts_shards_then_the_entry(tmp_path, commands, net, mon
             time.sleep(0.3)
             return None
 
-    got = eventually(lambda: (value := answer()) is not None and (value,), 180, "the entry")[0]
+    got = eventually(lambda: (value := answer()) is not None and (value,), 600, "the entry")[0]
     assert torch.allclose(got, net(user=table.lookup(ids.reshape(-1)), price=price)["score"], atol=1e-6)
     code, _, _ = agent.end()
     assert code == 0
@@ -464,14 +494,14 @@ def test_mistakes_are_one_line(arguments, text, capsys, tmp_path):
     assert len(err.strip().splitlines()) == 1
 
 
-def test_one_round_reports_failure_by_its_exit_code(capsys):
+def test_one_round_reports_failure_by_its_exit_code(capsys, refused):
     handle = SyncClientHandle("trained")
     table = test_hash_table(1, name_suffix="t", sync_client=handle)
     source = ModelServer().start()
     SyncSource(source, handle)
     step(table, [1])
-    dead = f"127.0.0.1:{free_port()}"
-    assert main(["sync", "--source", f"127.0.0.1:{source.port}", "--model", "m", "--target", dead, "--once"]) == 1
+    given = ["--source", f"127.0.0.1:{source.port}", "--model", "m", "--target", refused()]
+    assert main(["sync", *given, "--once"]) == 1
     assert "failed: 14" in capsys.readouterr().out
     source.stop(0)
 

@@ -10,6 +10,8 @@ from shoal.serving import DirectoryClient, FakeKazooClient
 from shoal.serving.zk_types import NodeExistsError, NoNodeError, NotEmptyError, make_zk_client
 from tests.serving.helpers import ZooKeeper, eventually
 
+pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work
+
 
 class Fakes:
     def __init__(self, request, tmp_path):
@@ -27,10 +29,11 @@ class Directories:
         self.root = tmp_path / "registry"
 
     def make(self):
-        return DirectoryClient(self.root, session_timeout=6.0, poll_interval=0.02)
+        return DirectoryClient(self.root, session_timeout=60.0, poll_interval=0.02)
 
     def expire(self, client):
         client.expire_session()
+        client._beat()  # the next one, which notices; its own turn comes once in a quarter of the timeout
 
 
 class Real:
@@ -41,13 +44,28 @@ class Real:
         return self.server.client()
 
     def expire(self, client):
-        """A second connection takes the session over and closes it, which is how ZooKeeper's own tests expire one."""
-        from kazoo.client import KazooClient
+        """A second connection takes the session over and closes it, which is how ZooKeeper's own tests expire one.
 
-        thief = KazooClient(self.server.hosts, client_id=client.client_id)
-        thief.start()
-        thief.stop()
-        thief.close()
+        The client may take it back before it is closed, so this goes on until the client has lost it.
+        """
+        from kazoo.client import KazooClient, KazooState
+
+        session, lost = client.client_id, threading.Event()
+
+        def listen(state):
+            if state == KazooState.LOST:
+                lost.set()
+
+        def steal():
+            thief = KazooClient(self.server.hosts, client_id=session)
+            thief.start(60)
+            thief.stop()
+            thief.close()
+            return lost.wait(2)
+
+        client.add_listener(listen)
+        eventually(steal, 100, "the session to be lost")
+        client.remove_listener(listen)
 
 
 @pytest.fixture(params=[Fakes, Directories, Real], ids=["fake", "directory", "zookeeper"])
@@ -58,7 +76,7 @@ def registry(request, tmp_path):
 
     def make():
         client = backend.make()
-        client.start()
+        client.start(60)
         made.append(client)
         return client
 
@@ -211,7 +229,7 @@ def test_many_clients_write_at_once(registry):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert len(clients[0].get_children(registry.root)) == 30
 
 
@@ -219,15 +237,36 @@ def test_many_clients_write_at_once(registry):
 
 
 def test_a_session_without_heartbeat_loses_its_nodes_in_a_directory(tmp_path):
-    one = DirectoryClient(tmp_path, session_timeout=0.4, poll_interval=0.02)
+    one = DirectoryClient(tmp_path, session_timeout=60, poll_interval=0.02)
     two = DirectoryClient(tmp_path, session_timeout=0.4, poll_interval=0.02)
     one.start()
-    two.start()
     one.create("/e", b"", ephemeral=True)
     one._stop.set()  # what a killed process does
-    one._thread.join(5)
+    one._thread.join(60)
+    two.start()
     eventually(lambda: not two.exists("/e"))
     two.close()
+
+
+def test_a_node_that_goes_while_it_is_looked_at_is_told_as_missing(tmp_path, monkeypatch):
+    zk = DirectoryClient(tmp_path, poll_interval=0.02)
+    zk.start()
+    zk.create("/a", b"1")
+    look, seen = zk._look, []
+
+    def slow(watch):
+        found = look(watch)
+        if zk.exists("/a"):
+            zk.delete("/a")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zk, "_look", slow)
+        zk.DataWatch("/a", lambda data, stat: seen.append(data))
+    assert seen == [None]
+    zk.create("/a", b"2")
+    eventually(lambda: seen[-1] == b"2")
+    zk.stop()
 
 
 def test_a_path_cannot_leave_the_directory(tmp_path):
@@ -257,8 +296,8 @@ def test_a_killed_and_restarted_zookeeper_keeps_sessions_and_watches(zookeeper, 
     own = ZooKeeper(tmp_path / "zk").start()
     one, two = own.client(), own.client()
     try:
-        one.start()
-        two.start()
+        one.start(60)
+        two.start(60)
         one.ensure_path("/w")
         seen = []
         two.ChildrenWatch("/w", lambda children: seen.append(sorted(children)))
@@ -266,9 +305,9 @@ def test_a_killed_and_restarted_zookeeper_keeps_sessions_and_watches(zookeeper, 
         eventually(lambda: seen[-1] == ["before"])
         own.kill()
         own.start()
-        eventually(lambda: one.connected and two.connected, 60)
+        eventually(lambda: one.connected and two.connected)
         one.retry(one.create, "/w/after", b"", ephemeral=True)
-        eventually(lambda: seen[-1] == ["after", "before"], 60)
+        eventually(lambda: seen[-1] == ["after", "before"])
     finally:
         for client in (one, two):
             client.stop()

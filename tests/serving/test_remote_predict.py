@@ -1,5 +1,6 @@
 """Remote calls: routing, validation, deadline, failover, the address table."""
 
+import threading
 import time
 from concurrent import futures
 
@@ -35,8 +36,11 @@ from tests.serving.helpers import eventually, free_port
 class Recorder:
     """A PredictionService that remembers requests and echoes inputs as outputs."""
 
-    def __init__(self, outputs=None, delay=0.0, code=None):
-        self.requests, self.outputs, self.delay, self.code = [], outputs, delay, code
+    def __init__(self, outputs=None, code=None, waits=False):
+        self.requests, self.outputs, self.code = [], outputs, code
+        self.goes_on = threading.Event()
+        if not waits:
+            self.goes_on.set()
         self.server = grpc.server(futures.ThreadPoolExecutor(4))
         handler = grpc.unary_unary_rpc_method_handler(
             self.predict, PredictRequest.FromString, PredictResponse.SerializeToString
@@ -49,7 +53,7 @@ class Recorder:
 
     def predict(self, request, context):
         self.requests.append(request)
-        time.sleep(self.delay)
+        self.goes_on.wait(100)
         if self.code is not None:
             context.abort(self.code, "on purpose")
         response = PredictResponse()
@@ -68,6 +72,7 @@ def recorders():
 
     yield make
     for each in made:
+        each.goes_on.set()
         each.server.stop(0)
 
 
@@ -79,7 +84,7 @@ def call(**changes):
         "model_name": "",
         "task": 6,
         "old_model_name": "ps_6",
-        "max_rpc_deadline_millis": 5000,
+        "max_rpc_deadline_millis": 60000,
     }
     return remote_predict(**{**arguments, **changes})
 
@@ -169,27 +174,27 @@ def test_failures_raise_with_their_code_or_become_zeros(recorders):
     assert zeros[0].shape == ()
     assert zeros[0].dtype == torch.int32
     assert zeros[1][()] == b""
-    code, text, outputs = remote_predict_with_status(["a"], [[1]], ["a"], "", 6, "ps_6", -1, False, 5000)
+    code, text, outputs = remote_predict_with_status(["a"], [[1]], ["a"], "", 6, "ps_6", -1, False, 60000)
     assert (code, len(outputs)) == (9, 1)
     assert "on purpose" in text
 
 
 def test_the_deadline_is_enforced(recorders):
-    server = recorders(delay=5.0)
+    server = recorders(waits=True)
     set_address_table({"ps:6": [server.address]})
     begin = time.monotonic()
     with pytest.raises(StatusError) as caught:
         call(max_rpc_deadline_millis=100)
     assert caught.value.code == 4
-    assert time.monotonic() - begin < 4.5
+    assert time.monotonic() - begin < 60
     with request_deadline(0.05), pytest.raises(StatusError) as caught:
         call(max_rpc_deadline_millis=30000)
     assert caught.value.code == 4
 
 
-def test_unavailable_addresses_are_passed_over_inside_the_deadline(recorders):
+def test_unavailable_addresses_are_passed_over_inside_the_deadline(recorders, refused):
     good = recorders()
-    dead = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    dead = [refused() for _ in range(2)]
     set_address_table({"ps:6": [*dead, good.address]})
     for _ in range(6):
         assert call()[0].tolist() == [1, 2]
@@ -199,7 +204,8 @@ def test_unavailable_addresses_are_passed_over_inside_the_deadline(recorders):
     assert caught.value.code == 14
     set_address_table({"ps:6": [*dead, good.address]})
     codes = {
-        remote_predict_with_status(["a"], [[1]], ["a"], "", 6, "ps_6", -1, False, 5000, retries=0)[0] for _ in range(50)
+        remote_predict_with_status(["a"], [[1]], ["a"], "", 6, "ps_6", -1, False, 60000, retries=0)[0]
+        for _ in range(50)
     }
     assert codes == {0, 14}
 
@@ -215,7 +221,9 @@ def test_other_failures_are_not_retried(recorders):
 def test_metrics_and_the_asynchronous_variant(recorders, metrics):
     server = recorders()
     set_address_table({"ps:6": [server.address]})
-    result = remote_predict_async(["a"], [np.array([7])], ["a"], "", 6, "ps_6", max_rpc_deadline_millis=5000).result(10)
+    result = remote_predict_async(["a"], [np.array([7])], ["a"], "", 6, "ps_6", max_rpc_deadline_millis=60000).result(
+        100
+    )
     assert result[0].tolist() == [7]
     tags = "model_name=|signature_name=serving_default"
     assert ("remote_predict_op_throughput", 1, tags) in metrics.counters
@@ -271,7 +279,7 @@ def test_the_table_follows_the_agent_and_keeps_the_last_good_answer():
     agent.addresses = {"m:ps_0": ["a:1"]}
     agent.start()
     try:
-        eventually(lambda: table.refresh() or table.addresses, 10, "the agent's answer")
+        eventually(lambda: table.refresh() or table.addresses, what="the agent's answer")
         assert table.addresses == {"m:ps_0": ["a:1"]}
         assert table.api_version == 1
         same = table.addresses

@@ -1,7 +1,8 @@
 """The replica registry: paths, records, watcher, updater; on the fake, on files and on a real ZooKeeper."""
 
 import hashlib
-import time
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,9 +29,13 @@ from shoal.serving import (
     choose_version_status,
     gen_model_config,
     refresh_sync_config,
+    replica_manager,
 )
+from shoal.serving.zk_types import KazooState
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
+
+pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work
 
 
 def agent_config(**fields):
@@ -224,10 +229,9 @@ def test_a_lost_session_of_the_watcher_does_not_blind_it(cluster, registry):  # 
     cluster.put("ps:0/1", meta(1))
     eventually(lambda: watcher.get_replicas(ServerType.PS, 0))
     cluster.expire(zk)
-    time.sleep(0.2)
-    eventually(lambda: zk.connected, 15)
+    eventually(lambda: zk.connected)
     cluster.put("ps:0/2", meta(2))
-    eventually(lambda: len(watcher.get_replicas(ServerType.PS, 0)) == 2, 15)
+    eventually(lambda: len(watcher.get_replicas(ServerType.PS, 0)) == 2)
 
 
 def test_the_poll_heals_what_the_watches_missed_and_puts_own_nodes_back():
@@ -245,6 +249,30 @@ def test_the_poll_heals_what_the_watches_missed_and_puts_own_nodes_back():
     assert zk.get(own)[0] == meta(5).serialize()
     watcher.stop()
     assert watcher.replicas == {}
+
+
+def test_what_a_watch_tells_during_a_poll_is_kept():
+    path = "/shopfeed/service/movie_ctr/ps:1/2"
+
+    class Slow(FakeKazooClient):
+        polled = False
+
+        def get(self, *args, **kwargs):
+            found = super().get(*args, **kwargs)
+            if self.polled:
+                self.polled = False
+                self.set(path, meta(7).serialize())  # right after it was read
+            return found
+
+    zk = Slow()
+    zk.start()
+    watcher = ReplicaWatcher(zk, agent_config())
+    watcher.watch_data()
+    zk.create(path, meta(6).serialize(), makepath=True)
+    zk.polled = True
+    watcher.poll()
+    assert watcher.get_replicas(ServerType.PS, 1) == ["10.0.0.1:7"]
+    watcher.stop()
 
 
 def test_broken_records_and_names_are_ignored():
@@ -419,7 +447,9 @@ def test_a_state_that_could_not_be_written_is_written_next_time(monkeypatch, tfs
 
 def test_a_lost_session_registers_once_with_the_last_state(monkeypatch, tfs):
     monkeypatch.setenv("SHARD_ID", "0")
-    monkeypatch.setattr(ZKListener, "resume_secs", 0.5)
+    rest, rested = threading.Event(), []
+    sleep = lambda seconds: rested.append(seconds) or rest.wait(60)  # noqa: E731
+    monkeypatch.setattr(replica_manager, "time", SimpleNamespace(sleep=sleep))
     zk, other = FakeKazooClient(), None
     other = FakeKazooClient(tree=zk.tree)
     zk.start()
@@ -438,13 +468,36 @@ def test_a_lost_session_registers_once_with_the_last_state(monkeypatch, tfs):
     other.DataWatch(path, lambda data, stat: writes.append(data) and None)
     zk.expire_session()
     eventually(lambda: other.exists(path))
-    assert manager.watcher._lost.is_set()  # polling rests until the nodes are back
+    eventually(lambda: rested == [ZKListener.resume_secs])
+    assert manager.watcher._lost.is_set()  # polling rests until a while after the nodes are back
+    rest.set()
     eventually(lambda: not manager.watcher._lost.is_set())
     assert ReplicaMeta.deserialize(other.get(path)[0]).stat == ModelState.AVAILABLE
     states = [ReplicaMeta.deserialize(data).stat for data in writes if data]
     assert set(states) == {ModelState.AVAILABLE}
     assert len(states) == 2  # before the loss and after it, no flicker
     manager.stop()
+
+
+def test_polling_rests_on_when_the_session_is_lost_again(monkeypatch):
+    rest, rested = [threading.Event(), threading.Event()], []
+    sleep = lambda seconds: rested.append(seconds) or rest[len(rested) - 1].wait(60)  # noqa: E731
+    monkeypatch.setattr(replica_manager, "time", SimpleNamespace(sleep=sleep))
+    watcher = ReplicaWatcher(FakeKazooClient(), agent_config())
+    listener = ZKListener(watcher, None)
+    recovering = []
+    for expected in (1, 2):
+        before = set(threading.enumerate())
+        listener(KazooState.LOST)
+        listener(KazooState.CONNECTED)
+        recovering += [each for each in set(threading.enumerate()) - before if each.name == "shoal-zk-recover"]
+        eventually(lambda expected=expected: len(rested) == expected)
+    rest[0].set()
+    recovering[0].join(60)
+    assert watcher._lost.is_set()
+    rest[1].set()
+    recovering[1].join(60)
+    assert not watcher._lost.is_set()
 
 
 def test_versions_are_told_to_the_metrics(monkeypatch, tfs, metrics):
@@ -475,6 +528,7 @@ def test_an_agent_over_a_watcher_feeds_the_address_table(cluster):
     eventually(lambda: watcher.get_replicas(ServerType.PS, 0) and watcher.get_replicas(ServerType.DENSE, 0))
     service = AgentService(watcher, port=0).start()
     table = AgentHeartbeat(f"127.0.0.1:{service.port}", 1000)
+    eventually(lambda: len(table.addresses) == 2 or table.refresh(), what="both answers of the agent")
     assert table.addresses == {"ps:0": ["10.0.0.1:1"], "dense:0": ["10.0.0.1:9"]}
     assert table.api_version == 0
     table.stop()

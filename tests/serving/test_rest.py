@@ -4,9 +4,11 @@ import gzip
 import http.client
 import json
 import re
+import select
 import shutil
 import socket
 import subprocess
+import time
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ def served(tmp_path, net):
 
 
 def ask(server, path, body=None, headers=None, raw=None):
-    connection = http.client.HTTPConnection("127.0.0.1", server.rest_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.rest_port, timeout=60)
     data = raw if raw is not None else json.dumps(body).encode() if body is not None else None
     connection.request("POST" if data is not None else "GET", path, data, headers or {})
     response = connection.getresponse()
@@ -174,6 +176,16 @@ def test_bodies_are_bounded_also_when_packed(served):
     assert ask(served, "/v1/models/m:predict", raw=deep)[0] == 400
 
 
+def test_a_client_that_is_refused_may_send_on_and_reads_the_answer(served):
+    with socket.create_connection(("127.0.0.1", served.rest_port), timeout=60) as connection:
+        connection.sendall(b"POST /v1/models/m:predict HTTP/1.1\r\nContent-Length: 200000\r\n\r\n")
+        assert select.select([connection], [], [], 60)[0]  # it answers before it has seen the body
+        for _ in range(20):
+            connection.sendall(b"x" * 10_000)
+            time.sleep(0.005)
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_both_ports_listen_on_ipv6_too():
     try:
@@ -181,7 +193,7 @@ def test_both_ports_listen_on_ipv6_too():
     except ConfigError:
         pytest.skip("no IPv6 loopback here")
     assert server.address == f"[::1]:{server.port}"
-    connection = http.client.HTTPConnection("::1", server.rest_port, timeout=10)
+    connection = http.client.HTTPConnection("::1", server.rest_port, timeout=60)
     connection.request("GET", "/healthz")
     assert connection.getresponse().read() == b"ok\n"
     connection.close()
@@ -199,6 +211,7 @@ def test_metrics_and_health(served):
     assert snapshot["tables"][0]["rows"] == 10
 
 
+@pytest.mark.timeout(600)
 def test_the_page_shows_models_tables_and_traffic_in_a_browser(served, tmp_path):
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
@@ -215,11 +228,11 @@ def test_the_page_shows_models_tables_and_traffic_in_a_browser(served, tmp_path)
     ]
     command += ["--virtual-time-budget=4000", "--window-size=1000,900"]
     url = f"http://127.0.0.1:{served.rest_port}/"
-    page = subprocess.run([*command, "--dump-dom", url], capture_output=True, timeout=90, text=True).stdout
+    page = subprocess.run([*command, "--dump-dom", url], capture_output=True, timeout=250, text=True).stdout
     assert 'data-ready="yes"' in page
     text = re.sub(r"<[^>]+>", " ", page)
     for expected in ("MonolithHashTable_user", "available", "serving_default", "requests per second", "live lookup"):
         assert expected in text, expected
     assert "does not answer" not in page.partition("<script>")[0]
-    subprocess.run([*command, f"--screenshot={tmp_path}/page.png", url], capture_output=True, timeout=90)
+    subprocess.run([*command, f"--screenshot={tmp_path}/page.png", url], capture_output=True, timeout=250)
     assert (tmp_path / "page.png").stat().st_size > 10_000

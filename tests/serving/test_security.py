@@ -94,7 +94,7 @@ def lookup(server, security=None):
     set_client_security(security)
     set_address_table({"m": [f"127.0.0.1:{server.port}"], "x:ps": []})
     return remote_predict(
-        ["u"], [torch.tensor([1])], ["u"], "m", 0, None, max_rpc_deadline_millis=5000, signature_name="lookup"
+        ["u"], [torch.tensor([1])], ["u"], "m", 0, None, max_rpc_deadline_millis=60000, signature_name="lookup"
     )
 
 
@@ -103,7 +103,7 @@ def push(server, table, security=None):
     values = [torch.tensor([1]), torch.ones(1, 2)]
     set_address_table({"m": [f"127.0.0.1:{server.port}"], "x:ps": []})
     return remote_predict([f"{table.name}_id", f"{table.name}_value"], values, [f"{table.name}_result"], "m", 0, None,
-                          max_rpc_deadline_millis=5000, signature_name="hashtable_assign")  # fmt: skip
+                          max_rpc_deadline_millis=60000, signature_name="hashtable_assign")  # fmt: skip
 
 
 def code_of(call, *arguments):
@@ -151,10 +151,11 @@ def test_tokens_are_demanded_and_pushing_is_for_pushers(serve):
     assert push(server, table, ClientSecurity(token="t-secret"))[0].item() == 1
     url = f"http://127.0.0.1:{server.rest_port}/v1/models/m"
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(url)
+        urllib.request.urlopen(url, timeout=60)
     assert caught.value.code == 401
     caught.value.close()
-    with urllib.request.urlopen(urllib.request.Request(url, headers={"Authorization": "Bearer r-secret"})) as answer:
+    request = urllib.request.Request(url, headers={"Authorization": "Bearer r-secret"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
         assert answer.status == 200
     assert "secret" not in repr(security)
 
@@ -165,10 +166,10 @@ def test_tls_protects_grpc_and_rest(serve, certificates):
     assert lookup(server, ClientSecurity(ca=certificates / "ca.pem"))[0].shape == (1, 2)
     assert code_of(lookup, server) == grpc.StatusCode.UNAVAILABLE
     context = ssl.create_default_context(cafile=certificates / "ca.pem")
-    with urllib.request.urlopen(f"https://127.0.0.1:{server.rest_port}/healthz", context=context) as answer:
+    with urllib.request.urlopen(f"https://127.0.0.1:{server.rest_port}/healthz", context=context, timeout=60) as answer:
         assert answer.read() == b"ok\n"
     with pytest.raises((urllib.error.URLError, OSError)):
-        urllib.request.urlopen(f"http://127.0.0.1:{server.rest_port}/healthz", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{server.rest_port}/healthz", timeout=60)
 
 
 def test_client_certificates_are_identities(serve, certificates):
@@ -193,6 +194,7 @@ def test_sync_rounds_carry_the_token(serve):
     server.serve_tables("m", {"u": replica})
     table.apply_gradients(torch.tensor([3]), torch.ones(1, 2))
     config = ClientConfig(model_name="m", signature_name="hashtable_assign", targets=[f"127.0.0.1:{server.port}"])
+    config.timeout_in_ms = 60_000
     assert handle.sync(config).responses[0].status_code == 16
     handle.manager.try_replace([])
     set_client_security(ClientSecurity(token="t"))
@@ -209,9 +211,9 @@ def test_an_agent_demands_tokens_too():
         path = "/monolith.serving.agent_service.AgentService/HeartBeat"
         call = channel.unary_unary(path, HeartBeatRequest.SerializeToString, HeartBeatResponse.FromString)
         with pytest.raises(grpc.RpcError) as caught:
-            call(HeartBeatRequest(), timeout=5)
+            call(HeartBeatRequest(), timeout=60)
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
-        assert call(HeartBeatRequest(), timeout=5, metadata=[("authorization", "Bearer x")]) is not None
+        assert call(HeartBeatRequest(), timeout=60, metadata=[("authorization", "Bearer x")]) is not None
     service.stop(0)
 
 

@@ -33,7 +33,7 @@ from shoal.serving import (
 from shoal.serving.net_utils import is_open
 from shoal.serving.split import Delta, DeltaBatch
 from shoal.table import FloatCompressorConfig, MultiHashTable, test_hash_table
-from tests.serving.helpers import eventually
+from tests.serving.helpers import eventually, free_port
 from tests.serving.test_sync_client import instance
 
 CODE = grpc.StatusCode
@@ -46,7 +46,7 @@ class Client:
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self.channel = grpc.insecure_channel(f"127.0.0.1:{server.port}", options)
 
-    def call(self, service, method, request, response, timeout=20):
+    def call(self, service, method, request, response, timeout=60):
         path = f"/tensorflow.serving.{service}/{method}"
         return self.channel.unary_unary(path, type(request).SerializeToString, response.FromString)(
             request, timeout=timeout
@@ -196,11 +196,11 @@ def test_malformed_and_oversized_messages_are_refused(serve):
     server.serve_tables("m", {"user": table_of()})
     raw = client.channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
     with fails(CODE.INVALID_ARGUMENT, "PredictRequest"):
-        raw(b"\xff\xff\xff", timeout=5)
+        raw(b"\xff\xff\xff", timeout=60)
     with fails(CODE.RESOURCE_EXHAUSTED, ""):
-        raw(b"\0" * 200_000, timeout=5)
+        raw(b"\0" * 200_000, timeout=60)
     with fails(CODE.RESOURCE_EXHAUSTED, ""):  # small on the wire, large when unpacked
-        raw(b"\0" * 50_000_000, timeout=5, compression=grpc.Compression.Gzip)
+        raw(b"\0" * 50_000_000, timeout=60, compression=grpc.Compression.Gzip)
     request = PredictRequest()
     request.model_spec.name, request.model_spec.signature_name = "m", "lookup"
     request.inputs["user"].dtype = 9
@@ -272,8 +272,9 @@ def test_a_new_version_replaces_the_old_one_only_under_latest(serve, tmp_path):
 def test_a_broken_version_is_reported_and_the_old_one_goes_on(serve, tmp_path):
     export(tmp_path, 1, 1)
     _server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
-    (tmp_path / "2").mkdir()
-    (tmp_path / "2" / "manifest.json").write_text("{}")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "manifest.json").write_text("{}")
+    (tmp_path / "broken").rename(tmp_path / "2")
     eventually(lambda: client.status("m").get(2) == ModelState.END)
     request = GetModelStatusRequest()
     request.model_spec.name = "m"
@@ -339,11 +340,12 @@ def test_no_request_fails_while_versions_switch_under_load(serve, tmp_path):
     for version in range(2, 8):
         export(tmp_path, version, version)
         eventually(lambda version=version: client.status("m").get(version) == ModelState.AVAILABLE)
+    eventually(lambda: failures or 7 in answers[-4:])
     stop.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert not failures
-    assert max(answers) >= 6
+    assert max(answers) == 7
 
 
 # --- codecs -----------------------------------------------------------------------------------------------------------
@@ -365,14 +367,13 @@ def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, 
     export(tmp_path, 1, 1, codec=codec)
     server, client = serve(config_of(m=(tmp_path,)))
     values = torch.tensor([[0.3, -0.7]]).numpy()
-    batch = DeltaBatch("m", "hashtable_assign", 5000, False, [Delta("T", 2, torch.tensor([5]).numpy(), values)])
+    batch = DeltaBatch("m", "hashtable_assign", 60_000, False, [Delta("T", 2, torch.tensor([5]).numpy(), values)])
     pusher = PushClient(f"127.0.0.1:{server.port}", quantise=quantise)
     assert pusher.push(batch).status_code == 0
     got = client.predict("m", "lookup", {"u": torch.tensor([5])})["u"][0]
     assert torch.allclose(got, expected)
     if quantise:
-        asked = pusher._asked("m", "hashtable_assign")
-        assert asked
+        asked = eventually(lambda: pusher._asked("m", "hashtable_assign"))
         assert len(encode_push(batch, asked)[0]) < len(encode_push(batch)[0])
     pusher.close()
 
@@ -405,7 +406,7 @@ def test_pushes_to_a_quantised_multi_table_store_the_same_rows_in_either_form(se
         for dim, name in enumerate(ids, 1)
     ]
     signature = "MonolithMultiHashTable_q/raw_assign"
-    batch = DeltaBatch("m", signature, 5000, True, deltas)
+    batch = DeltaBatch("m", signature, 60_000, True, deltas)
     pusher = PushClient(f"127.0.0.1:{server.port}", quantise=quantise)
     response = pusher.push(batch)
     assert (response.status_code, response.update_num) == (0, 6), response
@@ -415,7 +416,7 @@ def test_pushes_to_a_quantised_multi_table_store_the_same_rows_in_either_form(se
     assert got["c"].shape == (0, 3)
     assert torch.equal(got["d"], torch.where(rows["d"] > 0, 0.25, -0.25))
     if quantise:
-        asked = pusher._asked("m", signature)
+        asked = eventually(lambda: pusher._asked("m", signature))
         assert list(asked) == ["flat_value"]
         assert len(encode_push(batch, asked)[0]) < len(encode_push(batch)[0])
         with fails(CODE.INVALID_ARGUMENT, "10 bytes, got 3"):
@@ -452,7 +453,7 @@ def test_a_standalone_model_answers_and_micro_batches(serve, tmp_path, net):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     for request, got in zip(requests, results, strict=True):
         rows = table.lookup(request["user"].reshape(-1)).reshape(len(got), 3, 4).sum(1)
         assert torch.allclose(got, net(user=rows, price=request["price"])["score"], atol=1e-6)
@@ -537,7 +538,7 @@ def test_the_address_tells_the_port_that_was_picked(serve):
 
 def test_a_server_that_cannot_start_leaves_no_port_open(serve):
     taken, _ = serve(rest_address="127.0.0.1:0")
-    server = ModelServer(rest_address=f"127.0.0.1:{taken.rest_port}")
+    server = ModelServer(f"127.0.0.1:{free_port()}", rest_address=f"127.0.0.1:{taken.rest_port}")
     with pytest.raises(ConfigError, match="cannot listen"):
         server.start()
     eventually(lambda: not is_open(server.address))
@@ -561,14 +562,14 @@ def test_stopping_lets_running_requests_finish(serve):
     server.serve_tables("m", {"user": table_of()})
     signature = server.model("m").current().servable.signatures["lookup"]
     run = signature.run
-    signature.run = lambda inputs: inside.set() or (gate.wait(20) and run(inputs))
+    signature.run = lambda inputs: inside.set() or (gate.wait(60) and run(inputs))
     answers = []
     thread = threading.Thread(target=lambda: answers.append(client.predict("m", "lookup", {"user": torch.tensor([1])})))
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(60)
     threading.Timer(0.3, gate.set).start()
-    server.stop(20)
-    thread.join(20)
+    server.stop(60)
+    thread.join(60)
     assert answers[0]["user"].tolist() == [[2, 3]]
 
 
@@ -611,5 +612,5 @@ def test_a_stock_generated_client_of_another_descriptor_pool_works(serve):
     entry.value.tensor_content = (1).to_bytes(8, "little")
     path = "/tensorflow.serving.PredictionService/Predict"
     call = client.channel.unary_unary(path, classes["Request"].SerializeToString, classes["Response"].FromString)
-    (output,) = call(request, timeout=5).outputs
+    (output,) = call(request, timeout=60).outputs
     assert list(output.value.float_val) == [2.0, 3.0]

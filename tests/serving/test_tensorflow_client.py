@@ -24,10 +24,13 @@ from tests.serving.test_sync_client import instance
 PYTHON = os.environ.get("SHOAL_TFS_PYTHON", "")
 HERE = importlib.util.find_spec("tensorflow_serving") is not None
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON and not HERE,
-    reason="tensorflow-serving-api is not installed; set SHOAL_TFS_PYTHON to the interpreter of an environment with it",
-)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not PYTHON and not HERE,
+        reason="no tensorflow-serving-api here; set SHOAL_TFS_PYTHON to the interpreter of an environment with it",
+    ),
+]
 
 
 def test_an_unmodified_tensorflow_serving_client_is_served(tmp_path, commands, net):  # noqa: F811
@@ -62,7 +65,7 @@ def test_an_unmodified_tensorflow_serving_client_is_served(tmp_path, commands, n
     one = score([[7, 9]], [[0.5, 1.0]])
     done = subprocess.run(
         [PYTHON or sys.executable, Path(__file__).with_name("tfs_client.py"), ready["grpc"], ready["rest"]],
-        capture_output=True, text=True, timeout=120, env={"PATH": os.environ["PATH"]},
+        capture_output=True, text=True, timeout=300, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

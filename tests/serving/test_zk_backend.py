@@ -22,6 +22,8 @@ from shoal.serving.zk_types import ConnectionClosedError
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
 
+pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work
+
 
 @pytest.fixture
 def backends(registry):  # noqa: F811
@@ -103,7 +105,7 @@ def test_bindings_are_written_again_after_a_lost_session(backends):
     eventually(lambda: trainer.get_sync_targets("ps_0")[1])
     backends.expire(serving)
     eventually(serving._lost.is_set)
-    eventually(lambda: not trainer.get_sync_targets("ps_0")[1], 15)
+    eventually(lambda: not trainer.get_sync_targets("ps_0")[1])
     serving.sync_available_saved_models(CONTAINER, models)  # restarts and writes nothing
     assert not trainer.get_sync_targets("ps_0")[1]
     serving.sync_available_saved_models(CONTAINER, models)
@@ -119,9 +121,9 @@ def test_a_trainer_whose_session_is_lost_goes_on(backends):
     eventually(lambda: trainer.get_sync_targets("ps_0")[1])
     backends.expire(trainer)
     eventually(trainer._lost.is_set)
-    eventually(lambda: trainer.get_sync_targets("ps_0")[1] == ["10.0.0.1:1"], 15)
+    eventually(lambda: trainer.get_sync_targets("ps_0")[1] == ["10.0.0.1:1"])
     serving.sync_available_saved_models(CONTAINER, set())
-    eventually(lambda: trainer.get_sync_targets("ps_0")[1] == [], 15)
+    eventually(lambda: trainer.get_sync_targets("ps_0")[1] == [])
 
 
 def test_a_backend_can_be_stopped_and_started_again(backends):
@@ -157,7 +159,7 @@ def test_a_restart_does_not_wait_for_a_watch_that_waits_for_the_backend():
         def restart(self):
             other = threading.Thread(target=backend._on_bindings, args=("m", []))
             other.start()
-            other.join(5)
+            other.join(60)
             assert not other.is_alive()
             super().restart()
 

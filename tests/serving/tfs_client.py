@@ -44,7 +44,7 @@ def predict(stub, model, signature, inputs, version=None, outputs=()):
         request.model_spec.version.CopyFrom(wrappers_pb2.Int64Value(value=version))
     for alias, value in inputs.items():
         request.inputs[alias].CopyFrom(value)
-    return stub.Predict(request, timeout=20)
+    return stub.Predict(request, timeout=60)
 
 
 def listed(response):
@@ -84,7 +84,7 @@ def main(address, rest):
     request = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=["signature_def"])
     request.model_spec.name = "movie"
     signatures = get_model_metadata_pb2.SignatureDefMap()
-    answer = stub.GetModelMetadata(request, timeout=20)
+    answer = stub.GetModelMetadata(request, timeout=60)
     assert answer.metadata["signature_def"].Unpack(signatures)
     definition = signatures.signature_def["serving_default"]
     report["metadata"] = {
@@ -100,7 +100,7 @@ def main(address, rest):
     status.model_spec.name = "movie"
     report["status"] = [
         [each.version, get_model_status_pb2.ModelVersionStatus.State.Name(each.state), each.status.error_code]
-        for each in models.GetModelStatus(status, timeout=20).model_version_status
+        for each in models.GetModelStatus(status, timeout=60).model_version_status
     ]
     report["refused"] = [
         refused(lambda: predict(stub, "nothing", "", {})),
@@ -108,9 +108,9 @@ def main(address, rest):
         refused(lambda: predict(stub, "movie", "", {"user": ids([1], [1, 1])})),
     ]
     body = json.dumps({"instances": [{"user": [7, 9], "price": [0.5, 1]}]}).encode()
-    with urllib.request.urlopen(f"http://{rest}/v1/models/movie:predict", body, timeout=20) as reply:
+    with urllib.request.urlopen(f"http://{rest}/v1/models/movie:predict", body, timeout=60) as reply:
         report["rest"] = json.load(reply)
-    with urllib.request.urlopen(f"http://{rest}/v1/models/movie", timeout=20) as reply:
+    with urllib.request.urlopen(f"http://{rest}/v1/models/movie", timeout=60) as reply:
         report["rest_status"] = json.load(reply)
     print(json.dumps(report))
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import signal
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from shoal.cli.arguments import parse
 from shoal.cli.security_options import ServeSecurity
+from shoal.cli.stopping import stop_event
 from shoal.errors import ConfigError
 
 DESCRIPTION = """Run one process of a serving cluster from its agent configuration file.
@@ -64,10 +64,8 @@ def run(options: Options) -> int:
             return _operate(options, config, backend)
         finally:
             backend.stop()
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    return _unified(options, config, stop) if config.agent_version == 3 else _one_model(options, config, stop)
+    with stop_event() as stop:
+        return _unified(options, config, stop) if config.agent_version == 3 else _one_model(options, config, stop)
 
 
 def _operate(options: Options, config, backend) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import signal
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from shoal.cli.arguments import parse
 from shoal.cli.security_options import ServeSecurity
+from shoal.cli.stopping import stop_event
 from shoal.errors import ConfigError, UsageError
 
 DESCRIPTION = """Serve exported models over TF-Serving's gRPC and REST interfaces, taking pushed rows while serving.
@@ -106,22 +106,20 @@ def serve(options: Options) -> int:
     for alias, name in names.items():
         server.alias(alias, name)
     _route(options, server, config)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    server.start()
-    registration = _register(options, server, bindings) if options.registry else None
-    ready = {
-        "grpc": server.address,
-        "rest": concat_ip_and_port(options.host, server.rest_port) if server.rest_port else None,
-        "models": sorted(model.name for model in server.models()),
-    }
-    print(json.dumps(ready) if options.json else _text(ready), flush=True)
-    while not stop.wait(RELOAD_SECS if options.config is not None else None):
-        _reload(options, server)
-    if registration is not None:
-        registration.stop()
-    server.stop(options.drain_seconds)
+    with stop_event() as stop:
+        server.start()
+        registration = _register(options, server, bindings) if options.registry else None
+        ready = {
+            "grpc": server.address,
+            "rest": concat_ip_and_port(options.host, server.rest_port) if server.rest_port else None,
+            "models": sorted(model.name for model in server.models()),
+        }
+        print(json.dumps(ready) if options.json else _text(ready), flush=True)
+        while not stop.wait(RELOAD_SECS if options.config is not None else None):
+            _reload(options, server)
+        if registration is not None:
+            registration.stop()
+        server.stop(options.drain_seconds)
     return 0
 
 

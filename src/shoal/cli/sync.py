@@ -2,9 +2,7 @@
 
 import json
 import logging
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +10,7 @@ from typing import Any
 
 from shoal.cli.arguments import parse
 from shoal.cli.security_options import CallSecurity
+from shoal.cli.stopping import stop_event
 from shoal.errors import ConfigError, UsageError, missing_extra
 
 DESCRIPTION = """Push freshly trained rows from a trainer or parameter server to all serving replicas.
@@ -115,17 +114,14 @@ def sync(options: Options) -> int:
     follower = follow_source(options.source, handle, options.source_name, security)
     backend = _backend(options)
     loop = SyncLoop(backend, options.ps_index, handle, options.interval, follower.pull)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    code = 0
     metrics = _serve_metrics(options)
     try:
-        while True:
-            begin = time.monotonic()
-            code = _round(options, loop, handle)
-            if options.once or stop.wait(max(0.0, options.interval - (time.monotonic() - begin))):
-                return code if options.once else 0
+        with stop_event() as stop:
+            while True:
+                begin = time.monotonic()
+                code = _round(options, loop, handle)
+                if options.once or stop.wait(max(0.0, options.interval - (time.monotonic() - begin))):
+                    return code if options.once else 0
     finally:
         metrics()
         backend.stop()

@@ -216,9 +216,11 @@ class DirectoryClient(StateListeners):
                 args = (watch.seen, event) if watch.send_event else (watch.seen,)
                 watch.live = watch.func(*args) is not False
             else:
-                found = watch.seen is not None and self._store.is_node(watch.path)
-                args = (watch.seen[0], self._store.stat(watch.path)) if found else (None, None)
-                watch.live = call_watch(watch.func, args, event)
+                found: tuple[Any, Any] = (None, None)
+                if watch.seen is not None:
+                    with contextlib.suppress(NoNodeError):  # gone since it was seen; the next look tells that
+                        found = (watch.seen[0], self._store.stat(watch.path))
+                watch.live = call_watch(watch.func, found, event)
         except Exception:
             log.exception("a watch on %s failed", watch.path)
             if event is None:

@@ -23,10 +23,12 @@ class ZKListener:
     def __init__(self, watcher: ReplicaWatcher | None, updater: ReplicaUpdater | None) -> None:
         self._watcher, self._updater = watcher, updater
         self._was_lost = False
+        self._losses = 0
 
     def __call__(self, state: str) -> None:
         if state == KazooState.LOST:
             self._was_lost = True
+            self._losses += 1
             if self._watcher is not None:
                 self._watcher.suspend()
             if self._updater is not None:
@@ -34,16 +36,17 @@ class ZKListener:
         elif state == KazooState.CONNECTED and self._was_lost:
             self._was_lost = False
             # A listener must not wait for the client that calls it.
-            threading.Thread(target=self._recover, name="shoal-zk-recover", daemon=True).start()
+            threading.Thread(target=self._recover, args=(self._losses,), name="shoal-zk-recover", daemon=True).start()
 
-    def _recover(self) -> None:
+    def _recover(self, losses: int) -> None:
         if self._updater is not None:
             self._updater.forget_nodes()
             self._updater.register()
             self._updater.unpause()
         if self._watcher is not None:
             time.sleep(self.resume_secs)
-            self._watcher.resume()
+            if self._losses == losses:  # else the session was lost again, and its return resumes
+                self._watcher.resume()
 
 
 class ReplicaManager:

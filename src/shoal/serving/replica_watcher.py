@@ -54,6 +54,7 @@ class ReplicaWatcher:
         """Gives path -> value of this process's own nodes; the poll puts back those that vanished."""
         self.poll_secs = POLL_SECS
         self._lock = threading.RLock()
+        self._told = 0  # how often a watch has told something
         self._watched: dict[str, object] = {}  # path -> what tells its watch from an earlier one of the same path
         self.follows_session = True
         """Whether polling rests and resumes by the client's state; False where somebody else sees to that."""
@@ -150,6 +151,7 @@ class ReplicaWatcher:
     def _on_data(self, task: str, replica: str, data: bytes | None, event: str | None) -> None:
         meta = _parse(f"{task}/{replica}", data) if data else None
         with self._lock:
+            self._told += 1
             known = self.replicas.get(task, {}).get(replica)
             if meta is not None and event != EventType.NONE:
                 self.replicas.setdefault(task, {})[replica] = meta
@@ -168,8 +170,12 @@ class ReplicaWatcher:
                 self.poll()
 
     def poll(self) -> None:
-        """Rebuilds the map from the registry and puts back own registrations that vanished. Errors are logged."""
+        """Rebuilds the map from the registry and puts back own registrations that vanished. Errors are logged.
+
+        Where a watch tells something meanwhile, that may be newer than what was read, and the map stays as it is.
+        """
         try:
+            told = self._told
             fresh: Replicas = {}
             places = [self.base]
             if self.config.dc_aware:
@@ -180,7 +186,7 @@ class ReplicaWatcher:
                     if found:
                         fresh[f"{place}/{task}"] = found
             with self._lock:
-                if not self._stop.is_set():
+                if not self._stop.is_set() and self._told == told:
                     self.replicas = fresh
             self._restore_own()
         except Exception:

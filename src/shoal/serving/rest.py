@@ -6,6 +6,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,6 +22,8 @@ from shoal.serving.status import Code, StatusError, invalid_argument, not_found,
 from shoal.serving.status_page import PAGE, metrics_text, snapshot
 
 log = logging.getLogger(__name__)
+
+LINGER_SECS = 10.0
 
 _HTTP = {
     Code.INVALID_ARGUMENT: 400,
@@ -120,6 +123,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
+        if status >= 400 and self.command == "POST":
+            self._let_finish()
+
+    def _let_finish(self) -> None:
+        """Reads away what the client still sends, for a while: closing before that would take the answer from it."""
+        end = time.monotonic() + LINGER_SECS
+        try:
+            self.connection.shutdown(socket.SHUT_WR)
+            while (left := end - time.monotonic()) > 0:
+                self.connection.settimeout(left)
+                if not self.connection.recv(65536):
+                    return
+        except OSError:
+            return
 
     def _identify(self) -> str:
         bearer = self.headers.get("Authorization", "")

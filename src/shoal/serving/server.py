@@ -132,7 +132,7 @@ class ModelServer(ServedModels):
         """Health says NOT_SERVING, new requests are refused, running ones get ``grace`` seconds."""
         self._stop.set()
         try:
-            self._loop.call(self._close(grace), (grace or 0) + 10)
+            self._loop.call(self._close(grace), (grace or 0) + OPEN_SECS)
         finally:
             if self._rest is not None:
                 self._rest.stop()

@@ -1,5 +1,6 @@
 """The agent of a one-model cluster: it starts model servers, registers them and tells them of each other."""
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -155,6 +156,8 @@ class ServingAgent:
                 child.wait(timeout=15)
             except subprocess.TimeoutExpired:
                 child.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(timeout=15)
         for updater, listener in zip(self.dense, self._listeners, strict=True):
             self._zk.remove_listener(listener)
             updater.stop()

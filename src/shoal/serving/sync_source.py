@@ -145,7 +145,7 @@ class SourceFollower:
             GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
         )
         try:
-            response = call(request, timeout=10.0, wait_for_ready=True)
+            response = call(request, timeout=30.0, wait_for_ready=True)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         signatures = SignatureDefMap()

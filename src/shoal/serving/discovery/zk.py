@@ -123,11 +123,7 @@ class ZKServiceDiscovery(ServiceDiscovery):
         with self._lock:
             fresh = [child for child in children if child not in self._watched]
             self._watched.update(fresh)
-            present = set(children)
-            for name, group in self._cache.items():
-                for index in [i for i in group if f"{name}.{i}" not in present]:
-                    del group[index]
-        for child in fresh:
+        for child in fresh:  # whose own watches tell, too, when they go
             self._watch(child)
         return None
 
