@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
-import signal
 import sys
-import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 from shoal.cli.arguments import Verbs, parse, run_verb
+from shoal.cli.stopping import stop_event
 from shoal.errors import UsageError
 
 EXAMPLES = """examples:
@@ -167,24 +166,22 @@ def serve(options: Serve) -> int:
         evict_every=evict_every,
         tables=[create_request(config, spec) for config, spec in tables.values()],
     )
-    asked = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
-    server.start()
-    place = {"shard": options.shard, "of": options.of, "address": server.address, "http": server.http_address}
-    if options.json:
-        print(json.dumps(place), flush=True)
-    else:
-        print(
-            f"shard {options.shard} of {options.of} on {server.address}, status on http://{server.http_address}",
-            flush=True,
-        )
-    while not asked.wait(0.2):
-        if server.wait(0):
-            print(f"shoal ps: shard {options.shard} failed: {server.fatal}", file=sys.stderr)
-            server.stop(drain=timedelta(0))
-            return 1
-    server.stop(checkpoint=folder is not None and options.durability != "none")
+    with stop_event() as stop:
+        server.start()
+        place = {"shard": options.shard, "of": options.of, "address": server.address, "http": server.http_address}
+        if options.json:
+            print(json.dumps(place), flush=True)
+        else:
+            print(
+                f"shard {options.shard} of {options.of} on {server.address}, status on http://{server.http_address}",
+                flush=True,
+            )
+        while not stop.wait(0.2):
+            if server.wait(0):
+                print(f"shoal ps: shard {options.shard} failed: {server.fatal}", file=sys.stderr)
+                server.stop(drain=timedelta(0))
+                return 1
+        server.stop(checkpoint=folder is not None and options.durability != "none")
     return 0
 
 
