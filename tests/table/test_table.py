@@ -169,7 +169,7 @@ def test_times_are_overwritten_and_the_clock_only_rises():
     assert t.max_update_time == 2**32 - 1
     before = int(time.time())
     t.reinitialize(ids(1))
-    assert before <= EntryDump.FromString(t.lookup_entry(ids(1))[0]).last_update_ts_sec <= before + 5
+    assert before <= EntryDump.FromString(t.lookup_entry(ids(1))[0]).last_update_ts_sec <= int(time.time())
 
 
 def test_the_filter_is_asked_per_occurrence_before_an_assign_and_during_an_assign_add():
