@@ -1,6 +1,6 @@
 #!/bin/sh
-# Debian packages that some tests use. Without root, without apt, or where apt fails for good, those tests skip and say
-# why.
+# Debian packages that the build and some tests use. Without root, without apt, or where apt fails for good, those tests
+# skip and say why.
 set -eu
 [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0
 want=""
@@ -8,6 +8,7 @@ for pair in "c++:g++" "cmake:cmake" "ninja:ninja-build" "openssl:openssl" "chrom
   command -v "${pair%%:*}" >/dev/null || want="$want ${pair##*:}"
 done
 [ -e /usr/share/java/zookeeper.jar ] || want="$want zookeeper" # discovery is tested against a real one
+python3 -c "import ensurepip" 2>/dev/null || want="$want python3-venv"
 [ -z "$want" ] && exit 0
 export DEBIAN_FRONTEND=noninteractive
 apt="apt-get -qq -o Acquire::Retries=5 -o DPkg::Lock::Timeout=300"
