@@ -421,7 +421,7 @@ def test_a_process_killed_during_a_save_leaves_the_chain(delay, tmp_path):
         time.sleep(delay)
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.wait(120)
         process.stdout.close()
     newest = latest_checkpoint(tmp_path)
     assert isinstance(newest, Checkpoint)
