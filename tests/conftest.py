@@ -6,11 +6,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# The same examples on every run, so that a failure belongs to the change it came with; new ones are searched for with
+# HYPOTHESIS_PROFILE=thorough.
 settings.register_profile(
-    "shoal", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "shoal",
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.register_profile("thorough", parent=settings.get_profile("shoal"), max_examples=1000)
+settings.register_profile("thorough", parent=settings.get_profile("shoal"), max_examples=1000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "shoal"))
+
+
+@pytest.fixture(autouse=True)
+def random_tensors_do_not_depend_on_the_tests_before():
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -106,7 +106,7 @@ TEST(rings_carry_messages_of_any_length_between_ranks) {
             }
             std::string out(expected.size(), '?');
             rings.start(data.data(), send, out.data(), recv);
-            CHECK(rings.run(20.0));
+            CHECK(rings.run(60.0));
             CHECK(out == expected);
           }
         });

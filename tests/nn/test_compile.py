@@ -58,7 +58,7 @@ BACKEND = "aot_eager_decomp_partition"
     [
         (False, BACKEND),
         (True, BACKEND),
-        pytest.param(True, "inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        pytest.param(True, "inductor", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
 def test_a_compiled_model_trains_as_the_eager_one(held, backend):

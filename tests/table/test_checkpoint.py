@@ -448,7 +448,7 @@ def test_rows_saved_while_training_goes_on_are_whole(tmp_path):
     finally:
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
 
 
 def test_readers_see_the_old_rows_or_the_new_during_a_restore(tmp_path):
@@ -476,7 +476,7 @@ def test_readers_see_the_old_rows_or_the_new_during_a_restore(tmp_path):
             rounds += 1
     finally:
         stop.set()
-        reader.join(30)
+        reader.join(120)
     assert not failures
     assert seen == {1.0, 2.0}
 
@@ -525,7 +525,7 @@ def test_a_process_killed_during_a_save_leaves_a_checkpoint(delay, tmp_path):
         time.sleep(delay + random.random() * 0.1)
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.wait(120)
         process.stdout.close()
     table = HashTable(8, name="t", optimizer="adagrad").restore(base)
     assert table.size() == 200_000
@@ -543,5 +543,5 @@ def test_a_process_may_restore_while_another_saves(tmp_path):
             assert table.size() == 200_000
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(120)
         process.stdout.close()

@@ -223,7 +223,7 @@ print(torch.cat(out).numpy().tobytes().hex())
 """
 
 
-@pytest.mark.timeout(330)
+@pytest.mark.timeout(900)
 def test_every_instruction_set_gives_the_same_numbers():
     found = {}
     for isa in ("base", "avx2", "avx512"):
@@ -232,7 +232,7 @@ def test_every_instruction_set_gives_the_same_numbers():
             env=os.environ | {"SHOAL_ISA": isa},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=280,
             check=False,
         )
         assert done.returncode == 0, done.stderr

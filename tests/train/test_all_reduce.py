@@ -166,7 +166,7 @@ class Rendezvous(Transport):
         taken = threading.Event()
         RENDEZVOUS[self.rank, dest].append(taken)
         self.inner.send(dest, data)
-        assert taken.wait(20), "deadlock"
+        assert taken.wait(60), "deadlock"
 
     def recv(self, src, timeout=None):
         data = self.inner.recv(src, timeout)
@@ -220,7 +220,7 @@ def mismatched(t, what, algorithm):
     began = time.monotonic()
     with pytest.raises(AggregationError):
         agg.aggregate(mine)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # not the transport's deadline
     assert agg.aggregate([torch.ones(2)])[0].tolist() == [1.0, 1.0]  # and the transport is still good
 
 
@@ -233,7 +233,7 @@ def compressed_aggregator(t):
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("algorithm", ["ring", "ordered", "server", "compressed"])
 def test_a_mismatch_is_reported_on_all_ranks_before_data_moves(what, algorithm):
-    run_threads(3, mismatched, what, algorithm, timeout_s=20)
+    run_threads(3, mismatched, what, algorithm, timeout_s=200)
 
 
 def test_integers_are_summed_and_have_no_mean():
@@ -350,7 +350,7 @@ def test_a_bad_weight_stops_every_rank():
             ps.reduce_gradients([torch.ones(1)], weights=0.0)
 
     for weight in (float("nan"), -1.0, "heavy"):
-        run_threads(2, work, weight, timeout_s=20)
+        run_threads(2, work, weight, timeout_s=200)
 
 
 def test_parameters_are_broadcast_and_templates_checked():
@@ -369,7 +369,7 @@ def test_parameters_are_broadcast_and_templates_checked():
         with pytest.raises(AggregationError):
             ps.broadcast_params(None)
 
-    run_threads(3, work, timeout_s=20)
+    run_threads(3, work, timeout_s=200)
 
 
 @pytest.mark.parametrize("params", [["text"], [torch.ones(2, dtype=torch.complex64)], [torch.ones(2).to_sparse()]])
@@ -378,7 +378,7 @@ def test_parameters_that_cannot_be_broadcast_stop_every_rank(params):
         with pytest.raises(AggregationError):
             ParameterServer(config(t), t).broadcast_params(params if t.rank == 0 else None)
 
-    run_threads(3, work, timeout_s=20)
+    run_threads(3, work, timeout_s=200)
 
 
 def test_sixty_four_ranks_finish_and_are_right():
@@ -390,15 +390,18 @@ def test_sixty_four_ranks_finish_and_are_right():
         t.barrier()
         return ring[0][0].item(), server[0][-1].item(), ring[1][0].item()
 
-    assert run_threads(64, work, timeout_s=60) == [(31.5, 31.5, 1.0)] * 64
+    assert run_threads(64, work, timeout_s=200) == [(31.5, 31.5, 1.0)] * 64
 
 
 def test_a_truncated_message_is_a_protocol_error():
-    transports = list(InProcessTransport.create_group(2, default_timeout_s=2))
+    transports = list(InProcessTransport.create_group(2, default_timeout_s=60))
     transports[0] = faults.wrap(transports[0], faults.truncate(rank=0, step=2))
 
     def work(t):
-        AllReduceAggregator(config(t), t).aggregate([torch.ones(100)])
+        try:
+            AllReduceAggregator(config(t), t).aggregate([torch.ones(100)])
+        finally:
+            t.close()  # or the other one waits for the rest
 
     results = run_threads(2, work, transports=transports, return_errors=True)
     assert isinstance(results[1], TransportError)
@@ -449,7 +452,7 @@ def aggregate_everything(t):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_agree_with_the_plain_mean(world):
-    first, *others = run_ranks(world, process_case, timeout_s=100)
+    first, *others = run_ranks(world, process_case, timeout_s=200)
     for other in others:
         for algorithm, tensors in first.items():
             assert all(torch.equal(a, b) for a, b in zip(tensors, other[algorithm], strict=True))
@@ -457,7 +460,7 @@ def test_processes_agree_with_the_plain_mean(world):
 
 @pytest.mark.skipif(mpi_unavailable() is not None, reason=str(mpi_unavailable()))
 def test_mpi_ranks_agree_with_the_plain_mean():
-    first, *others = run_mpi(3, mpi_case, timeout_s=100)
+    first, *others = run_mpi(3, mpi_case, timeout_s=200)
     for other in others:
         for algorithm, tensors in first.items():
             assert all(torch.equal(a, b) for a, b in zip(tensors, other[algorithm], strict=True))
@@ -467,7 +470,7 @@ def killed(rank, world, algorithm):
     import os
     import signal
 
-    t = ProcessGroupTransport(default_timeout_s=10)
+    t = ProcessGroupTransport(default_timeout_s=60)
     agg = AllReduceAggregator(config(t), t, algorithm=algorithm)
     agg.aggregate([torch.ones(10)])
     if rank == 1:
@@ -475,7 +478,7 @@ def killed(rank, world, algorithm):
     began = time.monotonic()
     with pytest.raises(TransportError) as caught:
         aggregate_for_ever(agg)
-    return caught.value.kind in ("peer_lost", "timeout"), time.monotonic() - began < 40
+    return caught.value.kind in ("peer_lost", "timeout"), time.monotonic() - began < 150
 
 
 def aggregate_for_ever(agg):
@@ -485,5 +488,5 @@ def aggregate_for_ever(agg):
 
 @pytest.mark.parametrize("algorithm", ["native", "ring"])
 def test_killing_a_rank_during_aggregate_raises_on_the_others(algorithm):
-    results = run_ranks(3, killed, algorithm, timeout_s=100, group_timeout_s=10, lost=(1,))
+    results = run_ranks(3, killed, algorithm, timeout_s=200, group_timeout_s=60, lost=(1,))
     assert results[0] == results[2] == (True, True)

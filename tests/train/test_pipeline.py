@@ -1,6 +1,8 @@
 """The pipeline runner: one process first, then ranks."""
 
+import itertools
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -248,7 +250,7 @@ def ranks_case(rank, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_equal_the_full_batch(world):
-    run_ranks(world, ranks_case, timeout_s=100)
+    run_ranks(world, ranks_case, timeout_s=200)
 
 
 def broken_case(rank, world):
@@ -269,7 +271,7 @@ def broken_case(rank, world):
         target = torch.tensor(1.0) if when == "scalar" else y[:rows]
         with pytest.raises(PipelineError) as caught:
             runner.step(x[:rows] if rank == 0 and when != "missing" else None, target if rank == last else None)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60  # not the group's deadline
         named = {"forward": "stage 0" if world == 2 else "stage 1", "loss": f"stage {last}", "missing": "stage 0"}
         assert named.get(when, "") in str(caught.value), (when, str(caught.value))
     # and the group is still good
@@ -299,11 +301,11 @@ def hook_of(when):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_stage_that_raises_stops_all_ranks_quickly(world):
-    run_ranks(world, broken_case, timeout_s=100)
+    run_ranks(world, broken_case, timeout_s=200)
 
 
 def test_a_group_of_another_size_is_refused():
-    run_ranks(2, wrong_size, timeout_s=100)
+    run_ranks(2, wrong_size, timeout_s=200)
 
 
 def wrong_size(rank, world):
@@ -311,46 +313,67 @@ def wrong_size(rank, world):
         PipelineRunner(make_layers(), PipelineParallelConfig(3, 2), loss_fn=mse, group=dist.group.WORLD)
 
 
-class Busy(nn.Module):
-    def __init__(self):
+def ideal_slots(kind, stages, parts):
+    """When each stage does what if every action takes one slot and waits for nothing but its input."""
+    waiting = [schedule_actions(kind, stages, parts, stage)[::-1] for stage in range(stages)]
+    when, slot = {}, 0
+    while any(waiting):
+        ready = []
+        for stage, actions in enumerate(waiting):
+            source = stage - 1 if actions and actions[-1][0] == "F" else stage + 1
+            if actions and (not 0 <= source < stages or when.get((source, actions[-1]), slot) < slot):
+                ready.append(stage)
+        when.update({(stage, waiting[stage].pop()): slot for stage in ready})
+        slot += 1
+    return when, slot
+
+
+class Meets(nn.Module):
+    """A layer that waits, forward and backward, until all stages with the same ideal slot are in it."""
+
+    def __init__(self, kind, stage, slots):
         super().__init__()
         self.w = nn.Parameter(torch.ones(()))
+        self.kind, self.stage, self.slots = kind, stage, slots
+        self.counts = {"F": itertools.count(), "B": itertools.count()}
 
     def forward(self, x):
-        return Sleep.apply(x, self.w)
+        return x * self.w if x.device.type == "meta" else Meeting.apply(x, self.w, self)
+
+    def arrive(self, letter):
+        mine = self.stage, f"{letter}{next(self.counts[letter])}"
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{self.kind} {mine}", "here")
+        everyone = [f"{self.kind} {other}" for other, slot in self.slots.items() if slot == self.slots[mine]]
+        store.wait(everyone, timedelta(seconds=60))
 
 
-class Sleep(torch.autograd.Function):
+class Meeting(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w):
-        time.sleep(0.02)
+    def forward(ctx, x, w, layer):
+        layer.arrive("F")
+        ctx.layer = layer
         ctx.save_for_backward(x, w)
         return x * w
 
     @staticmethod
     def backward(ctx, g):
-        time.sleep(0.02)
+        ctx.layer.arrive("B")
         x, w = ctx.saved_tensors
-        return g * w, (g * x).sum()
+        return g * w, (g * x).sum(), None
 
 
-def timed_case(rank, world):
-    runner = PipelineRunner([Busy(), Busy()], PipelineParallelConfig(2, 8), loss_fn=mse, group=dist.group.WORLD)
-    x = torch.ones(8, 4)
-    best = torch.tensor(float("inf"))
-    for _ in range(40):  # the machine has other work: until a quiet moment comes
-        began = time.perf_counter()
-        runner.step(x if rank == 0 else None, x if rank == 1 else None)
-        took = torch.tensor(time.perf_counter() - began)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        best = torch.minimum(best, took)
-        if best <= 1.25 * IDEAL_S:
-            break
-    return best.item()
+def ideal_case(rank, world, parts):
+    x = torch.ones(parts, 4)
+    for kind in ("gpipe", "1f1b"):
+        slots, count = ideal_slots(kind, world, parts)
+        assert count == 2 * (parts + world - 1)
+        layers = [Meets(kind, stage, slots) for stage in range(world)]
+        config = PipelineParallelConfig(world, parts, kind)
+        runner = PipelineRunner(layers, config, loss_fn=mse, group=dist.group.WORLD)
+        runner.step(x if rank == 0 else None, x if rank == world - 1 else None)
+        assert [action for _, action, _, _ in runner.last_trace] == schedule_actions(kind, world, parts, rank)
 
 
-IDEAL_S = 2 * (8 + 2 - 1) * 0.02
-
-
-def test_a_step_takes_about_the_schedules_ideal():
-    assert max(run_ranks(2, timed_case, timeout_s=100)) <= 1.25 * IDEAL_S
+def test_stages_work_at_the_same_time_as_in_the_schedules_ideal():
+    run_ranks(3, ideal_case, 8, timeout_s=200)

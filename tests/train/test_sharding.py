@@ -80,7 +80,7 @@ def dtensor_shapes(rank, world):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_dtensor_layout_is_dtensors(world):
-    run_ranks(world, dtensor_shapes, timeout_s=100)
+    run_ranks(world, dtensor_shapes, timeout_s=200)
 
 
 class Net(nn.Module):
@@ -132,7 +132,7 @@ def fsdp_case(rank, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_sharded_training_equals_unsharded_training(world):
-    run_ranks(world, fsdp_case, timeout_s=100)
+    run_ranks(world, fsdp_case, timeout_s=200)
 
 
 def test_plain_tensors_are_returned_as_they_are():

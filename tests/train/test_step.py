@@ -54,11 +54,11 @@ def test_one_failing_rank_aborts_all_and_parameters_stay(kind):
             with pytest.raises(StepAborted) as caught:
                 distributed_train_step(compute, applied.append, agg)
             assert caught.value.failed_ranks == [1, 3]
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30  # not the transport's deadline
         assert applied == []
         return distributed_train_step(lambda: (t.rank, [torch.ones(1)]), applied.append, agg, reduce_loss=True)
 
-    assert run_threads(4, work, timeout_s=20) == [1.5] * 4
+    assert run_threads(4, work, timeout_s=200) == [1.5] * 4
 
 
 class Unreliable(AllReduceAggregator):
@@ -80,7 +80,7 @@ def test_nobody_applies_before_all_ranks_have_their_aggregate():
         assert applied == []
         return getattr(caught.value, "failed_ranks", None)
 
-    assert run_threads(3, work, timeout_s=20) == [[1], None, [1]]
+    assert run_threads(3, work, timeout_s=200) == [[1], None, [1]]
 
 
 def test_the_failing_ranks_own_exception_comes_out_whatever_the_others_do():
@@ -92,7 +92,7 @@ def test_the_failing_ranks_own_exception_comes_out_whatever_the_others_do():
         with pytest.raises(KeyError):
             distributed_train_step(lambda: {}["no such batch"], print, agg)
 
-    run_threads(2, work, timeout_s=20)
+    run_threads(2, work, timeout_s=200)
 
 
 def test_input_that_raises_on_one_rank_ends_the_epoch_on_all():
@@ -115,7 +115,7 @@ def test_input_that_raises_on_one_rank_ends_the_epoch_on_all():
             )
         return w.item()
 
-    assert run_threads(3, work, timeout_s=20) == [-1.0] * 3
+    assert run_threads(3, work, timeout_s=200) == [-1.0] * 3
 
 
 @pytest.mark.parametrize("policy", ["apply", "skip", "raise"])
@@ -207,8 +207,8 @@ def test_uneven_ranks_stop_together_or_fail_together():
             got = "error"
         return got, calls
 
-    assert run_threads(3, work, "stop", timeout_s=20) == [(EpochMetrics(0.5, 2), [0, 1])] * 3
-    assert run_threads(3, work, "error", timeout_s=20) == [("error", [0, 1])] * 3
+    assert run_threads(3, work, "stop", timeout_s=200) == [(EpochMetrics(0.5, 2), [0, 1])] * 3
+    assert run_threads(3, work, "error", timeout_s=200) == [("error", [0, 1])] * 3
 
 
 def test_an_epoch_needs_a_batch():
@@ -238,7 +238,7 @@ def processes(rank, world):
 
 
 def test_processes_abort_together_and_train_like_one():
-    a, b = run_ranks(2, processes, timeout_s=100)
+    a, b = run_ranks(2, processes, timeout_s=200)
     assert a == b
     assert a == (pytest.approx(1.927375), pytest.approx(0.30175))
 
@@ -277,6 +277,6 @@ def raise_on_two():
 
 
 def test_two_levels_equal_one_on_a_two_by_two_group():
-    first, *others = run_ranks(4, hierarchical, timeout_s=100)
+    first, *others = run_ranks(4, hierarchical, timeout_s=200)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -58,7 +58,7 @@ def test_helper_keeps_the_booleans_in_the_store():
 def test_workers_wait_for_the_restore_and_the_chief_for_the_workers(monkeypatch):
     monkeypatch.setattr(sync_hooks, "POLL_S", 0.02)
     store = dist.HashStore()
-    chief = ChiefSyncHook(SyncHelper(3, True, store), timeout_seconds=20)
+    chief = ChiefSyncHook(SyncHelper(3, True, store), timeout_seconds=60)
     events = []
 
     def worker(i):
@@ -71,7 +71,7 @@ def test_workers_wait_for_the_restore_and_the_chief_for_the_workers(monkeypatch)
 
     threads = [threading.Thread(target=worker, args=(i,)) for i in (1, 2)]
     [t.start() for t in threads]
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while chief.helper.get_num_alive_workers() < 2 and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.2)
@@ -93,7 +93,7 @@ def test_nobody_waits_for_ever(monkeypatch):
         WorkerSyncHook(1, helper, timeout_seconds=0.1).after_create_session(None)
     WorkerSyncHook(0, helper).after_create_session(None)
     WorkerSyncHook(0, helper).end(None)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_hooks_of_a_worker():
@@ -246,7 +246,7 @@ def ranks_case(rank, world, folder):
     helper = SyncHelper(world, rank == 0)
     if rank:
         helper.start_worker(rank)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while helper.get_num_alive_workers() < world - 1 and time.monotonic() < end:
         time.sleep(0.05)
     results["alive"] = helper.get_alive_workers()
@@ -258,7 +258,7 @@ def test_all_ranks_stop_in_the_same_step(tmp_path):
     (tmp_path / "stop_100").touch()
     (tmp_path / "ONLINE").touch()
     (tmp_path / "limit_req_time").write_text("50")
-    for rank, got in enumerate(run_ranks(3, ranks_case, str(tmp_path), timeout_s=100)):
+    for rank, got in enumerate(run_ranks(3, ranks_case, str(tmp_path), timeout_s=200)):
         assert got == {
             "uneven": [0, 1, 2],
             "even": [0, 1],
@@ -282,7 +282,7 @@ def test_the_barrier_listener_only_logs_errors(monkeypatch, caplog):
 def test_an_uncaught_exception_ends_the_job_under_mpirun():
     code = "from shoal.train import add_mpi_exception_hook as a; a(); raise KeyError('lost')"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMPI_COMM_WORLD_RANK": "4"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 1
     assert "rank 4" in done.stderr
     assert "KeyError" in done.stderr

@@ -5,6 +5,7 @@ A full checkpoint has all rows; a delta has the rows written since its parent an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -76,8 +77,9 @@ def prune_checkpoints(
     oldest = time.time() - leftovers_after.total_seconds()
     with os.scandir(directory) as entries:
         for entry in entries:
-            if entry.name.startswith(".tmp-ckpt-") and entry.stat().st_mtime < oldest:
-                shutil.rmtree(entry.path, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # a save that has just been finished
+                if entry.name.startswith(".tmp-ckpt-") and entry.stat().st_mtime < oldest:
+                    shutil.rmtree(entry.path, ignore_errors=True)
     return doomed
 
 
