@@ -7,7 +7,8 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 export PIP_RETRIES ?= 8
 export PIP_DEFAULT_TIMEOUT ?= 60
 
-.PHONY: demo test docs bench lint format proto native core-test sanitize clean help packages wheel wheel-test
+.NOTPARALLEL: # packages come before what is built with them
+.PHONY: demo test docs bench lint format proto native core-test sanitize clean help packages build-packages wheel wheel-test
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -22,8 +23,10 @@ $(VENV)/.installed: $(BIN)/python $(SOURCES)
 
 packages: ## install the Debian packages that the tests use (root only; otherwise those tests skip)
 	@sh scripts/packages.sh
+build-packages:
+	@sh scripts/packages.sh build
 
-demo: $(VENV)/.installed ## train the demo model and draw its picture (out/demo)
+demo: build-packages $(VENV)/.installed ## train the demo model and draw its picture (out/demo)
 	$(BIN)/shoal demo --out out/demo --seconds 45 --live
 
 test: packages $(VENV)/.installed core-test ## everything that CI runs

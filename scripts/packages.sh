@@ -1,13 +1,17 @@
 #!/bin/sh
-# Debian packages that the build and some tests use. Without root, without apt, or where apt fails for good, those tests
-# skip and say why.
+# packages.sh [build]: Debian packages that the build and some tests use, or the build alone. Without root, without apt,
+# or where apt fails for good, those tests skip and say why.
 set -eu
 [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0
 want=""
-for pair in "c++:g++" "cmake:cmake" "ninja:ninja-build" "openssl:openssl" "chromium:chromium" "java:default-jre-headless"; do
+commands="c++:g++"
+if [ "${1:-all}" = all ]; then
+  commands="$commands cmake:cmake ninja:ninja-build openssl:openssl chromium:chromium java:default-jre-headless"
+  [ -e /usr/share/java/zookeeper.jar ] || want="$want zookeeper" # discovery is tested against a real one
+fi
+for pair in $commands; do
   command -v "${pair%%:*}" >/dev/null || want="$want ${pair##*:}"
 done
-[ -e /usr/share/java/zookeeper.jar ] || want="$want zookeeper" # discovery is tested against a real one
 python3 -c "import ensurepip" 2>/dev/null || want="$want python3-venv"
 [ -z "$want" ] && exit 0
 export DEBIAN_FRONTEND=noninteractive
