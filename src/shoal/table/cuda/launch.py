@@ -6,6 +6,7 @@ constants are all that tells kernels apart: numbers are not specialised, tensors
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import torch
@@ -101,3 +102,38 @@ def _listened(hook: Any) -> Any:
 def launch(fn: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Runs ``programs`` programs of a kernel: run-time arguments in order, then its constants and options by name."""
     Bound.of(fn, **constants)(programs, *arguments)
+
+
+_CHECKED: dict[Any, bool] = {}
+
+
+def one_thread_each(fn: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> bool:
+    """Whether the inline assembly of a kernel, which has it once, runs once for each element.
+
+    Triton may hold an element in several threads, which is no matter to its own operations. It compiles the kernel.
+    """
+    key = (fn, torch._C._cuda_getDevice(), *constants.values())
+    found = _CHECKED.get(key)
+    if found is None:
+        kinds = [argument.dtype if isinstance(argument, Tensor) else argument for argument in arguments]
+        found = _CHECKED[key] = runs_once(fn.warmup(*kinds, grid=(1,), **constants).asm["ttgir"])
+    return found
+
+
+def runs_once(ttgir: str) -> bool:
+    """Whether every line of inline assembly has a one-dimensional layout with no more threads than elements."""
+    layouts = dict(re.findall(r"^#(\w+) = #ttg\.blocked<\{(.*)\}>", ttgir, re.MULTILINE))
+    lines = [line for line in ttgir.splitlines() if "elementwise_inline_asm" in line]
+    for line in lines:
+        shape = re.search(r"-> tensor<(\d+)x\w+, #(\w+)>", line)
+        if shape is None or shape[2] not in layouts:
+            return False
+        held = 1
+        for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA"):
+            numbers = re.search(rf"{name} = \[(\d+)\]", layouts[shape[2]])
+            if numbers is None:
+                return False
+            held *= int(numbers[1])
+        if held > int(shape[1]):
+            return False
+    return bool(lines)

@@ -45,7 +45,7 @@ def update_rows(
     """Gradients of ids into their ``rows``, which `Group.insert` gave."""
     if distinct:
         return _apply_distinct(group, rows, ids, table, grads, update)
-    group.arena.start_fresh(rows, ids, update.seed)
+    group.start_fresh(rows, ids, update.seed)
     if deterministic:
         # Sorted by id, so that equal batches are cut alike whatever rows their ids have.
         order = torch.sort(ids, stable=True)[1]
