@@ -20,8 +20,8 @@ class Choices:
     """One for the process."""
 
     insert: str = "joint"
-    """``joint``: one kernel finds ids and claims slots; ``listed``: one finds and lists what is missing, a second claims
-    slots for the list, a third starts its rows."""
+    """``joint``: one kernel finds ids and claims slots; ``listed``: one finds ids and lists those that are missing, a
+    second claims slots for the list, a third starts its rows."""
     insert_ids: int = 128
     """Ids of a program of the joint kernel."""
     insert_warps: int = 4
@@ -59,6 +59,20 @@ def _set(of: Choices, given: dict[str, Any]) -> None:
             setattr(of, name, kinds[name](value))
         except ValueError:
             raise ConfigError(f"SHOAL_GPU: {name} is a number, got {value!r}") from None
+
+
+def c_launcher(run: Any) -> Any:
+    """What a launcher of Triton's calls in the end, ``(x, y, z, stream, function, *rest)``; None if it does more.
+
+    Of the Triton that was looked at: others may take their arguments in another order.
+    """
+    import triton
+
+    none: list[Any] = [1]
+    scratch = [getattr(run, name, none) for name in ("global_scratch_size", "profile_scratch_size")]
+    if not triton.__version__.startswith("3.6.") or any(scratch) or not hasattr(run, "launch"):
+        return None
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
 
 
 chosen = _read(os.environ.get("SHOAL_GPU", ""))

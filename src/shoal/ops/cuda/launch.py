@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal import _core
+from shoal._gpu import c_launcher, chosen
 from shoal.errors import ConfigError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -47,11 +48,14 @@ class Kernel:
         if made is None:
             # A number that is neither narrow nor a multiple of anything: nothing is assumed of the real ones.
             kernel = self.jit.warmup(*[(1 << 40) + 7] * len(args), grid=(1,), num_warps=warps, **constants)
-            made = self._made[key] = kernel.run, kernel.function, kernel.packed_metadata
-        run, function, metadata = made
-        run(
-            grid, 1, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *args, *values
-        )  # fmt: skip
+            made = self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, c_launcher(kernel.run)
+        run, function, metadata, direct = made
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if direct is not None and chosen.direct:
+            call, between = direct
+            call(grid, 1, 1, stream, function, *between, metadata, None, None, None, *args, *values)
+            return
+        run(grid, 1, 1, stream, function, metadata, None, None, None, *args, *values)
 
 
 class Fast:
@@ -75,6 +79,7 @@ class Fast:
             return
         device = torch._C._cuda_getDevice()
         key: list[Any] = [device, *constants.values()]
+        plain = []
         for arg in args:
             kind = type(arg)
             if kind is int:
@@ -83,23 +88,28 @@ class Fast:
                 key.append(float)
             elif isinstance(arg, Tensor):
                 key.append(arg.dtype)
-                key.append(arg.data_ptr() & 15 == 0)
+                arg = arg.data_ptr()
+                key.append(arg & 15 == 0)
             else:
                 self.jit[grid](*args, **constants)
                 return
+            plain.append(arg)
         known = tuple(key)
         made = self._made.get(known)
         if made is None:
             kernel = self.jit[grid](*args, **constants)
             names = self.jit.arg_names[len(args) :]
             ordered = tuple(constants[name] for name in names)
-            self._made[known] = kernel.run, kernel.function, kernel.packed_metadata, ordered
+            self._made[known] = kernel.run, kernel.function, kernel.packed_metadata, ordered, c_launcher(kernel.run)
             return
-        run, function, metadata, ordered = made
+        run, function, metadata, ordered, direct = made
         x, y = grid if len(grid) == 2 else (grid[0], 1)
-        run(
-            x, y, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *args, *ordered
-        )  # fmt: skip
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if direct is not None and chosen.direct:
+            call, between = direct
+            call(x, y, 1, stream, function, *between, metadata, None, None, None, *plain, *ordered)
+            return
+        run(x, y, 1, stream, function, metadata, None, None, None, *args, *ordered)
 
 
 def _kind_of(number: int) -> int:
@@ -117,12 +127,42 @@ def aligned(count: int) -> int:
     return (count + 63) & ~63
 
 
+class Told:
+    """Two int64 in host memory that a kernel writes to. Of one thread and device: asked for, written and read in turn."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._numbers = torch.zeros(2, dtype=torch.int64, pin_memory=like.is_cuda)
+        self.address = self._numbers.data_ptr()
+        self._event = torch.cuda.Event() if like.is_cuda else None
+
+    def sent(self) -> None:
+        """The kernel is launched."""
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> list[int]:
+        """Waits until it has run."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
+def new_told(like: Tensor) -> Told:
+    """The thread's own."""
+    device = like.get_device()
+    told = _mine.told.get(device)
+    if told is None:
+        told = _mine.told[device] = Told(like)
+    return told
+
+
 class _Mine(threading.local):
     """What a thread has of its own."""
 
     def __init__(self) -> None:
         self.checks = True
         self.flags: dict[tuple[int, int], Tensor] = {}  # device and stream -> flag
+        self.told: dict[int, Told] = {}  # by device
 
 
 _mine = _Mine()

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from shoal._gpu import c_launcher, chosen
 from shoal.table.cuda.backend import interpreted
 
 _WIDE = 1 << 31
@@ -63,25 +64,30 @@ class Bound:
         addresses = 0
         key = torch._C._cuda_getDevice()
         bit = 1 << 16
+        plain = []
         for argument in arguments:
             kind = type(argument)
-            if kind is Tensor:
-                addresses |= argument.data_ptr()
-            elif kind is int:
+            if kind is int:
                 if not -_WIDE <= argument < _WIDE:
                     key |= bit
-            elif isinstance(argument, Tensor):
-                addresses |= argument.data_ptr()
+            elif kind is Tensor or isinstance(argument, Tensor):
+                argument = argument.data_ptr()
+                addresses |= argument
+            plain.append(argument)
             bit += bit
         made = self._made.get(key)
         if made is None or addresses & 15:
             self._slowly(programs, arguments, None if addresses & 15 else key)
             return
-        run, function, metadata, kernel = made
+        run, function, metadata, kernel, direct = made
         stream = torch._C._cuda_getCurrentRawStream(key & 0xFFFF)
         hooks = triton.knobs.runtime
         enter, leave = _listened(hooks.launch_enter_hook), _listened(hooks.launch_exit_hook)
         ordered, watched = self._ordered, None
+        if direct is not None and chosen.direct and enter is None and leave is None:
+            call, between = direct
+            call(programs, 1, 1, stream, function, *between, metadata, None, None, None, *plain, *ordered)
+            return
         if enter is not None:
             watched = kernel.launch_metadata((programs, 1, 1), stream, *arguments, *ordered)
         run(programs, 1, 1, stream, function, metadata, watched, enter, leave, *arguments, *ordered)
@@ -91,7 +97,7 @@ class Bound:
         kernel = self._fn[(programs,)](*arguments, **self._constants, **self._options)
         if key is not None:
             self._ordered = tuple(self._constants[name] for name in self._fn.arg_names[len(arguments) :])
-            self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, kernel
+            self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, kernel, c_launcher(kernel.run)
 
 
 def _listened(hook: Any) -> Any:

@@ -3,8 +3,8 @@
 writes these.
 
 Nothing changes in the index while `seek` reads it, so ids that it finds have their rows, and the few that are missing
-are dense in the list: no lane of the other two is idle. An entry of the list is the position of an id; above its 32 bits
-the place in the id's order that was the first free one, later the id's row, marked FRESH where it was won.
+are dense in the list: no lane of the other two is idle. An entry of the list is the position of an id; above its 32
+bits the place in the id's order that was the first free one, later the id's row, marked FRESH where it was won.
 """
 
 import triton
@@ -211,7 +211,7 @@ def begin(
     WEIGHT: tl.constexpr, STATE: tl.constexpr, VECTORS: tl.constexpr, TAIL: tl.constexpr, DIM: tl.constexpr,
     OUT: tl.constexpr, CLEAN: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """`row_kernels.fresh` for a list. OUT writes the weights of all of its ids: a new id has the same wherever it comes.
+    """`row_kernels.fresh` for a list. OUT writes the weights of all its ids: a new id has the same wherever it comes.
 
     CLEAN takes the marks in ``out_rows`` away. A program looks at SPAN ids.
     """
