@@ -46,7 +46,8 @@ class Choices:
 
 def _read(text: str) -> Choices:
     made = Choices()
-    _set(made, dict(item.partition("=")[::2] for item in text.split()))
+    parts = [item.partition("=") for item in text.split()]
+    _set(made, {name: value for name, _, value in parts})
     return made
 
 

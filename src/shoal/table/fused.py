@@ -42,9 +42,10 @@ def fused_lookup(
     name = table_names(tables)
     ids = as_ids(ids, name, device=_device(tables)).view(-1)
     sizes, id_offsets, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
-    told = _told(id_offsets, offsets, len(tables), num_of_shards, name)  # before memory is taken for the rows
+    # Before memory is taken for the rows.
+    splits, begins, ends = _told(id_offsets, offsets, len(tables), num_of_shards, name)
     out = lookup_blocks(tables, ids, sizes, num_of_shards, int(offsets[-1]))
-    return out, *told, ids
+    return out, splits, begins, ends, ids
 
 
 def lookup_blocks(tables: Sequence[HashTable], ids: Tensor, sizes: Tensor, sources: int, floats: int) -> Tensor:

@@ -28,7 +28,7 @@ def _join(
     value *= tl.load(pointer(scale, tl.float64)).to(ELEMENT)
     room = (length + ALIGN - 1) // ALIGN * ALIGN
     place = tl.multiple_of(tl.load(places + part), ALIGN)
-    tl.store(pointer(out, ELEMENT) + place + i, value, mask=i < room)
+    tl.store(tl.multiple_of(pointer(out, ELEMENT), 16) + place + i, value, mask=i < room)
 
 
 def flat_concat(parts: list[Tensor], scale: float, align: int) -> Tensor:

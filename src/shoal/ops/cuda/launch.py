@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -128,22 +128,25 @@ def aligned(count: int) -> int:
 
 
 class Told:
-    """Two int64 in host memory that a kernel writes to. Of one thread and device: asked for, written and read in turn."""
+    """Two int64 in host memory that a kernel writes to. They are one thread's: written and read in turn."""
 
     def __init__(self, like: Tensor) -> None:
         self._numbers = torch.zeros(2, dtype=torch.int64, pin_memory=like.is_cuda)
         self.address = self._numbers.data_ptr()
         self._event = torch.cuda.Event() if like.is_cuda else None
+        self._under_way = False
 
     def sent(self) -> None:
         """The kernel is launched."""
         if self._event is not None:
             self._event.record()
+            self._under_way = True
 
     def read(self) -> list[int]:
         """Waits until it has run."""
-        if self._event is not None:
+        if self._event is not None and self._under_way:
             self._event.synchronize()
+            self._under_way = False
         return self._numbers.tolist()
 
 
@@ -153,6 +156,7 @@ def new_told(like: Tensor) -> Told:
     told = _mine.told.get(device)
     if told is None:
         told = _mine.told[device] = Told(like)
+    told.read()  # what a call that failed has left
     return told
 
 
@@ -218,11 +222,54 @@ def raise_if(flag: Tensor, message: Callable[[int], str]) -> None:
         raise ConfigError(message(value))
 
 
+_captured: list[Any] = []
+"""What captured graphs read at every replay, and nobody else keeps."""
+
+
 def upload(values: Sequence[int], like: Tensor) -> Tensor:
     """int64 numbers on the device of a tensor, without waiting for it."""
     if like.is_cuda:
-        return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(like.device, non_blocking=True)
+        home = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+        if torch.cuda.is_current_stream_capturing():  # every replay copies them anew
+            _captured.append(home)
+        return home.to(like.device, non_blocking=True)
     return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+
+class Made:
+    """Tensors on a device that were made once and serve many calls, on any stream."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._tensors, self._event, self._stream = tensors, None, 0
+        if tensors[0].is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+            self._stream = torch.cuda.current_stream().cuda_stream
+
+    def use(self) -> tuple[Tensor, ...]:
+        """The tensors, for the current stream."""
+        if self._event is not None:
+            if torch.cuda.is_current_stream_capturing():
+                _captured.append(self._tensors)
+            elif torch._C._cuda_getCurrentRawStream(self._tensors[0].get_device()) != self._stream:
+                stream = torch.cuda.current_stream()
+                stream.wait_event(self._event)
+                for tensor in self._tensors:
+                    tensor.record_stream(stream)
+        return self._tensors
+
+
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions that are called with tensors of any device: the first argument's is the current one inside."""
+
+    @wraps(function)
+    def call(first: Tensor, *args: Any, **options: Any) -> Any:
+        if not first.is_cuda or first.get_device() == torch._C._cuda_getDevice():
+            return function(first, *args, **options)
+        with torch.cuda.device(first.device):
+            return function(first, *args, **options)
+
+    return call
 
 
 def blocks(count: int, size: int) -> tuple[int]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal._gpu import chosen
-from shoal.errors import CapacityError, ConfigError
+from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table.cuda import counts as c
 from shoal.table.cuda import index_kernels as ik
 from shoal.table.cuda import list_kernels as lk
@@ -62,6 +62,10 @@ class Group:
         """Which rows that are written now carry; 0: none, nobody keeps track of changes."""
         self.untracked_graph = False
         """Whether a CUDA graph was captured that writes rows without their epoch."""
+        self.captured: list[Any] = []
+        """What captured graphs read, beside the group itself."""
+        self.replayed = False
+        """Whether there is a captured graph that inserts ids, which the host does not count."""
         self._lock = threading.RLock()
         self._former: list[int] = []  # current devices before each entrance
         self._stream: torch.cuda.Stream | None = None
@@ -119,7 +123,13 @@ class Group:
             if len(self.kept) >= limit:
                 self.kept.clear()
             found = self.kept[key] = make()
-        return found
+        return self.hold(found)
+
+    def hold(self, thing: Any) -> Any:
+        """Keeps what is read now for as long as a graph that is being captured may read it."""
+        if capturing(self.device) and not any(held is thing for held in self.captured):
+            self.captured.append(thing)
+        return thing
 
     # --- growth -------------------------------------------------------------------------------------------------------
 
@@ -142,6 +152,8 @@ class Group:
         """
         if capturing(self.device):
             return
+        if self.replayed:
+            self.counts.look_anew()
         self.counts.look()
         if self._fits(counts):
             return
@@ -325,13 +337,17 @@ class Group:
 
     def _before_insert(self, counts: list[int], time: int) -> None:
         if time and not self.arena.timed:
+            if capturing(self.device):  # each replay would forget the times
+                raise UnsupportedError("the first write with a req_time cannot be captured; run the step once before")
             self.arena.keep_times()
         self.make_room(counts)
 
     def _after_insert(self, counts: list[int]) -> None:
         if not capturing(self.device):
             self.counts.add(counts, self.arena.room)
-        elif not self.arena.tracked:
+            return
+        self.replayed = True
+        if not self.arena.tracked:
             self.untracked_graph = True
 
     def _insert_listed(
@@ -493,7 +509,7 @@ class Group:
         """Takes the contents of another group of the same layout, which gets this one's."""
         if other.layout.words != self.layout.words or other.tables != self.tables:
             raise ConfigError("groups of different layouts cannot be exchanged")
-        kept = ("_lock", "_stream", "stream", "_former", "epoch", "untracked_graph")
+        kept = ("_lock", "_stream", "stream", "_former", "epoch", "untracked_graph", "captured", "replayed")
         mine = {name: value for name, value in self.__dict__.items() if name not in kept}
         theirs = {name: value for name, value in other.__dict__.items() if name not in kept}
         for group, old, new in ((self, mine, theirs), (other, theirs, mine)):

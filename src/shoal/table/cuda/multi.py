@@ -61,13 +61,13 @@ class _Part:
         """The table of every id: one number, or an int32 tensor. Inside the group alone."""
         if self._table_of is None:
             sizes = [ids.stop - ids.start for ids in self.ids]
-            both = torch.tensor([self.numbers, sizes], pin_memory=self.group.device.type == "cuda")
-            both = both.to(self.group.device, non_blocking=True)
+            home = torch.tensor([self.numbers, sizes], pin_memory=self.group.device.type == "cuda")
+            both = self.group.hold(home).to(self.group.device, non_blocking=True)
             self._table_of = torch.repeat_interleave(both[0].int(), both[1], output_size=self.size)
             self._made_on = self.group.stream
         elif self._made_on != self.group.stream and isinstance(self._table_of, Tensor):
             self._table_of.record_stream(torch.cuda.current_stream(self.group.device))
-        return self._table_of
+        return self.group.hold(self._table_of)
 
     def ids_of(self, ids: Tensor) -> Tensor:
         return _take(ids, self._joined_ids, self.ids)
