@@ -284,5 +284,10 @@ def test_the_first_write_with_a_time_is_not_captured():
     table.lookup(ids, insert_missing=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(UnsupportedError, match="run the step once"), torch.cuda.graph(graph):
+
+    def step():
+        ids.add_(0)  # an empty graph would be warned of
         table.lookup(ids, insert_missing=True, req_time=5)
+
+    with pytest.raises(UnsupportedError, match="run the step once"), torch.cuda.graph(graph):
+        step()
