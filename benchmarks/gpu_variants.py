@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_variants                        # everything, under four minutes on an H200
     python -m benchmarks.gpu_variants insert train --json out.json
+    python -m benchmarks.gpu_variants --check                # small sizes, nothing is timed: for compute-sanitizer
     TRITON_INTERPRET=1 python -m benchmarks.gpu_variants     # tiny sizes on the CPU: does it run at all?
 
 A variant that fails is told of and left out; the others go on. Ratios are today's time over the variant's: above 1 is
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -318,6 +320,31 @@ GROUPS: dict[str, tuple[dict[str, dict[str, Any]], Callable[[], None], dict[str,
 }
 
 
+def best_of(rows: dict[str, Any], timings: Iterable[str]) -> dict[str, Any]:
+    """The choice of the variant that gains most over all timings, if it is more than 3 %."""
+    gains = {
+        label: math.prod(row[f"{what}: times"] for what in timings)
+        for label, row in rows.items()
+        if "error" not in row and all(row.get(f"{what}: times") for what in timings)
+    }
+    best = max(gains, key=gains.__getitem__, default="today")
+    return rows[best]["choice"] if gains.get(best, 0) > 1.03 ** len(list(timings)) else {}
+
+
+def check_group(name: str) -> None:
+    """The checks of a group alone, with few ids."""
+    variants, check, _ = GROUPS[name]
+    for label, choice in variants.items():
+        try:
+            with _gpu.choose(**choice):
+                check_inserts(small=True) if check is check_inserts else check()
+                synchronize()
+            say(f"{name}: {label}: right")
+        except Exception as error:
+            RESULTS.setdefault(name, {})[label] = {"error": repr(error)}
+            traceback.print_exc()
+
+
 def run_group(name: str, seconds: float, save: Callable[[], None]) -> None:
     variants, check, timings = GROUPS[name]
     kept = RESULTS.setdefault(name, {})
@@ -354,6 +381,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help=f"which of {', '.join(GROUPS)}; all by default")
     parser.add_argument("--json", metavar="FILE", help="keep the results here, after every variant")
     parser.add_argument("--seconds", type=float, default=230, help="no variant is begun after so long")
+    parser.add_argument("--check", action="store_true", help="only whether results are right, with few ids")
+    parser.add_argument("--best", metavar="FILE", help="what SHOAL_GPU should be for the best of each group goes here")
     args = parser.parse_args(argv)
     if unknown := set(args.names) - set(GROUPS):
         parser.error(f"there is no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
@@ -371,7 +400,7 @@ def main(argv: list[str] | None = None) -> int:
                 json.dump({"device": where, "groups": RESULTS}, file, indent=1)
 
     for name in args.names or GROUPS:
-        run_group(name, args.seconds, save)
+        check_group(name) if args.check else run_group(name, args.seconds, save)
     print("\nbest of each, against today's first and second run:")
     for name, rows in RESULTS.items():
         for what in GROUPS[name][2]:
@@ -380,6 +409,14 @@ def main(argv: list[str] | None = None) -> int:
                 best = min(timed, key=timed.__getitem__)
                 noise = [round(timed[label], 4) for label in ("today", "today again") if label in timed]
                 print(f"{name:8s} {what:12s} {best:32s} {timed[best]:.4f} ms, today {noise}", flush=True)
+    together: dict[str, Any] = {}
+    for name, rows in RESULTS.items():  # of groups that want different things the first has it
+        together = {**best_of(rows, GROUPS[name][2]), **together} if not args.check else {}
+    text = " ".join(f"{name}={value}" for name, value in together.items())
+    print(f'SHOAL_GPU="{text}"')
+    if args.best:
+        with open(args.best, "w") as file:
+            file.write(text)
     failed = [f"{name}: {label}" for name, rows in RESULTS.items() for label, row in rows.items() if "error" in row]
     print(f"failed: {failed or 'none'}; {time.perf_counter() - BEGUN:.0f} s")
     return 1 if failed else 0
