@@ -291,3 +291,18 @@ def test_the_first_write_with_a_time_is_not_captured():
 
     with pytest.raises(UnsupportedError, match="run the step once"), torch.cuda.graph(graph):
         step()
+
+
+def test_tables_do_not_mind_another_default_device(tmp_path, device):
+    other = "meta" if device.type == "cpu" else "cuda"  # where nothing native could write
+    ids, grads = torch.arange(20, device=device), torch.ones(20, 2, device=device)
+    with torch.device(other):
+        table = shoal.HashTable(2, optimizer="sgd", initializer="zeros", device="cuda", name="t", expire_after="1d")
+        table.apply_gradients(ids, grads, enable_dedup=True, req_time=5)
+        table.save(str(tmp_path / "t"))
+        assert table.evict(10) == 0
+        table.clear()
+        table.restore(str(tmp_path / "t"))
+        assert len(table.lookup_entry(ids[:3])) == 3
+        table.as_op()
+    assert table.size() == 20

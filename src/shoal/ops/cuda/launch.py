@@ -131,7 +131,7 @@ class Told:
     """Two int64 in host memory that a kernel writes to. They are one thread's: written and read in turn."""
 
     def __init__(self, like: Tensor) -> None:
-        self._numbers = torch.zeros(2, dtype=torch.int64, pin_memory=like.is_cuda)
+        self._numbers = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=like.is_cuda)
         self.address = self._numbers.data_ptr()
         self._event = torch.cuda.Event() if like.is_cuda else None
         self._under_way = False
@@ -229,7 +229,7 @@ _captured: list[Any] = []
 def upload(values: Sequence[int], like: Tensor) -> Tensor:
     """int64 numbers on the device of a tensor, without waiting for it."""
     if like.is_cuda:
-        home = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+        home = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
         if torch.cuda.is_current_stream_capturing():  # every replay copies them anew
             _captured.append(home)
         return home.to(like.device, non_blocking=True)

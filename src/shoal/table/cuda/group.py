@@ -119,6 +119,8 @@ class Group:
     def keep(self, key: Any, make: Any, limit: int = 64) -> Any:
         """``make()``, or what it gave for the same key before; ``limit`` things in all."""
         found = self.kept.get(key)
+        if found is None and capturing(self.device):  # nothing is in it before the graph runs
+            return make()
         if found is None:
             if len(self.kept) >= limit:
                 self.kept.clear()

@@ -43,7 +43,7 @@ class Judge:
         if self._device.type != "cuda":
             _refuse_if(int(bad), whose)
         elif not capturing(self._device):
-            told = torch.empty(1, dtype=torch.int64, pin_memory=True)
+            told = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
             told.copy_(bad, non_blocking=True)
             event = torch.cuda.Event()
             event.record()

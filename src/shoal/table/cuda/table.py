@@ -246,7 +246,7 @@ class CudaHashTable(StoredTable):
         if skip is not None:
             unknown &= skip == 0
         asked = ids[unknown].cpu()
-        drop = torch.zeros(asked.numel(), dtype=torch.uint8)
+        drop = torch.zeros(asked.numel(), dtype=torch.uint8, device="cpu")
         if asked.numel():
             self._host.filtered(asked.data_ptr(), asked.numel(), dedup, remember, drop.data_ptr())
         out = torch.zeros(ids.numel(), dtype=torch.uint8, device=self.device) if skip is None else skip.clone()
@@ -301,7 +301,7 @@ class CudaHashTable(StoredTable):
         """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
         config = self.table_config.slot_expire_time_config
-        days = torch.full((32768,), config.default_expire_time, dtype=torch.int64)
+        days = torch.full((32768,), config.default_expire_time, dtype=torch.int64, device="cpu")
         for item in config.slot_expire_times:
             days[item.slot] = item.expire_time
         days, stale_slots = days.to(self.device), []
