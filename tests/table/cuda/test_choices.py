@@ -8,7 +8,9 @@ import shoal
 from shoal import _gpu
 from shoal.table import AdamOptimizer, MultiHashTable, RandomUniformInitializer, SgdOptimizer, reset_registry
 
-WAYS = [{"insert": "listed"}, {"insert": "listed", "inline": 0}, {"insert_ids": 32, "insert_warps": 1, "direct": 1}]
+WAYS = [{"insert": "listed"}]
+if torch.cuda.is_available():  # the rest makes a difference there alone
+    WAYS += [{"insert": "listed", "inline": 0, "direct": 1}, {"insert_ids": 32, "insert_warps": 1, "direct": 1}]
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: "-".join(f"{k}={v}" for k, v in way.items()))
@@ -38,7 +40,7 @@ def test_what_a_filter_or_a_bad_gradient_keeps_out_gets_no_row(way, device):
     ids, grads = torch.tensor([1, 2, 3, 2]), torch.ones(4, 2)
     grads[1] = float("nan")
     for table, to in ((cpu, "cpu"), (gpu, device)):
-        table.apply_gradients(ids.to(to), grads.to(to), distinct=to != "cpu")
+        table.apply_gradients(ids.to(to), grads.to(to))
         table.apply_gradients(ids[:3].to(to), grads[:3].to(to) * float("inf"))
     assert gpu.size() == cpu.size() == 3
     assert gpu.skipped_gradients == cpu.skipped_gradients == 4
@@ -57,12 +59,13 @@ def test_changes_are_tracked(way, device):
 
 
 def test_ids_beyond_two_buckets_go_to_the_stash(way, device):
-    table = shoal.HashTable(1, optimizer="sgd", initializer="ones", device="cuda")
+    table = shoal.HashTable(1, optimizer="sgd", device="cuda")
     table._group.max_load = 2.0
     count = table._group._buckets[0] * 8 + 40
     ids = torch.randperm(count, device=device)
     for part in ids.split(count // 3):
-        assert bool((table.lookup(torch.cat([part, part[:9]]), insert_missing=True) == 1).all())
+        batch = torch.cat([part, part[:9]])
+        assert torch.equal(table.lookup(batch, insert_missing=True), table.lookup(batch))
     rows = table._group.find(ids, 0, "rows")
     assert table.size() == rows.unique().numel() == count
     assert int(rows.min()) > 0
