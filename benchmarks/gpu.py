@@ -117,6 +117,7 @@ def find_or_insert() -> None:
         table = make(32, "sgd")
         ids = fill(table, begin)
         table._group.max_load = 2.0  # it would grow
+        table._group._grow_rows(ids.numel() + 24 * N)
         calls, repeats = 8, 2
         known = [a.clone() for a in sample(ids, 4)]
         batches = []

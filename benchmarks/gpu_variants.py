@@ -222,8 +222,9 @@ def batches(ids: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
 
 def time_inserts(load: float) -> float:
     table = gpu.make(32, "sgd")
-    ids = gpu.fill(table, load - 0.02, SLOTS, DEVICE)
+    ids = gpu.fill(table, load - 0.03, SLOTS, DEVICE)
     table._group.max_load = 2.0
+    table._group._grow_rows(ids.numel() + 24 * N)
     made = batches(ids, 20)
     return milliseconds(lambda _: table.lookup(next(made), insert_missing=True), 2, 8)
 
