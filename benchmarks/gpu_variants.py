@@ -39,11 +39,12 @@ INSERTS: dict[str, dict[str, Any]] = {
     "joint 32x1": {"insert_ids": 32, "insert_warps": 1},
     "joint 64x2": {"insert_ids": 64, "insert_warps": 2},
     "joint 256x8": {"insert_ids": 256, "insert_warps": 8},
+    "joint 64x4": {"insert_ids": 64},
     "listed": LISTED,
     "listed, claim 32x1": {**LISTED, "claim_ids": 32, "claim_warps": 1},
     "listed, claim 256x4": {**LISTED, "claim_ids": 256},
     "listed, find 32x1": {**LISTED, "find_ids": 32, "find_warps": 1, "claim_ids": 32, "claim_warps": 1},
-    "listed, find 128x4": {**LISTED, "find_ids": 128, "find_warps": 4},
+    "listed, find 64x4": {**LISTED, "find_warps": 4},
     "listed, Triton's swap": {**LISTED, "inline": 0},
     "direct": {"direct": 1},
     "listed, direct": {**LISTED, "direct": 1},
@@ -98,29 +99,35 @@ def milliseconds(call: Callable[[int], Any], repeats: int = 7, calls: int = 8, a
 
 
 def check_inserts(small: bool = INTERPRETED) -> None:
-    """Rows of ids that come often, are new in every block, spill into the stash, or are in several tables."""
+    """Ids that come often or are new in every block, in kernels that are timed later: what differs from the CPU's."""
     n = 400 if small else 200_000
+    cpu, there = (shoal.HashTable(32, optimizer="sgd", seed=3, device=d) for d in ("cpu", "cuda"))
+    for round_ in range(3):
+        ids = torch.randint(0, n * 3 // 4 * (round_ + 1), (n,))
+        ids[:: 64 - round_] = -(2**63) if round_ == 1 else (1 << 61) + round_  # new in every block
+        got = there.lookup(ids.to(DEVICE), insert_missing=True)
+        torch.testing.assert_close(got.cpu(), cpu.lookup(ids, insert_missing=True), rtol=1e-5, atol=1e-7)
+        assert there.size() == cpu.size(), (there.size(), cpu.size())
+        torch.testing.assert_close(there.lookup(ids.to(DEVICE)), got, rtol=0, atol=0)
+    check_stash(n)
+    if _gpu.chosen.insert_ids == _gpu.chosen.claim_ids == 128 and _gpu.chosen.find_ids == 64:
+        check_updates(n)  # of a way, not of its every shape: each takes some seconds to compile
+
+
+def check_updates(n: int) -> None:
+    """Inserts by updates, with times."""
     generator = torch.Generator().manual_seed(1)
     cpu, there = (shoal.HashTable(12, optimizer=shoal.Adagrad(lr=0.1), seed=3, device=d) for d in ("cpu", "cuda"))
-    for round_ in range(3):
+    for round_ in range(2):
         ids = torch.randint(0, n * 3 // 4 * (round_ + 1), (n,), generator=generator)
-        ids[:: 64 - round_] = -(2**63) if round_ == 1 else (1 << 61) + round_  # new in every block
-        on_device = ids.to(DEVICE)
-        got = there.lookup(on_device, insert_missing=True, req_time=100 + round_)
-        want = cpu.lookup(ids, insert_missing=True, req_time=100 + round_)
-        torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-7 if round_ == 0 else 2e-4)
         grads = torch.randn(n, 12, generator=generator)
-        more = torch.where(torch.rand(n, generator=generator) < 0.5, ids, ids + n)
-        there.apply_gradients(more.to(DEVICE), grads.to(DEVICE), 1, enable_dedup=True, req_time=200 + round_)
-        cpu.apply_gradients(more, grads, 1, enable_dedup=True, req_time=200 + round_)
-        distinct = torch.unique(more)
-        there.apply_gradients(distinct.to(DEVICE), grads[: len(distinct)].to(DEVICE), 1, distinct=True)
-        cpu.apply_gradients(distinct, grads[: len(distinct)], 1)
+        distinct = torch.unique(ids + n // 2)
+        for table, to in ((cpu, "cpu"), (there, DEVICE)):
+            table.apply_gradients(ids.to(to), grads.to(to), 1, enable_dedup=True, req_time=200 + round_)
+            further = {"distinct": True} if table is there else {}
+            table.apply_gradients(distinct.to(to), grads[: len(distinct)].to(to), 1, **further)
         assert there.size() == cpu.size(), (there.size(), cpu.size())
-        # A few ids come thousands of times: their sums differ in the last bits.
-        torch.testing.assert_close(there.lookup(on_device).cpu(), cpu.lookup(ids), rtol=2e-3, atol=2e-4)
-    check_stash(n)
-    check_tables(n // 4)
+        torch.testing.assert_close(there.lookup(ids.to(DEVICE)).cpu(), cpu.lookup(ids), rtol=2e-3, atol=2e-4)
 
 
 def check_stash(n: int) -> None:
@@ -141,19 +148,20 @@ def check_stash(n: int) -> None:
     assert spilt > 0
 
 
-def check_tables(each: int) -> None:
+def check_training() -> None:
     """Tables that share an index's memory."""
-    cpu, there = (gpu.training_tables(shoal.Sgd(lr=0.5), 3, 4, device) for device in ("cpu", "cuda"))  # of one seed
-    sizes = torch.tensor([each, each // 2, each], dtype=torch.int32)
-    ids = torch.randint(0, each, (int(sizes.sum()),))
-    grads = torch.randn(ids.numel() * 4)
+    tables, dim, each = (2, 8, 60) if INTERPRETED else (10, 128, 2000)
+    cpu, there = (gpu.training_tables(shoal.Sgd(lr=0.5), tables, dim, device) for device in ("cpu", "cuda"))
+    sizes = torch.full((tables,), each, dtype=torch.int32)  # of one seed
+    ids = gpu.power_law(tables * each, 1000, device="cpu")
+    grads = torch.randn(ids.numel() * dim)
     for _ in range(2):
         cpu.fused_apply_gradient(ids, None, sizes, grads, None, None, 1, 0, 1, True)
         there.fused_apply_gradient(ids.to(DEVICE), None, sizes, grads.to(DEVICE), None, None, 1, 0, 1, True)
     want, got = cpu.fused_lookup(ids, sizes, 1), there.fused_lookup(ids.to(DEVICE), sizes, 1)
     assert cpu.size() == there.size()
     assert all(torch.equal(a, b) for a, b in zip(want[1:4], got[1:4], strict=True))
-    torch.testing.assert_close(got[0].cpu(), want[0], rtol=2e-3, atol=2e-4)
+    torch.testing.assert_close(got[0].cpu(), want[0], rtol=2e-3, atol=1e-3)  # sums of hundreds, in another order
 
 
 def check_reorders() -> None:
@@ -301,11 +309,6 @@ def empty() -> None:
 
 
 GROUPS: dict[str, tuple[dict[str, dict[str, Any]], Callable[[], None], dict[str, Callable[[], float]]]] = {
-    "insert": (
-        INSERTS,
-        check_inserts,
-        {"load 0.5": lambda: time_inserts(0.5), "load 0.95": lambda: time_inserts(0.95), "growth": time_growth},
-    ),
     "reorder": (
         REORDERS,
         check_reorders,
@@ -314,8 +317,13 @@ GROUPS: dict[str, tuple[dict[str, dict[str, Any]], Callable[[], None], dict[str,
     "concat": (CONCATS, check_concats, {"155 tensors": time_concat}),
     "train": (
         TRAINS,
-        check_inserts,
+        check_training,
         {"SGD": lambda: time_training(shoal.Sgd(lr=0.01)), "Adam": lambda: time_training(shoal.Adam(lr=0.01))},
+    ),
+    "insert": (
+        INSERTS,
+        check_inserts,
+        {"load 0.5": lambda: time_inserts(0.5), "load 0.95": lambda: time_inserts(0.95), "growth": time_growth},
     ),
     "find": (FINDS, check_finds, {"dim 8": lambda: time_find(8), "dim 32": lambda: time_find(32)}),
 }
