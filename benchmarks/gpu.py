@@ -71,13 +71,13 @@ def make(dim: int, optimizer: Any, **options: Any) -> Any:
     return shoal.HashTable(dim, optimizer=optimizer, device="cuda", on_bad_gradient="ignore", **options)
 
 
-def fill(table: Any, load: float, slots: int = SLOTS) -> torch.Tensor:
+def fill(table: Any, load: float, slots: int = SLOTS, device: str = "cuda") -> torch.Tensor:
     """Puts random ids into a table of so many slots; the ids."""
     group = table._group
     group.max_load = 0.999
     group._grow_index(0, slots // 8, empty=True)
     count = int(slots * load)
-    ids = torch.randint(-(1 << 62), 1 << 62, (count,), device="cuda")
+    ids = torch.randint(-(1 << 62), 1 << 62, (count,), device=device)
     group._grow_rows(count + (64 << 20) // table.dim_size)
     for begin in range(0, count, 1 << 23):
         group.insert(ids[begin : begin + (1 << 23)], 0, counts=[min(1 << 23, count - begin)])
@@ -117,6 +117,7 @@ def find_or_insert() -> None:
         table = make(32, "sgd")
         ids = fill(table, begin)
         table._group.max_load = 2.0  # it would grow
+        table._group._grow_rows(ids.numel() + 24 * N)
         calls, repeats = 8, 2
         known = [a.clone() for a in sample(ids, 4)]
         batches = []
@@ -143,7 +144,7 @@ def insert() -> None:
             begin = time.perf_counter()
             for batch in batches:
                 rows = table._group.insert(batch, 0, counts=[N])
-                table._group.arena.start_fresh(rows, batch, 1)
+                table._group.start_fresh(rows, batch, 1)
             torch.cuda.synchronize()
             best.append((time.perf_counter() - begin) * 1e3 / count)
             del table, batches
@@ -172,15 +173,15 @@ def update() -> None:
         del table, ids, sets, grads
 
 
-def power_law(n: int, ids: int, alpha: float = 1.05) -> torch.Tensor:
+def power_law(n: int, ids: int, alpha: float = 1.05, device: str = "cuda") -> torch.Tensor:
     """Ids of 1..ids whose frequency falls with rank to the power ``alpha``, scattered over int64."""
     gamma = 1 - alpha
-    u = torch.rand(n, device="cuda", dtype=torch.float64)
+    u = torch.rand(n, device=device, dtype=torch.float64)
     rank = ((ids**gamma - 1) * u + 1) ** (1 / gamma)
     return rank.long() * 0x9E3779B97F4A7C1
 
 
-def training_tables(optimizer: Any, tables: int, dim: int) -> Any:
+def training_tables(optimizer: Any, tables: int, dim: int, device: str = "cuda") -> Any:
     from shoal.table import (
         CombineAsSegment,
         CuckooEmbeddingHashTableConfig,
@@ -198,7 +199,7 @@ def training_tables(optimizer: Any, tables: int, dim: int) -> Any:
         entry_config=EntryConfig(segments=[segment]), cuckoo=CuckooEmbeddingHashTableConfig()
     )
     configs = {f"t{i}": HashTableConfigInstance(message, [0.01]) for i in range(tables)}
-    multi = MultiHashTable.from_configs(configs, device="cuda")
+    multi = MultiHashTable.from_configs(configs, device=device)
     for table in multi.tables.values():
         table.on_bad_gradient = "ignore"
     return multi

@@ -10,18 +10,29 @@ import offline
 import torch
 
 import shoal
+from shoal import _gpu
 from shoal.ops.cuda import launch as ops_launch
 from shoal.ops.cuda import reduce, split, unique
 from shoal.table.cuda import launch, stored
 
 NOTES = []
+DIRECT = []
 
 
 class Notes:
     """A launcher."""
 
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = 4, 5
+
     def __init__(self, source, metadata):
         self.name = source.fn.fn.__name__
+
+    def launch(self, x, y, z, stream, function, cooperative, pdl, scratch, profile, *arguments):
+        """What Triton's own calls."""
+        assert (cooperative, pdl, scratch, profile) == (4, 5, None, None)
+        DIRECT.append(self.name)
+        self(x, y, z, stream, function, *arguments)
 
     def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
         plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -74,24 +85,34 @@ def watch_fast(call=ops_launch.Fast._launch):
 watch_bound()
 watch_fast()
 ops_launch.Kernel.__call__ = lambda *_, **__: None  # takes numbers alone, and has one way
-for dim, optimizer in ((6, "adam"), (1, "sgd")):
-    table = shoal.HashTable(dim, optimizer=optimizer, device="cuda", on_bad_gradient="skip")
-    for n in (64, 63, 1, 64, 0, 3):
-        ids, grads = torch.arange(n), torch.ones(n, dim)
-        table.lookup(ids)
-        table.apply_gradients(ids, grads, 1 << 40, enable_dedup=True, req_time=n)
-        table.apply_gradients(ids, grads, 1, distinct=True)
-        table.lookup(torch.arange(n + 1)[1:], insert_missing=True)  # begins at 8 bytes
-for n, dim in ((64, 16), (63, 5), (1, 1), (64, 16), (48, 32)):
-    rows, index, splits = torch.ones(n, dim), torch.zeros(n, dtype=torch.int64), torch.tensor([0, n])
-    for how in (0, 1, 2):
-        reduce.reduce_by_index(index, rows, n, how)
-    reduce.reduce_by_index(torch.zeros(2 * n, dtype=torch.int64)[::2], rows, 1, 0)
-    reduce.first_n(rows, splits, 2)
-    split.ragged_split_by_indices(index, index, splits, 20)
-    unique.fill_with_offset_map(
-        torch.arange(n), splits, torch.ones(n), torch.arange(n + 1), torch.arange(n), torch.zeros(n), [1]
-    )
+
+
+def calls():
+    for dim, optimizer in ((6, "adam"), (1, "sgd")):
+        table = shoal.HashTable(dim, optimizer=optimizer, device="cuda", on_bad_gradient="skip")
+        for n in (64, 63, 1, 64, 0, 3):
+            ids, grads = torch.arange(n), torch.ones(n, dim)
+            table.lookup(ids)
+            table.apply_gradients(ids, grads, 1 << 40, enable_dedup=True, req_time=n)
+            table.apply_gradients(ids, grads, 1, distinct=True)
+            table.lookup(torch.arange(n + 1)[1:], insert_missing=True)  # begins at 8 bytes
+    for n, dim in ((64, 16), (63, 5), (1, 1), (64, 16), (48, 32)):
+        rows, index, splits = torch.ones(n, dim), torch.zeros(n, dtype=torch.int64), torch.tensor([0, n])
+        for how in (0, 1, 2):
+            reduce.reduce_by_index(index, rows, n, how)
+        reduce.reduce_by_index(torch.zeros(2 * n, dtype=torch.int64)[::2], rows, 1, 0)
+        reduce.first_n(rows, splits, 2)
+        split.ragged_split_by_indices(index, index, splits, 20)
+        unique.fill_with_offset_map(
+            torch.arange(n), splits, torch.ones(n), torch.arange(n + 1), torch.arange(n), torch.zeros(n), [1]
+        )
+
+
+calls()
+assert not DIRECT
+with _gpu.choose(direct=1):
+    calls()
+assert len(set(DIRECT)) > 10, set(DIRECT)
 assert COMPARED["first"] > 20, COMPARED
 assert COMPARED["again"] > 60, COMPARED
 print(COMPARED)

@@ -4,8 +4,10 @@ import offline
 import torch
 
 from benchmarks.ops import layout_case
+from shoal import _gpu
 from shoal.ops.cuda import (
     codec,
+    concat,
     dedup,
     gather,
     hashing,
@@ -35,6 +37,10 @@ reorder.reorder_by_indices(ids, ids % 4, 4)
 reorder.reorder_by_indices(ids, ids % 40, 40)
 reorder.fused_reorder_by_indices([ids], 8, [4], -1)
 reorder.fused_reorder_by_indices([ids, ids, ids], 40, [4, 8, 4], -1)
+with _gpu.choose(scan=1):
+    reorder.reorder_by_indices(ids, ids % 4, 4)
+    reorder.fused_reorder_by_indices([ids], 8, [4], -1)
+concat.flat_concat([rows, rows.double().float()[:3]], 0.5, 16)
 split.split_by_indices(ids % 4, rows, 4)
 split.ragged_split_by_indices(ids % 4, ids, splits, 4)
 lookup.map_id_to_embedding([ids, ids + 64], [rows, rows], ids, True)

@@ -1,10 +1,13 @@
 """`aligned_flat_concat` and `aligned_flat_split`: many tensors as one flat buffer, for one all-reduce."""
 
+import contextlib
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal._gpu import chosen
 from shoal.errors import ConfigError
 from shoal.ops import _inputs
 
@@ -26,6 +29,11 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
         return torch.zeros(0, dtype=torch.float32)
     if any(part.dtype != parts[0].dtype for part in parts):
         raise ConfigError(f"{op}: all inputs have one dtype, got {sorted({str(p.dtype) for p in parts})}")
+    if chosen.concat == "kernel" and _alike(parts) and isinstance(scale, int | float):
+        from shoal.ops.cuda.concat import flat_concat
+
+        with torch.cuda.device(parts[0].device) if parts[0].is_cuda else contextlib.nullcontext():
+            return flat_concat(parts, float(scale), ALIGN)
     zeros = parts[0].new_zeros(ALIGN)
     pads: dict[int, Tensor] = {}
     pieces = []
@@ -42,6 +50,19 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
     if isinstance(scale, int | float):
         return flat if scale == 1 else flat * scale
     return flat * torch.as_tensor(scale).reshape(()).to(flat)
+
+
+def _alike(parts: list[Tensor]) -> bool:
+    """Whether one kernel can join them: plain numbers of one device, which nobody differentiates or traces."""
+    if torch.compiler.is_compiling() or parts[0].dtype not in (torch.float32, torch.float64):
+        return False
+    if torch._C._len_torch_dispatch_stack() or not (parts[0].is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return False
+    device, grad = parts[0].device, torch.is_grad_enabled()
+    return all(
+        type(part) in (Tensor, torch.nn.Parameter) and part.device == device and not (grad and part.requires_grad)
+        for part in parts
+    )
 
 
 def aligned_flat_split(inputs: Any, flat: Any) -> list[Tensor]:

@@ -149,6 +149,8 @@ class HashTableConfigInstance:
 
 
 def _rate(fn: Any, global_step: Any) -> float:
+    if type(fn) is float:
+        return fn
     if isinstance(fn, LearningRateFunction):
         return float(fn(global_step))
     return float(fn() if callable(fn) else fn)

@@ -42,10 +42,10 @@ def fused_lookup(
     name = table_names(tables)
     ids = as_ids(ids, name, device=_device(tables)).view(-1)
     sizes, id_offsets, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
-    splits = offsets[:: len(tables)].diff() if tables else torch.zeros(num_of_shards, dtype=torch.int64, device="cpu")
-    told = _int32(splits, name), _int32(id_offsets, name), _int32(offsets, name)  # before memory is taken for them
+    # Before memory is taken for the rows.
+    splits, begins, ends = _told(id_offsets, offsets, len(tables), num_of_shards, name)
     out = lookup_blocks(tables, ids, sizes, num_of_shards, int(offsets[-1]))
-    return out, *told, ids
+    return out, splits, begins, ends, ids
 
 
 def lookup_blocks(tables: Sequence[HashTable], ids: Tensor, sizes: Tensor, sources: int, floats: int) -> Tensor:
@@ -188,6 +188,21 @@ def _few_blocks(sizes: tuple[int, ...], dims: tuple[int, ...]) -> tuple[Tensor, 
 
 def _offsets(sizes: Tensor) -> Tensor:
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+
+def _told(id_offsets: Tensor, offsets: Tensor, tables: int, shards: int, name: str) -> tuple[Tensor, ...]:
+    """Floats of each shard, and both offsets, int32: the caller's own."""
+    if tables and offsets.numel() <= _FEW:
+        return tuple(t.clone() for t in _few_told(tuple(id_offsets.tolist()), tuple(offsets.tolist()), tables, name))
+    splits = offsets[::tables].diff() if tables else offsets.new_zeros(shards)
+    return tuple(_int32(numbers, name) for numbers in (splits, id_offsets, offsets))
+
+
+@functools.lru_cache(maxsize=64)
+def _few_told(begins: tuple[int, ...], floats: tuple[int, ...], tables: int, name: str) -> tuple[Tensor, ...]:
+    """`_told` of a few blocks. Nobody writes to these tensors."""
+    splits = [b - a for a, b in itertools.pairwise(floats[::tables])]
+    return tuple(_int32(torch.tensor(n, dtype=torch.int64, device="cpu"), name) for n in (splits, begins, floats))
 
 
 def _int32(values: Tensor, name: str) -> Tensor:

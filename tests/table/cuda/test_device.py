@@ -7,7 +7,7 @@ import torch
 from gpu_tables import pair
 
 import shoal
-from shoal.errors import CapacityError, ConfigError
+from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table import TouchedKeySet, save_incremental
 
 
@@ -226,3 +226,83 @@ def test_a_table_works_on_its_own_device_whatever_the_current_one_is():
     other.apply_gradients(ids.to("cuda:1"), grads.to("cuda:1"))
     assert torch.cuda.current_device() == 0
     torch.testing.assert_close(other.lookup(ids.to("cuda:1")).cpu(), cpu.lookup(ids))
+
+
+@pytest.mark.gpu
+def test_ids_that_replays_brought_count_when_there_must_be_room():
+    table = shoal.HashTable(4, optimizer="sgd", device="cuda", on_bad_gradient="ignore").reserve(4000)
+    ids = torch.arange(1000, device="cuda")
+    table.lookup(ids, insert_missing=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        table.lookup(ids, insert_missing=True)
+    room = table._group.arena.room
+    for round_ in range(1, 4):
+        ids.copy_(torch.arange(1000) + 1000 * round_)
+        graph.replay()
+    more = torch.arange(room - 2000, device="cuda") + (1 << 40)  # fits beside the 1000 ids that the host has counted
+    table.lookup(more, insert_missing=True)
+    assert table.size() == 4000 + more.numel()
+
+
+@pytest.mark.gpu
+def test_a_captured_step_of_several_tables_outlives_the_plans_and_rates_that_it_was_made_with():
+    from gpu_tables import config
+
+    from shoal.table import MultiHashTable, SgdOptimizer, ZerosInitializer, reset_registry
+
+    reset_registry()
+    segment = [(2, ZerosInitializer(), SgdOptimizer())]
+    many = MultiHashTable.from_configs({"a": config(segment, [1.0]), "b": config(segment, [0.5])}, device="cuda")
+    for table in many.tables.values():
+        table.on_bad_gradient = "ignore"
+        table.reserve(10_000)
+    ids, grads = torch.arange(64, device="cuda"), torch.ones(128, device="cuda")
+
+    def step(sizes):
+        many.fused_apply_gradient(ids, None, torch.tensor(sizes), grads, None, None, 1, 0, 1, True)
+
+    step([32, 32])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step([32, 32])
+    for i in range(64):
+        many.tables["a"]._group.keep(("other", i), lambda: torch.full((2,), 9.0, device="cuda"))
+        step([i, 64 - i])
+    before = many.fused_lookup(ids, torch.tensor([32, 32]), 1)[0].clone()
+    graph.replay()
+    change = many.fused_lookup(ids, torch.tensor([32, 32]), 1)[0] - before
+    torch.testing.assert_close(change.cpu(), torch.tensor([-1.0] * 64 + [-0.5] * 64))
+
+
+@pytest.mark.gpu
+def test_the_first_write_with_a_time_is_not_captured():
+    table = shoal.HashTable(4, optimizer="sgd", device="cuda").reserve(100)
+    ids = torch.arange(10, device="cuda")
+    table.lookup(ids, insert_missing=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+
+    def step():
+        ids.add_(0)  # an empty graph would be warned of
+        table.lookup(ids, insert_missing=True, req_time=5)
+
+    with pytest.raises(UnsupportedError, match="run the step once"), torch.cuda.graph(graph):
+        step()
+
+
+def test_tables_do_not_mind_another_default_device(tmp_path, device):
+    other = "meta" if device.type == "cpu" else "cuda"  # where nothing native could write
+    ids, grads = torch.arange(20, device=device), torch.ones(20, 2, device=device)
+    with torch.device(other):
+        table = shoal.HashTable(2, optimizer="sgd", initializer="zeros", device="cuda", name="t", expire_after="1d")
+        table.apply_gradients(ids, grads, enable_dedup=True, req_time=5)
+        table.save(str(tmp_path / "t"))
+        assert table.evict(10) == 0
+        table.clear()
+        table.restore(str(tmp_path / "t"))
+        assert len(table.lookup_entry(ids[:3])) == 3
+        table.as_op()
+    assert table.size() == 20

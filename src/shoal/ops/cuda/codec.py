@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.launch import Fast, blocks
+from shoal.ops.cuda.launch import Fast, blocks, on_its_device
 
 
 @Fast
@@ -63,6 +63,7 @@ def _add_peer(
     tl.store(counts + place, tl.load(counts + place, mask=inside, other=0) + 1, mask=inside)
 
 
+@on_its_device
 def unpack12(packed: Tensor, n: int) -> Tensor:
     """The ``n`` int64 indices of uint8 ``packed``, flat."""
     out = torch.empty(n, dtype=torch.int64, device=packed.device)
@@ -71,6 +72,7 @@ def unpack12(packed: Tensor, n: int) -> Tensor:
     return out
 
 
+@on_its_device
 def dequantize(q: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     """``table[q]``: uint8 numbers of any shape, float32 ``[256]``."""
     q = q.contiguous()
@@ -80,6 +82,7 @@ def dequantize(q: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@on_its_device
 def add_peer(
     values: Tensor,
     counts: Tensor,

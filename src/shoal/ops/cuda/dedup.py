@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.ops.cuda.hashing import insert
-from shoal.ops.cuda.launch import Kernel, aligned, blocks, pointer
+from shoal.ops.cuda.launch import Kernel, aligned, blocks, on_its_device, pointer
 
 _BLOCK = 1024
 _SCANNED = 8192  # blocks whose counts one program adds up
@@ -99,6 +99,7 @@ def dedup(keys: Tensor, starts: Tensor | None = None, inverse_dtype: torch.dtype
     return Distinct(distinct, inverse, bases_tensor[count:], work[2 * room : 2 * room + n], bases_tensor)
 
 
+@on_its_device
 def unique_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct ids in order of first occurrence, and each id's place among them, int64; waits for their number."""
     ids = ids.contiguous()

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal import _core
+from shoal._gpu import c_launcher, chosen
 from shoal.errors import ConfigError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -47,11 +48,14 @@ class Kernel:
         if made is None:
             # A number that is neither narrow nor a multiple of anything: nothing is assumed of the real ones.
             kernel = self.jit.warmup(*[(1 << 40) + 7] * len(args), grid=(1,), num_warps=warps, **constants)
-            made = self._made[key] = kernel.run, kernel.function, kernel.packed_metadata
-        run, function, metadata = made
-        run(
-            grid, 1, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *args, *values
-        )  # fmt: skip
+            made = self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, c_launcher(kernel.run)
+        run, function, metadata, direct = made
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if direct is not None and chosen.direct:
+            call, between = direct
+            call(grid, 1, 1, stream, function, *between, metadata, None, None, None, *args, *values)
+            return
+        run(grid, 1, 1, stream, function, metadata, None, None, None, *args, *values)
 
 
 class Fast:
@@ -75,6 +79,7 @@ class Fast:
             return
         device = torch._C._cuda_getDevice()
         key: list[Any] = [device, *constants.values()]
+        plain = []
         for arg in args:
             kind = type(arg)
             if kind is int:
@@ -83,23 +88,28 @@ class Fast:
                 key.append(float)
             elif isinstance(arg, Tensor):
                 key.append(arg.dtype)
-                key.append(arg.data_ptr() & 15 == 0)
+                arg = arg.data_ptr()
+                key.append(arg & 15 == 0)
             else:
                 self.jit[grid](*args, **constants)
                 return
+            plain.append(arg)
         known = tuple(key)
         made = self._made.get(known)
         if made is None:
             kernel = self.jit[grid](*args, **constants)
             names = self.jit.arg_names[len(args) :]
             ordered = tuple(constants[name] for name in names)
-            self._made[known] = kernel.run, kernel.function, kernel.packed_metadata, ordered
+            self._made[known] = kernel.run, kernel.function, kernel.packed_metadata, ordered, c_launcher(kernel.run)
             return
-        run, function, metadata, ordered = made
+        run, function, metadata, ordered, direct = made
         x, y = grid if len(grid) == 2 else (grid[0], 1)
-        run(
-            x, y, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *args, *ordered
-        )  # fmt: skip
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if direct is not None and chosen.direct:
+            call, between = direct
+            call(x, y, 1, stream, function, *between, metadata, None, None, None, *plain, *ordered)
+            return
+        run(x, y, 1, stream, function, metadata, None, None, None, *args, *ordered)
 
 
 def _kind_of(number: int) -> int:
@@ -117,12 +127,46 @@ def aligned(count: int) -> int:
     return (count + 63) & ~63
 
 
+class Told:
+    """Two int64 in host memory that a kernel writes to. They are one thread's: written and read in turn."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._numbers = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=like.is_cuda)
+        self.address = self._numbers.data_ptr()
+        self._event = torch.cuda.Event() if like.is_cuda else None
+        self._under_way = False
+
+    def sent(self) -> None:
+        """The kernel is launched."""
+        if self._event is not None:
+            self._event.record()
+            self._under_way = True
+
+    def read(self) -> list[int]:
+        """Waits until it has run."""
+        if self._event is not None and self._under_way:
+            self._event.synchronize()
+            self._under_way = False
+        return self._numbers.tolist()
+
+
+def new_told(like: Tensor) -> Told:
+    """The thread's own."""
+    device = like.get_device()
+    told = _mine.told.get(device)
+    if told is None:
+        told = _mine.told[device] = Told(like)
+    told.read()  # what a call that failed has left
+    return told
+
+
 class _Mine(threading.local):
     """What a thread has of its own."""
 
     def __init__(self) -> None:
         self.checks = True
         self.flags: dict[tuple[int, int], Tensor] = {}  # device and stream -> flag
+        self.told: dict[int, Told] = {}  # by device
 
 
 _mine = _Mine()
@@ -178,11 +222,54 @@ def raise_if(flag: Tensor, message: Callable[[int], str]) -> None:
         raise ConfigError(message(value))
 
 
+_captured: list[Any] = []
+"""What captured graphs read at every replay, and nobody else keeps."""
+
+
 def upload(values: Sequence[int], like: Tensor) -> Tensor:
     """int64 numbers on the device of a tensor, without waiting for it."""
     if like.is_cuda:
-        return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(like.device, non_blocking=True)
+        home = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
+        if torch.cuda.is_current_stream_capturing():  # every replay copies them anew
+            _captured.append(home)
+        return home.to(like.device, non_blocking=True)
     return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+
+class Made:
+    """Tensors on a device that were made once and serve many calls, on any stream."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._tensors, self._event, self._stream = tensors, None, 0
+        if tensors[0].is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+            self._stream = torch.cuda.current_stream().cuda_stream
+
+    def use(self) -> tuple[Tensor, ...]:
+        """The tensors, for the current stream."""
+        if self._event is not None:
+            if torch.cuda.is_current_stream_capturing():
+                _captured.append(self._tensors)
+            elif torch._C._cuda_getCurrentRawStream(self._tensors[0].get_device()) != self._stream:
+                stream = torch.cuda.current_stream()
+                stream.wait_event(self._event)
+                for tensor in self._tensors:
+                    tensor.record_stream(stream)
+        return self._tensors
+
+
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions that are called with tensors of any device: the first argument's is the current one inside."""
+
+    @wraps(function)
+    def call(first: Tensor, *args: Any, **options: Any) -> Any:
+        if not first.is_cuda or first.get_device() == torch._C._cuda_getDevice():
+            return function(first, *args, **options)
+        with torch.cuda.device(first.device):
+            return function(first, *args, **options)
+
+    return call
 
 
 def blocks(count: int, size: int) -> tuple[int]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.ops.cuda import launch
-from shoal.ops.cuda.launch import ELEMENTS, Fast, pointer, upload
+from shoal.ops.cuda.launch import ELEMENTS, Fast, Made, pointer, upload
 from shoal.ops.layout.blocks import Request
 from shoal.ops.layout.op import _check_grads, _layout_cpu, _requests
 from shoal.ops.layout.plan import Plan, plan_of_key
@@ -119,13 +119,13 @@ def _tasks(plan: Plan) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _tiles(key: str, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _tiles(key: str, batch: int, device: torch.device) -> Made:
     """The tasks on the device, and per tile of one request: its task, and the float of it that it begins with."""
     tasks = _tasks(plan_of_key(key)).to(device)
     counts = (batch * tasks[:, 6] * tasks[:, 10] + _BLOCK - 1) // _BLOCK
     task = torch.arange(tasks.shape[0], device=device).repeat_interleave(counts)
     first = (counts.cumsum(0) - counts)[task]
-    return tasks, task, (torch.arange(task.shape[0], device=device) - first) * _BLOCK
+    return Made((tasks, task, (torch.arange(task.shape[0], device=device) - first) * _BLOCK))
 
 
 @lru_cache(maxsize=64)
@@ -161,7 +161,7 @@ def _run(
         _check_offsets[launch.blocks(max(q.nfl[1], q.rows[1]), 1024)](
             nfl[q.nfl[0] :], q.nfl[1], rows[q.rows[0] :], q.rows[1], q.fids[1], flag, BLOCK=1024
         )
-        tasks, tile_tasks, tile_starts = _tiles(plan.key, q.batch, like.device)
+        tasks, tile_tasks, tile_starts = _tiles(plan.key, q.batch, like.device).use()
         if not tile_tasks.shape[0]:
             continue
         blocks = len(q.blocks)

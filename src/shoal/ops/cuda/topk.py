@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.launch import Fast, blocks
+from shoal.ops.cuda.launch import Fast, blocks, on_its_device
 
 
 @Fast
@@ -34,6 +34,7 @@ def _choose(marks, ends, chosen, n, k, BLOCK: tl.constexpr):
     tl.store(chosen + (end & 4294967295) + ties - 1, i, mask=mine)
 
 
+@on_its_device
 def largest(flat: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Indices of the ``k`` (1 or more) largest magnitudes, ascending, and int32 ``[1]``: not 0 if one is not finite.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ops.cuda import launch
 from shoal.ops.cuda.dedup import dedup
-from shoal.ops.cuda.launch import Fast, blocks, part_of, steps, upload
+from shoal.ops.cuda.launch import Fast, blocks, on_its_device, part_of, steps, upload
 
 
 @Fast
@@ -233,6 +233,7 @@ class _Map:
         return out
 
 
+@on_its_device
 def fill_with_offset_map(
     pos: Tensor, pos_splits: Tensor, value: Tensor, offset_splits: Tensor, offsets: Tensor, buffer: Tensor,
     dims: Sequence[int], disjoint: bool = False,

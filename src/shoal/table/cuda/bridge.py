@@ -43,8 +43,8 @@ def copy_of(native: _core.Table, stripe: int = -1) -> tuple[Tensor, Tensor, Tens
     """Ids, times and words ``[n, words]`` of all rows of a CPU table, or of a stripe's; bytes of serving rows."""
     copied = _core.copy_rows(native, stripe)
     n, head, state = len(copied), copied.head_bytes, copied.row_bytes - copied.head_bytes
-    ids, times = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
-    heads, states = (torch.empty(n, size, dtype=torch.uint8) for size in (head, state))
+    ids, times = torch.empty(2, n, dtype=torch.int64, device="cpu").unbind()
+    heads, states = (torch.empty(n, size, dtype=torch.uint8, device="cpu") for size in (head, state))
     copied.copy_to(ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr())
     rows = torch.cat([heads, states], 1) if state else heads
     return ids, times, rows if native.layout.serving else rows.view(torch.float32)
@@ -53,10 +53,10 @@ def copy_of(native: _core.Table, stripe: int = -1) -> tuple[Tensor, Tensor, Tens
 def fetch(native: _core.Table, ids: Tensor, dim: int, words: int, pin: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Which of ``ids`` a CPU table has (bool), and the times, weights and states of those, in order."""
     n = ids.numel()
-    found = torch.zeros(n, dtype=torch.bool)
-    times = torch.empty(n, dtype=torch.int64, pin_memory=pin)
-    heads = torch.empty(n, dim, dtype=torch.float32, pin_memory=pin)
-    states = torch.empty(n, words - dim, dtype=torch.float32, pin_memory=pin and words > dim)
+    found = torch.zeros(n, dtype=torch.bool, device="cpu")
+    times = torch.empty(n, dtype=torch.int64, device="cpu", pin_memory=pin)
+    heads = torch.empty(n, dim, dtype=torch.float32, device="cpu", pin_memory=pin)
+    states = torch.empty(n, words - dim, dtype=torch.float32, device="cpu", pin_memory=pin and words > dim)
     count = _core.fetch_rows(
         native,
         ids.data_ptr(),
@@ -73,7 +73,7 @@ def from_device(tensor: Tensor) -> Tensor:
     """A copy in host memory, by way of pinned memory."""
     if tensor.device.type != "cuda":
         return tensor.contiguous()
-    home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    home = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     home.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return home

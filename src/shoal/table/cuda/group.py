@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import CapacityError, ConfigError
+from shoal._gpu import chosen
+from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table.cuda import counts as c
 from shoal.table.cuda import index_kernels as ik
+from shoal.table.cuda import list_kernels as lk
 from shoal.table.cuda.arena import MAX_ROWS, Arena
 from shoal.table.cuda.backend import capturing, interpreted
 from shoal.table.cuda.counts import Counts
-from shoal.table.cuda.launch import cdiv, launch, power_of_2
+from shoal.table.cuda.launch import cdiv, launch, one_thread_each, power_of_2
 from shoal.table.cuda.layout import RowLayout
 from shoal.table.cuda.memory import make_store
-from shoal.table.cuda.shapes import find_shape, insert_shape
+from shoal.table.cuda.shapes import claim_shape, find_shape, insert_shape
 
 EMPTY = ik.EMPTY.value
 ROW = ik.ROW.value
@@ -52,12 +54,18 @@ class Group:
         self.arena = Arena(layout, device)
         self.counts = Counts(tables, device)
         self.spare = torch.zeros(1 << 16, dtype=torch.int64, device=device)
+        self.listed: Tensor | None = None
+        """The ids that the last `insert` gave rows, for `Arena.start_fresh`, if it listed them."""
         self.kept: dict[Any, Any] = {}
         """What callers made once for many batches, such as learning rates on the device."""
         self.epoch = 0
         """Which rows that are written now carry; 0: none, nobody keeps track of changes."""
         self.untracked_graph = False
         """Whether a CUDA graph was captured that writes rows without their epoch."""
+        self.captured: list[Any] = []
+        """What captured graphs read, beside the group itself."""
+        self.replayed = False
+        """Whether there is a captured graph that inserts ids, which the host does not count."""
         self._lock = threading.RLock()
         self._former: list[int] = []  # current devices before each entrance
         self._stream: torch.cuda.Stream | None = None
@@ -111,11 +119,19 @@ class Group:
     def keep(self, key: Any, make: Any, limit: int = 64) -> Any:
         """``make()``, or what it gave for the same key before; ``limit`` things in all."""
         found = self.kept.get(key)
+        if found is None and capturing(self.device):  # nothing is in it before the graph runs
+            return make()
         if found is None:
             if len(self.kept) >= limit:
                 self.kept.clear()
             found = self.kept[key] = make()
-        return found
+        return self.hold(found)
+
+    def hold(self, thing: Any) -> Any:
+        """Keeps what is read now for as long as a graph that is being captured may read it."""
+        if capturing(self.device) and not any(held is thing for held in self.captured):
+            self.captured.append(thing)
+        return thing
 
     # --- growth -------------------------------------------------------------------------------------------------------
 
@@ -138,6 +154,8 @@ class Group:
         """
         if capturing(self.device):
             return
+        if self.replayed:
+            self.counts.look_anew()
         self.counts.look()
         if self._fits(counts):
             return
@@ -287,15 +305,95 @@ class Group:
         Raises:
             CapacityError: the GPU is full; the group is as it was.
         """
+        self._before_insert(counts, time)
+        if chosen.insert == "listed" and ids.numel():
+            out = torch.empty(ids.numel(), dtype=torch.int32, device=self.device)
+            self._insert_listed(ids, table, out, False, time, only_new, drop, gate)
+        else:
+            self.listed = None
+            out = self._insert(ids, table, time=time, only_new=only_new, drop=drop, gate=gate)
+        self._after_insert(counts)
+        return out
+
+    def lookup_or_insert(
+        self, ids: Tensor, table: int, seed: int, *, counts: list[int], time: int = 0, drop: Tensor | None = None
+    ) -> Tensor:
+        """float32 ``[n, dim]``: the weights of ids; an id without a row gets one, and it alone gets the time.
+
+        Raises:
+            CapacityError: the GPU is full; the group is as it was.
+        """
+        self._before_insert(counts, time)
+        out = torch.empty(ids.numel(), self.layout.dim, dtype=torch.float32, device=self.device)
+        if ids.numel():
+            self._insert_listed(ids, table, out, True, time, True, drop, None)
+            self.start_fresh(ids, ids, seed, out=out)
+        self._after_insert(counts)
+        return out
+
+    def start_fresh(
+        self, rows: Tensor, ids: Tensor, seed: int, *, every: bool = False, out: Tensor | None = None
+    ) -> None:
+        """`Arena.start_fresh` of rows that the last `insert` gave."""
+        self.arena.start_fresh(rows, ids, seed, every=every, out=out, listed=self.listed, state=self.counts.words)
+
+    def _before_insert(self, counts: list[int], time: int) -> None:
         if time and not self.arena.timed:
+            if capturing(self.device):  # each replay would forget the times
+                raise UnsupportedError("the first write with a req_time cannot be captured; run the step once before")
             self.arena.keep_times()
         self.make_room(counts)
-        out = self._insert(ids, table, time=time, only_new=only_new, drop=drop, gate=gate)
+
+    def _after_insert(self, counts: list[int]) -> None:
         if not capturing(self.device):
             self.counts.add(counts, self.arena.room)
-        elif not self.arena.tracked:
+            return
+        self.replayed = True
+        if not self.arena.tracked:
             self.untracked_graph = True
-        return out
+
+    def _insert_listed(
+        self,
+        ids: Tensor,
+        table: int | Tensor,
+        out: Tensor,
+        weights: bool,
+        time: int,
+        only_new: bool,
+        drop: Tensor | None,
+        gate: Tensor | None,
+    ) -> None:
+        """`_insert` by way of a list; ``out`` gets the rows, or the weights of known ids."""
+        n, multi = ids.numel(), isinstance(table, Tensor)
+        tensors, strides = self._index_arguments(table)
+        arena, layout, epochs = self.arena, self.layout, self.arena.epochs
+        track = epochs is not None and arena.tracked
+        stamps = arena.times.tensor, epochs.tensor if track else arena.times.tensor
+        state, tables = self.counts.words, table if multi else ids
+        seconds = time - (1 << 32) if time >= 1 << 31 else time
+        self.listed = listed = torch.empty(n, dtype=torch.int64, device=self.device)
+        width = power_of_2(layout.dim) if weights else 1
+        block, warps = find_shape(width)
+        launch(
+            lk.seek, cdiv(n, block), ids, tables, ids if drop is None else drop, ids if gate is None else gate,
+            *tensors, state, *stamps, arena.tensor, listed, out, out, n, self.salt, seconds, *strides,
+            MULTI=multi, DROP=drop is not None, GATE=gate is not None, STAMP=arena.timed and not only_new,
+            TRACK=track and not only_new, WEIGHTS=weights, D=layout.dim if weights else 1, WIDTH=width,
+            STRIDE=layout.stride, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        block, warps = claim_shape()
+        constants = {
+            "MULTI": multi, "STAMP": 0 if not arena.timed else 2 if only_new else 1,
+            "TRACK": 0 if not track else 2 if only_new else 1, "OUT": not weights, "INLINE": False, "BLOCK": block,
+            "num_warps": warps,
+        }  # fmt: skip
+        arguments = (
+            ids, tables, *tensors, state, self.free_rows.tensor, *stamps, self.spare, listed, out, self.salt, seconds,
+            *strides,
+        )  # fmt: skip
+        if chosen.inline and not interpreted():
+            constants["INLINE"] = one_thread_each(lk.claim, arguments, {**constants, "INLINE": True})
+        launch(lk.claim, cdiv(n, block), *arguments, **constants)
 
     def _insert(
         self,
@@ -413,7 +511,7 @@ class Group:
         """Takes the contents of another group of the same layout, which gets this one's."""
         if other.layout.words != self.layout.words or other.tables != self.tables:
             raise ConfigError("groups of different layouts cannot be exchanged")
-        kept = ("_lock", "_stream", "stream", "_former", "epoch", "untracked_graph")
+        kept = ("_lock", "_stream", "stream", "_former", "epoch", "untracked_graph", "captured", "replayed")
         mine = {name: value for name, value in self.__dict__.items() if name not in kept}
         theirs = {name: value for name, value in other.__dict__.items() if name not in kept}
         for group, old, new in ((self, mine, theirs), (other, theirs, mine)):

@@ -25,7 +25,10 @@ NEXT = tl.constexpr(2)  # first row that was never used, when the list was made
 ROOM = tl.constexpr(3)  # rows there is memory for
 LOST = tl.constexpr(4)  # ids that found no room: only a captured graph that outran its reserve makes any
 EPOCH = tl.constexpr(6)  # what rows that are written now carry, while changes are tracked
-COMMON_WORDS = tl.constexpr(8)
+LISTED = tl.constexpr(8)  # ids that are missing, while they are listed; 0 between calls
+CLAIMED = tl.constexpr(9)  # as many, from the end of `claim` on
+DONE = tl.constexpr(10)  # programs of `claim` that have ended; 0 between calls
+COMMON_WORDS = tl.constexpr(16)
 BUCKETS = tl.constexpr(0)
 LOW_MASK = tl.constexpr(1)
 STASH_MASK = tl.constexpr(2)
@@ -52,7 +55,7 @@ def _bucket(h, buckets, low):
 
 
 @triton.jit
-def _places(ids, words, table, salt, MULTI: tl.constexpr):
+def places_of(ids, words, table, salt, MULTI: tl.constexpr):
     """Key, first and second bucket, first place in the stash, and the stash's mask."""
     h = hash_id(ids ^ salt)
     if MULTI:
@@ -68,7 +71,7 @@ def _places(ids, words, table, salt, MULTI: tl.constexpr):
 
 
 @triton.jit
-def _probe(keys, rows, base, key, mask):
+def probe(keys, rows, base, key, mask):
     """Row (-1: none), slot of the hit and of the first free slot (8: none) in a bucket."""
     lane = tl.arange(0, 8)[None, :]
     at = base[:, None] * 8 + lane
@@ -109,13 +112,13 @@ def find(
     m = o < n
     id = tl.load(ids + o, mask=m, other=0)
     table = tl.load(table_of + o, mask=m, other=0).to(tl.int64) if MULTI else tl.zeros([BLOCK], tl.int64)
-    key, first, second, home, stash_mask = _places(id, words, table, salt, MULTI)
+    key, first, second, home, stash_mask = places_of(id, words, table, salt, MULTI)
     bucket_base = table * (key_stride // 8)
-    row, slot, free = _probe(keys, rows, bucket_base + first, key, m)
+    row, slot, free = probe(keys, rows, bucket_base + first, key, m)
     where = (bucket_base + first) * 8 + slot
     todo = m & (slot == 8)
     if tl.max(todo.to(tl.int32), axis=0) > 0:
-        row2, slot2, free2 = _probe(keys, rows, bucket_base + second, key, todo)
+        row2, slot2, free2 = probe(keys, rows, bucket_base + second, key, todo)
         row = tl.where(todo, row2, row)
         where = tl.where(todo, (bucket_base + second) * 8 + slot2, where)
         todo = todo & (slot2 == 8)
@@ -188,9 +191,9 @@ def insert(
     if GATE:
         m = m & (tl.load(gate) == 0)
     table = tl.load(table_of + o, mask=m, other=0).to(tl.int64) if MULTI else tl.zeros([BLOCK], tl.int64)
-    key, first, second, home, stash_mask = _places(id, words, table, salt, MULTI)
+    key, first, second, home, stash_mask = places_of(id, words, table, salt, MULTI)
     bucket_base = table * (key_stride // 8)
-    row, slot, free = _probe(keys, rows, bucket_base + first, key, m)
+    row, slot, free = probe(keys, rows, bucket_base + first, key, m)
     where = (bucket_base + first) * 8 + slot
     known = m & (slot < 8)
     todo = m & (slot == 8)
@@ -200,7 +203,7 @@ def insert(
     # has not given a row yet.
     open_ = todo | (known & (row < 0))
     if tl.max(open_.to(tl.int32), axis=0) > 0:
-        row2, slot2, free2 = _probe(keys, rows, bucket_base + second, key, todo)
+        row2, slot2, free2 = probe(keys, rows, bucket_base + second, key, todo)
         hit2 = todo & (slot2 < 8)
         row = tl.where(hit2, row2, row)
         where = tl.where(hit2, (bucket_base + second) * 8 + slot2, where)

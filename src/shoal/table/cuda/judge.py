@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import torch
@@ -20,6 +21,7 @@ class Judge:
         self._told: deque[tuple[Tensor, torch.cuda.Event, str]] = deque()
         self._skipped = 0
         self._skipped_there: Tensor | None = None
+        self._checking = threading.Lock()
 
     def judge(self, grads: Tensor, dim: int, how: str) -> tuple[Tensor | None, Tensor | None]:
         """Gate and drop for `Group.insert`."""
@@ -41,7 +43,7 @@ class Judge:
         if self._device.type != "cuda":
             _refuse_if(int(bad), whose)
         elif not capturing(self._device):
-            told = torch.empty(1, dtype=torch.int64, pin_memory=True)
+            told = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
             told.copy_(bad, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -49,14 +51,17 @@ class Judge:
 
     def check(self, wait: bool = False) -> None:
         """Raises for the gradients of a call before that turned out to be bad."""
-        while self._told and not capturing(self._device):
-            told, event, whose = self._told[0]
-            if wait:
-                event.synchronize()
-            elif not event.query():
-                return
-            self._told.popleft()
-            _refuse_if(int(told), whose)
+        if not self._told or capturing(self._device):
+            return
+        with self._checking:
+            while self._told:
+                told, event, whose = self._told[0]
+                if wait:
+                    event.synchronize()
+                elif not event.query():
+                    return
+                self._told.popleft()
+                _refuse_if(int(told), whose)
 
     @property
     def skipped(self) -> int:

@@ -6,12 +6,14 @@ constants are all that tells kernels apart: numbers are not specialised, tensors
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
+from shoal._gpu import c_launcher, chosen
 from shoal.table.cuda.backend import interpreted
 
 _WIDE = 1 << 31
@@ -62,25 +64,30 @@ class Bound:
         addresses = 0
         key = torch._C._cuda_getDevice()
         bit = 1 << 16
+        plain = []
         for argument in arguments:
             kind = type(argument)
-            if kind is Tensor:
-                addresses |= argument.data_ptr()
-            elif kind is int:
+            if kind is int:
                 if not -_WIDE <= argument < _WIDE:
                     key |= bit
-            elif isinstance(argument, Tensor):
-                addresses |= argument.data_ptr()
+            elif kind is Tensor or isinstance(argument, Tensor):
+                argument = argument.data_ptr()
+                addresses |= argument
+            plain.append(argument)
             bit += bit
         made = self._made.get(key)
         if made is None or addresses & 15:
             self._slowly(programs, arguments, None if addresses & 15 else key)
             return
-        run, function, metadata, kernel = made
+        run, function, metadata, kernel, direct = made
         stream = torch._C._cuda_getCurrentRawStream(key & 0xFFFF)
         hooks = triton.knobs.runtime
         enter, leave = _listened(hooks.launch_enter_hook), _listened(hooks.launch_exit_hook)
         ordered, watched = self._ordered, None
+        if direct is not None and chosen.direct and enter is None and leave is None:
+            call, between = direct
+            call(programs, 1, 1, stream, function, *between, metadata, None, None, None, *plain, *ordered)
+            return
         if enter is not None:
             watched = kernel.launch_metadata((programs, 1, 1), stream, *arguments, *ordered)
         run(programs, 1, 1, stream, function, metadata, watched, enter, leave, *arguments, *ordered)
@@ -90,7 +97,7 @@ class Bound:
         kernel = self._fn[(programs,)](*arguments, **self._constants, **self._options)
         if key is not None:
             self._ordered = tuple(self._constants[name] for name in self._fn.arg_names[len(arguments) :])
-            self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, kernel
+            self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, kernel, c_launcher(kernel.run)
 
 
 def _listened(hook: Any) -> Any:
@@ -101,3 +108,38 @@ def _listened(hook: Any) -> Any:
 def launch(fn: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Runs ``programs`` programs of a kernel: run-time arguments in order, then its constants and options by name."""
     Bound.of(fn, **constants)(programs, *arguments)
+
+
+_CHECKED: dict[Any, bool] = {}
+
+
+def one_thread_each(fn: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> bool:
+    """Whether the inline assembly of a kernel, which has it once, runs once for each element.
+
+    Triton may hold an element in several threads, which is no matter to its own operations. It compiles the kernel.
+    """
+    key = (fn, torch._C._cuda_getDevice(), *constants.values())
+    found = _CHECKED.get(key)
+    if found is None:
+        kinds = [argument.dtype if isinstance(argument, Tensor) else argument for argument in arguments]
+        found = _CHECKED[key] = runs_once(fn.warmup(*kinds, grid=(1,), **constants).asm["ttgir"])
+    return found
+
+
+def runs_once(ttgir: str) -> bool:
+    """Whether every line of inline assembly has a one-dimensional layout with no more threads than elements."""
+    layouts = dict(re.findall(r"^#(\w+) = #ttg\.blocked<\{(.*)\}>", ttgir, re.MULTILINE))
+    lines = [line for line in ttgir.splitlines() if "elementwise_inline_asm" in line]
+    for line in lines:
+        shape = re.search(r"-> tensor<(\d+)x\w+, #(\w+)>", line)
+        if shape is None or shape[2] not in layouts:
+            return False
+        held = 1
+        for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA"):
+            numbers = re.search(rf"{name} = \[(\d+)\]", layouts[shape[2]])
+            if numbers is None:
+                return False
+            held *= int(numbers[1])
+        if held > int(shape[1]):
+            return False
+    return bool(lines)

@@ -123,7 +123,7 @@ class RowLayout:
 
     def from_native(self, rows: Tensor) -> Tensor:
         """Rows of a CPU table of serving entries, uint8 ``[n, bytes]``, whose codes have no gaps, as words."""
-        out = torch.zeros(rows.shape[0], 4 * self.words, dtype=torch.uint8)
+        out = torch.zeros(rows.shape[0], 4 * self.words, dtype=torch.uint8, device="cpu")
         for s, begin in zip(self.segments, self._native_codes(), strict=True):
             out[:, 4 * s.code : 4 * s.code + s.code_bytes] = rows[:, begin : begin + s.code_bytes]
         return out.view(torch.float32)

@@ -28,9 +28,9 @@ class Marks:
         if self._device.type != "cuda" or not self._asked:
             self._keys.insert(ids[rows >= 0].cpu(), self._number)
             return
-        home = torch.empty(ids.numel(), dtype=torch.int64, pin_memory=True)
+        home = torch.empty(ids.numel(), dtype=torch.int64, device="cpu", pin_memory=True)
         home.copy_(ids, non_blocking=True)
-        written = torch.empty(ids.numel(), dtype=torch.bool, pin_memory=True)
+        written = torch.empty(ids.numel(), dtype=torch.bool, device="cpu", pin_memory=True)
         written.copy_(rows >= 0, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

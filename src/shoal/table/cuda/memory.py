@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -155,7 +155,14 @@ class _Range:
         }
 
 
+_later: list[tuple[Any, ...]] = []
+"""What was given up while a CUDA graph was captured, which waiting for the device would spoil."""
+
+
 def _release(driver: _Driver, base: int, size: int, pages: list[list[tuple[int, int, int]]]) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        _later.append((driver, base, size, pages))
+        return
     torch.cuda.synchronize(driver.device)  # a kernel may still be at it
     for part in pages:
         for address, length, handle in part:
@@ -169,6 +176,8 @@ class Mapped:
     _drivers: dict[torch.device, _Driver] = {}
 
     def __init__(self, parts: int, dtype: torch.dtype, device: torch.device, most: int) -> None:
+        while _later and not torch.cuda.is_current_stream_capturing():
+            _release(*_later.pop())
         self._driver = self._drivers.setdefault(device, None) or _Driver(device)  # type: ignore[arg-type]
         self._drivers[device] = self._driver
         self._item = dtype.itemsize

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CapacityError
+from shoal.table.cuda.backend import capturing
 from shoal.table.cuda.group import Group
 from shoal.table.cuda.table import CudaHashTable
 from shoal.table.cuda.updates import Update, count_bad, update_rows
@@ -61,13 +62,15 @@ class _Part:
         """The table of every id: one number, or an int32 tensor. Inside the group alone."""
         if self._table_of is None:
             sizes = [ids.stop - ids.start for ids in self.ids]
-            both = torch.tensor([self.numbers, sizes], pin_memory=self.group.device.type == "cuda")
-            both = both.to(self.group.device, non_blocking=True)
-            self._table_of = torch.repeat_interleave(both[0].int(), both[1], output_size=self.size)
-            self._made_on = self.group.stream
+            home = torch.tensor([self.numbers, sizes], device="cpu", pin_memory=self.group.device.type == "cuda")
+            both = self.group.hold(home).to(self.group.device, non_blocking=True)
+            made = torch.repeat_interleave(both[0].int(), both[1], output_size=self.size)
+            if capturing(self.group.device):  # nothing is in it before the graph runs
+                return made
+            self._table_of, self._made_on = made, self.group.stream
         elif self._made_on != self.group.stream and isinstance(self._table_of, Tensor):
             self._table_of.record_stream(torch.cuda.current_stream(self.group.device))
-        return self._table_of
+        return self.group.hold(self._table_of)
 
     def ids_of(self, ids: Tensor) -> Tensor:
         return _take(ids, self._joined_ids, self.ids)

@@ -31,6 +31,32 @@ def first_weights(id, d, seed, low, high, last, INIT: tl.constexpr, INDEX: tl.co
     return w
 
 
+@triton.jit
+def start_rows(
+    arena, at, w, here, d, accumulator, beta1, beta2,
+    D: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, STATE: tl.constexpr, VECTORS: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes a segment of new rows, which begin at words ``at``: weights ``w`` and a state that knows no gradient."""
+    m = here[:, None] & (d < D)[None, :]
+    tl.store(arena + at[:, None] + WEIGHT + d[None, :], w, mask=m)
+    state = arena + at[:, None] + STATE + d[None, :]
+    for v in tl.static_range(VECTORS):
+        value = tl.zeros([BLOCK, WIDTH], tl.float32)
+        if v == 0:
+            value += accumulator
+        tl.store(state + v * D, value, mask=m)
+    tail = arena + at + (STATE + VECTORS * D)
+    if TAIL == 1:  # an int64 of 0
+        tl.store(tail, 0.0, mask=here)
+        tl.store(tail + 1, 0.0, mask=here)
+    elif TAIL == 2:  # powers of the betas
+        tl.store(tail, beta1, mask=here)
+        tl.store(tail + 1, beta2, mask=here)
+    elif TAIL == 3:  # one accumulator
+        tl.store(tail, accumulator, mask=here)
+
+
 @triton.jit(do_not_specialize=["n", "seed"])
 def fresh(
     rows, ids, arena, out, n, seed, low, high, last, accumulator, beta1, beta2,
@@ -61,24 +87,9 @@ def fresh(
             m = here[:, None] & (d < D)[None, :]
             id = tl.load(ids + o, mask=here, other=0)
             w = first_weights(id, d, seed, low, high, last, INIT, INDEX)
-            tl.store(arena + at[:, None] + WEIGHT + d[None, :], w, mask=m)
             if OUT:
                 tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=m)
-            state = arena + at[:, None] + STATE + d[None, :]
-            for v in tl.static_range(VECTORS):
-                value = tl.zeros([BLOCK, WIDTH], tl.float32)
-                if v == 0:
-                    value += accumulator
-                tl.store(state + v * D, value, mask=m)
-            tail = arena + at + (STATE + VECTORS * D)
-            if TAIL == 1:  # an int64 of 0
-                tl.store(tail, 0.0, mask=here)
-                tl.store(tail + 1, 0.0, mask=here)
-            elif TAIL == 2:  # powers of the betas
-                tl.store(tail, beta1, mask=here)
-                tl.store(tail + 1, beta2, mask=here)
-            elif TAIL == 3:  # one accumulator
-                tl.store(tail, accumulator, mask=here)
+            start_rows(arena, at, w, here, d, accumulator, beta1, beta2, D, WIDTH, WEIGHT, STATE, VECTORS, TAIL, BLOCK)
             if CLEAN:
                 tl.store(rows + o, code & ROW, mask=here)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal._gpu import chosen
 from shoal.table.cuda.backend import interpreted
 
 
@@ -11,12 +12,17 @@ def find_shape(width: int) -> tuple[int, int]:
         return 256, 1
     if width >= 64:
         return max(1, 4096 // width), 4
-    return 64, 2
+    return chosen.find_ids, chosen.find_warps
 
 
 def insert_shape() -> tuple[int, int]:
     """Ids of one program, and its warps."""
-    return (256, 1) if interpreted() else (128, 4)
+    return (256, 1) if interpreted() else (chosen.insert_ids, chosen.insert_warps)
+
+
+def claim_shape() -> tuple[int, int]:
+    """Ids of one program of `claim`, and its warps."""
+    return (256, 1) if interpreted() else (chosen.claim_ids, chosen.claim_warps)
 
 
 def row_shape(width: int) -> tuple[int, int]:
@@ -44,7 +50,7 @@ def summed_shape(width: int) -> tuple[int, int]:
     """Rows of one program of `update_summed`, and its warps."""
     if interpreted():
         return 8, 1
-    return max(2, min(32, 2048 // width)), 4
+    return max(2, min(32, chosen.summed_rows // width)), chosen.summed_warps
 
 
 def crossing_shape(width: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal._gpu import chosen
 from shoal.errors import UnsupportedError
 from shoal.table.arguments import as_int, as_time
 from shoal.table.cuda import bridge
@@ -59,11 +60,20 @@ class CudaHashTable(StoredTable):
         if not insert_missing:
             return self._read(self._group.find(ids, self._number, "weights"))
         drop = self._filtered(ids, dedup=False, remember=True)
+        if chosen.insert == "listed" and self.grows:  # a cache must know the rows
+            with self._room_for(ids.numel()):
+                counts = self._counts(ids.numel())
+                weights = self._group.lookup_or_insert(
+                    ids, self._number, self._seed, counts=counts, time=seconds, drop=drop
+                )
+            self._host.raise_max_update_time(seconds)
+            self._version += 1
+            return self._read(weights)
         rows = self._insert(ids, time=seconds, only_new=True, drop=drop)
         self._host.raise_max_update_time(seconds)
         self._version += 1
         out = torch.empty(ids.numel(), self.dim_size, dtype=torch.float32, device=self.device)
-        self._group.arena.start_fresh(rows, ids, self._seed, out=out)
+        self._group.start_fresh(rows, ids, self._seed, out=out)
         return self._read(self._group.arena.gather(rows, self.dim_size, out))
 
     def _read(self, weights: Tensor) -> Tensor:
@@ -118,7 +128,7 @@ class CudaHashTable(StoredTable):
         rows = self._insert(ids, time=seconds, drop=drop)
         self._host.raise_max_update_time(seconds)
         self._version += 1
-        self._group.arena.start_fresh(rows, ids, self._seed)
+        self._group.start_fresh(rows, ids, self._seed)
         self._group.arena.assign(rows, values, add)
         return self
 
@@ -236,7 +246,7 @@ class CudaHashTable(StoredTable):
         if skip is not None:
             unknown &= skip == 0
         asked = ids[unknown].cpu()
-        drop = torch.zeros(asked.numel(), dtype=torch.uint8)
+        drop = torch.zeros(asked.numel(), dtype=torch.uint8, device="cpu")
         if asked.numel():
             self._host.filtered(asked.data_ptr(), asked.numel(), dedup, remember, drop.data_ptr())
         out = torch.zeros(ids.numel(), dtype=torch.uint8, device=self.device) if skip is None else skip.clone()
@@ -272,7 +282,7 @@ class CudaHashTable(StoredTable):
             new = torch.zeros(distinct.numel(), dtype=torch.bool, device=self.device)
             new[group[fresh]] = True
             existed[first[new]] = 0
-        self._group.arena.start_fresh(rows, ids, self._seed, every=True)
+        self._group.start_fresh(rows, ids, self._seed, every=True)
         self._mark(ids, rows)
         return self, existed
 
@@ -291,7 +301,7 @@ class CudaHashTable(StoredTable):
         """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
         config = self.table_config.slot_expire_time_config
-        days = torch.full((32768,), config.default_expire_time, dtype=torch.int64)
+        days = torch.full((32768,), config.default_expire_time, dtype=torch.int64, device="cpu")
         for item in config.slot_expire_times:
             days[item.slot] = item.expire_time
         days, stale_slots = days.to(self.device), []

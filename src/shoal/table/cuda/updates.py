@@ -45,7 +45,7 @@ def update_rows(
     """Gradients of ids into their ``rows``, which `Group.insert` gave."""
     if distinct:
         return _apply_distinct(group, rows, ids, table, grads, update)
-    group.arena.start_fresh(rows, ids, update.seed)
+    group.start_fresh(rows, ids, update.seed)
     if deterministic:
         # Sorted by id, so that equal batches are cut alike whatever rows their ids have.
         order = torch.sort(ids, stable=True)[1]
@@ -66,10 +66,12 @@ def _multi(group: Group, s: Segment, update: Update, table: int | Tensor) -> tup
     rates = tuple(of_table[s.index] for of_table in update.rates)
     if rates.count(rates[0]) == len(rates):
         return rates[0], None
-    there = group.keep(
-        ("rates", rates), lambda: torch.tensor(rates, dtype=torch.float32).to(group.device, non_blocking=True)
-    )
-    return 0.0, there
+    return 0.0, group.keep(("rates", rates), lambda: _sent(group, rates))
+
+
+def _sent(group: Group, rates: tuple[float, ...]) -> Tensor:
+    home = torch.tensor(rates, dtype=torch.float32, device="cpu", pin_memory=group.device.type == "cuda")
+    return group.hold(home).to(group.device, non_blocking=True)  # a graph that it is captured in copies it anew
 
 
 def _kernel(group: Group, fn: Any, s: Segment, multi: bool, warps: int, **further: Any) -> Bound:
