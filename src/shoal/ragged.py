@@ -31,9 +31,9 @@ class Ragged:
 
     def __init__(self, values: Tensor | Ragged | Sequence[Any], row_splits: Tensor | Sequence[int]) -> None:
         if not isinstance(values, Tensor | Ragged):
-            values = torch.as_tensor(values, dtype=None if len(values) else torch.int64)
+            values = torch.as_tensor(values, dtype=None if len(values) else torch.int64, device=None)
         if not isinstance(row_splits, Tensor):  # as_tensor would move a tensor to torch's default device
-            row_splits = torch.as_tensor(row_splits)
+            row_splits = torch.as_tensor(row_splits, device=_device(values))
         if row_splits.dtype not in (torch.int64, torch.int32):
             raise ConfigError(f"row_splits are int64, got {row_splits.dtype}")
         row_splits = row_splits.long()
@@ -64,8 +64,9 @@ class Ragged:
     @classmethod
     def from_row_lengths(cls, values: Tensor | Ragged | Sequence[Any], row_lengths: Tensor | Sequence[int]) -> Ragged:
         """Rows of the given lengths, whose sum is the number of values."""
-        lengths = row_lengths if isinstance(row_lengths, Tensor) else torch.as_tensor(row_lengths, dtype=torch.int64)
-        lengths = lengths.to(torch.int64)
+        if not isinstance(row_lengths, Tensor):
+            row_lengths = torch.as_tensor(row_lengths, dtype=torch.int64, device=_device(values))
+        lengths = row_lengths.to(torch.int64)
         if lengths.dim() != 1:
             raise ConfigError(f"row lengths are 1-D, got shape {list(lengths.shape)}")
         if not torch.compiler.is_compiling() and lengths.numel() and int(lengths.min()) < 0:
@@ -79,7 +80,7 @@ class Ragged:
         flat = [item for row in rows for item in row]
         if flat and isinstance(flat[0], list | tuple):
             return cls.from_row_lengths(cls.from_lists(flat), lengths)
-        return cls.from_row_lengths(torch.tensor(flat) if flat else torch.empty(0, dtype=torch.int64), lengths)
+        return cls.from_row_lengths(torch.tensor(flat, dtype=None if flat else torch.int64, device=None), lengths)
 
     @property
     def tensor(self) -> Tensor:
@@ -107,6 +108,13 @@ class Ragged:
 
     def __repr__(self) -> str:
         return f"Ragged({self.to_list()})" if self.nrows() <= 16 else f"Ragged(rows={self.nrows()})"
+
+
+def _device(values: Any) -> torch.device | None:
+    """Where splits that come as numbers go: to the values; None is torch's default device."""
+    while isinstance(values, Ragged):
+        values = values.values
+    return values.device if isinstance(values, Tensor) else None
 
 
 def _check_row_splits(splits: Tensor, length: int) -> None:

@@ -165,7 +165,7 @@ def _model(spec: Any, weights: Path | None) -> Any:
 
     values = {}
     for p in spec.params:
-        tensor = found.get(p.name, torch.zeros(p.shape))
+        tensor = found.get(p.name, torch.zeros(p.shape, device="cpu"))
         if tuple(tensor.shape) != p.shape:
             raise ConfigError(f"--weights: {p.name!r} has shape {tuple(tensor.shape)}, the spec says {p.shape}")
         values[p.name] = torch.nn.Parameter(tensor.clone())

@@ -68,7 +68,7 @@ def _time(operation: str, nbytes: int, call: Callable[[], Any], seconds: float) 
     began = time.perf_counter()
     call()
     once = time.perf_counter() - began
-    count = torch.tensor([max(3, min(1000, int(seconds / max(once, 1e-9))))])
+    count = torch.tensor([max(3, min(1000, int(seconds / max(once, 1e-9))))], device="cpu")
     dist.broadcast(count, 0)
     times = []
     for _ in range(int(count)):
@@ -92,13 +92,13 @@ def _send_recv(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], An
 
 
 def _all_reduce(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], Any]:
-    data = torch.ones(max(1, nbytes // 4))
+    data = torch.ones(max(1, nbytes // 4), device="cpu")
     return lambda: dist.all_reduce(data, group=transport.group)
 
 
 def _all_to_all(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], Any]:
     rows = max(1, nbytes // 4 // transport.world_size)
-    data = torch.ones(transport.world_size * rows)
+    data = torch.ones(transport.world_size * rows, device="cpu")
     out = torch.empty_like(data)
     return lambda: dist.all_to_all_single(out, data, group=transport.group)
 

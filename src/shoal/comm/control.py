@@ -36,7 +36,7 @@ def broadcast_ints(values: list[int], root_rank: int = 0, timeout_s: float | Non
     """``root_rank``'s values, on every rank, within ``timeout_s`` (the group's timeout)."""
     if world_size() == 1:
         return values
-    data = torch.tensor(values, dtype=torch.int64)
+    data = torch.tensor(values, dtype=torch.int64, device="cpu")
     work: Any = dist.broadcast(data, group=_gloo(), group_src=root_rank, async_op=True)
     work.wait(timedelta(seconds=timeout_s)) if timeout_s is not None else work.wait()
     return data.tolist()
@@ -46,8 +46,8 @@ def gather_ints(values: list[int], timeout_s: float | None = None) -> list[list[
     """Every rank's values, by rank."""
     if world_size() == 1:
         return [values]
-    mine = torch.tensor(values, dtype=torch.int64)
-    everyone = torch.empty(world_size() * len(values), dtype=torch.int64)
+    mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+    everyone = torch.empty(world_size() * len(values), dtype=torch.int64, device="cpu")
     work = all_gather_single(everyone, mine, group=_gloo(), async_op=True)
     work.wait(timedelta(seconds=timeout_s)) if timeout_s is not None else work.wait()
     return everyone.reshape(world_size(), -1).tolist()

@@ -58,7 +58,7 @@ class BroadcastGlobalVariablesHook(SessionRunHook):
             if isinstance(step, Tensor):
                 step.copy_(hvd_lib.broadcast(step, self.root_rank))
             elif step is not None:
-                ctx.global_step = int(hvd_lib.broadcast(torch.tensor(int(step)), self.root_rank))
+                ctx.global_step = int(hvd_lib.broadcast(torch.tensor(int(step), device="cpu"), self.root_rank))
 
 
 def _named_tensors(ctx: Any) -> list[tuple[str, Tensor]]:

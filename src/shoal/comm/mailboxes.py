@@ -88,7 +88,7 @@ class Outbox:
                     )
             if self.error is not None:
                 raise owner._lost(self.dest, str(self.error)) from self.error
-            tensors = [torch.tensor([nbytes, self.sequence], dtype=torch.int64)]
+            tensors = [torch.tensor([nbytes, self.sequence], dtype=torch.int64, device="cpu")]
             if nbytes:
                 raw = np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8)
                 tensors += torch.from_numpy(raw.copy()).split(PIECE_BYTES)

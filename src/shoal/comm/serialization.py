@@ -159,5 +159,5 @@ def _read_table(
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: memoryview) -> Tensor:
     if not len(raw):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(np.frombuffer(raw, np.uint8).copy()).view(dtype).reshape(shape)

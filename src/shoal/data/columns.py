@@ -22,14 +22,14 @@ def interleave(columns: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     for values, offsets in columns:
         starts.append(offsets[:-1] + base)
         base += values.shape[0]
-    out = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64)
+    out = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(lengths, 0, out=out[1:])
     shift = torch.repeat_interleave(torch.stack(starts, 1).reshape(-1) - out[:-1], lengths)
-    return torch.cat([values for values, _ in columns])[torch.arange(shift.shape[0]) + shift], out
+    return torch.cat([values for values, _ in columns])[torch.arange(shift.shape[0], device="cpu") + shift], out
 
 
 def from_address(address: int, size: int) -> Tensor:
     """A copy of ``size`` int64 that native code holds."""
     if not size:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(address)).copy())

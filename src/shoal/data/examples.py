@@ -69,7 +69,7 @@ class ExampleFormat(RecordFormat):
         ids, offsets = interleave(columns[1 : 1 + len(schema.sparse)])
         samples = Samples(
             label=_first(values, label_offsets).float(),
-            dense=torch.empty(n, 0),
+            dense=torch.empty(n, 0, device="cpu"),
             ids=ids,
             offsets=offsets,
             time=_first(*columns[-1]) if schema.time else None,
@@ -80,7 +80,7 @@ class ExampleFormat(RecordFormat):
 def _first(values: Tensor, offsets: Tensor) -> Tensor:
     """The signature of the first id of each bag, 0 for an empty one."""
     if not values.numel():
-        return torch.zeros(offsets.shape[0] - 1, dtype=torch.int64)
+        return torch.zeros(offsets.shape[0] - 1, dtype=torch.int64, device="cpu")
     first = values[offsets[:-1].clamp_max(values.shape[0] - 1)] & _SIGNATURE
     return torch.where(offsets.diff() > 0, first, 0)
 
@@ -91,5 +91,5 @@ def _column(n: int, ids: int, splits: int, rows: int, shared: bool) -> tuple[Ten
     values = from_address(ids, int(offsets[-1]))
     if shared:
         one = values[: int(offsets[1])] if rows else values[:0]
-        return one.repeat(n), torch.arange(n + 1) * one.shape[0]
+        return one.repeat(n), torch.arange(n + 1, device="cpu") * one.shape[0]
     return values, offsets

@@ -81,12 +81,12 @@ class ParquetCursor:
         schema, form = self._form.schema, self._form
         label = _numbers(part, schema.label, self._unit.path, missing=float("nan"))
         dense = [_numbers(part, name, self._unit.path) for name in schema.dense]
-        numbers = torch.stack(dense, 1) if dense else torch.empty(part.num_rows, 0)
+        numbers = torch.stack(dense, 1) if dense else torch.empty(part.num_rows, 0, device="cpu")
         time = _numbers(part, schema.time, self._unit.path, missing=float("nan")) if schema.time else None
         if form.lists:
             ids, offsets = interleave([_list(part, name, schema, self._unit.path) for name in schema.sparse])
         else:
-            ids, offsets = torch.empty(part.num_rows, len(schema.sparse), dtype=torch.int64), None
+            ids, offsets = torch.empty(part.num_rows, len(schema.sparse), dtype=torch.int64, device="cpu"), None
             for index, name in enumerate(schema.sparse):
                 _fids(_array(part, name), schema.slot(name), schema.raw, ids[:, index], f"{self._unit.path}: {name!r}")
         good = torch.isfinite(label) & torch.isfinite(numbers).all(1)
@@ -146,9 +146,9 @@ def _list(part: Any, name: str, schema: Schema, path: str) -> tuple[Tensor, Tens
         valid = array.is_valid()
         lengths = torch.from_numpy(np.array(valid.to_numpy(zero_copy_only=False), dtype=np.int64))
         values = array.filter(valid)
-    ids = torch.empty(len(values), dtype=torch.int64)
+    ids = torch.empty(len(values), dtype=torch.int64, device="cpu")
     _fids(values, schema.slot(name), schema.raw, ids, f"{path}: {name!r}")
-    offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64)
+    offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(lengths, 0, out=offsets[1:])
     return ids, offsets
 
@@ -158,7 +158,7 @@ def _fids(array: Any, slot: int, raw: bool, out: Tensor, where: str) -> None:
     import pyarrow as pa
 
     if pa.types.is_dictionary(array.type):
-        words = torch.empty(len(array.dictionary) + 1, dtype=torch.int64)
+        words = torch.empty(len(array.dictionary) + 1, dtype=torch.int64, device="cpu")
         _fids(array.dictionary, slot, raw, words[:-1], where)
         words[-1] = _core.text_fid(b"", slot)
         index = array.indices.cast(pa.int64()).fill_null(len(array.dictionary))

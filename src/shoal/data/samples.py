@@ -50,11 +50,11 @@ class Samples:
         assert self.offsets is not None
         features = self.features
         lengths = self.offsets.diff().view(len(self), features)[index].reshape(-1)
-        offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64)
+        offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(lengths, 0, out=offsets[1:])
         starts = self.offsets[:-1].view(len(self), features)[index].reshape(-1)
         shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
-        return self.ids[torch.arange(shift.shape[0]) + shift], offsets
+        return self.ids[torch.arange(shift.shape[0], device="cpu") + shift], offsets
 
     def part(self, begin: int, end: int) -> Samples:
         """Samples ``begin`` to ``end``, without a copy but for offsets."""
@@ -73,7 +73,7 @@ class Samples:
         if len(parts) == 1:
             return parts[0]
         ragged = parts[0].offsets is not None
-        offsets: list[Tensor] = [torch.zeros(1, dtype=torch.int64)]
+        offsets: list[Tensor] = [torch.zeros(1, dtype=torch.int64, device="cpu")]
         for part in parts if ragged else ():
             assert part.offsets is not None
             offsets.append(part.offsets[1:] + int(offsets[-1][-1]))
@@ -90,11 +90,11 @@ class Samples:
     def empty(dense: int, features: int, *, ragged: bool = False, timed: bool = False) -> Samples:
         """No samples, of the right shape."""
         return Samples(
-            label=torch.empty(0, dtype=torch.float32),
-            dense=torch.empty(0, dense, dtype=torch.float32),
-            ids=torch.empty(0, dtype=torch.int64) if ragged else torch.empty(0, features, dtype=torch.int64),
-            offsets=torch.zeros(1, dtype=torch.int64) if ragged else None,
-            time=torch.empty(0, dtype=torch.int64) if timed else None,
+            label=torch.empty(0, dtype=torch.float32, device="cpu"),
+            dense=torch.empty(0, dense, dtype=torch.float32, device="cpu"),
+            ids=torch.empty((0,) if ragged else (0, features), dtype=torch.int64, device="cpu"),
+            offsets=torch.zeros(1, dtype=torch.int64, device="cpu") if ragged else None,
+            time=torch.empty(0, dtype=torch.int64, device="cpu") if timed else None,
         )
 
 
@@ -117,10 +117,11 @@ def _join(tensors: Sequence[Tensor], room: dict[str, np.ndarray] | None = None, 
 def from_block(block: _core.Block, dense: int, features: int, *, ragged: bool, timed: bool) -> Samples:
     """The samples of a native block."""
     n = block.rows
-    label, numbers = torch.empty(n, dtype=torch.float32), torch.empty(n, dense, dtype=torch.float32)
-    ids = torch.empty(block.ids, dtype=torch.int64)
-    offsets = torch.zeros(n * features + 1 if ragged else 1, dtype=torch.int64)
-    time = torch.empty(n if timed else 0, dtype=torch.int64)
+    label = torch.empty(n, dtype=torch.float32, device="cpu")
+    numbers = torch.empty(n, dense, dtype=torch.float32, device="cpu")
+    ids = torch.empty(block.ids, dtype=torch.int64, device="cpu")
+    offsets = torch.zeros(n * features + 1 if ragged else 1, dtype=torch.int64, device="cpu")
+    time = torch.empty(n if timed else 0, dtype=torch.int64, device="cpu")
     lengths = offsets[1:]
     block.copy(
         label.data_ptr(),

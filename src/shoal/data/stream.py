@@ -184,7 +184,7 @@ class Stream:
     def _epoch_units(self, epoch: int) -> list[Unit]:
         units = self._units
         if self.shuffle_rows:
-            order = torch.randperm(len(units), generator=_generator(self.seed, epoch, 0, 0))
+            order = torch.randperm(len(units), generator=_generator(self.seed, epoch, 0, 0), device="cpu")
             units = [units[i] for i in order.tolist()]
         return units if self._striped else units[self.rank :: self.world]
 
@@ -192,7 +192,7 @@ class Stream:
         if not self.shuffle_rows:
             return None
         generator = _generator(self.seed, start["epoch"], start["window"] + 1, self.rank)
-        return torch.randperm(rows, generator=generator)
+        return torch.randperm(rows, generator=generator, device="cpu")
 
     def _count(self, progress: dict[str, Any]) -> OnBad:
         def report(row: BadRow) -> None:

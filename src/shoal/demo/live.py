@@ -116,8 +116,8 @@ def _padded(values: Tensor, offsets: Tensor, width: int = 3) -> Tensor:
     lengths = offsets.diff()
     if int(lengths.max()) == int(lengths.min()) == 1:
         return values.unsqueeze(1)
-    place = offsets[:-1].unsqueeze(1) + torch.arange(width)
-    there = torch.arange(width) < lengths.unsqueeze(1)
+    place = offsets[:-1].unsqueeze(1) + torch.arange(width, device="cpu")
+    there = torch.arange(width, device="cpu") < lengths.unsqueeze(1)
     return torch.where(there, values[place.clamp(max=len(values) - 1)], PADDING)
 
 

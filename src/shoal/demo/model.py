@@ -99,7 +99,7 @@ class HashedBag(nn.Module):
 
     def forward(self, ids: Ids) -> Tensor:
         rows = self.embedding.num_embeddings
-        start, values, offsets = 0, [], [torch.zeros(1, dtype=torch.int64)]
+        start, values, offsets = 0, [], [torch.zeros(1, dtype=torch.int64, device="cpu")]
         for one, ends in ids.values():
             mixed = one * -0x61C8864680B583EB
             values.append((mixed ^ (mixed >> 32)) % rows)

@@ -122,7 +122,7 @@ class Truth:
     def __init__(self) -> None:
         self.best_auc: list[float] = []
         self.ids: list[int] = []
-        self._seen = torch.empty(0, dtype=torch.int64)
+        self._seen = torch.empty(0, dtype=torch.int64, device="cpu")
         self._today: list[Batch] = []
 
     def see(self, batch: Batch) -> None:

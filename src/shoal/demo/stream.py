@@ -63,23 +63,23 @@ class _World:
 
     def __init__(self, config: StreamConfig, generator: torch.Generator) -> None:
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
+            return torch.randn(*shape, generator=generator, device="cpu")
 
         self.config = config
-        self.salt = int(torch.randint(1 << 40, (1,), generator=generator))
+        self.salt = int(torch.randint(1 << 40, (1,), generator=generator, device="cpu"))
         authors, tags = config.items // 12 + 1, config.items // 8 + 1
         self.user_bias, self.item_bias = normal(config.users), normal(config.items)
         # A taste turns from its first direction towards its second in the course of the stream.
         self.taste = normal(config.users, 2, _FACTORS)
         self.item_taste = normal(config.items, _FACTORS)
         # An item's author and tags joined about when it did.
-        spread = torch.rand(config.items, 4, generator=generator)
-        place = torch.arange(config.items).unsqueeze(1) / config.items
+        spread = torch.rand(config.items, 4, generator=generator, device="cpu")
+        place = torch.arange(config.items, device="cpu").unsqueeze(1) / config.items
         near = (place - 0.03 * spread).clamp(0, 1)
         self.author = (near[:, 0] * (authors - 1)).long()
         self.tags = (near[:, 1:] * (tags - 1)).long()
-        self.tag_count = torch.randint(0, 4, (config.items,), generator=generator)
-        self.category = torch.randint(_CATEGORIES, (config.items,), generator=generator)
+        self.tag_count = torch.randint(0, 4, (config.items,), generator=generator, device="cpu")
+        self.category = torch.randint(_CATEGORIES, (config.items,), generator=generator, device="cpu")
         self.author_bias, self.tag_bias = normal(authors), normal(tags)
         self.hour_category = normal(_HOURS, _CATEGORIES)
 
@@ -88,8 +88,10 @@ class _World:
         size = config.batch_size
         user = _recent(progress, config.users, 0.10, size, generator)
         item = _recent(progress, config.items, 0.05, size, generator)
-        hour = (torch.randint(2, (size,), generator=generator) + number * _HOURS // config.batches_per_day) % _HOURS
-        kept = torch.arange(3) < self.tag_count[item].unsqueeze(1)
+        hour = (
+            torch.randint(2, (size,), generator=generator, device="cpu") + number * _HOURS // config.batches_per_day
+        ) % _HOURS
+        kept = torch.arange(3, device="cpu") < self.tag_count[item].unsqueeze(1)
         tags = self.tags[item]
         turn = progress * math.pi / 2
         taste = math.cos(turn) * self.taste[user, 0] + math.sin(turn) * self.taste[user, 1]
@@ -103,9 +105,9 @@ class _World:
             + 0.3 * (taste * self.item_taste[item]).sum(1)
         )
         probabilities = torch.sigmoid(logit)
-        clicks = (torch.rand(size, generator=generator) < probabilities).float()
-        single = torch.arange(size + 1)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), self.tag_count[item].cumsum(0)])
+        clicks = (torch.rand(size, generator=generator, device="cpu") < probabilities).float()
+        single = torch.arange(size + 1, device="cpu")
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), self.tag_count[item].cumsum(0)])
         plain = {"user": user, "item": item, "author": self.author[item], "hour": hour, "category": self.category[item]}
         ids = {name: (self._fid(name, value), single) for name, value in plain.items()}
         ids["tags"] = (self._fid("tags", tags[kept]), offsets)
@@ -131,7 +133,12 @@ def _recent(progress: float, total: int, window: float, size: int, generator: to
     ``window`` of the stream; then half of the draws go to one in 4 of the numbers, half of these to one in 16, ….
     """
     joined = total * (1 / 3 + 2 / 3 * progress)
-    age = -torch.log(torch.rand(size, generator=generator).clamp_min(1e-9)) * window * total * 2 / 3
+    age = -torch.log(torch.rand(size, generator=generator, device="cpu").clamp_min(1e-9)) * window * total * 2 / 3
     number = (joined - 1 - age % joined).long()
-    step = 4 ** torch.floor(-torch.log2(torch.rand(size, generator=generator).clamp_min(1e-9))).clamp_max(5).long()
+    step = (
+        4
+        ** torch.floor(-torch.log2(torch.rand(size, generator=generator, device="cpu").clamp_min(1e-9)))
+        .clamp_max(5)
+        .long()
+    )
     return (number - number % step).clamp(0, total - 1)

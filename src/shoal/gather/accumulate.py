@@ -54,6 +54,7 @@ class TileSum:
         rows = torch.tensor(
             [[s.idxs.data_ptr(), s.vals.data_ptr(), s.table.data_ptr(), VALUE_KINDS[CODES[s.code][0]]] for s in slots],
             dtype=torch.int64,
+            device="cpu",
         ).reshape(-1, 4)
         factors = factors.to(torch.float32).contiguous()
         _, across, height, width = param.blocks

@@ -113,7 +113,7 @@ class _Writer:
         for index, uid, _, start, stop in self._pieces():
             if self.holding.owners[uid] != self.control.rank or self._from_here(uid):
                 continue
-            buffer = torch.zeros(_STATUS_BYTES + stop - start, dtype=torch.uint8)
+            buffer = torch.zeros(_STATUS_BYTES + stop - start, dtype=torch.uint8, device="cpu")
             try:
                 buffer[_STATUS_BYTES:] = self._read(index, uid, start, stop)
                 buffer[0] = 1
@@ -128,7 +128,7 @@ class _Writer:
 
         def ask() -> None:
             if (item := next(remote, None)) is not None:
-                buffer = torch.empty(_STATUS_BYTES + item[4] - item[3], dtype=torch.uint8)
+                buffer = torch.empty(_STATUS_BYTES + item[4] - item[3], dtype=torch.uint8, device="cpu")
                 ahead.append((self.control.start_recv(buffer, self.holding.owners[item[1]]), buffer))
 
         ask()

@@ -10,6 +10,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
+from shoal.host import as_tensor
 
 QuantParams = tuple[Any, float, int, Tensor, Any]
 """(shift, scale, offset, lookup, dtype): shift a float or 0-d tensor, dtype a torch.dtype or its name."""
@@ -26,7 +27,7 @@ def pack12(indices: Tensor) -> Tensor:
         >>> pack12(torch.tensor([1, 4095, 256, 7])).tolist()
         [1, 240, 255, 0, 113, 0]
     """
-    indices = torch.as_tensor(indices)
+    indices = as_tensor(indices)
     if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
         raise ValueError(f"pack12: indices must be integers, got {indices.dtype}")
     n = indices.numel()
@@ -35,7 +36,7 @@ def pack12(indices: Tensor) -> Tensor:
     flat = indices.reshape(-1).to(torch.int64).contiguous()
     if not flat.is_cpu:
         return pack12_reference(flat)
-    out = torch.empty(n // 2 * 3, dtype=torch.uint8)
+    out = torch.empty(n // 2 * 3, dtype=torch.uint8, device="cpu")
     if not _core.gather_pack12(flat.data_ptr(), n, out.data_ptr()):
         raise ValueError(f"pack12: indices must be in 0..4095, got {int(flat.min())}..{int(flat.max())}")
     return out
@@ -106,8 +107,9 @@ def quantize(values: Tensor, bins: int = 4, range_sigmas: float = 6) -> tuple[Te
 
 def _bin(z: Tensor, scale: float, offset: int, bins: int) -> tuple[Tensor, Tensor, Tensor]:
     z = z.contiguous()
-    q = torch.empty(z.shape, dtype=torch.uint8)
-    sums, counts = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.int64)
+    q = torch.empty(z.shape, dtype=torch.uint8, device="cpu")
+    sums = torch.zeros(bins, dtype=torch.float64, device="cpu")
+    counts = torch.zeros(bins, dtype=torch.int64, device="cpu")
     _core.gather_quantize(
         z.data_ptr(), z.numel(), scale, offset, bins, q.data_ptr(), sums.data_ptr(), counts.data_ptr()
     )
@@ -134,8 +136,8 @@ def value_table(quant_params: QuantParams) -> Tensor:
     shift, _, _, lookup, name = quant_params
     dtype = dtype_of(name)
     assert dtype is not None
-    table = torch.zeros(256)
-    shift32 = torch.as_tensor(shift, dtype=torch.float64).to(torch.float32)
+    table = torch.zeros(256, device="cpu")
+    shift32 = torch.as_tensor(shift, dtype=torch.float64, device="cpu").to(torch.float32)
     table[: lookup.numel()] = (lookup.cpu() + shift32).to(dtype).to(torch.float32)
     return table
 

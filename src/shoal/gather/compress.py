@@ -42,7 +42,7 @@ class Compressor:
             gradient = self._checked(param, gradients)
             memory = None
             if self.error_feedback:
-                memory = self.memory.setdefault(param.name, torch.zeros(param.shape))
+                memory = self.memory.setdefault(param.name, torch.zeros(param.shape, device="cpu"))
             self._compress_param(param, gradient, memory, state)
         payload: dict[str, Any] = {"state_dict": state, "global_step": int(global_step)}
         if window is not None:
@@ -62,8 +62,8 @@ class Compressor:
         return gradient.to("cpu", torch.float32).contiguous()
 
     def _compress_param(self, param: ParamSpec, gradient: Tensor, memory: Tensor | None, state: dict[str, Any]) -> None:
-        indices = torch.empty(*param.grid, param.k, dtype=torch.int32)
-        values = torch.empty(*param.grid, param.k)
+        indices = torch.empty(*param.grid, param.k, dtype=torch.int32, device="cpu")
+        values = torch.empty(*param.grid, param.k, device="cpu")
         address = 0 if memory is None else memory.data_ptr()
         try:
             _core.gather_topk(
@@ -113,7 +113,7 @@ def decompress(payload: Mapping[str, Any], spec: GradientSpec) -> dict[str, Tens
             vals = dequantize(vals, state[param.name + "quant_params"])
         indices = unpack12(idxs, (*param.grid, param.k)) if param.codec == "packed12" else idxs.long().contiguous()
         values = vals.to(torch.float32).contiguous()
-        out = torch.zeros(param.shape)
+        out = torch.zeros(param.shape, device="cpu")
         _core.gather_scatter_chunks(out.data_ptr(), *param.blocks, param.k, indices.data_ptr(), values.data_ptr())
         dense[param.name] = out
     return dense

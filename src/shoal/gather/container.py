@@ -79,7 +79,7 @@ def map_file(path: str | os.PathLike[str]) -> Tensor:
     """A file's bytes as a private mapping that holds no descriptor; the file must not be empty."""
     size = os.stat(path).st_size
     storage: Any = torch.UntypedStorage.from_file(os.fspath(path), shared=False, nbytes=size)
-    return torch.tensor([], dtype=torch.uint8).set_(storage)
+    return torch.tensor([], dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def _head(data: Any) -> bytes:

@@ -152,10 +152,10 @@ class Control:
         """Rank ``src``'s bytes on every rank."""
         if self.world == 1:
             return data or b""
-        size = torch.tensor([len(data) if data is not None else 0])
+        size = torch.tensor([len(data) if data is not None else 0], device="cpu")
         root = self._ranks[src]
         self._run("broadcast", lambda: dist.broadcast(size, root, group=self.pg, async_op=True))
-        buffer = torch.zeros(int(size), dtype=torch.uint8)
+        buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
         if self.rank == src and data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if len(buffer):
@@ -166,21 +166,21 @@ class Control:
         """Every rank's bytes, by rank."""
         if self.world == 1:
             return [data]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        own = torch.tensor([len(data)])
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world)]
+        own = torch.tensor([len(data)], device="cpu")
         self._run("all_gather", lambda: dist.all_gather(sizes, own, group=self.pg, async_op=True))
         longest = max(int(s) for s in sizes)
         if longest == 0:
             return [b""] * self.world
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        parts = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.world)]
         self._run("all_gather", lambda: dist.all_gather(parts, padded, group=self.pg, async_op=True))
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def reduce_ints(self, values: list[int], op: Any) -> list[int]:
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         self.reduce_tensor(tensor, op)
         return tensor.tolist()
 

@@ -84,7 +84,7 @@ class Exchange:
 
     def _stage(self, pending: Pending, n: int) -> Tensor:
         self._account(pending, n)
-        return torch.empty(n, dtype=torch.uint8)
+        return torch.empty(n, dtype=torch.uint8, device="cpu")
 
     def _account(self, pending: Pending, n: int) -> None:
         pending.staged_bytes += n
@@ -233,7 +233,7 @@ def table_of(block: bytes, code: str, bins: int) -> Tensor:
     """The value table that a quant block describes."""
     name = CODES[code][1]
     if name is None:
-        return torch.zeros(256)
+        return torch.zeros(256, device="cpu")
     shift = np.frombuffer(block, dtype="<f4", count=1)[0]
     lookup = torch.from_numpy(np.frombuffer(block, dtype="<f4", count=bins, offset=16).astype(np.float32))
     return value_table((float(shift), 1.0, 0, lookup, VALUE_DTYPES[name]))

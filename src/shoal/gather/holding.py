@@ -76,7 +76,7 @@ def _with_norms(manifest: Manifest, refs: dict[int, PayloadRef], spec: GradientS
         return
     if not all(uid in refs for uid in manifest.uids):
         raise ConfigError("the source has no norms for its payloads")
-    manifest.norms = torch.zeros(len(manifest.uids), n)
+    manifest.norms = torch.zeros(len(manifest.uids), n, device="cpu")
     for i, uid in enumerate(manifest.uids):
         manifest.norms[i] = validate_payload(
             {"state_dict": refs[uid].state_dict()}, spec, max_abs_value=float("inf")

@@ -42,7 +42,7 @@ class Manifest:
     spec_hash: str = ""
     tiers: dict[int, int] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
-    norms: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    norms: Tensor = field(default_factory=lambda: torch.zeros(0, 0, device="cpu"))
     sizes: dict[int, int] = field(default_factory=dict)
     duplicates_dropped: int = 0
     conflicts: int = 0
@@ -118,7 +118,7 @@ def merge_reports(plan: GatherPlan | None, reports: Iterable[RankReport]) -> Man
     intended = list(plan.intended) if plan is not None else sorted(uid for uid, tier in tiers.items() if tier == 0)
     kept = [(uid, *best[uid][2:]) for uid in uids]
     n_params = max((report.norms.shape[1] for report in reports if report.norms.ndim == 2), default=0)
-    norms = torch.zeros(len(uids), n_params)
+    norms = torch.zeros(len(uids), n_params, device="cpu")
     for i, (_, _, report, row) in enumerate(kept):
         if report.norms.shape[1]:
             norms[i] = report.norms[row]

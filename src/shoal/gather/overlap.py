@@ -22,6 +22,7 @@ from shoal.gather.holding import Holding, hold
 from shoal.gather.merge import Source
 from shoal.gather.plan import chunk_ranges
 from shoal.gather.spec import CODECS, GradientSpec, ParamSpec
+from shoal.host import as_tensor
 
 SEVERITY_MULTIPLIERS = {"high": 0.5, "max": 0.0, "mega": 0.0}
 _RANKING = ("high", "max", "mega")
@@ -49,7 +50,7 @@ class OverlapReport:
     pairs_over_thresh: list[tuple[int, int, float]] = field(default_factory=list)
     uids_over_thresh: dict[int, str] = field(default_factory=dict)
     exact: bool = True
-    counts: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
+    counts: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64, device="cpu"))
     total: int = 0
     sampled: int = 0
     """Chunks looked at in ``mode="sampled"``: the error exceeds e with probability at most 2*exp(-2*sampled*e*e)."""
@@ -94,8 +95,10 @@ def index_overlap(
         seed = blake2b(f"overlap-{holding.manifest.window}".encode(), digest_size=8).digest()
         chosen = sorted(random.Random(seed).sample(range(chunks.total), sample_chunks))
     if P < 2:
-        return OverlapReport(counts=torch.zeros(P, P, dtype=torch.int64), total=chunks.positions, exact=mode == "exact")
-    counts = torch.zeros(P, P, dtype=torch.int64)
+        return OverlapReport(
+            counts=torch.zeros(P, P, dtype=torch.int64, device="cpu"), total=chunks.positions, exact=mode == "exact"
+        )
+    counts = torch.zeros(P, P, dtype=torch.int64, device="cpu")
     picked = chunks.total if chosen is None else len(chosen)
     if control.world == 1 or holding.everywhere:
         pieces = _selection(chunks, chosen, *chunk_ranges(picked, control.world)[control.rank])
@@ -126,7 +129,7 @@ def overlap_signature(source: Source, spec: GradientSpec, start: int, stop: int)
     if not 0 <= start <= stop <= chunks.total:
         raise ConfigError(f"overlap_signature: chunks are 0..{chunks.total}, got {start}..{stop}")
     P = len(holding.manifest.uids)
-    counts = torch.zeros(P, P, dtype=torch.int64)
+    counts = torch.zeros(P, P, dtype=torch.int64, device="cpu")
     for index, first, last in chunks.pieces(start, stop):
         _add_local(holding, chunks, index, first, last, counts)
     return counts
@@ -162,13 +165,17 @@ def _weights(holding: Holding, chunks: _Chunks, chosen: list[int] | None) -> Ten
     picked = [0] * len(holding.spec.params)
     for index, first, last in _selection(chunks, chosen, 0, chunks.total if chosen is None else len(chosen)):
         picked[index] += last - first
-    size = torch.tensor([n * p.k for n, p in zip(picked, holding.spec.params, strict=True)], dtype=torch.int64)
-    has = torch.tensor([[c != "-" for c in holding.codes[uid]] for uid in holding.manifest.uids], dtype=torch.int64)
+    size = torch.tensor(
+        [n * p.k for n, p in zip(picked, holding.spec.params, strict=True)], dtype=torch.int64, device="cpu"
+    )
+    has = torch.tensor(
+        [[c != "-" for c in holding.codes[uid]] for uid in holding.manifest.uids], dtype=torch.int64, device="cpu"
+    )
     return (has * size) @ has.T
 
 
 def _count(param: ParamSpec, pointers: list[int], n: int, counts: Tensor) -> None:
-    addresses = torch.tensor(pointers, dtype=torch.int64)
+    addresses = torch.tensor(pointers, dtype=torch.int64, device="cpu")
     _core.gather_overlap(
         addresses.data_ptr(), len(pointers), CODECS.index(param.codec), n, param.k, param.totalk, counts.data_ptr()
     )
@@ -208,7 +215,7 @@ def _add_exchanged(
             for start, stop in ranges
         ]
         blobs = [
-            torch.zeros(sum(_bytes(holding, uid, part) for uid in owned[control.rank]), dtype=torch.uint8)
+            torch.zeros(sum(_bytes(holding, uid, part) for uid in owned[control.rank]), dtype=torch.uint8, device="cpu")
             for part in parts
         ]
         for blob, part in zip(blobs, parts, strict=True):
@@ -216,7 +223,7 @@ def _add_exchanged(
         in_splits = [len(blob) for blob in blobs]
         mine = parts[control.rank]
         sizes = [sum(_bytes(holding, uid, mine) for uid in o) for o in owned]
-        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         control.all_to_all(received, torch.cat(blobs), sizes, in_splits)
         at, pointers = 0, {}
         for uid in (uid for o in owned for uid in o):
@@ -289,8 +296,8 @@ def _report(
 
 def overlap_reference(indices: list[np.ndarray | Tensor], totalk: int) -> Tensor:
     """The meaning for one parameter: 0/1 rows and ``M @ M.T``, added over chunks; indices are [chunks, k] per peer."""
-    stacked = torch.stack([torch.as_tensor(i).long() for i in indices], 1)  # chunks, P, k
-    rows = torch.zeros(*stacked.shape[:2], totalk).scatter_(2, stacked, 1.0)
+    stacked = torch.stack([as_tensor(i).long() for i in indices], 1)  # chunks, P, k
+    rows = torch.zeros(*stacked.shape[:2], totalk, device="cpu").scatter_(2, stacked, 1.0)
     return (rows @ rows.transpose(1, 2)).sum(0).long()
 
 

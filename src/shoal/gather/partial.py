@@ -49,7 +49,7 @@ class RankReport:
         if self.success_rate_part is None:
             self.success_rate_part = len(self.uids) / len(self.assigned_uids) if self.assigned_uids else 0.0
         if self.norms is None:
-            self.norms = torch.zeros(len(self.uids), 0)
+            self.norms = torch.zeros(len(self.uids), 0, device="cpu")
 
     @property
     def attempted(self) -> list[int]:

@@ -109,7 +109,7 @@ class PayloadRef:
         """float32 [256] for uint8 values; zeros for others."""
         if self._table is None or self._table[0] != index:  # one is kept: an update goes parameter by parameter
             quant = self.param(index).quant
-            self._table = index, torch.zeros(256) if quant is None else value_table(quant)
+            self._table = index, torch.zeros(256, device="cpu") if quant is None else value_table(quant)
         return self._table[1]
 
     def quant_block(self, index: int) -> bytes:

@@ -117,7 +117,7 @@ class _Gather:
             window=self.plan.window,
             version=self.plan.version,
             spec_hash=self.spec.hash,
-            norms=torch.zeros(0, len(self.spec.params)),
+            norms=torch.zeros(0, len(self.spec.params), device="cpu"),
             payloads={},
         )
         try:

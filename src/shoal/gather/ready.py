@@ -95,7 +95,7 @@ class Layout:
                 if key == mine:
                     ids = self.regions[index].chunks
                 else:
-                    ids = chunks_of(param, *key[:4]) if key else torch.arange(param.chunks)
+                    ids = chunks_of(param, *key[:4]) if key else torch.arange(param.chunks, device="cpu")
                 chunks.append(ids)
                 tiles.append(self._tile_plan(index, key[-1] if key else math.prod(param.shape), len(ids)))
             self.chunks.append(chunks)

@@ -58,15 +58,15 @@ class Region:
 def chunks_of(param: ParamSpec, row0: int, row1: int, column0: int, column1: int) -> Tensor:
     _, across, height, width = param.blocks
     if row0 >= row1 or column0 >= column1:
-        return torch.empty(0, dtype=torch.int64)
-    ys = torch.arange(row0 // height, -(-row1 // height))
-    xs = torch.arange(column0 // width, -(-column1 // width))
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    ys = torch.arange(row0 // height, -(-row1 // height), device="cpu")
+    xs = torch.arange(column0 // width, -(-column1 // width), device="cpu")
     return (ys[:, None] * across + xs[None, :]).reshape(-1)
 
 
 def _held(param: ParamSpec, tensor: Any, dim: int) -> tuple[int, int]:
     """(start, length) of this rank's part of one dimension, as the DTensor's own placements cut it."""
-    index = torch.arange(tensor.shape[dim]).reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
+    index = torch.arange(tensor.shape[dim], device="cpu").reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
     for mesh_dim, placement in enumerate(tensor.placements):
         if not placement.is_replicate() and placement.dim == dim:
             parts, _ = placement._split_tensor(

@@ -59,7 +59,7 @@ class Measured:
 
 
 def model_of(scenario: Scenario) -> torch.nn.Module:
-    return torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(scenario.rows, scenario.columns))})
+    return torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(scenario.rows, scenario.columns, device="cpu"))})
 
 
 def store_of(scenario: Scenario, spec: GradientSpec) -> MemoryStore:
@@ -75,7 +75,7 @@ def store_of(scenario: Scenario, spec: GradientSpec) -> MemoryStore:
         if fault == "absent":
             continue
         generator = torch.Generator().manual_seed(scenario.seed * 100_003 + (0 if uid in copies else uid))
-        gradient = torch.randn(scenario.rows, scenario.columns, generator=generator)
+        gradient = torch.randn(scenario.rows, scenario.columns, generator=generator, device="cpu")
         payload = compress({"w": gradient}, spec, window=WINDOW)
         state = payload["state_dict"]
         if fault == "poisoned":

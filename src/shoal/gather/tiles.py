@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.gather.errors import AlreadyApplied, BudgetTooSmall
+from shoal.host import as_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ def clip_factors(norms: Tensor) -> tuple[Tensor, Tensor]:
         >>> float(m), f.tolist()
         (5.0, [1.0, 1.0, 0.5])
     """
-    norms = torch.as_tensor(norms, dtype=torch.float32)
+    norms = as_tensor(norms).to(torch.float32)
     if norms.numel() == 0:
-        return torch.zeros(()), norms.reshape(-1)
+        return torch.zeros((), device="cpu"), norms.reshape(-1)
     median = norms.sort().values[(norms.numel() - 1) // 2]
     return median, torch.clamp(median / (norms + 1e-8), max=1.0)
 

@@ -160,7 +160,7 @@ class _Update:
                 median, factors = clip_factors(manifest.norms[:, index])
                 medians.append(float(median))
                 if self.clip == "none":
-                    factors = torch.ones(len(manifest.uids))
+                    factors = torch.ones(len(manifest.uids), device="cpu")
                 self._param(index, factors, work)
         report.min_median_norm, report.max_median_norm = min(medians, default=0.0), max(medians, default=0.0)
         report.global_l2_norm = math.sqrt(math.fsum(n * n for n in report.param_norms.values()))
@@ -225,7 +225,7 @@ class _Update:
         squares, total = summed.squares, summed.total
         if not replicated:
             own = [squares, total] if self.layout.counted[index] else [0.0, 0.0]
-            sums = torch.tensor(own, dtype=torch.float64)
+            sums = torch.tensor(own, dtype=torch.float64, device="cpu")
             squares, total = self.control.reduce_tensor(sums, dist.ReduceOp.SUM).tolist()
         numel = math.prod(param.shape)
         report.param_norms[param.name] = math.sqrt(squares)

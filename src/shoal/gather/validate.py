@@ -50,7 +50,9 @@ def validate_payload(
         for part in digest_parts(param.name, idxs, vals, quant):
             digest.update(part)
         size += nbytes(idxs) + nbytes(vals)
-    return PayloadInfo(step, digest.hexdigest(), torch.tensor(norms, dtype=torch.float64).to(torch.float32), size)
+    return PayloadInfo(
+        step, digest.hexdigest(), torch.tensor(norms, dtype=torch.float64, device="cpu").to(torch.float32), size
+    )
 
 
 def payload_digest(payload: Mapping[str, Any], spec: GradientSpec) -> str:
@@ -228,7 +230,7 @@ def _check_data(
     param: ParamSpec, idxs: Tensor, vals: Tensor, quant: QuantParams | None, spec: GradientSpec, max_abs: float
 ) -> float:
     """Rows 10 (values) and 13 to 15 in one native pass; the L2 norm of the dequantised values."""
-    table = torch.zeros(256) if quant is None else value_table(quant)
+    table = torch.zeros(256, device="cpu") if quant is None else value_table(quant)
     found = _core.gather_inspect(
         idxs.data_ptr(), vals.data_ptr(), table.data_ptr(), VALUE_KINDS[vals.dtype], CODECS.index(param.codec),
         param.chunks, param.k, param.totalk, 256 if spec.quant is None else spec.quant.bins, max_abs,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.host import as_tensor
 from shoal.ragged import Ragged
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -94,8 +95,7 @@ def split_keys(keys: list[str], joined: Jagged) -> dict[str, Jagged]:
 
 def as_id_values(ids: Any) -> Tensor:
     """int64, of the same shape; floats and booleans are no ids."""
-    if not isinstance(ids, Tensor):
-        ids = torch.as_tensor(ids)
+    ids = as_tensor(ids)
     if ids.dtype not in _INTEGERS:
         raise ConfigError(f"ids are int64, got {ids.dtype}; convert them with .long()")
     return ids.long()
@@ -120,7 +120,7 @@ as_bags = _ragged
 
 def _join(keys: list[str], parts: list[Jagged]) -> Jagged:
     if not parts:
-        return Jagged(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        return Jagged(torch.empty(0, dtype=torch.int64, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu"))
     sizes = {key: part.offsets.shape[0] - 1 for key, part in zip(keys, parts, strict=True) if part.offsets is not None}
     if len(set(sizes.values())) > 1:
         raise ConfigError(f"every key has equally many bags, got {sizes}")
@@ -152,7 +152,7 @@ def _from_object(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
         own = _get(ids, "weights_or_none") if hasattr(ids, "weights_or_none") else getattr(ids, "weights", None)
         return _get(ids, "values"), found, weights if weights is not None or callable(own) else own
     if hasattr(ids, "__array__"):
-        return torch.as_tensor(ids), offsets, weights
+        return as_tensor(ids), offsets, weights
     raise ConfigError(
         "ids are an int64 tensor, (values, offsets), lists of lists, Ragged, a nested tensor, or an object with values "
         f"and offsets; got {type(ids).__name__}"
@@ -163,14 +163,14 @@ def _from_lists(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
     if not ids or not isinstance(ids[0], list | tuple | Tensor) or (isinstance(ids[0], Tensor) and not ids[0].dim()):
         if offsets is None and not ids:  # no bags at all
             offsets = [0]
-        return torch.as_tensor(ids, dtype=None if len(ids) else torch.int64), offsets, weights
+        return torch.as_tensor(ids, dtype=None if len(ids) else torch.int64, device="cpu"), offsets, weights
     flat = [int(value) for row in ids for value in row]
-    lengths = torch.tensor([0, *(len(row) for row in ids)])
+    lengths = torch.tensor([0, *(len(row) for row in ids)], device="cpu")
     if weights is not None and not isinstance(weights, Tensor):
         if [len(row) for row in weights] != lengths[1:].tolist():
             raise ConfigError("weights came as lists whose lengths are not those of the ids")
-        weights = torch.tensor([float(value) for row in weights for value in row])
-    return torch.tensor(flat, dtype=torch.int64), lengths.cumsum(0), weights
+        weights = torch.tensor([float(value) for row in weights for value in row], device="cpu")
+    return torch.tensor(flat, dtype=torch.int64, device="cpu"), lengths.cumsum(0), weights
 
 
 def _get(thing: Any, name: str) -> Any:

@@ -34,7 +34,7 @@ class TableModule(nn.Module):
         super().__init__()
         self.padding_idx = padding_idx
         self.insert_missing = insert_missing
-        self._probe = torch.empty(0)  # follows .to, so that it knows where results go
+        self._probe = torch.empty(0, device=None)  # follows .to, so that it knows where results go
         self._slot: TableSlot | None = None
         self._slots: dict[str, TableSlot] = {}
         if isinstance(table, Mapping):
@@ -115,7 +115,9 @@ class TableModule(nn.Module):
         for name, slot in self._named_slots(prefix):
             if isinstance(slot.table, HashTable):
                 if slot.handle not in done:
-                    done[slot.handle] = table_state(slot.table) | {"global_step": torch.tensor(slot.global_step)}
+                    done[slot.handle] = table_state(slot.table) | {
+                        "global_step": torch.tensor(slot.global_step, device="cpu")
+                    }
                 destination.update({name + part: tensor for part, tensor in done[slot.handle].items()})
 
     def _load_from_state_dict(

@@ -123,7 +123,7 @@ def _bag(
         raise ConfigError(f"table {slot.table.name!r}: {error}") from None
     ids, offsets, weights, _ = _without_padding(ids, offsets, weights, padding)
     if not keep_rows:
-        return slot.lookup_pooled(ids, offsets, weights, kind, length, create), torch.empty(0, dim)
+        return slot.lookup_pooled(ids, offsets, weights, kind, length, create), torch.empty(0, dim, device="cpu")
     rows = slot.lookup(ids, create)
     return pool(rows, offsets, weights, kind, length), rows
 
@@ -251,7 +251,7 @@ def _call(plain: Any, function: Any, op: Any, args: tuple[Any, ...]) -> Any:
 def _hand_over(handle: int, ids: Tensor, grads: Tensor, tape: Tensor) -> Tensor:
     find_slot(handle).add_gradient(ids, grads)
     tape.add_(1)
-    return torch.zeros(0)
+    return torch.zeros(0, device="cpu")
 
 
 def _without_padding(
@@ -261,6 +261,6 @@ def _without_padding(
     if padding is None:
         return ids, offsets, weights, None
     keep = ids != padding
-    left = torch.zeros(ids.numel() + 1, dtype=torch.int64)  # how many of the ids before each place
+    left = torch.zeros(ids.numel() + 1, dtype=torch.int64, device="cpu")  # how many of the ids before each place
     torch.cumsum(keep, 0, out=left[1:])
     return ids[keep], left[offsets], None if weights is None else weights[keep], keep

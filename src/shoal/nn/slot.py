@@ -38,8 +38,8 @@ class TableSlot:
         self.home = torch.device(getattr(table, "device", None) or "cpu")
         """Where the table reads ids and leaves rows."""
         self.handle = next(_handles)
-        self.anchor = torch.zeros(0, requires_grad=True)
-        self.tape = torch.zeros(1, dtype=torch.int64)
+        self.anchor = torch.zeros(0, requires_grad=True, device="cpu")
+        self.tape = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.fused: bool | None = None
         """True: backward updates the rows. False: gradients wait. None: they wait once an optimizer holds the table."""
         self.held = False

@@ -26,7 +26,7 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
     op = "aligned_flat_concat"
     parts = _inputs.float_list(inputs, op, "inputs")
     if not parts:
-        return torch.zeros(0, dtype=torch.float32)
+        return torch.zeros(0, dtype=torch.float32, device=None)
     if any(part.dtype != parts[0].dtype for part in parts):
         raise ConfigError(f"{op}: all inputs have one dtype, got {sorted({str(p.dtype) for p in parts})}")
     if chosen.concat == "kernel" and _alike(parts) and isinstance(scale, int | float):
@@ -49,7 +49,7 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
     flat = torch.cat(pieces)
     if isinstance(scale, int | float):
         return flat if scale == 1 else flat * scale
-    return flat * torch.as_tensor(scale).reshape(()).to(flat)
+    return flat * torch.as_tensor(scale, device=flat.device).reshape(()).to(flat)
 
 
 def _alike(parts: list[Tensor]) -> bool:
@@ -73,7 +73,7 @@ def aligned_flat_split(inputs: Any, flat: Any) -> list[Tensor]:
         raise ConfigError(f"{op}: flat is 1-D, got shape {list(flat.shape)}")
     outs, at = [], 0
     for x in _inputs.tensors(inputs, op, "inputs"):
-        shape = x.shape if isinstance(x, Tensor) else torch.as_tensor(x).shape
+        shape = x.shape if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu").shape
         count = shape.numel()
         end = at + -(-count // ALIGN) * ALIGN
         if end > flat.shape[0]:

@@ -147,11 +147,11 @@ def _tables() -> dict[str, float]:
     overhead = 0.0
     for dim in _DIMS:
         table = shoal.HashTable(dim, optimizer=shoal.Adagrad(lr=0.01), name=f"plan_{dim}")
-        ids = torch.randperm(_ROWS)[:_BATCH] * 982451653
-        every = torch.arange(_ROWS) * 982451653
-        table.assign(every, torch.zeros(_ROWS, dim))
+        ids = torch.randperm(_ROWS, device="cpu")[:_BATCH] * 982451653
+        every = torch.arange(_ROWS, device="cpu") * 982451653
+        table.assign(every, torch.zeros(_ROWS, dim, device="cpu"))
         overhead = max(overhead, table._native.bytes() / _ROWS - 8 * dim) if dim == _DIMS[0] else overhead
-        grads = torch.ones(_BATCH, dim)
+        grads = torch.ones(_BATCH, dim, device="cpu")
         lookup = _usual(lambda table=table, ids=ids: table.lookup(ids))
         update = _usual(lambda table=table, ids=ids, grads=grads: table.apply_gradients(ids, grads, enable_dedup=False))
         bag = shoal.nn.HashEmbeddingBag(table, combiner="sum")
@@ -184,7 +184,7 @@ def _dense() -> dict[str, float]:
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     small = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(small.parameters(), lr=0.1)
-    batch = torch.randn(1024, 256)
+    batch = torch.randn(1024, 256, device="cpu")
 
     def step() -> None:
         model(batch).sum().backward()
@@ -195,7 +195,7 @@ def _dense() -> dict[str, float]:
         optimizer.step()
 
     flops = 6 * 1024 * 2 * 256 * 256
-    many = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(4)]
+    many = [torch.nn.Parameter(torch.zeros(1 << 18, device="cpu")) for _ in range(4)]
     for each in many:
         each.grad = torch.ones_like(each)
     updates = torch.optim.SGD(many, lr=0.1)
@@ -220,8 +220,8 @@ def _servers() -> dict[str, float]:
     try:
         with PsClient([server.address]) as client:
             table = ps_table(client, 64, name="plan", optimizer="sgd", lr=1.0, initializer="zeros")
-            ids = torch.arange(_BATCH)
-            table.assign(ids, torch.zeros(_BATCH, 64))
+            ids = torch.arange(_BATCH, device="cpu")
+            table.assign(ids, torch.zeros(_BATCH, 64, device="cpu"))
             table.as_op()
             one = _usual(lambda: table.lookup(ids[:1]), 0.3)
             many = _usual(lambda: table.lookup(ids), 0.5)
@@ -235,8 +235,8 @@ def _exchange(rank: int, world: int) -> list[float]:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    large = torch.zeros(1 << 20)
-    small = torch.zeros(world)
+    large = torch.zeros(1 << 20, device="cpu")
+    small = torch.zeros(world, device="cpu")
     out = torch.empty_like(large)
     calls = [
         lambda: dist.all_to_all_single(out[:world], small),

@@ -49,7 +49,7 @@ def example_inputs(
     any_size = torch.export.Dim.AUTO
     for alias, feature in features.items():
         middle = (3,) if feature.combiner == "none" else ()
-        arguments[alias] = torch.zeros(rows, *middle, dims[feature.slot])
+        arguments[alias] = torch.zeros(rows, *middle, dims[feature.slot], device="cpu")
         shapes[alias] = {0: any_size, 1: any_size} if middle else {0: any_size}
     for alias, value in dense.items():
         arguments[alias] = value if len(value) == rows else value[:1].expand(rows, *value.shape[1:]).clone()

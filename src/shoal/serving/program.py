@@ -50,7 +50,7 @@ def pool(feature: Feature, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tenso
     total = rows[:, 0] if length == 1 else rows.sum(1)
     if feature.combiner == "sum":
         return total
-    count = torch.full((batch, 1), length) if present is None else present.sum(1)
+    count = torch.full((batch, 1), length, device="cpu") if present is None else present.sum(1)
     return total / count.clamp(min=1)
 
 
@@ -72,7 +72,7 @@ def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
             if len(parts) == 1:
                 found[slot] = parts[0][0].lookup_sub(parts[0][1], ids)
                 continue
-            rows = torch.empty(len(ids), parts[0][0].dims[parts[0][1]])
+            rows = torch.empty(len(ids), parts[0][0].dims[parts[0][1]], device="cpu")
             owner = torch.remainder(ids, shards)
             for shard, (view, number) in enumerate(parts):
                 chosen = owner == shard
@@ -89,10 +89,10 @@ def remote_lookup(model_name: str, num_ps: int, dims: Mapping[str, int], deadlin
 
     def lookup(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         unique = {
-            slot: torch.unique(wanted.get(slot, torch.empty(0, dtype=torch.int64)), return_inverse=True)
+            slot: torch.unique(wanted.get(slot, torch.empty(0, dtype=torch.int64, device="cpu")), return_inverse=True)
             for slot in slots
         }
-        rows = {slot: torch.zeros(len(ids), dims[slot]) for slot, (ids, _) in unique.items()}
+        rows = {slot: torch.zeros(len(ids), dims[slot], device="cpu") for slot, (ids, _) in unique.items()}
         for shard in range(num_ps):
             chosen = {slot: torch.remainder(ids, num_ps) == shard for slot, (ids, _) in unique.items()}
             if not any(bool(mask.any()) for mask in chosen.values()):

@@ -232,4 +232,4 @@ def _zero(kind: Any) -> Any:
         scalar = np.empty((), object)
         scalar[()] = b""
         return scalar
-    return torch.zeros((), dtype=kind)
+    return torch.zeros((), dtype=kind, device="cpu")

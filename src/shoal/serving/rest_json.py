@@ -43,9 +43,9 @@ def tensors_of(columns: dict[str, Any], specs: dict[str, Any]) -> Tensors:
                 assert dtype is not None
                 if not dtype.is_floating_point and _has_fractions(value):
                     raise ValueError("a number has a fraction")
-                tensors[alias] = torch.tensor(value, dtype=dtype)
+                tensors[alias] = torch.tensor(value, dtype=dtype, device="cpu")
             else:
-                tensors[alias] = torch.empty(0)  # refused by name when inputs are checked
+                tensors[alias] = torch.empty(0, device="cpu")  # refused by name when inputs are checked
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise DataError(f"input {alias!r} is not a {spec.dtype if spec else ''} tensor: {error}") from None
     return tensors

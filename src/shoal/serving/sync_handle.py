@@ -241,7 +241,7 @@ class SyncClientHandle:
         for number in order:
             table = self._tables[number]
             fids = groups.get(number, np.empty(0, np.int64))
-            values = table.lookup(torch.from_numpy(fids)) if fids.size else torch.empty(0, table.dim)
+            values = table.lookup(torch.from_numpy(fids)) if fids.size else torch.empty(0, table.dim, device="cpu")
             values = values.detach().to("cpu", torch.float32).contiguous().numpy()
             batch.deltas.append(Delta(table.name, table.dim, fids, values.reshape(fids.size, table.dim)))
         return batch

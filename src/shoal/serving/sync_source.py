@@ -66,10 +66,12 @@ class SyncSource:
                 self._held = {}
             self._held = merge(self._held, self._handle.touched.steal()[0])
             self._sequence += 1
-            result: Tensors = {"sequence": torch.tensor(self._sequence)}
+            result: Tensors = {"sequence": torch.tensor(self._sequence, device="cpu")}
             for number, name in enumerate(self._handle.table_order):
                 ids = self._held.get(number)
-                result[f"{name}_id"] = torch.from_numpy(ids) if ids is not None else torch.empty(0, dtype=torch.int64)
+                result[f"{name}_id"] = (
+                    torch.from_numpy(ids) if ids is not None else torch.empty(0, dtype=torch.int64, device="cpu")
+                )
             return result
 
 
@@ -104,7 +106,7 @@ class SourceFollower:
 
     def pull(self) -> int:
         """Moves the source's touched ids here; how many they are."""
-        outputs = self._call(self._touched, {"ack": torch.tensor(self._ack)}, 30.0)
+        outputs = self._call(self._touched, {"ack": torch.tensor(self._ack, device="cpu")}, 30.0)
         count = 0
         for name, number in self._numbers.items():
             ids = outputs[f"{name}_id"]
@@ -117,7 +119,7 @@ class SourceFollower:
         self._channel.close()
 
     def _reader(self, name: str) -> Any:
-        empty = torch.empty(0, dtype=torch.int64)
+        empty = torch.empty(0, dtype=torch.int64, device="cpu")
 
         def lookup(ids: torch.Tensor) -> torch.Tensor:
             parts = []

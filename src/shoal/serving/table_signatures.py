@@ -79,7 +79,7 @@ def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable])
         _apply(owner, write)
         for view, (_, ids, _) in zip(views, work, strict=True):
             view.count_push(len(ids), touched_at.get())
-        return {f"{name}_result": torch.tensor(len(ids), dtype=torch.int32) for name, ids, _ in work}
+        return {f"{name}_result": torch.tensor(len(ids), dtype=torch.int32, device="cpu") for name, ids, _ in work}
 
     return Signature(spec, assign, push=True, accepts=accepts, hints=hints)
 
@@ -119,7 +119,7 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
         },
         {"result": TensorSpec("int32", [])},
     )
-    dims = torch.tensor(view.dims)
+    dims = torch.tensor(view.dims, device="cpu")
     stored = all(config.entry_config.entry_type == SERVING for config in view.configs())
     codecs = asked_multi(view.configs()) if stored else ""
 
@@ -149,7 +149,7 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
 
         _apply(owner, write)
         view.count_push(len(ids), touched_at.get())
-        return {"result": torch.tensor(0, dtype=torch.int32)}
+        return {"result": torch.tensor(0, dtype=torch.int32, device="cpu")}
 
     accepts = {"flat_value": ("uint8",)} if codecs else None
     return Signature(spec, raw_assign, push=True, accepts=accepts, hints={"flat_value": codecs} if codecs else None)

@@ -41,7 +41,7 @@ class Traffic:
             groups.setdefault(key, []).append((seconds, code))
         result = {}
         for key, each in groups.items():
-            times = torch.tensor([seconds for seconds, _ in each], dtype=torch.float64)
+            times = torch.tensor([seconds for seconds, _ in each], dtype=torch.float64, device="cpu")
             result[key] = {
                 "qps": len(each) / self.window,
                 "p50_ms": float(times.quantile(0.5)) * 1e3 if len(times) < 1_000_000 else 0.0,

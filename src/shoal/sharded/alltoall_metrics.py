@@ -58,8 +58,8 @@ def backward_metrics(backend: Any, shard_sizes: Tensor, recv_emb_splits: Tensor,
     ids, rows = shard_sizes[1:], recv_emb_splits[1:]
     id_totals = backend.gather_totals(int(ids.sum()))
     emb_totals = backend.gather_totals(int(rows.sum()))
-    _histogram("Alltoall_id_dist", torch.tensor(id_totals))
-    _histogram("Alltoall_emb_dist", torch.tensor(emb_totals))
+    _histogram("Alltoall_id_dist", torch.tensor(id_totals, device="cpu"))
+    _histogram("Alltoall_emb_dist", torch.tensor(emb_totals, device="cpu"))
     if backend.rank != 0:
         return
     _spread("Alltoall_id", ids)

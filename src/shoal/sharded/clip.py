@@ -26,7 +26,7 @@ class GradClipType(IntEnum):
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """The norm of all tensors as one vector."""
     if not grads:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.host import as_tensor
 from shoal.sharded import export
 from shoal.sharded.distributed_table import DistributedHashTable
 from shoal.sharded.fan_out import fan_out
@@ -19,7 +20,7 @@ from shoal.table.export_mode import is_exporting_distributed
 __all__ = ["DistributedHashTable", "DistributedMultiTypeHashTable"]
 
 RAW_METHODS = ("raw_lookup", "raw_apply_gradients", "raw_assign")
-_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class DistributedMultiTypeHashTable:
@@ -134,7 +135,7 @@ class DistributedMultiTypeHashTable:
         grads = []
         for name in names:
             ids, rows = slot_to_id_and_grad.get(name, (_NO_IDS, ()))
-            grads.append(as_rows(rows, torch.as_tensor(ids).numel(), self._dims[name], name, "grads"))
+            grads.append(as_rows(rows, as_tensor(ids).numel(), self._dims[name], name, "grads"))
         flat = route.scatter([g.view(-1, self._dims[n]) for g, n in zip(grads, names, strict=True)])
         self._fan.apply(route, names, flat, step, seconds, raw=self._raw, float16=self.transfer_float16)
         return self
@@ -145,7 +146,7 @@ class DistributedMultiTypeHashTable:
             raise NotImplementedError("reinitialize needs native tables (MultiHashTable) on every part")
         export.check_writable("reinitialize")
         ids = as_ids(ids, slot).view(-1)
-        status = torch.full((ids.numel(),), -1, dtype=torch.int32)
+        status = torch.full((ids.numel(),), -1, dtype=torch.int32, device="cpu")
         if slot in self._dims:
             for part, at in zip(self._tables, positions_of_shards(ids, len(self._tables)), strict=True):
                 status[at] = part.reinitialize(slot, ids[at])[1]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.host import as_tensor
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.sharded import environment as env
 from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
@@ -31,7 +32,7 @@ def early_reorder_pack(
 
     ``dims`` are the tables' dimensions by sorted slot name; ``req_time`` is an int64 scalar or None.
     """
-    ids = [torch.as_tensor(slot_to_id[slot]).reshape(-1) for slot in sorted(slot_to_id)]
+    ids = [as_tensor(slot_to_id[slot]).reshape(-1) for slot in sorted(slot_to_id)]
     return (*fused_reorder_by_indices(ids, shard_num, list(dims)), req_time)
 
 

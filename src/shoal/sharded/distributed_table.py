@@ -80,7 +80,7 @@ class DistributedHashTable:
             if route.ids[i].numel()
         }
         replies = self._fan.client.read(requests)
-        empty = torch.empty(0)
+        empty = torch.empty(0, device="cpu")
         return [
             as_tensor(replies[i].payload[0], torch.float32) if i in replies else empty for i in range(len(self._tables))
         ]
@@ -151,7 +151,7 @@ class DistributedHashTable:
 
     def _scatter_back(self, ids: Tensor, dtype: torch.dtype, call: Callable[[Any, Tensor], Tensor]) -> Tensor:
         ids = as_ids(ids, self.name).view(-1)
-        out = torch.empty(ids.numel(), dtype=dtype)
+        out = torch.empty(ids.numel(), dtype=dtype, device="cpu")
         for part, at in zip(self._tables, positions_of_shards(ids, len(self._tables)), strict=True):
             out[at] = call(part, ids[at])
         return out

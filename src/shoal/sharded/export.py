@@ -53,7 +53,7 @@ def remote_lookup(table: Any, route: Route, names: Sequence[str], *, model_nativ
         sizes = [n * dim for n, dim in zip(counts, route.dims, strict=True)]
         deadline = table.max_rpc_deadline_millis
         if model_native:
-            result.append(predict_raw(i, ids, torch.tensor([0, *counts]).cumsum(0), sum(sizes), deadline))
+            result.append(predict_raw(i, ids, torch.tensor([0, *counts], device="cpu").cumsum(0), sum(sizes), deadline))
             continue
         wanted = dict(zip(names, torch.split(ids, counts), strict=True))
         found = predict_slots(i, wanted, dict(zip(names, route.dims, strict=True)), deadline)
@@ -64,7 +64,7 @@ def remote_lookup(table: Any, route: Route, names: Sequence[str], *, model_nativ
 def predict_raw(ps: int, ids: Tensor, splits: Tensor, floats: int, deadline_millis: int) -> Tensor:
     """The flat rows of a native part: ids of all its tables, table after table, and where each begins."""
     if _remote_predict is None:
-        return torch.zeros(floats)
+        return torch.zeros(floats, device="cpu")
     [found] = _remote_predict(
         ["id", "id_split"], [ids, splits], ["flat_emb"], output_types=[torch.float32],
         signature_name="raw_lookup", **_where(ps, deadline_millis),
@@ -77,7 +77,7 @@ def predict_slots(
 ) -> dict[str, Tensor]:
     """The flat rows of each table of a part, tables in sorted order on the way."""
     if _remote_predict is None:
-        return {slot: torch.zeros(ids[slot].numel() * dims[slot]) for slot in ids}
+        return {slot: torch.zeros(ids[slot].numel() * dims[slot], device="cpu") for slot in ids}
     slots = sorted(ids)
     rows = _remote_predict(
         slots, [ids[slot] for slot in slots], slots, output_types=[torch.float32] * len(slots),

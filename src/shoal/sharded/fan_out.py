@@ -80,7 +80,7 @@ class RemoteParts:
             if route.ids[i].numel()
         }
         replies = self.client.read(requests)
-        result = [torch.empty(0)] * len(self.parts)
+        result = [torch.empty(0, device="cpu")] * len(self.parts)
         for i, reply in replies.items():
             result[i] = as_tensor(reply.payload[0], torch.float16 if float16 else torch.float32).float()
             lookup_timer(i, time.perf_counter() - begin)
@@ -108,7 +108,10 @@ class RemoteParts:
         requests = {}
         for i, (part, pairs) in enumerate(zip(self.parts, per_part, strict=True)):
             names = list(part.dims) if part.native else sorted(pairs)
-            chosen = [pairs.get(name, (torch.empty(0, dtype=torch.int64), torch.empty(0))) for name in names]
+            chosen = [
+                pairs.get(name, (torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, device="cpu")))
+                for name in names
+            ]
             if names:
                 requests[i] = part.write_request(
                     op, names, [ids.numel() for ids, _ in chosen], torch.cat([ids for ids, _ in chosen]),

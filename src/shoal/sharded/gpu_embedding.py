@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.host import as_tensor
 from shoal.sharded import environment as env
 from shoal.sharded.backend import default_backend
 from shoal.sharded.devices import home
@@ -27,7 +28,7 @@ class AllToAllLists:
         self.table = table_factory(backend.rank, subs)
         self.shards = shards
         self._home = home(self.table)
-        self._dims = torch.tensor(self.table.get_table_dim_sizes())
+        self._dims = torch.tensor(self.table.get_table_dim_sizes(), device="cpu")
         self._exchange = Exchange(backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._capacity = {key: int(value) for key, value in queue_configs.items()}
         self._prefix = prefix
@@ -42,9 +43,9 @@ class AllToAllLists:
     def begin(self, sharded: dict[str, Any], bundle: dict[str, Any], tables: Sequence[str], req_time: Any) -> None:
         """Ids of the batch, shard after shard and table after table, into the bundle."""
         lists = [sharded["shards"][f"{table}:{ps}"] for ps in range(self.shards) for table in tables]
-        sizes = torch.tensor([ids.numel() for ids in lists], dtype=torch.int32)
+        sizes = torch.tensor([ids.numel() for ids in lists], dtype=torch.int32, device="cpu")
         by_shard = sizes.view(self.shards, len(tables))
-        time = 0 if req_time is None else int(torch.as_tensor(req_time).max())
+        time = 0 if req_time is None else int(as_tensor(req_time).max())
         self._put(
             bundle,
             shards_value=torch.cat(lists),

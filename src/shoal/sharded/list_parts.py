@@ -81,7 +81,7 @@ def remote_lookup(
     replies = fan.client.read(requests)
     result = []
     for i, (part, work) in enumerate(zip(fan.parts, lists, strict=True)):
-        rows = torch.empty(0)
+        rows = torch.empty(0, device="cpu")
         if i in replies:
             rows = as_tensor(replies[i].payload[0], torch.float16 if float16 else torch.float32).float()
         if native:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.host import as_tensor
 
 
 def pack_tensors(keyed_tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -18,15 +19,15 @@ def pack_tensors(keyed_tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     >>> flat.tolist(), sizes.tolist()
     ([1, 2, 3], [2, 1])
     """
-    flat = [torch.as_tensor(keyed_tensors[key]).reshape(-1) for key in sorted(keyed_tensors)]
-    sizes = torch.tensor([t.numel() for t in flat], dtype=torch.int64)
-    return torch.cat(flat) if flat else torch.empty(0), sizes
+    flat = [as_tensor(keyed_tensors[key]).reshape(-1) for key in sorted(keyed_tensors)]
+    sizes = torch.tensor([t.numel() for t in flat], dtype=torch.int64, device="cpu")
+    return torch.cat(flat) if flat else torch.empty(0, device="cpu"), sizes
 
 
 def unpack_tensors(keyed_shape: Mapping[str, Sequence[int]], packed: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     """Undoes `pack_tensors`; ``keyed_shape`` has a shape per key, in which one size may be -1."""
     flat, sizes = packed
-    lengths = torch.as_tensor(sizes).tolist()
+    lengths = as_tensor(sizes).tolist()
     if len(lengths) != len(keyed_shape) or sum(lengths) != flat.numel():
         raise ConfigError(
             f"unpack_tensors: {len(keyed_shape)} keys and {flat.numel()} elements do not fit sizes {lengths}"
@@ -38,7 +39,7 @@ def unpack_tensors(keyed_shape: Mapping[str, Sequence[int]], packed: tuple[Tenso
 def pack_typed_keyed_tensors(typed_keyed_tensors: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
     """One flat tensor per dict, then an int64 vector: the number of keys of each dict, then all sizes."""
     packed = [pack_tensors(tensors) for tensors in typed_keyed_tensors]
-    counts = torch.tensor([len(tensors) for tensors in typed_keyed_tensors], dtype=torch.int64)
+    counts = torch.tensor([len(tensors) for tensors in typed_keyed_tensors], dtype=torch.int64, device="cpu")
     return [*(flat for flat, _ in packed), torch.cat([counts, *(sizes for _, sizes in packed)])]
 
 
@@ -48,7 +49,7 @@ def unpack_packed_tensors(
     """Undoes `pack_typed_keyed_tensors`."""
     if len(packed_list) < 2:
         raise ConfigError(f"unpack_packed_tensors: a packed list has at least 2 parts, got {len(packed_list)}")
-    flats, sizes = packed_list[:-1], torch.as_tensor(packed_list[-1])
+    flats, sizes = packed_list[:-1], as_tensor(packed_list[-1])
     if len(flats) != len(typed_keyed_shape):
         raise ConfigError(f"unpack_packed_tensors: {len(typed_keyed_shape)} dicts of shapes, {len(flats)} flat tensors")
     at = len(flats)

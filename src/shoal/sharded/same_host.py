@@ -107,7 +107,7 @@ def _open(group: dist.ProcessGroup | None) -> Rings | None:
 
 
 def _gather(numbers: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:
-    mine = torch.tensor(numbers)
+    mine = torch.tensor(numbers, device="cpu")
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group=group)
     return [each.tolist() for each in found]

@@ -14,11 +14,6 @@ MAX_TIME = (1 << 32) - 1
 CPU = torch.device("cpu")
 
 
-def as_tensor(given: Any) -> Tensor:
-    """A tensor as it is, anything else as a tensor; ``torch.as_tensor`` moves even tensors to the default device."""
-    return given if isinstance(given, Tensor) else torch.as_tensor(given)
-
-
 def device_of(table: Any) -> torch.device:
     """Where the tensors of a table live; the CPU for one that is elsewhere altogether."""
     return getattr(table, "device", CPU)

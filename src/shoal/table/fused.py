@@ -14,7 +14,8 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError
-from shoal.table.arguments import as_ids, as_int, as_rows, as_tensor, as_time, check_rates
+from shoal.host import as_tensor
+from shoal.table.arguments import as_ids, as_int, as_rows, as_time, check_rates
 from shoal.table.messages import EntryDump
 from shoal.table.table import HashTable
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
-from shoal.table.arguments import as_tensor
+from shoal.host import as_tensor
 from shoal.table.filters import ProbabilisticFilter
 
 

@@ -36,8 +36,8 @@ class CompressedGradient:
         if not isinstance(dtype, torch.dtype):
             raise CompressionError(f"CompressedGradient: {data.get('dtype')!r} is not the name of a dtype")
         return cls(
-            torch.tensor(data["indices"], dtype=torch.int64),
-            torch.tensor(data["values"], dtype=dtype),
+            torch.tensor(data["indices"], dtype=torch.int64, device="cpu"),
+            torch.tensor(data["values"], dtype=dtype, device="cpu"),
             int(data["original_len"]),
         )
 
@@ -69,7 +69,7 @@ def topk_indices(flat: Tensor, k: int, *, nonfinite: str = "raise", order: str =
         from shoal import _core
 
         values = flat.float().contiguous()
-        indices = torch.empty(k, dtype=torch.int64)
+        indices = torch.empty(k, dtype=torch.int64, device="cpu")
         bad = _core.topk_magnitude(
             values.data_ptr(), len(values), k, order == "index", nonfinite == "raise", indices.data_ptr()
         )

@@ -110,7 +110,7 @@ class GroupExchange(Exchange):
             given = [t.detach() for t in tensors]
         else:
             given = [torch.empty(shape, dtype=NAMES[name], device=device) for shape, name, device in head]
-        result: list[Tensor] = [torch.empty(0)] * len(given)
+        result: list[Tensor] = [torch.empty(0, device="cpu")] * len(given)
         for bucket in make_buckets(given, bucket_bytes):
             flat = flatten([given[i] for i in bucket])
             wire = self.to_wire(flat)
@@ -138,7 +138,7 @@ class GroupExchange(Exchange):
         raw = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8)
             if self.rank == 0
-            else torch.empty(size, dtype=torch.uint8)
+            else torch.empty(size, dtype=torch.uint8, device="cpu")
         )
         raw = raw.to(self.device)
         with named_errors("broadcast of the parameters' description", self.rank), self.waiting():

@@ -36,7 +36,9 @@ class MpiExchange(GroupExchange):
         self._run(lambda: self.transport.comm.Iallgather(mine.numpy(), everyone.numpy()))
 
     def _gather_to(self, owner: int, mine: Tensor, parts: list[Tensor] | None) -> None:
-        everyone = torch.empty(self.world_size * mine.numel(), dtype=mine.dtype) if parts is not None else None
+        everyone = (
+            torch.empty(self.world_size * mine.numel(), dtype=mine.dtype, device="cpu") if parts is not None else None
+        )
         target = everyone.numpy() if everyone is not None else None
         self._run(lambda: self.transport.comm.Igather(mine.numpy(), target, owner))
         if parts is not None and everyone is not None:

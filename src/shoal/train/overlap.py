@@ -106,7 +106,7 @@ class OverlappedReducer:
 
     def _finish(self) -> None:
         began = time.perf_counter()
-        had = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8)
+        had = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8, device="cpu")
         while self._launched < len(self.buckets):
             self._launch()
         if self.world_size > 1 and len(had):

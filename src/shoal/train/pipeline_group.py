@@ -118,7 +118,7 @@ class GroupPipeline:
         if self.last in self.local:
             assert target is not None
             self.target = target.to(self.device).split(self.sizes)
-            kwargs["target"] = torch.arange(len(self.sizes))  # the loss looks its rows up itself
+            kwargs["target"] = torch.arange(len(self.sizes), device="cpu")  # the loss looks its rows up itself
         if self._schedule is not None:
             with named_errors("a pipeline step", self.rank):
                 self._schedule.step(*args, return_outputs=False, **kwargs)

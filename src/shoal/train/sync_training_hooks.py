@@ -11,11 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shoal.comm import control
 from shoal.comm.hooks import SessionRunHook
 from shoal.errors import ConfigError
+from shoal.host import as_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ def _newest(ctx: Any, values: Any) -> int:
     newest = getattr(ctx, "req_time", None) if newest is None else newest
     if newest is None:
         return -1
-    times = torch.as_tensor(newest)
+    times = as_tensor(newest)
     return int(times.max()) if times.numel() else -1
 
 

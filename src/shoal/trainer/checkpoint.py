@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal import _core
 from shoal.errors import ConfigError, DataError, missing_extra
+from shoal.host import as_tensor
 from shoal.ops.reorder.op import empty_shards
 from shoal.table.checkpoint import list_checkpoints, naming, restore_table
 from shoal.table.checkpoint.chain import MANIFEST
@@ -186,7 +187,7 @@ def _dense_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     tensors = {f"model.{name}": tensor for name, tensor in snapshot.model.state_dict().items()}
     for index, state in snapshot.optimizer.state_dict()["state"].items():
         for name, value in state.items():
-            tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
+            tensors[f"optimizer.{index}.{name}"] = as_tensor(value)
     return tensors
 
 

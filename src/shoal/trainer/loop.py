@@ -166,7 +166,7 @@ class Trainer:
         wants_save = self.saver is not None and self.saver.wants(self.at.step + 1)
         numbers = (len(samples) if samples is not None else 0, float(self.stop()), float(wants_save))
         if self.ranks.world > 1:
-            self.bucket.numbers.copy_(torch.tensor(numbers))
+            self.bucket.numbers.copy_(torch.tensor(numbers, device="cpu"))
             self.ranks.sum(self.bucket.flat)
             numbers = tuple(self.bucket.numbers.tolist())
         if numbers[0]:  # else it was the end of an epoch, and nobody learnt anything
@@ -246,7 +246,7 @@ class Trainer:
                     else:
                         logits = self._logits(batch.samples)
                         metrics.add(logits.cpu().numpy(), batch.samples.label.numpy())
-                    if not int(self.ranks.sum(torch.tensor([0 if batch is None else 1]))):
+                    if not int(self.ranks.sum(torch.tensor([0 if batch is None else 1], device="cpu"))):
                         break
                     number += 1
         finally:
@@ -258,7 +258,7 @@ class Trainer:
         values = merged(self.metrics, self.ranks)
         values.pop("samples")
         bad = self.stream.bad_rows if self._exhausted else self.reader["bad"]  # the last ones are behind the last batch
-        sums = torch.tensor([float(bad), self.rows.memory_bytes(), resident_bytes()], dtype=torch.float64)
+        sums = torch.tensor([float(bad), self.rows.memory_bytes(), resident_bytes()], dtype=torch.float64, device="cpu")
         bad_rows, table_bytes, resident = map(int, self.ranks.sum(sums).tolist())
         return {
             "step": self.at.step, "epoch": self.at.epoch, "samples": self.at.samples, **values,

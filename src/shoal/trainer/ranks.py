@@ -90,7 +90,7 @@ class GradientBucket:
     def __init__(self, parameters: Iterable[nn.Parameter], numbers: int) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         total = sum(p.numel() for p in self._parameters)
-        first = self._parameters[0] if self._parameters else torch.empty(0)
+        first = self._parameters[0] if self._parameters else torch.empty(0, device="cpu")
         self.flat = torch.zeros(total + numbers, dtype=torch.float32, device=first.device)
         self.numbers = self.flat[total:]
         self._views, at = [], 0

@@ -85,11 +85,11 @@ class Rows(nn.Module):
         import torch
 
         if self.together:
-            ids = torch.empty(0, dtype=torch.int64)
+            ids = torch.empty(0, dtype=torch.int64, device="cpu")
             self.table.lookup(ids, insert_missing=learn)
             if learn:
                 step, self.slot.global_step = self.slot.global_step, self.slot.global_step + 1
-                self.table.apply_gradients(ids, torch.empty(0, self.dim), step, req_time=self.now_s)
+                self.table.apply_gradients(ids, torch.empty(0, self.dim, device="cpu"), step, req_time=self.now_s)
 
     def size(self) -> int | None:
         """Rows of all ranks or servers, which all ranks ask together."""

@@ -164,7 +164,7 @@ def fused_gather_embeddings_by_input_gradient(
     size: int, grads: list[Tensor], offsets: list[Tensor], dims: list[int], scale: float
 ) -> Tensor:
     if not grads:
-        return torch.zeros(size, dtype=torch.float32)
+        return torch.zeros(size, dtype=torch.float32, device=None)
     grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
     out = grads[0].new_zeros(size)
     _run(out, offsets, grads, dims, scale, True)

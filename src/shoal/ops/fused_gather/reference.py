@@ -21,7 +21,7 @@ def fused_gather_embeddings_by_input(fused: Tensor, offsets: list[Tensor], dims:
 def fused_gather_embeddings_by_input_gradient(
     size: int, grads: list[Tensor], offsets: list[Tensor], dims: list[int], scale: float
 ) -> Tensor:
-    out = grads[0].new_zeros(size) if grads else torch.zeros(size, dtype=torch.float32)
+    out = grads[0].new_zeros(size) if grads else torch.zeros(size, dtype=torch.float32, device=None)
     for grad, o, dim in zip(grads, offsets, dims, strict=True):
         out.index_add_(0, _places(o, dim, size).reshape(-1), grad.reshape(-1) * scale)
     return out

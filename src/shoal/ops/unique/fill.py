@@ -127,8 +127,8 @@ def _map_arguments(op: str, pos: Any, value_offset_map: Any, dims: Any) -> tuple
         rows = [Ragged.from_lists(row) for row in value_offset_map]
         value_offset_map = Ragged.from_row_lengths(
             Ragged.from_row_lengths(
-                torch.cat([torch.empty(0, dtype=torch.int64), *(r.tensor for r in rows)]),
-                torch.cat([torch.empty(0, dtype=torch.int64), *(r.row_lengths() for r in rows)]),
+                torch.cat([torch.empty(0, dtype=torch.int64, device=None), *(r.tensor for r in rows)]),
+                torch.cat([torch.empty(0, dtype=torch.int64, device=None), *(r.row_lengths() for r in rows)]),
             ),
             [r.nrows() for r in rows],
         )

@@ -234,7 +234,7 @@ def as_tensor(data: Any, dtype: torch.dtype) -> Tensor:
         return data
     view = memoryview(data)
     if not view.nbytes:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if view.nbytes % dtype.itemsize:
         raise DataError(f"a frame of {dtype} has a multiple of {dtype.itemsize} bytes, got {view.nbytes}")
     if view.readonly:

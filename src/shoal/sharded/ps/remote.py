@@ -239,7 +239,7 @@ class RemoteMultiTypeHashTable(RemoteTables):
     def reinitialize(self, slot: str, ids: Tensor) -> tuple[Any, Tensor]:
         ids = as_ids(ids, slot).view(-1)
         if slot not in self.dims:
-            return self, torch.full((ids.numel(),), -1, dtype=torch.int32)
+            return self, torch.full((ids.numel(),), -1, dtype=torch.int32, device="cpu")
         reply = self._write(Request(Op.REINITIALIZE, counts=[ids.numel()], names=(slot,), ids=ids))
         return self, as_tensor(reply.payload[0], torch.int32)
 

@@ -68,7 +68,7 @@ class Shard:
             return [self._lookup(request)]
         if request.op == Op.CONTAINS:
             parts = [table.contains(ids) for table, ids in self._with_ids(request)]
-            return [torch.cat(parts) if parts else torch.empty(0, dtype=torch.bool)]
+            return [torch.cat(parts) if parts else torch.empty(0, dtype=torch.bool, device="cpu")]
         if request.op == Op.ENTRIES:
             return [e for table, ids in self._with_ids(request) for e in table.lookup_entry(ids)]
         if request.op == Op.SIZES:
@@ -91,7 +91,7 @@ class Shard:
         sizes = [n * table.dim_size if table is not None else 0 for n, table in zip(counts, tables, strict=True)]
         self._check_reply(sum(sizes))
         if len(tables) > 1 and None not in tables:
-            flat = lookup_blocks(tables, ids, torch.tensor(counts, dtype=torch.int64), 1, sum(sizes))
+            flat = lookup_blocks(tables, ids, torch.tensor(counts, dtype=torch.int64, device="cpu"), 1, sum(sizes))
             return flat.half() if request.flags & FLOAT16 else flat
         flat = empty_flat(sum(sizes))
         at_id = at = 0
@@ -153,10 +153,10 @@ class Shard:
         elif op == Op.REINITIALIZE:
             parts = []
             for table, ids in self._with_ids(request):
-                existed = torch.empty(ids.numel(), dtype=torch.int32)
+                existed = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
                 table._native.reinitialize(ids.data_ptr(), ids.numel(), request.req_time, existed.data_ptr())
                 parts.append(existed)
-            payload = [torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)]
+            payload = [torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32, device="cpu")]
         elif op == Op.ERASE:
             payload = [str(sum(table.erase(ids) for table, ids in self._with_ids(request))).encode()]
         elif op == Op.EVICT:
@@ -173,7 +173,7 @@ class Shard:
         tables = self._find(request.names)
         ids, values, time = request.ids_tensor(), request.values_tensor(), request.req_time
         if request.op == Op.APPLY:
-            counts = torch.tensor(request.counts, dtype=torch.int64)
+            counts = torch.tensor(request.counts, dtype=torch.int64, device="cpu")
             step, dedup = request.global_step, bool(request.flags & DEDUP)
             apply_blocks(tables, ids, counts, 1, values, list(request.rates), step, time, dedup)
             return
@@ -189,7 +189,7 @@ class Shard:
             out = torch.empty(ids.numel(), table.dim_size, dtype=torch.float32, device="cpu")
             table._native.lookup_or_insert(ids.data_ptr(), ids.numel(), request.req_time, out.data_ptr())
             parts.append(out.view(-1))
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, device="cpu")
         return flat.half() if request.flags & FLOAT16 else flat
 
     # --- tables ---------------------------------------------------------------------------------------------------

@@ -195,7 +195,9 @@ def initial_state(optimizer: str, dim: int) -> bytes:
     from shoal.table.messages import EntryDump
     from shoal.table.table import HashTable
 
-    table = HashTable(dim, optimizer=optimizer).assign(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dim))
+    table = HashTable(dim, optimizer=optimizer).assign(
+        torch.zeros(1, dtype=torch.int64, device="cpu"), torch.zeros(1, dim, device="cpu")
+    )
     return EntryDump.FromString(_core.lookup_entry(table._native, [0])[0]).opt.SerializeToString()
 
 

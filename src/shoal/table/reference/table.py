@@ -77,7 +77,7 @@ class ReferenceTable:
         return torch.from_numpy(out)
 
     def contains(self, ids: Any) -> torch.Tensor:
-        return torch.tensor([key in self.rows for key in _ids(ids)], dtype=torch.bool)
+        return torch.tensor([key in self.rows for key in _ids(ids)], dtype=torch.bool, device="cpu")
 
     def size(self) -> int:
         return len(self.rows)
@@ -170,7 +170,7 @@ class ReferenceTable:
             status.append(int(key in self.rows))
             self._create(key).time = int(time.time())
             self.touched.add(key)
-        return self, torch.tensor(status, dtype=torch.int32)
+        return self, torch.tensor(status, dtype=torch.int32, device="cpu")
 
     def evict(self, max_update_time: int) -> int:
         old = [key for key in self.rows if self.stale(key, max_update_time)]
