@@ -88,9 +88,8 @@ class _World:
         size = config.batch_size
         user = _recent(progress, config.users, 0.10, size, generator)
         item = _recent(progress, config.items, 0.05, size, generator)
-        hour = (
-            torch.randint(2, (size,), generator=generator, device="cpu") + number * _HOURS // config.batches_per_day
-        ) % _HOURS
+        now = number * _HOURS // config.batches_per_day
+        hour = (now + torch.randint(2, (size,), generator=generator, device="cpu")) % _HOURS
         kept = torch.arange(3, device="cpu") < self.tag_count[item].unsqueeze(1)
         tags = self.tags[item]
         turn = progress * math.pi / 2
@@ -132,13 +131,12 @@ def _recent(progress: float, total: int, window: float, size: int, generator: to
     Of the whole crowd a third is there when the stream begins. How long ago one joined falls off exponentially over a
     ``window`` of the stream; then half of the draws go to one in 4 of the numbers, half of these to one in 16, ….
     """
+
+    def chance() -> Tensor:
+        return torch.rand(size, generator=generator, device="cpu").clamp_min(1e-9)
+
     joined = total * (1 / 3 + 2 / 3 * progress)
-    age = -torch.log(torch.rand(size, generator=generator, device="cpu").clamp_min(1e-9)) * window * total * 2 / 3
+    age = -torch.log(chance()) * window * total * 2 / 3
     number = (joined - 1 - age % joined).long()
-    step = (
-        4
-        ** torch.floor(-torch.log2(torch.rand(size, generator=generator, device="cpu").clamp_min(1e-9)))
-        .clamp_max(5)
-        .long()
-    )
+    step = 4 ** torch.floor(-torch.log2(chance())).clamp_max(5).long()
     return (number - number % step).clamp(0, total - 1)

@@ -145,6 +145,46 @@ def find(
         tl.store(out + o[:, None] * D + d[None, :], w, mask=inside)
 
 
+@triton.jit
+def new_rows(won, count, table, words, state, free_rows, MULTI: tl.constexpr):
+    """Rows for the ``count`` lanes that have won a slot, freed ones first; row 0, nobody's, where no room is."""
+    taken = tl.atomic_add(state + TAKEN, count.to(tl.int64), sem="relaxed")
+    rank = taken + tl.cumsum(won.to(tl.int32), axis=0) - 1
+    free_count = tl.load(state + FREE)
+    again = won & (rank < free_count)
+    reused = tl.load(free_rows + rank, mask=again, other=0).to(tl.int64)
+    new = tl.where(again, reused, tl.load(state + NEXT) + rank - free_count)
+    lost = won & (new >= tl.load(state + ROOM))
+    lost_count = tl.sum(lost.to(tl.int32), axis=0)
+    if lost_count > 0:
+        tl.atomic_add(state + LOST, lost_count.to(tl.int64), sem="relaxed")
+    if MULTI:
+        tl.atomic_add(words + table * TABLE_WORDS + SIZE, 1, mask=won, sem="relaxed")
+    else:
+        tl.atomic_add(words + SIZE, count.to(tl.int64), sem="relaxed")
+    return tl.where(lost, 0, new).to(tl.int32)
+
+
+@triton.jit
+def awaited(row, wait, where, in_stash, rows, stash_rows):
+    """``row``, and for lanes that wait the one that another lane, which has their slot, is about to write there."""
+    while tl.max(wait.to(tl.int32), axis=0) > 0:
+        cell = tl.where(in_stash, stash_rows + where, rows + where)
+        seen = tl.atomic_add(cell, 0, mask=wait, sem="relaxed")
+        row = tl.where(wait, seen, row)
+        wait = wait & (seen < 0)
+    return row
+
+
+@triton.jit
+def stamp(times, epochs, state, row, time, all_, won, STAMP: tl.constexpr, TRACK: tl.constexpr):
+    """Time and epoch of rows: 0 leaves them, 1 sets those of all lanes, 2 those of lanes that have won."""
+    if STAMP > 0:
+        tl.store(times + row, time, mask=all_ if STAMP == 1 else won)
+    if TRACK > 0:
+        tl.store(epochs + row, tl.load(state + EPOCH).to(tl.int32), mask=all_ if TRACK == 1 else won)
+
+
 @triton.jit(do_not_specialize=["n", "salt", "time", "key_stride", "stash_stride"])
 def insert(
     ids,
@@ -238,40 +278,13 @@ def insert(
             if GIVEN:
                 row = tl.where(won, tl.load(given + o, mask=won, other=-1), row)
             else:
-                begin = tl.atomic_add(state + TAKEN, count.to(tl.int64), sem="relaxed")
-                rank = begin + tl.cumsum(won.to(tl.int32), axis=0) - 1
-                free_count = tl.load(state + FREE)
-                again = won & (rank < free_count)
-                reused = tl.load(free_rows + rank, mask=again, other=0).to(tl.int64)
-                new = tl.where(again, reused, tl.load(state + NEXT) + rank - free_count)
-                lost = won & (new >= tl.load(state + ROOM))
-                lost_count = tl.sum(lost.to(tl.int32), axis=0)
-                if lost_count > 0:
-                    tl.atomic_add(state + LOST, lost_count.to(tl.int64), sem="relaxed")
-                new = tl.where(lost, 0, new)  # row 0 is nobody's
-                row = tl.where(won, new.to(tl.int32), row)
-                if MULTI:
-                    tl.atomic_add(words + table * TABLE_WORDS + SIZE, 1, mask=won, sem="relaxed")
-                else:
-                    tl.atomic_add(words + SIZE, count.to(tl.int64), sem="relaxed")
+                row = tl.where(won, new_rows(won, count, table, words, state, free_rows, MULTI), row)
             tl.store(rows + where, row, mask=won & (in_stash == 0))
             tl.store(stash_rows + where, row, mask=won & in_stash)
         # Ids that another program is about to give a row: it has the slot, so it will.
-        wait = known & (row < 0)
-        while tl.max(wait.to(tl.int32), axis=0) > 0:
-            cell = tl.where(in_stash, stash_rows + where, rows + where)
-            seen = tl.atomic_add(cell, 0, mask=wait, sem="relaxed")
-            row = tl.where(wait, seen, row)
-            wait = wait & (seen < 0)
+        row = awaited(row, known & (row < 0), where, in_stash, rows, stash_rows)
     if GIVEN == 0:
-        if STAMP == 1:
-            tl.store(times + row, time, mask=m)
-        elif STAMP == 2:
-            tl.store(times + row, time, mask=won)
-        if TRACK == 1:
-            tl.store(epochs + row, tl.load(state + EPOCH).to(tl.int32), mask=m)
-        elif TRACK == 2:
-            tl.store(epochs + row, tl.load(state + EPOCH).to(tl.int32), mask=won)
+        stamp(times, epochs, state, row, time, m, won, STAMP, TRACK)
         tl.store(out_rows + o, tl.where(m, tl.where(won, row | FRESH, row), -1), mask=o < n)
 
 

@@ -15,18 +15,14 @@ from shoal.table.cuda.index_kernels import (
     DONE,
     EMPTY,
     EPOCH,
-    FREE,
     FRESH,
     LISTED,
-    LOST,
-    NEXT,
-    ROOM,
     ROW,
-    SIZE,
-    TABLE_WORDS,
-    TAKEN,
+    awaited,
+    new_rows,
     places_of,
     probe,
+    stamp,
 )
 from shoal.table.cuda.row_kernels import first_weights, start_rows
 
@@ -160,39 +156,12 @@ def claim(
         row = tl.full([BLOCK], -1, tl.int32)
         new_count = tl.sum(won.to(tl.int32), axis=0)
         if new_count > 0:
-            taken = tl.atomic_add(state + TAKEN, new_count.to(tl.int64), sem="relaxed")
-            rank = taken + tl.cumsum(won.to(tl.int32), axis=0) - 1
-            free_count = tl.load(state + FREE)
-            again = won & (rank < free_count)
-            reused = tl.load(free_rows + rank, mask=again, other=0).to(tl.int64)
-            new = tl.where(again, reused, tl.load(state + NEXT) + rank - free_count)
-            lost = won & (new >= tl.load(state + ROOM))
-            lost_count = tl.sum(lost.to(tl.int32), axis=0)
-            if lost_count > 0:
-                tl.atomic_add(state + LOST, lost_count.to(tl.int64), sem="relaxed")
-            new = tl.where(lost, 0, new)  # row 0 is nobody's
-            row = tl.where(won, new.to(tl.int32), row)
-            if MULTI:
-                tl.atomic_add(words + table * TABLE_WORDS + SIZE, 1, mask=won, sem="relaxed")
-            else:
-                tl.atomic_add(words + SIZE, new_count.to(tl.int64), sem="relaxed")
+            row = tl.where(won, new_rows(won, new_count, table, words, state, free_rows, MULTI), row)
             tl.store(rows + where, row, mask=won & (in_stash == 0))
             tl.store(stash_rows + where, row, mask=won & in_stash)
         # Ids that came twice: another lane has the slot, so it will give it a row.
-        wait = here & (row < 0)
-        while tl.max(wait.to(tl.int32), axis=0) > 0:
-            cell = tl.where(in_stash, stash_rows + where, rows + where)
-            seen = tl.atomic_add(cell, 0, mask=wait, sem="relaxed")
-            row = tl.where(wait, seen, row)
-            wait = wait & (seen < 0)
-        if STAMP == 1:
-            tl.store(times + row, time, mask=here)
-        elif STAMP == 2:
-            tl.store(times + row, time, mask=won)
-        if TRACK == 1:
-            tl.store(epochs + row, tl.load(state + EPOCH).to(tl.int32), mask=here)
-        elif TRACK == 2:
-            tl.store(epochs + row, tl.load(state + EPOCH).to(tl.int32), mask=won)
+        row = awaited(row, here & (row < 0), where, in_stash, rows, stash_rows)
+        stamp(times, epochs, state, row, time, here, won, STAMP, TRACK)
         code = tl.where(won, row | FRESH, row)
         tl.store(listed + k, o + (code.to(tl.int64) << 32), mask=here)
         if OUT:
