@@ -12,19 +12,32 @@ def test_choices_come_from_the_environment():
     assert _gpu._read("") == _gpu.Choices()
 
 
-@pytest.mark.parametrize(("text", "message"), [("colour=red", "colour"), ("direct=much", "much"), ("direct", "number")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour=red", "colour"),
+        ("direct=much", "0 or 1, got 'much'"),
+        ("direct", "0 or 1, got ''"),
+        ("scan=7", "0 or 1, got '7'"),
+        ("insert=wrong", "joint or listed, got 'wrong'"),
+        ("insert_ids=100", "power of two, got '100'"),
+        ("claim_warps=-4", "power of two, got '-4'"),
+        ("find_ids=0", "power of two, got '0'"),
+    ],
+)
 def test_a_choice_that_is_none_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         _gpu._read(text)
 
 
 def test_choices_end_with_the_block_that_made_them():
-    before = _gpu.chosen.scan
-    with _gpu.choose(scan=7):
-        assert _gpu.chosen.scan == 7
-    assert _gpu.chosen.scan == before
-    with pytest.raises(ConfigError, match="no_such"), _gpu.choose(no_such=1):
+    before = _gpu.chosen.insert_ids
+    with _gpu.choose(insert_ids=32):
+        assert _gpu.chosen.insert_ids == 32
+    assert _gpu.chosen.insert_ids == before
+    with pytest.raises(ConfigError, match="no_such"), _gpu.choose(insert_ids=32, no_such=1):
         pass
+    assert _gpu.chosen.insert_ids == before  # all or nothing
 
 
 def test_only_a_known_launcher_is_passed_by():

@@ -44,6 +44,10 @@ class Choices:
     """``torch`` or ``kernel``: what joins tensors in `aligned_flat_concat`."""
 
 
+_WORDS = {"insert": ("joint", "listed"), "concat": ("torch", "kernel")}
+_SWITCHES = ("inline", "direct", "scan")
+
+
 def _read(text: str) -> Choices:
     made = Choices()
     parts = [item.partition("=") for item in text.split()]
@@ -52,14 +56,26 @@ def _read(text: str) -> Choices:
 
 
 def _set(of: Choices, given: dict[str, Any]) -> None:
-    kinds = {field.name: type(getattr(of, field.name)) for field in fields(of)}
-    for name, value in given.items():
-        if name not in kinds:
-            raise ConfigError(f"SHOAL_GPU: choices are {', '.join(kinds)}, got {name!r}")
-        try:
-            setattr(of, name, kinds[name](value))
-        except ValueError:
-            raise ConfigError(f"SHOAL_GPU: {name} is a number, got {value!r}") from None
+    read = {name: _value(name, value) for name, value in given.items()}  # all of them before any is taken
+    for name, value in read.items():
+        setattr(of, name, value)
+
+
+def _value(name: str, value: Any) -> Any:
+    names = [field.name for field in fields(Choices)]
+    if name not in names:
+        raise ConfigError(f"SHOAL_GPU: choices are {', '.join(names)}, got {name!r}")
+    if name in _WORDS:
+        if value not in _WORDS[name]:
+            raise ConfigError(f"SHOAL_GPU: {name} is {' or '.join(_WORDS[name])}, got {value!r}")
+        return value
+    number = int(value) if str(value).isdecimal() else -1
+    if name in _SWITCHES:
+        if number not in (0, 1):
+            raise ConfigError(f"SHOAL_GPU: {name} is 0 or 1, got {value!r}")
+    elif number < 1 or number & (number - 1):
+        raise ConfigError(f"SHOAL_GPU: {name} is a power of two, got {value!r}")
+    return number
 
 
 def c_launcher(run: Any) -> Any:
