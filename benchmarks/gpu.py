@@ -117,8 +117,8 @@ def find_or_insert() -> None:
         table = make(32, "sgd")
         ids = fill(table, begin)
         table._group.max_load = 2.0  # it would grow
-        table._group._grow_rows(ids.numel() + 24 * N)
-        calls, repeats = 8, 2
+        calls, repeats = 6, 3
+        table._group._grow_rows(ids.numel() + (calls * repeats + 5) * N)
         known = [a.clone() for a in sample(ids, 4)]
         batches = []
         for i in range(calls * repeats + 3):
@@ -144,7 +144,7 @@ def insert() -> None:
             begin = time.perf_counter()
             for batch in batches:
                 rows = table._group.insert(batch, 0, counts=[N])
-                table._group.start_fresh(rows, batch, 1)
+                table._group.arena.start_fresh(rows, batch, 1)
             torch.cuda.synchronize()
             best.append((time.perf_counter() - begin) * 1e3 / count)
             del table, batches

@@ -1,5 +1,7 @@
 """Triton without a GPU: kernels are compiled for a Hopper card, down to its machine code, instead of being launched."""
 
+import re
+
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -45,6 +47,23 @@ def compile_only(fn, arguments, **constants):
     assert made.asm["cubin"], fn.fn.__name__
     COMPILED.add(fn.fn.__name__)
     return made
+
+
+def one_thread_each(ttgir):
+    """Whether the inline assembly of a compiled kernel runs once for each element.
+
+    Triton may hold an element in several threads, which is no matter to its own operations.
+    """
+    layouts = dict(re.findall(r"^#(\w+) = #ttg\.blocked<\{(.*)\}>", ttgir, re.MULTILINE))
+    lines = [line for line in ttgir.splitlines() if "elementwise_inline_asm" in line]
+    for line in lines:
+        count, layout = re.search(r"-> tensor<(\d+)x\w+, #(\w+)>", line).groups()
+        held = 1
+        for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA"):
+            held *= int(re.search(rf"{name} = \[(\d+)\]", layouts[layout])[1])
+        if held > int(count):
+            return False
+    return bool(lines)
 
 
 triton.runtime.driver.set_active(Hopper())

@@ -129,33 +129,15 @@ def test_unchecked_ops_skip_what_is_out_of_range(kernels):
         ops.reduce_sum(torch.tensor([[0], [9], [-1]]), torch.ones(3, 2), [2])
 
 
-@pytest.mark.parametrize("n", [0, 1, 300])
-def test_reorders_that_hear_the_total_from_the_kernel_are_the_same(kernels, n):
-    from shoal import _gpu, ops
-
-    keys, shard = torch.randint(0, n // 2 + 1, (n,)), torch.randint(0, 5, (n,))
-
-    def calls():
-        return *ops.reorder_by_indices(keys, shard, 5), *ops.fused_reorder_by_indices([keys, keys[: n // 2]], 5, [2, 3])
-
-    want = calls()
-    with _gpu.choose(scan=1):
-        got = calls()
-        with pytest.raises(ValueError, match="got 5"):
-            ops.reorder_by_indices(torch.tensor([1, 2]), torch.tensor([5, 0]), 5)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tensors_joined_by_one_launch_are_those_that_torch_joins(kernels, dtype):
-    from shoal import _gpu, ops
+    from shoal import ops
 
     parts = [torch.randn(*shape, dtype=dtype) for shape in ((3, 5), (0,), (2049,), (1,), (16,))]
     parts.append(torch.randn(7, 4, dtype=dtype).t())
     for scale in (1, 0.3):
-        want = ops.aligned_flat_concat(parts, scale)
-        with _gpu.choose(concat="kernel"):
-            assert torch.equal(ops.aligned_flat_concat(parts, scale), want)
-            leaf = torch.ones(2, requires_grad=True)
-            ops.aligned_flat_concat([leaf], scale).sum().backward()  # differentiated: as ever
-        assert leaf.grad is not None
+        leaves = [part.clone().requires_grad_() for part in parts]
+        want = ops.aligned_flat_concat(leaves, scale)  # differentiated: by torch
+        assert torch.equal(ops.aligned_flat_concat(parts, scale), want)
+        want.sum().backward()
+        assert all(torch.equal(leaf.grad, torch.full_like(leaf, scale)) for leaf in leaves)

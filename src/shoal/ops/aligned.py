@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal._gpu import chosen
 from shoal.errors import ConfigError
 from shoal.ops import _inputs
 
@@ -29,7 +28,7 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
         return torch.zeros(0, dtype=torch.float32, device=None)
     if any(part.dtype != parts[0].dtype for part in parts):
         raise ConfigError(f"{op}: all inputs have one dtype, got {sorted({str(p.dtype) for p in parts})}")
-    if chosen.concat == "kernel" and _alike(parts) and isinstance(scale, int | float):
+    if _alike(parts) and isinstance(scale, int | float):
         from shoal.ops.cuda.concat import flat_concat
 
         with torch.cuda.device(parts[0].device) if parts[0].is_cuda else contextlib.nullcontext():

@@ -8,6 +8,7 @@ from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 from shoal.table import (
     AdagradOptimizer,
+    AdamOptimizer,
     MultiHashTable,
     RandomUniformInitializer,
     SgdOptimizer,
@@ -151,3 +152,24 @@ def test_a_bad_gradient_in_one_table_changes_none(device):
     with pytest.raises(ConfigError, match="nothing was applied"):
         gpu.apply_gradients(there).as_op()
     assert gpu.size() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", [SgdOptimizer(), AdamOptimizer()], ids=lambda o: type(o).__name__)
+def test_large_batches_for_many_tables_are_those_of_the_cpu(optimizer):
+    made, each = [], 20_000
+    ids = (torch.exp(torch.rand(10 * each) * 10)).long() * 0x9E3779B97F4A7C1  # a few of them thousands of times
+    grads = torch.randint(-4, 5, (ids.numel() * 128,)) / 4096  # sums are exact in any order
+    sizes = torch.full((10,), each, dtype=torch.int32)
+    for device in ("cpu", "cuda"):
+        reset_registry()
+        segment = [(128, RandomUniformInitializer(), optimizer)]
+        many = MultiHashTable.from_configs({f"t{i}": config(segment, [0.01]) for i in range(10)}, device=device)
+        for _ in range(3):
+            many.fused_apply_gradient(ids.to(device), None, sizes, grads.to(device), None, None, 1, 0, 1, True)
+        made.append(many)
+    cpu, gpu = made
+    assert cpu.size() == gpu.size()
+    want, got = cpu.fused_lookup(ids, sizes, 1), gpu.fused_lookup(ids.cuda(), sizes, 1)
+    assert all(torch.equal(a, b) for a, b in zip(want[1:4], got[1:4], strict=True))
+    torch.testing.assert_close(got[0].cpu(), want[0], rtol=1e-5, atol=1e-6)

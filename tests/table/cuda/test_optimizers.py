@@ -125,3 +125,21 @@ def test_segments_have_their_own_optimizer_rate_and_retriever(device):
     ids = torch.arange(12)
     torch.testing.assert_close(gpu.lookup(ids.to(device)).cpu(), cpu.lookup(ids), rtol=1e-5, atol=1e-6)
     assert_same_rows(cpu, gpu, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [3, 128])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+def test_programs_that_run_at_once_do_not_read_what_they_have_written(optimizer, dim):
+    ids = (torch.rand(30_000) ** 2 * 20_000).long()
+    grads = torch.randint(-4, 5, (30_000, dim)) / 64  # sums are exact in any order
+    distinct = torch.unique(ids)
+    for dedup in (True, False):
+        cpu, gpu = pair(dim, optimizer)
+        for step in range(3):  # ids are new in the first
+            for table, to in ((cpu, "cpu"), (gpu, "cuda")):
+                table.apply_gradients(ids.to(to), grads.to(to), step, enable_dedup=dedup)
+        for table, to in ((cpu, "cpu"), (gpu, "cuda")):
+            further = {"distinct": True} if table is gpu else {}
+            table.apply_gradients(distinct.to(to), grads[: distinct.numel()].to(to), 4, **further)
+        assert_same_rows(cpu, gpu, 1e-3)

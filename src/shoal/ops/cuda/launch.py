@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal import _core
-from shoal._gpu import c_launcher, chosen
+from shoal._gpu import c_launcher
 from shoal.errors import ConfigError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -51,7 +51,7 @@ class Kernel:
             made = self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, c_launcher(kernel.run)
         run, function, metadata, direct = made
         stream = torch._C._cuda_getCurrentRawStream(device)
-        if direct is not None and chosen.direct:
+        if direct is not None:
             call, between = direct
             call(grid, 1, 1, stream, function, *between, metadata, None, None, None, *args, *values)
             return
@@ -105,7 +105,7 @@ class Fast:
         run, function, metadata, ordered, direct = made
         x, y = grid if len(grid) == 2 else (grid[0], 1)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        if direct is not None and chosen.direct:
+        if direct is not None:
             call, between = direct
             call(x, y, 1, stream, function, *between, metadata, None, None, None, *plain, *ordered)
             return
@@ -127,46 +127,12 @@ def aligned(count: int) -> int:
     return (count + 63) & ~63
 
 
-class Told:
-    """Two int64 in host memory that a kernel writes to. They are one thread's: written and read in turn."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._numbers = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=like.is_cuda)
-        self.address = self._numbers.data_ptr()
-        self._event = torch.cuda.Event() if like.is_cuda else None
-        self._under_way = False
-
-    def sent(self) -> None:
-        """The kernel is launched."""
-        if self._event is not None:
-            self._event.record()
-            self._under_way = True
-
-    def read(self) -> list[int]:
-        """Waits until it has run."""
-        if self._event is not None and self._under_way:
-            self._event.synchronize()
-            self._under_way = False
-        return self._numbers.tolist()
-
-
-def new_told(like: Tensor) -> Told:
-    """The thread's own."""
-    device = like.get_device()
-    told = _mine.told.get(device)
-    if told is None:
-        told = _mine.told[device] = Told(like)
-    told.read()  # what a call that failed has left
-    return told
-
-
 class _Mine(threading.local):
     """What a thread has of its own."""
 
     def __init__(self) -> None:
         self.checks = True
         self.flags: dict[tuple[int, int], Tensor] = {}  # device and stream -> flag
-        self.told: dict[int, Told] = {}  # by device
 
 
 _mine = _Mine()

@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal._gpu import chosen
-from shoal.ops.cuda.launch import INTERPRETED, Kernel, Told, blocks, new_flag, new_told, pointer
+from shoal.ops.cuda.launch import Kernel, blocks, new_flag, pointer
 
 TILE = 128  # a part's elements of a tile fit in a byte
 PACKED_PARTS = 32
-_ONE_PROGRAM = 1 << 17  # counts that one program adds up while a launch takes as long
 
 
 @triton.jit
@@ -77,38 +75,6 @@ def _sizes(ends, flag, sizes, parts, tiles, BLOCK: tl.constexpr):
     last = part == parts
     tl.store(sizes + part, tl.load(flag + part * 0, mask=last, other=0), mask=last)
     tl.store(flag + part * 0, part * 0, mask=last)
-
-
-@Kernel
-def _running(counts, ends, flag, told, n, FLAG: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr):
-    """The running sum of the counts, by one program; the total, and the flag, to the host. Both begin at 16 bytes."""
-    counts, ends = tl.multiple_of(pointer(counts, tl.int32), 16), tl.multiple_of(pointer(ends, tl.int32), 16)
-    told, n = pointer(told, tl.int64), n.to(tl.int32)
-    total = n * 0
-    for turn in tl.static_range(TURNS):
-        i = turn * BLOCK + tl.arange(0, BLOCK)
-        count = tl.load(counts + i, mask=i < n, other=0)
-        tl.store(ends + i, tl.cumsum(count, axis=0) + total, mask=i < n)
-        total += tl.sum(count, axis=0)
-    tl.store(told, total.to(tl.int64))
-    if FLAG:
-        tl.store(told + 1, tl.load(pointer(flag, tl.int64)))
-
-
-def running_sum(counts: Tensor, flag: Tensor | None = None) -> tuple[Tensor, Told | None]:
-    """int32: the running sum of the counts. If that was chosen: the total and the flag, on their way to the host."""
-    n = counts.shape[0]
-    if not chosen.scan or n > _ONE_PROGRAM:
-        return torch.cumsum(counts, 0, dtype=torch.int32), None
-    ends, told = torch.empty_like(counts), new_told(counts)
-    block = min(8192, max(1024, triton.next_power_of_2(n)))
-    _running(
-        1, counts.data_ptr(), ends.data_ptr(), 0 if flag is None else flag.data_ptr(), told.address, n,
-        warps=1 if INTERPRETED else block // 256, FLAG=flag is not None,
-        TURNS=triton.next_power_of_2(-(-n // block)), BLOCK=block,
-    )  # fmt: skip
-    told.sent()
-    return ends, told
 
 
 def words_of(parts: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ops.cuda.hashing import capacity, insert_at
 from shoal.ops.cuda.launch import Kernel, aligned, blocks, part_of, pointer, steps, tiles, upload
-from shoal.ops.cuda.partition import TILE, rank_in_tile, running_sum, words_of
+from shoal.ops.cuda.partition import TILE, rank_in_tile, words_of
 from shoal.ops.reorder.op import empty_shards
 
 _FLOATS = 2**31 - 1
@@ -161,7 +161,7 @@ def reorder_by_indices(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> t
         flag.data_ptr(), n, num_of_shards, 0, 0, 0, 1, count, warps=1 if words else 4, GIVEN=True, WORDS=words,
         **common,
     )  # fmt: skip
-    ends, told = running_sum(work.counts_tensor, flag)
+    ends = torch.cumsum(work.counts_tensor, 0, dtype=torch.int32)
     order, sizes = torch.empty_like(keys), torch.empty((2, num_of_shards), dtype=torch.int32, device=keys.device)
     _place(
         count, keys.data_ptr(), work.codes, work.counts, ends.data_ptr(), ends.data_ptr(), 0, order.data_ptr(), 0, n,
@@ -173,7 +173,7 @@ def reorder_by_indices(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> t
         ends.data_ptr(), sizes.data_ptr(), sizes.data_ptr() + 4 * num_of_shards, 0, 0, n, num_of_shards, 1, count,
         SPREAD=False, TABLES=False, SHARDS=1024, BLOCK=1024,
     )  # fmt: skip
-    kept, bad = torch.cat([ends[-1:], flag]).tolist() if told is None else told.read()
+    kept, bad = torch.cat([ends[-1:], flag]).tolist()
     if bad:
         raise ConfigError(
             f"reorder_by_indices: a shard id must lie in [0, {num_of_shards}), got {int(shard_ids[n - bad])}"
@@ -207,7 +207,7 @@ def fused_reorder_by_indices(
         count, keys.data_ptr(), 0, work.slots, work.places, work.firsts, work.codes, work.counts, 0, n, shards, empty,
         start_at, edge_at, tables, count, warps=1 if words else 4, GIVEN=False, WORDS=words, **common,
     )  # fmt: skip
-    ends, told = running_sum(work.counts_tensor)
+    ends = torch.cumsum(work.counts_tensor, 0, dtype=torch.int32)
     mixed = any(dim != dim_sizes[0] for dim in dim_sizes)
     floats = ends
     if mixed:
@@ -230,7 +230,7 @@ def fused_reorder_by_indices(
         shard_sizes.data_ptr(), slot_sizes.data_ptr(), given.data_ptr(), edge_at, n, shards, tables, count,
         SPREAD=True, TABLES=tables > 1, SHARDS=1024, BLOCK=1024,
     )  # fmt: skip
-    kept = int(ends[-1]) if told is None else told.read()[0]
+    kept = int(ends[-1])
     if sum(length * dim for length, dim in zip(lengths, dim_sizes, strict=True)) > _FLOATS:
         total = int(floats[-1]) if mixed else kept * dim_sizes[0]
         if total > _FLOATS:

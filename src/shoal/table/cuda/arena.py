@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CapacityError
-from shoal.table.cuda import list_kernels as lk
 from shoal.table.cuda import row_kernels as rk
 from shoal.table.cuda import serving_kernels as sk
 from shoal.table.cuda.index_kernels import ROW as _ROW
@@ -98,20 +97,11 @@ class Arena:
     # --- weights and states -------------------------------------------------------------------------------------------
 
     def start_fresh(
-        self,
-        rows: Tensor,
-        ids: Tensor,
-        seed: int,
-        *,
-        every: bool = False,
-        out: Tensor | None = None,
-        listed: Tensor | None = None,
-        state: Tensor | None = None,
+        self, rows: Tensor, ids: Tensor, seed: int, *, every: bool = False, out: Tensor | None = None
     ) -> None:
         """Initial weights and states of rows marked FRESH (``every``: of all), and takes the mark away.
 
-        With ``out [n, dim]`` their weights are written there, too, and the mark stays. ``listed`` is the group's list
-        of new ids, if it made one, which comes with the group's numbers.
+        With ``out [n, dim]`` their weights are written there, too, and the mark stays.
         """
         n = rows.numel()
         if n == 0:
@@ -123,15 +113,6 @@ class Arena:
         for i, s in enumerate(self.layout.segments):
             block, warps = row_shape(s.width)
             span = max(block, 256)
-            if listed is not None and state is not None and not every:
-                launch(
-                    lk.begin, cdiv(n, span), listed, ids, state, self.tensor, rows, self.tensor if out is None else out,
-                    signed(seed), *s.first, s.accumulator, s.native.beta1, s.native.beta2,
-                    INIT=s.init, INDEX=s.index, D=s.dim, WIDTH=s.width, STRIDE=self.layout.stride, WEIGHT=s.weight,
-                    STATE=s.state, VECTORS=s.vectors, TAIL=s.tail, DIM=self.layout.dim, OUT=out is not None,
-                    CLEAN=out is None and i == len(self.layout.segments) - 1, BLOCK=block, SPAN=span, num_warps=warps,
-                )  # fmt: skip
-                continue
             launch(
                 rk.fresh, cdiv(n, span), rows, ids, self.tensor, self.tensor if out is None else out, n, signed(seed),
                 *s.first, s.accumulator, s.native.beta1, s.native.beta2,

@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal._gpu import chosen
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table.cuda import counts as c
 from shoal.table.cuda import index_kernels as ik
-from shoal.table.cuda import list_kernels as lk
 from shoal.table.cuda.arena import MAX_ROWS, Arena
 from shoal.table.cuda.backend import capturing, interpreted
 from shoal.table.cuda.counts import Counts
-from shoal.table.cuda.launch import cdiv, launch, one_thread_each, power_of_2
+from shoal.table.cuda.launch import cdiv, launch, power_of_2
 from shoal.table.cuda.layout import RowLayout
 from shoal.table.cuda.memory import make_store
-from shoal.table.cuda.shapes import claim_shape, find_shape, insert_shape
+from shoal.table.cuda.shapes import find_shape, insert_shape
 
 EMPTY = ik.EMPTY.value
 ROW = ik.ROW.value
@@ -54,8 +52,6 @@ class Group:
         self.arena = Arena(layout, device)
         self.counts = Counts(tables, device)
         self.spare = torch.zeros(1 << 16, dtype=torch.int64, device=device)
-        self.listed: Tensor | None = None
-        """The ids that the last `insert` gave rows, for `Arena.start_fresh`, if it listed them."""
         self.kept: dict[Any, Any] = {}
         """What callers made once for many batches, such as learning rates on the device."""
         self.epoch = 0
@@ -305,95 +301,19 @@ class Group:
         Raises:
             CapacityError: the GPU is full; the group is as it was.
         """
-        self._before_insert(counts, time)
-        if chosen.insert == "listed" and ids.numel():
-            out = torch.empty(ids.numel(), dtype=torch.int32, device=self.device)
-            self._insert_listed(ids, table, out, False, time, only_new, drop, gate)
-        else:
-            self.listed = None
-            out = self._insert(ids, table, time=time, only_new=only_new, drop=drop, gate=gate)
-        self._after_insert(counts)
-        return out
-
-    def lookup_or_insert(
-        self, ids: Tensor, table: int, seed: int, *, counts: list[int], time: int = 0, drop: Tensor | None = None
-    ) -> Tensor:
-        """float32 ``[n, dim]``: the weights of ids; an id without a row gets one, and it alone gets the time.
-
-        Raises:
-            CapacityError: the GPU is full; the group is as it was.
-        """
-        self._before_insert(counts, time)
-        out = torch.empty(ids.numel(), self.layout.dim, dtype=torch.float32, device=self.device)
-        if ids.numel():
-            self._insert_listed(ids, table, out, True, time, True, drop, None)
-            self.start_fresh(ids, ids, seed, out=out)
-        self._after_insert(counts)
-        return out
-
-    def start_fresh(
-        self, rows: Tensor, ids: Tensor, seed: int, *, every: bool = False, out: Tensor | None = None
-    ) -> None:
-        """`Arena.start_fresh` of rows that the last `insert` gave."""
-        self.arena.start_fresh(rows, ids, seed, every=every, out=out, listed=self.listed, state=self.counts.words)
-
-    def _before_insert(self, counts: list[int], time: int) -> None:
         if time and not self.arena.timed:
             if capturing(self.device):  # each replay would forget the times
                 raise UnsupportedError("the first write with a req_time cannot be captured; run the step once before")
             self.arena.keep_times()
         self.make_room(counts)
-
-    def _after_insert(self, counts: list[int]) -> None:
+        out = self._insert(ids, table, time=time, only_new=only_new, drop=drop, gate=gate)
         if not capturing(self.device):
             self.counts.add(counts, self.arena.room)
-            return
+            return out
         self.replayed = True
         if not self.arena.tracked:
             self.untracked_graph = True
-
-    def _insert_listed(
-        self,
-        ids: Tensor,
-        table: int | Tensor,
-        out: Tensor,
-        weights: bool,
-        time: int,
-        only_new: bool,
-        drop: Tensor | None,
-        gate: Tensor | None,
-    ) -> None:
-        """`_insert` by way of a list; ``out`` gets the rows, or the weights of known ids."""
-        n, multi = ids.numel(), isinstance(table, Tensor)
-        tensors, strides = self._index_arguments(table)
-        arena, layout, epochs = self.arena, self.layout, self.arena.epochs
-        track = epochs is not None and arena.tracked
-        stamps = arena.times.tensor, epochs.tensor if track else arena.times.tensor
-        state, tables = self.counts.words, table if multi else ids
-        seconds = time - (1 << 32) if time >= 1 << 31 else time
-        self.listed = listed = torch.empty(n, dtype=torch.int64, device=self.device)
-        width = power_of_2(layout.dim) if weights else 1
-        block, warps = find_shape(width)
-        launch(
-            lk.seek, cdiv(n, block), ids, tables, ids if drop is None else drop, ids if gate is None else gate,
-            *tensors, state, *stamps, arena.tensor, listed, out, out, n, self.salt, seconds, *strides,
-            MULTI=multi, DROP=drop is not None, GATE=gate is not None, STAMP=arena.timed and not only_new,
-            TRACK=track and not only_new, WEIGHTS=weights, D=layout.dim if weights else 1, WIDTH=width,
-            STRIDE=layout.stride, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
-        block, warps = claim_shape()
-        constants = {
-            "MULTI": multi, "STAMP": 0 if not arena.timed else 2 if only_new else 1,
-            "TRACK": 0 if not track else 2 if only_new else 1, "OUT": not weights, "INLINE": False, "BLOCK": block,
-            "num_warps": warps,
-        }  # fmt: skip
-        arguments = (
-            ids, tables, *tensors, state, self.free_rows.tensor, *stamps, self.spare, listed, out, self.salt, seconds,
-            *strides,
-        )  # fmt: skip
-        if chosen.inline and not interpreted():
-            constants["INLINE"] = one_thread_each(lk.claim, arguments, {**constants, "INLINE": True})
-        launch(lk.claim, cdiv(n, block), *arguments, **constants)
+        return out
 
     def _insert(
         self,
@@ -415,7 +335,7 @@ class Group:
         tensors, strides = self._index_arguments(table)
         arena, epochs = self.arena, self.arena.epochs
         track = epochs is not None and arena.tracked
-        block, warps = insert_shape()
+        block, warps, registers = insert_shape()
         launch(
             ik.insert, cdiv(n, block), ids, table if multi else ids, ids if drop is None else drop,
             ids if gate is None else gate, out if given is None else given, *tensors, self.counts.words,
@@ -423,7 +343,7 @@ class Group:
             n, self.salt, time - (1 << 32) if time >= 1 << 31 else time, *strides,
             MULTI=multi, DROP=drop is not None, GATE=gate is not None, GIVEN=given is not None,
             STAMP=0 if not arena.timed else 2 if only_new else 1, TRACK=0 if not track else 2 if only_new else 1,
-            BLOCK=block, num_warps=warps,
+            BLOCK=block, num_warps=warps, maxnreg=registers,
         )  # fmt: skip
         return out
 

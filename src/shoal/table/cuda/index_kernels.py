@@ -25,9 +25,6 @@ NEXT = tl.constexpr(2)  # first row that was never used, when the list was made
 ROOM = tl.constexpr(3)  # rows there is memory for
 LOST = tl.constexpr(4)  # ids that found no room: only a captured graph that outran its reserve makes any
 EPOCH = tl.constexpr(6)  # what rows that are written now carry, while changes are tracked
-LISTED = tl.constexpr(8)  # ids that are missing, while they are listed; 0 between calls
-CLAIMED = tl.constexpr(9)  # as many, from the end of `claim` on
-DONE = tl.constexpr(10)  # programs of `claim` that have ended; 0 between calls
 COMMON_WORDS = tl.constexpr(16)
 BUCKETS = tl.constexpr(0)
 LOW_MASK = tl.constexpr(1)
@@ -82,6 +79,16 @@ def probe(keys, rows, base, key, mask):
     slot = tl.min(tl.where(hit, lane, 8), axis=1)
     free = tl.min(tl.where(held == EMPTY, lane, 8), axis=1)
     return row, slot, free
+
+
+@triton.jit
+def places_in(keys, base, key, mask):
+    """Slot of the hit and of the first free slot (8: none) in a bucket."""
+    lane = tl.arange(0, 8)[None, :]
+    held = tl.load(keys + base[:, None] * 8 + lane, mask=mask[:, None], other=EMPTY)
+    slot = tl.min(tl.where(held == key[:, None], lane, 8), axis=1)
+    free = tl.min(tl.where(held == EMPTY, lane, 8), axis=1)
+    return slot, free
 
 
 @triton.jit(do_not_specialize=["n", "salt", "key_stride", "stash_stride"])
@@ -233,21 +240,17 @@ def insert(
     table = tl.load(table_of + o, mask=m, other=0).to(tl.int64) if MULTI else tl.zeros([BLOCK], tl.int64)
     key, first, second, home, stash_mask = places_of(id, words, table, salt, MULTI)
     bucket_base = table * (key_stride // 8)
-    row, slot, free = probe(keys, rows, bucket_base + first, key, m)
+    slot, free = places_in(keys, bucket_base + first, key, m)
     where = (bucket_base + first) * 8 + slot
-    known = m & (slot < 8)
+    row = tl.load(rows + where, mask=m & (slot < 8), other=-1)  # not looked at before it is needed
     todo = m & (slot == 8)
     won = m & (o < 0)
     in_stash = m & (o < 0)
-    # Not settled by the first bucket: ids that are not in it, and those that another program has put there just now and
-    # has not given a row yet.
-    open_ = todo | (known & (row < 0))
-    if tl.max(open_.to(tl.int32), axis=0) > 0:
-        row2, slot2, free2 = probe(keys, rows, bucket_base + second, key, todo)
+    if tl.max(todo.to(tl.int32), axis=0) > 0:
+        slot2, free2 = places_in(keys, bucket_base + second, key, todo)
         hit2 = todo & (slot2 < 8)
-        row = tl.where(hit2, row2, row)
         where = tl.where(hit2, (bucket_base + second) * 8 + slot2, where)
-        known = known | hit2
+        row = tl.where(hit2, tl.load(rows + where, mask=hit2, other=-1), row)
         todo = todo & (slot2 == 8)
         step = tl.where(free < 8, free, 8 + free2).to(tl.int64)  # place in the id's order; 16 and on: the stash
         while tl.max(todo.to(tl.int32), axis=0) > 0:
@@ -264,13 +267,10 @@ def insert(
             wanted = tl.where(todo, tl.full([BLOCK], EMPTY, tl.int64), tl.full([BLOCK], -1, tl.int64))
             old = tl.atomic_cas(cell, wanted, key, sem="relaxed")
             mine = todo & (old == EMPTY)
-            same = todo & (old == key)
-            done = mine | same
+            done = mine | (todo & (old == key))
             won = won | mine
-            known = known | same
             in_stash = tl.where(done, main == 0, in_stash)
             where = tl.where(done, tl.where(main, place, stash_at), where)
-            row = tl.where(done, -1, row)
             todo = todo & (done == 0)
             step += 1
         count = tl.sum(won.to(tl.int32), axis=0)
@@ -281,8 +281,8 @@ def insert(
                 row = tl.where(won, new_rows(won, count, table, words, state, free_rows, MULTI), row)
             tl.store(rows + where, row, mask=won & (in_stash == 0))
             tl.store(stash_rows + where, row, mask=won & in_stash)
-        # Ids that another program is about to give a row: it has the slot, so it will.
-        row = awaited(row, known & (row < 0), where, in_stash, rows, stash_rows)
+    # Ids that another program has put there just now and is about to give a row: it has the slot, so it will.
+    row = awaited(row, m & (row < 0), where, in_stash, rows, stash_rows)
     if GIVEN == 0:
         stamp(times, epochs, state, row, time, m, won, STAMP, TRACK)
         tl.store(out_rows + o, tl.where(m, tl.where(won, row | FRESH, row), -1), mask=o < n)
@@ -321,6 +321,7 @@ def erase(slots, keys, rows, stash_keys, stash_rows, out_rows, n, BLOCK: tl.cons
     stash = slot < -1
     row = tl.load(rows + slot, mask=main, other=-1)
     row = tl.where(stash, tl.load(stash_rows + (-2 - slot), mask=stash, other=-1), row)
+    tl.debug_barrier()  # all threads have read
     tl.store(keys + slot, EMPTY, mask=main)
     tl.store(rows + slot, -1, mask=main)
     tl.store(stash_keys + (-2 - slot), EMPTY, mask=stash)

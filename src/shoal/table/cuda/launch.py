@@ -6,14 +6,13 @@ constants are all that tells kernels apart: numbers are not specialised, tensors
 
 from __future__ import annotations
 
-import re
 from typing import Any, ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
-from shoal._gpu import c_launcher, chosen
+from shoal._gpu import c_launcher
 from shoal.table.cuda.backend import interpreted
 
 _WIDE = 1 << 31
@@ -41,9 +40,11 @@ class Bound:
     __slots__ = ("_constants", "_fn", "_made", "_options", "_ordered")
     _all: ClassVar[dict[Any, Bound]] = {}
 
-    def __init__(self, fn: Any, num_warps: int = 4, enable_fp_fusion: bool = True, **constants: Any) -> None:
+    def __init__(
+        self, fn: Any, num_warps: int = 4, enable_fp_fusion: bool = True, maxnreg: int | None = None, **constants: Any
+    ) -> None:
         self._fn, self._constants = fn, constants
-        self._options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        self._options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion, "maxnreg": maxnreg}
         self._ordered: tuple[Any, ...] = ()
         self._made: dict[int, tuple[Any, ...]] = {}  # device, and which numbers are wide -> compiled kernel
 
@@ -84,7 +85,7 @@ class Bound:
         hooks = triton.knobs.runtime
         enter, leave = _listened(hooks.launch_enter_hook), _listened(hooks.launch_exit_hook)
         ordered, watched = self._ordered, None
-        if direct is not None and chosen.direct and enter is None and leave is None:
+        if direct is not None and enter is None and leave is None:
             call, between = direct
             call(programs, 1, 1, stream, function, *between, metadata, None, None, None, *plain, *ordered)
             return
@@ -108,38 +109,3 @@ def _listened(hook: Any) -> Any:
 def launch(fn: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Runs ``programs`` programs of a kernel: run-time arguments in order, then its constants and options by name."""
     Bound.of(fn, **constants)(programs, *arguments)
-
-
-_CHECKED: dict[Any, bool] = {}
-
-
-def one_thread_each(fn: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> bool:
-    """Whether the inline assembly of a kernel, which has it once, runs once for each element.
-
-    Triton may hold an element in several threads, which is no matter to its own operations. It compiles the kernel.
-    """
-    key = (fn, torch._C._cuda_getDevice(), *constants.values())
-    found = _CHECKED.get(key)
-    if found is None:
-        kinds = [argument.dtype if isinstance(argument, Tensor) else argument for argument in arguments]
-        found = _CHECKED[key] = runs_once(fn.warmup(*kinds, grid=(1,), **constants).asm["ttgir"])
-    return found
-
-
-def runs_once(ttgir: str) -> bool:
-    """Whether every line of inline assembly has a one-dimensional layout with no more threads than elements."""
-    layouts = dict(re.findall(r"^#(\w+) = #ttg\.blocked<\{(.*)\}>", ttgir, re.MULTILINE))
-    lines = [line for line in ttgir.splitlines() if "elementwise_inline_asm" in line]
-    for line in lines:
-        shape = re.search(r"-> tensor<(\d+)x\w+, #(\w+)>", line)
-        if shape is None or shape[2] not in layouts:
-            return False
-        held = 1
-        for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA"):
-            numbers = re.search(rf"{name} = \[(\d+)\]", layouts[shape[2]])
-            if numbers is None:
-                return False
-            held *= int(numbers[1])
-        if held > int(shape[1]):
-            return False
-    return bool(lines)

@@ -66,6 +66,11 @@ class Segment:
         return power_of_2(self.dim)
 
     @property
+    def held(self) -> int:
+        """Words of its state."""
+        return self.vectors * self.dim + _TAIL_WORDS[self.tail]
+
+    @property
     def codec(self) -> str:
         return CODECS[self.native.codec]
 

@@ -30,6 +30,24 @@ def _step(
 
 
 @triton.jit
+def _fetch_ahead(base, here, WORDS: tl.constexpr, LINES: tl.constexpr):
+    """Has WORDS words from each address on brought into the cache; costs neither registers nor a wait.
+
+    LINES is a power of two: of 32 words each, and one more, since rows begin anywhere in a line.
+    """
+    if WORDS > 0:
+        word = tl.minimum(tl.arange(0, LINES) * 32, WORDS - 1)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [(base[:, None] + word[None, :]).to(tl.int64), here[:, None].to(tl.int32) + word[None, :] * 0],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _rates(numbers, rates, table_of, position, here, MULTI: tl.constexpr):
     """The learning rate, for rows and for weights: one for all, or that of each row's table."""
     lr1 = numbers[0]
@@ -116,7 +134,8 @@ def update_summed(
     rows, order, table_of, rates, grads, arena, opened, closed, n, numbers, step, noise,
     MULTI: tl.constexpr, OPT: tl.constexpr, NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr, ROUND: tl.constexpr,
     ONE_BIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    WEIGHT: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHT: tl.constexpr, STATE: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums the gradients of equal rows in order and steps each row once, for rows whose gradients lie in one block.
 
@@ -129,21 +148,25 @@ def update_summed(
     row = tl.load(rows + o, mask=o < n, other=-1)
     before = tl.load(rows + o - 1, mask=(o > 0) & (o < n), other=-1)
     after = tl.load(rows + o + 1, mask=o + 1 < n, other=-1)
+    position = tl.load(order + o, mask=o < n, other=0)
     here = row >= 0
-    position = tl.load(order + o, mask=here, other=0)
-    d = tl.arange(0, WIDTH)
-    inside = (d < D)[None, :]
-    g = tl.load(grads + position[:, None] * DIM + WEIGHT + d[None, :], mask=here[:, None] & inside, other=0.0)
     head = (before != row).to(tl.int32)
-    heads = head[:, None] + tl.zeros([BLOCK, WIDTH], tl.int32)
-    _, total = tl.associative_scan((heads, g), 0, _join)
     begun = tl.cumsum(head, axis=0) > 0
     tail = here & (after != row)
     alone = tail & begun
+    at = tl.where(alone, row, 0).to(tl.int64) * STRIDE
+    d = tl.arange(0, WIDTH)
+    inside = (d < D)[None, :]
+    # All that is read from afar is under way before the first of it is waited for.
+    g = tl.load(grads + position[:, None] * DIM + WEIGHT + d[None, :], mask=here[:, None] & inside, other=0.0)
+    _fetch_ahead(arena + at + STATE, alone, HELD, LINES)
+    if HELD > 0:
+        _fetch_ahead(arena + at + WEIGHT, alone, D, LINES)
+    heads = head[:, None] + tl.zeros([BLOCK, WIDTH], tl.int32)
+    _, total = tl.associative_scan((heads, g), 0, _join)
     partial = tile * WIDTH + d[None, :] + tl.zeros([BLOCK, 1], tl.int64)
     tl.store(opened + partial, total, mask=(here & (after == row) & (i == BLOCK - 1))[:, None] & inside)
     tl.store(closed + partial, total, mask=(tail & (begun == 0))[:, None] & inside)
-    at = tl.where(alone, row, 0).to(tl.int64) * STRIDE
     w = tl.load(arena + at[:, None] + WEIGHT + d[None, :], mask=alone[:, None] & inside, other=0.0)
     lr1, lr2 = _rates(numbers, rates, table_of, position, alone, MULTI)
     if ROUND:  # the noise follows from where the id came first
@@ -160,13 +183,15 @@ def update_crossing(
     rows, order, table_of, rates, opened, closed, arena, n, numbers, step, noise,
     MULTI: tl.constexpr, OPT: tl.constexpr, NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr, ROUND: tl.constexpr,
     ONE_BIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    WEIGHT: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
+    WEIGHT: tl.constexpr, STATE: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr, DIM: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Steps the rows whose gradients lie in several blocks of `update_summed`, a program for each such row.
+    """Steps the rows whose gradients lie in several blocks of `update_summed`; a program looks at TILES blocks.
 
-    It takes the sums that SPAN blocks left at once: an id may have been in thousands of them.
+    Most of them end one or two blocks on. An id may have been in thousands of them: then SPAN sums are taken at once.
     """
-    tile = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    each = tl.arange(0, TILES)
+    tile = tl.program_id(0).to(tl.int64) * TILES + each
     begin = tile * TILE
     end = begin + TILE
     row = tl.load(rows + end - 1, mask=end < n, other=-1)
@@ -176,33 +201,55 @@ def update_crossing(
     if tl.max(mine.to(tl.int32), axis=0) > 0:
         d = tl.arange(0, WIDTH)
         inside = (d < D)[None, :]
-        the_row = tl.max(row, axis=0)
-        j = tl.arange(0, SPAN)
-        total = tl.load(opened + tile[:, None] * WIDTH + d[None, :], mask=inside, other=0.0)
-        k = tl.program_id(0).to(tl.int64) + 1
-        count = SPAN
-        while count == SPAN:
-            stop = (k + j + 1) * TILE
-            further = tl.load(rows + stop, mask=stop < n, other=-1) == the_row  # of sorted rows: some, then none
-            count = tl.sum(further.to(tl.int32), axis=0)
-            whole = tl.load(opened + (k + j)[:, None] * WIDTH + d[None, :], mask=further[:, None] & inside, other=0.0)
-            last = inside & (count < SPAN)
-            rest = tl.load(closed + (k + count) * WIDTH + d[None, :], mask=last, other=0.0)
-            total += tl.sum(whole, axis=0)[None, :] + rest
-            k += SPAN
+        at = tl.where(mine, row, 0).to(tl.int64) * STRIDE
+        _fetch_ahead(arena + at + STATE, mine, HELD, LINES)
+        w = tl.load(arena + at[:, None] + WEIGHT + d[None, :], mask=mine[:, None] & inside, other=0.0)
         position = tl.load(order + end - 1, mask=mine, other=0)
+        total = tl.load(opened + tile[:, None] * WIDTH + d[None, :], mask=mine[:, None] & inside, other=0.0)
+        further = mine
+        k = tile + 1
+        for _ in tl.static_range(2):
+            here = further
+            further = here & (tl.load(rows + (k + 1) * TILE, mask=here & ((k + 1) * TILE < n), other=-1) == row)
+            part = tl.where(further, opened + k * WIDTH, closed + k * WIDTH)
+            total += tl.load(part[:, None] + d[None, :], mask=here[:, None] & inside, other=0.0)
+            k += 1
+        if tl.max(further.to(tl.int32), axis=0) > 0:
+            for which in range(TILES):
+                own = further & (each == which)
+                if tl.max(own.to(tl.int32), axis=0) > 0:
+                    the_row = tl.max(tl.where(own, row, -1), axis=0)
+                    first = tl.max(tl.where(own, k, 0), axis=0)
+                    rest = _rest_of(the_row, first, rows, opened, closed, n, d, inside, WIDTH, TILE, SPAN)
+                    total += tl.where(own[:, None], rest, 0.0)
         lr1, lr2 = _rates(numbers, rates, table_of, position, mine, MULTI)
         if ROUND:
             spots = begin[:, None] + tl.arange(0, TILE)[None, :]
             same = tl.load(rows + spots, mask=mine[:, None], other=-1) == row[:, None]
             first = tl.min(tl.where(same, spots, n), axis=1)
             position = tl.load(order + first, mask=mine, other=0)
-        at = tl.where(mine, row, 0).to(tl.int64) * STRIDE
-        w = tl.load(arena + at[:, None] + WEIGHT + d[None, :], mask=mine[:, None] & inside, other=0.0)
         _step(
             w, total, at, arena, mine, mine, inside, d, position, lr1, lr2, numbers, step, noise, OPT, NESTEROV,
             DECOUPLED, ROUND, ONE_BIT, INDEX, D, WEIGHT, STATE,
         )  # fmt: skip
+
+
+@triton.jit
+def _rest_of(row, k, rows, opened, closed, n, d, inside, WIDTH: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr):
+    """``[1, W]``: what blocks from ``k`` on have of a row that is in all of the first."""
+    j = tl.arange(0, SPAN)
+    total = tl.zeros([1, WIDTH], tl.float32)
+    count = SPAN
+    while count == SPAN:
+        stop = (k + j + 1) * TILE
+        further = tl.load(rows + stop, mask=stop < n, other=-1) == row  # of sorted rows: some, then none
+        count = tl.sum(further.to(tl.int32), axis=0)
+        whole = tl.load(opened + (k + j)[:, None] * WIDTH + d[None, :], mask=further[:, None] & inside, other=0.0)
+        last = inside & (count < SPAN)
+        end = tl.load(closed + (k + count) * WIDTH + d[None, :], mask=last, other=0.0)
+        total += tl.sum(whole, axis=0)[None, :] + end
+        k += SPAN
+    return total
 
 
 @triton.jit(do_not_specialize=["n"])

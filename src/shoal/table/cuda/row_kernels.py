@@ -91,6 +91,7 @@ def fresh(
                 tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=m)
             start_rows(arena, at, w, here, d, accumulator, beta1, beta2, D, WIDTH, WEIGHT, STATE, VECTORS, TAIL, BLOCK)
             if CLEAN:
+                tl.debug_barrier()  # other threads may not have read their copy of `code` yet
                 tl.store(rows + o, code & ROW, mask=here)
 
 

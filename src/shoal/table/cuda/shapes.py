@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shoal._gpu import chosen
 from shoal.table.cuda.backend import interpreted
 
 
@@ -12,17 +11,12 @@ def find_shape(width: int) -> tuple[int, int]:
         return 256, 1
     if width >= 64:
         return max(1, 4096 // width), 4
-    return chosen.find_ids, chosen.find_warps
+    return 64, 2
 
 
-def insert_shape() -> tuple[int, int]:
-    """Ids of one program, and its warps."""
-    return (256, 1) if interpreted() else (chosen.insert_ids, chosen.insert_warps)
-
-
-def claim_shape() -> tuple[int, int]:
-    """Ids of one program of `claim`, and its warps."""
-    return (256, 1) if interpreted() else (chosen.claim_ids, chosen.claim_warps)
+def insert_shape() -> tuple[int, int, int | None]:
+    """Ids of one program, its warps, and registers of a thread: with more of them fewer programs run at once."""
+    return (256, 1, None) if interpreted() else (128, 4, 64)
 
 
 def row_shape(width: int) -> tuple[int, int]:
@@ -50,9 +44,12 @@ def summed_shape(width: int) -> tuple[int, int]:
     """Rows of one program of `update_summed`, and its warps."""
     if interpreted():
         return 8, 1
-    return max(2, min(32, chosen.summed_rows // width)), chosen.summed_warps
+    return max(2, min(32, 2048 // width)), 4
 
 
-def crossing_shape(width: int) -> tuple[int, int]:
-    """Blocks whose sums `update_crossing` takes at once, and its warps."""
-    return (4 if interpreted() else max(2, min(64, 4096 // width))), 4 if width > 32 else 1
+def crossing_shape(width: int) -> tuple[int, int, int]:
+    """Blocks that a program of `update_crossing` looks at, those whose sums it takes at once, and its warps."""
+    if interpreted():
+        return 4, 4, 1
+    warps = 4 if width > 32 else 1
+    return max(1, min(32, 256 * warps // width)), max(2, min(64, 4096 // width)), warps

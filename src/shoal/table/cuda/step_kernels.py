@@ -2,7 +2,7 @@
 """Every row optimizer, as what a kernel does to rows that it has read; and rounding to float16.
 
 The formulas, for reading, are in `shoal.table.reference.optimizers`; the order of the kinds is that of
-`shoal.table.native.OPTIMIZERS`. Roots and quotients are rounded correctly, as on the CPU.
+`shoal.table.native.OPTIMIZERS`. Roots and quotients are rounded correctly, as on the CPU, but for Adam's.
 """
 # ruff: noqa: SIM109 - Triton's compiler takes these comparisons apart, not `in`
 
@@ -29,6 +29,8 @@ ROWWISE_ADAGRAD = tl.constexpr(14)
 ADAMW = tl.constexpr(15)
 LAMB = tl.constexpr(16)
 
+NORMAL = tl.constexpr(1.1754944e-38)  # the least float32 of full precision
+
 
 @triton.jit
 def _squares(x):
@@ -46,6 +48,9 @@ def step_rows(
 
     Rows of ``here`` are stepped; of those, ``known`` ones have a state in memory and the others start with a fresh one.
     ``numbers`` are the segment's. Columns beyond the segment have ``inside`` False, and zeros in ``w`` and ``g``.
+
+    A number of a whole row is read by all threads that hold a part of the row, and written by one of them: there is a
+    barrier between the two.
     """
     _, wd, beta1, beta2, eps, beta, l1, l2, accumulator, _, _ = numbers
     m = here[:, None] & inside
@@ -84,6 +89,7 @@ def step_rows(
         powers = base + (3 * D if OPT == AMSGRAD else 2 * D)
         p1 = tl.load(powers, mask=known, other=beta1)
         p2 = tl.load(powers + 1, mask=known, other=beta2)
+        tl.debug_barrier()
         rate = tl.div_rn(lr1 * tl.sqrt_rn(1 - p2), 1 - p1)
         x = g
         if OPT != ADAMW:
@@ -99,7 +105,9 @@ def step_rows(
         ahead = momentum
         if NESTEROV:
             ahead = x * (1 - beta1) + beta1 * momentum
-        moved = tl.div_rn(rate[:, None] * ahead, tl.sqrt_rn(second) + eps)
+        # Of millions of rows: the quick root and quotient, two units in the last place off. The root makes zeros of
+        # subnormal numbers.
+        moved = rate[:, None] * ahead / (tl.sqrt(tl.maximum(second, NORMAL)) + eps)
         if OPT == ADAMW:
             moved += lr2 * wd * w
         w -= moved
@@ -110,6 +118,7 @@ def step_rows(
         v = tl.load(state + D, mask=old, other=0.0)
         p1 = tl.load(base + 2 * D, mask=known, other=beta1)
         p2 = tl.load(base + 2 * D + 1, mask=known, other=beta2)
+        tl.debug_barrier()
         momentum += (g - momentum) * (1 - beta1)
         v += (g * g - v) * (1 - beta2)
         tl.store(state, momentum, mask=m)
@@ -170,6 +179,7 @@ def step_rows(
         w = tl.where(turned, stepped, w)
     elif OPT == GROUP_ADAGRAD:
         total = tl.load(base, mask=known, other=accumulator)
+        tl.debug_barrier()
         x = g + wd * w
         total += tl.max(tl.where(inside, x * x, 0.0), axis=1)
         tl.store(base, total, mask=here)
@@ -185,6 +195,7 @@ def step_rows(
         word = base.to(tl.pointer_type(tl.int32))
         low = tl.load(word, mask=known, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
         high = tl.load(word + 1, mask=known, other=0).to(tl.int64)
+        tl.debug_barrier()
         last = (high << 32) | low
         now = here.to(tl.int64) * 0 + step
         w = (1 - lr2) * w + lr2 * (now - last).to(tl.float32)[:, None]
@@ -192,6 +203,7 @@ def step_rows(
         tl.store(word + 1, (now >> 32).to(tl.int32), mask=here)
     elif OPT == ROWWISE_ADAGRAD:
         norm = tl.load(base, mask=known, other=accumulator)
+        tl.debug_barrier()
         x = tl.where(inside, g + wd * w, 0.0)
         norm += tl.sum(x * x, axis=1) / D
         tl.store(base, norm, mask=here)

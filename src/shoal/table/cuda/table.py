@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal._gpu import chosen
 from shoal.errors import UnsupportedError
 from shoal.table.arguments import as_int, as_time
 from shoal.table.cuda import bridge
@@ -60,20 +59,11 @@ class CudaHashTable(StoredTable):
         if not insert_missing:
             return self._read(self._group.find(ids, self._number, "weights"))
         drop = self._filtered(ids, dedup=False, remember=True)
-        if chosen.insert == "listed" and self.grows:  # a cache must know the rows
-            with self._room_for(ids.numel()):
-                counts = self._counts(ids.numel())
-                weights = self._group.lookup_or_insert(
-                    ids, self._number, self._seed, counts=counts, time=seconds, drop=drop
-                )
-            self._host.raise_max_update_time(seconds)
-            self._version += 1
-            return self._read(weights)
         rows = self._insert(ids, time=seconds, only_new=True, drop=drop)
         self._host.raise_max_update_time(seconds)
         self._version += 1
         out = torch.empty(ids.numel(), self.dim_size, dtype=torch.float32, device=self.device)
-        self._group.start_fresh(rows, ids, self._seed, out=out)
+        self._group.arena.start_fresh(rows, ids, self._seed, out=out)
         return self._read(self._group.arena.gather(rows, self.dim_size, out))
 
     def _read(self, weights: Tensor) -> Tensor:
@@ -128,7 +118,7 @@ class CudaHashTable(StoredTable):
         rows = self._insert(ids, time=seconds, drop=drop)
         self._host.raise_max_update_time(seconds)
         self._version += 1
-        self._group.start_fresh(rows, ids, self._seed)
+        self._group.arena.start_fresh(rows, ids, self._seed)
         self._group.arena.assign(rows, values, add)
         return self
 
@@ -282,7 +272,7 @@ class CudaHashTable(StoredTable):
             new = torch.zeros(distinct.numel(), dtype=torch.bool, device=self.device)
             new[group[fresh]] = True
             existed[first[new]] = 0
-        self._group.start_fresh(rows, ids, self._seed, every=True)
+        self._group.arena.start_fresh(rows, ids, self._seed, every=True)
         self._mark(ids, rows)
         return self, existed
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.table.cuda import optimizer_kernels as ok
+from shoal.table.cuda.backend import interpreted
 from shoal.table.cuda.group import Group
 from shoal.table.cuda.launch import Bound, cdiv, power_of_2, signed
 from shoal.table.cuda.layout import Segment
@@ -45,7 +46,7 @@ def update_rows(
     """Gradients of ids into their ``rows``, which `Group.insert` gave."""
     if distinct:
         return _apply_distinct(group, rows, ids, table, grads, update)
-    group.start_fresh(rows, ids, update.seed)
+    group.arena.start_fresh(rows, ids, update.seed)
     if deterministic:
         # Sorted by id, so that equal batches are cut alike whatever rows their ids have.
         order = torch.sort(ids, stable=True)[1]
@@ -126,18 +127,21 @@ def _apply_summed(
     n = rows.numel()
     for s in group.layout.segments:
         tile, warps = summed_shape(s.width)
-        span, crossing_warps = crossing_shape(s.width)
+        at_once, span, crossing_warps = crossing_shape(s.width)
         tiles = cdiv(n, tile)
         lr, rates = _multi(group, s, update, table)
         tables = (rows, grads) if rates is None else (table, rates)
         room = (tiles * s.width + 3) & ~3  # both begin at 16 bytes
         opened, closed = torch.empty(2, room, dtype=torch.float32, device=group.device).unbind()
         rest = (n, s.numbers(lr, update.scales[s.index]), update.step, signed(update.noise))
-        _kernel(group, ok.update_summed, s, rates is not None, warps, BLOCK=tile)(
+        held = 0 if interpreted() else s.held
+        ahead = {"HELD": held, "LINES": power_of_2(cdiv(max(held, s.dim), 32) + 1)}
+        _kernel(group, ok.update_summed, s, rates is not None, warps, **ahead, BLOCK=tile)(
             tiles, rows, order, *tables, grads, group.arena.tensor, opened, closed, *rest
         )
-        _kernel(group, ok.update_crossing, s, rates is not None, crossing_warps, TILE=tile, SPAN=span)(
-            tiles, rows, order, *tables, opened, closed, group.arena.tensor, *rest
+        crossing = {**ahead, "TILE": tile, "TILES": at_once, "SPAN": span}
+        _kernel(group, ok.update_crossing, s, rates is not None, crossing_warps, **crossing)(
+            cdiv(tiles, at_once), rows, order, *tables, opened, closed, group.arena.tensor, *rest
         )
 
 

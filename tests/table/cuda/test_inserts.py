@@ -1,25 +1,13 @@
-"""Every way that `shoal._gpu` offers does the same to a table."""
+"""Ids that get rows: by lookups, updates and assignments, more than once in a batch, again after they were erased."""
 
-import pytest
 import torch
 from gpu_tables import MIN, assert_same_rows, config, pair
 
 import shoal
-from shoal import _gpu
 from shoal.table import AdamOptimizer, MultiHashTable, RandomUniformInitializer, SgdOptimizer, reset_registry
 
-WAYS = [{"insert": "listed"}]
-if torch.cuda.is_available():  # the rest makes a difference there alone
-    WAYS += [{"insert": "listed", "inline": 0, "direct": 1}, {"insert_ids": 32, "insert_warps": 1, "direct": 1}]
 
-
-@pytest.fixture(params=WAYS, ids=lambda way: "-".join(f"{k}={v}" for k, v in way.items()))
-def way(request):
-    with _gpu.choose(**request.param):
-        yield
-
-
-def test_lookups_that_insert_and_updates_are_those_of_the_cpu(way, device):
+def test_lookups_that_insert_and_updates_are_those_of_the_cpu(device):
     cpu, gpu = pair(5, shoal.Adam(lr=0.1))
     torch.manual_seed(0)
     for round_ in range(3):
@@ -35,7 +23,7 @@ def test_lookups_that_insert_and_updates_are_those_of_the_cpu(way, device):
     assert_same_rows(cpu, gpu, 1e-5)
 
 
-def test_what_a_filter_or_a_bad_gradient_keeps_out_gets_no_row(way, device):
+def test_what_a_filter_or_a_bad_gradient_keeps_out_gets_no_row(device):
     cpu, gpu = pair(2, "sgd", on_bad_gradient="skip")
     ids, grads = torch.tensor([1, 2, 3, 2]), torch.ones(4, 2)
     grads[1] = float("nan")
@@ -46,7 +34,7 @@ def test_what_a_filter_or_a_bad_gradient_keeps_out_gets_no_row(way, device):
     assert gpu.skipped_gradients == cpu.skipped_gradients == 4
 
 
-def test_changes_are_tracked(way, device):
+def test_changes_are_tracked(device):
     _, gpu = pair(2, "sgd")
     ids = torch.arange(10, device=device)
     gpu.lookup(ids, insert_missing=True)
@@ -58,7 +46,7 @@ def test_changes_are_tracked(way, device):
     assert sorted(written.tolist()) == [0, 1, *range(10, 15)]
 
 
-def test_ids_beyond_two_buckets_go_to_the_stash(way, device):
+def test_ids_beyond_two_buckets_go_to_the_stash(device):
     table = shoal.HashTable(1, optimizer="sgd", device="cuda")
     table._group.max_load = 2.0
     count = table._group._buckets[0] * 8 + 40
@@ -71,7 +59,7 @@ def test_ids_beyond_two_buckets_go_to_the_stash(way, device):
     assert int(rows.min()) > 0
 
 
-def test_tables_that_share_memory(way, device):
+def test_tables_that_share_memory(device):
     made = []
     for where in ("cpu", "cuda"):
         reset_registry()
