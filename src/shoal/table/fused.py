@@ -42,10 +42,9 @@ def fused_lookup(
     """
     name = table_names(tables)
     ids = as_ids(ids, name, device=_device(tables)).view(-1)
-    sizes, id_offsets, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
-    # Before memory is taken for the rows.
-    splits, begins, ends = _told(id_offsets, offsets, len(tables), num_of_shards, name)
-    out = lookup_blocks(tables, ids, sizes, num_of_shards, int(offsets[-1]))
+    blocks = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
+    splits, begins, ends = blocks.told(num_of_shards, name)  # before memory is taken for the rows
+    out = lookup_blocks(tables, ids, blocks.sizes, num_of_shards, blocks.floats)
     return out, splits, begins, ends, ids
 
 
@@ -91,12 +90,12 @@ def fused_apply_gradient(
     name = table_names(tables)
     device = _device(tables)
     ids = as_ids(ids, name, device=device).view(-1)
-    sizes, begins, offsets = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
-    _check_offsets("id_offsets", "ids", id_offsets, begins, name)
-    _check_offsets("grad_offsets", "floats", grad_offsets, offsets, name)
+    blocks = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
+    _check_offsets("id_offsets", "ids", id_offsets, blocks.id_offsets, name)
+    _check_offsets("grad_offsets", "floats", grad_offsets, blocks.offsets, name)
     if indices is not None and (given := as_tensor(indices).numel()) != ids.numel():
         raise ConfigError(f"table {name!r}: indices are as many as the ids, {ids.numel()}, got {given}")
-    grads = as_rows(id_grads, int(offsets[-1]), 1, name, "id_grads", device).view(-1)
+    grads = as_rows(id_grads, blocks.floats, 1, name, "id_grads", device).view(-1)
     if isinstance(learning_rate_tensors, list) and all(type(rate) is float for rate in learning_rate_tensors):
         rates = array.array("f", learning_rate_tensors).tolist()  # float32's, as native code has them
     else:
@@ -106,7 +105,7 @@ def fused_apply_gradient(
         raise ConfigError(f"table {name!r}: learning_rate_tensors has a rate per segment, {needed}, got {len(rates)}")
     check_rates(rates, name)
     step, seconds = as_int(global_step, name, "global_step"), as_time(req_time, name)
-    apply_blocks(tables, ids, sizes, num_of_shards, grads, rates, step, seconds, bool(enable_grad_accumulation))
+    apply_blocks(tables, ids, blocks.sizes, num_of_shards, grads, rates, step, seconds, bool(enable_grad_accumulation))
     return list(tables)
 
 
@@ -151,14 +150,28 @@ def apply_blocks(
     return None
 
 
-def _blocks(
-    tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Any, num_of_shards: int, name: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sizes of the blocks, where their ids begin and where their floats begin, all int64."""
+class _Blocks:
+    """The blocks of a call: their sizes, and where their ids and their floats begin, int64. Nobody writes to them."""
+
+    def __init__(self, sizes: Tensor, id_offsets: Tensor, offsets: Tensor) -> None:
+        self.sizes, self.id_offsets, self.offsets = sizes, id_offsets, offsets
+        self.floats = int(offsets[-1])
+        self._told: tuple[Tensor, ...] | None = None
+
+    def told(self, shards: int, name: str) -> tuple[Tensor, ...]:
+        """The floats of each shard, and both offsets, int32: the caller's own."""
+        if self._told is None:
+            tables = self.sizes.numel() // shards
+            splits = self.offsets[::tables].diff() if tables else self.offsets.new_zeros(shards)
+            self._told = tuple(_int32(numbers, name) for numbers in (splits, self.id_offsets, self.offsets))
+        return tuple(numbers.clone() for numbers in self._told)
+
+
+def _blocks(tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Any, num_of_shards: int, name: str) -> _Blocks:
+    """The blocks that ``fused_slot_size`` cuts ids into, once it was checked."""
     sizes = torch.as_tensor(fused_slot_size, device="cpu")
     if sizes.dtype not in (torch.int32, torch.int64):
         raise ConfigError(f"table {name!r}: fused_slot_size is int32, got {sizes.dtype}")
-    sizes = sizes.reshape(-1).long().contiguous()
     if num_of_shards < 1:
         raise ConfigError(f"table {name!r}: num_of_shards must be at least 1, got {num_of_shards}")
     if sizes.numel() != len(tables) * num_of_shards:
@@ -166,7 +179,7 @@ def _blocks(
             f"table {name!r}: fused_slot_size has {len(tables)} tables x {num_of_shards} shards elements, "
             f"got {sizes.numel()}"
         )
-    few = sizes.tolist() if sizes.numel() <= _FEW else None
+    few = sizes.reshape(-1).tolist() if sizes.numel() <= _FEW else None
     least, total = (min(few, default=0), sum(few)) if few is not None else (int(sizes.min()), int(sizes.sum()))
     if least < 0:
         raise ConfigError(f"table {name!r}: fused_slot_size holds counts, got {least}")
@@ -175,35 +188,21 @@ def _blocks(
     dims = [table.dim_size for table in tables]
     if few is not None:
         return _few_blocks(tuple(few), tuple(dims))
+    sizes = sizes.reshape(-1).long().contiguous()
     floats = sizes * torch.tensor(dims, dtype=torch.int64, device="cpu").repeat(num_of_shards)
-    return sizes, _offsets(sizes), _offsets(floats)
+    return _Blocks(sizes, _offsets(sizes), _offsets(floats))
 
 
 @functools.lru_cache(maxsize=64)
-def _few_blocks(sizes: tuple[int, ...], dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """`_blocks` of sizes that often are those of the call before. Nobody writes to these tensors."""
+def _few_blocks(sizes: tuple[int, ...], dims: tuple[int, ...]) -> _Blocks:
+    """Blocks of sizes that often are those of the call before."""
     floats = [size * dim for size, dim in zip(sizes, itertools.cycle(dims), strict=False)]
     begins = [[0, *itertools.accumulate(counts)] for counts in (sizes, floats)]
-    return tuple(torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (sizes, *begins))  # type: ignore[return-value]
+    return _Blocks(*(torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (sizes, *begins)))
 
 
 def _offsets(sizes: Tensor) -> Tensor:
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-
-
-def _told(id_offsets: Tensor, offsets: Tensor, tables: int, shards: int, name: str) -> tuple[Tensor, ...]:
-    """Floats of each shard, and both offsets, int32: the caller's own."""
-    if tables and offsets.numel() <= _FEW:
-        return tuple(t.clone() for t in _few_told(tuple(id_offsets.tolist()), tuple(offsets.tolist()), tables, name))
-    splits = offsets[::tables].diff() if tables else offsets.new_zeros(shards)
-    return tuple(_int32(numbers, name) for numbers in (splits, id_offsets, offsets))
-
-
-@functools.lru_cache(maxsize=64)
-def _few_told(begins: tuple[int, ...], floats: tuple[int, ...], tables: int, name: str) -> tuple[Tensor, ...]:
-    """`_told` of a few blocks. Nobody writes to these tensors."""
-    splits = [b - a for a, b in itertools.pairwise(floats[::tables])]
-    return tuple(_int32(torch.tensor(n, dtype=torch.int64, device="cpu"), name) for n in (splits, begins, floats))
 
 
 def _int32(values: Tensor, name: str) -> Tensor:
