@@ -110,6 +110,25 @@ def test_fused_gradients_do_what_single_ones_do_block_by_block(data, k, shards, 
         assert mine.max_update_time == theirs.max_update_time == 5
 
 
+def test_calls_that_are_cut_alike_get_tensors_of_their_own():
+    tables = [shoal.HashTable(dim, optimizer="sgd", name=f"alike{dim}") for dim in (1, 2)]
+    sizes = torch.tensor([1, 0, 0, 2]).int()
+    first = fused_lookup(tables, ids(1, 2, 3), sizes, 2)
+    for told in first[1:4]:
+        told.zero_()
+    assert [told.tolist() for told in fused_lookup(tables, ids(4, 5, 6), sizes, 2)[1:4]] == [
+        [1, 4], [0, 1, 1, 1, 3], [0, 1, 1, 1, 5],
+    ]  # fmt: skip
+
+
+def test_no_tables_at_all():
+    for shards in (2, 3):
+        rows, splits, id_offsets, offsets, _ = fused_lookup([], ids(), torch.tensor([]).int(), shards)
+        assert rows.numel() == 0
+        assert splits.tolist() == [0] * shards
+        assert id_offsets.tolist() == offsets.tolist() == [0]
+
+
 def test_fused_calls_refuse_what_does_not_add_up_and_change_nothing():
     tables = pair()
     good = torch.tensor([1, 1]).int()

@@ -43,7 +43,7 @@ def fused_lookup(
     name = table_names(tables)
     ids = as_ids(ids, name, device=_device(tables)).view(-1)
     blocks = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
-    splits, begins, ends = blocks.told(num_of_shards, name)  # before memory is taken for the rows
+    splits, begins, ends = blocks.told(name)  # before memory is taken for the rows
     out = lookup_blocks(tables, ids, blocks.sizes, num_of_shards, blocks.floats)
     return out, splits, begins, ends, ids
 
@@ -153,16 +153,16 @@ def apply_blocks(
 class _Blocks:
     """The blocks of a call: their sizes, and where their ids and their floats begin, int64. Nobody writes to them."""
 
-    def __init__(self, sizes: Tensor, id_offsets: Tensor, offsets: Tensor) -> None:
-        self.sizes, self.id_offsets, self.offsets = sizes, id_offsets, offsets
+    def __init__(self, shards: int, sizes: Tensor, id_offsets: Tensor, offsets: Tensor) -> None:
+        self._shards, self.sizes, self.id_offsets, self.offsets = shards, sizes, id_offsets, offsets
         self.floats = int(offsets[-1])
         self._told: tuple[Tensor, ...] | None = None
 
-    def told(self, shards: int, name: str) -> tuple[Tensor, ...]:
+    def told(self, name: str) -> tuple[Tensor, ...]:
         """The floats of each shard, and both offsets, int32: the caller's own."""
         if self._told is None:
-            tables = self.sizes.numel() // shards
-            splits = self.offsets[::tables].diff() if tables else self.offsets.new_zeros(shards)
+            tables = self.sizes.numel() // self._shards
+            splits = self.offsets[::tables].diff() if tables else self.offsets.new_zeros(self._shards)
             self._told = tuple(_int32(numbers, name) for numbers in (splits, self.id_offsets, self.offsets))
         return tuple(numbers.clone() for numbers in self._told)
 
@@ -187,18 +187,19 @@ def _blocks(tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Any, num_
         raise ConfigError(f"table {name!r}: fused_slot_size adds up to the number of ids, {ids.numel()}, got {total}")
     dims = [table.dim_size for table in tables]
     if few is not None:
-        return _few_blocks(tuple(few), tuple(dims))
+        return _few_blocks(num_of_shards, tuple(few), tuple(dims))
     sizes = sizes.reshape(-1).long().contiguous()
     floats = sizes * torch.tensor(dims, dtype=torch.int64, device="cpu").repeat(num_of_shards)
-    return _Blocks(sizes, _offsets(sizes), _offsets(floats))
+    return _Blocks(num_of_shards, sizes, _offsets(sizes), _offsets(floats))
 
 
 @functools.lru_cache(maxsize=64)
-def _few_blocks(sizes: tuple[int, ...], dims: tuple[int, ...]) -> _Blocks:
+def _few_blocks(shards: int, sizes: tuple[int, ...], dims: tuple[int, ...]) -> _Blocks:
     """Blocks of sizes that often are those of the call before."""
     floats = [size * dim for size, dim in zip(sizes, itertools.cycle(dims), strict=False)]
     begins = [[0, *itertools.accumulate(counts)] for counts in (sizes, floats)]
-    return _Blocks(*(torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (sizes, *begins)))
+    numbers = (torch.tensor(counts, dtype=torch.int64, device="cpu") for counts in (sizes, *begins))
+    return _Blocks(shards, *numbers)
 
 
 def _offsets(sizes: Tensor) -> Tensor:
