@@ -71,13 +71,13 @@ def make(dim: int, optimizer: Any, **options: Any) -> Any:
     return shoal.HashTable(dim, optimizer=optimizer, device="cuda", on_bad_gradient="ignore", **options)
 
 
-def fill(table: Any, load: float, slots: int = SLOTS, device: str = "cuda") -> torch.Tensor:
+def fill(table: Any, load: float, slots: int = SLOTS) -> torch.Tensor:
     """Puts random ids into a table of so many slots; the ids."""
     group = table._group
     group.max_load = 0.999
     group._grow_index(0, slots // 8, empty=True)
     count = int(slots * load)
-    ids = torch.randint(-(1 << 62), 1 << 62, (count,), device=device)
+    ids = torch.randint(-(1 << 62), 1 << 62, (count,), device="cuda")
     group._grow_rows(count + (64 << 20) // table.dim_size)
     for begin in range(0, count, 1 << 23):
         group.insert(ids[begin : begin + (1 << 23)], 0, counts=[min(1 << 23, count - begin)])
@@ -173,15 +173,15 @@ def update() -> None:
         del table, ids, sets, grads
 
 
-def power_law(n: int, ids: int, alpha: float = 1.05, device: str = "cuda") -> torch.Tensor:
+def power_law(n: int, ids: int, alpha: float = 1.05) -> torch.Tensor:
     """Ids of 1..ids whose frequency falls with rank to the power ``alpha``, scattered over int64."""
     gamma = 1 - alpha
-    u = torch.rand(n, device=device, dtype=torch.float64)
+    u = torch.rand(n, device="cuda", dtype=torch.float64)
     rank = ((ids**gamma - 1) * u + 1) ** (1 / gamma)
     return rank.long() * 0x9E3779B97F4A7C1
 
 
-def training_tables(optimizer: Any, tables: int, dim: int, device: str = "cuda") -> Any:
+def training_tables(optimizer: Any, tables: int, dim: int) -> Any:
     from shoal.table import (
         CombineAsSegment,
         CuckooEmbeddingHashTableConfig,
@@ -199,7 +199,7 @@ def training_tables(optimizer: Any, tables: int, dim: int, device: str = "cuda")
         entry_config=EntryConfig(segments=[segment]), cuckoo=CuckooEmbeddingHashTableConfig()
     )
     configs = {f"t{i}": HashTableConfigInstance(message, [0.01]) for i in range(tables)}
-    multi = MultiHashTable.from_configs(configs, device=device)
+    multi = MultiHashTable.from_configs(configs, device="cuda")
     for table in multi.tables.values():
         table.on_bad_gradient = "ignore"
     return multi

@@ -1,5 +1,7 @@
 """Calls of every kernel of GPU tables, compiled for a card that is not here; run by `tests/test_gpu_compile.py`."""
 
+import re
+
 import offline
 import torch
 
@@ -20,12 +22,19 @@ from shoal.table import (
     SgdOptimizer,
     StochasticRoundingFloat16OptimizerWrapper,
 )
-from shoal.table.cuda import backend, launch, stored
+from shoal.table.cuda import backend, index_kernels, launch, stored
 from shoal.table.native import OPTIMIZERS
 
-launch.Bound.__call__ = lambda bound, programs, *arguments: offline.compile_only(
-    bound._fn, arguments, **bound._constants, **bound._options
-)
+
+def compile_only(bound, programs, *arguments):
+    made = offline.compile_only(bound._fn, arguments, **bound._constants, **bound._options)
+    if bound._fn is index_kernels.insert and not bound._constants["MULTI"] and not bound._constants["GIVEN"]:
+        # Of two reads of one row number, which others are writing, the first might have none and the second one.
+        # These are that of the first bucket, of the second, and of a free row.
+        assert len(re.findall(r"tt\.load .*tensor<128x!tt\.ptr<i32>", made.asm["ttgir"])) == 3
+
+
+launch.Bound.__call__ = compile_only
 torch._C._cuda_getDevice = lambda: 0
 stored.as_device = lambda device, name: torch.device("cpu")
 assert not backend.interpreted()

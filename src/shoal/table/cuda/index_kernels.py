@@ -25,7 +25,7 @@ NEXT = tl.constexpr(2)  # first row that was never used, when the list was made
 ROOM = tl.constexpr(3)  # rows there is memory for
 LOST = tl.constexpr(4)  # ids that found no room: only a captured graph that outran its reserve makes any
 EPOCH = tl.constexpr(6)  # what rows that are written now carry, while changes are tracked
-COMMON_WORDS = tl.constexpr(16)
+COMMON_WORDS = tl.constexpr(8)
 BUCKETS = tl.constexpr(0)
 LOW_MASK = tl.constexpr(1)
 STASH_MASK = tl.constexpr(2)
@@ -52,7 +52,7 @@ def _bucket(h, buckets, low):
 
 
 @triton.jit
-def places_of(ids, words, table, salt, MULTI: tl.constexpr):
+def _places(ids, words, table, salt, MULTI: tl.constexpr):
     """Key, first and second bucket, first place in the stash, and the stash's mask."""
     h = hash_id(ids ^ salt)
     if MULTI:
@@ -68,7 +68,7 @@ def places_of(ids, words, table, salt, MULTI: tl.constexpr):
 
 
 @triton.jit
-def probe(keys, rows, base, key, mask):
+def _probe(keys, rows, base, key, mask):
     """Row (-1: none), slot of the hit and of the first free slot (8: none) in a bucket."""
     lane = tl.arange(0, 8)[None, :]
     at = base[:, None] * 8 + lane
@@ -82,7 +82,7 @@ def probe(keys, rows, base, key, mask):
 
 
 @triton.jit
-def places_in(keys, base, key, mask):
+def _slots(keys, base, key, mask):
     """Slot of the hit and of the first free slot (8: none) in a bucket."""
     lane = tl.arange(0, 8)[None, :]
     held = tl.load(keys + base[:, None] * 8 + lane, mask=mask[:, None], other=EMPTY)
@@ -119,13 +119,13 @@ def find(
     m = o < n
     id = tl.load(ids + o, mask=m, other=0)
     table = tl.load(table_of + o, mask=m, other=0).to(tl.int64) if MULTI else tl.zeros([BLOCK], tl.int64)
-    key, first, second, home, stash_mask = places_of(id, words, table, salt, MULTI)
+    key, first, second, home, stash_mask = _places(id, words, table, salt, MULTI)
     bucket_base = table * (key_stride // 8)
-    row, slot, free = probe(keys, rows, bucket_base + first, key, m)
+    row, slot, free = _probe(keys, rows, bucket_base + first, key, m)
     where = (bucket_base + first) * 8 + slot
     todo = m & (slot == 8)
     if tl.max(todo.to(tl.int32), axis=0) > 0:
-        row2, slot2, free2 = probe(keys, rows, bucket_base + second, key, todo)
+        row2, slot2, free2 = _probe(keys, rows, bucket_base + second, key, todo)
         row = tl.where(todo, row2, row)
         where = tl.where(todo, (bucket_base + second) * 8 + slot2, where)
         todo = todo & (slot2 == 8)
@@ -153,7 +153,7 @@ def find(
 
 
 @triton.jit
-def new_rows(won, count, table, words, state, free_rows, MULTI: tl.constexpr):
+def _new_rows(won, count, table, words, state, free_rows, MULTI: tl.constexpr):
     """Rows for the ``count`` lanes that have won a slot, freed ones first; row 0, nobody's, where no room is."""
     taken = tl.atomic_add(state + TAKEN, count.to(tl.int64), sem="relaxed")
     rank = taken + tl.cumsum(won.to(tl.int32), axis=0) - 1
@@ -173,7 +173,7 @@ def new_rows(won, count, table, words, state, free_rows, MULTI: tl.constexpr):
 
 
 @triton.jit
-def awaited(row, wait, where, in_stash, rows, stash_rows):
+def _awaited(row, wait, where, in_stash, rows, stash_rows):
     """``row``, and for lanes that wait the one that another lane, which has their slot, is about to write there."""
     while tl.max(wait.to(tl.int32), axis=0) > 0:
         cell = tl.where(in_stash, stash_rows + where, rows + where)
@@ -184,7 +184,7 @@ def awaited(row, wait, where, in_stash, rows, stash_rows):
 
 
 @triton.jit
-def stamp(times, epochs, state, row, time, all_, won, STAMP: tl.constexpr, TRACK: tl.constexpr):
+def _stamp(times, epochs, state, row, time, all_, won, STAMP: tl.constexpr, TRACK: tl.constexpr):
     """Time and epoch of rows: 0 leaves them, 1 sets those of all lanes, 2 those of lanes that have won."""
     if STAMP > 0:
         tl.store(times + row, time, mask=all_ if STAMP == 1 else won)
@@ -238,16 +238,16 @@ def insert(
     if GATE:
         m = m & (tl.load(gate) == 0)
     table = tl.load(table_of + o, mask=m, other=0).to(tl.int64) if MULTI else tl.zeros([BLOCK], tl.int64)
-    key, first, second, home, stash_mask = places_of(id, words, table, salt, MULTI)
+    key, first, second, home, stash_mask = _places(id, words, table, salt, MULTI)
     bucket_base = table * (key_stride // 8)
-    slot, free = places_in(keys, bucket_base + first, key, m)
+    slot, free = _slots(keys, bucket_base + first, key, m)
     where = (bucket_base + first) * 8 + slot
     row = tl.load(rows + where, mask=m & (slot < 8), other=-1)  # not looked at before it is needed
     todo = m & (slot == 8)
     won = m & (o < 0)
     in_stash = m & (o < 0)
     if tl.max(todo.to(tl.int32), axis=0) > 0:
-        slot2, free2 = places_in(keys, bucket_base + second, key, todo)
+        slot2, free2 = _slots(keys, bucket_base + second, key, todo)
         hit2 = todo & (slot2 < 8)
         where = tl.where(hit2, (bucket_base + second) * 8 + slot2, where)
         row = tl.where(hit2, tl.load(rows + where, mask=hit2, other=-1), row)
@@ -278,13 +278,13 @@ def insert(
             if GIVEN:
                 row = tl.where(won, tl.load(given + o, mask=won, other=-1), row)
             else:
-                row = tl.where(won, new_rows(won, count, table, words, state, free_rows, MULTI), row)
+                row = tl.where(won, _new_rows(won, count, table, words, state, free_rows, MULTI), row)
             tl.store(rows + where, row, mask=won & (in_stash == 0))
             tl.store(stash_rows + where, row, mask=won & in_stash)
     # Ids that another program has put there just now and is about to give a row: it has the slot, so it will.
-    row = awaited(row, m & (row < 0), where, in_stash, rows, stash_rows)
+    row = _awaited(row, m & (row < 0), where, in_stash, rows, stash_rows)
     if GIVEN == 0:
-        stamp(times, epochs, state, row, time, m, won, STAMP, TRACK)
+        _stamp(times, epochs, state, row, time, m, won, STAMP, TRACK)
         tl.store(out_rows + o, tl.where(m, tl.where(won, row | FRESH, row), -1), mask=o < n)
 
 

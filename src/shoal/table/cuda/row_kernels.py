@@ -32,7 +32,7 @@ def first_weights(id, d, seed, low, high, last, INIT: tl.constexpr, INDEX: tl.co
 
 
 @triton.jit
-def start_rows(
+def _start_rows(
     arena, at, w, here, d, accumulator, beta1, beta2,
     D: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, STATE: tl.constexpr, VECTORS: tl.constexpr,
     TAIL: tl.constexpr, BLOCK: tl.constexpr,
@@ -89,7 +89,7 @@ def fresh(
             w = first_weights(id, d, seed, low, high, last, INIT, INDEX)
             if OUT:
                 tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=m)
-            start_rows(arena, at, w, here, d, accumulator, beta1, beta2, D, WIDTH, WEIGHT, STATE, VECTORS, TAIL, BLOCK)
+            _start_rows(arena, at, w, here, d, accumulator, beta1, beta2, D, WIDTH, WEIGHT, STATE, VECTORS, TAIL, BLOCK)
             if CLEAN:
                 tl.debug_barrier()  # other threads may not have read their copy of `code` yet
                 tl.store(rows + o, code & ROW, mask=here)

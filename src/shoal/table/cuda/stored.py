@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,17 +118,11 @@ class StoredTable(HashTable):
         return counts
 
     def _insert(self, ids: Tensor, **options: Any) -> Tensor:
-        with self._room_for(ids.numel()):
-            return self._group.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
-
-    @contextlib.contextmanager
-    def _room_for(self, n: int) -> Iterator[None]:
-        """Says whose ids found no room."""
         try:
-            yield
+            return self._group.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
         except CapacityError as error:
             raise CapacityError(
-                f"table {self.name!r}: no room for {n} ids more: {error}; nothing was changed. "
+                f"table {self.name!r}: no room for {ids.numel()} ids more: {error}; nothing was changed. "
                 "Evict rows, use a narrower optimizer state, or put a CachedHashTable over a CPU table"
             ) from None
 
