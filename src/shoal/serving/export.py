@@ -131,16 +131,20 @@ class ModelExporter:
         def write(directory: Path) -> None:
             net_is_here = not (name == "entry" and with_remote_gpu)
             file = directory / "variables" / "program.pt2" if net_is_here else None
-            outputs = export_program(self._net, *example_inputs(self._features, self._dense, dims), file)
+            try:
+                net = export_program(self._net, *example_inputs(self._features, self._dense, dims), file)
+            except ConfigError as error:
+                raise ConfigError(f"model {self.model_name!r}: {error}") from error
             tables: list[TableSpec] = []
             if name.startswith("dense"):
-                inputs = pooled_specs(self._features, self._dense, dims)
-                signatures = {REMOTE_NET: SignatureSpec(inputs, outputs)}
-                program = describe({}, list(outputs))
+                inputs = pooled_specs(self._features, self._dense, dims, net.lengths)
+                signatures = {REMOTE_NET: SignatureSpec(inputs, net.outputs, net.row_wise)}
+                program = describe({}, list(net.outputs))
             else:
-                signatures = {"serving_default": SignatureSpec(input_specs(self._features, self._dense), outputs)}
+                inputs = input_specs(self._features, self._dense, net.lengths)
+                signatures = {"serving_default": SignatureSpec(inputs, net.outputs, net.row_wise)}
                 program = describe(
-                    self._features, list(outputs), remote=name != "", num_ps=count, dims=dims,
+                    self._features, list(net.outputs), remote=name != "", num_ps=count, dims=dims,
                     max_rpc_deadline_millis=self._deadline, remote_net=not net_is_here,
                 )  # fmt: skip
             if not name:

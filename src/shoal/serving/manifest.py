@@ -25,6 +25,9 @@ class TensorSpec:
 class SignatureSpec:
     inputs: dict[str, TensorSpec] = field(default_factory=dict)
     outputs: dict[str, TensorSpec] = field(default_factory=dict)
+    row_wise: bool | None = None
+    """Whether requests may be joined: each row of every output depends on its own row of the inputs alone.
+    None where that was not looked at."""
 
 
 @dataclass(slots=True)
@@ -72,6 +75,8 @@ class Manifest:
         )
         content = asdict(self)
         for signature in content["signatures"].values():
+            if signature["row_wise"] is None:
+                del signature["row_wise"]
             for spec in (*signature["inputs"].values(), *signature["outputs"].values()):
                 if spec["padding"] is None:
                     del spec["padding"]
@@ -88,7 +93,7 @@ class Manifest:
             if content["format"] != FORMAT:
                 raise DataError(f"{file} has format {content['format']}; this version reads format {FORMAT}")
             signatures = {
-                name: SignatureSpec(_specs(each["inputs"]), _specs(each["outputs"]))
+                name: SignatureSpec(_specs(each["inputs"]), _specs(each["outputs"]), each.get("row_wise"))
                 for name, each in content["signatures"].items()
             }
             tables = [

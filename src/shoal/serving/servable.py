@@ -12,7 +12,7 @@ import torch
 from shoal.serving.manifest import SignatureSpec
 from shoal.serving.status import invalid_argument
 from shoal.serving.table_view import TableView
-from shoal.serving.tensors import NAME_OF_DTYPE
+from shoal.serving.tensors import NAME_OF_DTYPE, TensorHead
 
 Tensors = dict[str, Any]
 
@@ -32,13 +32,15 @@ class Signature:
     push: bool = False
     batch: bool = False
     waits: bool = False
+    samples: bool = False
+    """Whether every input has one row per sample, so that all have the same number of rows."""
     accepts: Mapping[str, tuple[str, ...]] | None = None
     """Further dtypes that an input takes beside the one in the specification."""
     hints: Mapping[str, str] | None = None
     """alias -> the form that this replica would rather get, told in its metadata."""
 
     def check(self, where: str, inputs: Tensors) -> None:
-        """Raises invalid argument where the inputs are not those of the signature."""
+        """Raises invalid argument where the inputs, given as tensors or as heads, are not those of the signature."""
         wanted = self.spec.inputs
         if inputs.keys() != wanted.keys():
             missing, extra = sorted(wanted.keys() - inputs.keys()), sorted(inputs.keys() - wanted.keys())
@@ -47,7 +49,7 @@ class Signature:
             )
         for alias, value in inputs.items():
             spec = wanted[alias]
-            got = "string" if isinstance(value, np.ndarray) else dtype_of(value)
+            got = value.dtype if isinstance(value, TensorHead) else dtype_of(value)
             if got != spec.dtype and got not in (self.accepts or {}).get(alias, ()):
                 raise invalid_argument(f"{where}: input {alias!r} is {got}, expected {spec.dtype}")
             shape = tuple(value.shape)
@@ -58,11 +60,14 @@ class Signature:
                 raise invalid_argument(
                     f"{where}: input {alias!r} has shape {list(shape)}, expected {spec.shape} (null = any)"
                 )
+        if self.samples and len({value.shape[0] for value in inputs.values()}) > 1:
+            rows = {alias: value.shape[0] for alias, value in sorted(inputs.items())}
+            raise invalid_argument(f"{where}: inputs must have one row per sample each, got different numbers: {rows}")
 
 
-def dtype_of(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype as signatures write it."""
-    return NAME_OF_DTYPE.get(tensor.dtype) or str(tensor.dtype)
+def dtype_of(tensor: torch.Tensor | np.ndarray) -> str:
+    """The name of a tensor's dtype as signatures write it; arrays hold strings."""
+    return "string" if isinstance(tensor, np.ndarray) else NAME_OF_DTYPE.get(tensor.dtype) or str(tensor.dtype)
 
 
 class Servable:

@@ -5,11 +5,14 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from shoal.errors import ConfigError, DataError
 from shoal.proto.serving.tf_serving_pb2 import (
@@ -52,7 +55,8 @@ class ModelServer(ServedModels):
         poll_wait_seconds: time between looks for new versions; 0 = look once.
         security: what clients must show; off loopback it is required.
         model_root: base paths must lie inside; None = any.
-        max_message_bytes: larger requests are refused before they are read, larger tensors before they are made.
+        max_message_bytes: larger requests are refused before they are read; the tensors of a request may take as many
+            bytes when they are decoded, all together, or it is refused before memory is taken for them.
         max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
         workers: threads for what does not run on the event loop: pushes, calls of other servers, long batches.
     """
@@ -84,7 +88,9 @@ class ModelServer(ServedModels):
         self.traffic = Traffic()
         self._pool = futures.ThreadPoolExecutor(workers, "shoal-work")
         self._loop = serving_loop()
-        self._answerer = Answerer(self, self.security, max_batch_rows, self._pool, self._loop, self.traffic)
+        self._answerer = Answerer(
+            self, self.security, max_batch_rows, self._pool, self._loop, self.traffic, max_message_bytes
+        )
         self._server: Any = None
         self._health: Any = None
         self._listens = False
@@ -190,16 +196,13 @@ class ModelServer(ServedModels):
                 inside.run(touched_at.set, _touched_at(context) if pushing else 0.0)
                 return inside
 
-            read = lambda: self._tensors(call)  # noqa: E731
+            read = partial(call.tensors, max_bytes=self.max_message_bytes)
             asked = Asked(call.spec, read, call.output_filter, identity, encode_response, call)
             return await self._answerer.answer(asked, enter)
         except DataError as error:
             return await self._abort(context, invalid_argument(f"the request is no PredictRequest: {error}"))
         except StatusError as error:
             return await self._abort(context, error)
-
-    def _tensors(self, call: PredictCall) -> Tensors:
-        return {alias: call.tensor(alias, self.max_message_bytes) for alias in call.inputs}
 
     # --- the other methods ------------------------------------------------------------------------------------------
 
@@ -239,16 +242,29 @@ class ModelServer(ServedModels):
     def _handlers(self) -> tuple[Any, ...]:
         prediction = {
             "Predict": unary(self._predict),
-            "GetModelMetadata": unary(self._get_metadata, GetModelMetadataRequest, GetModelMetadataResponse),
+            "GetModelMetadata": self._unary(self._get_metadata, GetModelMetadataRequest, GetModelMetadataResponse),
         }
         models = {
-            "GetModelStatus": unary(self._get_status, GetModelStatusRequest, GetModelStatusResponse),
-            "HandleReloadConfigRequest": unary(self._reload, ReloadConfigRequest, ReloadConfigResponse),
+            "GetModelStatus": self._unary(self._get_status, GetModelStatusRequest, GetModelStatusResponse),
+            "HandleReloadConfigRequest": self._unary(self._reload, ReloadConfigRequest, ReloadConfigResponse),
         }
         return (
             grpc.method_handlers_generic_handler(PREDICTION, prediction),
             grpc.method_handlers_generic_handler(MODELS, models),
         )
+
+    def _unary(self, handler: Callable, request: Any, response: Any) -> Any:
+        """A handler of messages that says so where it gets other bytes."""
+
+        async def handle(data: bytes, context: Any) -> Any:
+            try:
+                message = request.FromString(data)
+            except DecodeError as error:
+                name = request.DESCRIPTOR.name
+                return await self._abort(context, invalid_argument(f"the request is not a {name}: {error}"))
+            return await handler(message, context)
+
+        return unary(handle, None, response)
 
     def _identify(self, context: Any) -> str:
         if not self.security.authenticates:
