@@ -32,7 +32,8 @@ def push_request_to_predict(request: PushRequest) -> tuple[PredictRequest, int]:
     """(the Predict call that carries a push, its number of fids).
 
     Single tables: inputs ``T_id`` and ``T_value`` for every table T, also for those without fids. Multi-table:
-    ``id``, ``id_split`` and ``flat_value``, tables one after another.
+    ``id``, ``id_split`` and ``flat_value``, tables one after another. A table without ``dim_size`` has as many columns
+    as each of its fids has values.
 
     Raises:
         StatusError: invalid argument, when a table's values do not match its fids.
