@@ -31,6 +31,8 @@ class DeltaBatch:
     timeout_in_ms: int
     multi: bool
     deltas: list[Delta] = field(default_factory=list)
+    read_at: float = 0.0
+    """Unix time by which the rows had been read, 0 when nobody said."""
 
     def size(self) -> int:
         head = PushRequest(
@@ -46,7 +48,7 @@ class DeltaBatch:
             Delta(delta.unique_id, delta.dim, delta.fids[a:b], delta.values[a:b])
             for delta, (a, b) in zip(self.deltas, ranges, strict=True)
         ]
-        return DeltaBatch(self.model_name, self.signature_name, self.timeout_in_ms, self.multi, deltas)
+        return DeltaBatch(self.model_name, self.signature_name, self.timeout_in_ms, self.multi, deltas, self.read_at)
 
     def message(self) -> PushRequest:
         request = PushRequest(
