@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,9 @@ class ModelExporter:
                     self._features, list(net.outputs), remote=name != "", num_ps=count, dims=dims,
                     max_rpc_deadline_millis=self._deadline, remote_net=not net_is_here,
                 )  # fmt: skip
+            read_at = None
             if not name:
+                read_at = time.time() if shared is None else None
                 views = [view for group in shards for view in group]
                 tables = export_tables(
                     directory, views, shared_assets=shared, final=Path(where), codec=self._codec,
@@ -158,7 +161,7 @@ class ModelExporter:
             if self._warmup is not None and name in ("", "entry"):
                 (directory / "assets.extra").mkdir()
                 shutil.copy(self._warmup, directory / "assets.extra" / "tf_serving_warmup_requests")
-            manifest_of(where, self.model_name, name or "standalone", step, signatures, tables, program).write(
+            manifest_of(where, self.model_name, name or "standalone", step, signatures, tables, program, read_at).write(
                 directory
             )
 

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def export_ps(
     shared = Path(shared_assets) if shared_assets is not None else None
 
     def write(directory: Path) -> None:
+        begin = time.time()
         specs = export_tables(
             directory,
             views,
@@ -97,7 +99,9 @@ def export_ps(
             skip_zero_embedding=skip_zero_embedding,
         )
         signatures = {name: each.spec for name, each in table_signatures(views, lambda: Servable({})).items()}
-        manifest_of(final, model_name, sub_graph, global_step, signatures, specs, None).write(directory)
+        manifest_of(
+            final, model_name, sub_graph, global_step, signatures, specs, None, None if shared else begin
+        ).write(directory)
 
     return write_atomically(final, write)
 
@@ -110,6 +114,7 @@ def manifest_of(
     signatures: Mapping[str, SignatureSpec],
     tables: list[TableSpec],
     program: dict[str, Any] | None,
+    rows_read_at: float | None = None,
 ) -> Manifest:
     """The manifest of a version whose directory will be ``final``."""
     return Manifest(
@@ -120,4 +125,5 @@ def manifest_of(
         signatures=dict(signatures),
         tables=tables,
         program=program,
+        rows_read_at=rows_read_at,
     )

@@ -32,7 +32,7 @@ def load_servable(directory: Path, root: Path) -> Servable:
     views: dict[str, TableView] = {}
     for spec in manifest.tables:
         views[spec.name] = load_table(directory, spec, root)
-    servable = Servable({}, views)
+    servable = Servable({}, views, manifest.rows_read_at)
     signatures = table_signatures(list(views.values()), lambda: servable)
     if manifest.program is not None:
         for name in ("lookup", "raw_lookup"):  # a standalone export answers with its program

@@ -60,6 +60,8 @@ class Manifest:
     format: int = FORMAT
     program: dict[str, Any] | None = None
     """The dense program: its file, its features and where their rows come from. None in embedding shards."""
+    rows_read_at: float | None = None
+    """Unix time at which reading the tables' rows was begun; rows that were pushed later are newer. None: not known."""
 
     def write(self, directory: Path) -> None:
         order = (
@@ -72,6 +74,7 @@ class Manifest:
             "signatures",
             "tables",
             "program",
+            "rows_read_at",
         )
         content = asdict(self)
         for signature in content["signatures"].values():
@@ -109,6 +112,7 @@ class Manifest:
                 tables=tables,
                 tags=list(content.get("tags", ["serve"])),
                 program=content.get("program"),
+                rows_read_at=float(read_at) if (read_at := content.get("rows_read_at")) is not None else None,
             )
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror}") from None

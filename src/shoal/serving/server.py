@@ -28,10 +28,10 @@ from shoal.serving.answering import Answerer
 from shoal.serving.grpc_server import add_async_health_and_reflection, unary
 from shoal.serving.loop import serving_loop
 from shoal.serving.predict import Asked, PredictCall, decode_request, encode_response
-from shoal.serving.push import INSTANCE, TOUCHED_AT
+from shoal.serving.push_info import INSTANCE, PushInfo, push_info
 from shoal.serving.remote import set_request_deadline
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
-from shoal.serving.servable import Tensors, touched_at
+from shoal.serving.servable import Tensors
 from shoal.serving.served import ServedModels
 from shoal.serving.status import Code, StatusError, invalid_argument
 from shoal.serving.traffic import Traffic
@@ -193,7 +193,8 @@ class ModelServer(ServedModels):
                 left = context.time_remaining()
                 inside = contextvars.copy_context()
                 inside.run(set_request_deadline, left if left is not None and left < 1e6 else None)
-                inside.run(touched_at.set, _touched_at(context) if pushing else 0.0)
+                if pushing:
+                    inside.run(push_info.set, PushInfo.of(context.invocation_metadata() or ()))
                 return inside
 
             read = partial(call.tensors, max_bytes=self.max_message_bytes)
@@ -282,10 +283,3 @@ class ModelServer(ServedModels):
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-
-
-def _touched_at(context: Any) -> float:
-    for key, value in context.invocation_metadata():
-        if key == TOUCHED_AT and value.isdecimal():
-            return int(value) / 1000
-    return 0.0
