@@ -59,17 +59,26 @@ def finish_moves(folder: StrPath, moves: Mapping[str, str]) -> None:
         sync_folder(os.path.join(folder, inner))
 
 
+def files_below(folder: StrPath) -> list[str]:
+    """All files below a folder, by name relative to it."""
+    found = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
+    return sorted(os.path.relpath(path, folder) for path in found)
+
+
+def digests_known(folder: StrPath) -> dict[str, FileDigest]:
+    """The digests of the files below a folder that a manifest next to them names."""
+    known = {}
+    for name in files_below(folder):
+        if name.endswith(SIDECAR):
+            files = read_saved(os.path.join(folder, name)).files
+            known |= {os.path.join(os.path.dirname(name), of): digest for of, digest in files.items()}
+    return known
+
+
 def digests_below(folder: StrPath) -> dict[str, FileDigest]:
-    """The digests of all files below a folder: those that a manifest next to them names are known, others are read."""
-    known: dict[str, FileDigest] = {}
-    found = []
-    for where, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(where, name)
-            found.append(path)
-            if name.endswith(SIDECAR):
-                known |= {os.path.join(where, of): digest for of, digest in read_saved(path).files.items()}
-    return {os.path.relpath(path, folder): known.get(path) or digest_file(path) for path in sorted(found)}
+    """The digests of all files below a folder; those that are not known are read."""
+    known = digests_known(folder)
+    return {name: known.get(name) or digest_file(os.path.join(folder, name)) for name in files_below(folder)}
 
 
 def _files_before(manifest: str) -> set[str]:

@@ -38,6 +38,15 @@ class TableView:
         """When the rows of each sub-table were pushed, for the version that comes after."""
         self.logs_pushes = True
 
+    def renamed(self, name: str) -> "TableView":
+        """The same table under another name, as one of several shards."""
+        view = TableView(self.table, self.slots)
+        view.name = name
+        if not self.multi:
+            view.sub_tables = [name]
+            view.slots = dict.fromkeys(self.slots, name)
+        return view
+
     def rows(self) -> int:
         return sum(self.sub_rows())
 
