@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.comm.control import broadcast_ints, gather_ints
 from shoal.errors import PeerError, ShoalError
 
 _DEADLINE = timedelta(minutes=10)
@@ -43,20 +45,24 @@ class Ranks:
             dist.barrier()
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value, which is JSON-like."""
+        """Rank 0's value, which must be JSON; a tuple arrives as a list."""
         if self.world == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        raw = json.dumps(value).encode() if self.first else b""
+        (size,) = broadcast_ints([len(raw)])
+        box = _boxed(raw, size)
+        dist.broadcast(box, src=0)
+        return json.loads(box.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Every rank's value, by rank; values must be JSON."""
         if self.world == 1:
             return [value]
-        out: list[Any] = [None] * self.world
-        dist.all_gather_object(out, value)
-        return out
+        raw = json.dumps(value).encode()
+        sizes = [size for (size,) in gather_ints([len(raw)])]
+        boxes = [torch.empty(max(sizes), dtype=torch.uint8, device="cpu") for _ in sizes]
+        dist.all_gather(boxes, _boxed(raw, max(sizes)))
+        return [json.loads(box[:size].numpy().tobytes()) for box, size in zip(boxes, sizes, strict=True)]
 
     def close(self) -> None:
         if self.started and dist.is_initialized():
@@ -79,6 +85,14 @@ def naming_the_lost(ranks: Ranks) -> Iterator[None]:
 
 def _of_a_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def _boxed(raw: bytes, size: int) -> Tensor:
+    """Bytes at the beginning of a tensor of ``size`` of them."""
+    box = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    if raw:
+        box[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return box
 
 
 class GradientBucket:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.data.samples import Samples
-from shoal.errors import ConfigError, DataError, DeadlineError
+from shoal.errors import ConfigError, DataError, DeadlineError, UnsupportedError
 from shoal.nn import HashEmbedding, HashEmbeddingBag
 from shoal.nn.slot import TableSlot, slot_of
 from shoal.table.table import HashTable
@@ -105,9 +105,7 @@ class Rows(nn.Module):
         self.client.flush()
         try:
             self.client.checkpoint(keep_as=name, others=others)
-        except ConfigError as error:
-            if "need a directory" not in str(error):
-                raise
+        except UnsupportedError:  # a server without a directory
             return None
         return name
 
