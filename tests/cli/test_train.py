@@ -136,7 +136,7 @@ def test_files_without_samples_are_no_error(capsys, tmp_path):
 def test_an_out_folder_that_cannot_be_written_is_told_in_a_line(capsys, data, tmp_path):
     (tmp_path / "file").write_text("")
     argv = ["train", "--train", str(data / "train.tsv"), *SMALL, "--max-steps", "1"]
-    assert main([*argv, "--out", str(tmp_path / "file" / "run")]) == 1
+    assert main([*argv, "--out", str(tmp_path / "file" / "run")]) == 2
     said = capsys.readouterr().err
     assert "Not a directory" in said
     assert "Traceback" not in said

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.arguments import parse
-from shoal.errors import ConfigError, DataError, ShoalError
+from shoal.errors import ConfigError, DataError, UsageError
 
 _ABOUT = """Train a model on files of clicks: Criteo TSV, CSV, Parquet, TFRecord or example records.
 
@@ -111,25 +111,15 @@ def main(argv: list[str]) -> int:
     flags = parse(Flags, argv, "train", _ABOUT, positional="config")
     if isinstance(flags, int):
         return flags
-    try:
-        if flags.generate is not None:
-            return _generate(flags)
-        if flags.init is not None:
-            return _init(flags)
-        from shoal.trainer.toml import load_config
+    if flags.generate is not None:
+        return _generate(flags)
+    if flags.init is not None:
+        return _init(flags)
+    from shoal.trainer.toml import load_config
 
-        if flags.config is None and flags.train is None:
-            raise ConfigError("what to train on? Give a CONFIG.toml or --train FILE …; --init DIR writes a first one")
-        config = load_config(flags.config, changes(flags))
-        return _train(flags, config)
-    except ConfigError as error:
-        print(f"shoal train: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a full disk, a folder that is not ours
-        if isinstance(error, ShoalError | BrokenPipeError):
-            raise
-        print(f"shoal train: {error}", file=sys.stderr)
-        return 1
+    if flags.config is None and flags.train is None:
+        raise UsageError("what to train on? Give a CONFIG.toml or --train FILE …; --init DIR writes a first one")
+    return _train(flags, load_config(flags.config, changes(flags)))
 
 
 def changes(flags: Flags) -> dict[str, Any]:

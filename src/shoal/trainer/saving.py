@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shoal.errors import ConfigError
 from shoal.table.checkpoint import list_checkpoints
 from shoal.table.checkpoint.manifest import Manifest
 from shoal.trainer import checkpoint
@@ -46,7 +47,7 @@ class Saver:
         self._told_inexact = False
         why = ranks.from_first(_why_not_writable(self.directory) if ranks.first else None)
         if why:
-            raise OSError(f"[out] dir: checkpoints cannot be written to {self.directory!r} ({why})")
+            raise ConfigError(f"[out] dir: checkpoints cannot be written to {self.directory!r} ({why})")
 
     def wants(self, step: int) -> bool:
         """Whether this rank asks for a checkpoint after a step."""
