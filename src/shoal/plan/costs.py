@@ -91,7 +91,7 @@ def prepare(path: Path) -> None:
 
 
 def save_costs(costs: Costs, path: Path) -> None:
-    from shoal.table.checkpoint.naming import write_whole
+    from shoal.durable import write_whole
 
     prepare(path)
     write_whole(path, json.dumps({"format": "shoal.plan-costs", "version": VERSION, "costs": asdict(costs)}, indent=1))
