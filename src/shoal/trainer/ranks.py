@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.control import broadcast_ints, gather_ints
-from shoal.errors import PeerError, ShoalError
+from shoal.errors import ConfigError, DataError, PeerError, ShoalError
 
 _DEADLINE = timedelta(minutes=10)
+_KINDS: dict[str, type[Exception]] = {"config": ConfigError, "data": DataError}  # others are a `PeerError`
 
 
 class Ranks:
@@ -64,6 +65,26 @@ class Ranks:
         dist.all_gather(boxes, _boxed(raw, max(sizes)))
         return [json.loads(box[:size].numpy().tobytes()) for box, size in zip(boxes, sizes, strict=True)]
 
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """What ``work``, which must not talk to other ranks, gives on every rank, by rank; results must be JSON.
+
+        Where it fails on one rank, all ranks raise: that rank its own error, the others one of the same kind that names
+        the rank.
+        """
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        ended = self.gather([result, None if error is None else _kind(error), str(error)])
+        if error is not None:
+            raise error
+        for rank, (_, kind, text) in enumerate(ended):
+            if kind is not None:
+                raise _KINDS.get(kind, PeerError)(f"rank {rank}: {text}")
+        return [result for result, _, _ in ended]
+
     def close(self) -> None:
         if self.started and dist.is_initialized():
             dist.destroy_process_group()
@@ -85,6 +106,10 @@ def naming_the_lost(ranks: Ranks) -> Iterator[None]:
 
 def _of_a_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def _kind(error: Exception) -> str:
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "other")
 
 
 def _boxed(raw: bytes, size: int) -> Tensor:
