@@ -1,8 +1,10 @@
-"""Early stopping ends with the best model, not with the last: in this process, then on parameter servers."""
+"""Early stopping ends with the best model, not with the last: here, on parameter servers, and on two ranks."""
 
 import pytest
 
 from shoal.cli.train_console import summary
+from shoal.testing import run_ranks
+from shoal.trainer.loop import trainer
 from tests.cli.train_helpers import rows_of
 from tests.trainer.helpers import Told, folders, open_run, run, settings
 
@@ -138,3 +140,24 @@ def test_rows_on_servers_are_those_of_the_best_step_where_they_can_be_kept(data,
         assert len(kept) <= 3  # servers let go of rows when the next ones are kept
     else:
         assert any("do not keep the rows of the best step" in note for note in told.notes)
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def stop_early(rank, world, *, data, out):
+    told = Told()
+    config = stops(data, out, table_dot_lr=3.0, eval_dot_every_steps=4)
+    with trainer(config, reporter=told) as one:
+        one.reporter = told  # also on the rank that says nothing to people
+        one.run()
+        after = one.evaluate()["auc"]
+    return told.evaluations, told.ended, after
+
+
+@pytest.mark.timeout(600)
+def test_all_ranks_go_back_to_the_best_step(data, tmp_path):
+    for evaluations, end, after in run_ranks(2, stop_early, data=data, out=tmp_path, timeout_s=300):
+        best = max(evaluations, key=lambda one: one["auc"])
+        assert (end["why"], end["model_step"]) == ("early_stop", best["step"])
+        assert after == best["auc"]
