@@ -88,9 +88,10 @@ MISUSES = {
     "a file that is not there": [
         ["agent", "--config", "absent"], ["gather", "inspect", "absent"], ["gather", "replay", "absent"],
         ["gather", "run", "--window", "1", "--store", "dir:absent", "--peers", "1", "--model", "absent"],
-        ["launch", "absent.py"], ["plan", "absent.toml"], ["ps", "reshard", "absent", "--to", "2", "--out", "new"],
-        ["serve", "absent"], ["serve", "--config", "absent"], ["table", "stat", "absent"],
-        ["top", "--discover", "absent"], ["train", "absent.toml"], ["train", "--train", "absent.tsv"],
+        ["launch", "absent.py"], ["plan", "absent.toml"],
+        ["ps", "reshard", "--source", "absent", "--target", "new", "--of", "3"], ["serve", "absent"],
+        ["serve", "--config", "absent"], ["table", "stat", "absent"], ["top", "--discover", "absent"],
+        ["train", "absent.toml"], ["train", "--train", "absent.tsv"],
     ],
     "a value that is not allowed": [
         ["bench", "comm", "--largest", "many"], ["demo", "--seconds", "1"],
