@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.sharded.ps.checkpoint import Checkpoints
 from shoal.sharded.ps.log import Log, replay
 from shoal.sharded.ps.protocol import FLOAT16, Op, Reply, Request, Status, error_reply, parse_request
@@ -206,7 +206,7 @@ class Engine:
     def begin_checkpoint(self) -> ShardSnapshot:
         """Holds on to the shard as it is after the last write. `finish_checkpoint` must follow, in any thread."""
         if self.checkpoints is None:
-            raise ConfigError(f"shard {self.shard.index}: checkpoints need a directory; start the server with one")
+            raise UnsupportedError(f"shard {self.shard.index}: checkpoints need a directory; start the server with one")
         if self._snapshot is not None:
             raise ConfigError(f"shard {self.shard.index}: a checkpoint is being taken already")
         number = self.log.rotate() - 1 if self.log is not None else self.shard.version + self._offset
