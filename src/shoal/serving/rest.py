@@ -224,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
             raise invalid_argument("the body is an object with either instances (rows) or inputs (columns)")
         spec.signature_name = str(request.get("signature_name", ""))
-        with self.owner.model(spec.name).use(spec) as version:
+        with self.owner.use(spec) as version:
             servable = version.servable
             wanted = servable.signatures.get(spec.signature_name or "serving_default") if servable else None
         specs = wanted.spec.inputs if wanted is not None else {}
