@@ -223,7 +223,7 @@ def _call(
             text = f"{what} at {address}: {failure.message}"
             if one_version and failure.code == Code.NOT_FOUND:  # another replica may have it
                 failure = VersionMissing(failure.code, text)
-                failure.rows_are_pushed = rows_are_pushed(error)
+                failure.rows_are_pushed = rows_are_pushed(error)  # pyrefly: ignore
                 continue
             failure = StatusError(failure.code, text)
             if failure.code != Code.UNAVAILABLE:

@@ -56,16 +56,20 @@ class ServedModels:
     @contextlib.contextmanager
     def use(self, spec: ModelSpec, one_version: bool = False) -> Iterator[Version]:
         """The version that a request asks for, kept alive until the block ends."""
-        with contextlib.ExitStack() as stack:
-            while True:
-                model = self.model(spec.name)
-                try:
-                    version = stack.enter_context(model.use(spec, one_version))
-                    break
-                except StatusError:
-                    if self.model(spec.name) is model:  # else another one has just taken over
-                        raise
+        model, version = self._acquire(spec, one_version)
+        try:
             yield version
+        finally:
+            model.release(version)
+
+    def _acquire(self, spec: ModelSpec, one_version: bool) -> tuple[Model, Version]:
+        while True:
+            model = self.model(spec.name)
+            try:
+                return model, model.acquire(spec, one_version)
+            except StatusError:
+                if self.model(spec.name) is model:  # else another one has just taken over
+                    raise
 
     def reload(self, config: ModelServerConfig) -> None:
         """Serves exactly the models of ``config`` (and live tables); versions that stay are not loaded again.

@@ -187,9 +187,11 @@ class ModelServer(ServedModels):
             raise StatusError(Code.DEADLINE_EXCEEDED, f"the request took more than {PREDICT_SECS:.0f} s") from None
 
     async def _predict(self, data: bytes, context: Any) -> bytes:
+        spec = ModelSpec()
         try:
             identity = self._identify(context)
             call: PredictCall = decode_request(data)
+            spec = call.spec
             pushing = call.spec.signature_name.endswith("assign")
             if pushing:
                 context.set_trailing_metadata(((INSTANCE, self.instance),))
@@ -203,13 +205,13 @@ class ModelServer(ServedModels):
 
             read = partial(call.tensors, max_bytes=self.max_message_bytes)
             asked = Asked(call.spec, read, call.output_filter, identity, encode_response, call)
-            asked.one_version = _one_version(call.spec, context)
+            asked.one_version = _one_version(spec, context)
             return await self._answerer.answer(asked, enter)
         except DataError as error:
             return await self._abort(context, invalid_argument(f"the request is no PredictRequest: {error}"))
         except StatusError as error:
             if error.code == Code.NOT_FOUND:
-                self._tell_of_pushes(call.spec, context)
+                self._tell_of_pushes(spec, context)
             return await self._abort(context, error)
 
     # --- the other methods ------------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
 """The versions of a served model: which are wanted, how they come and go, and who is using them."""
 
-import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,21 +94,20 @@ class Model:
 
     # --- answering --------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def use(self, spec: ModelSpec, one_version: bool = False) -> Iterator[Version]:
-        """The version that a request asks for, kept alive until the block ends, with ``one_version`` a while longer."""
+    def acquire(self, spec: ModelSpec, one_version: bool = False) -> Version:
+        """The version that a request asks for, kept until :meth:`release`, with ``one_version`` a while longer."""
         with self._lock:
             version = self._find(spec)
             version.users += 1
             if one_version:
                 version.asked_at = time.monotonic()
-        try:
-            yield version
-        finally:
-            with self._lock:
-                version.users -= 1
-                if not version.users:
-                    self._lock.notify_all()
+            return version
+
+    def release(self, version: Version) -> None:
+        with self._lock:
+            version.users -= 1
+            if not version.users:
+                self._lock.notify_all()
 
     def _find(self, spec: ModelSpec) -> Version:
         choice = spec.WhichOneof("version_choice")
