@@ -133,17 +133,6 @@ def test_factories_build(num_ps):
     reset_registry()
 
 
-def test_environment_is_read_strictly():
-    assert SyncEnvironment.read({}).backward_dtype == torch.float32
-    assert SyncEnvironment.read({"MONOLITH_WITH_OPTIMIZED_HOROVOD": "0"}).backward_dtype == torch.float16
-    assert SyncEnvironment.read({"MONOLITH_WITH_OPTIMIZED_HOROVOD": ""}).backward_dtype == torch.float32
-    assert SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_CAST": "16"}).backward_dtype == torch.float16
-    with pytest.raises(ValueError, match="MONOLITH_WITH_BYTEPS_BWD_CAST is an integer"):
-        SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_CAST": "half"})
-    with pytest.raises(ValueError, match="FAKE_CAST is an integer"):
-        SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST": "yes"})
-
-
 def test_an_update_that_is_refused_leaves_its_bundle_whole(kind):
     table = DistributedMultiTypeHashTableMpi(1, lambda rank: kind(rank, {"a": config(1), "b": config(2)}))
     ids = {"a": T([1, 2]), "b": T([3])}
