@@ -161,7 +161,7 @@ class DistributedMultiTypeHashTable:
     def size(self) -> int:
         return sum(part.size() for part in self._tables)
 
-    def as_op(self) -> DistributedMultiTypeHashTable:
+    def as_op(self, name: str | None = None) -> DistributedMultiTypeHashTable:
         """Waits until everything asked of these tables has been applied."""
         for part in self._tables:
             part.as_op()

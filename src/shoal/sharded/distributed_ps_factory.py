@@ -22,8 +22,8 @@ Configs = Mapping[str, HashTableConfigInstance]
 
 
 def _clients(num_ps: int, sync_clients: Sequence[Any] | None) -> list[Any]:
-    if num_ps > 0 and sync_clients:
-        assert len(sync_clients) == num_ps, f"one sync client per server, {num_ps}, got {len(sync_clients)}"
+    if num_ps > 0 and sync_clients and len(sync_clients) != num_ps:
+        raise AssertionError(f"sync_clients must hold one sync client per server, {num_ps}, got {len(sync_clients)}")
     return list(sync_clients) if sync_clients else [None] * max(1, num_ps)
 
 

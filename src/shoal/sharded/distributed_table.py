@@ -163,7 +163,7 @@ class DistributedHashTable:
     def __len__(self) -> int:
         return self.size()
 
-    def as_op(self) -> DistributedHashTable:
+    def as_op(self, name: str | None = None) -> DistributedHashTable:
         """Waits until everything asked of this table has been applied."""
         for part in self._tables:
             part.as_op()

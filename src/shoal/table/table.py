@@ -260,7 +260,7 @@ class HashTable(TableBase):
         self._native.clear()
         return self
 
-    def as_op(self) -> HashTable:
+    def as_op(self, name: str | None = None) -> HashTable:
         """Waits until everything asked of this table has been applied, which is at once."""
         return self
 

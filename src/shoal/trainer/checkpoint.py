@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from shoal import _core
 from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.host import as_tensor
-from shoal.ops.reorder.op import empty_shards
 from shoal.table.checkpoint import list_checkpoints, naming, restore_table
 from shoal.table.checkpoint.chain import MANIFEST
 from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
@@ -151,6 +150,7 @@ def _save_rows(draft: str, table: HashTable, ranks: Ranks) -> list[dict[str, Any
             "scales": native.scales(),
             "expiry": _expiry_to_json(table.table_config.slot_expire_time_config),
             "calls": [part["calls"] for part in parts],
+            "empty_rank0": False,
         }
     ]
 
@@ -164,7 +164,8 @@ def _load_rows(path: str, manifest: Manifest, table: HashTable, ranks: Ranks, sa
     if described is None:
         raise DataError(f"checkpoint {path} has no rows of table {table.name!r}; were they on parameter servers?")
     base = os.path.join(path, described["file"])
-    if same:
+    # Checkpoints that do not say so were written when more than four ranks left rank 0 without rows.
+    if same and not described.get("empty_rank0", ranks.world > 4):
         paths = naming.find_shards(base)
         each = len(paths) // ranks.world
         with naming_table(table.name):
@@ -175,7 +176,7 @@ def _load_rows(path: str, manifest: Manifest, table: HashTable, ranks: Ranks, sa
         table._native.set_calls(described["calls"][ranks.rank])
         restore_hash_filter(table.hash_filter, _filter_base(path, ranks), True)
     else:
-        restore_table(table, base, shard=(ranks.rank, ranks.world, bool(empty_shards(ranks.world))))
+        restore_table(table, base, shard=(ranks.rank, ranks.world))
     table._native.raise_max_update_time(described["max_update_time"])
     table._native.set_scales(described["scales"])
 
