@@ -53,6 +53,9 @@ class AllToAllHashTable:
         factory: builds this rank's shard from its rank in place of ``dim`` and the keywords.
     """
 
+    saved_by = "table.save(folder), which all ranks call together, and load them with table.restore(folder)"
+    """What keeps the rows, which are not in the ``state_dict`` of a module."""
+
     def __init__(
         self,
         dim: int | None = None,

@@ -39,6 +39,13 @@ class DistributedHashTable:
         self._cache = RouteCache()
 
     @property
+    def saved_by(self) -> str:
+        """What keeps the rows, which are not in the ``state_dict`` of a module."""
+        return (
+            "the servers' checkpoints (PsClient.checkpoint())" if self._remote else "the save of each of table.tables"
+        )
+
+    @property
     def tables(self) -> list[Any]:
         """The parts, by shard."""
         return list(self._tables)
