@@ -40,10 +40,10 @@ def load_dcp(model: nn.Module, checkpoint_id: str | os.PathLike[str], *, prefix:
             raise ConfigError(
                 f"{os.fspath(checkpoint_id)} has no {prefix + key!r}; its keys begin with {_begin(saved)}"
             )
-        found = saved[prefix + key]
-        state[prefix + key] = (
-            torch.empty(found.size, dtype=found.properties.dtype, device="cpu") if key in rows else value
-        )
+        found: Any = saved[prefix + key]
+        if key in rows:
+            value = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
+        state[prefix + key] = value
     dcp.load(state, storage_reader=reader)
     model.load_state_dict({key.removeprefix(prefix): value for key, value in state.items()})
     return model

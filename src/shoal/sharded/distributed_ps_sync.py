@@ -169,7 +169,7 @@ class DistributedMultiTypeHashTableMpi:
         known = sorted(getattr(self._table, "tables", slots))
         if slots != known:
             raise AssertionError(f"slot_to_id must have the slots of the tables, {known}, got {slots}")
-        bundle = {} if auxiliary_bundle is None else auxiliary_bundle
+        bundle: dict[str, Any] = {} if auxiliary_bundle is None else auxiliary_bundle
         all_fids, shard_sizes, sizes, emb_offset_sz, offsets, req_time = early_reorder_indicies_res_pack
         k, n = len(slots), self.shard_num
         id_flat_t, id_size_flat_t = self._exchange.ids(all_fids, sizes, k)

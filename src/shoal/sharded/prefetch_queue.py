@@ -51,9 +51,9 @@ class StructureQueue:
         self._closed = False
         self._error: BaseException | None = None
 
-    def enqueue(self, structure: Any, timeout: float = DEADLINE_S) -> None:
+    def enqueue(self, struct: Any, timeout: float = DEADLINE_S) -> None:
         """Adds a structure, which is checked and copied (its tensors are not)."""
-        self.put(_copy(structure, {}), timeout)
+        self.put(_copy(struct, {}), timeout)
 
     def put(self, item: Any, timeout: float = DEADLINE_S) -> None:
         """Adds any object as it is."""
