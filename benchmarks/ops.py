@@ -2,6 +2,7 @@
 
     python -m benchmarks.ops                    # everything, at the sizes of the specification
     python -m benchmarks.ops -k layout --json out.json
+    python -m benchmarks.ops -k lookup --profile traces     # and a trace of one call of each, for chrome://tracing
 
 Ours and the rival run in turns in one process; printed are the fastest of nine runs, since
 other work on the machine only ever adds to a time, the ratio rival / ours (larger is better; the medians' ratio is kept
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -52,6 +54,8 @@ class Row:
 
 ROWS: list[Row] = []
 REPEATS = 9
+TRACES: list[str] = []
+"""The folder that traces go to, if one was asked for."""
 
 
 def seconds(f: Callable[[], Any]) -> float:
@@ -84,11 +88,21 @@ def compare(
     middle = statistics.median(theirs[best]) / statistics.median(mine)
     row = Row(name, best, ours_ms, rival_ms, rival_ms / ours_ms, middle, target, speedup)
     ROWS.append(row)
+    trace(name, ours)
     mark = "ok  " if row.ratio >= target else "MISS"
     more = f"   1 -> {threads} threads {speedup:4.2f}x" if speedup else ""
     print(
         f"{mark} {name:52s} {ours_ms:9.3f} ms   {best:28s} {rival_ms:9.3f} ms   {row.ratio:6.2f}x (>= {target}){more}"
     )
+
+
+def trace(name: str, f: Callable[[], Any]) -> None:
+    """One call under torch's profiler, outside of what is timed."""
+    if TRACES:
+        with torch.profiler.profile(record_shapes=True) as profiler, torch.profiler.record_function(name):
+            f()
+        file = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json"
+        profiler.export_chrome_trace(os.path.join(TRACES[0], file))
 
 
 def reorder() -> None:
@@ -141,13 +155,15 @@ def lookup() -> None:
         known, order = torch.cat(lists).sort()
         return torch.cat(embeddings).index_select(0, order[torch.searchsorted(known, wanted.flatten())])
 
-    assert torch.equal(ops.map_id_to_embedding(ids, rows, every), table)
-    compare(
-        "map_id_to_embedding, 1e6 x 16, 10 shards",
-        lambda: ops.map_id_to_embedding(ids, rows, every),
-        {"sort + searchsorted": lambda: composed(ids, rows, every)},
-        5,
-    )
+    for multi in (True, False):
+        assert torch.equal(ops.map_id_to_embedding(ids, rows, every, use_multi_threads=multi), table)
+        compare(
+            f"map_id_to_embedding, 1e6 x 16, 10 shards{'' if multi else ', single-threaded'}",
+            lambda m=multi: ops.map_id_to_embedding(ids, rows, every, use_multi_threads=m),
+            {"sort + searchsorted": lambda: composed(ids, rows, every)},
+            5 if multi else 3,
+            scale=multi,
+        )
     spread = [i * 0x9E3779B97F4A7C15 % 2**63 for i in ids]
     wanted = torch.cat(spread)[torch.randperm(1_000_000)]
     compare(
@@ -441,7 +457,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.splitlines()[0])
     parser.add_argument("-k", default="", help=f"only benchmarks whose name holds this: {', '.join(BENCHMARKS)}")
     parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--profile", metavar="DIR", help="also write a trace of one call of each to this folder")
     options = parser.parse_args(argv)
+    if options.profile:
+        os.makedirs(options.profile, exist_ok=True)
+        TRACES[:] = [options.profile]
     machine = {
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),

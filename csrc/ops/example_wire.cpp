@@ -107,6 +107,7 @@ void read_batch(std::string_view message, const Names& names, WireBatch& out) {
     }
   }
   if (out.batch < 0) fail("sharding_sparse_fids: batch_size is not negative, got " + std::to_string(out.batch));
+  int64_t unnamed = 0;  // samples of the first feature that nobody asked for, where nothing else tells the batch size
   for (std::string_view bytes : lists) {
     std::string_view name;
     bool shared = false;
@@ -115,6 +116,11 @@ void read_batch(std::string_view message, const Names& names, WireBatch& out) {
       if (list.field == 1 && list.type == 2) name = list.bytes;
       if (list.field == 3 && list.type == 0) shared = list.number == 1;
       features += list.field == 2 && list.type == 2;
+    }
+    const int64_t f = find(names, name);
+    if (f < 0) {
+      if (!shared && unnamed == 0) unnamed = features;
+      continue;
     }
     if (!shared && !sized) {
       out.batch = features;
@@ -128,8 +134,6 @@ void read_batch(std::string_view message, const Names& names, WireBatch& out) {
       fail("sharding_sparse_fids: shared feature '" + std::string(name) + "' has " + std::to_string(features) +
            " lists");
     }
-    const int64_t f = find(names, name);
-    if (f < 0) continue;
     auto& column = out.columns[f];
     column.shared = shared;
     column.ids.clear();
@@ -141,6 +145,7 @@ void read_batch(std::string_view message, const Names& names, WireBatch& out) {
     }
     if (shared && features == 0) column.splits.push_back(0);
   }
+  if (!sized) out.batch = unnamed;
 }
 
 }  // namespace

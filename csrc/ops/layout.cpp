@@ -31,8 +31,8 @@ std::vector<ActiveFeature> check_request(const LayoutRequest& q) {
     const int64_t at = q.nfl[i] & kRowMask, before = i ? q.nfl[i - 1] & kRowMask : 0;
     if (at < before)
       fail(std::string(kOp) + "nfl_offset falls at entry " + str(i) + ", to " + str(at) + " after " + str(before));
-    // The producer's trailing entry counts feature_offset's trailing entry, too.
-    if (at > q.row_count + 1) {
+    // The producer's trailing entry counts feature_offset's trailing entry, too, and so equals its length.
+    if (at > q.row_count) {
       fail(std::string(kOp) + "nfl_offset[" + str(i) + "] is " + str(at) + ", past the " + str(q.row_count) +
            " entries of feature_offset");
     }

@@ -296,7 +296,7 @@ def test_init_sync_train_over_its_table(env, starts, monkeypatch, byteps, bcast,
     conf = types.SimpleNamespace(uuid="job", model_dir="/m", num_ps=9)
     if merge is not None:
         conf.merge_sync_training_ckpt = merge
-    du.init_sync_train_and_update_conf(conf)
+    du.init_sync_train_and_update_conf(dct_config=conf)
     assert starts == want
     assert du.sync_train_inited()
     model_dir = "/m/job/index-0012" if merge is False else "/m"

@@ -127,6 +127,14 @@ def test_unpacking_needs_the_right_number_of_bytes():
         unpack12(torch.zeros(3), (2,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_values_come_back_in_the_dtype_that_was_quantised(dtype):
+    q, params = quantize(torch.tensor([-1.0, 0.5, 2.0, 0.1], dtype=dtype))
+    back = dequantize(q, params)
+    assert back.dtype == (torch.float32 if dtype == torch.float64 else dtype)
+    assert torch.equal(back, dequantize(q, (*params[:4], torch.float32)).to(back.dtype))
+
+
 # ---- quantisation
 
 

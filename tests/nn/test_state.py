@@ -10,7 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import UnsupportedError
-from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer
+from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer, load_dcp
 
 OPTIMIZERS = [shoal.Sgd(), shoal.Adagrad(), shoal.Adam(), shoal.Ftrl(), shoal.RowwiseAdagrad(), shoal.Amsgrad()]
 
@@ -26,6 +26,44 @@ def trained(optimizer="adagrad", steps=3, ids=range(20), seed=0):
 
 def step(model, ids):
     (model([[i, i + 1] for i in ids]) * torch.arange(1.0, 1 + len(ids)).unsqueeze(1)).sum().backward()
+
+
+def test_a_state_dict_without_the_rows_of_ranks_or_servers_says_so():
+    from shoal.sharded import AllToAllHashTable, DistributedHashTable
+
+    bag = HashEmbeddingBag(AllToAllHashTable(4, name="spread"))
+    with pytest.warns(UserWarning, match=r"no rows of table 'spread'.* save them with table.save\(folder\)"):
+        assert bag.state_dict() == {}
+    config = shoal.HashTable(4).config
+    parts = DistributedHashTable(2, config, lambda i, c: shoal.HashTable.from_config(c, name=f"part_{i}"))
+    with pytest.warns(UserWarning, match="no rows of table 'part_0'.* the save of each of table.tables"):
+        assert HashEmbeddingBag(parts).state_dict() == {}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_fills_fresh_tables(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    model = nn.ModuleDict(
+        {"net": trained(), "keyed": HashEmbedding({"u": shoal.HashTable(2), "i": shoal.HashTable(3)})}
+    )
+    model["keyed"].tables["u"].assign(torch.arange(7), torch.ones(7, 2))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "there", no_dist=True)
+    fresh = nn.ModuleDict(
+        {
+            "net": trained(steps=1, ids=[77], seed=9),
+            "keyed": HashEmbedding({"u": shoal.HashTable(2), "i": shoal.HashTable(3)}),
+        }
+    )
+    assert load_dcp(fresh, tmp_path / "there", prefix="model.") is fresh
+    assert torch.equal(rows(fresh["net"]), rows(model["net"]))
+    assert torch.equal(fresh["net"][1].weight, model["net"][1].weight)
+    assert len(fresh["net"][0].table) == 21
+    assert fresh["keyed"].tables["u"].lookup(torch.arange(8)).sum() == 14
+    before = rows(fresh["net"])
+    with pytest.raises(ValueError, match=r"has no 'net\.0\.table\.ids'; its keys begin with 'model\.keyed"):
+        load_dcp(fresh, tmp_path / "there")
+    assert torch.equal(rows(fresh["net"]), before)
 
 
 def rows(model, ids=range(40)):

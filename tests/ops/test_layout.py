@@ -397,9 +397,16 @@ def test_combiners_are_the_layouts_of_type_none():
 
 def test_trailing_entries_may_be_missing_and_may_count_the_trailing_row():
     want = [o.tolist() for o in run_worked(3)]
-    for nfl in (NFL, NFL[:3], [*NFL[:3], 5]):
-        for rows in (ROWS, ROWS[:-1]):
-            assert [o.tolist() for o in run_worked(3, nfl_offset=nfl, feature_offset=rows)] == want
+    for nfl, rows in (
+        (NFL, ROWS),
+        (NFL[:3], ROWS),
+        ([*NFL[:3], 5], ROWS),
+        (NFL[:3], ROWS[:-1]),
+        ([*NFL[:3], 5], ROWS[:-1]),
+    ):
+        assert [o.tolist() for o in run_worked(3, nfl_offset=nfl, feature_offset=rows)] == want
+    with pytest.raises(ValueError, match="past the 5 entries of feature_offset"):
+        run_worked(3, nfl_offset=NFL, feature_offset=ROWS[:-1])
 
 
 def test_offsets_come_in_all_integer_types():
@@ -492,6 +499,7 @@ def test_overlapping_slices_accumulate_their_gradients():
         ({"nfl_offset": [0, 3, 2, 6]}, "falls"),
         ({"nfl_offset": [0, 2]}, "entry per feature"),
         ({"nfl_offset": [0, 2147483650, 3, 99]}, "past the 6"),
+        ({"nfl_offset": [0, 2147483650, 3, 7]}, "past the 6"),
         ({"nfl_offset": [0, 2, 3, 6]}, "rows for a batch"),
         ({"batch_size": 3}, "rows for a batch"),
         ({"batch_size": -1}, "-1"),

@@ -141,6 +141,13 @@ def test_a_serialized_batch_is_read_like_the_dict():
     want = sharding_sparse_fids(LAYOUT_IDS, 2, LAYOUT, True, "example_batch")
     same(sharding_sparse_fids(message, 2, LAYOUT, True, "example_batch"), want)
     same(sharding_sparse_fids(message.SerializeToString(), 2, LAYOUT, True, "examplebatch"), want)
+    message.named_feature_list[3].feature.append(fid_list([3]))  # no configuration names it: it may look like anything
+    same(sharding_sparse_fids(message, 2, LAYOUT, True, "example_batch"), want)
+    message.named_feature_list[3].type = shared
+    same(sharding_sparse_fids(message, 2, LAYOUT, True, "example_batch"), want)
+    message.ClearField("batch_size")
+    message.named_feature_list.insert(0, pb.NamedFeatureList(name="first", feature=[fid_list([1])] * 5))
+    same(sharding_sparse_fids(message, 2, LAYOUT, True, "example_batch"), want)
     message.batch_size = 3
     with pytest.raises(ValueError, match="batch of 3"):
         sharding_sparse_fids(message, 2, LAYOUT, True, "example_batch")

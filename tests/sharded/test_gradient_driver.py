@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.sharded import AsyncFunctionMgr, GradClipType, apply_gradients, apply_gradients_with_var_optimizer
+from shoal.sharded import (
+    AsyncFunctionMgr,
+    GradClipType,
+    apply_gradients,
+    apply_gradients_with_var_optimizer,
+    set_summary_writer,
+)
 from tests.sharded.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -66,6 +72,8 @@ def run(clip_type, clip_norm, step=0, **more):
         (GradClipType.ClipByDenseAndSparse, 1.0, {}, (1, 4)),
         (GradClipType.ClipByDenseAndSparse, 1.0, {"sparse_clip_norm": 2.0}, (1, 2)),
         (GradClipType.ClipByDenseAndSparse, None, {"sparse_clip_norm": 2.0}, (3, 2)),
+        (GradClipType.ClipByDenseAndSparse, 1.0, {"sparse_clip_norm": 2.0, "sparse_norm_warmup_steps": 10}, (1, 2)),
+        (GradClipType.ClipByNorm, 2.0, {"sparse_clip_norm": 1.0, "sparse_norm_warmup_steps": 10}, (2, 2)),
         (GradClipType.NoClip, 1.0, {}, (3, 4)),
         (GradClipType.ClipByValue, None, {}, (3, 4)),
         (GradClipType.NoClip, None, {"dense_reduce_mean": True, "batch_size": 4}, (0.75, 4)),
@@ -75,6 +83,37 @@ def run(clip_type, clip_norm, step=0, **more):
 )  # fmt: skip
 def test_clipping(clip_type, clip_norm, more, expected):
     assert run(clip_type, clip_norm, **more) == pytest.approx(expected)
+
+
+@pytest.fixture
+def written():
+    """(name, value, step) of what a writer is given."""
+    points = []
+
+    def add(name, value, step):
+        points.append((name, value.tolist() if isinstance(value, torch.Tensor) else value, step))
+
+    set_summary_writer(SimpleNamespace(add_scalar=add, add_histogram=add))
+    yield points
+    set_summary_writer(None)
+
+
+def test_the_global_norm_before_clipping_is_written_with_its_step(written):
+    run(GradClipType.ClipByGlobalNorm, 1.0, step=9)
+    assert written == [("global_gradient_norm", pytest.approx(5.0), 9)]
+    written.clear()
+    run(GradClipType.ClipByNorm, 1.0)
+    assert written == []
+
+
+def test_a_summary_holds_gradients_and_values_of_parameters_and_embeddings(written):
+    run(GradClipType.ClipByValue, 3.5, step=2, grads_and_vars_summary=True)
+    assert written == [
+        ("parameter_0/gradient", [3.0], 2),
+        ("parameter_0/value", [1.0], 2),
+        ("item/gradient", [[3.5]], 2),
+        ("item/value", [[2.0]], 2),
+    ]
 
 
 def test_the_mean_comes_before_the_norm():

@@ -78,6 +78,17 @@ def test_twenty_elements_then_the_end():
     hook.end()
 
 
+def test_a_hook_without_a_producer_leaves_the_enqueueing_to_the_loop():
+    queue = StructureQueue(2)
+    hook = EnqueueHook(queue)
+    hook.begin()
+    queue.enqueue({"x": T(1)})
+    hook.end()
+    assert queue.dequeue()["x"] == 1
+    with pytest.raises(EndOfInput):
+        queue.dequeue()
+
+
 def test_an_error_of_the_producer_reaches_the_consumer():
     calls = iter([T(1), T(2)])
 

@@ -1,9 +1,10 @@
 """Synchronous tables: one rank in this process, then real ranks on gloo."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from shoal.comm import FLAGS
 from shoal.sharded import (
     AllToAllHashTable,
     DistributedMultiTypeHashTableMpi,
@@ -133,15 +134,23 @@ def test_factories_build(num_ps):
     reset_registry()
 
 
-def test_environment_is_read_strictly():
-    assert SyncEnvironment.read({}).backward_dtype == torch.float32
-    assert SyncEnvironment.read({"MONOLITH_WITH_OPTIMIZED_HOROVOD": "0"}).backward_dtype == torch.float16
-    assert SyncEnvironment.read({"MONOLITH_WITH_OPTIMIZED_HOROVOD": ""}).backward_dtype == torch.float32
-    assert SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_CAST": "16"}).backward_dtype == torch.float16
-    with pytest.raises(ValueError, match="MONOLITH_WITH_BYTEPS_BWD_CAST is an integer"):
-        SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_CAST": "half"})
-    with pytest.raises(ValueError, match="FAKE_CAST is an integer"):
-        SyncEnvironment.read({"MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST": "yes"})
+def test_hooks_of_users_reach_the_loop_and_are_not_ended_by_a_flush(kind):
+    ended = []
+    hook = SimpleNamespace(begin=None, before_run=None, after_run=None, end=lambda: ended.append(1))
+    table = DistributedMultiTypeHashTableMpi(1, lambda r: kind(r, {"a": config(1)}), {"enable_async_optimize": 1})
+    table.add_queue_hook(hook)
+    assert table.get_queue_hooks()[1:] == [hook]
+    _, bundle = table.lookup({"a": T([3])}, {}, table.reorder({"a": T([3])}))
+    table.apply_gradients({"a": torch.ones(1, 1)}, bundle)
+    table.flush()
+    assert table.table.lookup({"a": T([3])})["a"].tolist() == [[-1]]
+    assert ended == []
+    assert table.as_op("name") is table.as_op(name="name") is table
+
+
+def test_a_queue_that_does_not_exist_is_refused(kind):
+    with pytest.raises(ValueError, match="queue_configs has no setting 'enable_prefetch'; it may have"):
+        DistributedMultiTypeHashTableMpi(1, lambda r: kind(r, {"a": config(1)}), {"enable_prefetch": 1})
 
 
 def test_an_update_that_is_refused_leaves_its_bundle_whole(kind):
@@ -279,45 +288,10 @@ def test_ranks_load_what_another_number_of_ranks_saved(tmp_path):
         table.restore(tmp_path / "nothing")
 
 
-def test_spread_over_ranks_is_measured():
-    from types import SimpleNamespace
-
-    from shoal.sharded import alltoall_metrics as metrics
-
-    seen = {}
-    writer = SimpleNamespace(
-        add_scalar=lambda name, value, step: seen.__setitem__(name, value),
-        add_histogram=lambda name, values, step: seen.__setitem__(name, values.tolist()),
-    )
-    metrics.set_alltoall_writer(writer)
-    FLAGS.enable_alltoall_metrics, FLAGS.enable_alltoall_metrics_for_slot = True, "b"
-    try:
-        table = DistributedMultiTypeHashTableMpi(1, lambda r: native(r, {"a": config(1), "b": config(2)}))
-        ids = {"a": T([1, 1, 2]), "b": T([5, 6, 7])}
-        table.lookup(ids, {}, table.reorder(ids))
-        assert seen == {
-            "b_size": 3, "all_fids_size": 5, "shard_sizes": [5], "sharded_slot_sizes": [2, 3],
-            "fused_embedding_splits": [8],
-        }  # fmt: skip
-        seen.clear()
-        backend = SimpleNamespace(rank=0, gather_totals=lambda value: [value, 10])
-        metrics.backward_metrics(backend, T([9, 4, 6]), T([90, 40, 60]), T([1, 2, 3]))
-        assert seen["Alltoall_id_dist"] == [10, 10]
-        assert seen["Alltoall_emb_dist"] == [100, 10]
-        assert (seen["Alltoall_id_min_idx"], seen["Alltoall_id_max_idx"]) == (0, 1)
-        assert (seen["Alltoall_emb_min_size"], seen["Alltoall_emb_max_size"]) == (40, 60)
-        assert (seen["Alltoall_id_sizes"], seen["Alltoall_grad_sizes"], seen["Alltoall_emb_sizes"]) == (10, 6, 100)
-        assert seen["Alltoall_grad_splits"] == [1, 2, 3]
-    finally:
-        metrics.set_alltoall_writer(None)
-        FLAGS.enable_alltoall_metrics, FLAGS.enable_alltoall_metrics_for_slot = False, None
-
-
 def test_one_table_over_ranks_is_one_table():
     for owned, size, expected in run_ranks(2, one_table):
         assert size == expected
         assert owned < size
-    assert run_ranks(5, one_table)[0][0] == 0  # rank 0 stores nothing when there are more than four
 
 
 def ids_again_on_one_rank(rank, world):

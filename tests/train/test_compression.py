@@ -16,6 +16,7 @@ from shoal.train import (
     CompressedAggregator,
     CompressedGradient,
     TopKCompressor,
+    TopKState,
     compress_gradients,
     decompress_gradients,
     topk_count,
@@ -42,6 +43,13 @@ from shoal.train.compression import topk_indices, topk_indices_reference
 )
 def test_counts_are_exact_on_the_decimal_that_was_written(n, ratio, count):
     assert topk_count(n, ratio) == count
+
+
+@pytest.mark.parametrize(("asked", "ratio"), [(2.0, 1.0), (-1, 0.0), (0.25, 0.25), (1, 1.0)])
+def test_a_compressors_ratio_is_kept_within_its_bounds(asked, ratio):
+    assert TopKCompressor(asked).ratio == ratio
+    assert TopKState(asked).ratio == ratio
+    assert TopKCompressor(asked).state_dict()["ratio"] == ratio
 
 
 def test_nan_ratio_is_refused():

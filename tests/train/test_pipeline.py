@@ -253,6 +253,28 @@ def test_ranks_equal_the_full_batch(world):
     run_ranks(world, ranks_case, timeout_s=200)
 
 
+def nothing_pickled(rank, world):
+    from torch.distributed import distributed_c10d
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a rank unpickled what another one sent")
+
+    distributed_c10d._tensor_to_object = refuse
+    x, y = batch()
+    config = PipelineParallelConfig(world, 4)
+    runner = PipelineRunner(make_layers(), config, loss_fn=mse, group=dist.group.WORLD, return_loss="all")
+    got = runner.step(x if rank == 0 else None, y if rank == world - 1 else None)
+    with pytest.raises(PipelineError, match="must pass inputs"):
+        runner.step(None, y)
+    return got.loss.item(), str(got.loss.dtype)
+
+
+def test_a_step_exchanges_no_pickles_and_the_loss_to_the_bit():
+    first, second = run_ranks(2, nothing_pickled, timeout_s=200)
+    assert first == second
+    assert first[1] == "torch.float32"
+
+
 def broken_case(rank, world):
     x, y = batch()
     last = world - 1

@@ -31,7 +31,8 @@ def byteps_a2a_plan(total_len: int, size: int, dst_gpu: bool = True, src_gpu: bo
     """The plan for ``total_len`` floats over ``size`` ranks; CPU to CPU exchanges an eighth of them."""
     if not dst_gpu and not src_gpu:
         total_len //= 8
-    assert total_len % size == 0, f"all-to-all of {total_len} floats cannot be cut into {size} equal parts"
+    if total_len % size:
+        raise AssertionError(f"all-to-all of {total_len} floats cannot be cut into {size} equal parts")
     suffix = ("g" if src_gpu else "c") + "2" + ("g" if dst_gpu else "c")
     call = {"c2g": "alltoall_cpu2gpu", "g2c": "alltoall_gpu2cpu"}.get(suffix, "alltoall")
     return A2aPlan(total_len, total_len // size, call, f"data_len_{total_len}_{suffix}")
@@ -113,7 +114,8 @@ def bps_comm_benchmark() -> None:
     from shoal.comm import distribution_utils as replaceable
 
     kind = os.environ.get("MONOLITH_BENCHMARK_BPS", "none")
-    assert kind in (*KINDS, "all"), f"MONOLITH_BENCHMARK_BPS must be one of {', '.join(KINDS)} or all, got {kind}"
+    if kind not in (*KINDS, "all"):
+        raise AssertionError(f"MONOLITH_BENCHMARK_BPS must be one of {', '.join(KINDS)} or all, got {kind}")
     iterations = env_int("MONOLITH_BENCHMARK_ITERS", 200)
     for one in KINDS if kind == "all" else (kind,):
         summary = []

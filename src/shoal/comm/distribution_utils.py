@@ -120,9 +120,20 @@ def bps_init(uuid: str) -> None:
     hvd_lib.init("byteps", lazy=False)
 
 
-def init_sync_train_and_update_conf(conf: Any) -> None:
-    """Starts communication once and writes this rank's place into ``conf``; a missing library is only a warning."""
+def init_sync_train_and_update_conf(dct_config: Any = None, *, conf: Any = None) -> None:
+    """Starts communication once and writes this rank's place into a configuration.
+
+    A missing communication library is only a warning.
+
+    Args:
+        dct_config: an object with ``uuid``, ``model_dir`` and the fields that are written: ``num_ps``, ``index``,
+            ``num_workers``, ``reorder_fids_in_data_pipeline`` and ``enable_variable_partition``.
+        conf: another name of the same argument.
+    """
     global _SYNC_TRAIN_INITED
+    if (dct_config is None) == (conf is None):
+        raise TypeError("init_sync_train_and_update_conf takes one configuration, as dct_config")
+    conf = dct_config if conf is None else conf
     logger.info("entering synchronous training")
     try:
         first = not _SYNC_TRAIN_INITED

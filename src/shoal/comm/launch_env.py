@@ -3,6 +3,7 @@
 import os
 
 from shoal.errors import ConfigError
+from shoal.switches import env_int as env_int
 
 # quantity -> (Open MPI's variable, torchrun's, default)
 LAUNCHER = {
@@ -11,22 +12,6 @@ LAUNCHER = {
     "size": ("OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", 1),
     "local_size": ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", 1),
 }
-_WORDS = {"true": 1, "yes": 1, "on": 1, "false": 0, "no": 0, "off": 0}
-
-
-def env_int(name: str, default: int) -> int:
-    """A switch: ``default`` if unset or empty; true/yes/on, false/no/off or an integer otherwise."""
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(
-            f"environment variable {name} must be an integer, true/yes/on or false/no/off, got {text!r}"
-        ) from None
 
 
 def launcher_int(quantity: str) -> int | None:

@@ -87,7 +87,10 @@ def unpack12_reference(packed: Tensor) -> Tensor:
 
 
 def quantize(values: Tensor, bins: int = 4, range_sigmas: float = 6) -> tuple[Tensor, QuantParams]:
-    """Values to uint8 bin numbers of the same shape, and what turns them back."""
+    """Values to uint8 bin numbers of the same shape, and what turns them back.
+
+    `dequantize` gives the dtype of ``values`` again; where that cannot be sent, as float64, it is float32.
+    """
     if not 1 <= bins <= 256:
         raise ConfigError(f"quantize: bins must be in 1..256, got {bins}")
     v = values.detach().to(torch.float32)
@@ -102,7 +105,7 @@ def quantize(values: Tensor, bins: int = 4, range_sigmas: float = 6) -> tuple[Te
         scale = 1.0
     q, sums, counts = (_bin if z.is_cpu else _bin_reference)(z, scale, offset, bins)
     lookup = (sums / counts.clamp(min=1)).to(torch.float32)
-    return q, (float(shift), scale, offset, lookup, torch.float32)
+    return q, (float(shift), scale, offset, lookup, dtype_of(values.dtype) or torch.float32)
 
 
 def _bin(z: Tensor, scale: float, offset: int, bins: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "bag": ("HashEmbeddingBag",),
     "clip": ("clip_grad_norm", "clip_grad_value"),
     "combiners": ("Combiner", "FirstN", "ReduceMean", "ReduceSum"),
+    "dcp": ("load_dcp",),
     "embedding": ("HashEmbedding",),
     "optimizer": ("SparseOptimizer",),
     "protocol": ("EmbeddingTable",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +20,9 @@ class TableModule(nn.Module):
     """A module over one table, or over a table per key.
 
     It has no parameters: rows belong to the table, and are updated by the table's own optimizer. ``state_dict`` holds
-    the rows of local tables as ``table.ids``, ``table.rows``, … (``tables.<key>.ids`` … with a table per key); tables
-    that live elsewhere are saved there. Rows stay in host memory; ``.to`` moves and casts what `forward` returns.
+    the rows of local tables as ``table.ids``, ``table.rows``, … (``tables.<key>.ids`` … with a table per key). Of a
+    table over ranks or servers it holds nothing, and a warning says what saves its rows. Rows stay in host memory;
+    ``.to`` moves and casts what `forward` returns.
     """
 
     def __init__(
@@ -116,6 +118,12 @@ class TableModule(nn.Module):
                         "global_step": torch.tensor(slot.global_step, device="cpu")
                     }
                 destination.update({name + part: tensor for part, tensor in done[slot.handle].items()})
+            elif advice := getattr(slot.table, "saved_by", None):
+                warnings.warn(
+                    f"{type(self).__name__}: this state_dict holds no rows of table {slot.table.name!r}, which are not "
+                    f"in this process alone; save them with {advice}",
+                    stacklevel=2,
+                )
 
     def _load_from_state_dict(
         self,
@@ -127,7 +135,7 @@ class TableModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        known = {prefix + name for name in self._state_names()}
+        known = {prefix + name for name in self.state_names()}
         missing_keys += sorted(known - state_dict.keys())
         if strict:
             unexpected_keys += sorted(
@@ -151,7 +159,8 @@ class TableModule(nn.Module):
             return [(f"{prefix}table.", self._slot)]
         return [(f"{prefix}tables.{key}.", slot) for key, slot in self._slots.items()]
 
-    def _state_names(self) -> list[str]:
+    def state_names(self) -> list[str]:
+        """The keys of the tables in this module's own ``state_dict``."""
         return [
             name + part
             for name, slot in self._named_slots("")

@@ -1,7 +1,6 @@
 """`aligned_flat_concat` and `aligned_flat_split`: many tensors as one flat buffer, for one all-reduce."""
 
 import contextlib
-import os
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.ops import _inputs
+from shoal.switches import other_program_switch
 
 ALIGN = 16
 """Floats (64 bytes) to which each tensor's place is padded."""
@@ -55,7 +55,7 @@ def _alike(parts: list[Tensor]) -> bool:
     """Whether one kernel can join them: plain numbers of one device, which nobody differentiates or traces."""
     if torch.compiler.is_compiling() or parts[0].dtype not in (torch.float32, torch.float64):
         return False
-    if torch._C._len_torch_dispatch_stack() or not (parts[0].is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if torch._C._len_torch_dispatch_stack() or not (parts[0].is_cuda or other_program_switch("TRITON_INTERPRET")):
         return False
     device, grad = parts[0].device, torch.is_grad_enabled()
     return all(

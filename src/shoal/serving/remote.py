@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import os
 import random
 import threading
 import time
@@ -21,6 +20,7 @@ from shoal.serving.predict import PREDICT, decode_response, encode_request, mode
 from shoal.serving.security import client_security, open_channel
 from shoal.serving.status import Code, StatusError, from_rpc_error, invalid_argument, unavailable
 from shoal.serving.tensors import decode_tensor, encode_tensor
+from shoal.switches import env_int
 
 ONE_VERSION = "shoal-one-version"
 """Metadata key of calls that must be answered by the version that they name, since they are part of a prediction."""
@@ -188,7 +188,7 @@ def remote_predict_async(*args: Any, **kwargs: Any) -> Future:
     global _pool
     with _pool_lock:
         if _pool is None:
-            size = int(os.environ.get("MONOLITH_GRPC_REMOTE_CALLBACK_THREADS", "10"))
+            size = env_int("MONOLITH_GRPC_REMOTE_CALLBACK_THREADS", 10)
             _pool = ThreadPoolExecutor(max(1, size), "shoal-remote-predict")
     return _pool.submit(contextvars.copy_context().run, remote_predict, *args, **kwargs)
 

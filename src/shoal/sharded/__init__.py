@@ -8,6 +8,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "shoal.ops.sharding": ("ShardedFids", "sharding_sparse_fids"),
     "shoal.sharded.all_to_all_table": ("AllToAllHashTable",),
     "shoal.sharded.alltoall_metrics": ("flags", "set_alltoall_writer"),
+    "shoal.sharded.summary": ("set_summary_writer",),
     "shoal.sharded.backend": ("AllToAll", "ProcessGroup", "SingleRank"),
     "shoal.sharded.clip": ("GradClipType",),
     "shoal.sharded.distributed_ps": ("DistributedMultiTypeHashTable",),

@@ -15,8 +15,9 @@ from shoal.buffers import empty_flat
 from shoal.durable import MANIFEST, Saved, digests_below, read_saved, replace_files
 from shoal.errors import DataError, PeerError
 from shoal.ops.reorder import fused_reorder_by_indices
-from shoal.ops.reorder.op import FusedReorder, empty_shards
+from shoal.ops.reorder.op import FusedReorder
 from shoal.sharded import environment as env
+from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.backend import AllToAll, default_backend
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.sharded.distributed_ps_sync import Exchange
@@ -52,6 +53,9 @@ class AllToAllHashTable:
         factory: builds this rank's shard from its rank in place of ``dim`` and the keywords.
     """
 
+    saved_by = "table.save(folder), which all ranks call together, and load them with table.restore(folder)"
+    """What keeps the rows, which are not in the ``state_dict`` of a module."""
+
     def __init__(
         self,
         dim: int | None = None,
@@ -76,10 +80,19 @@ class AllToAllHashTable:
         """The admission filter of this rank's rows; modules then leave it to updates to make rows."""
         return self.table.hash_filter
 
-    @property
-    def last_route(self) -> tuple[Any, ...] | None:
-        """Of the last batch: floats asked for and floats sent by rank, the ids that came, how ids were dealt."""
-        return None if self._last is None else self._last[1]
+    def write_spread(self, global_step: int) -> None:
+        """How the ids and rows of the last batch spread over the ranks, to the process's summary writer.
+
+        All ranks call it together; `apply_gradients` does while ``FLAGS.enable_alltoall_metrics`` is on. Nothing is
+        written before the first batch.
+        """
+        if self._last is None:
+            return
+        mine, theirs, _, fused = self._last[1]
+        sizes = fused.sharded_slot_sizes.view(self.world_size, 1)
+        forward_metrics([self.name], sizes, fused.shard_sizes, theirs, fused.output.numel(), global_step)
+        if self.world_size > 1:
+            backward_metrics(self._backend, fused.shard_sizes, mine, theirs, global_step)
 
     def _route(self, ids: Tensor) -> tuple[Any, ...]:
         """Where ids go, and which ids came: worked out in the forward pass, used again in the backward pass.
@@ -109,7 +122,7 @@ class AllToAllHashTable:
         return route
 
     def _deal_out(self, ids: Tensor) -> FusedReorder:
-        return fused_reorder_by_indices([ids.view(-1)], self.world_size, [self.dim_size])
+        return fused_reorder_by_indices([ids.view(-1)], self.world_size, [self.dim_size], rank0_empty_shard=False)
 
     def lookup(
         self, ids: Tensor, use_multi_threads: bool = False, enable_dedup: bool = False, *,
@@ -138,6 +151,8 @@ class AllToAllHashTable:
         grads = grads.view(-1, self.dim_size)
         step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
         mine, theirs, came, fused = self._route(ids)
+        if flags.enable_alltoall_metrics:
+            self.write_spread(step)
         size = int(mine.sum())
         flat = scatter_rows(size, [grads], [fused.fused_embedding_offsets], [self.dim_size])
         flat = self._exchange.gradients(self._exchange.cast(flat), mine, theirs).to(came.device)
@@ -166,15 +181,14 @@ class AllToAllHashTable:
         shards = self.owner(ids)
         order = torch.argsort(shards, stable=True)
         counts = torch.bincount(shards, minlength=self.world_size)
-        came = self._backend.all_to_all(ids[order], counts.tolist())
-        rows = self._backend.all_to_all(values[order].view(-1), (counts * self.dim_size).tolist())
+        came = self._exchange.send("ids", ids[order], counts.tolist())
+        rows = self._exchange.send("values", values[order].view(-1), (counts * self.dim_size).tolist())
         getattr(self.table, verb)(came, rows, req_time=req_time)
         return self
 
     def owner(self, ids: Tensor) -> Tensor:
-        """The rank of each id."""
-        empty = empty_shards(self.world_size)
-        return torch.remainder(ids, self.world_size - empty) + empty
+        """The rank of each id: ``id mod N``, rounding down."""
+        return torch.remainder(ids, self.world_size)
 
     def size(self) -> int:
         """Rows of all ranks; all of them call it together."""
@@ -195,7 +209,7 @@ class AllToAllHashTable:
 
         def publish() -> None:
             files = digests_below(draft)
-            about = {"world_size": self.world_size, "empty_rank0": self._empty(), "dim": self.dim_size}
+            about = {"world_size": self.world_size, "empty_rank0": False, "dim": self.dim_size}
             moves = {name: f"{staging}/{name}" for name in files}
             replace_files(os.path.join(path, MANIFEST), {"format": 2, **about}, files, moves)
 
@@ -232,17 +246,14 @@ class AllToAllHashTable:
             raise DataError(f"table {self.name!r}: {path} is not a checkpoint of ranks ({error})") from error
         saved: Saved | None = read if read.files else None  # version 0.1 named none
         bases = [os.path.join(path, f"rank-{rank:05d}", "rows") for rank in range(ranks)]
-        same = (ranks, bool(fields.get("empty_rank0"))) == (self.world_size, self._empty())
+        same = ranks == self.world_size and not fields.get("empty_rank0")
         if same:
             restore_table(self.table, bases[self.rank], saved=saved)
         else:
-            restore_table(self.table, bases, shard=(self.rank, self.world_size, self._empty()), saved=saved)
+            restore_table(self.table, bases, shard=(self.rank, self.world_size), saved=saved)
         return self
 
-    def _empty(self) -> bool:
-        return bool(empty_shards(self.world_size))
-
-    def as_op(self) -> AllToAllHashTable:
+    def as_op(self, name: str | None = None) -> AllToAllHashTable:
         self.table.as_op()
         return self
 

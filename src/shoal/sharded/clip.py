@@ -8,6 +8,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from shoal.sharded.summary import scalar, writing
+
 
 class GradClipType(IntEnum):
     """What is kept within ``clip_norm``."""
@@ -43,10 +45,10 @@ def sparse_limit(
     clip_type: GradClipType | int, clip_norm: float | None, sparse_clip_norm: float | None, warmup_steps: int | None,
     step: int,
 ) -> float | None:  # fmt: skip
-    """The norm that sparse gradients may have, smaller while the step is below ``warmup_steps``."""
-    limit = sparse_clip_norm
-    if limit is None and clip_type == GradClipType.ClipByGlobalNorm:
-        limit = clip_norm
+    """The norm that sparse gradients may have. By global norm it rises with the step up to ``warmup_steps``."""
+    if clip_type != GradClipType.ClipByGlobalNorm:
+        return sparse_clip_norm
+    limit = clip_norm if sparse_clip_norm is None else sparse_clip_norm
     if limit is not None and warmup_steps and step < warmup_steps:
         limit = limit * step / warmup_steps
     return limit
@@ -54,9 +56,12 @@ def sparse_limit(
 
 def clip_gradients(
     dense: Sequence[Tensor], sparse: Sequence[Tensor], clip_type: GradClipType, clip_norm: float | None,
-    sparse_norm: float | None,
+    sparse_norm: float | None, step: int = 0,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """Both groups clipped; ``sparse_norm`` is what `sparse_limit` gave."""
+    """Both groups clipped; ``sparse_norm`` is what `sparse_limit` gave.
+
+    A global norm is written to the summary writer as ``global_gradient_norm`` of ``step``.
+    """
     dense, sparse = list(dense), list(sparse)
     if clip_type == GradClipType.ClipByDenseAndSparse:
         return scaled(dense, clip_norm, global_norm(dense)), scaled(sparse, sparse_norm, global_norm(sparse))
@@ -64,6 +69,8 @@ def clip_gradients(
         return dense, sparse
     if clip_type == GradClipType.ClipByGlobalNorm:
         norm = global_norm([*dense, *sparse])
+        if writing():
+            scalar("global_gradient_norm", float(norm), step)
         return scaled(dense, clip_norm, norm), scaled(sparse, sparse_norm, norm)
     if clip_type == GradClipType.ClipByValue:
         return [g.clamp(-clip_norm, clip_norm) for g in dense], [g.clamp(-clip_norm, clip_norm) for g in sparse]

@@ -39,3 +39,18 @@ def rows_anywhere(values: Any, n: int, dim: int, name: str, what: str, device: t
             )
         return values.detach().contiguous().to(device)
     return as_rows(values, n, dim, name, what).to(device)
+
+
+def host_ids(ids: Any, name: str, home: torch.device) -> Tensor:
+    """Ids on the CPU, where they are routed. They may come from a GPU if the parts' ``home`` is one."""
+    return as_ids(ids, name) if home == CPU else ids_anywhere(ids, name).cpu()
+
+
+def host_rows(values: Any, n: int, dim: int, name: str, what: str, home: torch.device) -> Tensor:
+    """Values on the CPU, by the same rule."""
+    return as_rows(values, n, dim, name, what) if home == CPU else rows_anywhere(values, n, dim, name, what, CPU)
+
+
+def place_of(ids: Any) -> torch.device:
+    """Where rows of these ids are returned: with the ids."""
+    return ids.device if isinstance(ids, Tensor) else CPU

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from shoal.host import as_tensor
 from shoal.sharded import export
+from shoal.sharded.devices import home, host_ids, host_rows, place_of
 from shoal.sharded.distributed_table import DistributedHashTable
 from shoal.sharded.fan_out import fan_out
 from shoal.sharded.route import RouteCache, check_slots, positions_of_shards, split_rows
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.arguments import as_int, as_time
 from shoal.table.entry import HashTableConfigInstance, infer_dim_size
 from shoal.table.export_mode import is_exporting_distributed
 
@@ -51,10 +52,16 @@ class DistributedMultiTypeHashTable:
         self._tables = [table_factory(i, slot_to_config) for i in range(max(1, num_ps))]
         self.native = all(hasattr(part, method) for part in self._tables for method in RAW_METHODS)
         self._raw = self.native and not transfer_float16
+        self._home = home(self._tables[0])
         self._fan = fan_out(self._tables)
         self._cache = RouteCache()
         if is_exporting_distributed():
             export.export_parts(self._tables, self._dims, native=self.native)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts' rows are: the CPU unless they were built on a GPU."""
+        return self._home
 
     @property
     def tables(self) -> list[Any]:
@@ -79,7 +86,7 @@ class DistributedMultiTypeHashTable:
             float16 = self.transfer_float16
             parts = self._fan.lookup(route, names, raw=self._raw, float16=float16)
         rows = dict(zip(names, route.gather(parts), strict=True))
-        return {slot: rows[slot] for slot in known}
+        return {slot: rows[slot].to(place_of(slot_to_id[slot])) for slot in known}
 
     def _route(self, slot_to_id: Mapping[str, Tensor]) -> tuple[list[str], Any]:
         names = list(self._dims) if self._raw else sorted(slot_to_id)
@@ -89,7 +96,7 @@ class DistributedMultiTypeHashTable:
             if ids is None:
                 lists.append(_NO_IDS)
             else:
-                flat = as_ids(ids, name)
+                flat = host_ids(ids, name, self._home)
                 lists.append(flat if flat.dim() == 1 else flat.view(-1))
         dims = [self._dims[name] for name in names]
         return names, self._cache.route(tuple(names), lists, len(self._tables), dims)
@@ -114,8 +121,9 @@ class DistributedMultiTypeHashTable:
         seconds = as_time(req_time, "slots")
         per_part: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self._tables]
         for slot in sorted(writes):
-            ids = as_ids(writes[slot][0], slot).view(-1)
-            values = as_rows(writes[slot][1], ids.numel(), self._dims[slot], slot).view(-1, self._dims[slot])
+            ids = host_ids(writes[slot][0], slot, self._home).view(-1)
+            values = host_rows(writes[slot][1], ids.numel(), self._dims[slot], slot, "values", self._home)
+            values = values.view(-1, self._dims[slot])
             id_parts, value_parts = split_rows(ids, values, len(self._tables))
             for pairs, i, v in zip(per_part, id_parts, value_parts, strict=True):
                 pairs[slot] = (i, v)
@@ -135,7 +143,7 @@ class DistributedMultiTypeHashTable:
         grads = []
         for name in names:
             ids, rows = slot_to_id_and_grad.get(name, (_NO_IDS, ()))
-            grads.append(as_rows(rows, as_tensor(ids).numel(), self._dims[name], name, "grads"))
+            grads.append(host_rows(rows, as_tensor(ids).numel(), self._dims[name], name, "grads", self._home))
         flat = route.scatter([g.view(-1, self._dims[n]) for g, n in zip(grads, names, strict=True)])
         self._fan.apply(route, names, flat, step, seconds, raw=self._raw, float16=self.transfer_float16)
         return self
@@ -145,11 +153,11 @@ class DistributedMultiTypeHashTable:
         if not self.native:
             raise NotImplementedError("reinitialize needs native tables (MultiHashTable) on every part")
         export.check_writable("reinitialize")
-        ids = as_ids(ids, slot).view(-1)
+        ids = host_ids(ids, slot, self._home).view(-1)
         status = torch.full((ids.numel(),), -1, dtype=torch.int32, device="cpu")
         if slot in self._dims:
             for part, at in zip(self._tables, positions_of_shards(ids, len(self._tables)), strict=True):
-                status[at] = part.reinitialize(slot, ids[at])[1]
+                status[at] = part.reinitialize(slot, ids[at].to(self._home))[1].cpu()
         return self, status
 
     def get_queue_hooks(self) -> list[Any]:
@@ -161,7 +169,7 @@ class DistributedMultiTypeHashTable:
     def size(self) -> int:
         return sum(part.size() for part in self._tables)
 
-    def as_op(self) -> DistributedMultiTypeHashTable:
+    def as_op(self, name: str | None = None) -> DistributedMultiTypeHashTable:
         """Waits until everything asked of these tables has been applied."""
         for part in self._tables:
             part.as_op()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from shoal.errors import ConfigError
 from shoal.sharded.backend import default_backend
 from shoal.sharded.distributed_ps import DistributedMultiTypeHashTable
@@ -29,8 +31,8 @@ def _clients(num_ps: int, sync_clients: Sequence[Any] | None, servers: Any = Non
             "sync_clients push rows of tables in this process, the tables are on servers; nothing would be pushed. "
             "Leave out sync_clients, or client= to keep the tables here"
         )
-    if num_ps > 0 and sync_clients:
-        assert len(sync_clients) == num_ps, f"one sync client per server, {num_ps}, got {len(sync_clients)}"
+    if num_ps > 0 and sync_clients and len(sync_clients) != num_ps:
+        raise AssertionError(f"sync_clients must hold one sync client per server, {num_ps}, got {len(sync_clients)}")
     return list(sync_clients) if sync_clients else [None] * max(1, num_ps)
 
 
@@ -39,8 +41,10 @@ def _filters(num_ps: int, hash_filters: Sequence[Any] | None) -> list[Any]:
     return filters if len(filters) >= max(1, num_ps) else [*filters, *[None] * (max(1, num_ps) - len(filters))]
 
 
-def _no_filters(client: Any, filters: Sequence[Any]) -> None:
-    """Admission of tables on servers is decided there, so a filter of this process would do nothing."""
+def _check_servers(client: Any, filters: Sequence[Any], device: Any) -> None:
+    """Tables on servers admit ids and hold rows there, so a filter or a device of this process would do nothing."""
+    if client is not None and device is not None and str(device) != "cpu":
+        raise ConfigError(f"device={device!r} is of this process, the tables are on servers; give client= or device=")
     if client is not None and any(f is not None and type(f).__name__ != "DummyHashFilter" for f in filters):
         raise ConfigError(
             "hash_filters are of this process, the tables are on servers; make these tables with "
@@ -57,21 +61,22 @@ def create_multi_type_hash_table(
     max_rpc_deadline_millis: int = 30,
     *,
     client: Any = None,
+    device: Any = "cpu",
 ) -> MergedMultiTypeHashTable:
     """Slots of equal configuration merged, over ``num_ps`` parts.
 
     With ``reduce_network_packets`` all tables of a part share one request. ``client``, a `PsClient`, puts the parts
-    on its servers; otherwise they are in this process.
+    on its servers; otherwise they are in this process, and ``device="cuda"`` keeps their rows in GPU memory.
     """
     filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients, client)
-    _no_filters(client, filters)
+    _check_servers(client, filters, device)
 
     def table(name: str, config: HashTableConfigInstance, i: int, suffix: str) -> Any:
         if client is not None:
             from shoal.sharded.ps.remote import RemoteHashTable
 
             return RemoteHashTable(client, i, f"MonolithHashTable_{suffix}", config)
-        return hash_table_from_config(config, filters[i], suffix, clients[i])
+        return hash_table_from_config(config, filters[i], suffix, clients[i], device=device)
 
     def behind(merged: dict[str, HashTableConfigInstance]) -> Any:
         if num_ps == 0:
@@ -104,12 +109,16 @@ def create_native_multi_hash_table(
     max_rpc_deadline_millis: int = 30,
     *,
     client: Any = None,
+    device: Any = "cpu",
 ) -> Any:
-    """One `MultiHashTable` (``num_ps`` 0), or one per part behind a `DistributedMultiTypeHashTable`."""
+    """One `MultiHashTable` (``num_ps`` 0), or one per part behind a `DistributedMultiTypeHashTable`.
+
+    ``client`` and ``device`` are those of `create_multi_type_hash_table`.
+    """
     filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients, client)
-    _no_filters(client, filters)
+    _check_servers(client, filters, device)
     if num_ps == 0:
-        return MultiHashTable.from_configs(slot_to_config, filters[0], clients[0])
+        return MultiHashTable.from_configs(slot_to_config, filters[0], clients[0], device=device)
     cached = convert_to_cached_config(slot_to_config)
 
     def part(i: int, configs: Configs) -> Any:
@@ -117,7 +126,7 @@ def create_native_multi_hash_table(
             from shoal.sharded.ps.remote import RemoteMultiHashTable
 
             return RemoteMultiHashTable(client, i, configs)
-        return MultiHashTable.from_cached_config(cached, filters[i], clients[i], str(i))
+        return MultiHashTable.from_cached_config(cached, filters[i], clients[i], str(i), device=device)
 
     return DistributedMultiTypeHashTable(num_ps, slot_to_config, part, max_rpc_deadline_millis=max_rpc_deadline_millis)
 
@@ -128,13 +137,16 @@ def create_in_worker_multi_type_hash_table(
     hash_filter: Any,
     sync_client: Any = None,
     queue_configs: Mapping[str, int] | None = None,
+    *,
+    device: Any = "cpu",
 ) -> MergedMultiTypeHashTable:
-    """Synchronous, merged: every rank owns a shard of `MultiTypeHashTable`."""
+    """Synchronous, merged: every rank owns a shard of `MultiTypeHashTable`, with its rows on ``device``."""
 
     def behind(merged: dict[str, HashTableConfigInstance]) -> Any:
         def shard(rank: int) -> Any:
             return MultiTypeHashTable(
-                merged, lambda name, c: hash_table_from_config(c, hash_filter, f"{name}_{rank}", sync_client)
+                merged,
+                lambda name, c: hash_table_from_config(c, hash_filter, f"{name}_{rank}", sync_client, device=device),
             )
 
         return DistributedMultiTypeHashTableMpi(shard_num, shard, queue_configs)
@@ -148,11 +160,13 @@ def create_in_worker_native_multi_hash_table(
     hash_filter: Any,
     sync_client: Any = None,
     queue_configs: Mapping[str, int] | None = None,
+    *,
+    device: Any = "cpu",
 ) -> DistributedMultiTypeHashTableMpi:
-    """Synchronous: every rank owns a shard of `MultiHashTable`."""
+    """Synchronous: every rank owns a shard of `MultiHashTable`, with its rows on ``device``."""
     return DistributedMultiTypeHashTableMpi(
         shard_num,
-        lambda rank: MultiHashTable.from_configs(slot_to_config, hash_filter, sync_client, str(rank)),
+        lambda rank: MultiHashTable.from_configs(slot_to_config, hash_filter, sync_client, str(rank), device=device),
         queue_configs,
     )
 
@@ -168,10 +182,17 @@ def create_partitioned_hash_table(
     *,
     parser_ctx: ParserCtx | None = None,
     client: Any = None,
+    device: Any = None,
 ) -> PartitionedHashTable:
-    """A `PartitionedHashTable` with the settings of the parser context, so it is called inside ``with ctx:``."""
+    """A `PartitionedHashTable` with the settings of the parser context, so it is called inside ``with ctx:``.
+
+    Rows are in GPU memory with ``device="cuda"``, and by default with ``enable_gpu_emb`` where there is a GPU.
+    """
+    if device is None:
+        on_gpu = enable_gpu_emb and client is None and torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
     filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients, client)
-    _no_filters(client, filters)
+    _check_servers(client, filters, device)
     native = use_native_multi_hash_table and params_of(parser_ctx).use_native_multi_hash_table
     rank = default_backend().rank if enable_gpu_emb else None
 
@@ -183,10 +204,11 @@ def create_partitioned_hash_table(
             kind = remote.RemoteMultiHashTable if native else remote.RemoteMultiTypeHashTable
             return kind(client, i, configs)
         if native:
-            return MultiHashTable.from_configs(configs, filters[at], clients[at], str(i))
+            return MultiHashTable.from_configs(configs, filters[at], clients[at], str(i), device=device)
         suffix = "" if num_ps == 0 else f"_{i}"
         return MultiTypeHashTable(
-            configs, lambda name, c: hash_table_from_config(c, filters[at], f"{name}{suffix}", clients[at])
+            configs,
+            lambda name, c: hash_table_from_config(c, filters[at], f"{name}{suffix}", clients[at], device=device),
         )
 
     return PartitionedHashTable(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.telemetry import TELEMETRY
 from shoal.errors import ConfigError
 from shoal.host import as_tensor
 from shoal.ops.reorder import fused_reorder_by_indices
@@ -15,7 +16,13 @@ from shoal.sharded import environment as env
 from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.backend import AllToAll, default_backend
 from shoal.sharded.devices import home
-from shoal.sharded.prefetch_queue import AsyncPushHook, Hook, StructureQueue, enqueue_dicts_with_queue_return
+from shoal.sharded.prefetch_queue import (
+    AsyncPushHook,
+    Hook,
+    StructureQueue,
+    enqueue_dicts_with_queue_return,
+    queue_capacities,
+)
 from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
 
@@ -37,7 +44,11 @@ def early_reorder_pack(
 
 
 class Exchange:
-    """The three exchanges of a step, between a rank's tables and all ranks."""
+    """The exchanges of a step, between a rank's tables and all ranks.
+
+    While ``BYTEPS_TELEMETRY_ON`` is 1 each is timed, as ``alltoall.id_sizes``, ``alltoall.ids``,
+    ``alltoall.embeddings``, ``alltoall.gradients`` and ``alltoall.values``.
+    """
 
     def __init__(self, backend: AllToAll, backward_dtype: torch.dtype, fake_cast: bool = False) -> None:
         self.backend = backend
@@ -54,21 +65,26 @@ class Exchange:
     def counts(self, sharded_slot_sizes: Tensor, k: int) -> Tensor:
         """Every rank's counts for this one."""
         n = self.backend.world_size
-        return self.backend.all_to_all(sharded_slot_sizes, [k] * n, [k] * n)
+        return self.send("id_sizes", sharded_slot_sizes, [k] * n, [k] * n)
 
     def counted_ids(self, all_fids: Tensor, sharded_slot_sizes: Tensor, came: Tensor, k: int) -> Tensor:
         n = self.backend.world_size
         send, recv = (sizes.view(n, k).sum(1).tolist() for sizes in (sharded_slot_sizes, came))
-        return self.backend.all_to_all(all_fids, send, recv)
+        return self.send("ids", all_fids, send, recv)
 
-    def rows(self, rows: Tensor, send: Tensor, recv: Tensor) -> Tensor:
+    def rows(self, rows: Tensor, send: Tensor, recv: Tensor, name: str = "embeddings") -> Tensor:
         if self.backend.world_size == 1:
             return rows
-        return self.backend.all_to_all(rows, send.tolist(), recv.tolist())
+        return self.send(name, rows, send.tolist(), recv.tolist())
+
+    def send(self, name: str, flat: Tensor, send: Sequence[int], recv: Sequence[int] | None = None) -> Tensor:
+        """``send[r]`` elements to rank ``r``; what came, by rank."""
+        with TELEMETRY.timed(f"alltoall.{name}"):
+            return self.backend.all_to_all(flat, send, recv)
 
     def gradients(self, flat: Tensor, send: Tensor, recv: Tensor) -> Tensor:
         """Gradients to the ranks that own the rows, in ``backward_dtype`` on their way and float32 again after it."""
-        received = self.rows(flat, send, recv)
+        received = self.rows(flat, send, recv, "gradients")
         if received.dtype != torch.float32:
             received = received.float()
             if self.fake_cast:
@@ -100,18 +116,18 @@ class DistributedMultiTypeHashTableMpi:
         backend: AllToAll | None = None,
     ) -> None:
         self._backend = backend or default_backend()
-        assert shard_num == self._backend.world_size, (
-            f"shard_num is the number of ranks, {self._backend.world_size}, got {shard_num}"
-        )
+        if shard_num != self._backend.world_size:
+            raise AssertionError(f"shard_num must be the number of ranks, {self._backend.world_size}, got {shard_num}")
         self.shard_num = shard_num
         self._table = table_factory(self._backend.rank)
         self._home = home(self._table)
         self._dims = list(self._table.get_table_dim_sizes())
-        self._capacity = {key: int(value) for key, value in (queue_configs or {}).items()}
+        self._capacity = queue_capacities(queue_configs)
         self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
+        self._next_step = 0
         self._hooks: list[Hook] = []
         self._async: StructureQueue | None = None
-        if self._capacity.get("enable_async_optimize", 0):
+        if self._capacity["enable_async_optimize"]:
             self._async = StructureQueue(
                 self._capacity["enable_async_optimize"], "queue_fusedGatherGrad_to_fusedEmbGradA2A"
             )
@@ -142,15 +158,18 @@ class DistributedMultiTypeHashTableMpi:
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """``({slot: [n, dim]}, bundle)``; of ``slot_to_id`` only the keys count, the ids are in the pack.
 
-        The bundle then holds what `apply_gradients` of the same batch needs.
+        The bundle then holds what `apply_gradients` of the same batch needs. Metrics of the lookup carry the
+        ``global_step`` that the caller put into the bundle, or else the step after that of the last update.
         """
-        assert early_reorder_indicies_res_pack is not None, (
-            "support for reordering outside the data pipeline is dropped; give early_reorder_indicies_res_pack"
-        )
+        if early_reorder_indicies_res_pack is None:
+            raise AssertionError(
+                "support for reordering outside the data pipeline is dropped; give early_reorder_indicies_res_pack"
+            )
         slots = sorted(slot_to_id)
         known = sorted(getattr(self._table, "tables", slots))
-        assert slots == known, f"the tables are {known}, the slots {slots}"
-        bundle = {} if auxiliary_bundle is None else auxiliary_bundle
+        if slots != known:
+            raise AssertionError(f"slot_to_id must have the slots of the tables, {known}, got {slots}")
+        bundle: dict[str, Any] = {} if auxiliary_bundle is None else auxiliary_bundle
         all_fids, shard_sizes, sizes, emb_offset_sz, offsets, req_time = early_reorder_indicies_res_pack
         k, n = len(slots), self.shard_num
         id_flat_t, id_size_flat_t = self._exchange.ids(all_fids, sizes, k)
@@ -160,7 +179,8 @@ class DistributedMultiTypeHashTableMpi:
         )
         recv = (sizes.view(n, k).cpu().long() * torch.tensor(self._dims, device="cpu")).sum(1).int()
         if flags.enable_alltoall_metrics:
-            forward_metrics(slots, sizes.view(n, k), shard_sizes, splits, all_fids.numel())
+            step = as_int(bundle.get("global_step", self._next_step), "synchronous table", "global_step")
+            forward_metrics(slots, sizes.view(n, k), shard_sizes, splits, all_fids.numel(), step)
         bundle.update(
             shard_sizes=shard_sizes,
             fused_embedding_offsets=list(torch.split(offsets, emb_offset_sz.tolist())),
@@ -188,7 +208,7 @@ class DistributedMultiTypeHashTableMpi:
 
     def _through(self, key: str, name: str, bundle: dict[str, Any]) -> dict[str, Any]:
         """The bundle through a queue stage, if one is configured; the caller's dict stays the one that is used."""
-        passed, queue = enqueue_dicts_with_queue_return(bundle, self._capacity.get(key, 0), name)
+        passed, queue = enqueue_dicts_with_queue_return(bundle, self._capacity[key], name)
         if queue is not None:
             bundle.clear()
             bundle.update(passed)
@@ -217,9 +237,10 @@ class DistributedMultiTypeHashTableMpi:
         flat = scatter_rows(size, grads, offsets, self._dims, float(scale))
         del bundle["recv_embeddings_size"], bundle["fused_embedding_offsets"]
         bundle["global_step"], bundle["req_time"] = step, seconds
+        self._next_step = step + 1
         if flags.enable_alltoall_metrics and self.shard_num > 1:
             backward_metrics(
-                self._backend, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"]
+                self._backend, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"], step
             )
         bundle.pop("shard_sizes")
         work = {key: bundle.pop(key) for key in CONSUMED}
@@ -248,8 +269,8 @@ class DistributedMultiTypeHashTableMpi:
 
     def flush(self) -> None:
         """Applies what `enable_async_optimize` has put off. All ranks call it together."""
-        for hook in self._hooks:
-            hook.end()
+        while self._async is not None and self._async.size():
+            self._run_async()
 
     def assign(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("synchronous tables have no assign; assign on the local shard (`table`)")
@@ -260,12 +281,16 @@ class DistributedMultiTypeHashTableMpi:
     def reinitialize(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("synchronous tables have no reinitialize; use the local shard (`table`)")
 
+    def add_queue_hook(self, hook: Hook) -> None:
+        """Adds a hook to those that `get_queue_hooks` gives to the loop."""
+        self._hooks.append(hook)
+
     def get_queue_hooks(self) -> list[Hook]:
         """The hooks that a loop calls, those of the local tables included."""
         inner = self._table.get_queue_hooks() if hasattr(self._table, "get_queue_hooks") else []
         return [*self._hooks, *inner]
 
-    def as_op(self) -> DistributedMultiTypeHashTableMpi:
+    def as_op(self, name: str | None = None) -> DistributedMultiTypeHashTableMpi:
         """Waits for pending enqueues and for the local tables."""
         self._table.as_op()
         return self

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.sharded.devices import home, host_ids, host_rows, place_of
 from shoal.sharded.export import check_writable
 from shoal.sharded.fan_out import fan_out
 from shoal.sharded.route import RouteCache, one_dim, positions_of_shards, split_rows
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.arguments import as_int, as_time
 from shoal.table.entry import HashTableConfigInstance
 
 
@@ -34,9 +35,22 @@ class DistributedHashTable:
         self._tables = [hash_table_factory(i, config) for i in range(max(1, ps_num))]
         self.name = getattr(self._tables[0], "name", "distributed")
         self._dim = one_dim(self._tables, f"table {self.name!r}")
+        self._home = home(self._tables[0])
         self._fan = fan_out(self._tables)
         self._remote = hasattr(self._fan, "client")
         self._cache = RouteCache()
+
+    @property
+    def saved_by(self) -> str:
+        """What keeps the rows, which are not in the ``state_dict`` of a module."""
+        return (
+            "the servers' checkpoints (PsClient.checkpoint())" if self._remote else "the save of each of table.tables"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts' rows are: the CPU unless they were built on a GPU."""
+        return self._home
 
     @property
     def tables(self) -> list[Any]:
@@ -58,19 +72,28 @@ class DistributedHashTable:
     ) -> Tensor:  # fmt: skip
         """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``. The flags only steer speed."""
         given = ids
-        ids = as_ids(ids, self.name).view(-1)
+        ids = self._ids(ids)
         route = self._route(given, ids)
-        return route.gather(self._read(route, insert_missing, as_time(req_time, self.name)))[0]
+        rows = route.gather(self._read(route, insert_missing, as_time(req_time, self.name)))[0]
+        return rows.to(place_of(given))
+
+    def _ids(self, ids: Any) -> Tensor:
+        return host_ids(ids, self.name, self._home).view(-1)
+
+    def _rows(self, values: Any, n: int, what: str) -> Tensor:
+        return host_rows(values, n, self._dim, self.name, what, self._home).view(-1, self._dim)
 
     def _route(self, given: Any, ids: Tensor) -> Any:
-        key = given if isinstance(given, Tensor) and given.dim() == 1 and given.is_contiguous() else ids
+        key = (
+            given if isinstance(given, Tensor) and given.is_cpu and given.dim() == 1 and given.is_contiguous() else ids
+        )
         return self._cache.route((), [key], len(self._tables), [self._dim])
 
     def _read(self, route: Any, insert_missing: bool, seconds: int) -> list[Tensor]:
         more = {"insert_missing": True, "req_time": seconds} if insert_missing else {}
         if not self._remote:
             pairs = zip(self._tables, route.ids, strict=True)
-            return [part.lookup(ids, **more).reshape(-1) for part, ids in pairs]
+            return [part.lookup(ids.to(self._home), **more).reshape(-1).cpu() for part, ids in pairs]
         from shoal.sharded.ps.protocol import Op, as_tensor
 
         op = Op.INSERT if insert_missing else Op.LOOKUP
@@ -95,13 +118,13 @@ class DistributedHashTable:
 
     def _write(self, verb: str, ids: Tensor, values: Tensor, req_time: Any) -> DistributedHashTable:
         check_writable(verb)
-        ids = as_ids(ids, self.name).view(-1)
-        values = as_rows(values, ids.numel(), self._dim, self.name).view(-1, self._dim)
+        ids = self._ids(ids)
+        values = self._rows(values, ids.numel(), "values")
         seconds = as_time(req_time, self.name)
         id_parts, value_parts = split_rows(ids, values, len(self._tables))
         if not self._remote:
             for part, i, v in zip(self._tables, id_parts, value_parts, strict=True):
-                getattr(part, verb)(i, v, req_time=seconds)
+                getattr(part, verb)(i.to(self._home), v.to(self._home), req_time=seconds)
             return self
         from shoal.sharded.ps.protocol import Op
 
@@ -116,15 +139,15 @@ class DistributedHashTable:
         """One optimizer step per distinct id with the sum of its gradients, whatever ``enable_dedup`` says."""
         check_writable("apply_gradients")
         given = ids
-        ids = as_ids(ids, self.name).view(-1)
-        grads = as_rows(grads, ids.numel(), self._dim, self.name, "grads").view(-1, self._dim)
+        ids = self._ids(ids)
+        grads = self._rows(grads, ids.numel(), "grads")
         step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
         route = self._route(given, ids)
         flat = route.scatter([grads])
         if not self._remote:
             for part, i, floats in zip(self._tables, route.ids, route.floats, strict=True):
-                rows = flat[floats].view(-1, self._dim)
-                part.apply_gradients(i, rows, step, enable_dedup=False, req_time=seconds)
+                rows = flat[floats].view(-1, self._dim).to(self._home)
+                part.apply_gradients(i.to(self._home), rows, step, enable_dedup=False, req_time=seconds)
             return self
         from shoal.sharded.ps.protocol import Op
 
@@ -150,10 +173,10 @@ class DistributedHashTable:
         return self, self._scatter_back(ids, torch.int32, lambda part, part_ids: part.reinitialize(part_ids)[1])
 
     def _scatter_back(self, ids: Tensor, dtype: torch.dtype, call: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        ids = as_ids(ids, self.name).view(-1)
+        ids = self._ids(ids)
         out = torch.empty(ids.numel(), dtype=dtype, device="cpu")
         for part, at in zip(self._tables, positions_of_shards(ids, len(self._tables)), strict=True):
-            out[at] = call(part, ids[at])
+            out[at] = call(part, ids[at].to(self._home)).cpu()
         return out
 
     def size(self) -> int:
@@ -163,7 +186,7 @@ class DistributedHashTable:
     def __len__(self) -> int:
         return self.size()
 
-    def as_op(self) -> DistributedHashTable:
+    def as_op(self, name: str | None = None) -> DistributedHashTable:
         """Waits until everything asked of this table has been applied."""
         for part in self._tables:
             part.as_op()

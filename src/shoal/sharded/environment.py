@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from shoal.errors import ConfigError
+from shoal.switches import switch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,28 +33,21 @@ class SyncEnvironment:
             "MONOLITH_WITH_BYTEPS_FWD_GDR", "MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", "MONOLITH_WITH_BYTEPS_BWD_GDR",
             "MONOLITH_WITH_BYTEPS_BWD_GDR_G2G", "MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD",
         ):  # fmt: skip
-            _int(env, name, 0)  # they only place work on devices, but a typo in them is still told
-        cast = _int(env, "MONOLITH_WITH_BYTEPS_BWD_CAST", 32)
-        fake = _int(env, "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0)
+            switch(name, 0, env)  # they select nothing here, but a typo in them is still told
+        cast = switch("MONOLITH_WITH_BYTEPS_BWD_CAST", 32, env)
+        fake = switch("MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0, env)
         half = bool(env.get("MONOLITH_WITH_OPTIMIZED_HOROVOD")) or cast == 16
         return cls(
             backward_dtype=torch.float16 if half else torch.float32,
             fake_cast=cast == 16 and bool(fake),
             allreduce_fusion=env.get("MONOLITH_WITH_ALLREDUCE_FUSION", ""),
-            allreduce_fp16=bool(_int(env, "MONOLITH_WITH_ALLREDUCE_FP16", 0)),
-            skip_allreduce=bool(_int(env, "MONOLITH_SKIP_ALLREDUCE", 0)),
+            allreduce_fp16=bool(switch("MONOLITH_WITH_ALLREDUCE_FP16", 0, env)),
+            skip_allreduce=bool(switch("MONOLITH_SKIP_ALLREDUCE", 0, env)),
         )
 
 
-def _int(env: Mapping[str, str], name: str, default: int) -> int:
-    text = env.get(name)
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"environment variable {name} is an integer, got {text!r}") from None
-
-
-environment = SyncEnvironment.read()
-"""As it was when this module was imported."""
+def __getattr__(name: str) -> Any:
+    """``environment``: what the variables say, read once, when it is first asked for."""
+    if name != "environment":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, SyncEnvironment.read())

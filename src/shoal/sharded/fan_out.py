@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.ragged import Ragged
+from shoal.sharded.devices import home
 from shoal.sharded.metrics import lookup_timer
 from shoal.sharded.route import Route
 
@@ -32,12 +33,12 @@ class LocalParts:
         result = []
         for i, part in enumerate(self.parts):
             begin = time.perf_counter()
+            here = route.ids[i].to(home(part))
             if raw:
-                found = part.raw_lookup(Ragged.from_row_lengths(route.ids[i], route.counts[i]))
+                found = part.raw_lookup(Ragged.from_row_lengths(here, route.counts[i])).cpu()
             else:
-                ids = dict(zip(names, torch.split(route.ids[i], route.counts[i]), strict=True))
-                rows = part.lookup(ids)
-                found = torch.cat([rows[name].reshape(-1) for name in names])
+                rows = part.lookup(dict(zip(names, torch.split(here, route.counts[i]), strict=True)))
+                found = torch.cat([rows[name].reshape(-1) for name in names]).cpu()
             result.append(found.half().float() if float16 else found)
             lookup_timer(i, time.perf_counter() - begin)
         return result
@@ -48,11 +49,11 @@ class LocalParts:
         if float16:
             flat = flat.half().float()
         for i, part in enumerate(self.parts):
-            grads = flat[route.floats[i]]
+            here, grads = route.ids[i].to(home(part)), flat[route.floats[i]].to(home(part))
             if raw:
-                part.raw_apply_gradients(Ragged.from_row_lengths(route.ids[i], route.counts[i]), grads, step, seconds)
+                part.raw_apply_gradients(Ragged.from_row_lengths(here, route.counts[i]), grads, step, seconds)
                 continue
-            ids = torch.split(route.ids[i], route.counts[i])
+            ids = torch.split(here, route.counts[i])
             sizes = [n * d for n, d in zip(route.counts[i], route.dims, strict=True)]
             rows = [g.view(-1, d) for g, d in zip(torch.split(grads, sizes), route.dims, strict=True)]
             pairs = dict(zip(names, zip(ids, rows, strict=True), strict=True))
@@ -60,7 +61,8 @@ class LocalParts:
 
     def write(self, verb: str, per_part: Sequence[dict[str, tuple[Tensor, Tensor]]], seconds: int) -> None:
         for part, pairs in zip(self.parts, per_part, strict=True):
-            getattr(part, verb)(pairs, req_time=seconds)
+            there = home(part)
+            getattr(part, verb)({name: (i.to(there), v.to(there)) for name, (i, v) in pairs.items()}, req_time=seconds)
 
 
 class RemoteParts:

@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.sharded.clip import GradClipType, clip_gradients, sparse_limit
 from shoal.sharded.environment import SyncEnvironment
+from shoal.sharded.summary import histogram
 
 __all__ = ["GradClipType", "apply_gradients", "apply_gradients_with_var_optimizer", "control_ops", "dense_opt_ops"]
 
@@ -51,6 +52,9 @@ def apply_gradients_with_var_optimizer(
         var_opt: of the dense parameters; a parameter's own ``optimizer`` attribute wins.
         global_step: int64 tensor, one more afterwards.
         use_allreduce: dense gradients are averaged over the ranks; sparse ones never are.
+        grads_and_vars_summary: histograms ``<name>/gradient`` (clipped) and ``<name>/value`` of every parameter and
+            embedding go to the writer of `set_summary_writer`. Parameters are called by their ``name`` attribute, or
+            ``parameter_<i>``.
         ue_gradient_check: gradients of the features ``ue_fc_names`` (and of names with ``uue``) count only while the
             norm of the feature is above ``ue_euclidean_norm_threshold``.
         dense_reduce_mean: dense gradients are divided by ``batch_size`` before any norm is taken.
@@ -77,7 +81,10 @@ def apply_gradients_with_var_optimizer(
         dense = [g / batch_size for g in dense]
     step = int(global_step) if global_step is not None else 0
     limit = sparse_limit(clip_type, clip_norm, sparse_clip_norm, sparse_norm_warmup_steps, step)
-    dense, sparse = clip_gradients(dense, sparse, GradClipType(clip_type), clip_norm, limit)
+    dense, sparse = clip_gradients(dense, sparse, GradClipType(clip_type), clip_norm, limit, step)
+    if grads_and_vars_summary:
+        _summarise([getattr(p, "name", "") or f"parameter_{i}" for i, p in enumerate(params)], dense, params, step)
+        _summarise([n or f"layout_{i}" for i, n in enumerate(names)], sparse, embeddings, step)
     env = SyncEnvironment.read()
     if use_allreduce and not env.skip_allreduce:
         dense = average(dense, env)
@@ -149,6 +156,12 @@ def _checked(
             norm = tensor.detach().norm() if norm is None else norm
             return grad if float(norm) > threshold else torch.zeros_like(grad)
     return grad
+
+
+def _summarise(names: Sequence[str], grads: Sequence[Tensor], tensors: Sequence[Tensor], step: int) -> None:
+    for name, grad, tensor in zip(names, grads, tensors, strict=True):
+        histogram(f"{name}/gradient", grad.detach(), step)
+        histogram(f"{name}/value", tensor.detach(), step)
 
 
 def average(grads: list[Tensor], env: SyncEnvironment | None = None) -> list[Tensor]:

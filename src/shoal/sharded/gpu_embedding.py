@@ -10,10 +10,16 @@ from torch import Tensor
 
 from shoal.host import as_tensor
 from shoal.sharded import environment as env
+from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.backend import default_backend
 from shoal.sharded.devices import home
 from shoal.sharded.distributed_ps_sync import Exchange
-from shoal.sharded.prefetch_queue import AsyncPushHook, StructureQueue, enqueue_dicts_with_queue_return
+from shoal.sharded.prefetch_queue import (
+    AsyncPushHook,
+    StructureQueue,
+    enqueue_dicts_with_queue_return,
+    queue_capacities,
+)
 
 
 class AllToAllLists:
@@ -24,17 +30,20 @@ class AllToAllLists:
         queue_configs: Mapping[str, int], prefix: str,
     ) -> None:  # fmt: skip
         backend = default_backend()
-        assert shards == backend.world_size, f"num_ps is the number of ranks, {backend.world_size}, got {shards}"
+        if shards != backend.world_size:
+            raise AssertionError(f"num_ps must be the number of ranks, {backend.world_size}, got {shards}")
         self.table = table_factory(backend.rank, subs)
         self.shards = shards
         self._home = home(self.table)
         self._dims = torch.tensor(self.table.get_table_dim_sizes(), device="cpu")
+        self._names = sorted(subs)
+        self._next_step = 0
         self._exchange = Exchange(backend, env.environment.backward_dtype, env.environment.fake_cast)
-        self._capacity = {key: int(value) for key, value in queue_configs.items()}
+        self._capacity = queue_capacities(queue_configs)
         self._prefix = prefix
         self._async: StructureQueue | None = None
         self.hooks: list[Any] = []
-        if self._capacity.get("enable_async_optimize", 0):
+        if self._capacity["enable_async_optimize"]:
             self._async = StructureQueue(
                 self._capacity["enable_async_optimize"], "queue_fusedGatherGrad_to_fusedEmbGradA2A"
             )
@@ -64,12 +73,15 @@ class AllToAllLists:
             ids, came, self.shards, bundle[p + "req_time"]
         )
         recv = bundle[p + "fid_list_emb_row_lenth"].view(self.shards, k).sum(1, dtype=torch.int32)
+        if flags.enable_alltoall_metrics:
+            step, by_shard = self._next_step, sizes.view(self.shards, k)
+            forward_metrics(self._names, by_shard, by_shard.sum(1), splits, int(sizes.sum()), step)
         self._put(
             bundle, id_flat_t=ids, id_size_flat_t=came, embedding_splits=splits, id_offsets=id_offsets,
             emb_offsets=emb_offsets, indices=indices, recv_emb_splits=recv, fused_embeddings=rows,
         )  # fmt: skip
         passed, queue = enqueue_dicts_with_queue_return(
-            bundle, self._capacity.get("enable_pipelined_fwda2a", 0), "queue_lookup_to_fusedEmbA2A"
+            bundle, self._capacity["enable_pipelined_fwda2a"], "queue_lookup_to_fusedEmbA2A"
         )
         if queue is not None:
             bundle.clear()
@@ -88,6 +100,10 @@ class AllToAllLists:
         work = {name: bundle[self._prefix + name] for name in names}
         work.update(grad_flat=self._exchange.cast(flat), global_step=step)
         work["req_time"] = seconds or bundle[self._prefix + "req_time"]
+        self._next_step = step + 1
+        if flags.enable_alltoall_metrics and self.shards > 1:
+            asked = bundle[self._prefix + "shards_row_lengths"]
+            backward_metrics(self._exchange.backend, asked, work["recv_emb_splits"], work["embedding_splits"], step)
         if self._async is None:
             self._push(work)
             return

@@ -18,7 +18,7 @@ from shoal.sharded.gpu_embedding import AllToAllLists
 from shoal.sharded.layout_config import PREFIX, ParserCtx, get_default_parser_ctx, params_of
 from shoal.sharded.list_parts import exported_lookup, local_apply, local_lookup, remote_apply, remote_lookup
 from shoal.sharded.pooling import Pooling
-from shoal.sharded.prefetch_queue import AsyncFunctionMgr, Hook, enqueue_dicts_with_queue_return
+from shoal.sharded.prefetch_queue import AsyncFunctionMgr, Hook, enqueue_dicts_with_queue_return, queue_capacities
 from shoal.table.arguments import as_int, as_time
 from shoal.table.entry import infer_dim_size
 from shoal.table.export_mode import is_exporting, is_exporting_distributed
@@ -51,7 +51,7 @@ class PartitionedHashTable:
         self._native = use_native_multi_hash_table and self._params.use_native_multi_hash_table
         if self._native != self._params.use_native_multi_hash_table:
             raise ConfigError("use_native_multi_hash_table differs from that of the parser context")
-        self._queue_configs = dict(queue_configs or {})
+        self._queue_configs = queue_capacities(queue_configs)
         self._hooks: list[Hook] = []
         self._pooling = Pooling(self._ctx, self._shards)
         configs = self._params.feature_configs.feature_configs
@@ -262,7 +262,7 @@ class PartitionedHashTable:
     def get_table_dim_sizes(self) -> list[int]:
         return [self._dims[name] for name in sorted(self._dims)]
 
-    def as_op(self) -> PartitionedHashTable:
+    def as_op(self, name: str | None = None) -> PartitionedHashTable:
         """Waits until everything asked of these tables has been applied."""
         for table in self._tables:
             table.as_op()

@@ -15,6 +15,22 @@ from shoal.ragged import Ragged
 DEADLINE_S = 3600.0  # of a wait that was given no other; long, for a stage may wait for data
 
 
+QUEUE_KEYS = (
+    "embedding_prefetch_capacity",
+    "enable_async_optimize",
+    "enable_pipelined_bwda2a",
+    "enable_pipelined_fwda2a",
+)
+
+
+def queue_capacities(queue_configs: Mapping[str, int] | None) -> dict[str, int]:
+    """The capacity of every queue of a table; 0 where ``queue_configs`` does not name it."""
+    given = dict(queue_configs or {})
+    if unknown := sorted(set(given) - set(QUEUE_KEYS)):
+        raise ConfigError(f"queue_configs has no setting {unknown[0]!r}; it may have {', '.join(QUEUE_KEYS)}")
+    return {key: int(given.get(key, 0)) for key in QUEUE_KEYS}
+
+
 class EndOfInput(ShoalError, StopIteration):
     """The producer has ended and everything it made has been taken."""
 
@@ -35,9 +51,9 @@ class StructureQueue:
         self._closed = False
         self._error: BaseException | None = None
 
-    def enqueue(self, structure: Any, timeout: float = DEADLINE_S) -> None:
+    def enqueue(self, struct: Any, timeout: float = DEADLINE_S) -> None:
         """Adds a structure, which is checked and copied (its tensors are not)."""
-        self.put(_copy(structure, {}), timeout)
+        self.put(_copy(struct, {}), timeout)
 
     def put(self, item: Any, timeout: float = DEADLINE_S) -> None:
         """Adds any object as it is."""
@@ -159,22 +175,27 @@ class Hook:
 
 
 class EnqueueHook(Hook):
-    """From `begin` on, a daemon thread enqueues what ``producer_fn`` makes until the input ends or the queue closes."""
+    """From `begin` on, a daemon thread enqueues what ``producer_fn`` makes until the input ends or the queue closes.
 
-    def __init__(self, queue: StructureQueue, producer_fn: Callable[[], Any]) -> None:
+    Without a producer the loop itself enqueues; the hook then closes the queue at the `end`.
+    """
+
+    def __init__(self, queue: StructureQueue, producer_fn: Callable[[], Any] | None = None) -> None:
         self.queue, self._producer = queue, producer_fn
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"{self.queue.name}-producer", daemon=True)
+        if self._thread is None and self._producer is not None:
+            self._thread = threading.Thread(
+                target=self._run, args=(self._producer,), name=f"{self.queue.name}-producer", daemon=True
+            )
             self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, producer: Callable[[], Any]) -> None:
         error: BaseException | None = None
         try:
             while not self.queue.closed:
-                self.queue.put(self._producer())
+                self.queue.put(producer())
         except StopIteration:
             pass
         except BaseException as raised:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import DeadlineError, PeerError
+from shoal.switches import switch
 
 RING_BYTES = 1 << 20
 MAX_RANKS = 16  # rings of all pairs take ranks² x 1 MiB once they have been used
@@ -91,7 +92,7 @@ def _open(group: dist.ProcessGroup | None) -> Rings | None:
     if ranks > MAX_RANKS or dist.get_backend(group) != "gloo":
         return None
     total = _core.Rings.bytes(ranks, RING_BYTES)
-    wanted = os.environ.get("SHOAL_SHARED_MEMORY", "1") != "0"
+    wanted = switch("SHOAL_SHARED_MEMORY", 1) != 0
     fd = _create(total) if rank == 0 and wanted else -1
     try:
         told = _gather([_host(), os.getpid(), fd, int(wanted)], group)

@@ -88,7 +88,8 @@ _dry_run = False
 def enter_export_mode(mode: ExportMode, ctx: ExportContext | None = None) -> Iterator[ExportContext]:
     """Inside, the process exports. Not nestable; always reset on exit."""
     global _mode, _context
-    assert _mode is ExportMode.NONE, "export mode is entered already; it does not nest"
+    if _mode is not ExportMode.NONE:
+        raise AssertionError("export mode is entered already; it does not nest")
     _mode, _context = ExportMode(mode), ctx if ctx is not None else ExportContext()
     try:
         yield _context

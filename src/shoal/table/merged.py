@@ -125,7 +125,7 @@ class MergedMultiTypeHashTable:
         """The hooks of the tables behind."""
         return self._table.get_queue_hooks()
 
-    def as_op(self) -> Any:
+    def as_op(self, name: str | None = None) -> Any:
         """Waits until everything asked of the tables behind has been applied."""
         self._table.as_op()
         return self

@@ -224,7 +224,7 @@ class MultiHashTable(RawTables):
         """Hooks that a training loop calls; a local table has none."""
         return []
 
-    def as_op(self) -> MultiHashTable:
+    def as_op(self, name: str | None = None) -> MultiHashTable:
         """Waits until everything asked of these tables has been applied, which is at once on a CPU."""
         for table in self._tables.values():
             table.as_op()

@@ -98,7 +98,7 @@ class MultiTypeHashTable(FusedCalls):
             h for t in self._tables.values() for h in (t.get_queue_hooks() if hasattr(t, "get_queue_hooks") else ())
         ]
 
-    def as_op(self) -> Any:
+    def as_op(self, name: str | None = None) -> Any:
         """Waits until everything asked of these tables has been applied."""
         for table in self._tables.values():
             table.as_op()

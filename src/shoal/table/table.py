@@ -260,7 +260,7 @@ class HashTable(TableBase):
         self._native.clear()
         return self
 
-    def as_op(self) -> HashTable:
+    def as_op(self, name: str | None = None) -> HashTable:
         """Waits until everything asked of this table has been applied, which is at once."""
         return self
 
@@ -315,8 +315,12 @@ def hash_table_from_config(
     name_suffix: str = "",
     sync_client: Any = None,
     saver_parallel: int = -1,
+    *,
+    device: Any = "cpu",
 ) -> HashTable:
     """A registered table named ``MonolithHashTable_<name_suffix>``; see `HashTable.from_config`.
+
+    ``device="cuda"`` keeps its rows in GPU memory.
 
     Raises:
         ConfigError: a table of that name exists.
@@ -325,6 +329,7 @@ def hash_table_from_config(
     return registry.register(
         name,
         lambda: HashTable.from_config(
-            config, name=name, hash_filter=hash_filter, sync_client=sync_client, saver_parallel=saver_parallel
+            config, name=name, hash_filter=hash_filter, sync_client=sync_client, saver_parallel=saver_parallel,
+            device=device,
         ),
-    )
+    )  # fmt: skip

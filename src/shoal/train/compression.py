@@ -42,6 +42,14 @@ class CompressedGradient:
         )
 
 
+def clamped(ratio: float) -> float:
+    """A ratio, or the nearer end of [0, 1]."""
+    ratio = float(ratio)
+    if math.isnan(ratio):
+        raise CompressionError("topk_count: ratio must be a number in [0, 1], got NaN")
+    return min(1.0, max(0.0, ratio))
+
+
 def topk_count(n: int, ratio: float) -> int:
     """How many of ``n`` values the ``ratio`` keeps: exact on the decimal that was written, at least one if any.
 
@@ -49,10 +57,7 @@ def topk_count(n: int, ratio: float) -> int:
         >>> topk_count(100, 0.07), topk_count(10, 0), topk_count(0, 0.5)
         (7, 1, 0)
     """
-    ratio = float(ratio)
-    if math.isnan(ratio):
-        raise CompressionError("topk_count: ratio is NaN; give a number in [0, 1]")
-    ratio = min(1.0, max(0.0, ratio))
+    ratio = clamped(ratio)
     return min(n, max(1, math.ceil(n * Fraction(repr(ratio))))) if n > 0 else 0
 
 
@@ -198,14 +203,14 @@ class TopKCompressor:
     """``compress_gradients`` with a ratio, and with ``error_feedback`` a memory of what was not sent.
 
     Each step compresses ``gradient + decay * memory`` and keeps the rest in float32 on the gradient's device, so what
-    is left out is delayed, not lost. Call ``reset()`` after rounds that were skipped.
+    is left out is delayed, not lost. Call ``reset()`` after rounds that were skipped. A ``ratio`` outside [0, 1] counts
+    as the nearer end.
     """
 
     def __init__(self, ratio: float, *, error_feedback: bool = False, decay: float = 1.0) -> None:
-        topk_count(1, ratio)
         if math.isnan(float(decay)):
             raise ConfigError("TopKCompressor: decay is NaN; give a number, 1.0 loses nothing")
-        self.ratio = ratio
+        self.ratio = clamped(ratio)
         self.error_feedback = error_feedback
         self.decay = decay
         self.memory: list[Tensor] = []
@@ -241,7 +246,7 @@ class TopKCompressor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.ratio = state["ratio"]
+        self.ratio = clamped(state["ratio"])
         self.error_feedback = state["error_feedback"]
         self.decay = state["decay"]
         self.memory = [e.detach().clone().float() for e in state["memory"]]

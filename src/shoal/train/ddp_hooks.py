@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.comm.collectives import all_gather_single
 from shoal.errors import CompressionError, ConfigError, ShapeError
 from shoal.train.compressed import pack, unpack
-from shoal.train.compression import CompressedGradient, compress_gradients, compress_with_feedback, topk_count
+from shoal.train.compression import CompressedGradient, clamped, compress_gradients, compress_with_feedback
 from shoal.train.exchange import divide_
 
 
@@ -36,12 +36,11 @@ class TopKState:
         start_step: int = 2,
         min_numel: int = 1024,
     ) -> None:
-        topk_count(1, ratio)
         if start_step < 0 or min_numel < 0:
             raise ConfigError(
                 f"TopKState: start_step and min_numel must not be negative, got {start_step}, {min_numel}"
             )
-        self.ratio = ratio
+        self.ratio = clamped(ratio)
         self.error_feedback = error_feedback
         self.decay = decay
         self.group = group

@@ -5,6 +5,8 @@ the flag exchanged after the step makes every rank raise. Micro-batches of unequ
 each stage cuts the padding off before its layers and puts it back after, so layers and losses never see it.
 """
 
+import json
+import struct
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,12 +17,14 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, PipelineError
 from shoal.train.exchange import named_errors
+from shoal.train.exchange_group import GroupExchange
 from shoal.train.pipeline import StepOutput, stage_error, weighted_mean, writable
 
 if TYPE_CHECKING:
     from shoal.train.pipeline import PipelineRunner
 
 Meta = tuple[tuple[int, ...], torch.dtype]
+SIZE = struct.Struct("<q")
 
 
 class _Guarded(nn.Module):
@@ -65,6 +69,7 @@ class GroupPipeline:
         self.runner = runner
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._exchange = GroupExchange(group)
         config = runner.config
         self.last = config.num_stages - 1
         if schedule_class is None:
@@ -125,10 +130,10 @@ class GroupPipeline:
         return self._finish()
 
     def _share(self, value: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.world_size
-        with named_errors("the exchange of a pipeline step's flags", self.rank):
-            dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
+        """Every rank's value, by rank, as JSON: nothing that a peer sends is unpickled."""
+        text = json.dumps(value).encode()
+        longest = max(size for part in self._exchange.share(SIZE.pack(len(text))) for size in SIZE.unpack(part))
+        return [json.loads(part) for part in self._exchange.share(text.ljust(longest))]
 
     def _agree_on_batch(self, inputs: Tensor | None, target: Tensor | None) -> None:
         """Sizes and weights on all ranks, or the same ``PipelineError`` on all, before any data moves."""
@@ -137,7 +142,7 @@ class GroupPipeline:
             if inputs is None or inputs.ndim == 0:
                 problem = f"stage 0 (rank {self.rank}) must pass inputs with rows along dim 0"
             else:
-                described = (tuple(inputs.shape), inputs.dtype)
+                described = _to_json((tuple(inputs.shape), inputs.dtype))
         if self.last in self.local:
             if target is None or target.ndim == 0:
                 problem = problem or f"the last stage (rank {self.rank}) must pass target with rows along dim 0"
@@ -147,7 +152,7 @@ class GroupPipeline:
         problems = [p for p, _, _ in everyone if p]
         if problems:
             raise PipelineError(f"PipelineRunner.step: {'; '.join(problems)}")
-        shape, dtype = next(d for _, d, _ in everyone if d)
+        shape, dtype = _from_json(next(d for _, d, _ in everyone if d))
         target_rows = next(r for _, _, r in everyone if r is not None)
         self.sizes = self.runner.micro_batch_sizes(shape[0], target_rows)
         self.weights = [n / shape[0] for n in self.sizes]
@@ -168,17 +173,16 @@ class GroupPipeline:
 
         metas = [self.input_meta]
         for stage in range(self.last + 1):
-            answer: list[Any] = [None]
+            answer = None
             if stage in self.local:
                 try:
-                    answer = [infer(self.guards[stage].body, metas[-1], self.device)]
+                    answer = _to_json(infer(self.guards[stage].body, metas[-1], self.device))
                 except Exception as error:
-                    answer = [str(stage_error(stage, "F0", error))]
-            with named_errors("the exchange of stage shapes", self.rank):
-                dist.broadcast_object_list(answer, group=self.group, group_src=self.rank_of[stage])
-            if isinstance(answer[0], str):
-                raise PipelineError(answer[0])
-            metas.append(answer[0])
+                    answer = str(stage_error(stage, "F0", error))
+            answer = self._share(answer)[self.rank_of[stage]]
+            if isinstance(answer, str):
+                raise PipelineError(answer)
+            metas.append(_from_json(answer))
         stages = []
         for s in self.local:
             self.guards[s].taken, self.guards[s].given = metas[s], metas[s + 1]
@@ -240,15 +244,28 @@ class GroupPipeline:
         failure = self.failure
         text = str(stage_error(*failure)) if failure is not None else None
         loss = weighted_mean(self.losses, self.weights) if self.last in self.local and failure is None else None
-        shared = loss.cpu() if loss is not None and self.runner.return_loss == "all" else None
+        shared = None
+        if loss is not None and self.runner.return_loss == "all":
+            shared = (loss.tolist(), str(loss.dtype).removeprefix("torch."))
         everyone = self._share((text, shared))
         texts = [t for t, _ in everyone if t is not None]
         if texts:
             raise PipelineError("; ".join(texts)) from (failure[2] if failure is not None else None)
         if self.runner.return_loss == "all":
-            loss = next(v for _, v in everyone if v is not None).to(self.device)
+            value, name = next(v for _, v in everyone if v is not None)
+            loss = torch.tensor(value, dtype=getattr(torch, name), device=self.device)
         outputs = torch.cat(self.outputs) if self.outputs else None
         return StepOutput(loss, self.losses, outputs)
+
+
+def _to_json(meta: Meta) -> list[Any]:
+    shape, dtype = meta
+    return [list(shape), str(dtype).removeprefix("torch.")]
+
+
+def _from_json(described: list[Any]) -> Meta:
+    shape, name = described
+    return tuple(shape), getattr(torch, name)
 
 
 def _example(meta: Meta, *, grad: bool) -> Tensor:

@@ -48,7 +48,8 @@ class SyncHelper:
         return bool(self.store.check([key])) and self.store.get(key) == b"1"
 
     def _check(self, i: int) -> None:
-        assert 0 < i < self.num_workers, f"worker index must be in 1..{self.num_workers - 1}, got {i}"
+        if not 0 < i < self.num_workers:
+            raise AssertionError(f"worker index must be in 1..{self.num_workers - 1}, got {i}")
 
     def mark_restore_done(self) -> None:
         self._set(0, True)

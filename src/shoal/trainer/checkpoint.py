@@ -19,7 +19,6 @@ from shoal import _core
 from shoal.durable import Draft, Saved, temporary_path
 from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.host import as_tensor
-from shoal.ops.reorder.op import empty_shards
 from shoal.table.checkpoint import naming, restore_table
 from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
 from shoal.table.checkpoint.incremental import _expiry_to_json
@@ -166,6 +165,7 @@ def _describe(table: HashTable, parts: list[Any]) -> dict[str, Any]:
         "scales": table._native.scales(),
         "expiry": _expiry_to_json(table.table_config.slot_expire_time_config),
         "calls": [part["calls"] for part in parts],
+        "empty_rank0": False,
     }
 
 
@@ -180,7 +180,8 @@ def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ran
             f"checkpoint {saved.folder} has no rows of table {table.name!r}; were they on parameter servers?"
         )
     base = os.path.join(saved.folder, described["file"])
-    if same:
+    # Checkpoints that do not say so were written when more than four ranks left rank 0 without rows.
+    if same and not described.get("empty_rank0", ranks.world > 4):
         files = naming.open_shards(base, saved)
         each = len(files.paths) // ranks.world
         mine = slice(ranks.rank * each, (ranks.rank + 1) * each)
@@ -195,7 +196,7 @@ def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ran
             load.commit()
         table._native.set_calls(calls)
     else:
-        restore_table(table, base, shard=(ranks.rank, ranks.world, bool(empty_shards(ranks.world))), saved=saved)
+        restore_table(table, base, shard=(ranks.rank, ranks.world), saved=saved)
     table._native.raise_max_update_time(described["max_update_time"])
     table._native.set_scales(described["scales"])
 

@@ -16,7 +16,6 @@ class Summaries:
 
     def __init__(self, folder: str | None, ranks: Ranks) -> None:
         self._on = folder is not None
-        self._ranks = ranks
         self._writer: Any = None
         if folder is None:
             return
@@ -37,23 +36,10 @@ class Summaries:
                 if values.get(tag) is not None:
                     self._writer.add_scalar(f"train/{tag}", values[tag], step)
         if rows.together:
-            self._exchange(step, rows)
+            from shoal.sharded import set_alltoall_writer
 
-    def _exchange(self, step: int, rows: Rows) -> None:
-        from shoal.sharded import alltoall_metrics
-        from shoal.table.learning_rate import set_global_step
-
-        last = rows.table.last_route
-        if not all(self._ranks.gather(last is not None)):
-            return
-        mine, theirs, _, fused = last
-        set_global_step(step)
-        alltoall_metrics.set_alltoall_writer(self._writer)
-        sizes = fused.sharded_slot_sizes.view(rows.table.world_size, -1)
-        alltoall_metrics.forward_metrics(
-            [rows.table.name], sizes, fused.shard_sizes, mine, int(fused.fused_embedding_offsets.numel())
-        )
-        alltoall_metrics.backward_metrics(rows.table._backend, fused.shard_sizes, theirs, mine)
+            set_alltoall_writer(self._writer)
+            rows.table.write_spread(step)
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
         if self._writer is not None:

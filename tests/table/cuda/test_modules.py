@@ -1,10 +1,22 @@
 """Modules and all-to-all tables over rows in GPU memory are those over rows in host memory."""
 
+import pytest
 import torch
 
 import shoal
 from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer
-from shoal.sharded import AllToAllHashTable
+from shoal.sharded import (
+    AllToAllHashTable,
+    DistributedMultiTypeHashTableMpi,
+    create_in_worker_multi_type_hash_table,
+    create_in_worker_native_multi_hash_table,
+    create_multi_type_hash_table,
+    create_native_multi_hash_table,
+    create_partitioned_hash_table,
+)
+from shoal.table import reset_registry
+from tests.sharded.helpers import adagrad
+from tests.sharded.test_partitioned import BATCH, PRE, settings
 
 
 def tables(**more):
@@ -76,3 +88,74 @@ def test_an_all_to_all_table_of_one_rank_trains_alike(device):
     for table, place in zip(tables(), ("cpu", device), strict=True):
         results.append(trained(HashEmbeddingBag(AllToAllHashTable(factory=lambda rank, t=table: t)).to(place), place))
     assert_all_close(*results)
+
+
+SLOTS = {"a": (4, 0.1), "b": (4, 0.1), "c": (3, 0.5)}
+
+
+def through_factories(make, device, place, **more):
+    reset_registry()
+    table = make(slot_to_config={name: adagrad(*kind) for name, kind in SLOTS.items()}, device=device, **more)
+    ids = {"a": [1, 2, 1], "b": [7], "c": [-3, 4]}
+    ids = {slot: torch.tensor(given, device=place) for slot, given in ids.items()}
+    ones = {slot: (given, torch.ones(given.numel(), SLOTS[slot][0], device=place)) for slot, given in ids.items()}
+    table.assign(ones)
+    table.assign_add(ones)
+    for step in range(2):
+        table.apply_gradients(ones, step)
+    rows = table.lookup({**ids, "c": torch.tensor([4, 99, -3], device=place)})
+    assert all(found.device == place for found in rows.values())
+    reset_registry()
+    return {slot: found.cpu() for slot, found in rows.items()}
+
+
+@pytest.mark.parametrize("num_ps", [0, 2])
+@pytest.mark.parametrize("kind", ["merged", "packets", "native"])
+def test_tables_of_the_factories_may_have_their_rows_on_the_gpu(device, kind, num_ps):
+    make = create_native_multi_hash_table if kind == "native" else create_multi_type_hash_table
+    more = {"num_ps": num_ps, "hash_filters": None, **({"reduce_network_packets": True} if kind == "packets" else {})}
+    on_cpu = through_factories(make, "cpu", torch.device("cpu"), **more)
+    on_gpu = through_factories(make, "cuda", device, **more)
+    for slot, rows in on_cpu.items():
+        torch.testing.assert_close(on_gpu[slot], rows, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [create_in_worker_multi_type_hash_table, create_in_worker_native_multi_hash_table])
+def test_synchronous_tables_of_the_factories_may_have_their_rows_on_the_gpu(device, make):
+    results = []
+    for where, place in (("cpu", torch.device("cpu")), ("cuda", device)):
+        reset_registry()
+        outer = make(1, {"a": adagrad(3), "b": adagrad(2)}, None, device=where)
+        table = outer if isinstance(outer, DistributedMultiTypeHashTableMpi) else outer.table
+        slots = sorted(table.table.tables)
+        ids = {slot: torch.tensor([4, 5, 4], device=place) for slot in slots}
+        for step in range(2):
+            rows, bundle = table.lookup(ids, {}, table.reorder(ids))
+            table.apply_gradients({slot: torch.ones_like(found) for slot, found in rows.items()}, bundle, step)
+        results.append([found.cpu() for found in table.lookup(ids, {}, table.reorder(ids))[0].values()])
+        assert table.table.device == place
+    reset_registry()
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("gpu_emb", [False, True])
+@pytest.mark.parametrize("native", [False, True])
+def test_a_partitioned_table_of_the_factory_may_have_its_rows_on_the_gpu(device, native, gpu_emb):
+    results = []
+    num_ps = 1 if gpu_emb else 2
+    for where in ("cpu", "cuda"):
+        reset_registry()
+        on_gpu = where == "cuda" and device.type == "cuda"
+        with settings(num_ps, native, make=adagrad, enable_gpu_emb=gpu_emb, use_gpu=on_gpu):
+            table = create_partitioned_hash_table(num_ps, native, enable_gpu_emb=gpu_emb, device=where)
+        for step in range(3):
+            bundle = {}
+            flat = table.flatten_layout(table.lookup({f"{PRE}sparse_features": BATCH}, bundle))
+            grads = [(torch.full_like(t, 0.5 + i), t) for i, t in enumerate(flat)]
+            table.apply_gradients(grads, step, auxiliary_bundle=bundle)
+        assert all(part.device == (device if where == "cuda" else torch.device("cpu")) for part in table.tables)
+        results.append([t.cpu() for t in flat])
+    reset_registry()
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)

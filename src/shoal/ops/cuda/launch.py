@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,9 @@ from torch import Tensor
 from shoal import _core
 from shoal._gpu import c_launcher
 from shoal.errors import ConfigError
+from shoal.switches import other_program_switch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = other_program_switch("TRITON_INTERPRET")
 """The kernels run in Triton's interpreter, on CPU tensors."""
 
 ELEMENTS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int64: tl.int64, torch.int32: tl.int32}

@@ -32,7 +32,7 @@ def _check_offsets(nfl, nfl_length, rows, row_count, fid_count, flag, BLOCK: tl.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = tl.load(nfl + i, mask=i < nfl_length, other=0) & 0x7FFFFFFF
     before = tl.load(nfl + i - 1, mask=(i < nfl_length) & (i > 0), other=0) & 0x7FFFFFFF
-    bad = (i < nfl_length) & ((here < before) | (here > row_count + 1))
+    bad = (i < nfl_length) & ((here < before) | (here > row_count))
     here = tl.load(rows + i, mask=i < row_count, other=0)
     before = tl.load(rows + i - 1, mask=(i < row_count) & (i > 0), other=0)
     bad = bad | ((i < row_count) & ((here < before) | (here > fid_count)))

@@ -55,6 +55,10 @@ class _Part:
         self.block_stride = like.new_tensor([b.stride for b in request.blocks])
         if self.nfl.shape[0] < self.features:
             raise ConfigError(f"fused_embedding_to_layout: nfl_offset has fewer than {self.features} entries")
+        if self.nfl.shape[0] and int((self.nfl & 0x7FFFFFFF).max()) > self.rows.shape[0]:
+            raise ConfigError(
+                f"fused_embedding_to_layout: nfl_offset reaches past the {self.rows.shape[0]} entries of feature_offset"
+            )
 
     def place(self, task: Task, flat: Tensor) -> tuple[Tensor, Tensor] | None:
         """Flat output positions and the values to add there, or None if the feature is absent."""

@@ -1,6 +1,5 @@
 """`reorder_by_indices` and `fused_reorder_by_indices`."""
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from shoal.errors import ConfigError
 from shoal.ops import _inputs
 from shoal.ops._op import Op, new_size
 from shoal.ops.reorder import reference
+from shoal.switches import switch
 
 EMPTY_RANK0_VARIABLE = "MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD"
 
@@ -18,10 +18,10 @@ EMPTY_RANK0_VARIABLE = "MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD"
 def empty_shards(num_of_shards: int, rank0_empty_shard: bool | None = None) -> int:
     """How many shards, from number 0, stay empty: 1 if wished, or by default with more than four shards.
 
-    The environment variable ``MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD`` (``'1'`` unless set) switches the default off.
+    The environment variable ``MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD`` (1 unless set) switches the default off.
     """
     if rank0_empty_shard is None:
-        return int(num_of_shards > 4 and os.environ.get(EMPTY_RANK0_VARIABLE, "1") == "1")
+        return int(num_of_shards > 4 and switch(EMPTY_RANK0_VARIABLE, 1) == 1)
     if rank0_empty_shard and num_of_shards < 2:
         raise ConfigError(f"rank0_empty_shard needs at least 2 shards, got {num_of_shards}")
     return int(rank0_empty_shard)

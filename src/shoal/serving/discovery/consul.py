@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from shoal.errors import PeerError
 from shoal.serving.discovery.base import ServiceDiscovery
+from shoal.switches import env_int
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class ConsulClient:
 
     def __init__(self) -> None:
         self._host = os.environ.get("CONSUL_HTTP_HOST") or os.environ.get("TCE_HOST_IP")
-        self._port = int(os.environ.get("CONSUL_HTTP_PORT") or 2280)
+        self._port = env_int("CONSUL_HTTP_PORT", 2280)
         self._socket = UNIX_SOCKET if self._host is None and UNIX_SOCKET.is_socket() else None
 
     def request(self, method: str, path: str, body: Any = None) -> Any:

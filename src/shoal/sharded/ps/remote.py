@@ -68,7 +68,7 @@ class RemoteTables:
     def _write(self, request: Request) -> Reply:
         return self.client.write({self.shard: request})[self.shard]
 
-    def as_op(self) -> Any:
+    def as_op(self, name: str | None = None) -> Any:
         """Waits until the server has answered every write of this worker."""
         self.client.flush()
         return self

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
 from shoal.errors import ConfigError, UnsupportedError
+from shoal.switches import other_program_switch
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_INTERPRETED = other_program_switch("TRITON_INTERPRET")
 
 
 def interpreted() -> bool:

@@ -143,7 +143,7 @@ class StoredTable(HashTable):
         """The largest ``req_time`` of any write so far."""
         return self._host.max_update_time()
 
-    def as_op(self) -> HashTable:
+    def as_op(self, name: str | None = None) -> HashTable:
         """Waits until everything asked of this table has been applied, and raises what went wrong meanwhile."""
         self._judge.check(wait=True)
         if self.device.type == "cuda":
