@@ -24,7 +24,12 @@ def old_owner(ids, world):
 
 def test_ranks_restore_what_the_old_rule_saved(tmp_path):
     for rank in range(5):
-        here = old_owner(IDS, 5) == rank
+        def save(name, table):
+        path = f"{folder}/{name}"
+        save_checkpoint(path, snapshot(), table, ranks, lambda: None)
+        return path
+
+    here = old_owner(IDS, 5) == rank
         table = shoal.HashTable(2, name=f"old_{rank}", **SETTINGS).assign(IDS[here], ROWS[here])
         table.save(str(tmp_path / f"rank-{rank:05d}" / "rows"))
     manifest = {"format": 1, "world_size": 5, "empty_rank0": True, "dim": 2}
@@ -37,7 +42,8 @@ def test_ranks_restore_what_the_old_rule_saved(tmp_path):
 
 
 def five_ranks(rank, world, folder):
-    from shoal.trainer.checkpoint import MANIFEST, Manifest, Snapshot, load_checkpoint, save_checkpoint
+    from shoal.durable import MANIFEST, read_folder, read_saved, write_saved
+    from shoal.trainer.checkpoint import Snapshot, load_checkpoint, save_checkpoint
     from shoal.trainer.ranks import Ranks
 
     ranks, model = Ranks(), torch.nn.Linear(1, 1)
@@ -45,20 +51,25 @@ def five_ranks(rank, world, folder):
     def snapshot():
         return Snapshot(step=1, model=model, optimizer=torch.optim.SGD(model.parameters()), reader={}, metrics={})
 
+    def save(name, table):
+        path = f"{folder}/{name}"
+        save_checkpoint(path, snapshot(), table, ranks, lambda: None)
+        return path
+
     here = old_owner(IDS, world) == rank
     old = shoal.HashTable(2, name="t", **SETTINGS).assign(IDS[here], ROWS[here])
-    saved = save_checkpoint(folder, snapshot(), old, ranks, keep=1)
+    path = save("old", old)
     if rank == 0:
-        manifest = Manifest.read(f"{saved}/{MANIFEST}")
-        del manifest.content["tables"][0]["empty_rank0"]  # as it was written then
-        manifest.write(f"{saved}/{MANIFEST}")
+        saved = read_saved(f"{path}/{MANIFEST}")
+        del saved.fields["content"]["tables"][0]["empty_rank0"]  # as it was written then
+        write_saved(saved.manifest, saved.fields, saved.files)
     ranks.barrier()
     table = AllToAllHashTable(2, name="t", **SETTINGS)
-    load_checkpoint(saved, snapshot(), table.table, ranks)
+    load_checkpoint(read_folder(path), snapshot(), table.table, ranks)
     found = table.lookup(IDS)
-    again = save_checkpoint(folder + "/new", snapshot(), table.table, ranks, keep=1)
+    again = save("new", table.table)
     fresh = AllToAllHashTable(2, name="t", **SETTINGS)
-    load_checkpoint(again, snapshot(), fresh.table, ranks)
+    load_checkpoint(read_folder(again), snapshot(), fresh.table, ranks)
     return found.tolist(), fresh.lookup(IDS).tolist(), fresh.table.size()
 
 
