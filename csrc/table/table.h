@@ -10,6 +10,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/at_fork.h"
 #include "table/filter.h"
 #include "table/layout.h"
 #include "table/optimizers.h"
@@ -164,6 +165,9 @@ class Table {
   std::shared_ptr<Filter> filter_;
   std::shared_ptr<TouchedKeys> touched_;
   int32_t touched_number_ = 0;
+  friend class AtFork;
+  void at_fork(Fork phase);
+  AtFork at_fork_{this};
 };
 
 }  // namespace shoal
