@@ -37,6 +37,7 @@ void table(nb::module_& m) {
       .def_rw("beta1", &Segment::beta1)
       .def_rw("beta2", &Segment::beta2)
       .def_rw("epsilon", &Segment::epsilon)
+      .def_rw("corrected_epsilon", &Segment::corrected_epsilon)
       .def_rw("beta", &Segment::beta)
       .def_rw("l1", &Segment::l1)
       .def_rw("l2", &Segment::l2)

@@ -276,6 +276,7 @@ TEST(results_do_not_depend_on_the_number_of_threads) {
       Segment s;
       s.dim = 5;
       s.opt = Opt::adam;
+      s.epsilon = 0.01f;
       s.init = Init::random_uniform;
       s.init_low = -1;
       s.init_high = 1;
