@@ -36,7 +36,12 @@ std::vector<int64_t> first_ids(int64_t n) {
 template <class Work>
 bool in_child(Work work) {
   const pid_t child = fork();
-  if (child == 0) _exit(work() ? 0 : 1);
+  if (child == 0) {
+#if defined(__SANITIZE_THREAD__)
+    set_num_threads(1);  // the sanitizer ends a child that starts threads
+#endif
+    _exit(work() ? 0 : 1);
+  }
   int status = 0;
   for (int naps = 0; naps < 15000; ++naps) {
     if (waitpid(child, &status, WNOHANG) == child) return WIFEXITED(status) && WEXITSTATUS(status) == 0;

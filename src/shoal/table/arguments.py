@@ -56,8 +56,8 @@ def as_rows(values: Any, n: int, dim: int, name: str, what: str = "values", devi
     values = _as_floats(values, name, what, device)
     if values.numel() != n * dim or (n and values.dim() > 1 and values.shape[-1] != dim):
         raise ConfigError(
-            f"table {name!r}: {what} of {n} ids must be [{n}, {dim}], {n * dim} elements, "
-            f"got shape {list(values.shape)}"
+            f"table {name!r}: {what} of {n} ids must be [{n}, {dim}], got shape {list(values.shape)}; "
+            f"{n * dim} elements are needed"
         )
     return values
 

@@ -60,8 +60,8 @@ class RowOptimizer:
             elif field.name in _FRACTIONS:
                 _check(self, field.name, 0 <= value < 1, "be in [0, 1)")
             else:
-                finite = isinstance(value, Real | Tensor) and math.isfinite(value)
-                _check(self, field.name, finite and value >= 0, "be a finite number >= 0")
+                number = float(value) if isinstance(value, Real | Tensor) else math.nan
+                _check(self, field.name, 0 <= number < math.inf, "be a finite number >= 0")
 
     def as_proto(self) -> OptimizerConfig:
         """The message; a rate that is a function is not part of it."""

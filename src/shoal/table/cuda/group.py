@@ -363,7 +363,8 @@ class Group:
         image = self._stash_image(table)
         rows, left = self._room_for_free(n)
         tensors, _ = self._index_arguments(table)
-        launch(ik.erase, cdiv(n, 256), slots, *tensors[:4], rows, n, BLOCK=256)
+        arena = self.arena
+        launch(ik.erase, cdiv(n, 256), slots, *tensors[:4], arena.times.tensor, rows, n, TIMED=arena.timed, BLOCK=256)
         for copy, store in zip(image, (self.stash_keys, self.stash_rows), strict=True):
             copy.copy_(store.tensor[table, : copy.numel()])
         self._restash(table, image)
@@ -386,7 +387,6 @@ class Group:
         """Makes ``rows`` the list of free ones; ``removed`` ids of a table are gone."""
         if counts[c.LOST]:
             rows = rows[rows > 0]  # ids that found no room have row 0, which is nobody's
-        self.arena.forget_times(rows)
         self.free_rows.tensor[0, : rows.numel()] = rows
         self.counts.set(c.NEXT, counts[c.NEXT] + max(0, counts[c.TAKEN] - counts[c.FREE]))
         self.counts.set(c.FREE, rows.numel())
@@ -428,6 +428,7 @@ class Group:
         gone = torch.cat([rows for _, rows, _ in self.chunks(table)])
         rows, counts = self._room_for_free(gone.numel())
         rows[: gone.numel()] = gone
+        self.arena.forget_times(gone)
         self._new_index(table, 16 if interpreted() else 1024)
         self._recycle(rows, counts, table, gone.numel())
 

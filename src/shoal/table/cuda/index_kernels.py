@@ -322,8 +322,11 @@ def split(keys, rows, n, buckets, low, first, distance, salt, BLOCK: tl.constexp
 
 
 @triton.jit(do_not_specialize=["n"])
-def erase(slots, keys, rows, stash_keys, stash_rows, out_rows, n, BLOCK: tl.constexpr):
-    """Frees slots that `find` gave, each once; ``out_rows`` gets the row of one that was freed, -1 otherwise."""
+def erase(slots, keys, rows, stash_keys, stash_rows, times, out_rows, n, TIMED: tl.constexpr, BLOCK: tl.constexpr):
+    """Frees slots that `find` gave, each once; ``out_rows`` gets the row of one that was freed, -1 otherwise.
+
+    With TIMED the time of such a row is 0 from now on, as that of a row that was never used.
+    """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + o, mask=o < n, other=-1)
     main = slot >= 0
@@ -335,4 +338,6 @@ def erase(slots, keys, rows, stash_keys, stash_rows, out_rows, n, BLOCK: tl.cons
     tl.store(rows + slot, -1, mask=main)
     tl.store(stash_keys + (-2 - slot), EMPTY, mask=stash)
     tl.store(stash_rows + (-2 - slot), -1, mask=stash)
+    if TIMED:
+        tl.store(times + row, 0, mask=row >= 0)
     tl.store(out_rows + o, row, mask=o < n)
