@@ -24,12 +24,7 @@ def old_owner(ids, world):
 
 def test_ranks_restore_what_the_old_rule_saved(tmp_path):
     for rank in range(5):
-        def save(name, table):
-        path = f"{folder}/{name}"
-        save_checkpoint(path, snapshot(), table, ranks, lambda: None)
-        return path
-
-    here = old_owner(IDS, 5) == rank
+        here = old_owner(IDS, 5) == rank
         table = shoal.HashTable(2, name=f"old_{rank}", **SETTINGS).assign(IDS[here], ROWS[here])
         table.save(str(tmp_path / f"rank-{rank:05d}" / "rows"))
     manifest = {"format": 1, "world_size": 5, "empty_rank0": True, "dim": 2}

@@ -21,8 +21,8 @@ class TableModule(nn.Module):
 
     It has no parameters: rows belong to the table, and are updated by the table's own optimizer. ``state_dict`` holds
     the rows of local tables as ``table.ids``, ``table.rows``, … (``tables.<key>.ids`` … with a table per key). Of a
-    table over ranks or servers it holds nothing, and a warning says what saves its rows. Rows stay in host memory;
-    ``.to`` moves and casts what `forward` returns.
+    table over ranks or servers it holds nothing, and a warning says what saves its rows. Rows stay where their table
+    has them; ``.to`` moves and casts what `forward` returns.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class TableModule(nn.Module):
         """Tells the seconds that rows are stamped with, from which expiry counts; ``time.time`` at first.
 
         Set it to the time of your events when you train on a log. It belongs to the tables, with all their modules.
+        With ``time.time`` a row whose stamp is later keeps it; what another clock tells is kept as it is, but a time
+        more than a day ahead of the computer's clock is refused.
         """
         return self.slots()[0].clock
 
