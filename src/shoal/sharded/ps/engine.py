@@ -123,7 +123,7 @@ class Engine:
             failed, answer = error, Answer(status_of(error), [str(error).encode()])
         if request.stream != UNORDERED:
             again = Answer(answer.status) if request.op == Op.INSERT else answer  # its rows can be read again
-            self.streams.remember(request.stream, request.seq, again)
+            self.streams.remember(request.stream, request.seq, again, request.acked)
         return answer, failed
 
     def apply(self, requests: Sequence[Request]) -> list[Reply]:

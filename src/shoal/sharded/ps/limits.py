@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
 
 from shoal.errors import ConfigError
 
@@ -25,3 +27,11 @@ class Limits:
             value, least = getattr(self, field.name), 0 if field.name == "inline_ids" else 1
             if value < least:
                 raise ConfigError(f"limits of a server: {field.name} is at least {least}, got {value}")
+
+
+def check_duration(value: Any, what: str) -> None:
+    """Refuses what is not a span of time above zero."""
+    if not isinstance(value, timedelta):
+        raise ConfigError(f"{what} must be a datetime.timedelta, such as timedelta(seconds=3), got {value!r}")
+    if value <= timedelta(0):
+        raise ConfigError(f"{what} must be above 0, got {value}")

@@ -13,7 +13,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.sharded.ps.backlog import Backlog
 from shoal.sharded.ps.engine import Engine
 from shoal.sharded.ps.http import StatusServer
-from shoal.sharded.ps.limits import Limits
+from shoal.sharded.ps.limits import Limits, check_duration
 from shoal.sharded.ps.metrics import Metrics
 from shoal.sharded.ps.protocol import VERSION, Request, Status
 from shoal.sharded.ps.reads import Reads
@@ -56,6 +56,9 @@ class ParameterServer:
         check_port(http_port or 0, "http_port")
         if read_threads < 1:
             raise ConfigError(f"a server has at least 1 thread for large reads, got {read_threads}")
+        for period, what in ((checkpoint_every, "checkpoint_every"), (evict_every, "evict_every")):
+            if period is not None:
+                check_duration(period, what)
         self.engine = engine
         self.limits = limits or Limits()
         engine.shard.max_reply_bytes = self.limits.max_message_bytes
