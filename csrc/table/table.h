@@ -76,6 +76,9 @@ class Table {
   void clear();
 
   const Layout& layout() const { return layout_; }
+  // Takes the numbers of another layout (those of optimizers and initializers) whose rows look the same; throws
+  // std::invalid_argument for any other. Not beside other writes.
+  void set_layout(const Layout& layout);
   int64_t size() const;
   int64_t bytes() const;
   int64_t max_update_time() const { return max_update_time_.load(); }
@@ -150,7 +153,7 @@ class Table {
   std::vector<uint8_t> bad_gradients(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const;
   void update_scales(int64_t global_step);
 
-  const Layout layout_;
+  Layout layout_;
   const uint64_t seed_;
   const int64_t expected_;
   std::vector<StepFn> steps_;

@@ -15,7 +15,7 @@ from shoal.sharded.ps.log import sync_directory
 from shoal.sharded.ps.shard import Shard
 from shoal.sharded.ps.snapshot import ShardSnapshot
 from shoal.sharded.ps.streams import Streams
-from shoal.sharded.ps.table_spec import build_table
+from shoal.sharded.ps.table_spec import build_table, check_change, same_counts
 from shoal.table.checkpoint import restore_table
 from shoal.table.checkpoint.filters import restore_hash_filter
 from shoal.table.table import HashTable
@@ -84,7 +84,7 @@ class Checkpoints:
                 f"{shard.index} of {shard.of}; use `shoal ps reshard`"
             )
         for entry in manifest["tables"].values():
-            shard.add(entry["spec"], _table(path, entry))
+            shard.add(entry["spec"], _table(path, entry, entry["spec"]))
         shard.version = manifest["version"]
         streams.load(manifest["streams"], manifest.get("answers", {}))
         return manifest["number"]
@@ -116,7 +116,7 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
     def kept_table(self, name: str, table: str, shard: Shard) -> HashTable:
-        """A table as it was in the checkpoint of that name; it must be of the configuration that it has now."""
+        """A table as it was in the checkpoint of that name, with the settings that it has now."""
         path = self.directory / f"kept-{_checked(name)}"
         if not (path / "manifest.json").is_file():
             raise ConfigError(f"shard {shard.index} keeps no checkpoint {name!r}")
@@ -124,16 +124,19 @@ class Checkpoints:
         entry = manifest["tables"].get(table)
         if entry is None or (manifest["shard"], manifest["of"]) != (shard.index, shard.of):
             raise ConfigError(f"the checkpoint {name!r} of shard {shard.index} has no table {table!r} of this shard")
-        if entry["spec"] != shard.specs[table]:
-            raise ConfigError(f"table {table!r} in the checkpoint {name!r} has another configuration than it has now")
-        return _table(path, entry)
+        try:
+            check_change(entry["spec"], shard.specs[table])
+        except ConfigError as error:
+            raise ConfigError(f"the checkpoint {name!r} of shard {shard.index} does not fit: {error}") from None
+        return _table(path, entry, shard.specs[table])
 
 
-def _table(path: Path, entry: Mapping[str, Any]) -> HashTable:
-    """A table from its entry in the manifest of a checkpoint."""
-    table = build_table(entry["spec"])
+def _table(path: Path, entry: Mapping[str, Any], spec: dict[str, Any]) -> HashTable:
+    """A table from its entry in the manifest of a checkpoint, with the settings of ``spec``."""
+    table = build_table(spec)
     restore_table(table, path / entry["file"])
-    restore_hash_filter(table.hash_filter, str(path / entry["filter"]), True)
+    if same_counts(entry["spec"], spec):
+        restore_hash_filter(table.hash_filter, str(path / entry["filter"]), True)
     table._native.raise_max_update_time(entry["max_update_time"])
     table._native.set_calls(entry["calls"])
     return table

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +22,11 @@ from shoal.sharded.ps.snapshot import WHOLE_TABLE, ShardSnapshot
 from shoal.sharded.ps.streams import Answer, Streams, Verdict
 from shoal.table.table import HashTable
 
+log = logging.getLogger("shoal.ps")
+
 UNORDERED = bytes(16)
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room says
+ROOM_EVERY_S = 1.0  # between two looks at whether it has room again
 LOCK_WAIT_S = 10.0  # for the process that served from a directory before
 IDEMPOTENT = (Op.INSERT, Op.CREATE, Op.EVICT)  # twice is as good as once, so they need no place in a stream
 
@@ -59,6 +65,9 @@ class Engine:
         self.recovered_records = 0
         self.logged: Callable[[], None] = lambda: None
         """Called when a write is in the log and not applied yet: the wait for the disk may begin."""
+        self.read_only = ""
+        """Why writes are refused until there is room on the disk; empty while they are not."""
+        self._room_at = 0.0
         self._lock = -1
         self._snapshot: ShardSnapshot | None = None
         self._offset = 0  # from the shard's version to the number of a checkpoint, where no log counts
@@ -71,7 +80,10 @@ class Engine:
         """Keeps the directory to this process until `close` or its end; one that is going has a moment to go."""
         if self.checkpoints is None:
             return
-        fd = os.open(self.checkpoints.directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(self.checkpoints.directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"shard {self.shard.index} cannot lock its directory: {error}") from error
         end = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
@@ -98,7 +110,34 @@ class Engine:
             self.recovered_records += 1
         self._offset = last - self.shard.version
         if self.durability == Durability.LOG:
-            self.log = Log(self.checkpoints.directory, next_number=last + 1)
+            self._next_number = last + 1
+            self.make_room()
+
+    def make_room(self) -> bool:
+        """Starts the log where a full disk did not let it start; whether there is one. Until then reads go on alone."""
+        if self.log is not None or self.durability != Durability.LOG:
+            return True
+        assert self.checkpoints is not None
+        if time.monotonic() < self._room_at:
+            return False
+        directory = self.checkpoints.directory
+        try:
+            self.log = Log(directory, next_number=self._next_number)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._room_at = time.monotonic() + ROOM_EVERY_S
+            if not self.read_only:
+                self.read_only = (
+                    f"shard {self.shard.index} is read-only: {directory} has no room for its log ({error.strerror}); "
+                    "free some space there, and writes go on by themselves"
+                )
+                log.error("%s", self.read_only)
+            return False
+        if self.read_only:
+            log.warning("shard %d: %s has room again; writes go on", self.shard.index, directory)
+        self.read_only = ""
+        return True
 
     def _redo(self, number: int, request: Request) -> None:
         kept: dict[str, HashTable] = {}
@@ -135,6 +174,8 @@ class Engine:
             return error_reply(request.request, Status.BAD_REQUEST, f"{request.op.name} needs a stream and a number")
         if request.stream != UNORDERED and not request.seq:
             return error_reply(request.request, Status.BAD_REQUEST, "the writes of a stream are numbered from 1, got 0")
+        if self.read_only:
+            return error_reply(request.request, Status.UNAVAILABLE, self.read_only, self.shard.version)
         verdict = self._judge(request)
         if verdict is Verdict.DONE:
             self.duplicates += 1
@@ -165,7 +206,8 @@ class Engine:
                 return error_reply(
                     request.request,
                     Status.UNAVAILABLE,
-                    f"shard {self.shard.index} cannot write its log ({error}); nothing was applied",
+                    f"shard {self.shard.index} cannot write its log in {self.log.directory} ({error}); nothing was "
+                    "applied",
                 )
             self.logged()
         answer, _ = self._write(request, kept)
@@ -209,6 +251,8 @@ class Engine:
             raise ConfigError(f"shard {self.shard.index}: checkpoints need a directory; start the server with one")
         if self._snapshot is not None:
             raise ConfigError(f"shard {self.shard.index}: a checkpoint is being taken already")
+        if self.read_only:
+            raise OSError(errno.ENOSPC, self.read_only)
         number = self.log.rotate() - 1 if self.log is not None else self.shard.version + self._offset
         self._snapshot = snapshot = ShardSnapshot(self.shard, self.streams, number)
         return snapshot

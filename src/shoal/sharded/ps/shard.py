@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +14,12 @@ from torch import Tensor
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, Op, Request, Status, as_tensor
-from shoal.sharded.ps.table_spec import build_table, parse_spec
+from shoal.sharded.ps.table_spec import build_table, change_table, check_change, parse_spec
 from shoal.table.arguments import MAX_TIME
 from shoal.table.fused import apply_blocks, lookup_blocks
 from shoal.table.table import HashTable
+
+log = logging.getLogger("shoal.ps")
 
 
 class UnknownTable(ConfigError, KeyError):
@@ -195,23 +198,30 @@ class Shard:
     # --- tables ---------------------------------------------------------------------------------------------------
 
     def _spec(self, request: Request) -> dict[str, Any]:
-        """What a CREATE asks for; of a table that exists, what that was made from."""
+        """What a CREATE asks for; refused where the rows of a table that exists do not allow it."""
         spec = parse_spec(request.ids, request.values)
         chosen = spec.pop("default_seed", False)
         known = self.specs.get(spec["name"])
-        if known is None:
-            build_table(spec)
-            return spec
-        if known != ({**spec, "seed": known.get("seed", 0)} if chosen else spec):
-            raise ConfigError(
-                f"shard {self.index}: table {spec['name']!r} exists with another configuration; use another name, "
-                "or start the server on an empty directory"
-            )
-        return known
+        if known is not None and chosen:
+            spec["seed"] = known.get("seed", 0)
+        if known == spec:
+            return known
+        build_table(spec)
+        if known is not None:
+            try:
+                check_change(known, spec)
+            except ConfigError as error:
+                raise ConfigError(f"shard {self.index}: {error}") from None
+        return spec
 
     def _create(self, spec: dict[str, Any]) -> None:
-        if spec["name"] not in self.tables:
+        name = spec["name"]
+        if name not in self.tables:
             self.add(spec, build_table(spec))
+        elif spec != self.specs[name]:
+            log.info("shard %d: table %r takes other settings", self.index, name)
+            change_table(self.tables[name], self.specs[name], spec)
+            self.specs[name] = spec
 
     def add(self, spec: dict[str, Any], table: HashTable) -> None:
         """Takes a table in."""
