@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, DataError
+from shoal.sharded.ps import directory_lock
 from shoal.sharded.ps.checkpoint import Checkpoints
 from shoal.sharded.ps.log import Log, replay
 from shoal.sharded.ps.protocol import FLOAT16, Op, Reply, Request, Status, error_reply, parse_request
@@ -27,7 +27,6 @@ log = logging.getLogger("shoal.ps")
 UNORDERED = bytes(16)
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room says
 ROOM_EVERY_S = 1.0  # between two looks at whether it has room again
-LOCK_WAIT_S = 10.0  # for the process that served from a directory before
 IDEMPOTENT = (Op.INSERT, Op.CREATE, Op.EVICT)  # twice is as good as once, so they need no place in a stream
 
 
@@ -78,26 +77,11 @@ class Engine:
 
     def lock(self) -> None:
         """Keeps the directory to this process until `close` or its end; one that is going has a moment to go."""
-        if self.checkpoints is None:
-            return
-        try:
-            fd = os.open(self.checkpoints.directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"shard {self.shard.index} cannot lock its directory: {error}") from error
-        end = time.monotonic() + LOCK_WAIT_S
-        while True:
+        if self.checkpoints is not None:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() < end:
-                    time.sleep(0.05)
-                    continue
-                os.close(fd)
-                raise ConfigError(
-                    f"shard {self.shard.index}: another process serves from {self.checkpoints.directory}; end it first"
-                ) from None
-        self._lock = fd
+                self._lock = directory_lock.lock(self.checkpoints.directory)
+            except ConfigError as error:
+                raise ConfigError(f"shard {self.shard.index}: {error}") from None
 
     def recover(self) -> None:
         """Loads the newest whole checkpoint and replays the log behind it; then the log goes on."""
