@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "bind/bind.h"
+#include "bind/digest.h"
 #include "io/checkpoint.h"
 #include "io/crc32c.h"
 #include "io/entry_dump.h"
@@ -107,8 +108,8 @@ std::vector<nb::bytes> read_records(const std::string& path, bool snappy) {
   return out;
 }
 
-void write_records(const std::string& temporary, const std::string& path, const std::vector<nb::bytes>& records,
-                   bool snappy) {
+Digest write_records(const std::string& temporary, const std::string& path, const std::vector<nb::bytes>& records,
+                     bool snappy) {
   OutFile file(temporary, snappy);
   for (const nb::bytes& record : records) {
     char* out = file.room(kRecordHeader + record.size() + kRecordFooter);
@@ -119,6 +120,7 @@ void write_records(const std::string& temporary, const std::string& path, const 
   const nb::gil_scoped_release release;
   file.sync();
   file.rename_to(path);
+  return as_pair(file.digest());
 }
 
 }  // namespace
@@ -127,6 +129,9 @@ void io(nb::module_& m) {
   nb::register_exception_translator(translate, nullptr);
 
   m.def("crc32c", [](nb::bytes data) { return crc32c(data.c_str(), data.size()); }, nb::arg("data"));
+  m.def(
+      "digest_file", [](const std::string& path) { return as_pair(digest_file(path)); }, nb::arg("path"), NoGil(),
+      "The bytes of a file and their CRC-32C.");
   m.def("read_records", &read_records, nb::arg("path"), nb::arg("snappy") = false);
   m.def("write_records", &write_records, nb::arg("temporary"), nb::arg("path"), nb::arg("records"),
         nb::arg("snappy") = false);
@@ -136,7 +141,7 @@ void io(nb::module_& m) {
       [](const std::string& temporary, const std::string& path, nb::bytes meta, uintptr_t cells, int64_t n) {
         const std::string copy(meta.c_str(), meta.size());
         const nb::gil_scoped_release release;
-        write_filter_block(temporary, path, copy, ptr<const uint16_t>(cells), n);
+        return as_pair(write_filter_block(temporary, path, copy, ptr<const uint16_t>(cells), n));
       },
       nb::arg("temporary"), nb::arg("path"), nb::arg("meta"), nb::arg("cells"), nb::arg("n"));
   m.def(
@@ -148,7 +153,9 @@ void io(nb::module_& m) {
       nb::arg("path"));
   m.def(
       "read_filter_cells",
-      [](const std::string& path, uintptr_t cells, int64_t n) { read_filter_cells(path, ptr<uint16_t>(cells), n); },
+      [](const std::string& path, uintptr_t cells, int64_t n) {
+        return as_pair(read_filter_cells(path, ptr<uint16_t>(cells), n));
+      },
       nb::arg("path"), nb::arg("cells"), nb::arg("n"), NoGil());
 
   nb::class_<Progress>(m, "Progress")
@@ -165,7 +172,7 @@ void io(nb::module_& m) {
         std::vector<SaveSource> sources;
         for (const nb::tuple& table : tables) sources.push_back(save_source(table));
         const nb::gil_scoped_release release;
-        return save(sources, {temporary, paths, snappy, random_sleep_ms}, progress);
+        return as_pairs(save(sources, {temporary, paths, snappy, random_sleep_ms}, progress));
       },
       nb::arg("tables"), nb::arg("temporary"), nb::arg("paths"), nb::arg("snappy"), nb::arg("random_sleep_ms"),
       nb::arg("progress").none());
@@ -179,7 +186,16 @@ void io(nb::module_& m) {
           },
           nb::arg("table"), nb::arg("strict") = true, nb::arg("modulus") = 1, nb::arg("residue") = 0,
           nb::keep_alive<1, 2>())
-      .def("read", &Load::read, nb::arg("paths"), nb::arg("progress").none(), NoGil())
+      .def(
+          "read",
+          [](Load& self, const std::vector<std::string>& paths, Progress* progress) {
+            const Load::Taken taken = self.read(paths, progress);
+            std::vector<Digest> files;
+            for (const FileDigest& digest : taken.files) files.push_back(as_pair(digest));
+            return std::make_pair(taken.records, files);
+          },
+          nb::arg("paths"), nb::arg("progress").none(), NoGil(),
+          "How many records were taken, and the digest of each file.")
       .def(
           "erase", [](Load& self, uintptr_t ids, int64_t n) { return self.erase(ptr<const int64_t>(ids), n); },
           nb::arg("ids"), nb::arg("n"), NoGil())
@@ -191,7 +207,7 @@ void io(nb::module_& m) {
       [](const std::string& path, const std::vector<Load*>& loads, const std::vector<int64_t>& counts,
          Progress* progress) {
         const nb::gil_scoped_release release;
-        load_multi(path, loads, counts, progress);
+        return as_pair(load_multi(path, loads, counts, progress));
       },
       nb::arg("path"), nb::arg("loads"), nb::arg("counts"), nb::arg("progress").none());
 
@@ -205,6 +221,7 @@ void io(nb::module_& m) {
             return std::make_pair(self.columns().size(), static_cast<int64_t>(self.columns().weights.size()));
           },
           "How many records, and weights of all of them, are at hand now; (0, 0) at the end.")
+      .def("digest", [](const EntryScan& self) { return as_pair(self.digest()); })
       .def(
           "columns",
           [](const EntryScan& self, uintptr_t numbers, int64_t n, uintptr_t weights, int64_t floats) {
@@ -258,7 +275,8 @@ void io(nb::module_& m) {
           nb::arg("ends"))
       .def("sync", &EntrySink::sync, NoGil())
       .def("rename_to", &EntrySink::rename_to, nb::arg("path"), NoGil())
-      .def("bytes", &EntrySink::bytes);
+      .def("bytes", &EntrySink::bytes)
+      .def("digest", [](const EntrySink& self) { return as_pair(self.digest()); });
 
   m.def(
       "walk_entries",

@@ -2,6 +2,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
+#include "bind/digest.h"
 #include "sharded/parts.h"
 #include "sharded/rings.h"
 #include "sharded/snapshot.h"
@@ -28,7 +29,7 @@ void sharded(nb::module_& m) {
       .def(
           "save",
           [](Snapshot& s, const std::vector<std::string>& temporary, const std::vector<std::string>& paths,
-             Progress* progress) { return s.save({.temporary = temporary, .path = paths}, progress); },
+             Progress* progress) { return as_pairs(s.save({.temporary = temporary, .path = paths}, progress)); },
           nb::arg("temporary"), nb::arg("paths"), nb::arg("progress").none(), NoGil());
 
   nb::class_<Rings>(m, "Rings")

@@ -129,8 +129,7 @@ int64_t write_rows(const EntryEncoder& encoder, const Rows& rows, int32_t stride
 
 }  // namespace
 
-std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, const SaveTarget& target,
-                                       Progress* progress) {
+std::vector<SavedShard> save(const std::vector<SaveSource>& sources, const SaveTarget& target, Progress* progress) {
   const int shards = static_cast<int>(target.path.size());
   if (shards < 1 || target.temporary.size() != target.path.size()) {
     throw std::invalid_argument("a save needs one temporary and one final path for each shard");
@@ -144,7 +143,7 @@ std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, c
   }
   const int writers = std::min(shards, num_threads());
   std::vector<std::unique_ptr<OutFile>> files(shards);
-  std::vector<std::vector<int64_t>> counts(shards, std::vector<int64_t>(sources.size(), 0));
+  std::vector<SavedShard> saved(shards, {.rows = std::vector<int64_t>(sources.size(), 0), .digest = {}});
   StripeQueue queue(writers, writers + 1);
 
   const auto write = [&](int writer) {
@@ -164,7 +163,7 @@ std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, c
         const int64_t before = file.bytes();
         const int64_t n = write_rows(encoders[job.source], job.rows, sources[job.source].table->layout().stride,
                                      sources[job.source].expiry, now[job.source], &file);
-        counts[job.shard][job.source] += n;
+        saved[job.shard].rows[job.source] += n;
         if (progress) {
           progress->rows += n;
           progress->bytes += file.bytes() - before;
@@ -199,8 +198,11 @@ std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, c
   }
   for (std::thread& thread : threads) thread.join();
   queue.rethrow();
-  for (int shard = 0; shard < shards; ++shard) files[shard]->rename_to(target.path[shard]);
-  return counts;
+  for (int shard = 0; shard < shards; ++shard) {
+    saved[shard].digest = files[shard]->digest();
+    files[shard]->rename_to(target.path[shard]);
+  }
+  return saved;
 }
 
 // One thread's part of a load: decodes records, collects their rows by stripe and hands each stripe's to the table many
@@ -281,7 +283,7 @@ Table& Load::fresh() const {
   return *fresh_;
 }
 
-int64_t Load::read(const std::vector<std::string>& paths, Progress* progress) {
+Load::Taken Load::read(const std::vector<std::string>& paths, Progress* progress) {
   std::vector<std::unique_ptr<ChunkReader>> files;
   for (const std::string& path : paths) files.push_back(std::make_unique<ChunkReader>(path, false));
   const int64_t n = static_cast<int64_t>(files.size());
@@ -306,7 +308,9 @@ int64_t Load::read(const std::vector<std::string>& paths, Progress* progress) {
       throw;
     }
   });
-  return taken;
+  Taken result{.records = taken, .files = {}};
+  for (const auto& file : files) result.files.push_back(file->digest());
+  return result;
 }
 
 int64_t Load::erase(const int64_t* ids, int64_t n) { return fresh().erase(ids, n); }
@@ -322,8 +326,8 @@ void Load::commit() {
   fresh_.reset();
 }
 
-void load_multi(const std::string& path, const std::vector<Load*>& loads, const std::vector<int64_t>& counts,
-                Progress* progress) {
+FileDigest load_multi(const std::string& path, const std::vector<Load*>& loads, const std::vector<int64_t>& counts,
+                      Progress* progress) {
   if (loads.size() != counts.size()) throw std::invalid_argument("one count is needed for each table of the file");
   ChunkReader file(path, true);
   std::vector<int64_t> ends;  // records before and in each table
@@ -371,6 +375,7 @@ void load_multi(const std::string& path, const std::vector<Load*>& loads, const 
     throw DataError(path + ": there are " + std::to_string(seen) + " records, the meta file says " +
                     std::to_string(total));
   }
+  return file.digest();
 }
 
 }  // namespace shoal

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "io/digest.h"
 #include "table/table.h"
 
 namespace shoal {
@@ -38,12 +39,15 @@ struct SaveTarget {
   int64_t random_sleep_ms = 0;  // each shard waits a random time below it before it begins
 };
 
+struct SavedShard {
+  std::vector<int64_t> rows;  // by source
+  FileDigest digest;
+};
+
 // Writes the tables' rows, table by table, each row once and in one piece, those that are stale left out. The caller's
 // thread copies one stripe after another; threads of low priority encode and write, so lookups and updates that run at
-// the same time keep most of their speed. Returns the rows written, by shard and then by source.
-// Throws std::system_error or Cancelled; then none of the files is there.
-std::vector<std::vector<int64_t>> save(const std::vector<SaveSource>& sources, const SaveTarget& target,
-                                       Progress* progress);
+// the same time keep most of their speed. Throws std::system_error or Cancelled; then none of the files is there.
+std::vector<SavedShard> save(const std::vector<SaveSource>& sources, const SaveTarget& target, Progress* progress);
 
 // The records that a load takes: those with id mod modulus == residue, rounding down.
 struct ShardRule {
@@ -61,9 +65,13 @@ class Load {
  public:
   Load(Table& table, bool strict, ShardRule shard);
   ~Load();
-  // Reads whole files of this table's records in parallel. Rows that are already here are replaced. Returns how many
-  // records were taken. Throws DataError, std::system_error or Cancelled.
-  int64_t read(const std::vector<std::string>& paths, Progress* progress);
+  struct Taken {
+    int64_t records = 0;
+    std::vector<FileDigest> files;  // as they were read
+  };
+  // Reads whole files of this table's records in parallel. Rows that are already here are replaced. Throws DataError,
+  // std::system_error or Cancelled.
+  Taken read(const std::vector<std::string>& paths, Progress* progress);
   // What later files take back, and what has expired by then.
   int64_t erase(const int64_t* ids, int64_t n);
   int64_t evict(const Expiry& expiry, int64_t now);
@@ -72,7 +80,7 @@ class Load {
   void commit();
 
  private:
-  friend void load_multi(const std::string&, const std::vector<Load*>&, const std::vector<int64_t>&, Progress*);
+  friend FileDigest load_multi(const std::string&, const std::vector<Load*>&, const std::vector<int64_t>&, Progress*);
   class Worker;
   Table& fresh() const;  // throws std::invalid_argument after commit()
 
@@ -85,7 +93,7 @@ class Load {
 
 // Reads one data file of a multi table: `counts[i]` records of loads[i], which is null for a table that is skipped,
 // then those of the next. Throws DataError when the file has more or fewer.
-void load_multi(const std::string& path, const std::vector<Load*>& loads, const std::vector<int64_t>& counts,
-                Progress* progress);
+FileDigest load_multi(const std::string& path, const std::vector<Load*>& loads, const std::vector<int64_t>& counts,
+                      Progress* progress);
 
 }  // namespace shoal

@@ -31,9 +31,9 @@ constexpr std::array<std::array<uint32_t, 256>, 8> make_slices() {
 constexpr auto kSlices = make_slices();
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) uint32_t crc32c_sse42(const void* data, size_t n) {
+__attribute__((target("sse4.2"))) uint32_t crc32c_sse42(uint32_t before, const void* data, size_t n) {
   const char* p = static_cast<const char*>(data);
-  uint64_t crc = 0xFFFFFFFFu;
+  uint64_t crc = ~before;
   for (; n >= 8; n -= 8, p += 8) {
     uint64_t word;
     std::memcpy(&word, p, 8);
@@ -47,9 +47,9 @@ __attribute__((target("sse4.2"))) uint32_t crc32c_sse42(const void* data, size_t
 
 }  // namespace
 
-uint32_t crc32c_portable(const void* data, size_t n) {
+uint32_t crc32c_portable(const void* data, size_t n, uint32_t crc) {
   const uint8_t* p = static_cast<const uint8_t*>(data);
-  uint32_t crc = 0xFFFFFFFFu;
+  crc = ~crc;
   for (; n >= 8; n -= 8, p += 8) {
     const uint32_t low = crc ^ (p[0] | p[1] << 8 | p[2] << 16 | static_cast<uint32_t>(p[3]) << 24);
     crc = kSlices[7][low & 0xFF] ^ kSlices[6][(low >> 8) & 0xFF] ^ kSlices[5][(low >> 16) & 0xFF] ^
@@ -59,12 +59,14 @@ uint32_t crc32c_portable(const void* data, size_t n) {
   return ~crc;
 }
 
-uint32_t crc32c(const void* data, size_t n) {
+uint32_t crc32c(const void* data, size_t n) { return crc32c_extend(0, data, n); }
+
+uint32_t crc32c_extend(uint32_t crc, const void* data, size_t n) {
 #if defined(__x86_64__)
   static const bool native = __builtin_cpu_supports("sse4.2");
-  if (native) return crc32c_sse42(data, n);
+  if (native) return crc32c_sse42(crc, data, n);
 #endif
-  return crc32c_portable(data, n);
+  return crc32c_portable(data, n, crc);
 }
 
 }  // namespace shoal

@@ -32,9 +32,10 @@ class EntryScan {
   // The next records, or false at the end. Throws DataError with the number of the record and its byte.
   bool next();
   const EntryColumns& columns() const { return columns_; }
-  Chunk::Payload payload(int64_t i) const;  // the whole message; throws std::out_of_range
-  Chunk::Payload state(int64_t i) const;    // its OptimizerDump, empty when there is none
-  Chunk::Payload frame(int64_t i) const;    // with header and footer
+  Chunk::Payload payload(int64_t i) const;                       // the whole message; throws std::out_of_range
+  Chunk::Payload state(int64_t i) const;                         // its OptimizerDump, empty when there is none
+  Chunk::Payload frame(int64_t i) const;                         // with header and footer
+  const FileDigest& digest() const { return reader_.digest(); }  // of the file, once next() was false
 
  private:
   ChunkReader reader_;
@@ -57,6 +58,7 @@ class EntrySink {
   void sync() { file_.sync(); }
   void rename_to(const std::string& path) { file_.rename_to(path); }
   int64_t bytes() const { return file_.bytes(); }
+  const FileDigest& digest() const { return file_.digest(); }  // after sync()
 
  private:
   OutFile file_;

@@ -52,8 +52,8 @@ void read_cells(wire::Reader in, uint16_t* cells, int64_t n, const std::string& 
 
 }  // namespace
 
-void write_filter_block(const std::string& temporary, const std::string& path, const std::string& meta,
-                        const uint16_t* cells, int64_t n) {
+FileDigest write_filter_block(const std::string& temporary, const std::string& path, const std::string& meta,
+                              const uint16_t* cells, int64_t n) {
   OutFile file(temporary, false);
   char* record = file.room(kRecordHeader + meta.size() + kRecordFooter);
   std::memcpy(record + kRecordHeader, meta.data(), meta.size());
@@ -74,6 +74,7 @@ void write_filter_block(const std::string& temporary, const std::string& path, c
   }
   file.sync();
   file.rename_to(path);
+  return file.digest();
 }
 
 std::string read_filter_meta(const std::string& path) {
@@ -84,7 +85,7 @@ std::string read_filter_meta(const std::string& path) {
   return {payload.data, payload.size};
 }
 
-void read_filter_cells(const std::string& path, uint16_t* cells, int64_t n) {
+FileDigest read_filter_cells(const std::string& path, uint16_t* cells, int64_t n) {
   std::fill(cells, cells + n, 0);
   ChunkReader reader(path, false);
   for (Chunk chunk; reader.next(&chunk);) {
@@ -96,6 +97,7 @@ void read_filter_cells(const std::string& path, uint16_t* cells, int64_t n) {
       read_cells({data, data + payload.size}, cells, n, path + ": record " + std::to_string(number) + ": ");
     }
   }
+  return reader.digest();
 }
 
 }  // namespace shoal

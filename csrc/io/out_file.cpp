@@ -52,6 +52,7 @@ void OutFile::flush() {
 }
 
 void OutFile::write(const char* data, size_t n) {
+  digest_.add(data, n);
   while (n > 0) {
     const ssize_t w = ::write(fd_, data, n);
     if (w < 0) {
@@ -60,13 +61,12 @@ void OutFile::write(const char* data, size_t n) {
     }
     data += w;
     n -= w;
-    written_ += w;
   }
 #if defined(__linux__)
   // Let the disk begin while we go on; sync() then has little left to wait for.
-  if (written_ - started_ >= kWriteBehind) {
-    ::sync_file_range(fd_, started_, written_ - started_, SYNC_FILE_RANGE_WRITE);
-    started_ = written_;
+  if (digest_.bytes - started_ >= kWriteBehind) {
+    ::sync_file_range(fd_, started_, digest_.bytes - started_, SYNC_FILE_RANGE_WRITE);
+    started_ = digest_.bytes;
   }
 #endif
 }

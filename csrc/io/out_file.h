@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "io/digest.h"
+
 namespace shoal {
 
 class OutFile {
@@ -23,7 +25,8 @@ class OutFile {
 
   void sync();  // everything is on the disk; nothing may be written afterwards
   void rename_to(const std::string& path);
-  int64_t bytes() const { return written_; }
+  int64_t bytes() const { return digest_.bytes; }
+  const FileDigest& digest() const { return digest_; }  // of what is written; whole after sync()
 
  private:
   void make_room(size_t n);
@@ -36,7 +39,7 @@ class OutFile {
   std::vector<char> buffer_;
   std::vector<char> packed_;
   size_t filled_ = 0;
-  int64_t written_ = 0;
+  FileDigest digest_;
   int64_t started_ = 0;  // bytes whose way to the disk has begun
 };
 

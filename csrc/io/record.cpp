@@ -41,15 +41,15 @@ void ByteReader::fail(const std::string& what) const { throw DataError(path_ + "
 size_t ByteReader::read(char* out, size_t n) {
   size_t got = 0;
   while (got < n) {
-    const ssize_t r = ::pread(fd_, out + got, n - got, offset_);
+    const ssize_t r = ::read(fd_, out + got, n - got);
     if (r < 0) {
       if (errno == EINTR) continue;
       throw os_error(path_);
     }
     if (r == 0) break;
     got += r;
-    offset_ += r;
   }
+  digest_.add(out, got);
   return got;
 }
 
@@ -63,10 +63,10 @@ bool ByteReader::append(Bytes* out) {
   while (left() > 0) {  // a block may be empty
     uint8_t header[4];
     if (left() < 4 || read(reinterpret_cast<char*>(header), 4) != 4) {
-      fail("truncated inside the length of a block at byte " + std::to_string(offset_));
+      fail("truncated inside the length of a block at byte " + std::to_string(digest_.bytes));
     }
     const uint32_t packed = static_cast<uint32_t>(header[0]) << 24 | header[1] << 16 | header[2] << 8 | header[3];
-    const std::string where = "block before byte " + std::to_string(offset_) + ": ";
+    const std::string where = "block before byte " + std::to_string(digest_.bytes) + ": ";
     if (packed > left())
       fail(where + "truncated: " + std::to_string(packed) + " bytes announced, " + std::to_string(left()) +
            " are left");
@@ -136,6 +136,13 @@ bool ChunkReader::next(Chunk* chunk) {
   offset_ += static_cast<int64_t>(place);
   failed_ = false;
   return !chunk->starts.empty();
+}
+
+FileDigest digest_file(const std::string& path) {
+  ByteReader reader(path, false);
+  Bytes block;
+  while (reader.append(&block)) block.clear();
+  return reader.digest();
 }
 
 }  // namespace shoal

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "io/crc32c.h"
+#include "io/digest.h"
 
 namespace shoal {
 
@@ -70,7 +71,8 @@ class ByteReader {
   bool append(Bytes* out);
   const std::string& path() const { return path_; }
   // Bytes of the file that were not read yet.
-  int64_t left() const { return size_ - offset_; }
+  int64_t left() const { return size_ - digest_.bytes; }
+  const FileDigest& digest() const { return digest_; }  // of what was read; of the file once append() was false
   [[noreturn]] void fail(const std::string& what) const;
 
  private:
@@ -80,7 +82,7 @@ class ByteReader {
   bool snappy_;
   int fd_ = -1;
   int64_t size_ = 0;
-  int64_t offset_ = 0;
+  FileDigest digest_;
   std::vector<char> block_;
 };
 
@@ -113,6 +115,7 @@ class ChunkReader {
   // False when the file has ended. Throws DataError when it ends inside a record or a header is corrupt.
   bool next(Chunk* chunk);
   const std::string& path() const { return bytes_.path(); }
+  const FileDigest& digest() const { return bytes_.digest(); }  // of the file, once next() was false
 
  private:
   std::mutex mutex_;

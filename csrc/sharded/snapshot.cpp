@@ -63,15 +63,13 @@ void Snapshot::take(int stripe, Rows* out) {
   for (int64_t i = 0; i < kept.rows.size(); ++i) append_row(kept.rows, i, stride, out);
 }
 
-int64_t Snapshot::save(const SaveTarget& target, Progress* progress) {
+std::vector<SavedShard> Snapshot::save(const SaveTarget& target, Progress* progress) {
   {
     const std::lock_guard lock(mutex_);
     if (taken_) throw std::invalid_argument("a snapshot is saved once");
   }
   const auto take_stripe = [this](int stripe, Rows* out) { take(stripe, out); };
-  int64_t rows = 0;
-  for (const auto& of_shard : shoal::save({{&table_, nullptr, 0, take_stripe}}, target, progress)) rows += of_shard[0];
-  return rows;
+  return shoal::save({{&table_, nullptr, 0, take_stripe}}, target, progress);
 }
 
 int64_t Snapshot::kept() const {

@@ -22,8 +22,8 @@ class Snapshot {
   Snapshot& operator=(const Snapshot&) = delete;
 
   void before_write(const int64_t* ids, int64_t n);
-  // Once, in any thread. Returns the rows written; throws as shoal::save does.
-  int64_t save(const SaveTarget& target, Progress* progress);
+  // Once, in any thread; as shoal::save.
+  std::vector<SavedShard> save(const SaveTarget& target, Progress* progress);
   // Rows put aside now.
   int64_t kept() const;
 

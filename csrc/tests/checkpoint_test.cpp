@@ -85,12 +85,18 @@ TEST(a_table_survives_any_number_of_shards_and_threads) {
       const auto where = target(folder.path + "/t", shards);
       const auto counts = save({{&table, nullptr, 0}}, where, &progress);
       int64_t rows = 0;
-      for (const auto& shard : counts) rows += shard[0];
+      for (const SavedShard& shard : counts) rows += shard.rows[0];
       CHECK(rows == 3000 && progress.rows == 3000 && files_in(folder.path) == shards);
       Table other(layout(5), 2);
       assign(other, 1 << 20, 10, 1, 1);
       Load load(other, true, {});
-      CHECK(load.read(where.path, nullptr) == 3000 && load.rows() == 3000);
+      const Load::Taken taken = load.read(where.path, nullptr);
+      CHECK(taken.records == 3000 && load.rows() == 3000);
+      for (int i = 0; i < shards; ++i) {
+        const FileDigest again = digest_file(where.path[i]);
+        CHECK(again.bytes == counts[i].digest.bytes && again.crc == counts[i].digest.crc);
+        CHECK(again.bytes == taken.files[i].bytes && again.crc == taken.files[i].crc);
+      }
       load.commit();
       CHECK_THROWS(load.rows());
       CHECK(contents(other) == contents(table) && other.max_update_time() == 7);
@@ -108,13 +114,13 @@ TEST(several_tables_share_a_file) {
   const auto counts = save({{&a, nullptr, 0}, {&b, nullptr, 0}, {&c, nullptr, 0}}, where, nullptr);
   Table a2(layout(3), 1), c2(layout(1), 1);
   Load la(a2, true, {}), lc(c2, true, {});
-  for (int i = 0; i < 2; ++i) load_multi(where.path[i], {&la, nullptr, &lc}, counts[i], nullptr);
+  for (int i = 0; i < 2; ++i) load_multi(where.path[i], {&la, nullptr, &lc}, counts[i].rows, nullptr);
   la.commit();
   lc.commit();
   CHECK(contents(a2) == contents(a) && contents(c2) == contents(c));
   Load again(a2, true, {});
-  CHECK_THROWS(load_multi(where.path[0], {&again, nullptr, nullptr}, {counts[0][0] - 1, 0, 0}, nullptr));
-  CHECK_THROWS(load_multi(where.path[0], {&again, nullptr, nullptr}, {counts[0][0] + 99, 0, 0}, nullptr));
+  CHECK_THROWS(load_multi(where.path[0], {&again, nullptr, nullptr}, {counts[0].rows[0] - 1, 0, 0}, nullptr));
+  CHECK_THROWS(load_multi(where.path[0], {&again, nullptr, nullptr}, {counts[0].rows[0] + 99, 0, 0}, nullptr));
   CHECK_THROWS(load_multi(where.path[0], {&again}, {INT64_MAX, 1}, nullptr));
 }
 
@@ -128,7 +134,7 @@ TEST(a_shard_rule_rounds_down) {
   for (int64_t residue = 0; residue < 3; ++residue) {
     Table part(layout(1), 1);
     Load load(part, true, {3, residue});
-    total += load.read(where.path, nullptr);
+    total += load.read(where.path, nullptr).records;
     load.commit();
     for (const auto& [id, row] : contents(part)) CHECK(((id % 3) + 3) % 3 == residue);
   }

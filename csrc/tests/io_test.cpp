@@ -89,6 +89,7 @@ TEST(crc_has_the_published_check_value_either_way) {
   for (size_t n = 0; n < 300; ++n) {
     const std::string data = random_bytes(random, n, 256);
     CHECK(crc32c(data.data(), n) == crc32c_portable(data.data(), n));
+    CHECK(crc32c_extend(crc32c(data.data(), n / 3), data.data() + n / 3, n - n / 3) == crc32c(data.data(), n));
   }
 }
 

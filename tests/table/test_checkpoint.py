@@ -33,7 +33,7 @@ from shoal.table import (
     restore_table,
     save_table,
 )
-from shoal.table.checkpoint import naming
+from shoal.table.checkpoint import naming, single
 
 
 def table_of(n=200, dim=3, name="t", saver_parallel=-1, **options):
@@ -65,7 +65,7 @@ def test_the_number_of_shards(saver_parallel, rows, files):
 
 def test_folders_are_made_and_nothing_else_is_left(tmp_path):
     table_of(saver_parallel=2).save(str(tmp_path / "a" / "b" / "t"))
-    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["t-00000-of-00002", "t-00001-of-00002"]
+    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["t-00000-of-00002", "t-00001-of-00002", "t.manifest"]
 
 
 def test_an_empty_table_is_a_checkpoint_too(tmp_path):
@@ -78,7 +78,7 @@ def test_an_empty_table_is_a_checkpoint_too(tmp_path):
 def test_more_shards_than_stripes(tmp_path):
     table = table_of(500, saver_parallel=100)
     table.save(str(tmp_path / "t"))
-    assert len(os.listdir(tmp_path)) == 100
+    assert len(os.listdir(tmp_path)) == 101  # and the manifest
     assert all_rows(table_of(0).restore(str(tmp_path / "t"))) == all_rows(table)
 
 
@@ -136,6 +136,7 @@ def test_no_files_at_all(tmp_path):
 
 def test_shards_of_different_counts(tmp_path):
     save_shards(tmp_path, 2)
+    (tmp_path / "t.manifest").unlink()  # as if another program had written them
     save_shards(tmp_path, 3)
     expect_refusal(tmp_path, "mixes shards of 2 and 3 files")
 
@@ -156,7 +157,7 @@ def test_an_automatic_save_replaces_one_of_another_count(tmp_path):
     save_shards(tmp_path, 3)
     table = table_of(20)
     table.save(str(tmp_path / "t"))
-    assert os.listdir(tmp_path) == ["t-00000-of-00001"]
+    assert sorted(os.listdir(tmp_path)) == ["t-00000-of-00001", "t.manifest"]
     assert all_rows(table_of(0).restore(str(tmp_path / "t"))) == all_rows(table)
 
 
@@ -164,6 +165,8 @@ def test_an_id_that_comes_twice_is_refused(tmp_path):
     save_shards(tmp_path, 1)
     whole = (tmp_path / "t-00000-of-00001").read_bytes()
     (tmp_path / "t-00000-of-00001").write_bytes(whole + whole)
+    expect_refusal(tmp_path, f"has {2 * len(whole)} bytes, its manifest says {len(whole)}")
+    (tmp_path / "t.manifest").unlink()
     expect_refusal(tmp_path, "200 of the 400 records have an id that another record has, too")
 
 
@@ -303,12 +306,12 @@ def test_a_file_that_may_not_be_read_is_an_os_error(tmp_path):
 def test_a_save_that_cannot_write_leaves_the_old_one(tmp_path, monkeypatch):
     table = save_shards(tmp_path, 1)
     before = (tmp_path / "t-00000-of-00001").read_bytes()
-    monkeypatch.setattr(naming, "temporary_path", lambda path: str(tmp_path / "no" / "such" / "folder"))
+    monkeypatch.setattr(single, "temporary_path", lambda path: str(tmp_path / "no" / "such" / "folder"))
     table.assign(torch.tensor([1]), torch.zeros(1, 3))
     with pytest.raises(FileNotFoundError, match="no/such/folder"):
         table.save(str(tmp_path / "t"))
     assert (tmp_path / "t-00000-of-00001").read_bytes() == before
-    assert os.listdir(tmp_path) == ["t-00000-of-00001"]
+    assert sorted(os.listdir(tmp_path)) == ["t-00000-of-00001", "t.manifest"]
 
 
 # --- other numbers of shards ------------------------------------------------------------------------------------------
@@ -348,7 +351,7 @@ def test_an_empty_rank_zero_stores_nothing(tmp_path):
 @pytest.mark.parametrize("shard", [(3, 3), (-1, 2), (0, 0), (1,), (0, 1, 2, 3)])
 def test_a_shard_that_cannot_be_is_refused(shard, tmp_path):
     table_of(10).save(str(tmp_path / "t"))
-    with pytest.raises(ConfigError, match="shard is"):
+    with pytest.raises(ConfigError, match="shard must be"):
         restore_table(table_of(0), tmp_path / "t", shard=shard)
 
 
@@ -382,6 +385,10 @@ def test_a_checkpoint_without_a_scale_is_restored_and_a_damaged_one_is_refused(t
     table = hash_net_table("h").assign(torch.tensor([1]), torch.ones(1, 2))
     table.save(str(tmp_path / "t"))
     sidecar = tmp_path / "t.scale.json"
+    sidecar.write_bytes(sidecar.read_bytes().replace(b"1.", b"2."))
+    with pytest.raises(DataError, match=r"table 'g': .*scale.json"):
+        hash_net_table("g").restore(str(tmp_path / "t"))
+    (tmp_path / "t.manifest").unlink()  # as if another program had written the rest
     for content in ("", "{}", "[]", '{"format": "shoal.scales", "version": 1, "scales": {"h": [1]}}', "\udcff"):
         sidecar.write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(DataError, match=r"table 'g': .*scale"):
@@ -494,7 +501,7 @@ def test_progress_counts_and_cancels(tmp_path):
         save_table(table, tmp_path / "u", progress=cancelled)
     with pytest.raises(CancelledError):
         restore_table(table, tmp_path / "t", progress=cancelled)
-    assert sorted(os.listdir(tmp_path)) == ["t-00000-of-00002", "t-00001-of-00002"]
+    assert sorted(os.listdir(tmp_path)) == ["t-00000-of-00002", "t-00001-of-00002", "t.manifest"]
     assert table.size() == 1000
 
 

@@ -122,7 +122,8 @@ def payloads(stream):
 def test_data_files_hold_the_tables_in_order_of_their_names(tmp_path):
     table = fill(multi({"b": 2, "a": 3, "cc": 1}, saver_parallel=2))
     table.save(str(tmp_path / "m"))
-    assert sorted(os.listdir(tmp_path)) == sorted(f"m{k}-0000{i}-of-00002" for i in range(2) for k in ("", ".meta"))
+    files = [f"m{k}-0000{i}-of-00002" for i in range(2) for k in ("", ".meta")]
+    assert sorted(os.listdir(tmp_path)) == sorted([*files, "m.manifest"])
     total = {}
     for i in range(2):
         stream, sizes = blocks(tmp_path / f"m-0000{i}-of-00002")
@@ -155,6 +156,7 @@ def test_blocks_of_any_size_are_read(tmp_path):
     table = fill(multi({"a": 2, "b": 2}))
     table.save(str(tmp_path / "m"))
     path = tmp_path / "m-00000-of-00001"
+    (tmp_path / "m.manifest").unlink()  # as if another program had written the files
     stream, _ = blocks(path)
     for size in (1, 7, 100, len(stream)):
         cut = [bytes(cramjam.snappy.compress_raw(stream[i : i + size])) for i in range(0, len(stream), size)]
@@ -222,6 +224,7 @@ def test_files_that_do_not_belong_together(tmp_path):
     table = fill(multi({"a": 2, "b": 2}, saver_parallel=2))
     table.save(str(tmp_path / "m"))
     expect_refusal(tmp_path, "the table has dim 4", {"a": 2, "b": 4})
+    (tmp_path / "m.manifest").unlink()  # as if another program had written the files
     meta = tmp_path / "m.meta-00001-of-00002"
     kept = meta.read_bytes()
     for counts in ((0, 0), (1, 1 << 20), (1 << 61, 1 << 61), (1 << 63, 1)):
@@ -301,7 +304,8 @@ def test_tables_are_saved_beside_the_model_and_come_back(tmp_path):
     HashTableCheckpointSaverListener(base).before_save(7)
     folder = tmp_path / "model.ckpt-7.assets"
     files = {name for name in os.listdir(folder) if not name.startswith("manifest.")}
-    assert files == {"MonolithHashTable_a-00000-of-00001", "MonolithHashTable_x-y-0-00000-of-00001"}
+    bases = ["MonolithHashTable_a", "MonolithHashTable_x-y-0"]
+    assert files == {f"{base}{end}" for base in bases for end in ("-00000-of-00001", ".manifest")}
     for table in tables:
         table.clear()
     assert HashTableCheckpointRestorerListener(base).before_restore()
@@ -466,7 +470,7 @@ def counted(capacity=400, split=5, n=300):
 def test_a_filter_comes_back_with_every_count(tmp_path):
     saved = counted()
     save_hash_filter(saved, tmp_path / "f", True)
-    assert sorted(os.listdir(tmp_path)) == [f"f-0000{i}-of-00005" for i in range(5)]
+    assert sorted(os.listdir(tmp_path)) == [*(f"f-0000{i}-of-00005" for i in range(5)), "f.manifest"]
     table = create_hash_filter(400, 5)
     restore_hash_filter(table, tmp_path / "f", True)
     assert [table.get(i) for i in range(400)] == [saved.get(i) for i in range(400)]

@@ -80,7 +80,7 @@ def load_costs(path: Path) -> Costs:
 
 
 def save_costs(costs: Costs, path: Path) -> None:
-    from shoal.table.checkpoint.naming import write_whole
+    from shoal.durable import write_whole
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"format": "shoal.plan-costs", "version": VERSION, "costs": asdict(costs)}, indent=1))

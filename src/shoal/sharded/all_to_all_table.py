@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.buffers import empty_flat
+from shoal.durable import write_whole
 from shoal.errors import DataError
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.ops.reorder.op import FusedReorder, empty_shards
@@ -22,7 +23,6 @@ from shoal.sharded.distributed_ps_sync import Exchange
 from shoal.sharded.route import Seen, gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
 from shoal.table.checkpoint import restore_table
-from shoal.table.checkpoint.naming import write_whole
 from shoal.table.fused import apply_blocks
 from shoal.table.table import HashTable
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal import _core
+from shoal.durable import MANIFEST, Draft, read_folder, remove_folder, temporary_path
 from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.host import as_tensor
 from shoal.ops.reorder.op import empty_shards
 from shoal.table.checkpoint import list_checkpoints, naming, restore_table
-from shoal.table.checkpoint.chain import MANIFEST
 from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
 from shoal.table.checkpoint.incremental import _expiry_to_json
-from shoal.table.checkpoint.manifest import Manifest, file_sizes, remove_folder
+from shoal.table.checkpoint.manifest import Manifest
 from shoal.table.checkpoint.single import check_distinct, naming_table
 from shoal.table.table import HashTable
 from shoal.trainer.ranks import Ranks
@@ -51,12 +51,13 @@ def save_checkpoint(directory: str, snapshot: Snapshot, table: HashTable | None,
     """All ranks together; the folder that came into being, or was there."""
     name = f"ckpt-{snapshot.step:08d}"
     target = os.path.join(directory, name)
-    draft = os.path.join(directory, f".tmp-{name}-{secrets.token_hex(8)}")
-    there, draft = ranks.from_first((os.path.isfile(os.path.join(target, MANIFEST)), draft))
+    there, token = ranks.from_first((os.path.isfile(os.path.join(target, MANIFEST)), secrets.token_hex(8)))
     if there:
         return target
+    folder = Draft(target, token)
+    draft = folder.path
     if ranks.first:
-        os.makedirs(draft)
+        folder.begin()
     ranks.barrier()
     try:
         described = _save_rows(draft, table, ranks) if table is not None else []
@@ -67,16 +68,13 @@ def save_checkpoint(directory: str, snapshot: Snapshot, table: HashTable | None,
         if ranks.first:
             _save_tensors(os.path.join(draft, "dense.safetensors"), _dense_tensors(snapshot))
             content = {"tables": described, **snapshot.content, "world": ranks.world, "readers": readers}
-            manifest = Manifest(kind="full", step=snapshot.step, files=file_sizes(draft), content=content)
-            manifest.write(os.path.join(draft, MANIFEST))
-            naming.sync_folder(draft)
-            os.rename(draft, target)
-            naming.sync_folder(directory)
+            folder.seal(Manifest(kind="full", step=snapshot.step, content=content).fields())
+            folder.publish()
             _prune(directory, keep)
         ranks.barrier()
     except BaseException:
         if ranks.first:
-            shutil.rmtree(draft, ignore_errors=True)
+            folder.discard()
         raise
     return target
 
@@ -93,9 +91,7 @@ def load_checkpoint(path: str, snapshot: Snapshot, table: HashTable | None, rank
     On another number of ranks the rows are shared out anew; positions do not fit then and ``reader`` stays empty, and
     an admission filter counts from 0.
     """
-    manifest = Manifest.read(os.path.join(path, MANIFEST))
-    if lost := manifest.missing(path):
-        raise DataError(f"checkpoint {path}: {lost}")
+    manifest = Manifest.of(read_folder(path, unsealed=True))
     content = manifest.content
     same = content.get("world") == ranks.world
     _load_dense(_load_tensors(os.path.join(path, "dense.safetensors")), snapshot)
@@ -136,8 +132,12 @@ def _save_rows(draft: str, table: HashTable, ranks: Ranks) -> list[dict[str, Any
     count = each * ranks.world
     paths = [naming.shard_path(base, ranks.rank * each + i, count) for i in range(each)]
     native = table._native
-    rows = _core.save([(native, None, 0)], [naming.temporary_path(path) for path in paths], paths, False, 0, None)
-    mine = {"rows": sum(map(sum, rows)), "max_update_time": native.max_update_time(), "calls": native.calls()}
+    rows = _core.save([(native, None, 0)], [temporary_path(path) for path in paths], paths, False, 0, None)
+    mine = {
+        "rows": sum(sum(of_file) for of_file, _ in rows),
+        "max_update_time": native.max_update_time(),
+        "calls": native.calls(),
+    }
     parts = ranks.gather(mine)
     return [
         {
@@ -169,7 +169,7 @@ def _load_rows(path: str, manifest: Manifest, table: HashTable, ranks: Ranks, sa
         each = len(paths) // ranks.world
         with naming_table(table.name):
             load = _core.Load(table._native, True, *naming.shard_rule(None))
-            taken = load.read(paths[ranks.rank * each : (ranks.rank + 1) * each], None)
+            taken, _ = load.read(paths[ranks.rank * each : (ranks.rank + 1) * each], None)
             check_distinct(load, taken)
             load.commit()
         table._native.set_calls(described["calls"][ranks.rank])

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal import _core
+from shoal.durable import temporary_path
 from shoal.sharded.ps.protocol import WITH_IDS, Op, Request
 from shoal.sharded.ps.shard import Shard
 from shoal.sharded.ps.streams import Streams
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.filters import FilterCopy
-from shoal.table.checkpoint.scales import has_scales, save_scales
+from shoal.table.checkpoint.scales import has_scales, save_scales, scales_path
 from shoal.table.table import HashTable
 
 WHOLE_TABLE = (Op.CLEAR, Op.EVICT, Op.RESTORE)  # name no ids, so what they change cannot be put aside
@@ -42,8 +43,9 @@ class TableSnapshot:
         names = {"file": f"table-{position:05d}", "filter": f"filter-{position:05d}"}
         base = str(folder / names["file"])
         paths = [naming.shard_path(base, index, self.files) for index in range(self.files)]
-        self.rows.save([naming.temporary_path(path) for path in paths], paths, None)
-        save_scales(base, self.scales)
+        self.rows.save([temporary_path(path) for path in paths], paths, None)
+        if self.scales:
+            save_scales(scales_path(base), self.scales)
         if self.filter is not None:
             self.filter.save(str(folder / names["filter"]))
         return {**self.entry, **names}

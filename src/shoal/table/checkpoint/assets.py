@@ -1,68 +1,89 @@
 """The folder of tables and filters that belongs to a model checkpoint: ``<basename>-<step>.assets``.
 
 Several parts of a program, and several processes, may put files into the folder of one step. Each adds a manifest of
-its own, last: a folder whose manifests do not hold is passed over.
+its own, last: a folder whose manifests do not hold is passed over, with a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from google.protobuf import text_encoding
 
-from shoal.errors import DataError
+from shoal.durable import Draft, FileDigest, StrPath, digest_file, read_saved, sync_folder, temporary_path, write_saved
+from shoal.errors import ConfigError, DataError
 from shoal.table.checkpoint import naming
-from shoal.table.checkpoint.manifest import Manifest, file_sizes, new_folder
-from shoal.table.checkpoint.naming import StrPath
+from shoal.table.checkpoint.manifest import Manifest
 
-_SHARD = re.compile(r"(.*)-\d{5,}-of-(\d{5,})")
+log = logging.getLogger(__name__)
+
 _LATEST = re.compile(r'^\s*model_checkpoint_path\s*:\s*"((?:[^"\\]|\\.)*)"', re.MULTILINE)
+_SIDECAR = ".manifest"
 
 
-def save_assets(basename: StrPath, step: int, kind: str, names: Iterable[str], fill: Callable[[str], None]) -> str:
+def save_assets(basename: StrPath, step: int, kind: str, bases: Mapping[str, str], fill: Callable[[str], None]) -> str:
     """Lets ``fill(folder)`` write files and makes them part of the folder of ``step``; that folder.
 
     Args:
         basename: of the model checkpoint.
         step: the global step.
         kind: what the files are: ``tables``, ``multi_tables``, ``filters``.
-        names: of the tables; a second save of the same ones replaces the first.
-        fill: gets a folder that nobody looks at yet.
+        bases: the name of each table -> the beginning of its file names. A second save of the same tables replaces
+            the first in one step.
+        fill: gets a folder that nobody looks at yet, and saves each table or filter under its base there.
+
+    Raises:
+        ConfigError: another process has saved a table of another name to the same files.
     """
     target = naming.assets_dir(basename, step)
-    tag = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:12]
-    name = f"manifest.{kind}.{tag}.json"
-    manifest = Manifest(kind=kind, step=int(step))
-
-    def complete(folder: str) -> Manifest:
-        return Manifest(kind=kind, id=manifest.id, step=manifest.step, files=file_sizes(folder))
-
+    tag = hashlib.sha256("\n".join(sorted(bases)).encode()).hexdigest()[:12]
+    own = f"manifest.{kind}.{tag}.json"
+    fields = Manifest(kind=kind, step=int(step), content={"tables": dict(bases)}).fields()
     if not os.path.isdir(target):
-        with contextlib.suppress(FileExistsError), new_folder(target) as folder:
-            fill(folder)
-            complete(folder).write(os.path.join(folder, name))
-            return target
-    staging = os.path.join(target, naming.temporary_path(".staging"))
+        draft = Draft(target).begin()
+        try:
+            fill(draft.path)
+            write_saved(os.path.join(draft.path, own), fields, _digests(draft.path))
+            sync_folder(draft.path)
+            with contextlib.suppress(FileExistsError):  # another process made it meanwhile
+                draft.publish()
+                return target
+        finally:
+            draft.discard()
+    staging = temporary_path(os.path.join(target, ".staging"))
     os.mkdir(staging)
     try:
         fill(staging)
-        manifest = complete(staging)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(target, name))  # until the new one is there the folder is not complete
-        for file in manifest.files:
-            os.replace(os.path.join(staging, file), os.path.join(target, file))
-        for base, count in {(m[1], int(m[2])) for m in map(_SHARD.fullmatch, manifest.files) if m}:
-            naming.remove_other_counts(os.path.join(target, base), count)
-        naming.sync_folder(target)
-        manifest.write(os.path.join(target, name))
-    finally:
+        sync_folder(staging)
+        for name, base in bases.items():
+            _check_free(target, own, name, base)
+        before, files = _files_of(target, own), _digests(staging)
+        moves = {name: f"{os.path.basename(staging)}/{name}" for name in files}
+        write_saved(os.path.join(target, own), fields, files, moves)
+    except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
+        raise
+    sync_folder(target)
+    _move(target, moves)
+    os.rmdir(staging)
+    for name in before - files.keys():
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(target, name))
+    sync_folder(target)
     return target
+
+
+def _move(folder: str, moves: Mapping[str, str]) -> None:
+    """Gives files their names, those that name other files last."""
+    for name in sorted(moves, key=lambda name: name.endswith(_SIDECAR)):
+        with contextlib.suppress(FileNotFoundError):  # it has its name
+            os.replace(os.path.join(folder, moves[name]), os.path.join(folder, name))
 
 
 def find_assets(basename: StrPath, kind: str, holds: Callable[[str], bool]) -> str | None:
@@ -70,6 +91,9 @@ def find_assets(basename: StrPath, kind: str, holds: Callable[[str], bool]) -> s
 
     First what the text file ``checkpoint`` beside the model names; then the newest folder with complete manifests of
     ``kind``, if possible one that ``holds`` what is wanted; then the only ``*.assets`` folder there is.
+
+    Raises:
+        DataError: there are folders with manifests of ``kind``, and all of them are damaged.
     """
     folder = os.path.dirname(os.fspath(basename)) or "."
     latest = model_checkpoint_path(folder)
@@ -82,11 +106,21 @@ def find_assets(basename: StrPath, kind: str, holds: Callable[[str], bool]) -> s
     prefix = os.path.basename(os.fspath(basename)) + "-"
     paths = [os.path.join(folder, e) for e in entries if e.endswith(".assets") and not e.startswith(".tmp-")]
     paths = [path for path in paths if os.path.isdir(path)]
-    dated = []
+    dated, damaged = [], []
     for path in paths:
-        created = _created(path, kind) if os.path.basename(path).startswith(prefix) else None
+        if not os.path.basename(path).startswith(prefix):
+            continue
+        try:
+            created = _created(path, kind)
+        except DataError as error:
+            damaged.append(f"{path} is damaged: {error}")
+            continue
         if created is not None:
             dated.append((created, path))
+    if damaged and not dated:
+        raise DataError(f"no checkpoint {prefix}*.assets in {folder} is whole: {'; '.join(damaged)}")
+    for each in damaged:
+        log.warning("checkpoint %s; another one is used", each)
     ordered = [path for _, path in sorted(dated, reverse=True)]
     for path in ordered:
         if holds(path):
@@ -96,20 +130,77 @@ def find_assets(basename: StrPath, kind: str, holds: Callable[[str], bool]) -> s
     return paths[0] if len(paths) == 1 else None
 
 
+def settle(folder: str, bases: Iterable[str]) -> None:
+    """Gives the files of a save that was killed in the middle their names, before they are read by basename.
+
+    Raises:
+        DataError: a manifest of the folder, or the small manifest of one of the ``bases``, is damaged.
+    """
+    wanted = {f"{base}{_SIDECAR}" for base in bases}
+    for entry in _manifests(folder, ""):
+        saved = read_saved(os.path.join(folder, entry), unsealed=True)
+        _move(folder, saved.moves)
+        saved.verify(wanted & saved.files.keys())
+
+
+def base_in(folder: str, name: str) -> str:
+    """The beginning of the names of a table's files in a folder: by its manifests, else made from the table's name."""
+    for entry in _manifests(folder, ""):
+        try:
+            tables = Manifest.read(os.path.join(folder, entry)).content.get("tables")
+        except (DataError, OSError):
+            continue
+        if isinstance(tables, dict) and isinstance(base := tables.get(name), str) and os.path.basename(base) == base:
+            return base
+    return naming.file_base(name)
+
+
 def _created(folder: str, kind: str) -> str | None:
-    """When the newest manifest of ``kind`` was written; None when there is none or one does not hold."""
+    """When the newest manifest of ``kind`` was written; None when there is none. Raises for a damaged one."""
     created = []
-    for entry in os.listdir(folder):
-        if not (entry.startswith(f"manifest.{kind}.") and entry.endswith(".json")):
+    for entry in _manifests(folder, kind + "."):
+        saved = read_saved(os.path.join(folder, entry), unsealed=True)
+        if lost := saved.missing():
+            raise DataError(lost)
+        created.append(Manifest.of(saved).created)
+    return max(created, default=None)
+
+
+def _manifests(folder: str, kind: str) -> list[str]:
+    return sorted(e for e in os.listdir(folder) if e.startswith(f"manifest.{kind}") and e.endswith(".json"))
+
+
+def _digests(folder: str) -> dict[str, FileDigest]:
+    """The digests of all files of a folder: those that a manifest in it names are known, the others are read."""
+    names = sorted(os.listdir(folder))
+    found: dict[str, FileDigest] = {}
+    for name in names:
+        if name.endswith(_SIDECAR):
+            found |= read_saved(os.path.join(folder, name)).files
+    return {name: found[name] if name in found else digest_file(os.path.join(folder, name)) for name in names}
+
+
+def _files_of(folder: str, manifest: str) -> set[str]:
+    try:
+        return set(read_saved(os.path.join(folder, manifest), unsealed=True).files)
+    except (DataError, FileNotFoundError):
+        return set()
+
+
+def _check_free(folder: str, own: str, name: str, base: str) -> None:
+    """Refuses to replace the files of a table of another name."""
+    for entry in _manifests(folder, ""):
+        if entry == own:
             continue
         try:
-            manifest = Manifest.read(os.path.join(folder, entry))
+            tables = Manifest.read(os.path.join(folder, entry)).content.get("tables")
         except (DataError, OSError):
-            return None
-        if manifest.missing(folder) is not None:
-            return None
-        created.append(manifest.created)
-    return max(created, default=None)
+            continue
+        for other, taken in tables.items() if isinstance(tables, dict) else ():
+            if taken == base and other != name:
+                raise ConfigError(
+                    f"tables {name!r} and {other!r} would both be saved to {os.path.join(folder, base)}-*; rename one"
+                )
 
 
 def model_checkpoint_path(folder: str) -> str | None:

@@ -6,20 +6,26 @@ A full checkpoint has all rows; a delta has the rows written since its parent an
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+from shoal.durable import Found, Saved, Series, StrPath, remove_folder
 from shoal.errors import ConfigError, DataError
-from shoal.table.checkpoint.manifest import Manifest, remove_folder
-from shoal.table.checkpoint.naming import CheckpointNotFoundError, StrPath
+from shoal.table.checkpoint.manifest import Manifest
+from shoal.table.checkpoint.naming import CheckpointNotFoundError
 from shoal.table.checkpoint.scales import check_scales
 
-MANIFEST = "manifest.json"
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_PREFIX, _DIGITS = "ckpt-", 8
 _NAME = re.compile(r"ckpt-(\d{8,})")
 
 
@@ -43,9 +49,17 @@ class Checkpoint:
     id: str
 
 
+def checkpoints_of(directory: StrPath) -> Series:
+    """The folders ``ckpt-<number>`` of a directory, whole or not."""
+    return Series(directory, _PREFIX, _DIGITS)
+
+
 def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
-    """The complete checkpoints of a directory, oldest first; what is damaged or half removed is passed over."""
-    return [describe(os.fspath(directory), name, manifest) for name, manifest in _complete(os.fspath(directory))]
+    """The complete checkpoints of a directory, oldest first.
+
+    Manifests and the sizes of files are checked; a damaged checkpoint is left out and a warning is logged.
+    """
+    return [describe(link) for link in _complete(os.fspath(directory))]
 
 
 def latest_checkpoint(directory: StrPath) -> Checkpoint | None:
@@ -64,7 +78,7 @@ def prune_checkpoints(
     if keep < 1:
         raise ConfigError(f"prune_checkpoints: keep must be at least 1, got {keep}")
     directory = os.fspath(directory)
-    complete = dict(_complete(directory))
+    complete = {link.name: link.manifest for link in _complete(directory)}
     needed: set[str] = set()
     for name in list(complete)[-keep:]:
         at: str | None = name
@@ -83,62 +97,100 @@ def prune_checkpoints(
     return doomed
 
 
-def _numbers(directory: str) -> dict[int, str]:
-    try:
-        entries = os.listdir(directory)
-    except FileNotFoundError:
-        return {}
-    return {int(match[1]): entry for entry in entries if (match := _NAME.fullmatch(entry))}
-
-
 def next_name(directory: str) -> str:
-    return f"ckpt-{max(_numbers(directory), default=0) + 1:08d}"
+    series = checkpoints_of(directory)
+    return os.path.basename(series.path(max(series.numbers(), default=0) + 1))
 
 
-def _complete(directory: str) -> list[tuple[str, Manifest]]:
-    found = []
-    for _, name in sorted(_numbers(directory).items()):
-        folder = os.path.join(directory, name)
+@dataclass(frozen=True)
+class Link:
+    """One checkpoint of a chain."""
+
+    manifest: Manifest
+    saved: Saved
+
+    @property
+    def folder(self) -> str:
+        return self.saved.folder
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.folder)
+
+    @classmethod
+    def of(cls, found: Found) -> Link:
+        """Raises `DataError` for a damaged folder, or one that is not a checkpoint of tables."""
+        if found.saved is None:
+            raise DataError(found.damage or f"{found.path} has no manifest")
+        manifest = Manifest.of(found.saved)
+        if manifest.kind not in ("full", "delta"):
+            raise DataError(f"{found.saved.manifest} is neither full nor a delta on another: {manifest.kind!r:.40}")
+        return cls(manifest, found.saved)
+
+
+def _complete(directory: str) -> list[Link]:
+    complete = []
+    for found in checkpoints_of(directory).all():
         try:
-            manifest = Manifest.read(os.path.join(folder, MANIFEST))
-        except (DataError, OSError):
-            continue
-        if manifest.missing(folder) is None and manifest.kind in ("full", "delta"):
-            found.append((name, manifest))
-    return found
+            complete.append(Link.of(found))
+        except DataError as error:
+            log.warning("checkpoint %s is damaged and left out: %s", found.path, error)
+    return complete
 
 
-def read_chain(directory: str, name: str | None) -> list[tuple[str, Manifest]]:
+def newest_chain(directory: str, load: Callable[[list[Link]], T], report: Callable[[str], None] | None = None) -> T:
+    """What ``load`` makes of the chain of the newest checkpoint that can be read.
+
+    Args:
+        directory: of the checkpoints.
+        load: changes nothing when it raises.
+        report: is told of each damaged checkpoint that was passed over; by default a warning is logged.
+
+    Raises:
+        CheckpointNotFoundError: there are no checkpoints.
+        DataError: there are, and none can be read.
+    """
+    result = checkpoints_of(directory).load_newest(
+        lambda found: load(read_chain(directory, found.name)), report or log.warning, _verify
+    )
+    if result is None:
+        raise CheckpointNotFoundError(f"there is no complete checkpoint in {directory!r}")
+    return result
+
+
+def _verify(found: Found) -> None:
+    """Reads every file of a checkpoint and of those that it builds on."""
+    for link in read_chain(os.path.dirname(found.path), found.name):
+        link.saved.verify()
+
+
+def read_chain(directory: str, name: str) -> list[Link]:
     """The full checkpoint and the deltas that lead to ``name``, oldest first."""
-    if name is None:
-        complete = _complete(directory)
-        if not complete:
-            raise CheckpointNotFoundError(f"there is no complete checkpoint in {directory!r}")
-        name = complete[-1][0]
     if not _NAME.fullmatch(name):
         raise CheckpointNotFoundError(f"a checkpoint is called like 'ckpt-00000001', got {name!r}")
-    chain: list[tuple[str, Manifest]] = []
+    chain: list[Link] = []
     wanted: str | None = None
+    series = checkpoints_of(directory)
     while True:
         folder = os.path.join(directory, name)
+        builds = f", on which {chain[0].name} builds," if chain else ""
+        if not os.path.isdir(folder):
+            raise CheckpointNotFoundError(f"checkpoint {folder!r}{builds} is not there")
         try:
-            manifest = Manifest.read(os.path.join(folder, MANIFEST))
-        except FileNotFoundError:
-            builds = f", on which {chain[0][0]} builds," if chain else ""
-            raise CheckpointNotFoundError(f"checkpoint {folder!r}{builds} is not there") from None
-        missing = manifest.missing(folder)
-        if missing is not None:
-            raise DataError(f"checkpoint {folder!r} is damaged: {missing}")
+            link = Link.of(series.look(int(name.removeprefix(_PREFIX))))
+        except DataError as error:
+            raise DataError(f"checkpoint {folder!r}{builds} is damaged: {error}") from None
+        manifest = link.manifest
         if wanted is not None and manifest.id != wanted:
-            raise DataError(f"checkpoint {folder!r} is not the one that {chain[0][0]} builds on: it was written anew")
-        if any(name == seen for seen, _ in chain):
+            raise DataError(f"checkpoint {folder!r} is not the one that {chain[0].name} builds on: it was written anew")
+        if any(name == seen.name for seen in chain):
             raise DataError(f"checkpoint {folder!r} builds on itself")
-        chain.insert(0, (name, manifest))
+        chain.insert(0, link)
         if manifest.kind == "full":
             return chain
         parent = _parent_name(manifest)
-        if manifest.kind != "delta" or parent is None:
-            raise DataError(f"checkpoint {folder!r} is neither full nor a delta on another")
+        if parent is None:
+            raise DataError(f"checkpoint {folder!r} is a delta, but does not name what it builds on")
         wanted = manifest.content["parent"].get("id")
         name = parent
 
@@ -167,17 +219,19 @@ def table_in(manifest: Manifest, name: str, where: str) -> dict[str, Any]:
     return described
 
 
-def describe(directory: str, name: str, manifest: Manifest) -> Checkpoint:
+def describe(link: Link) -> Checkpoint:
+    """A checkpoint as callers see it."""
+    manifest = link.manifest
     tables = [t for t in manifest.content.get("tables", []) if isinstance(t, dict)]
     return Checkpoint(
-        path=os.path.join(directory, name),
-        name=name,
+        path=link.folder,
+        name=link.name,
         kind=manifest.kind,
         parent=_parent_name(manifest),
         step=manifest.step,
         created=manifest.created,
         rows=sum(t.get("rows", 0) for t in tables),
         removed=sum(t.get("removed", 0) for t in tables),
-        bytes=sum(manifest.files.values()),
+        bytes=sum(digest.bytes for digest in link.saved.files.values()),
         id=manifest.id,
     )

@@ -12,10 +12,10 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from shoal import _core
+from shoal.durable import BasenameSave, StrPath, temporary_path
 from shoal.errors import DataError
 from shoal.table.checkpoint import naming
-from shoal.table.checkpoint.assets import find_assets, save_assets
-from shoal.table.checkpoint.naming import StrPath
+from shoal.table.checkpoint.assets import find_assets, save_assets, settle
 from shoal.table.filters import FilterBlockState, SlidingHashFilter
 from shoal.table.messages import HashFilterSplitMetaDump, SlidingHashFilterMetaDump
 
@@ -49,22 +49,23 @@ class FilterCopy:
         return cls(_sliding_meta(hash_filter), blocks)
 
     def save(self, basename: StrPath) -> None:
-        naming.make_parents(basename)
         count = self.meta.split_num
-        for block, state in enumerate(self.blocks):
-            meta = HashFilterSplitMetaDump(
-                failure_count=state.failure_count,
-                total_size=state.total_size,
-                num_elements=state.num_elements,
-                fill_rate=state.fill_rate,
-                sliding_hash_filter_meta=self.meta,
-            )
-            path = naming.shard_path(basename, block, count)
-            _core.write_filter_block(
-                naming.temporary_path(path), path, meta.SerializeToString(), state.cells.ctypes.data, len(state.cells)
-            )
+        with BasenameSave(basename) as save:
+            for block, state in enumerate(self.blocks):
+                meta = HashFilterSplitMetaDump(
+                    failure_count=state.failure_count,
+                    total_size=state.total_size,
+                    num_elements=state.num_elements,
+                    fill_rate=state.fill_rate,
+                    sliding_hash_filter_meta=self.meta,
+                ).SerializeToString()
+                path = naming.shard_path(basename, block, count)
+                target = save.temporary(path)
+                cells = state.cells
+                digest = _core.write_filter_block(temporary_path(target), target, meta, cells.ctypes.data, len(cells))
+                save.add(path, digest)
+            save.commit()
         naming.remove_other_counts(basename, count)
-        naming.sync_folder(os.path.dirname(os.fspath(basename)))
 
 
 def restore_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter: bool = False) -> None:
@@ -76,8 +77,11 @@ def restore_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter:
     """
     if not enable_hash_filter or not isinstance(hash_filter, SlidingHashFilter):
         return
-    paths = naming.find_shards(basename)
-    blocks = [_read_block(path, hash_filter) for path in paths]
+    files = naming.open_shards(basename)
+    paths = files.paths
+    read = [_read_block(path, hash_filter) for path in paths]
+    files.check([digest for _, _, digest in read])
+    blocks = [(state, meta) for state, meta, _ in read]
     if len(blocks) != hash_filter.split_num:
         raise DataError(
             f"filter {hash_filter.name!r} has {hash_filter.split_num} blocks, the checkpoint {os.fspath(basename)!r} "
@@ -105,11 +109,14 @@ def _sliding_meta(hash_filter: SlidingHashFilter) -> SlidingHashFilterMetaDump:
     )
 
 
-def _read_block(path: str, hash_filter: SlidingHashFilter) -> tuple[FilterBlockState, SlidingHashFilterMetaDump]:
+def _read_block(
+    path: str, hash_filter: SlidingHashFilter
+) -> tuple[FilterBlockState, SlidingHashFilterMetaDump, tuple[int, int]]:
+    """The counts of one file, what it says of the whole filter, and its digest."""
     try:
         meta = HashFilterSplitMetaDump.FromString(_core.read_filter_meta(path))
     except DecodeError as error:
-        raise DataError(f"{path}: the first record is no HashFilterSplitMetaDump message") from error
+        raise DataError(f"{path}: the first record is not a HashFilterSplitMetaDump message") from error
     sliding = meta.sliding_hash_filter_meta
     for name in ("split_num", "max_forward_step", "max_backward_step", "max_step"):
         if getattr(sliding, name) != getattr(hash_filter, name):
@@ -125,9 +132,9 @@ def _read_block(path: str, hash_filter: SlidingHashFilter) -> tuple[FilterBlockS
     if meta.num_elements > meta.total_size + _SPARE or meta.failure_count >= 1 << 63:
         raise DataError(f"{path}: {meta.num_elements} elements cannot be in {meta.total_size} positions")
     cells = np.empty(meta.total_size + _SPARE, np.uint16)
-    _core.read_filter_cells(path, cells.ctypes.data, len(cells))
+    digest = _core.read_filter_cells(path, cells.ctypes.data, len(cells))
     state = FilterBlockState(meta.failure_count, meta.total_size, meta.num_elements, meta.fill_rate, cells)
-    return state, sliding
+    return state, sliding, digest
 
 
 class _HashFilterListener:
@@ -156,7 +163,7 @@ class HashFilterCheckpointSaverListener(_HashFilterListener):
     def before_save(self, step: int) -> None:
         kept = self._kept()
         if kept:
-            save_assets(self.basename, step, "filters", [name for name, _ in kept], lambda folder: _fill(folder, kept))
+            save_assets(self.basename, step, "filters", {name: name for name, _ in kept}, lambda f: _fill(f, kept))
 
 
 class HashFilterCheckpointRestorerListener(_HashFilterListener):
@@ -168,6 +175,7 @@ class HashFilterCheckpointRestorerListener(_HashFilterListener):
         folder = find_assets(self.basename, "filters", lambda f: all(_has(f, name) for name, _ in kept))
         if not kept or folder is None:
             return False
+        settle(folder, [name for name, _ in kept])
         for name, hash_filter in kept:
             restore_hash_filter(hash_filter, os.path.join(folder, name), True)
         return True
@@ -179,4 +187,4 @@ def _fill(folder: str, kept: Sequence[tuple[str, Any]]) -> None:
 
 
 def _has(folder: str, name: str) -> bool:
-    return bool(naming.shard_files(os.path.join(folder, name)))
+    return naming.has_shards(os.path.join(folder, name))

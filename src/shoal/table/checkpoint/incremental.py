@@ -5,27 +5,30 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from shoal import _core
+from shoal.durable import FileDigest, StrPath, file_bases, new_folder, read_folder, temporary_path
 from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.chain import (
-    MANIFEST,
     Checkpoint,
+    Link,
     describe,
     list_checkpoints,
+    newest_chain,
     next_name,
     read_chain,
     table_in,
 )
-from shoal.table.checkpoint.manifest import Manifest, file_sizes, new_folder
-from shoal.table.checkpoint.naming import CheckpointNotFoundError, StrPath
+from shoal.table.checkpoint.manifest import Manifest
+from shoal.table.checkpoint.naming import CheckpointNotFoundError
 from shoal.table.checkpoint.scales import has_scales
-from shoal.table.checkpoint.single import naming_table, save_shards
+from shoal.table.checkpoint.single import naming_table, read_shards, save_shards
 from shoal.table.messages import SlotExpireTimeConfig
 from shoal.table.multi import MultiHashTable
 from shoal.table.multi_type import MultiTypeHashTable
@@ -89,26 +92,24 @@ def save_incremental(
     while True:
         name = next_name(directory)
         try:
-            with new_folder(os.path.join(directory, name)) as folder:
-                described = [_save_member(table, folder, parent, progress) for table in members]
+            with new_folder(os.path.join(directory, name)) as draft:
+                bases = file_bases(table.name for table in members)
+                files: dict[str, FileDigest] = {}
+                described = []
+                for table in members:
+                    base = os.path.join(draft.path, bases[table.name])
+                    described.append(_save_member(table, base, parent, files, progress))
                 content: dict[str, Any] = {"tables": described}
                 if parent:
                     content["parent"] = {"name": parent.name, "id": parent.id}
-                manifest = Manifest(
-                    kind=head.kind,
-                    id=head.id,
-                    step=head.step,
-                    created=head.created,
-                    files=file_sizes(folder),
-                    content=content,
-                )
-                manifest.write(os.path.join(folder, MANIFEST))
+                manifest = replace(head, content=content)
+                draft.seal(manifest.fields(), files)
             break
         except FileExistsError:  # another process took the number
             continue
     for table, epoch in began.items():
         _remember(table, head.id, epoch)
-    return describe(directory, name, manifest)
+    return describe(Link(manifest, read_folder(os.path.join(directory, name))))
 
 
 def restore_incremental(
@@ -127,23 +128,28 @@ def restore_incremental(
     Args:
         tables: the tables to restore; each must be in the checkpoint under its name.
         directory: what `save_incremental` got.
-        name: which checkpoint; None is the newest complete one.
+        name: which checkpoint; None is the newest whole one. A damaged one that is newer is passed over, and a warning
+            that names it and the damage is logged.
         strict: see `restore_table`.
         shard: see `restore_table`.
         progress: counts records as they are read; its ``cancel()`` ends the load.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint, or none at all.
-        DataError: a file of the chain is missing, damaged or of a table of another shape. All tables are as they were.
+        DataError: a file of the chain is missing, damaged or of a table of another shape; without ``name``, no
+            checkpoint of the directory can be restored. All tables are as they were.
     """
     members = _members(tables, training=False)
     directory = os.fspath(directory)
-    chain = read_chain(directory, name)
-    head_name, head = chain[-1]
-    prepared = []
-    for table in members:
-        with naming_table(table.name):
-            prepared.append((table, *_load_member(table, directory, chain, strict, shard, progress)))
+
+    def read(chain: list[Link]) -> tuple[Link, list[Any]]:
+        prepared = []
+        for table in members:
+            with naming_table(table.name):
+                prepared.append((table, *_load_member(table, chain, strict, shard, progress)))
+        return chain[-1], prepared
+
+    head, prepared = newest_chain(directory, read) if name is None else read(read_chain(directory, name))
     for table, staging, load, described in prepared:
         load.commit()
         if table.on_gpu:
@@ -153,28 +159,34 @@ def restore_incremental(
             table._host.set_scales(described["scales"])
         if shard is None and not table.serving:
             _epochs.pop(table, None)
-            _remember(table, head.id, table.changes.begin_epoch())
-    return describe(directory, head_name, head)
+            _remember(table, head.manifest.id, table.changes.begin_epoch())
+    return describe(head)
 
 
 # --- one table's part -------------------------------------------------------------------------------------------------
 
 
 def _save_member(
-    table: HashTable, folder: str, parent: Checkpoint | None, progress: _core.Progress | None
+    table: HashTable,
+    base: str,
+    parent: Checkpoint | None,
+    files: dict[str, FileDigest],
+    progress: _core.Progress | None,
 ) -> dict[str, Any]:
-    base = os.path.join(folder, naming.file_base(table.name))
+    """Writes the files ``<base>…`` of a table and adds their digests to ``files``; its part of the manifest."""
     since = _epochs[table][parent.id] if parent else 0
     now = table.max_update_time
     scales = table._host.scales()
     # Removed ids first: one that comes back before the rows are copied is then in both, and its row wins.
     removed = table.changes.removed_since(since) if parent else []
     if removed:
-        _write_ids(base + ".removed", removed)
+        files[os.path.basename(base) + ".removed"] = _write_ids(base + ".removed", removed)
     count = naming.shard_count(table.saver_parallel, table.size() if parent is None else 0)
     with naming_table(table.name):
         # A delta keeps rows that are stale by now: they must replace what the parent has before they are dropped.
-        rows = save_shards([table.source(since, stale=parent is not None)], base, count, progress=progress)
+        source = table.source(since, stale=parent is not None)
+        rows, digests = save_shards([source], base, count, progress=progress)
+    files |= digests
     return {
         "name": table.name,
         "file": os.path.basename(base),
@@ -190,8 +202,7 @@ def _save_member(
 
 def _load_member(
     table: HashTable,
-    directory: str,
-    chain: Sequence[tuple[str, Manifest]],
+    chain: Sequence[Link],
     strict: bool,
     shard: Sequence[int] | None,
     progress: _core.Progress | None,
@@ -199,15 +210,14 @@ def _load_member(
     staging = table.staging()
     load = _core.Load(staging._native, strict, *naming.shard_rule(shard))
     described: dict[str, Any] = {}
-    for name, manifest in chain:
-        described = table_in(manifest, table.name, os.path.join(directory, name, MANIFEST))
-        base = os.path.join(directory, name, described["file"])
+    for link in chain:
+        described = table_in(link.manifest, table.name, link.saved.manifest)
+        base = os.path.join(link.folder, described["file"])
         if described["removed"]:
+            link.saved.verify([described["file"] + ".removed"])
             ids = _read_ids(base + ".removed", described["removed"])
             load.erase(ids.data_ptr(), ids.numel())
-        taken = load.read(
-            [naming.shard_path(base, i, described["shards"]) for i in range(described["shards"])], progress
-        )
+        taken = read_shards(load, [naming.open_shards(base, link.saved)], progress)
         if shard is None and not table.serving and taken != described["rows"]:
             raise DataError(f"{base}: {taken} rows were read, the manifest says {described['rows']}")
     load.evict(_expiry_from_json(described["expiry"]), described["max_update_time"])
@@ -217,10 +227,10 @@ def _load_member(
     return staging, load, described
 
 
-def _write_ids(path: str, ids: Sequence[int]) -> None:
+def _write_ids(path: str, ids: Sequence[int]) -> FileDigest:
     data = np.array(ids, "<i8")
     records = [data[i : i + _IDS_PER_RECORD].tobytes() for i in range(0, len(data), _IDS_PER_RECORD)]
-    _core.write_records(naming.temporary_path(path), path, records)
+    return FileDigest(*_core.write_records(temporary_path(path), path, records))
 
 
 def _read_ids(path: str, count: int) -> torch.Tensor:
@@ -238,11 +248,10 @@ def _members(tables: Tables, training: bool = True) -> list[HashTable]:
         tables = tables.tables.values()
     members = [tables] if isinstance(tables, HashTable) else list(tables)
     names = [table.name for table in members]
-    bases = {naming.file_base(name) for name in names}
     if not members:
         raise ConfigError("an incremental checkpoint needs at least one table, got none")
-    if len(bases) != len(names):
-        raise ConfigError(f"tables of one checkpoint have different file names, got {sorted(names)}")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"tables of one checkpoint must have different names, got {sorted(names)}")
     for table in members:
         if training and table.serving:
             raise UnsupportedError(f"table {table.name!r}: save is not supported by serving entries")

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 from google.protobuf import text_format
 
+from shoal.durable import StrPath, file_bases, make_parents, write_whole
 from shoal.errors import DataError
 from shoal.table import registry
 from shoal.table.checkpoint import naming
-from shoal.table.checkpoint.assets import find_assets, save_assets
+from shoal.table.checkpoint.assets import base_in, find_assets, save_assets, settle
 from shoal.table.checkpoint.multi import feature_stat, restore_multi_table, save_multi_table
-from shoal.table.checkpoint.naming import StrPath
 from shoal.table.checkpoint.single import restore_table, save_table
 from shoal.table.messages import CkptInfo
 from shoal.table.table import HashTable
@@ -69,19 +69,21 @@ class _Listener:
         if not tables:
             return []
         sleep_ms = 15 * min(len(tables), _AT_ONCE)  # it spreads those that are saved at once; the others come later
-        bases = [naming.file_base(table.name) for table in tables]
+        bases = file_bases(table.name for table in tables)
 
         def fill(folder: str) -> None:
             _each(
                 lambda table, base: self.kind.save(table, os.path.join(folder, base), random_sleep_ms=sleep_ms),
                 tables,
-                bases,
+                list(bases.values()),
             )
 
         folder = save_assets(self.basename, step, self.kind.name, bases, fill)
-        return [os.path.join(folder, base) for base in bases]
+        return [os.path.join(folder, base) for base in bases.values()]
 
     def _restore(self, folder: str, tables: Sequence[Any]) -> None:
+        if os.path.isdir(folder):
+            settle(folder, [base_in(folder, name) for table in tables for name in _candidates(table)])
         bases = [_find_base(folder, table) for table in tables]  # all of them, before the first table changes
         _each(self.kind.restore, tables, bases)
 
@@ -145,8 +147,8 @@ class MultiHashTableCheckpointSaverListener(HashTableCheckpointSaverListener):
             for name, count in feature_stat(base).items():
                 info.feature_counts[name] += count
         path = os.path.join(os.path.dirname(self.basename), f"ckpt.info-{int(step)}")
-        naming.make_parents(path)
-        naming.write_whole(path, text_format.MessageToString(info))
+        make_parents(path)
+        write_whole(path, text_format.MessageToString(info))
 
 
 class MultiHashTableCheckpointRestorerListener(HashTableCheckpointRestorerListener):
@@ -179,8 +181,8 @@ def _candidates(table: Any) -> Iterator[str]:
 
 def _first_base(folder: str, table: Any) -> str | None:
     for name in _candidates(table):
-        base = os.path.join(folder, naming.file_base(name))
-        if naming.shard_files(base):
+        base = os.path.join(folder, base_in(folder, name)) if os.path.isdir(folder) else folder
+        if naming.has_shards(base):
             return base
     return None
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
 from shoal import _core
+from shoal.durable import BasenameSave, Saved, StrPath, digest_file, find_saved, temporary_path
 from shoal.errors import DataError, UnsupportedError
 from shoal.table.checkpoint import naming
-from shoal.table.checkpoint.naming import StrPath
-from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales
-from shoal.table.checkpoint.single import naming_table, pick_scales, save_shards
+from shoal.table.checkpoint.scales import has_scales, load_scales
+from shoal.table.checkpoint.single import add_scales, naming_table, pick_scales, save_shards
 from shoal.table.messages import MultiHashTableMetadata
 
 if TYPE_CHECKING:
@@ -39,23 +40,21 @@ def save_multi_table(
             raise UnsupportedError(f"table {multi.name!r}: save is not supported by serving entries")
     count = naming.shard_count(multi.saver_parallel, sum(table.size() for table in tables.values()))
     scales = {name: table._host.scales() for name, table in tables.items() if has_scales(table.table_config)}
-    with naming_table(multi.name):
-        counts = save_shards(
+    with naming_table(multi.name), BasenameSave(base) as save:
+        counts, _ = save_shards(
             [table.source() for table in tables.values()],
             base,
             count,
+            into=save,
             snappy=True,
             random_sleep_ms=random_sleep_ms,
             progress=progress,
         )
-    for index in range(count):
-        path = naming.shard_path(base + ".meta", index, count)
-        records = [
-            MultiHashTableMetadata(table_name=name, num_entries=n).SerializeToString()
-            for name, n in zip(tables, counts[index], strict=True)
-        ]
-        _core.write_records(naming.temporary_path(path), path, records)
-    save_scales(base, scales)
+        for index in range(count):
+            path = naming.shard_path(base + ".meta", index, count)
+            save.add(path, write_meta(save.temporary(path), dict(zip(tables, counts[index], strict=True))))
+        add_scales(save, base, scales)
+        save.commit()
     if multi.saver_parallel < 1:
         naming.remove_other_counts(base, count)
         naming.remove_other_counts(base + ".meta", count)
@@ -85,25 +84,28 @@ def restore_multi_table(
     with naming_table(multi.name):
         if not bases:
             raise naming.CheckpointNotFoundError("there is no checkpoint to restore: the list of basenames is empty")
-        shards = [pair for base in bases for pair in _shards(os.fspath(base))]
-        saved = {name for _, meta in shards for name, _ in meta}
+        files = [_Files.of(os.fspath(base)) for base in bases]
+        shards = [shard for of_base in files for shard in of_base.shards()]
+        saved = {name for _, _, meta in shards for name, _ in meta}
         loads = {
             name: _core.Load(table._native, strict, *naming.shard_rule(shard))
             for name, table in tables.items()
             if name in saved
         }
 
-        def read(pair: tuple[str, list[tuple[str, int]]]) -> None:
-            path, meta = pair
-            _core.load_multi(path, [loads.get(name) for name, _ in meta], [n for _, n in meta], progress)
+        def read(shard: tuple[_Files, int, list[tuple[str, int]]]) -> None:
+            of_base, index, meta = shard
+            found = [loads.get(name) for name, _ in meta]
+            of_base.check(index, _core.load_multi(of_base.data.paths[index], found, [n for _, n in meta], progress))
 
         with ThreadPoolExecutor(min(4, len(shards)), "shoal-restore") as pool:
             list(pool.map(read, shards))
         for name, load in loads.items():
-            expected = sum(n for _, meta in shards for table, n in meta if table == name)
+            expected = sum(n for _, _, meta in shards for table, n in meta if table == name)
             if shard is None and not tables[name].serving and load.rows() != expected:
                 raise DataError(f"table {name!r}: {expected - load.rows()} records have an id that another has, too")
-        scales = next(filter(None, map(load_scales, bases)), {})
+        found_scales = (load_scales(base, of.saved) for base, of in zip(bases, files, strict=True))
+        scales = next(filter(None, found_scales), {})
         found = {
             name: pick_scales(tables[name], {tables[name].name: scales[name]})
             for name in loads
@@ -121,18 +123,52 @@ def restore_multi_table(
 def feature_stat(basename: StrPath) -> dict[str, int]:
     """Table name -> rows in the checkpoint, summed over its shards; only the small meta files are read."""
     stat: dict[str, int] = {}
-    for path in naming.find_shards(os.fspath(basename) + ".meta"):
-        for name, n in read_meta(path):
+    base = os.fspath(basename)
+    for meta in read_metas(naming.open_shards(base + ".meta", find_saved(base))):
+        for name, n in meta:
             stat[name] = stat.get(name, 0) + n
     return stat
 
 
-def _shards(base: str) -> list[tuple[str, list[tuple[str, int]]]]:
-    """Each data file with what its meta file says."""
-    data, meta = naming.find_shards(base), naming.find_shards(base + ".meta")
-    if len(data) != len(meta):
-        raise DataError(f"checkpoint {base!r} has {len(data)} data files and {len(meta)} meta files")
-    return [(path, read_meta(of_path)) for path, of_path in zip(data, meta, strict=True)]
+@dataclass(frozen=True)
+class _Files:
+    """The files of one multi table."""
+
+    data: naming.Shards
+    meta: naming.Shards
+
+    @classmethod
+    def of(cls, base: str) -> _Files:
+        saved = find_saved(base)
+        data, meta = naming.open_shards(base, saved), naming.open_shards(base + ".meta", saved)
+        if len(data.paths) != len(meta.paths):
+            raise DataError(f"checkpoint {base!r} has {len(data.paths)} data files and {len(meta.paths)} meta files")
+        return cls(data, meta)
+
+    @property
+    def saved(self) -> Saved | None:
+        return self.data.saved
+
+    def shards(self) -> list[tuple[_Files, int, list[tuple[str, int]]]]:
+        """The index of each data file with what its meta file says."""
+        return [(self, index, meta) for index, meta in enumerate(read_metas(self.meta))]
+
+    def check(self, index: int, digest: tuple[int, int]) -> None:
+        if self.saved is not None:
+            self.saved.check(self.data.names[index], digest)
+
+
+def write_meta(path: str, counts: Mapping[str, int]) -> tuple[int, int]:
+    """A meta file: the number of rows of each table, in the order of the data file; its digest."""
+    records = [MultiHashTableMetadata(table_name=name, num_entries=n).SerializeToString() for name, n in counts.items()]
+    return _core.write_records(temporary_path(path), path, records)
+
+
+def read_metas(files: naming.Shards) -> list[list[tuple[str, int]]]:
+    """What each meta file says, once its digest has been checked."""
+    if files.saved is not None:
+        files.check([digest_file(path) for path in files.paths])  # type: ignore[misc]
+    return [read_meta(path) for path in files.paths]
 
 
 def read_meta(path: str) -> list[tuple[str, int]]:

@@ -1,16 +1,17 @@
-"""How the files of a checkpoint are called, and which files on the disk make up a whole one."""
+"""How the files of a table are called, and which files on the disk make up a whole save."""
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
 
+from shoal.durable import Saved, StrPath, find_saved
+from shoal.durable.files import file_base
 from shoal.errors import ConfigError, DataError
 
-StrPath: TypeAlias = str | os.PathLike[str]
+__all__ = ["StrPath", "file_base"]
 
 _SHARD = re.compile(r"-(\d{5,})-of-(\d{5,})")
 
@@ -24,16 +25,6 @@ def shard_path(basename: StrPath, index: int, count: int) -> str:
     return f"{os.fspath(basename)}-{index:05d}-of-{count:05d}"
 
 
-def temporary_path(path: StrPath) -> str:
-    """A name beside ``path`` that nobody else uses and no reader takes for a shard."""
-    return f"{os.fspath(path)}-tmp-{secrets.token_hex(8)}"
-
-
-def file_base(table_name: str) -> str:
-    """A table's name as it appears in file names: ``:`` and ``/`` become ``-``."""
-    return table_name.replace(":", "-").replace("/", "-")
-
-
 def assets_dir(basename: StrPath, step: int) -> str:
     """The folder of the tables of the model checkpoint ``<basename>-<step>``."""
     return f"{os.fspath(basename)}-{int(step)}.assets"
@@ -42,6 +33,59 @@ def assets_dir(basename: StrPath, step: int) -> str:
 def shard_count(saver_parallel: int, rows: int) -> int:
     """How many files a save makes: as asked for, else one per million rows, four at most."""
     return saver_parallel if saver_parallel >= 1 else min(4, max(1, rows // 1_000_000))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The files of one table, by index, and the manifest that names them where there is one."""
+
+    paths: list[str]
+    names: list[str]
+    """As the manifest spells them."""
+    saved: Saved | None
+
+    def check(self, digests: Sequence[tuple[int, int]]) -> None:
+        """Raises `DataError` unless the files, as they were read, are those of the manifest."""
+        if self.saved is not None:
+            for name, digest in zip(self.names, digests, strict=True):
+                self.saved.check(name, digest)
+
+
+def open_shards(basename: StrPath, saved: Saved | None = None) -> Shards:
+    """The files ``<basename>-?????-of-?????`` of one save.
+
+    Args:
+        basename: the beginning of their names.
+        saved: the manifest that names them; by default the one next to them. Without any, the files in the folder.
+
+    Raises:
+        CheckpointNotFoundError: there is no shard at all.
+        DataError: shards of different counts are mixed, an index is not below its count, or one is missing.
+    """
+    base = os.fspath(basename)
+    saved = saved or find_saved(base)
+    if saved is None:
+        found = shard_files(base)
+        paths = [found[key] for key in _whole(base, found)]
+        return Shards(paths, [os.path.basename(path) for path in paths], None)
+    prefix = os.path.relpath(base, saved.folder or ".")
+    matches = {name: _SHARD.fullmatch(name, len(prefix)) for name in saved.files if name.startswith(prefix)}
+    named = {(int(m[1]), int(m[2])): name for name, m in matches.items() if m}
+    keys = _whole(base, named)
+    there = {key: named[key] for key in keys if os.path.isfile(saved.path(named[key]))}
+    _whole(base, there | _others(base, saved), len(keys))
+    return Shards([saved.path(named[key]) for key in keys], [named[key] for key in keys], saved)
+
+
+def find_shards(basename: StrPath) -> list[str]:
+    """The paths of all shards of one save, by index; raises as `open_shards` does."""
+    return open_shards(basename).paths
+
+
+def has_shards(basename: StrPath) -> bool:
+    """Whether there is a file of a save, whole or not."""
+    base = os.fspath(basename)
+    return os.path.isfile(f"{base}.manifest") or bool(shard_files(base))
 
 
 def shard_files(basename: StrPath) -> dict[tuple[int, int], str]:
@@ -64,18 +108,19 @@ def shard_files(basename: StrPath) -> dict[tuple[int, int], str]:
     return found
 
 
-def find_shards(basename: StrPath) -> list[str]:
-    """The paths of all shards of one checkpoint, by index.
+def _others(base: str, saved: Saved) -> dict[tuple[int, int], str]:
+    """Shards next to those of a save that are not its own, nor those of the save that it replaced."""
+    own = {*saved.files, *saved.fields.get("replaces", ())}
+    return {
+        key: path for key, path in shard_files(base).items() if os.path.relpath(path, saved.folder or ".") not in own
+    }
 
-    Raises:
-        CheckpointNotFoundError: there is no shard at all.
-        DataError: shards of different counts are mixed, an index is not below its count, or one is missing.
-    """
-    base = os.fspath(basename)
-    found = shard_files(base)
-    if not found:
+
+def _whole(base: str, found: dict[tuple[int, int], str], expected: int = 0) -> list[tuple[int, int]]:
+    """(index, count) of every shard, by index; raises unless they are those of one save."""
+    if not found and not expected:
         raise CheckpointNotFoundError(f"there is no checkpoint {base!r}: no file matches {base}-?????-of-?????")
-    counts = sorted({count for _, count in found})
+    counts = sorted({count for _, count in found} | ({expected} if expected else set()))
     if len(counts) > 1:
         mixed = " and ".join(map(str, counts))
         raise DataError(f"checkpoint {base!r} mixes shards of {mixed} files; remove those of the older save")
@@ -87,7 +132,7 @@ def find_shards(basename: StrPath) -> list[str]:
     if missing:
         first = os.path.basename(shard_path(base, missing[0], count))
         raise DataError(f"checkpoint {base!r}: {len(missing)} of {count} shards are missing, the first is {first}")
-    return [found[index, count] for index in range(count)]
+    return [(index, count) for index in range(count)]
 
 
 def remove_other_counts(basename: StrPath, count: int) -> None:
@@ -95,35 +140,6 @@ def remove_other_counts(basename: StrPath, count: int) -> None:
     for (_, other), path in shard_files(basename).items():
         if other != count:
             os.unlink(path)
-
-
-def make_parents(path: StrPath) -> None:
-    """Makes the folders that ``path`` will lie in."""
-    os.makedirs(os.path.dirname(os.fspath(path)) or ".", exist_ok=True)
-
-
-def sync_folder(folder: StrPath) -> None:
-    """Waits until the names in a folder are on the disk, as a rename alone does not."""
-    fd = os.open(os.fspath(folder) or ".", os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_whole(path: StrPath, text: str) -> None:
-    """Writes a small file that appears whole or not at all."""
-    temporary = temporary_path(path)
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
 
 
 def shard_rule(shard: Sequence[int] | None) -> tuple[int, int]:
@@ -134,7 +150,7 @@ def shard_rule(shard: Sequence[int] | None) -> tuple[int, int]:
     if shard is None:
         return 1, 0
     if len(shard) not in (2, 3) or not 0 <= shard[0] < shard[1]:
-        raise ConfigError(f"shard is (index, count) with 0 <= index < count, got {tuple(shard)}")
+        raise ConfigError(f"shard must be (index, count) with 0 <= index < count, got {tuple(shard)}")
     index, count, *empty = shard
     if empty and empty[0] and count > 1:
         return count - 1, index - 1  # residue -1 is nobody's

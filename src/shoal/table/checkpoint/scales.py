@@ -7,8 +7,8 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
+from shoal.durable import FileDigest, Saved, StrPath, digest_file, find_saved, write_whole
 from shoal.errors import DataError
-from shoal.table.checkpoint.naming import StrPath, write_whole
 from shoal.table.messages import EmbeddingHashTableConfig, EntryConfig
 
 Scales = dict[str, list[float]]
@@ -24,26 +24,35 @@ def scales_path(basename: StrPath) -> str:
     return f"{os.fspath(basename)}.scale.json"
 
 
-def save_scales(basename: StrPath, scales: Mapping[str, Sequence[float]]) -> None:
-    """Writes table name -> scale per segment; without any, removes what an earlier save left."""
-    path = scales_path(basename)
-    if scales:
-        content = {"format": "shoal.scales", "version": 1, "scales": {name: list(s) for name, s in scales.items()}}
-        write_whole(path, json.dumps(content))
-    elif os.path.exists(path):
-        os.unlink(path)
+def save_scales(path: StrPath, scales: Mapping[str, Sequence[float]]) -> FileDigest:
+    """Writes table name -> scale per segment."""
+    content = {"format": "shoal.scales", "version": 1, "scales": {name: list(s) for name, s in scales.items()}}
+    write_whole(path, json.dumps(content))
+    return digest_file(path)
 
 
-def load_scales(basename: StrPath) -> Scales:
+def load_scales(basename: StrPath, saved: Saved | None = None) -> Scales:
     """Table name -> scale per segment; empty when the checkpoint has none, as one of another system.
 
+    Args:
+        basename: of the table's files.
+        saved: the manifest that names them; by default the one next to them.
+
     Raises:
-        DataError: the file is there but is none of ours.
+        DataError: the file is there but is damaged, or not a file of scales.
     """
     path = scales_path(basename)
+    saved = saved or find_saved(basename)
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        if saved is None:
+            with open(path, "rb") as file:
+                data = file.read()
+        else:
+            name = os.path.relpath(path, saved.folder or ".")
+            if name not in saved.files:
+                return {}
+            data = saved.read(name)
+        content = json.loads(data)
     except FileNotFoundError:
         return {}
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal import _core
+from shoal.durable import BasenameSave, FileDigest, Saved, StrPath, make_parents, temporary_path
 from shoal.errors import CancelledError, DataError, UnsupportedError
 from shoal.table.checkpoint import naming
-from shoal.table.checkpoint.naming import StrPath
-from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales
+from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales, scales_path
 
 if TYPE_CHECKING:
     from shoal.table.table import HashTable
@@ -29,9 +29,9 @@ def save_table(
 ) -> None:
     """Writes the rows of ``table`` that are not stale to ``<basename>-00000-of-0000N``.
 
-    Each file is written under another name, flushed to the disk and renamed once all of them are complete. Other
-    threads may read and write the table meanwhile; each row is then as it was at one moment of the save. With an
-    automatic number of shards, files that an earlier save left under another number are removed.
+    ``<basename>.manifest`` names these files with their digests. A save under the name of an earlier one replaces it in
+    one step, so that a crash leaves the one or the other. Other threads may read and write the table meanwhile; each
+    row is then as it was at one moment of the save.
 
     Args:
         table: a training table.
@@ -49,10 +49,13 @@ def save_table(
         raise UnsupportedError(f"table {table.name!r}: save is not supported by serving entries")
     base = os.fspath(basename)
     count = naming.shard_count(table.saver_parallel, table.size())
-    scales = table._host.scales()
-    with naming_table(table.name):
-        save_shards([table.source()], base, count, random_sleep_ms=random_sleep_ms, progress=progress)
-    save_scales(base, {table.name: scales} if has_scales(table.table_config) else {})
+    scales = {table.name: table._host.scales()} if has_scales(table.table_config) else {}
+    with naming_table(table.name), BasenameSave(base) as save:
+        save_shards(
+            [table.source()], base, count, into=save, random_sleep_ms=random_sleep_ms, progress=progress
+        )  # fmt: skip
+        add_scales(save, base, scales)
+        save.commit()
     if table.saver_parallel < 1:
         naming.remove_other_counts(base, count)
 
@@ -62,17 +65,40 @@ def save_shards(
     basename: str,
     count: int,
     *,
+    into: BasenameSave | None = None,
     snappy: bool = False,
     random_sleep_ms: int = 0,
     progress: _core.Progress | None = None,
-) -> list[list[int]]:
-    """Writes ``count`` files with the rows of all sources; the rows in each file, by source."""
-    naming.make_parents(basename)
+) -> tuple[list[list[int]], dict[str, FileDigest]]:
+    """Writes ``count`` files with the rows of all sources.
+
+    Args:
+        sources: the rows, source after source in each file.
+        basename: the beginning of the files' names.
+        count: how many files.
+        into: the save that they become part of; None for files in a folder that nobody looks at yet.
+
+    Returns:
+        The rows in each file, by source; and the digest of each file, by name.
+    """
+    make_parents(basename)
     paths = [naming.shard_path(basename, index, count) for index in range(count)]
-    temporary = [naming.temporary_path(path) for path in paths]
-    counts = _core.save(list(sources), temporary, paths, snappy, max(0, int(random_sleep_ms)), progress)
-    naming.sync_folder(os.path.dirname(basename))
-    return counts
+    at: Callable[[str], str] = into.temporary if into is not None else str
+    targets = [at(path) for path in paths]
+    drafts = [temporary_path(path) for path in targets]
+    written = _core.save(list(sources), drafts, targets, snappy, max(0, int(random_sleep_ms)), progress)
+    digests = {os.path.basename(path): FileDigest(*digest) for path, (_, digest) in zip(paths, written, strict=True)}
+    if into is not None:
+        for name, digest in digests.items():
+            into.add(name, digest)
+    return [rows for rows, _ in written], digests
+
+
+def add_scales(save: BasenameSave, basename: str, scales: dict[str, list[float]]) -> None:
+    """Makes the scales of a table, if it has any, part of a save."""
+    if scales:
+        path = scales_path(basename)
+        save.add(path, save_scales(save.temporary(path), scales))
 
 
 def restore_table(
@@ -82,6 +108,7 @@ def restore_table(
     *,
     shard: Sequence[int] | None = None,
     progress: _core.Progress | None = None,
+    saved: Saved | None = None,
 ) -> None:
     """Replaces all rows of ``table`` with those of a checkpoint.
 
@@ -95,6 +122,7 @@ def restore_table(
         shard: ``(index, count)`` takes only the ids with ``id mod count == index``, so that a table saved by W
             processes is read by any other number of them; ``(index, count, True)`` leaves rank 0 empty.
         progress: counts records as they are read; its ``cancel()`` ends the load.
+        saved: the manifest that names the files; by default ``<basename>.manifest``, where there is one.
 
     Raises:
         CheckpointNotFoundError: there are no such files.
@@ -103,22 +131,33 @@ def restore_table(
     """
     if table.on_gpu:
         staged = table.staging()  # type: ignore[attr-defined]
-        restore_table(staged, basename, strict, shard=shard, progress=progress)
+        restore_table(staged, basename, strict, shard=shard, progress=progress, saved=saved)
         return table.adopt(staged._native)  # type: ignore[attr-defined]
     bases = [basename] if isinstance(basename, str | os.PathLike) else list(basename)
     with naming_table(table.name):
         if not bases:
             raise naming.CheckpointNotFoundError("there is no checkpoint to restore: the list of basenames is empty")
-        paths = [path for base in bases for path in naming.find_shards(base)]
-        scales = next(filter(None, map(load_scales, bases)), {}) if has_scales(table.table_config) else {}
+        files = [naming.open_shards(base, saved) for base in bases]
+        scales = {}
+        if has_scales(table.table_config):
+            found = (load_scales(base, of.saved) for base, of in zip(bases, files, strict=True))
+            scales = next(filter(None, found), {})
         load = _core.Load(table._native, strict, *naming.shard_rule(shard))
-        taken = load.read(paths, progress)
-        check_distinct(load, taken)
+        check_distinct(load, read_shards(load, files, progress))
         set_scales = pick_scales(table, scales)
         load.commit()
     if set_scales is not None:
         table._native.set_scales(set_scales)
     return None
+
+
+def read_shards(load: _core.Load, files: Sequence[naming.Shards], progress: _core.Progress | None = None) -> int:
+    """Reads files into a load and checks their digests; the number of records taken."""
+    taken, digests = load.read([path for each in files for path in each.paths], progress)
+    for each in files:
+        each.check(digests[: len(each.paths)])
+        digests = digests[len(each.paths) :]
+    return taken
 
 
 def check_distinct(load: _core.Load, taken: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.durable import file_bases, make_parents, temporary_path
 from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.table.checkpoint import naming
 from shoal.table.offline.scan import Batch, Floats, Ints
@@ -44,12 +45,13 @@ def export(
     `import_rows` gives the rows back bit for bit. Files appear when all of them are complete.
     """
     alone = len(wanted) == 1 and not os.path.isdir(out)
-    paths = {name: out if alone else os.path.join(out, f"{naming.file_base(name)}.{kind}") for name in wanted}
+    bases = file_bases(wanted)
+    paths = {name: out if alone else os.path.join(out, f"{bases[name]}.{kind}") for name in wanted}
     for path in paths.values():
         if os.path.lexists(path):
             raise ConfigError(f"{path} exists already; give another name, so that nothing is overwritten")
-        naming.make_parents(path)
-    drafts = {name: naming.temporary_path(path) for name, path in paths.items()}
+        make_parents(path)
+    drafts = {name: temporary_path(path) for name, path in paths.items()}
     make = _ParquetFile if kind == "parquet" else _CsvFile
     files: dict[str, Any] = {}
     counts = dict.fromkeys(wanted, 0)

@@ -11,7 +11,7 @@ from typing import Literal
 from shoal.errors import ConfigError, DataError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.assets import model_checkpoint_path
-from shoal.table.checkpoint.scales import load_scales, save_scales
+from shoal.table.checkpoint.scales import load_scales
 from shoal.table.offline.scan import Batch, Shard, scan_shard
 from shoal.table.offline.source import FILTER, Layer, Source, of_basename, open_source
 from shoal.table.offline.stat import optimizers_of
@@ -30,7 +30,7 @@ def reshard(
     Records are copied byte for byte; of a chain, those that the newest checkpoint has.
     """
     if shards < 1:
-        raise ConfigError(f"the number of shards is at least 1, got {shards}")
+        raise ConfigError(f"the number of shards must be at least 1, got {shards}")
     if kind == "same":
         kind = "basename" if source.kind in ("table", "multi") else "folder"
     if kind == "folder":
@@ -41,13 +41,12 @@ def reshard(
         names = ", ".join(map(repr, sorted(wanted)[:10]))
         raise ConfigError(f"files under one basename hold one table, {source.path} has {names}; choose with --table")
     (name,) = wanted
-    with basename_writer(out, name, shards) as writer:
+    scales = load_scales(source.path) if source.kind == "table" else {}
+    with basename_writer(out, name, shards, scales) as writer:
         for _, batch in source.scan(wanted):
             writer.copy(batch)
             if seen is not None:
                 seen(len(batch))
-    if source.kind == "table" and (scales := load_scales(source.path)):
-        save_scales(out, scales)
     return {name: writer.rows_written}
 
 
@@ -86,10 +85,7 @@ def _to_multi(source: Source, wanted: Collection[str], out: str, shards: int, se
             writer.copy(batch)
             if seen is not None:
                 seen(len(batch))
-    rows = writer.finish()
-    if scales := load_scales(source.path):
-        save_scales(out, scales)
-    return rows
+    return writer.finish(load_scales(source.path))
 
 
 class _Following:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal import _core
+from shoal.durable import Saved
 from shoal.errors import DataError
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -68,6 +69,10 @@ class Shard:
     sections: tuple[tuple[str, int | None], ...]
     """Table and number of its rows, in the order of the file; None: as many as there are."""
     snappy: bool = False
+    name: str = ""
+    """As the manifest spells it."""
+    saved: Saved | None = None
+    """The manifest that names the file, where there is one; the file must have the digest that it gives."""
 
 
 def scan_shard(shard: Shard, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Batch]]:
@@ -125,6 +130,8 @@ def scan_shard(shard: Shard, wanted: Collection[str] | None = None) -> Iterator[
             left = None if left is None else left - (end - begin)
             begin = end
         seen += n
+    if shard.saved is not None:
+        shard.saved.check(shard.name, scan.digest())
     missing = (left or 0) + sum(count or 0 for _, count in sections)
     if missing:
         raise DataError(f"{shard.path}: ends after {seen} records, its meta file says {seen + missing}")

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from shoal import _core
+from shoal.durable import MANIFEST, Saved, Series, StrPath, find_saved, read_folder, read_saved
 from shoal.errors import ConfigError, DataError
 from shoal.table.checkpoint import naming
-from shoal.table.checkpoint.chain import MANIFEST, read_chain, table_in
-from shoal.table.checkpoint.manifest import Manifest
-from shoal.table.checkpoint.multi import read_meta
-from shoal.table.checkpoint.naming import CheckpointNotFoundError, StrPath
+from shoal.table.checkpoint.chain import Link, newest_chain, read_chain, table_in
+from shoal.table.checkpoint.multi import read_metas
+from shoal.table.checkpoint.naming import CheckpointNotFoundError
 from shoal.table.offline.scan import Batch, Ints, Shard, scan_shard
+
+log = logging.getLogger(__name__)
 
 _SHARD_FILE = re.compile(r"(.+)-\d{5,}-of-\d{5,}", re.DOTALL)
 _CHAIN_FOLDER = re.compile(r"ckpt-\d{8,}")
@@ -53,6 +55,8 @@ class Source:
     scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
     filters: tuple[str, ...] = ()
     """Basenames of admission filters beside the tables."""
+    saves: tuple[Saved, ...] = ()
+    """The manifests that name the files, where there are any."""
 
     @property
     def files(self) -> list[str]:
@@ -146,8 +150,12 @@ def read_removed(path: str, count: int) -> Ints:
 # --- finding out ------------------------------------------------------------------------------------------------------
 
 
-def open_source(path: StrPath) -> Source:
+def open_source(path: StrPath, report: Callable[[str], None] = log.warning) -> Source:
     """The checkpoint at ``path``: a basename, one of its files, or a folder of any kind that the library writes.
+
+    Args:
+        path: of a directory with several checkpoints the newest whole one is taken.
+        report: is told of each damaged checkpoint that was passed over.
 
     Raises:
         CheckpointNotFoundError: there is nothing like that.
@@ -158,33 +166,38 @@ def open_source(path: StrPath) -> Source:
         return _by_basename(where)
     entries = set(os.listdir(where))
     if _CHAIN_FOLDER.fullmatch(os.path.basename(os.path.abspath(where))) and MANIFEST in entries:
-        return _chain(os.path.dirname(os.path.abspath(where)), os.path.basename(os.path.abspath(where)))
+        return _chain(read_chain(*os.path.split(os.path.abspath(where))))
     if any(map(_CHAIN_FOLDER.fullmatch, entries)):
-        return _chain(where, None)
+        return newest_chain(where, _chain, report)
     if any(entry.startswith("shard-") and os.path.isdir(os.path.join(where, entry)) for entry in entries):
-        return _servers(where, entries)
+        return _servers(where, entries, report)
     if MANIFEST in entries:
-        content = _json(os.path.join(where, MANIFEST))
-        if "world_size" in content:
-            return _ranks(where, content)
-        if "shard" in content and "tables" in content:
-            return _of_servers(where, [where])
+        saved = read_folder(where, unsealed=True)
+        if "world_size" in saved.fields:
+            return _ranks(where, saved)
+        if "shard" in saved.fields and "tables" in saved.fields:
+            return _of_servers(where, [saved])
     return _folder(where, entries)
 
 
-def of_basename(base: str, prefix: str = "") -> tuple[tuple[Shard, ...], tuple[str, ...], bool]:
+def of_basename(
+    base: str, prefix: str = "", saved: Saved | None = None
+) -> tuple[tuple[Shard, ...], tuple[str, ...], bool]:
     """The shards of ``<base>-?????-of-?????``, their tables, and whether they are a multi table's."""
-    data = naming.find_shards(base)
-    if not naming.shard_files(base + ".meta"):
+    saved = saved or find_saved(base)
+    data = naming.open_shards(base, saved)
+    about = [{"path": path, "name": n, "saved": saved} for path, n in zip(data.paths, data.names, strict=True)]
+    try:
+        metas = naming.open_shards(base + ".meta", saved)
+    except CheckpointNotFoundError:
         name = prefix or os.path.basename(base)
-        return tuple(Shard(path=path, sections=((name, None),)) for path in data), (name,), False
-    metas = naming.find_shards(base + ".meta")
-    if len(data) != len(metas):
-        raise DataError(f"checkpoint {base!r} has {len(data)} data files and {len(metas)} meta files")
+        return tuple(Shard(sections=((name, None),), **each) for each in about), (name,), False
+    if len(data.paths) != len(metas.paths):
+        raise DataError(f"checkpoint {base!r} has {len(data.paths)} data files and {len(metas.paths)} meta files")
     shards = []
-    for path, meta in zip(data, metas, strict=True):
-        sections = tuple((prefix + name, count) for name, count in read_meta(meta))
-        shards.append(Shard(path=path, sections=sections, snappy=True))
+    for each, meta in zip(about, read_metas(metas), strict=True):
+        sections = tuple((prefix + name, count) for name, count in meta)
+        shards.append(Shard(sections=sections, snappy=True, **each))
     names = dict.fromkeys(name for shard in shards for name, _ in shard.sections)
     return tuple(shards), tuple(sorted(names)), True
 
@@ -193,83 +206,89 @@ def _by_basename(where: str) -> Source:
     match = _SHARD_FILE.fullmatch(where)
     if match and os.path.isfile(where):
         where = match[1].removesuffix(".meta")
+    elif where.endswith(".manifest") and os.path.isfile(where):
+        where = where.removesuffix(".manifest")
     elif os.path.isfile(where):
         raise DataError(f"{where} is a file that is called like no shard: <basename>-00000-of-00001")
     shards, tables, multi = of_basename(where)
     kind = "multi" if multi else "table"
-    return Source(path=where, kind=kind, tables=tables, layers=(Layer(name=where, shards=shards),))
+    return Source(
+        path=where, kind=kind, tables=tables, layers=(Layer(name=where, shards=shards),), saves=_saves(shards)
+    )  # fmt: skip
 
 
-def _chain(directory: str, name: str | None) -> Source:
-    chain = read_chain(directory, name)
-    head_name, head = chain[-1]
+def _saves(shards: Sequence[Shard]) -> tuple[Saved, ...]:
+    """The manifests of shards, each once."""
+    return tuple({each.saved.manifest: each.saved for each in shards if each.saved is not None}.values())
+
+
+def _chain(chain: list[Link]) -> Source:
+    head = chain[-1].manifest
     found = head.content.get("tables")
     tables = [str(t.get("name")) for t in found if isinstance(t, dict)] if isinstance(found, list) else []
     layers, stale, scales = [], {}, {}
-    for folder, manifest in chain:
+    for link in chain:
         shards, removed, rows = [], {}, {}
-        where = os.path.join(directory, folder, MANIFEST)
+        where = link.saved.manifest
         for table in tables:
-            described = table_in(manifest, table, where)
-            base = os.path.join(directory, folder, described["file"])
-            paths = [naming.shard_path(base, i, described["shards"]) for i in range(described["shards"])]
-            shards += [Shard(path=path, sections=((table, None),)) for path in paths]
+            described = table_in(link.manifest, table, where)
+            base = os.path.join(link.folder, described["file"])
+            shards += of_basename(base, table, link.saved)[0]
             rows[table] = described["rows"]
             if described["removed"]:
                 removed[table] = (base + ".removed", described["removed"])
             stale[table], scales[table] = Stale.of(described, where), described["scales"]
-        layers.insert(0, Layer(name=folder, shards=tuple(shards), removed=removed, rows=rows))
-    path = os.path.join(directory, head_name)
+        layers.insert(0, Layer(name=link.name, shards=tuple(shards), removed=removed, rows=rows))
     return Source(
-        path=path, kind="chain", tables=tuple(sorted(tables)), layers=tuple(layers), stale=stale, scales=scales,
-        step=head.step, created=head.created,
+        path=chain[-1].folder, kind="chain", tables=tuple(sorted(tables)), layers=tuple(layers), stale=stale,
+        scales=scales, step=head.step, created=head.created, saves=tuple(link.saved for link in chain),
     )  # fmt: skip
 
 
-def _ranks(where: str, content: dict[str, Any]) -> Source:
-    world = content["world_size"]
+def _ranks(where: str, saved: Saved) -> Source:
+    world = saved.fields["world_size"]
     if not isinstance(world, int) or not 1 <= world <= 1 << 20:
-        raise DataError(f"{where}/{MANIFEST}: world_size is a number of ranks, got {world!r:.40}")
+        raise DataError(f"{saved.manifest}: world_size must be a number of ranks, got {world!r:.40}")
     name = os.path.basename(os.path.abspath(where))
-    shards = [of_basename(os.path.join(where, f"rank-{rank:05d}", "rows"), name)[0] for rank in range(world)]
-    layer = Layer(name=where, shards=tuple(shard for of_rank in shards for shard in of_rank))
-    return Source(path=where, kind="ranks", tables=(name,), layers=(layer,))
+    bases = [os.path.join(where, f"rank-{rank:05d}", "rows") for rank in range(world)]
+    shards = [shard for base in bases for shard in of_basename(base, name)[0]]
+    layer = Layer(name=where, shards=tuple(shards))
+    return Source(path=where, kind="ranks", tables=(name,), layers=(layer,), saves=(saved, *_saves(shards)))
 
 
-def _servers(where: str, entries: set[str]) -> Source:
+def _servers(where: str, entries: set[str], report: Callable[[str], None]) -> Source:
     newest = []
     for shard in sorted(entry for entry in entries if entry.startswith("shard-")):
-        folder = os.path.join(where, shard)
-        whole = [e for e in os.listdir(folder) if os.path.isfile(os.path.join(folder, e, MANIFEST))]
-        numbered = sorted(e for e in whole if re.fullmatch(r"checkpoint-\d+", e))
-        if numbered:
-            newest.append(os.path.join(folder, numbered[-1]))
-    if not newest:
-        raise CheckpointNotFoundError(f"{where} has folders of servers, but none of them a checkpoint")
-    return _of_servers(where, newest)
+        series = Series(os.path.join(where, shard), "checkpoint-", 1)
+        newest.append(series.load_newest(lambda found: found.saved, report))
+    whole = [saved for saved in newest if saved is not None]
+    if not whole:
+        raise CheckpointNotFoundError(f"{where} has folders of servers, but no checkpoint in any of them")
+    return _of_servers(where, whole)
 
 
-def _of_servers(where: str, folders: Sequence[str]) -> Source:
+def _of_servers(where: str, saves: Sequence[Saved]) -> Source:
     shards, tables = [], set()
-    for folder in folders:
-        found = _json(os.path.join(folder, MANIFEST)).get("tables")
+    for saved in saves:
+        found = saved.fields.get("tables")
         if not isinstance(found, dict):
-            raise DataError(f"{folder}/{MANIFEST}: has no tables")
+            raise DataError(f"{saved.manifest} has no tables")
         for name, entry in found.items():
             base = entry.get("file") if isinstance(entry, dict) else None
             if not isinstance(base, str) or os.path.basename(base) != base:
-                raise DataError(f"{folder}/{MANIFEST}: file must be a plain name, got {base!r:.80}")
-            shards += of_basename(os.path.join(folder, base), name)[0]
+                raise DataError(f"{saved.manifest}: file must be a plain name, got {base!r:.80}")
+            shards += of_basename(os.path.join(saved.folder, base), name, saved if saved.files else None)[0]
             tables.add(name)
     layer = Layer(name=where, shards=tuple(shards))
-    return Source(path=where, kind="servers", tables=tuple(sorted(tables)), layers=(layer,))
+    return Source(path=where, kind="servers", tables=tuple(sorted(tables)), layers=(layer,), saves=tuple(saves))
 
 
 def _folder(where: str, entries: set[str]) -> Source:
+    saves = []
     for entry in sorted(entries):
         if entry.startswith("manifest.") and entry.endswith(".json"):
-            missing = Manifest.read(os.path.join(where, entry)).missing(where)
-            if missing is not None:
+            saves.append(read_saved(os.path.join(where, entry), unsealed=True))
+            if missing := saves[-1].missing():
                 raise DataError(f"checkpoint {where!r} is damaged: {missing}")
     bases = sorted({match[1] for match in map(_SHARD_FILE.fullmatch, entries) if match})
     bases = [base for base in bases if not (base.endswith(".meta") and base.removesuffix(".meta") in bases)]
@@ -287,16 +306,5 @@ def _folder(where: str, entries: set[str]) -> Source:
     tables = sorted(name for _, of_base, _ in found.values() for name in of_base)
     return Source(
         path=where, kind="folder", tables=tuple(tables), layers=(Layer(name=where, shards=tuple(shards)),),
-        filters=tuple(os.path.join(where, base) for base in filters),
+        filters=tuple(os.path.join(where, base) for base in filters), saves=(*saves, *_saves(shards)),
     )  # fmt: skip
-
-
-def _json(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: not a manifest")
-    return content

@@ -13,7 +13,7 @@ from shoal.errors import DataError
 from shoal.table.checkpoint.scales import load_scales
 from shoal.table.offline.distinct import Distinct
 from shoal.table.offline.scan import Shard, scan_shard
-from shoal.table.offline.source import Layer, open_source, read_removed
+from shoal.table.offline.source import Layer, Source, open_source, read_removed
 from shoal.table.offline.stat import optimizers_of
 
 
@@ -49,7 +49,7 @@ def verify(path: str, *, ids_in_memory: int = 1 << 25, seen: Callable[[int], Non
     """
     verdict = Verdict(path)
     try:
-        source = open_source(path)
+        source = open_source(path, verdict.problems.append)
     except FileNotFoundError:
         raise
     except (DataError, OSError) as error:
@@ -65,7 +65,24 @@ def verify(path: str, *, ids_in_memory: int = 1 << 25, seen: Callable[[int], Non
             load_scales(source.path)
         except DataError as error:
             verdict.problems.append(str(error))
+    _other_files(verdict, source)
     return verdict
+
+
+def _other_files(verdict: Verdict, source: Source) -> None:
+    """What the manifests name besides rows: dense tensors, scales, filters, removed ids."""
+    read = {os.path.realpath(path) for path in source.files}
+    for saved in source.saves:
+        for name in saved.files:
+            path = saved.path(name)
+            if os.path.realpath(path) in read:
+                continue
+            read.add(os.path.realpath(path))
+            try:
+                saved.verify([name])
+                verdict.files, verdict.bytes = verdict.files + 1, verdict.bytes + os.path.getsize(path)
+            except DataError as error:
+                verdict.problems.append(str(error))
 
 
 class _Reading:

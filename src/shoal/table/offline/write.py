@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from shoal import _core
+from shoal.durable import BasenameSave, file_bases, new_folder, temporary_path
 from shoal.errors import ConfigError, DataError
 from shoal.table.checkpoint import naming
-from shoal.table.checkpoint.chain import MANIFEST
-from shoal.table.checkpoint.manifest import Manifest, file_sizes, new_folder
-from shoal.table.messages import MultiHashTableMetadata
+from shoal.table.checkpoint.manifest import Manifest
+from shoal.table.checkpoint.multi import write_meta
+from shoal.table.checkpoint.single import add_scales
 from shoal.table.offline.distinct import Distinct
 from shoal.table.offline.scan import Batch, Floats, Ints
 
@@ -29,7 +30,7 @@ class TableWriter:
 
     def __init__(self, base: str, name: str, shards: int) -> None:
         if not 1 <= shards <= 99_999:
-            raise ConfigError(f"the number of shards is 1 to 99999, got {shards}")
+            raise ConfigError(f"the number of shards must be 1 to 99999, got {shards}")
         self.base, self.name, self.shards = base, name, shards
         self.dim: int | None = None
         self.rows_written = 0
@@ -37,9 +38,7 @@ class TableWriter:
         self.expiry: dict[str, Any] = NEVER
         self.scales: Sequence[float] = (1.0,)
         self._ids = Distinct()
-        self._sinks = [
-            _core.EntrySink(naming.temporary_path(naming.shard_path(base, i, shards))) for i in range(shards)
-        ]
+        self._sinks = [_core.EntrySink(temporary_path(naming.shard_path(base, i, shards))) for i in range(shards)]
 
     def copy(self, batch: Batch) -> None:
         """Adds rows as they are in their file, byte for byte."""
@@ -95,10 +94,16 @@ class TableWriter:
         for sink in self._sinks:
             sink.sync()
 
-    def publish(self) -> None:
-        """The files get their names."""
+    def publish(self, save: BasenameSave | None = None) -> dict[str, tuple[int, int]]:
+        """The files get their names, or become part of a save; their digests by name."""
+        digests = {}
         for index, sink in enumerate(self._sinks):
-            sink.rename_to(naming.shard_path(self.base, index, self.shards))
+            path = naming.shard_path(self.base, index, self.shards)
+            sink.rename_to(path if save is None else save.temporary(path))
+            digests[os.path.basename(path)] = sink.digest()
+            if save is not None:
+                save.add(path, sink.digest())
+        return digests
 
     def described(self) -> dict[str, Any]:
         """The table's part of a manifest."""
@@ -132,25 +137,25 @@ def folder_writer(
     made = not os.path.isdir(target)
     writers: dict[str, TableWriter] = {}
     try:
-        with new_folder(os.path.join(target, "ckpt-00000001")) as folder:
+        with new_folder(os.path.join(target, "ckpt-00000001")) as draft:
 
             def writer(name: str) -> TableWriter:
                 if name not in writers:
-                    base = naming.file_base(name)
-                    if any(naming.file_base(other) == base for other in writers):
-                        raise ConfigError(f"two tables would be called {base!r} on the disk; rename one")
+                    base = file_bases([*writers, name])[name]
                     count = shards if isinstance(shards, int) else shards(name)
-                    writers[name] = TableWriter(os.path.join(folder, base), name, count)
+                    if any(base == os.path.basename(each.base) for each in writers.values()):
+                        base = f"{base}~{len(writers)}"
+                    writers[name] = TableWriter(os.path.join(draft.path, base), name, count)
                 return writers[name]
 
             yield writer
             for each in writers.values():
                 each.finish()
+            files: dict[str, tuple[int, int | None]] = {}
             for each in writers.values():
-                each.publish()
+                files |= each.publish()
             tables = [each.described() for _, each in sorted(writers.items())]
-            manifest = Manifest(kind="full", step=step, files=file_sizes(folder), content={"tables": tables})
-            manifest.write(os.path.join(folder, MANIFEST))
+            draft.seal(Manifest(kind="full", step=step, content={"tables": tables}).fields(), files)
     except BaseException:
         if made and os.path.isdir(target) and not os.listdir(target):
             os.rmdir(target)
@@ -158,31 +163,32 @@ def folder_writer(
 
 
 @contextmanager
-def basename_writer(base: str, name: str, shards: int) -> Iterator[TableWriter]:
+def basename_writer(
+    base: str, name: str, shards: int, scales: dict[str, list[float]] | None = None
+) -> Iterator[TableWriter]:
     """Makes the files ``<base>-?????-of-?????`` of one table; nothing is there when the block fails."""
-    if naming.shard_files(base):
+    if naming.has_shards(base):
         raise ConfigError(f"there are files of {base}-?????-of-????? already; give another name")
-    naming.make_parents(base)
-    writer = TableWriter(base, name, shards)
-    yield writer
-    writer.finish()
-    writer.publish()
-    naming.sync_folder(os.path.dirname(base))
+    with BasenameSave(base) as save:
+        writer = TableWriter(base, name, shards)
+        yield writer
+        writer.finish()
+        writer.publish(save)
+        add_scales(save, base, scales or {})
+        save.commit()
 
 
 class MultiWriter:
     """The data and meta files of a multi table: tables one after another in every file."""
 
     def __init__(self, base: str, shards: int) -> None:
-        if naming.shard_files(base) or naming.shard_files(base + ".meta"):
+        if naming.has_shards(base) or naming.has_shards(base + ".meta"):
             raise ConfigError(f"there are files of {base}-?????-of-????? already; give another name")
-        naming.make_parents(base)
         self.base, self.shards = base, shards
+        self._save = BasenameSave(base)
         self._counts: list[dict[str, int]] = [{} for _ in range(shards)]
         self._distinct: dict[str, Distinct] = {}
-        self._sinks = [
-            _core.EntrySink(naming.temporary_path(naming.shard_path(base, i, shards)), True) for i in range(shards)
-        ]
+        self._sinks = [_core.EntrySink(temporary_path(naming.shard_path(base, i, shards)), True) for i in range(shards)]
 
     def begin(self, table: str) -> None:
         """The rows that come now are of ``table``; tables come in order of their names."""
@@ -199,19 +205,19 @@ class MultiWriter:
             self._sinks[shard].copy(batch.scan, places.ctypes.data, len(places))
             self._counts[shard][table] += len(places)
 
-    def finish(self) -> dict[str, int]:
+    def finish(self, scales: dict[str, list[float]]) -> dict[str, int]:
         """Writes the files; the rows of each table."""
         for table, distinct in self._distinct.items():
             if again := distinct.repeated()[0]:
                 raise DataError(f"table {table!r}: {again} rows have an id that another row has, too")
         for sink in self._sinks:
             sink.sync()
-        for index, (sink, counts) in enumerate(zip(self._sinks, self._counts, strict=True)):
-            path = naming.shard_path(self.base + ".meta", index, self.shards)
-            records = [
-                MultiHashTableMetadata(table_name=t, num_entries=n).SerializeToString() for t, n in counts.items()
-            ]
-            _core.write_records(naming.temporary_path(path), path, records)
-            sink.rename_to(naming.shard_path(self.base, index, self.shards))
-        naming.sync_folder(os.path.dirname(self.base))
+        with self._save as save:
+            for index, (sink, counts) in enumerate(zip(self._sinks, self._counts, strict=True)):
+                data, meta = (naming.shard_path(base, index, self.shards) for base in (self.base, self.base + ".meta"))
+                save.add(meta, write_meta(save.temporary(meta), counts))
+                sink.rename_to(save.temporary(data))
+                save.add(data, sink.digest())
+            add_scales(save, self.base, scales)
+            save.commit()
         return {table: sum(counts[table] for counts in self._counts) for table in self._distinct}

@@ -1,0 +1,24 @@
+// What a manifest keeps of a file, so that a file that changed is told from the one that was written.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "io/crc32c.h"
+
+namespace shoal {
+
+struct FileDigest {
+  int64_t bytes = 0;
+  uint32_t crc = 0;  // CRC-32C of all of them
+
+  void add(const void* data, size_t n) {
+    bytes += static_cast<int64_t>(n);
+    crc = crc32c_extend(crc, data, n);
+  }
+};
+
+// Reads the whole file. Throws std::system_error.
+FileDigest digest_file(const std::string& path);
+
+}  // namespace shoal

@@ -1,0 +1,44 @@
+"""Files that survive a crash, and are noticed when they do not: the one kit behind every checkpoint and export.
+
+A save is a set of files and a JSON manifest, written last, that names each file with a digest and carries one of its
+own (`manifest`). It is written in one of two ways: as a folder that appears by one rename (`folder`), or as files under
+a basename in somebody's folder, with the manifest next to them (`basename`). Numbered folders in one directory are a
+`series`: the newest whole one is found, and what is wrong with the others is told.
+"""
+
+from shoal.durable.basename import BasenameSave, find_saved
+from shoal.durable.files import (
+    StrPath,
+    file_bases,
+    make_parents,
+    remove_folder,
+    sync_folder,
+    temporary_path,
+    write_whole,
+)
+from shoal.durable.folder import Draft, new_folder, read_folder
+from shoal.durable.manifest import MANIFEST, FileDigest, Saved, digest_file, read_saved, write_saved
+from shoal.durable.series import Found, Series
+
+__all__ = [
+    "MANIFEST",
+    "BasenameSave",
+    "Draft",
+    "FileDigest",
+    "Found",
+    "Saved",
+    "Series",
+    "StrPath",
+    "digest_file",
+    "file_bases",
+    "find_saved",
+    "make_parents",
+    "new_folder",
+    "read_folder",
+    "read_saved",
+    "remove_folder",
+    "sync_folder",
+    "temporary_path",
+    "write_saved",
+    "write_whole",
+]

@@ -1,0 +1,90 @@
+"""Names and writes that hold over a crash: what is on the disk is whole, under a name that only whole files get."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterable
+from typing import TypeAlias
+
+StrPath: TypeAlias = str | os.PathLike[str]
+
+
+def temporary_path(path: StrPath) -> str:
+    """A name next to ``path`` that nobody else uses and that no reader takes for a finished file."""
+    return f"{os.fspath(path)}-tmp-{secrets.token_hex(8)}"
+
+
+def make_parents(path: StrPath) -> None:
+    """Makes the folders that ``path`` will be in."""
+    os.makedirs(os.path.dirname(os.fspath(path)) or ".", exist_ok=True)
+
+
+def sync_folder(folder: StrPath) -> None:
+    """Waits until the names in a folder are on the disk; a rename alone does not."""
+    _sync(os.fspath(folder) or ".", os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_file(path: StrPath) -> None:
+    """Waits until the bytes of a file are on the disk."""
+    _sync(os.fspath(path), os.O_RDONLY)
+
+
+def _sync(path: str, flags: int) -> None:
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_whole(path: StrPath, text: str | bytes) -> None:
+    """Writes a small file that appears whole or not at all."""
+    data = text.encode() if isinstance(text, str) else text
+    temporary = temporary_path(path)
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def remove_folder(folder: StrPath) -> None:
+    """Removes a folder so that nobody ever sees it half empty."""
+    folder = os.fspath(folder)
+    parent, name = os.path.split(folder)
+    doomed = os.path.join(parent, f".tmp-{name}-{secrets.token_hex(8)}")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def file_base(name: str) -> str:
+    """A table's name as it appears in file names: ``:`` and ``/`` become ``-``."""
+    return name.replace(":", "-").replace("/", "-")
+
+
+def file_bases(names: Iterable[str]) -> dict[str, str]:
+    """Name -> the beginning of its file names, different for different names.
+
+    A name whose plain form (see `file_base`) another name has, too, is given a suffix made from its own letters, so
+    that it does not depend on the order of the names.
+
+    >>> file_bases(["user", "u/a"])
+    {'user': 'user', 'u/a': 'u-a'}
+    >>> file_bases(["u-a", "u/a"])
+    {'u-a': 'u-a', 'u/a': 'u-a~91b7584a'}
+    """
+    distinct = list(dict.fromkeys(names))
+    plain = {name: file_base(name) for name in distinct}
+    shared = {base for base in plain.values() if sum(base == other for other in plain.values()) > 1}
+    return {
+        name: f"{base}~{zlib.crc32(name.encode()):08x}" if base in shared and base != name else base
+        for name, base in plain.items()
+    }
