@@ -121,7 +121,6 @@ class ParameterServer:
         try:
             self._http = StatusServer(http_host, http_port, self._health, self._metrics_text)
         except BaseException:
-            self._sockets.discard()
             self._sockets.close()
             raise
         self.http_address = self._http.address
@@ -174,7 +173,6 @@ class ParameterServer:
                 thread.join(10)
         if self._http is not None:
             self._http.close()
-        self._sockets.close()
         self._context.term()  # returns once every thread that answers has gone, and has left the files alone
         self.engine.close()
 
@@ -223,6 +221,7 @@ class ParameterServer:
             "queued_bytes": self._backlog.queued_bytes,
             "streams": len(engine.streams),
             "duplicate_writes_total": engine.duplicates,
+            "cut_connections_total": self._sockets.cut_connections,
             "log_bytes_total": engine.log.bytes_written if engine.log else 0,
             "recovered_records": engine.recovered_records,
             "in_checkpoint": int(engine.in_checkpoint),
