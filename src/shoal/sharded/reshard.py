@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, DataError
-from shoal.sharded.ps.checkpoint import Checkpoints, read_manifest
+from shoal.sharded.ps.checkpoint import Checkpoint, Checkpoints, series
 from shoal.sharded.ps.directory_lock import not_served
 from shoal.sharded.ps.log import replay
 from shoal.sharded.ps.shard import Shard
@@ -20,21 +20,29 @@ from shoal.table.checkpoint import restore_table
 from shoal.table.table import HashTable
 
 
-def newest_checkpoints(source: str | os.PathLike[str]) -> list[tuple[Path, dict[str, Any]]]:
-    """The newest whole checkpoint of every shard in the ``--dir`` of servers: folder and manifest, by shard."""
+def newest_checkpoints(source: str | os.PathLike[str]) -> list[Checkpoint]:
+    """The newest checkpoint of every shard in the ``--dir`` of servers, by shard.
+
+    Raises:
+        DataError: one is damaged, a shard has none, or there is none at all.
+    """
     found = []
     for folder in sorted(Path(source).glob("shard-*")):
-        checkpoints = Checkpoints(folder)
-        numbers = checkpoints.numbers()
+        numbers = series(folder).numbers()
         if numbers:
-            path = checkpoints.path(numbers[-1])
-            found.append((path, read_manifest(path)))
+            try:
+                found.append(Checkpoint(series(folder).look(numbers[-1]).path))
+            except DataError as error:
+                raise DataError(
+                    f"{error}; start the server once, which goes back to the checkpoint before and the log, and end it "
+                    "with SIGTERM"
+                ) from error
     if not found:
         raise DataError(f"{os.fspath(source)}: there is no checkpoint of a parameter server; drain the servers first")
-    count = found[0][1]["of"]
-    shards = [manifest["shard"] for _, manifest in found]
-    if any(manifest["of"] != count for _, manifest in found) or sorted(shards) != list(range(count)):
-        raise DataError(f"{os.fspath(source)}: has checkpoints of shards {sorted(shards)}, needed are all of {count}")
+    count = found[0]["of"]
+    shards = sorted(checkpoint["shard"] for checkpoint in found)
+    if any(checkpoint["of"] != count for checkpoint in found) or shards != list(range(count)):
+        raise DataError(f"{os.fspath(source)}: has checkpoints of shards {shards}, needed are all of {count}")
     return found
 
 
@@ -47,18 +55,18 @@ def _not_served(source: str | os.PathLike[str]) -> Iterator[None]:
         yield
 
 
-def _check_logs(found: Sequence[tuple[Path, dict[str, Any]]]) -> None:
-    for path, manifest in found:
-        for number, *_ in replay(path.parent, manifest["number"], cut=False):
+def _check_logs(found: Sequence[Checkpoint]) -> None:
+    for checkpoint in found:
+        for number, *_ in replay(checkpoint.path.parent, checkpoint["number"], cut=False):
             raise DataError(
-                f"shard {manifest['shard']}: its log goes on to record {number} behind the checkpoint; start the "
+                f"shard {checkpoint['shard']}: its log goes on to record {number} behind the checkpoint; start the "
                 "server once and end it with SIGTERM, so that its last checkpoint holds everything"
             )
 
 
 def table_spec(source: str | os.PathLike[str], name: str) -> dict[str, Any]:
     """How a table in a servers' ``--dir`` was made."""
-    tables = newest_checkpoints(source)[0][1]["tables"]
+    tables = newest_checkpoints(source)[0].tables
     if name not in tables:
         raise ConfigError(f"{os.fspath(source)}: has no table {name!r}; it has {sorted(tables)}")
     return tables[name]["spec"]
@@ -80,15 +88,13 @@ def load_shard(
 def _load_shard(table: HashTable, source: str | os.PathLike[str], name: str, shard: Sequence[int] | None) -> HashTable:
     found = newest_checkpoints(source)
     _check_logs(found)
-    bases, newest = [], 0
-    for path, manifest in found:
-        entry = manifest["tables"].get(name)
-        if entry is not None:
-            bases.append(str(path / entry["file"]))
-            newest = max(newest, entry["max_update_time"])
-    if not bases:
+    parts = [checkpoint for checkpoint in found if name in checkpoint.tables]
+    if not parts:
         raise ConfigError(f"{os.fspath(source)}: has no table {name!r}")
-    restore_table(table, bases, shard=shard)
+    for checkpoint in parts:
+        checkpoint.verify(name)
+    restore_table(table, [str(part.path / part.tables[name]["file"]) for part in parts], shard=shard)
+    newest = max(part.tables[name]["max_update_time"] for part in parts)
     table._native.raise_max_update_time(newest)
     return table
 
@@ -111,14 +117,14 @@ def reshard_servers(source: str | os.PathLike[str], target: str | os.PathLike[st
 def _reshard(source: str | os.PathLike[str], target: Path, of: int) -> dict[str, int]:
     found = newest_checkpoints(source)
     _check_logs(found)
-    names = sorted({name for _, manifest in found for name in manifest["tables"]})
+    names = sorted({name for checkpoint in found for name in checkpoint.tables})
     rows = dict.fromkeys(names, 0)
     for index in range(of):
         shard, streams = Shard(index, of), Streams()
         for name in names:
-            spec = next(m["tables"][name]["spec"] for _, m in found if name in m["tables"])
+            spec = next(checkpoint.tables[name]["spec"] for checkpoint in found if name in checkpoint.tables)
             shard.add(spec, _load_shard(build_table(spec), source, name, (index, of)))
             rows[name] += shard.tables[name].size()
-        shard.version = max(manifest["version"] for _, manifest in found)
+        shard.version = max(checkpoint["version"] for checkpoint in found)
         Checkpoints(target / f"shard-{index:05d}").save(ShardSnapshot(shard, streams, 0))
     return rows

@@ -15,7 +15,8 @@ from typing import Any
 from shoal.errors import ConfigError, DataError
 from shoal.sharded.ps import directory_lock
 from shoal.sharded.ps.checkpoint import Checkpoints
-from shoal.sharded.ps.log import Log, replay
+from shoal.sharded.ps.kept import Kept
+from shoal.sharded.ps.log import Log, log_files, replay
 from shoal.sharded.ps.protocol import FLOAT16, Op, Reply, Request, Status, error_reply, parse_request
 from shoal.sharded.ps.shard import Shard, status_of
 from shoal.sharded.ps.snapshot import WHOLE_TABLE, ShardSnapshot
@@ -60,6 +61,7 @@ class Engine:
         self.durability = Durability(durability)
         self.log: Log | None = None
         self.checkpoints: Checkpoints | None = None
+        self.kept: Kept | None = None
         self.duplicates = 0
         self.recovered_records = 0
         self.logged: Callable[[], None] = lambda: None
@@ -72,6 +74,7 @@ class Engine:
         self._offset = 0  # from the shard's version to the number of a checkpoint, where no log counts
         if directory is not None:
             self.checkpoints = Checkpoints(Path(directory), keep=keep_checkpoints)
+            self.kept = Kept(Path(directory))
         elif self.durability != Durability.NONE:
             raise ConfigError(f"durability {self.durability.value!r} needs a directory to keep its files in")
 
@@ -87,11 +90,20 @@ class Engine:
         """Loads the newest whole checkpoint and replays the log behind it; then the log goes on."""
         if self.checkpoints is None:
             return
-        last = self.checkpoints.load(self.shard, self.streams)
+        newest, files = self.checkpoints.newest(), log_files(self.checkpoints.directory)
+        loaded = self.checkpoints.load(self.shard, self.streams, log_from=files[0][0] if files else None)
+        last = loaded
         for number, header, ids, values in replay(self.checkpoints.directory, last):
             self._redo(number, parse_request(header, ids, values))
             last = number
             self.recovered_records += 1
+        if last < newest and (self.durability == Durability.LOG or not loaded):
+            way_out = f", or go on from write {last} with --durability checkpoint" if loaded else ""
+            raise DataError(
+                f"shard {self.shard.index}: the checkpoint of write {newest} in {self.checkpoints.directory} is "
+                f"damaged, and the log has no writes {last + 1} to {newest}; bring the folder back from a copy{way_out}"
+            )
+        self.checkpoints.set_aside_after(loaded)
         self._offset = last - self.shard.version
         if self.durability == Durability.LOG:
             self._next_number = last + 1
@@ -127,8 +139,8 @@ class Engine:
         kept: dict[str, HashTable] = {}
         if request.op == Op.RESTORE:
             try:
-                kept = self._kept(request)
-            except ConfigError as error:  # it was there when the record was written
+                kept = self._kept(request, number)
+            except (ConfigError, DataError) as error:  # it was there when the record was written
                 raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
         _, error = self._write(request, kept)
         if isinstance(error, MemoryError | OSError):  # any other failure was one then, too
@@ -197,12 +209,12 @@ class Engine:
         answer, _ = self._write(request, kept)
         return Reply(answer.status, request.request, self.shard.version, answer.payload)
 
-    def _kept(self, request: Request) -> dict[str, HashTable]:
-        """The tables that a RESTORE names, as they were in the checkpoint that it names."""
-        if self.checkpoints is None:
+    def _kept(self, request: Request, record: int | None = None) -> dict[str, HashTable]:
+        """The tables that a RESTORE names, as they were in the checkpoint that it names; see `Kept.table`."""
+        if self.kept is None:
             raise ConfigError(f"shard {self.shard.index} keeps no checkpoints; start the server with a directory")
         name = bytes(request.values).decode("utf-8", "replace")
-        return {table: self.checkpoints.kept_table(name, table, self.shard) for table in request.names}
+        return {table: self.kept.table(name, table, self.shard, record) for table in request.names}
 
     def _replace(self, kept: Mapping[str, HashTable]) -> list[Any]:
         for name, table in kept.items():
@@ -242,16 +254,19 @@ class Engine:
         return snapshot
 
     def finish_checkpoint(self, snapshot: ShardSnapshot, keep_as: str = "", others: Sequence[str] = ()) -> str:
-        """Writes the checkpoint and drops the log behind it; the checkpoint's path. See `Checkpoints.keep_as`."""
+        """Writes the checkpoint and drops the log behind it; the checkpoint's path. See `Kept.keep`."""
         assert self.checkpoints is not None
+        assert self.kept is not None
         try:
             path = self.checkpoints.save(snapshot)
             if keep_as:
-                self.checkpoints.keep_as(path, keep_as, others)
+                self.kept.keep(path, keep_as, others, snapshot.number)
         finally:
             self._snapshot = None
+        needed = self.checkpoints.log_needed_from()
+        self.kept.drop_before(needed)
         if self.log is not None:
-            self.log.drop_before(self.checkpoints.oldest() + 1)
+            self.log.drop_before(needed)
         return str(path)
 
     def checkpoint(self) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.durable import sync_folder
 from shoal.errors import DataError
 from shoal.sharded.ps.protocol import nbytes_of
 
@@ -124,7 +125,7 @@ def _new_file(path: Path, head: bytes) -> int:
         if os.write(fd, head) != len(head):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fdatasync(fd)
-        sync_directory(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         os.close(fd)
         path.unlink(missing_ok=True)
@@ -245,12 +246,3 @@ def _later_says_durable(data: mmap.mmap, view: memoryview, bad: int) -> bool:
                     return True
         at = data.find(magic, at + 1)
     return False
-
-
-def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Makes the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
