@@ -80,9 +80,15 @@ def test_the_environment_names_everybody(mlp):
     found.deregister("worker", 0, "w0:7000")
     assert found.query("worker") == {1: "w1:7001"}
     found.register("ps", 1, "h1:9001")
-    for claim in (("worker", 0, "w0:7000"), ("ps", 2, "h1:9001"), ("ps", 0, "h1:9001"), ("x", 0, "h")):
-        with pytest.raises(ConfigError):
-            found.register(*claim)
+    found.register("worker", 0, "w0:7000")  # of another role than this process
+    assert found.query("worker") == {0: "w0:7000", 1: "w1:7001"}
+    found.deregister("ps", 0, "h0:9000")
+    assert found.query("ps", skip_port_check=True) == {1: "h1:9001"}
+    for claim in (("worker", 0, "h1:9001"), ("ps", 2, "h1:9001"), ("ps", 0, "h1:9001"), ("x", 0, "h")):
+        for change in (found.register, found.deregister):
+            with pytest.raises(ConfigError, match="MLP"):
+                change(*claim)
+    assert found.query("ps", skip_port_check=True) == {1: "h1:9001"}
     found.deregister_all()
     assert found.query_all() == {"ps": {}, "worker": {}, "chief": {}}
 

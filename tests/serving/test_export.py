@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from shoal.durable import read_saved, write_saved
 from shoal.errors import ConfigError, DataError
 from shoal.serving import (
     ExportContext,
@@ -28,7 +29,7 @@ from shoal.serving import (
     overwrite_export_saver_listener_state,
     plan_export,
 )
-from shoal.serving.export_plan import write_atomically
+from shoal.serving.export_plan import write_version
 from shoal.serving.export_tables import serving_config
 from shoal.serving.loader import load_servable
 from shoal.table import FloatCompressorConfig, MultiHashTable, test_hash_table
@@ -105,26 +106,31 @@ def test_a_taken_second_is_waited_out(tmp_path):
     assert plan_export(tmp_path, 1)["entry"].rpartition("/")[2] > version
 
 
+def filled(text):
+    def write(directory):
+        (directory / "f").write_text(text)
+        return {"what": "a test"}
+
+    return write
+
+
 def test_a_directory_appears_whole_or_not_at_all(tmp_path):
     def broken(directory):
         (directory / "half").write_text("x")
         raise RuntimeError("died")
 
     with pytest.raises(RuntimeError):
-        write_atomically(tmp_path / "a" / "5", broken)
+        write_version(tmp_path / "a" / "5", broken)
     assert list((tmp_path / "a").iterdir()) == []
-    assert write_atomically(tmp_path / "a" / "5", lambda d: (d / "f").write_text("1"))
-    assert not write_atomically(tmp_path / "a" / "5", lambda d: (d / "f").write_text("2"))
+    assert write_version(tmp_path / "a" / "5", filled("1"))
+    assert not write_version(tmp_path / "a" / "5", filled("2"))
     assert (tmp_path / "a" / "5" / "f").read_text() == "1"
 
 
 def test_two_writers_of_one_directory_leave_one(tmp_path):
     wrote = []
     threads = [
-        threading.Thread(
-            target=lambda: wrote.append(write_atomically(tmp_path / "5", lambda d: (d / "f").write_text("1")))
-        )
-        for _ in range(4)
+        threading.Thread(target=lambda: wrote.append(write_version(tmp_path / "5", filled("1")))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -243,9 +249,9 @@ def test_shared_embeddings_are_read_from_the_checkpoint(tmp_path):
 def test_a_manifest_cannot_lead_out_of_its_root(tmp_path, where):
     export_ps(tmp_path / "m" / "1", {"user": table_of()}, model_name="m", sub_graph="ps_0", global_step=1)
     file = tmp_path / "m" / "1" / "manifest.json"
-    content = json.loads(file.read_text())
-    content["tables"][0]["asset_dir"] = where
-    file.write_text(json.dumps(content))
+    saved = read_saved(file)
+    saved.fields["tables"][0]["asset_dir"] = where
+    write_saved(file, saved.fields, saved.files)
     with pytest.raises(DataError, match="leads out"):
         load_servable(tmp_path / "m" / "1", tmp_path / "m")
 

@@ -162,6 +162,30 @@ def test_a_loop_pushes_every_period_and_survives_errors(server):
     assert pushed == [1, 2, 3]
 
 
+def test_rows_go_to_the_targets_that_were_known_while_the_registry_is_out_of_reach(server, caplog):
+    class Flaky(Fixed):
+        reachable = True
+
+        def get_sync_targets(self, sub_graph):
+            if not self.reachable:
+                raise ConnectionError("no registry")
+            return super().get_sync_targets(sub_graph)
+
+    backend = Flaky(server.address)
+    handle = create_parameter_sync_clients(0)[0]
+    table = test_hash_table(1, name_suffix="t", sync_client=handle)
+    loop = SyncLoop(backend, 0, handle)
+    backend.reachable = False
+    with pytest.raises(ConnectionError):
+        loop.run_once()  # none is known yet
+    backend.reachable = True
+    loop.run_once()
+    backend.reachable = False
+    step(table, [1, 2])
+    assert json.loads(loop.run_once())["responses"][0]["update_num"] == 2
+    assert "rows go to those that were known before" in caplog.text
+
+
 def test_the_hook_shares_the_tables_client_and_never_blocks_a_step(server):
     table = test_hash_table(1, name_suffix="t", sync_client=create_parameter_sync_clients(0)[0])
     backend = Fixed(server.address)
@@ -229,7 +253,7 @@ def test_a_follower_pulls_touched_rows_and_a_lost_answer_loses_none(server, mult
     follower_handle = SyncClientHandle("follower")
     follower = follow_source(f"127.0.0.1:{source.port}", follower_handle)
     assert follower.pull() == 2
-    follower._ack = 0  # its answer was lost
+    follower._received = 0  # its answer was lost
     train([2, 3])
     assert follower.pull() == 3
     assert follower.pull() == 0

@@ -88,6 +88,8 @@ def test_replica_meta_json_and_path():
         b'"task": -1, "replica": -1, "archon_address": null, "archon_address_ipv6": null}'
     )
     assert ReplicaMeta.deserialize(record.serialize()) == record
+    assert record.to_json().encode() == record.serialize()
+    assert ReplicaMeta.from_json(record.to_json()) == record
     named = ReplicaMeta(model_name="m", server_type="ps", task=3, replica=1)
     assert named.get_path("b") == "/b/service/m/ps:3/1"
 

@@ -310,17 +310,6 @@ def test_labels_name_versions(serve, tmp_path):
     assert value_of(client, label="stable") == 1
 
 
-def test_rows_that_were_pushed_survive_a_version_switch(serve, tmp_path):
-    export(tmp_path, 1, 1)
-    _server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.05)
-    push = {"T_id": torch.tensor([1, 7]), "T_value": torch.full((2, 2), 50.0)}
-    client.predict("m", "hashtable_assign", push)
-    export(tmp_path, 2, 2)
-    eventually(lambda: client.status("m").get(2) == ModelState.AVAILABLE)
-    got = client.predict("m", "lookup", {"u": torch.tensor([1, 7])})["u"]
-    assert got[:, 0].tolist() == [50.0, 50.0]
-
-
 def test_no_request_fails_while_versions_switch_under_load(serve, tmp_path):
     export(tmp_path, 1, 1)
     server, client = serve(config_of(m=(tmp_path, "latest")), poll=0.02)
@@ -363,6 +352,7 @@ def test_no_request_fails_while_versions_switch_under_load(serve, tmp_path):
 @pytest.mark.parametrize("quantise", [False, True])
 def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, tmp_path, codec, expected, quantise):
     from shoal.serving.push import PushClient, encode_push
+    from shoal.serving.quantise import encoders
 
     export(tmp_path, 1, 1, codec=codec)
     server, client = serve(config_of(m=(tmp_path,)))
@@ -373,7 +363,7 @@ def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, 
     got = client.predict("m", "lookup", {"u": torch.tensor([5])})["u"][0]
     assert torch.allclose(got, expected)
     if quantise:
-        asked = eventually(lambda: pusher._asked("m", "hashtable_assign"))
+        asked = encoders(eventually(lambda: pusher._form(batch, time.monotonic() + 60).codecs))
         assert len(encode_push(batch, asked)[0]) < len(encode_push(batch)[0])
     pusher.close()
 
@@ -382,6 +372,7 @@ def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, 
 def test_pushes_to_a_quantised_multi_table_store_the_same_rows_in_either_form(serve, tmp_path, quantise):
     """Each sub-table in its own form: bytes, half floats, plain floats and signs in one message."""
     from shoal.serving.push import PushClient, encode_push
+    from shoal.serving.quantise import encoders
     from shoal.table import HashTableConfigInstance
 
     forms = {
@@ -416,7 +407,7 @@ def test_pushes_to_a_quantised_multi_table_store_the_same_rows_in_either_form(se
     assert got["c"].shape == (0, 3)
     assert torch.equal(got["d"], torch.where(rows["d"] > 0, 0.25, -0.25))
     if quantise:
-        asked = eventually(lambda: pusher._asked("m", signature))
+        asked = encoders(eventually(lambda: pusher._form(batch, time.monotonic() + 60).codecs))
         assert list(asked) == ["flat_value"]
         assert len(encode_push(batch, asked)[0]) < len(encode_push(batch)[0])
         with fails(CODE.INVALID_ARGUMENT, "10 bytes, got 3"):

@@ -136,3 +136,35 @@ def test_values_that_do_not_match_the_ids_are_an_invalid_argument():
         push_request_to_predict(request)
     assert caught.value.code == 3
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("multi", [False, True])
+def test_a_table_without_dim_size_is_forwarded_with_the_columns_of_its_values(multi):
+    request = PushRequest(model_name="m", signature_name="s")
+    into = request.delta_multi_hash_tables if multi else request.delta_hash_tables
+    into.add(unique_id="a", fids=[1, 2], embeddings=[1.0, 2.0, 3.0, 4.0])
+    into.add(unique_id="b", fids=[3], embeddings=[5.0])
+    predict, total = push_request_to_predict(request)
+    assert total == 3
+    if multi:
+        assert list(predict.inputs["id_split"].int64_val) == [0, 2, 3]
+        assert list(predict.inputs["flat_value"].float_val) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    else:
+        assert tensor_from_proto(predict.inputs["a_value"]).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+        assert tensor_from_proto(predict.inputs["b_value"]).tolist() == [[5.0]]
+
+
+def test_a_table_without_dim_size_keeps_its_values_when_it_is_cut():
+    request = PushRequest(model_name="m")
+    request.delta_hash_tables.add(unique_id="a", fids=range(20), embeddings=range(60))
+    parts = sendable_parts(request, 100)
+    assert len(parts) > 1
+    assert [value for part in parts for value in part.delta_hash_tables[0].embeddings] == list(range(60))
+    assert not any(part.delta_hash_tables[0].HasField("dim_size") for part in parts)
+
+
+def test_values_that_give_no_whole_columns_are_an_invalid_argument():
+    request = PushRequest()
+    request.delta_hash_tables.add(unique_id="a", fids=[1, 2], embeddings=[1.0, 2.0, 3.0])
+    with pytest.raises(StatusError, match="2 fids of dim 1 need 2 values, got 3"):
+        push_request_to_predict(request)

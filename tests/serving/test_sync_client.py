@@ -101,6 +101,16 @@ def test_one_client_per_parameter_server_knows_its_device():
         assert create_parameter_sync_clients(2)[1].device == ""
 
 
+def test_arguments_have_the_names_of_the_contract():
+    (handle,) = create_parameter_sync_clients(ps_num=0)
+    client = ParameterSyncClient(client=handle)
+    assert client.handle is handle
+    assert ParameterSyncClient(client).handle is handle
+    assert client.create_sync_op(config_str=b"") == ["{}"]
+    with pytest.raises(ValueError, match="ps_num must be >= 0, got -1"):
+        create_parameter_sync_clients(-1)
+
+
 def test_attachment_rules():
     single = parameter_sync_client_from_config(name_suffix="single")
     test_hash_table(2, name_suffix="a", sync_client=single)

@@ -1,5 +1,6 @@
 """`shoal sync`: pushes what a trainer has touched to every replica that discovery names."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -111,22 +112,20 @@ def sync(options: Options) -> int:
     handle = SyncClientHandle(f"shoal-sync-{options.ps_index}")
     handle.manager = SyncClientManager(lambda target: PushClient(target, security, not options.full_precision))
     handle.catch_up(options.catch_up)
-    follower = follow_source(options.source, handle, options.source_name, security)
-    backend = _backend(options)
-    loop = SyncLoop(backend, options.ps_index, handle, options.interval, follower.pull)
-    metrics = _serve_metrics(options)
-    try:
-        with stop_event() as stop:
-            while True:
-                begin = time.monotonic()
-                code = _round(options, loop, handle)
-                if options.once or stop.wait(max(0.0, options.interval - (time.monotonic() - begin))):
-                    return code if options.once else 0
-    finally:
-        metrics()
-        backend.stop()
-        follower.close()
-        handle.manager.close()
+    with contextlib.ExitStack() as open_things:
+        open_things.callback(handle.manager.close)
+        follower = follow_source(options.source, handle, options.source_name, security)
+        open_things.callback(follower.close)  # tells the trainer what was delivered
+        backend = _backend(options)
+        open_things.callback(backend.stop)
+        loop = SyncLoop(backend, options.ps_index, handle, options.interval, follower.pull)
+        open_things.callback(_serve_metrics(options))
+        stop = open_things.enter_context(stop_event())
+        while True:
+            begin = time.monotonic()
+            code = _round(options, loop, handle)
+            if options.once or stop.wait(max(0.0, options.interval - (time.monotonic() - begin))):
+                return code if options.once else 0
 
 
 def _serve_metrics(options: Options) -> Callable[[], None]:

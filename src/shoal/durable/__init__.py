@@ -1,9 +1,9 @@
 """Files that survive a crash, and are noticed when they do not: the one kit behind every checkpoint and export.
 
 A save is a set of files and a JSON manifest, written last, that names each file with a digest and carries one of its
-own (`manifest`). It is written in one of two ways: as a folder that appears by one rename (`folder`), or as files under
-a basename in somebody's folder, with the manifest next to them (`basename`). Numbered folders in one directory are a
-`series`: the newest whole one is found, and what is wrong with the others is told.
+own (`manifest`). It is written in one of two ways: as a folder that appears by one rename (`folder`), or as files in a
+folder that stays, such as those under a basename with the manifest next to them (`replace`, `basename`). Numbered
+folders in one directory are a `series`: the newest whole one is found, and what is wrong with the others is told.
 """
 
 from shoal.durable.basename import BasenameSave, find_saved
@@ -18,6 +18,7 @@ from shoal.durable.files import (
 )
 from shoal.durable.folder import Draft, new_folder, read_folder
 from shoal.durable.manifest import MANIFEST, FileDigest, Saved, digest_file, read_saved, write_saved
+from shoal.durable.replace import digests_below, finish_moves, replace_files
 from shoal.durable.series import Found, Series
 
 __all__ = [
@@ -30,13 +31,16 @@ __all__ = [
     "Series",
     "StrPath",
     "digest_file",
+    "digests_below",
     "file_bases",
     "find_saved",
+    "finish_moves",
     "make_parents",
     "new_folder",
     "read_folder",
     "read_saved",
     "remove_folder",
+    "replace_files",
     "sync_folder",
     "temporary_path",
     "write_saved",

@@ -1,22 +1,17 @@
-"""Files ``<basename>…`` in a folder that is not ours alone, with ``<basename>.manifest`` naming those of one save.
-
-A second save under the same basename replaces the first in one step, the writing of its manifest: the files are there
-by then under temporary names, which the manifest knows. Whoever reads before they are renamed, or after a crash in the
-middle, finds each file under one name or the other.
-"""
+"""Files ``<basename>…`` in a folder that is not ours alone, with ``<basename>.manifest`` naming those of one save."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from shoal.durable.files import StrPath, make_parents, sync_folder, temporary_path
-from shoal.durable.manifest import FileDigest, Saved, read_saved, write_saved
+from shoal.durable.files import StrPath, make_parents, temporary_path
+from shoal.durable.manifest import FileDigest, Saved, read_saved
+from shoal.durable.replace import SIDECAR, replace_files
 from shoal.errors import DataError
 
 FORMAT = "shoal.files"
@@ -56,25 +51,19 @@ class BasenameSave:
         assert self._digests.keys() == self._temporary.keys()
         about = {"format": FORMAT, "version": VERSION, "id": secrets.token_hex(16)}
         about["created"] = datetime.now(UTC).isoformat(timespec="microseconds")
-        with _locked(self._folder):
-            before = _before(self.basename) - self._digests.keys()
-            sync_folder(self._folder)
-            moves = self._temporary
-            fields = {**about, "replaces": sorted(before), **(fields or {})}
-            write_saved(sidecar(self.basename), fields, self._digests, moves)
-            self._temporary = {}  # they are part of the save now, under whatever name
-            sync_folder(self._folder)
-            for name, temporary in moves.items():
-                os.replace(os.path.join(self._folder, temporary), os.path.join(self._folder, name))
-            for name in before:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(self._folder, name))
-            sync_folder(self._folder)
+        moves, self._temporary = self._temporary, {}  # from here on the manifest decides what they are
+        try:
+            replace_files(sidecar(self.basename), {**about, **(fields or {})}, self._digests, moves)
+        except BaseException:
+            saved = find_saved(self.basename)
+            if saved is None or saved.fields["id"] != about["id"]:
+                self._temporary = moves
+            raise
 
 
 def sidecar(basename: StrPath) -> str:
     """The path of the manifest of a basename."""
-    return f"{os.fspath(basename)}.manifest"
+    return f"{os.fspath(basename)}{SIDECAR}"
 
 
 def find_saved(basename: StrPath) -> Saved | None:
@@ -92,24 +81,3 @@ def find_saved(basename: StrPath) -> Saved | None:
         version = saved.fields.get("version")
         raise DataError(f"{path} is not a manifest of files, version {VERSION}: it has version {version!r:.40}")
     return saved
-
-
-def _before(basename: str) -> set[str]:
-    """The files of the save that a new one replaces."""
-    try:
-        saved = find_saved(basename)
-    except DataError:
-        return set()
-    return set() if saved is None else {*saved.files, *saved.moves.values()}
-
-
-@contextlib.contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """One commit at a time in a folder, of all processes of this machine."""
-    fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)

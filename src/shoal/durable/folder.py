@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.durable.files import StrPath, sync_file, sync_folder
 from shoal.durable.manifest import MANIFEST, FileDigest, Saved, digest_file, read_saved, write_saved
+from shoal.durable.replace import digests_known, files_below
 from shoal.errors import DataError
 
 
@@ -38,11 +39,12 @@ class Draft:
 
         Args:
             fields: what the kind of save needs besides.
-            files: digests that are known, by name relative to the folder; those files are on the disk already. The
-                others are read and flushed here.
+            files: digests that are known, by name relative to the folder; those files are on the disk already, as are
+                those that a manifest next to them names. The others are read and flushed here.
         """
-        known = dict(files or {})
-        found = {name: known[name] if name in known else self._flushed(name) for name in _walk(self.path)}
+        known = {**digests_known(self.path), **(files or {})}
+        found = {name: known[name] if name in known else self._flushed(name) for name in files_below(self.path)}
+        found.pop(MANIFEST, None)
         if lost := sorted(known.keys() - found.keys()):
             raise DataError(f"{os.path.join(self.path, lost[0])} is missing although it was written")
         write_saved(os.path.join(self.path, MANIFEST), fields, found)
@@ -90,12 +92,3 @@ def read_folder(folder: StrPath, *, unsealed: bool = False) -> Saved:
     if lost := saved.missing():
         raise DataError(lost)
     return saved
-
-
-def _walk(folder: str) -> list[str]:
-    """All files below a folder but its manifest, by name relative to it."""
-    found = []
-    for where, _, files in os.walk(folder):
-        at = os.path.relpath(where, folder)
-        found += [name if at == "." else "/".join((*at.split(os.sep), name)) for name in files]
-    return sorted(name for name in found if name != MANIFEST)

@@ -16,6 +16,7 @@ from shoal.serving.security import ServerSecurity
 from shoal.serving.servable import Tensors
 from shoal.serving.served import ServedModels
 from shoal.serving.status import Code, StatusError, invalid_argument
+from shoal.serving.tensors import MAX_TENSOR_BYTES
 from shoal.serving.traffic import Traffic
 from shoal.serving.versions import find_signature
 
@@ -31,6 +32,7 @@ class Answerer:
         models: what there is.
         security: who may push.
         max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
+        max_request_bytes: what the tensors of one request may take.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class Answerer:
         pool: Executor,
         loop: ServingLoop,
         traffic: Traffic,
+        max_request_bytes: int = MAX_TENSOR_BYTES,
     ) -> None:
         self._models, self._security, self._max_batch_rows = models, security, max_batch_rows
         self._pool, self._loop, self._traffic = pool, loop, traffic
+        self._max_request_bytes = max_request_bytes
 
     async def answer(self, asked: Asked, enter: Callable[[], contextvars.Context]) -> Any:
         """``asked.finish(the model spec as it was resolved, serialised; outputs)``; ``enter`` gives the context of
@@ -66,11 +70,10 @@ class Answerer:
                 if unknown := [alias for alias in wanted if alias not in outputs]:
                     raise invalid_argument(f"{where}, {name!r} has no output {unknown}; it has {sorted(outputs)}")
                 resolved = version.resolved(spec.name, name)
+                check = partial(signature.check, f"{where}, signature {name!r}")
 
                 def prepare() -> Tensors:
-                    inputs = asked.read()
-                    signature.check(f"{where}, signature {name!r}", inputs)
-                    return inputs
+                    return asked.read(check)
 
                 def complete(results: Tensors) -> Any:
                     return asked.finish(resolved, {alias: results[alias] for alias in wanted} if wanted else results)
@@ -78,10 +81,12 @@ class Answerer:
                 if signature.batch and self._max_batch_rows > 1:
                     batcher = version.batchers.get(name)
                     if batcher is None:
-                        check = partial(signature.check, f"{where}, signature {name!r}")
-                        batcher = Batcher(signature.run, check, self._max_batch_rows, self._pool)
+                        batcher = Batcher(signature.run, check, self._max_batch_rows, self._pool, outputs)
                         version.batchers[name] = batcher
-                    return await batcher.submit(prepare, complete, asked.call, resolved)
+                    call = asked.call  # joined natively, its tensors take at most eight times its bytes
+                    if call is not None and 8 * len(call.data) > self._max_request_bytes:
+                        call = None
+                    return await batcher.submit(prepare, complete, call, resolved)
                 pace = version.paces.get(name)
                 if pace is None:
                     pace = version.paces[name] = Pace(not signature.push and not signature.waits)

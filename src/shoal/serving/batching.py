@@ -9,15 +9,21 @@ as long as that gathers others.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import torch
 
 from shoal.serving.joining import join_calls, split_answers
+from shoal.serving.manifest import TensorSpec
 from shoal.serving.predict import PredictCall
+from shoal.serving.status import Code, StatusError
+
+log = logging.getLogger(__name__)
 
 Tensors = dict[str, Any]
 
@@ -74,6 +80,10 @@ class Batcher:
         check: raises where joined inputs are not what ``call`` takes.
         max_rows: a batch has at most this many rows, unless one request alone has more.
         pool: runs batches that take long; None = they run on the loop, too.
+        outputs: alias -> what it is, as far as that is known.
+
+    Whatever a joined run gives that is not one row per row of its inputs is thrown away: its requests run one by one,
+    and so do all later ones.
     """
 
     def __init__(
@@ -82,8 +92,11 @@ class Batcher:
         check: Callable[[Tensors], None] = lambda inputs: None,
         max_rows: int = 1024,
         pool: Executor | None = None,
+        outputs: Mapping[str, TensorSpec] | None = None,
     ) -> None:
         self._call, self._check = call, check
+        self._outputs = dict(outputs or {})
+        self._joins = True
         self._max_rows = max_rows
         self._pool = pool
         self._pace = Pace()
@@ -136,20 +149,38 @@ class Batcher:
         del self._queue[:MAX_GROUP]
         if waited:
             self._company += 0.5 * (len(group) - self._company)
+        work = partial(self._pace.timed, partial(self.run, group))
         if self._pool is None or self._pace.short:
-            self._pace.timed(lambda: self.run(group))
-            self._end(loop, group)
-        else:
-            done = loop.run_in_executor(self._pool, self._pace.timed, lambda: self.run(group))
-            done.add_done_callback(lambda _: self._end(loop, group))
+            try:
+                work()
+            except BaseException as error:
+                self._end(loop, group, error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                self._end(loop, group)
+            return
+        try:
+            done = loop.run_in_executor(self._pool, work)
+        except RuntimeError as error:  # the pool was shut down
+            self._end(loop, group, error)
+            return
+        done.add_done_callback(lambda done: self._end(loop, group, _error_of(done)))
 
-    def _end(self, loop: asyncio.AbstractEventLoop, group: list[_Waiting]) -> None:
+    def _end(
+        self, loop: asyncio.AbstractEventLoop, group: list[_Waiting], escaped: BaseException | None = None
+    ) -> None:
+        """Answers the group; what escaped its run fails all of it, and the next batch goes on."""
         self._due = False
+        if escaped is not None:
+            log.error("a batch of %d requests failed", len(group), exc_info=escaped)
         for each in group:
             future = each.future
             if future is None or future.done():  # its caller has gone
                 continue
-            if each.error is not None:
+            if escaped is not None:
+                future.set_exception(StatusError(Code.INTERNAL, f"the batch failed: {escaped!r}"))
+            elif each.error is not None:
                 future.set_exception(each.error)
             else:
                 future.set_result(each.result)
@@ -171,7 +202,7 @@ class Batcher:
     def _run_joined(self, group: list[_Waiting]) -> bool:
         """The way of requests that came as bytes and ask alike; False when they are to be read one by one."""
         first = group[0]
-        if first.call is None:
+        if first.call is None or (len(group) > 1 and not self._joins):
             return False
         calls: list[PredictCall] = []
         for each in group:
@@ -189,6 +220,9 @@ class Batcher:
             return False
         at = begin = 0
         while at < len(group):
+            if not self._joins:  # what ran before showed that these must not be joined
+                self._alone(group[at:])
+                return True
             end, count = at + 1, rows[at]
             while end < len(group) and count + rows[end] <= self._max_rows:
                 count += rows[end]
@@ -202,6 +236,9 @@ class Batcher:
         self.batches += 1
         try:
             outputs = self._call(inputs)
+            if len(batch) > 1 and not self._row_wise(outputs, sum(rows)):
+                self._alone(batch)
+                return
             call = batch[0].call
             if call is not None and call.output_filter:
                 outputs = {alias: outputs[alias] for alias in call.output_filter}
@@ -228,7 +265,7 @@ class Batcher:
         batches: list[list[_Waiting]] = []
         rows = 0
         for each in ready:
-            last = batches[-1] if batches else None
+            last = batches[-1] if batches and self._joins else None
             if last and rows + each.rows <= self._max_rows and _joinable(last[0], each):
                 last.append(each)
                 rows += each.rows
@@ -238,12 +275,18 @@ class Batcher:
         return batches
 
     def _run_tensors(self, batch: list[_Waiting]) -> None:
+        if len(batch) > 1 and not self._joins:
+            self._alone(batch)
+            return
         self.batches += 1
         try:
             if len(batch) == 1:
                 outputs = self._call(batch[0].inputs)
             else:
                 outputs = self._call({a: torch.cat([each.inputs[a] for each in batch]) for a in batch[0].inputs})
+                if not self._row_wise(outputs, sum(each.rows for each in batch)):
+                    self._alone(batch)
+                    return
         except Exception as error:
             self._failed(batch, error)
             return
@@ -253,11 +296,33 @@ class Batcher:
         """What a model cannot run is that request's fault, not its neighbours': each is tried alone."""
         if len(batch) == 1:
             batch[0].error = error
-            return
+        else:
+            self._alone(batch)
+
+    def _alone(self, batch: list[_Waiting]) -> None:
         for each in batch:
             self._prepare(each)
             if each.error is None:
                 self._run_tensors([each])
+
+    def _row_wise(self, outputs: Tensors, rows: int) -> bool:
+        """Whether each output of a joined run can be cut by requests; once one is not, nothing is joined any more."""
+        sure = True
+        for alias, value in outputs.items():
+            shape, spec = tuple(value.shape), self._outputs.get(alias)
+            tail = spec.shape[1:] if spec is not None and spec.shape is not None else [None] * len(shape[1:])
+            known = len(shape) == 1 + len(tail) and shape[0] == rows
+            if not known or any(want not in (None, have) for want, have in zip(tail, shape[1:], strict=True)):
+                log.warning(
+                    "output %r has shape %s for %d joined rows, which is not one row per row of the inputs; "
+                    "requests of this signature run one by one from now on",
+                    alias, list(shape), rows,
+                )  # fmt: skip
+                self._joins = False
+                return False
+            # A size that the signature leaves open may be that of a row, or may follow the rows that were joined.
+            sure &= not any(want is None and have == rows for want, have in zip(tail, shape[1:], strict=True))
+        return sure
 
     def _cut(self, batch: list[_Waiting], outputs: Tensors, rows: list[int]) -> None:
         begin = 0
@@ -268,6 +333,10 @@ class Batcher:
             except Exception as error:
                 each.error = error
             begin += count
+
+
+def _error_of(done: asyncio.Future[Any]) -> BaseException | None:
+    return asyncio.CancelledError() if done.cancelled() else done.exception()
 
 
 def _joinable(one: _Waiting, two: _Waiting) -> bool:

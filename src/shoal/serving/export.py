@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError
-from shoal.serving.export_plan import EXPORT_DIR_BASE, free_second, plan_export, write_atomically
+from shoal.serving.export_plan import EXPORT_DIR_BASE, free_second, plan_export, write_version
 from shoal.serving.export_program import describe, example_inputs, export_program, input_specs, pooled_specs
-from shoal.serving.export_tables import export_ps, export_tables, manifest_of
+from shoal.serving.export_tables import export_ps, export_tables, manifest_of, named_apart
 from shoal.serving.manifest import SignatureSpec, TableSpec
 from shoal.serving.program import REMOTE_NET, Feature
 from shoal.serving.retention import add_export, delete_old_exports
@@ -100,7 +101,7 @@ class ModelExporter:
                 )  # fmt: skip
             else:
                 writer = self._writer(name, where, global_step, shards, count, shared, with_remote_gpu)
-                wrote = write_atomically(where, writer)
+                wrote = write_version(where, writer)
             if wrote:
                 add_export(Path(where).parent, where, global_step)
             if existing_steps is not None:
@@ -116,7 +117,7 @@ class ModelExporter:
         count: int,
         shared: Path | None,
         with_remote_gpu: bool,
-    ) -> Callable[[Path], None]:
+    ) -> Callable[[Path], dict[str, Any]]:
         dims = {
             alias: view.dims[view.sub_tables.index(sub)]
             for views in shards
@@ -128,23 +129,29 @@ class ModelExporter:
                 f"model {self.model_name!r}: no table serves the slots {missing}; tables serve {sorted(dims)}"
             )
 
-        def write(directory: Path) -> None:
+        def write(directory: Path) -> dict[str, Any]:
             net_is_here = not (name == "entry" and with_remote_gpu)
             file = directory / "variables" / "program.pt2" if net_is_here else None
-            outputs = export_program(self._net, *example_inputs(self._features, self._dense, dims), file)
+            try:
+                net = export_program(self._net, *example_inputs(self._features, self._dense, dims), file)
+            except ConfigError as error:
+                raise ConfigError(f"model {self.model_name!r}: {error}") from error
             tables: list[TableSpec] = []
             if name.startswith("dense"):
-                inputs = pooled_specs(self._features, self._dense, dims)
-                signatures = {REMOTE_NET: SignatureSpec(inputs, outputs)}
-                program = describe({}, list(outputs))
+                inputs = pooled_specs(self._features, self._dense, dims, net.lengths)
+                signatures = {REMOTE_NET: SignatureSpec(inputs, net.outputs, net.row_wise)}
+                program = describe({}, list(net.outputs))
             else:
-                signatures = {"serving_default": SignatureSpec(input_specs(self._features, self._dense), outputs)}
+                inputs = input_specs(self._features, self._dense, net.lengths)
+                signatures = {"serving_default": SignatureSpec(inputs, net.outputs, net.row_wise)}
                 program = describe(
-                    self._features, list(outputs), remote=name != "", num_ps=count, dims=dims,
+                    self._features, list(net.outputs), remote=name != "", num_ps=count, dims=dims,
                     max_rpc_deadline_millis=self._deadline, remote_net=not net_is_here,
                 )  # fmt: skip
+            read_at = None
             if not name:
-                views = [view for group in shards for view in group]
+                read_at = time.time() if shared is None else None
+                views = named_apart(shards)
                 tables = export_tables(
                     directory, views, shared_assets=shared, final=Path(where), codec=self._codec,
                     skip_zero_embedding=self._skip_zero,
@@ -154,8 +161,8 @@ class ModelExporter:
             if self._warmup is not None and name in ("", "entry"):
                 (directory / "assets.extra").mkdir()
                 shutil.copy(self._warmup, directory / "assets.extra" / "tf_serving_warmup_requests")
-            manifest_of(where, self.model_name, name or "standalone", step, signatures, tables, program).write(
-                directory
-            )
+            return manifest_of(
+                where, self.model_name, name or "standalone", step, signatures, tables, program, read_at
+            ).fields()
 
         return write

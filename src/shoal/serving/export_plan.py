@@ -1,12 +1,12 @@
 """Where an export goes, and how its directories appear at once or not at all."""
 
 import os
-import shutil
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from shoal.durable import new_folder
 from shoal.errors import ConfigError
 
 EXPORT_DIR_BASE = "exported_models"
@@ -53,25 +53,19 @@ def plan_export(
     return {name: os.path.join(base, name, str(version)) for name in names}
 
 
-def write_atomically(final: str | os.PathLike, write: Callable[[Path], None]) -> bool:
-    """Lets ``write`` fill a temporary sibling and renames it to ``final``; False if ``final`` exists, which is kept."""
-    final = Path(final)
-    if final.exists():
+def write_version(final: str | os.PathLike, write: Callable[[Path], Mapping[str, Any]]) -> bool:
+    """Lets ``write`` fill a folder, seals it with the manifest's fields that it returns, and names it ``final``.
+
+    False if ``final`` exists, which is kept.
+    """
+    if os.path.exists(final):
         return False
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.parent / f".{final.name}-tmp-{uuid.uuid4().hex[:8]}"
-    temporary.mkdir()
     try:
-        write(temporary)
-        try:
-            os.rename(temporary, final)
-        except OSError:
-            if not final.exists():
-                raise
-            return False  # somebody else was quicker
-        return True
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with new_folder(final) as draft:
+            draft.seal(write(Path(draft.path)))
+    except FileExistsError:
+        return False  # somebody else was quicker
+    return True
 
 
 def free_second(base: Path) -> int:

@@ -1,15 +1,29 @@
 """A net at export: traced for any batch size, with what goes in and what comes out."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoal.errors import ConfigError
+from shoal.serving.export_check import BATCHES, batches_of, check_same, is_row_wise, output_specs, run
 from shoal.serving.manifest import TensorSpec
-from shoal.serving.program import Feature, named_outputs
+from shoal.serving.program import Feature, direct_call, input_sizes
+from shoal.serving.program_file import load_exported
 from shoal.serving.servable import dtype_of
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedNet:
+    """What an export learnt about a net."""
+
+    outputs: dict[str, TensorSpec]
+    row_wise: bool
+    """Whether rows of the outputs depend on their own rows of the inputs alone."""
+    lengths: dict[str, int | None]
+    """alias -> the length that a feature which is not pooled must have, None where there are other limits."""
 
 
 def describe(features: Mapping[str, Feature], outputs: list[str], **more: Any) -> dict[str, Any]:
@@ -18,19 +32,26 @@ def describe(features: Mapping[str, Feature], outputs: list[str], **more: Any) -
     return {"file": "variables/program.pt2", "features": listed, "outputs": outputs, **more}
 
 
-def input_specs(features: Mapping[str, Feature], dense: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+def input_specs(
+    features: Mapping[str, Feature], dense: Mapping[str, torch.Tensor], lengths: Mapping[str, int | None]
+) -> dict[str, TensorSpec]:
     """What an entry takes: ids and dense values."""
-    specs = {alias: TensorSpec("int64", [None, None], feature.padding) for alias, feature in features.items()}
+    specs = {
+        alias: TensorSpec("int64", [None, lengths.get(alias)], feature.padding) for alias, feature in features.items()
+    }
     return specs | _dense_specs(dense)
 
 
 def pooled_specs(
-    features: Mapping[str, Feature], dense: Mapping[str, torch.Tensor], dims: Mapping[str, int]
+    features: Mapping[str, Feature],
+    dense: Mapping[str, torch.Tensor],
+    dims: Mapping[str, int],
+    lengths: Mapping[str, int | None],
 ) -> dict[str, TensorSpec]:
     """What the net itself takes: pooled rows and dense values."""
     specs = {}
     for alias, feature in features.items():
-        middle = [None] if feature.combiner == "none" else []
+        middle = [lengths.get(alias)] if feature.combiner == "none" else []
         specs[alias] = TensorSpec("float", [None, *middle, dims[feature.slot]])
     return specs | _dense_specs(dense)
 
@@ -59,16 +80,55 @@ def example_inputs(
 
 def export_program(
     net: torch.nn.Module, arguments: dict[str, torch.Tensor], shapes: dict[str, Any], file: Path | None
-) -> dict[str, TensorSpec]:
-    """Traces the net with ``torch.export``, saves it to ``file`` if there is one, and describes its outputs."""
+) -> ExportedNet:
+    """Traces the net with ``torch.export``, saves it to ``file`` if there is one, and checks what was saved.
+
+    Raises:
+        ConfigError: the program is not the net for every batch size; the message says for which, and why.
+    """
     training = net.training
+    buffers = {name: value.clone() for name, value in net.named_buffers()}
     net.eval()
     try:
-        with torch.no_grad():
-            results = named_outputs(net(**arguments))
-            if file is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                torch.export.save(torch.export.export(net, (), arguments, dynamic_shapes=shapes), str(file))
+        lengths: dict[str, int | None] = {}
+        exported = None
+        if file is not None:
+            with torch.no_grad():
+                exported = torch.export.export(net, (), arguments, dynamic_shapes=shapes)
+            lengths = _lengths(exported, shapes)
+        batches = batches_of(arguments, shapes, net, not lengths)
+        _restore(net, buffers)
+        results = {rows: run(net, inputs) for rows, inputs in batches.items()}
+        if exported is not None and file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.export.save(exported, str(file))
+            check_same(direct_call(load_exported(file)), batches, results)
+        return ExportedNet(output_specs(results.values()), is_row_wise(net, batches[max(BATCHES)]), lengths)
     finally:
+        _restore(net, buffers)
         net.train(training)
-    return {alias: TensorSpec(dtype_of(value), [None, *value.shape[1:]]) for alias, value in results.items()}
+
+
+def _restore(net: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in net.named_buffers():
+            value.copy_(buffers[name])
+
+
+def _lengths(exported: torch.export.ExportedProgram, shapes: Mapping[str, Any]) -> dict[str, int | None]:
+    """alias -> the only length of an input whose length should vary, None where it varies within limits.
+
+    Raises:
+        ConfigError: the number of rows does not vary freely.
+    """
+    found: dict[str, int | None] = {}
+    for alias, sizes in input_sizes(exported).items():
+        if not sizes[0].free:
+            raise ConfigError(
+                f"the net cannot be exported for any batch size: torch.export limits the rows of input {alias!r} to "
+                f"{sizes[0].limits}, since forward depends on them (len(x), a branch on x.shape[0], a reshape to "
+                "a fixed size); make it independent of the number of rows"
+            )
+        if 1 in shapes[alias] and not sizes[1].free:
+            found[alias] = sizes[1].fixed
+    return found

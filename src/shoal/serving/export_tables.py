@@ -2,15 +2,19 @@
 
 import base64
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.serving.export_plan import write_atomically
+from shoal.durable import file_bases
+from shoal.errors import ConfigError
+from shoal.serving.export_plan import write_version
 from shoal.serving.manifest import Manifest, SignatureSpec, TableSpec
 from shoal.serving.servable import Servable
 from shoal.serving.table_signatures import table_signatures
 from shoal.serving.table_view import TableView, as_views
+from shoal.table.checkpoint.assets import base_in
 from shoal.table.messages import EmbeddingHashTableConfig, EntryConfig, FloatCompressorConfig
 
 
@@ -31,8 +35,22 @@ def serving_config(
     return serving
 
 
-def asset_prefix(table_name: str) -> str:
-    return table_name.replace(":", "-").replace("/", "-")
+def named_apart(shards: Sequence[Sequence[TableView]]) -> list[TableView]:
+    """The tables of all shards, for one export; of tables with the same name, shard ``i``'s is ``<name>_<i>``.
+
+    Raises:
+        ConfigError: two tables would have the same name all the same.
+    """
+    names = [view.name for views in shards for view in views]
+    views = [
+        view.renamed(f"{view.name}_{shard}") if names.count(view.name) > 1 else view
+        for shard, of_shard in enumerate(shards)
+        for view in of_shard
+    ]
+    named = [view.name for view in views]
+    if twice := sorted({name for name in named if named.count(name) > 1}):
+        raise ConfigError(f"two tables of the export are called {twice[0]!r}; rename one")
+    return views
 
 
 def export_tables(
@@ -46,8 +64,9 @@ def export_tables(
 ) -> list[TableSpec]:
     """Writes tables into ``assets/``, or points at a checkpoint's ``.assets`` directory, and describes them."""
     specs = []
+    bases = file_bases(view.name for view in views)
     for view in views:
-        prefix = asset_prefix(view.name)
+        prefix = bases[view.name] if shared_assets is None else base_in(os.fspath(shared_assets), view.table.name)
         if shared_assets is None:
             (directory / "assets").mkdir(exist_ok=True)
             view.table.save(str(directory / "assets" / prefix))
@@ -84,10 +103,11 @@ def export_ps(
     skip_zero_embedding: bool = False,
 ) -> bool:
     """Writes one embedding shard. ``tables`` is what ``ModelServer.serve_tables`` takes. False if it exists."""
-    views = as_views(tables)
+    views = named_apart([as_views(tables)])
     shared = Path(shared_assets) if shared_assets is not None else None
 
-    def write(directory: Path) -> None:
+    def write(directory: Path) -> dict[str, Any]:
+        begin = time.time()
         specs = export_tables(
             directory,
             views,
@@ -97,9 +117,11 @@ def export_ps(
             skip_zero_embedding=skip_zero_embedding,
         )
         signatures = {name: each.spec for name, each in table_signatures(views, lambda: Servable({})).items()}
-        manifest_of(final, model_name, sub_graph, global_step, signatures, specs, None).write(directory)
+        return manifest_of(
+            final, model_name, sub_graph, global_step, signatures, specs, None, None if shared else begin
+        ).fields()
 
-    return write_atomically(final, write)
+    return write_version(final, write)
 
 
 def manifest_of(
@@ -110,6 +132,7 @@ def manifest_of(
     signatures: Mapping[str, SignatureSpec],
     tables: list[TableSpec],
     program: dict[str, Any] | None,
+    rows_read_at: float | None = None,
 ) -> Manifest:
     """The manifest of a version whose directory will be ``final``."""
     return Manifest(
@@ -120,4 +143,5 @@ def manifest_of(
         signatures=dict(signatures),
         tables=tables,
         program=program,
+        rows_read_at=rows_read_at,
     )

@@ -8,7 +8,7 @@ import torch
 
 from shoal import _core
 from shoal.serving.predict import PredictCall
-from shoal.serving.tensors import shared_tensor
+from shoal.serving.tensors import MAX_TENSOR_BYTES, extent, shared_tensor
 
 _KINDS = {
     torch.float32: (1, np.dtype("<f4")),
@@ -43,6 +43,8 @@ def join_calls(calls: Sequence[PredictCall]) -> tuple[dict[str, Any], list[int]]
         if found is None or (rows is not None and found[1] != rows):
             return None
         values, rows, tail = found
+        if extent(tail) > MAX_TENSOR_BYTES // _NUMPY[dtype].itemsize:  # empty, and too large for strides
+            return None
         joined[alias] = shared_tensor(np.frombuffer(values, _NUMPY[dtype]).reshape(sum(rows), *tail))
     return (joined, rows) if rows is not None else None
 

@@ -4,6 +4,8 @@ import base64
 import logging
 from pathlib import Path
 
+from shoal.durable import read_folder
+from shoal.durable.replace import digests_known
 from shoal.errors import DataError
 from shoal.serving.manifest import Manifest, TableSpec, inside
 from shoal.serving.program import load_program
@@ -28,11 +30,11 @@ def load_servable(directory: Path, root: Path) -> Servable:
         DataError: something is missing, broken or outside of ``root``.
     """
     directory = inside(root, directory)
-    manifest = Manifest.read(directory)
+    manifest = _verified(directory)
     views: dict[str, TableView] = {}
     for spec in manifest.tables:
         views[spec.name] = load_table(directory, spec, root)
-    servable = Servable({}, views)
+    servable = Servable({}, views, manifest.rows_read_at)
     signatures = table_signatures(list(views.values()), lambda: servable)
     if manifest.program is not None:
         for name in ("lookup", "raw_lookup"):  # a standalone export answers with its program
@@ -40,6 +42,19 @@ def load_servable(directory: Path, root: Path) -> Servable:
         signatures |= load_program(directory, manifest, views)
     servable.signatures = signatures
     return servable
+
+
+def _verified(directory: Path) -> Manifest:
+    """The manifest, once every file that it names is known to be as it was written.
+
+    Rows are checked while they are read, by the manifest next to them, which is checked here.
+    """
+    try:
+        saved = read_folder(directory, unsealed=True)
+        saved.verify(saved.files.keys() - digests_known(directory).keys())
+        return Manifest.of(saved)
+    except OSError as error:
+        raise DataError(f"{error.filename or directory} cannot be read: {error.strerror}") from None
 
 
 def load_table(directory: Path, spec: TableSpec, root: Path) -> TableView:

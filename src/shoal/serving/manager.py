@@ -61,6 +61,19 @@ class _SharedLock:
                 self._changed.notify_all()
 
 
+class _NoClient:
+    """Stands in for the client of a target that could not be made."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def push(self, request: PushRequest) -> PushResponse:
+        return PushResponse(status_code=Code.UNAVAILABLE, error_message=self._reason, update_num=0)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class SyncClientManager:
     """``target -> client``, and pushes of one request to all of them.
 
@@ -91,15 +104,26 @@ class SyncClientManager:
         with self._lock.exclusive():
             wanted = list(dict.fromkeys(targets))
             for gone in [target for target in self._clients if target not in wanted]:
-                self._clients.pop(gone).close()
+                client = self._clients.pop(gone)
+                try:
+                    client.close()
+                except Exception:
+                    log.warning("the client of %s could not be closed", gone, exc_info=True)
             for target in wanted:
-                if target not in self._clients:
-                    self._clients[target] = self._factory(target)
+                if isinstance(self._clients.get(target), _NoClient | None):
+                    self._clients[target] = self._open(target)
             self._extra = {}
             if len(targets) == len(extra):
                 for target, info in zip(targets, extra, strict=True):
                     self._extra.setdefault(target, info)
         return True
+
+    def _open(self, target: str) -> Any:
+        try:
+            return self._factory(target)
+        except Exception as error:  # the other targets are served; this one is tried again with the next list
+            log.warning("a client of %s could not be made: %s", target, error)
+            return _NoClient(f"a client of {target} could not be made: {error}")
 
     def push(self, request: Part, model_name: str, signature_name: str) -> PushResult:
         """Pushes one request to every target."""

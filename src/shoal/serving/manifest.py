@@ -1,15 +1,14 @@
 """`manifest.json`: what an exported directory holds, and where its files may be."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.durable import MANIFEST, Saved, digests_below, read_saved, write_saved
 from shoal.errors import DataError
 
 FORMAT = 1
-FILE = "manifest.json"
-MAX_BYTES = 16 * 1024 * 1024
+FILE = MANIFEST
 
 
 @dataclass(slots=True)
@@ -25,6 +24,9 @@ class TensorSpec:
 class SignatureSpec:
     inputs: dict[str, TensorSpec] = field(default_factory=dict)
     outputs: dict[str, TensorSpec] = field(default_factory=dict)
+    row_wise: bool | None = None
+    """Whether requests may be joined: each row of every output depends on its own row of the inputs alone.
+    None where that was not looked at."""
 
 
 @dataclass(slots=True)
@@ -57,8 +59,11 @@ class Manifest:
     format: int = FORMAT
     program: dict[str, Any] | None = None
     """The dense program: its file, its features and where their rows come from. None in embedding shards."""
+    rows_read_at: float | None = None
+    """Unix time at which reading the tables' rows was begun; rows that were pushed later are newer. None: not known."""
 
-    def write(self, directory: Path) -> None:
+    def fields(self) -> dict[str, Any]:
+        """Its part of the file, for `shoal.durable.Draft.seal`."""
         order = (
             "format",
             "model_name",
@@ -69,26 +74,40 @@ class Manifest:
             "signatures",
             "tables",
             "program",
+            "rows_read_at",
         )
         content = asdict(self)
         for signature in content["signatures"].values():
+            if signature["row_wise"] is None:
+                del signature["row_wise"]
             for spec in (*signature["inputs"].values(), *signature["outputs"].values()):
                 if spec["padding"] is None:
                     del spec["padding"]
-        (directory / FILE).write_text(json.dumps({key: content[key] for key in order}, indent=1))
+        return {key: content[key] for key in order}
+
+    def write(self, directory: Path) -> None:
+        """Seals a directory whose other files are there."""
+        files = {name: digest for name, digest in digests_below(directory).items() if name != FILE}
+        write_saved(directory / FILE, self.fields(), files)
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Raises DataError, naming the file, for one that is missing, too large or of another form."""
+        """Raises DataError, naming the file, for one that is missing, damaged or of another form."""
         file = directory / FILE
         try:
-            if file.stat().st_size > MAX_BYTES:
-                raise DataError(f"{file} has {file.stat().st_size} bytes; a manifest has at most {MAX_BYTES}")
-            content = json.loads(file.read_text())
+            return cls.of(read_saved(file, unsealed=True))
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}") from None
+
+    @classmethod
+    def of(cls, saved: Saved) -> "Manifest":
+        """The manifest of an export that was read; raises DataError for one of another form."""
+        file, content = saved.manifest, saved.fields
+        try:
             if content["format"] != FORMAT:
                 raise DataError(f"{file} has format {content['format']}; this version reads format {FORMAT}")
             signatures = {
-                name: SignatureSpec(_specs(each["inputs"]), _specs(each["outputs"]))
+                name: SignatureSpec(_specs(each["inputs"]), _specs(each["outputs"]), each.get("row_wise"))
                 for name, each in content["signatures"].items()
             }
             tables = [
@@ -104,13 +123,12 @@ class Manifest:
                 tables=tables,
                 tags=list(content.get("tags", ["serve"])),
                 program=content.get("program"),
+                rows_read_at=float(read_at) if (read_at := content.get("rows_read_at")) is not None else None,
             )
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}") from None
+        except DataError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{file} is no manifest of format {FORMAT}: {error!r}") from None
+            raise DataError(f"{file} is not a manifest of format {FORMAT}: {error!r}") from None
 
 
 def _specs(given: dict[str, Any]) -> dict[str, TensorSpec]:

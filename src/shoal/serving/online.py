@@ -123,6 +123,17 @@ def create_sync_backend(config: OnlineTrainingConfig, zk_client: Any = None) -> 
     return _WatcherBackend(config, zk_client)
 
 
+def _refreshed(backend: SyncBackend, index: int, former: bytes) -> bytes:
+    """The targets as they are now, or the former ones while the backend cannot say: a registry may be out of reach."""
+    try:
+        return refresh_sync_config(backend, index)
+    except Exception:
+        if not former:
+            raise
+        log.exception("the targets of shard %d cannot be asked for; rows go to those that were known before", index)
+        return former
+
+
 class SyncLoop:
     """Refreshes the targets and pushes, once a period, on its own thread. Errors are logged and survived.
 
@@ -148,6 +159,7 @@ class SyncLoop:
         self.last_result = ""
         self.rounds = 0
         self._backend, self._index, self._period = backend, ps_index, period_secs
+        self._config = b""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shoal-sync-{ps_index}", daemon=True)
 
@@ -160,7 +172,8 @@ class SyncLoop:
         """One round; the result as JSON."""
         if self._before_round is not None:
             self._before_round()
-        self.last_result = self.client.create_sync_op(refresh_sync_config(self._backend, self._index))[0]
+        self._config = _refreshed(self._backend, self._index, self._config)
+        self.last_result = self.client.create_sync_op(self._config)[0]
         self.rounds += 1
         return self.last_result
 
@@ -261,7 +274,7 @@ class ParameterSyncHook(SessionRunHook):
         try:
             now = time.monotonic()
             if now - self._refreshed >= self._refresh_secs:
-                self._config = refresh_sync_config(self._backend, self._index)
+                self._config = _refreshed(self._backend, self._index, self._config)
                 self._refreshed = now
             self._synced = now
             self.last_result = self.client.create_sync_op(self._config)[0]

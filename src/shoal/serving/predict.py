@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from shoal import _core
 from shoal.errors import DataError
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
-from shoal.serving.tensors import MAX_TENSOR_BYTES, decode_tensor_at, tensor_chunks
+from shoal.serving.tensors import MAX_TENSOR_BYTES, decode_tensor_at, tensor_chunks, tensor_head
 from shoal.serving.wire import field, read_fields, varint
 
 Encoded = bytes | list[Any]
@@ -37,13 +37,34 @@ class PredictCall:
         except DataError as error:
             raise DataError(f"input {alias!r}: {error}") from None
 
+    def tensors(self, check: Callable[[dict[str, Any]], None], max_bytes: int = MAX_TENSOR_BYTES) -> dict[str, Any]:
+        """All inputs, decoded after ``check`` has seen what they say they are.
+
+        Raises:
+            DataError: one cannot be decoded, or all of them together would take more than ``max_bytes``.
+        """
+        heads = {}
+        for alias, (begin, size) in self.inputs.items():
+            try:
+                heads[alias] = tensor_head(self.data, begin, size, max_bytes)
+            except DataError as error:
+                raise DataError(f"input {alias!r}: {error}") from None
+        check(heads)
+        total = sum(head.nbytes for head in heads.values())
+        if total > max_bytes:
+            raise DataError(f"the inputs take {total} bytes when they are decoded; a request may take {max_bytes}")
+        return {alias: self.tensor(alias, max_bytes) for alias in self.inputs}
+
 
 @dataclass(slots=True)
 class Asked:
-    """One request: what it is for, how to read its inputs, and what its outputs become."""
+    """One request: what it is for, how to read its inputs, and what its outputs become.
+
+    ``read`` is given ``check``, which it calls with the names and forms of the inputs before it decodes them.
+    """
 
     spec: ModelSpec
-    read: Callable[[], dict[str, Any]]
+    read: Callable[[Callable[[dict[str, Any]], None]], dict[str, Any]]
     output_filter: list[str]
     identity: str = ""
     finish: Callable[[bytes, dict[str, Any]], Any] = lambda spec, outputs: (spec, outputs)

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import ConfigError, DataError
 from shoal.serving.manifest import SignatureSpec, inside
+from shoal.serving.program_file import load_exported
 from shoal.serving.remote import remote_predict
 from shoal.serving.servable import Signature, Tensors
 from shoal.serving.table_view import TableView
@@ -148,10 +149,59 @@ class Program:
             return named_outputs(self._net(**arguments), self._outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class InputSize:
+    """What ``torch.export`` says about one dimension of an input."""
+
+    text: str
+    """A number, the name of a size that varies, or an expression."""
+    low: int
+    high: int | None
+
+    @property
+    def fixed(self) -> int | None:
+        return int(self.text) if self.text.isdecimal() else None
+
+    @property
+    def free(self) -> bool:
+        """Whether any size is good; torch writes a lower bound of 2 where it did not try 0 and 1."""
+        return self.text.isidentifier() and self.low <= 2 and self.high is None
+
+    @property
+    def limits(self) -> str:
+        if self.text.isdecimal():
+            return self.text
+        return self.text if not self.text.isidentifier() else f"{self.low} to {self.high or 'any'}"
+
+
+def _keywords(exported: torch.export.ExportedProgram) -> dict[str, str]:
+    """name of each input in the graph -> the keyword that it was traced with."""
+    arguments = exported.call_spec.in_spec
+    names = arguments.children()[1].context if hasattr(arguments, "children") else arguments.children_specs[1].context  # pyrefly: ignore
+    return dict(zip(map(str, exported.graph_signature.user_inputs), names, strict=True))
+
+
+def input_sizes(exported: torch.export.ExportedProgram) -> dict[str, list[InputSize]]:
+    """keyword of each input of a program -> its sizes."""
+    ranges = {str(symbol): (str(each.lower), str(each.upper)) for symbol, each in exported.range_constraints.items()}
+    keywords = _keywords(exported)
+    found = {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and node.name in keywords:
+            texts = [str(size) for size in node.meta["val"].shape]
+            limits = [ranges.get(text, ("0", "")) for text in texts]  # an upper bound that is no number is none
+            found[keywords[node.name]] = [
+                InputSize(text, int(low) if low.isdecimal() else 0, int(high) if high.isdecimal() else None)
+                for text, (low, high) in zip(texts, limits, strict=True)
+            ]
+    return found
+
+
 def direct_call(exported: torch.export.ExportedProgram) -> Callable[..., Any]:
     """The program as a call with keywords, its parameters bound; ten times less overhead than ``exported.module()``.
 
-    Programs that change buffers, or take anything but tensors, are run the ordinary way.
+    Programs that change buffers, take anything but tensors, or limit how their inputs' sizes vary, are run the ordinary
+    way, which checks them.
     """
     kinds = torch.export.graph_signature.InputKind
     signature = exported.graph_signature
@@ -169,12 +219,12 @@ def direct_call(exported: torch.export.ExportedProgram) -> Callable[..., Any]:
             return exported.module()
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         return exported.module()
-    arguments = exported.call_spec.in_spec
-    names = arguments.children()[1].context if hasattr(arguments, "children") else arguments.children_specs[1].context  # pyrefly: ignore
-    order = [name for name, _ in places if name is not None]
-    if len(names) != len(order):
+    alias_of = _keywords(exported)
+    every = input_sizes(exported).values()
+    lengths = [size.text for sizes in every for size in sizes[1:] if size.fixed is None]
+    limited = any(size.fixed is None and not size.free for sizes in every for size in sizes)
+    if limited or len(set(lengths)) < len(lengths):
         return exported.module()
-    alias_of = dict(zip(order, names, strict=True))
     run, out_spec = exported.graph_module.forward, exported.call_spec.out_spec
     keys = list(out_spec.context) if out_spec is not None and out_spec.type is dict else None
     steps = [(None if name is None else alias_of[name], value) for name, value in places]
@@ -215,12 +265,13 @@ def load_program(directory: Path, manifest: Any, views: Mapping[str, TableView])
         kinds = {alias: torch_dtype(dtype_code(each.dtype)) for alias, each in spec.outputs.items()}
         net = remote_net(manifest.model_name, kinds, deadline)
     else:
-        net = direct_call(torch.export.load(str(file)))
+        net = direct_call(load_exported(file))
     if remote:
         lookup = remote_lookup(manifest.model_name, num_ps, dims, deadline)
     else:
         lookup = local_lookup(views, max(1, num_ps))
     program = Program(net, features, outputs, lookup)
     # An entry waits for its shards: its requests run side by side instead of being joined.
-    signature = SignatureSpec(dict(spec.inputs), dict(spec.outputs))
-    return {name: Signature(signature, program, batch=not remote, waits=remote)}
+    joined = not remote and bool(spec.row_wise)
+    signature = SignatureSpec(dict(spec.inputs), dict(spec.outputs), spec.row_wise)
+    return {name: Signature(signature, program, batch=joined, waits=remote, samples=True)}

@@ -3,11 +3,14 @@
 A replica asks in its metadata: the name of a ``T_value`` input is then ``T_value:0|<codec>``. What arrives decodes to
 exactly what encoding the full-precision row would have stored.
 
+A push says which codecs it used, and a replica that has others by now refuses it: see :func:`fingerprint`.
+
 A multi-table's ``flat_value`` names a codec for each sub-table, ``flat_value:0|<codec>;<codec>;...`` (empty = plain
 floats). Its values then travel as ``uint8``: the bytes of each sub-table's values in its own form, one after another.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 
 from shoal.errors import DataError
 from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataResponse, SignatureDefMap
+from shoal.serving.status import Code, StatusError
 from shoal.serving.tensors import encode_content
 
 HALF = "half"
@@ -111,16 +115,60 @@ def decode(codec: str, values: torch.Tensor) -> torch.Tensor:
     return values.float()
 
 
-def asked_by(response: GetModelMetadataResponse, signature: str) -> dict[str, Callable[[Any], bytes]]:
-    """alias -> encoder for the inputs of a signature that a replica wants in another form."""
-    found = {}
+def known(codec: str) -> bool:
+    """Whether this process can encode in a codec, or in each of those of a multi-table."""
+    return all(_known(each) for each in codec.split(";"))
+
+
+def _known(codec: str) -> bool:
+    kind, colon, number = codec.partition(":")
+    if kind in ("", HALF):
+        return not colon
+    try:
+        return kind in ("fixed_r8", "one_bit") and float(number) > 0
+    except ValueError:
+        return False
+
+
+def asked_by(response: GetModelMetadataResponse, signature: str) -> dict[str, str]:
+    """alias -> codec for the inputs of a signature that a replica wants in another form than floats."""
     signatures = SignatureDefMap()
     if not response.metadata["signature_def"].Unpack(signatures):
         raise DataError("the replica's metadata holds no signatures")
-    for alias, info in signatures.signature_def[signature].inputs.items():
-        codec = info.name.partition("|")[2]
-        kinds = {each.partition(":")[0] for each in codec.split(";")}
-        if not codec or not kinds <= {"", HALF, "fixed_r8", "one_bit"}:
-            continue  # plain floats, or a form that this sender does not know
-        found[alias] = multi_encoder(codec) if alias == "flat_value" else encoder(codec)
-    return found
+    inputs = signatures.signature_def[signature].inputs
+    asked_for = {alias: info.name.partition("|")[2] for alias, info in inputs.items()}
+    return {alias: codec for alias, codec in asked_for.items() if codec and known(codec)}
+
+
+def encoders(codecs: Mapping[str, str]) -> dict[str, Callable[[Any], bytes]]:
+    """alias -> encoder of its float32 values."""
+    return {alias: multi_encoder(codec) if alias == "flat_value" else encoder(codec) for alias, codec in codecs.items()}
+
+
+def fingerprint(codecs: Mapping[str, str]) -> str:
+    """What a push says of its codecs (alias -> codec, without those that are plain floats): 16 hex digits.
+
+    >>> fingerprint({"T_value": "half"}) == fingerprint({"T_value": "fixed_r8:1.0"})
+    False
+    """
+    if not codecs:
+        return ""
+    text = "\n".join(f"{alias}={codec}" for alias, codec in sorted(codecs.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_codecs(codecs: Mapping[str, str], inputs: Mapping[str, torch.Tensor], said: str) -> None:
+    """Raises failed precondition where encoded values came in other codecs than ``codecs``, those of this replica.
+
+    ``said``: what the push says. Half floats need no word: they read the same everywhere.
+    """
+    encoded = {alias: codec for alias, codec in codecs.items() if inputs[alias].dtype != torch.float32}
+    if not encoded or said == fingerprint(encoded) or (not said and set(encoded.values()) == {HALF}):
+        return
+    theirs = f"other codecs (fingerprint {said})" if said else "codecs that the push does not name"
+    wanted = ", ".join(f"{alias} in {codec}" for alias, codec in sorted(encoded.items()))
+    raise StatusError(
+        Code.FAILED_PRECONDITION,
+        f"the values are encoded in {theirs}; this version takes {wanted} (fingerprint {fingerprint(encoded)}), "
+        "or float. Ask for its metadata again",
+    )

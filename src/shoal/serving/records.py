@@ -26,17 +26,27 @@ class Container:
 class JsonRecord:
     """A dataclass stored as JSON: its fields in order, unknown keys ignored when read."""
 
-    def serialize(self) -> bytes:
-        return json.dumps({each.name: getattr(self, each.name) for each in fields(self)}, ensure_ascii=False).encode()  # pyrefly: ignore
+    def to_json(self) -> str:
+        """The fields in order, absent ones as ``null``."""
+        return json.dumps({each.name: getattr(self, each.name) for each in fields(self)}, ensure_ascii=False)  # pyrefly: ignore
 
     @classmethod
-    def deserialize(cls, data: bytes | str) -> Self:
+    def from_json(cls, text: bytes | str) -> Self:
         """Raises ValueError for anything but a JSON object."""
-        content = json.loads(data)
+        content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError(f"a {cls.__name__} is a JSON object, got {type(content).__name__}")
         known = {each.name for each in fields(cls)}  # pyrefly: ignore
         return cls(**{key: value for key, value in content.items() if key in known})
+
+    def serialize(self) -> bytes:
+        """`to_json` as a registry stores it."""
+        return self.to_json().encode()
+
+    @classmethod
+    def deserialize(cls, data: bytes | str) -> Self:
+        """Raises ValueError for anything but a JSON object."""
+        return cls.from_json(data)
 
 
 @dataclass(slots=True)

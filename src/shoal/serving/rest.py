@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -231,7 +232,13 @@ class _Handler(BaseHTTPRequestHandler):
         columns = columns_of(request["instances"]) if rows else request["inputs"]
         if not isinstance(columns, dict):  # the only input need not be named
             columns = {next(iter(specs), ""): columns} if len(specs) == 1 else {"": columns}
-        _, outputs = self.owner.predict(Asked(spec, lambda: tensors_of(columns, specs), [], identity))
+
+        def read(check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+            tensors = tensors_of(columns, specs, self.owner.max_message_bytes)
+            check(tensors)
+            return tensors
+
+        _, outputs = self.owner.predict(Asked(spec, read, [], identity))
         values = {alias: plain(value) for alias, value in outputs.items()}
         only = len(values) == 1
         if not rows:
@@ -254,6 +261,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise not_found(f"{path} is no route; routes are /, /metrics, /healthz and /v1/models/NAME[/versions/N]")
         spec = ModelSpec(name=found["name"])
         if found["version"]:
+            if len(found["version"]) > 19 or int(found["version"]) >= 2**63:
+                raise invalid_argument(f"a version must be below 2**63, got {found['version'][:40]}")
             spec.version.value = int(found["version"])
         elif found["label"]:
             spec.version_label = found["label"]

@@ -10,7 +10,7 @@ import torch
 from shoal.errors import DataError
 from shoal.serving.servable import Tensors
 from shoal.serving.status import invalid_argument
-from shoal.serving.tensors import dtype_code, torch_dtype
+from shoal.serving.tensors import MAX_TENSOR_BYTES, dtype_code, torch_dtype
 
 
 def columns_of(instances: Any) -> Any:
@@ -29,25 +29,30 @@ def _is_b64(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"b64"}
 
 
-def tensors_of(columns: dict[str, Any], specs: dict[str, Any]) -> Tensors:
-    """Tensors of the dtypes that the signature wants; a DataError for values of another kind names the input."""
+def tensors_of(columns: dict[str, Any], specs: dict[str, Any], max_bytes: int = MAX_TENSOR_BYTES) -> Tensors:
+    """Tensors of the dtypes that the signature wants; a DataError for values of another kind names the input.
+
+    ``max_bytes`` is what rows that are filled up may take, all inputs together.
+    """
     tensors: Tensors = {}
+    if columns.keys() != specs.keys():  # refused by name when inputs are checked
+        return {alias: torch.empty(0, device="cpu") for alias in columns}
     for alias, value in columns.items():
-        spec = specs.get(alias)
+        spec = specs[alias]
         try:
-            if spec is not None and spec.dtype == "string":
+            if spec.dtype == "string":
                 tensors[alias] = np.array(_strings(value), dtype=object)
-            elif spec is not None:
-                value = _filled(value, spec.padding) if len(spec.shape or ()) == 2 else value
-                dtype = torch_dtype(dtype_code(spec.dtype))
-                assert dtype is not None
-                if not dtype.is_floating_point and _has_fractions(value):
-                    raise ValueError("a number has a fraction")
-                tensors[alias] = torch.tensor(value, dtype=dtype, device="cpu")
-            else:
-                tensors[alias] = torch.empty(0, device="cpu")  # refused by name when inputs are checked
+                continue
+            dtype = torch_dtype(dtype_code(spec.dtype))
+            assert dtype is not None
+            if len(spec.shape or ()) == 2:
+                value = _filled(value, spec.padding, max_bytes // dtype.itemsize)
+            if not dtype.is_floating_point and _has_fractions(value):
+                raise ValueError("a number has a fraction")
+            tensors[alias] = torch.tensor(value, dtype=dtype, device="cpu")
+            max_bytes -= tensors[alias].nbytes
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-            raise DataError(f"input {alias!r} is not a {spec.dtype if spec else ''} tensor: {error}") from None
+            raise DataError(f"input {alias!r} is not a {spec.dtype} tensor: {error}") from None
     return tensors
 
 
@@ -57,7 +62,7 @@ def _has_fractions(value: Any) -> bool:
     return bool(array.size) and array.dtype.kind == "f"
 
 
-def _filled(rows: Any, padding: int | None) -> Any:
+def _filled(rows: Any, padding: int | None, most: int) -> Any:
     """Rows of one length: short ones are filled up with the id that stands for nothing."""
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         return rows
@@ -68,6 +73,10 @@ def _filled(rows: Any, padding: int | None) -> Any:
         raise ValueError(
             f"rows have {min(lengths)} to {max(lengths)} values; fill them up to one length, or export ids with "
             "Feature(padding=ID) to have that done here"
+        )
+    if (count := len(rows) * max(lengths)) > most:
+        raise ValueError(
+            f"{len(rows)} rows filled up to {max(lengths)} values each are {count}; at most {max(0, most)} are taken"
         )
     return [[*row, *[padding] * (max(lengths) - len(row))] for row in rows]
 

@@ -1,6 +1,5 @@
 """What a loaded version can do: its signatures, the tables behind them, and the pushes they take."""
 
-import contextvars
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,15 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.serving.hand_over import hand_over
 from shoal.serving.manifest import SignatureSpec
 from shoal.serving.status import invalid_argument
 from shoal.serving.table_view import TableView
-from shoal.serving.tensors import NAME_OF_DTYPE
+from shoal.serving.tensors import NAME_OF_DTYPE, TensorHead
 
 Tensors = dict[str, Any]
-
-touched_at: contextvars.ContextVar[float] = contextvars.ContextVar("shoal_touched_at", default=0.0)
-"""Unix time of the oldest gradient in the push being applied, 0 when the pusher did not say."""
 
 
 @dataclass(slots=True)
@@ -32,13 +29,15 @@ class Signature:
     push: bool = False
     batch: bool = False
     waits: bool = False
+    samples: bool = False
+    """Whether every input has one row per sample, so that all have the same number of rows."""
     accepts: Mapping[str, tuple[str, ...]] | None = None
     """Further dtypes that an input takes beside the one in the specification."""
     hints: Mapping[str, str] | None = None
     """alias -> the form that this replica would rather get, told in its metadata."""
 
     def check(self, where: str, inputs: Tensors) -> None:
-        """Raises invalid argument where the inputs are not those of the signature."""
+        """Raises invalid argument where the inputs, given as tensors or as heads, are not those of the signature."""
         wanted = self.spec.inputs
         if inputs.keys() != wanted.keys():
             missing, extra = sorted(wanted.keys() - inputs.keys()), sorted(inputs.keys() - wanted.keys())
@@ -47,9 +46,10 @@ class Signature:
             )
         for alias, value in inputs.items():
             spec = wanted[alias]
-            got = "string" if isinstance(value, np.ndarray) else dtype_of(value)
+            got = value.dtype if isinstance(value, TensorHead) else dtype_of(value)
             if got != spec.dtype and got not in (self.accepts or {}).get(alias, ()):
-                raise invalid_argument(f"{where}: input {alias!r} is {got}, expected {spec.dtype}")
+                takes = " or ".join((spec.dtype, *(self.accepts or {}).get(alias, ())))
+                raise invalid_argument(f"{where}: input {alias!r} is {got}, expected {takes}")
             shape = tuple(value.shape)
             if spec.shape is not None and (
                 len(shape) != len(spec.shape)
@@ -58,19 +58,32 @@ class Signature:
                 raise invalid_argument(
                     f"{where}: input {alias!r} has shape {list(shape)}, expected {spec.shape} (null = any)"
                 )
+        if self.samples and len({value.shape[0] for value in inputs.values()}) > 1:
+            rows = {alias: value.shape[0] for alias, value in sorted(inputs.items())}
+            raise invalid_argument(f"{where}: inputs must have one row per sample each, got different numbers: {rows}")
 
 
-def dtype_of(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype as signatures write it."""
-    return NAME_OF_DTYPE.get(tensor.dtype) or str(tensor.dtype)
+def dtype_of(tensor: torch.Tensor | np.ndarray) -> str:
+    """The name of a tensor's dtype as signatures write it; arrays hold strings."""
+    return "string" if isinstance(tensor, np.ndarray) else NAME_OF_DTYPE.get(tensor.dtype) or str(tensor.dtype)
 
 
 class Servable:
-    """A loaded version: its signatures, the tables behind them, and the pushes they take."""
+    """A loaded version: its signatures, the tables behind them, and the pushes they take.
 
-    def __init__(self, signatures: Mapping[str, Signature], tables: Mapping[str, TableView] | None = None) -> None:
+    Attributes:
+        rows_read_at: Unix time at which the export began to read its rows; None where nobody knows.
+    """
+
+    def __init__(
+        self,
+        signatures: Mapping[str, Signature],
+        tables: Mapping[str, TableView] | None = None,
+        rows_read_at: float | None = None,
+    ) -> None:
         self.signatures = dict(signatures)
         self.tables = dict(tables or {})
+        self.rows_read_at = rows_read_at
         self.push_lock = threading.Lock()
         self.successor: Servable | None = None
 
@@ -79,18 +92,8 @@ class Servable:
         self.signatures, self.tables = {}, {}
 
     def hand_over_to(self, successor: "Servable") -> None:
-        """From now on ``successor`` gets every push too; rows pushed before are copied to it.
+        """From now on ``successor`` gets every push too; rows pushed before are copied to it where they are newer.
 
-        Rows that were pushed are newer than those of an export, so a version that replaces another keeps them.
+        See :func:`shoal.serving.hand_over.hand_over`.
         """
-        with self.push_lock:
-            self.successor = successor
-        for name, view in self.tables.items():
-            other = successor.tables.get(name)
-            if other is None or other.dims != view.dims:
-                continue
-            for number, ids in view.pushed_ids().items():
-                for begin in range(0, len(ids), 65536):
-                    part = ids[begin : begin + 65536]
-                    with self.push_lock:
-                        other.assign_sub(number, part, view.lookup_sub(number, part), None)
+        hand_over(self, successor)

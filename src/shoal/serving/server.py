@@ -5,11 +5,14 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from shoal.errors import ConfigError, DataError
 from shoal.proto.serving.tf_serving_pb2 import (
@@ -25,10 +28,10 @@ from shoal.serving.answering import Answerer
 from shoal.serving.grpc_server import add_async_health_and_reflection, unary
 from shoal.serving.loop import serving_loop
 from shoal.serving.predict import Asked, PredictCall, decode_request, encode_response
-from shoal.serving.push import INSTANCE, TOUCHED_AT
+from shoal.serving.push_info import INSTANCE, PushInfo, push_info
 from shoal.serving.remote import set_request_deadline
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
-from shoal.serving.servable import Tensors, touched_at
+from shoal.serving.servable import Tensors
 from shoal.serving.served import ServedModels
 from shoal.serving.status import Code, StatusError, invalid_argument
 from shoal.serving.traffic import Traffic
@@ -52,7 +55,8 @@ class ModelServer(ServedModels):
         poll_wait_seconds: time between looks for new versions; 0 = look once.
         security: what clients must show; off loopback it is required.
         model_root: base paths must lie inside; None = any.
-        max_message_bytes: larger requests are refused before they are read, larger tensors before they are made.
+        max_message_bytes: larger requests are refused before they are read; the tensors of a request may take as many
+            bytes when they are decoded, all together, or it is refused before memory is taken for them.
         max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
         workers: threads for what does not run on the event loop: pushes, calls of other servers, long batches.
     """
@@ -84,7 +88,9 @@ class ModelServer(ServedModels):
         self.traffic = Traffic()
         self._pool = futures.ThreadPoolExecutor(workers, "shoal-work")
         self._loop = serving_loop()
-        self._answerer = Answerer(self, self.security, max_batch_rows, self._pool, self._loop, self.traffic)
+        self._answerer = Answerer(
+            self, self.security, max_batch_rows, self._pool, self._loop, self.traffic, max_message_bytes
+        )
         self._server: Any = None
         self._health: Any = None
         self._listens = False
@@ -187,19 +193,17 @@ class ModelServer(ServedModels):
                 left = context.time_remaining()
                 inside = contextvars.copy_context()
                 inside.run(set_request_deadline, left if left is not None and left < 1e6 else None)
-                inside.run(touched_at.set, _touched_at(context) if pushing else 0.0)
+                if pushing:
+                    inside.run(push_info.set, PushInfo.of(context.invocation_metadata() or ()))
                 return inside
 
-            read = lambda: self._tensors(call)  # noqa: E731
+            read = partial(call.tensors, max_bytes=self.max_message_bytes)
             asked = Asked(call.spec, read, call.output_filter, identity, encode_response, call)
             return await self._answerer.answer(asked, enter)
         except DataError as error:
             return await self._abort(context, invalid_argument(f"the request is no PredictRequest: {error}"))
         except StatusError as error:
             return await self._abort(context, error)
-
-    def _tensors(self, call: PredictCall) -> Tensors:
-        return {alias: call.tensor(alias, self.max_message_bytes) for alias in call.inputs}
 
     # --- the other methods ------------------------------------------------------------------------------------------
 
@@ -239,16 +243,29 @@ class ModelServer(ServedModels):
     def _handlers(self) -> tuple[Any, ...]:
         prediction = {
             "Predict": unary(self._predict),
-            "GetModelMetadata": unary(self._get_metadata, GetModelMetadataRequest, GetModelMetadataResponse),
+            "GetModelMetadata": self._unary(self._get_metadata, GetModelMetadataRequest, GetModelMetadataResponse),
         }
         models = {
-            "GetModelStatus": unary(self._get_status, GetModelStatusRequest, GetModelStatusResponse),
-            "HandleReloadConfigRequest": unary(self._reload, ReloadConfigRequest, ReloadConfigResponse),
+            "GetModelStatus": self._unary(self._get_status, GetModelStatusRequest, GetModelStatusResponse),
+            "HandleReloadConfigRequest": self._unary(self._reload, ReloadConfigRequest, ReloadConfigResponse),
         }
         return (
             grpc.method_handlers_generic_handler(PREDICTION, prediction),
             grpc.method_handlers_generic_handler(MODELS, models),
         )
+
+    def _unary(self, handler: Callable, request: Any, response: Any) -> Any:
+        """A handler of messages that says so where it gets other bytes."""
+
+        async def handle(data: bytes, context: Any) -> Any:
+            try:
+                message = request.FromString(data)
+            except DecodeError as error:
+                name = request.DESCRIPTOR.name
+                return await self._abort(context, invalid_argument(f"the request is not a {name}: {error}"))
+            return await handler(message, context)
+
+        return unary(handle, None, response)
 
     def _identify(self, context: Any) -> str:
         if not self.security.authenticates:
@@ -266,10 +283,3 @@ class ModelServer(ServedModels):
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-
-
-def _touched_at(context: Any) -> float:
-    for key, value in context.invocation_metadata():
-        if key == TOUCHED_AT and value.isdecimal():
-            return int(value) / 1000
-    return 0.0

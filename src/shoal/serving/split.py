@@ -31,6 +31,8 @@ class DeltaBatch:
     timeout_in_ms: int
     multi: bool
     deltas: list[Delta] = field(default_factory=list)
+    read_at: float = 0.0
+    """Unix time by which the rows had been read, 0 when nobody said."""
 
     def size(self) -> int:
         head = PushRequest(
@@ -46,7 +48,7 @@ class DeltaBatch:
             Delta(delta.unique_id, delta.dim, delta.fids[a:b], delta.values[a:b])
             for delta, (a, b) in zip(self.deltas, ranges, strict=True)
         ]
-        return DeltaBatch(self.model_name, self.signature_name, self.timeout_in_ms, self.multi, deltas)
+        return DeltaBatch(self.model_name, self.signature_name, self.timeout_in_ms, self.multi, deltas, self.read_at)
 
     def message(self) -> PushRequest:
         request = PushRequest(
@@ -70,13 +72,19 @@ class DeltaBatch:
         for each in request.delta_multi_hash_tables if multi else request.delta_hash_tables:
             fids = np.fromiter(each.fids, np.int64, len(each.fids))
             values = np.fromiter(each.embeddings, np.float32, len(each.embeddings))
-            if values.size != fids.size * each.dim_size:
+            dim = _dim(each)
+            if values.size != fids.size * dim:
                 raise ValueError(
-                    f"table {each.unique_id!r}: {fids.size} fids of dim {each.dim_size} need "
-                    f"{fids.size * each.dim_size} values, got {values.size}"
+                    f"table {each.unique_id!r}: {fids.size} fids of dim {dim} need {fids.size * dim} values, "
+                    f"got {values.size}"
                 )
-            deltas.append(Delta(each.unique_id, each.dim_size, fids, values.reshape(fids.size, each.dim_size)))
+            deltas.append(Delta(each.unique_id, dim, fids, values.reshape(fids.size, dim)))
         return cls(request.model_name, request.signature_name, request.timeout_in_ms, multi, deltas)
+
+
+def _dim(delta: PushRequest.DeltaEmbeddingHashTable) -> int:
+    """Columns of a table's rows: ``dim_size``, or as many values as each fid has where that is not set."""
+    return delta.dim_size or (len(delta.embeddings) // len(delta.fids) if delta.fids else 0)
 
 
 def _delta_size(delta: Delta) -> int:
@@ -113,12 +121,14 @@ class _Message:
         for name in ("delta_hash_tables", "delta_multi_hash_tables"):
             for delta in getattr(source, name):
                 begin, end = next(ranges)  # pyrefly: ignore
-                getattr(part, name).add(
+                dim = _dim(delta)
+                cut = getattr(part, name).add(
                     unique_id=delta.unique_id,
-                    dim_size=delta.dim_size,
                     fids=delta.fids[begin:end],
-                    embeddings=delta.embeddings[begin * delta.dim_size : end * delta.dim_size],
+                    embeddings=delta.embeddings[begin * dim : end * dim],
                 )
+                if delta.HasField("dim_size"):
+                    cut.dim_size = delta.dim_size
         return _Message(part)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
+from shoal.errors import ConfigError
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig
 from shoal.serving.push import result_json
 from shoal.serving.status import invalid_argument
@@ -50,12 +51,14 @@ def parameter_sync_client_from_config(
     return _registry.get(name, lambda: SyncClientHandle(name, config=config))
 
 
-def create_parameter_sync_clients(num_ps: int) -> list[SyncClientHandle]:
+def create_parameter_sync_clients(ps_num: int) -> list[SyncClientHandle]:
     """One client per parameter server, or the one client with the empty suffix when there is none."""
-    if num_ps == 0:
+    if ps_num < 0:
+        raise ConfigError(f"create_parameter_sync_clients: ps_num must be >= 0, got {ps_num}")
+    if ps_num == 0:
         return [parameter_sync_client_from_config()]
     handles = []
-    for index in range(num_ps):
+    for index in range(ps_num):
         handle = parameter_sync_client_from_config(name_suffix=str(index))
         handle.device = "" if is_exporting_standalone() else f"/job:ps/task:{index}/device:CPU:0"
         handles.append(handle)
@@ -77,10 +80,14 @@ def _parse(config_bytes: bytes) -> ClientConfig:
 
 
 class ParameterSyncClient:
-    """A handle's operations."""
+    """A handle's operations.
 
-    def __init__(self, handle: SyncClientHandle) -> None:
-        self._handle = handle.handle if isinstance(handle, ParameterSyncClient) else handle
+    Args:
+        client: what `parameter_sync_client_from_config` and its like return, or another ``ParameterSyncClient``.
+    """
+
+    def __init__(self, client: "SyncClientHandle | ParameterSyncClient") -> None:
+        self._handle = client.handle if isinstance(client, ParameterSyncClient) else client
 
     @property
     def handle(self) -> SyncClientHandle:
@@ -90,11 +97,12 @@ class ParameterSyncClient:
         """Forces creation, which the handle's existence already did."""
         return self._handle
 
-    def create_sync_op(self, config_bytes: bytes | ClientConfig) -> list[str]:
+    def create_sync_op(self, config_str: bytes | ClientConfig) -> list[str]:
         """Performs one sync round before it returns; the one element is the result as JSON.
 
         Raises:
-            StatusError: invalid argument when the bytes are not a ``ClientConfig``; the empty bytes are one.
+            StatusError: invalid argument when ``config_str`` is not a serialised ``ClientConfig``. The empty byte
+                string is a valid one, without targets.
         """
-        config = config_bytes if isinstance(config_bytes, ClientConfig) else _parse(config_bytes)
+        config = config_str if isinstance(config_str, ClientConfig) else _parse(config_str)
         return [result_json(self._handle.sync(config))]

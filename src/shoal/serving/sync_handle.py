@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,13 +143,13 @@ class SyncClientHandle:
         A target that was restarted at the same address counts as new.
         """
         with self._round:
-            self._history = History() if enable else None
+            self._history = History(self.name) if enable else None
 
     def exported(self) -> None:
         """A full export has been made: what a new replica must catch up on starts from here."""
         with self._round:
             if self._history is not None:
-                self._history = History()
+                self._history = History(self.name)
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -200,27 +200,40 @@ class SyncClientHandle:
             times = [each for each in (oldest, since) if each is not None]
             plan[target] = (merge(missed, groups) if missed else groups, min(times) if times else None)
         try:
-            batches, built = {}, {}
-            for target, (wanted, _) in plan.items():
-                if id(wanted) not in built:
-                    built[id(wanted)] = self._build(config, wanted)
-                batches[target] = built[id(wanted)]
-        except Exception as error:
+            batches = self._build_each(config, plan)
+            signature = next(iter(batches.values())).signature_name
+            touched_at = {target: since for target, (_, since) in plan.items() if since is not None}
+            fids = sum(sum(batch.counts()) for batch in batches.values())
+            self._log("pushing %d rows to %d targets of %s", 60, fids, len(targets), config.model_name)
+            result, failed = self.manager.push_each(batches, config.model_name, signature, touched_at)
+        except BaseException:  # whatever it was, nobody is known to have these rows
             for target, (wanted, since) in plan.items():
                 self._missed.add(target, wanted, since)
-            raise invalid_argument(f"{self.name}: cannot build the push: {error}") from error
-        signature = next(iter(batches.values())).signature_name
-        touched_at = {target: since for target, (_, since) in plan.items() if since is not None}
-        fids = sum(sum(batch.counts()) for batch in batches.values())
-        self._log("pushing %d rows to %d targets of %s", 60, fids, len(targets), config.model_name)
-        result, failed = self.manager.push_each(batches, config.model_name, signature, touched_at)
+            raise
         self._log("responses: %s", 600, result)
-        for target, parts in failed.items():
-            self._missed.add(target, self._groups_of(parts), plan[target][1])
-        done = {response.target for response in result.responses} - set(failed)
+        answered = {response.target for response in result.responses}
+        for target, (wanted, since) in plan.items():
+            if target not in answered:
+                self._missed.add(target, wanted, since)
+            elif target in failed:
+                self._missed.add(target, self._groups_of(failed[target]), since)
+        done = answered - set(failed)
         self._measure(done, touched_at)
         self._notice_restarts(done)
         return result
+
+    def _build_each(
+        self, config: ClientConfig, plan: Mapping[str, tuple[Groups, float | None]]
+    ) -> dict[str, DeltaBatch]:
+        """The batch of each target; those that want the same ids share one."""
+        built: dict[int, DeltaBatch] = {}
+        try:
+            for wanted, _ in plan.values():
+                if id(wanted) not in built:
+                    built[id(wanted)] = self._build(config, wanted)
+        except Exception as error:
+            raise invalid_argument(f"{self.name}: cannot build the push: {error}") from error
+        return {target: built[id(wanted)] for target, (wanted, _) in plan.items()}
 
     def _notice_restarts(self, done: set[str]) -> None:
         """A target that answers as another process than before has only its export: it catches up next round."""
@@ -244,6 +257,7 @@ class SyncClientHandle:
             values = table.lookup(torch.from_numpy(fids)) if fids.size else torch.empty(0, table.dim, device="cpu")
             values = values.detach().to("cpu", torch.float32).contiguous().numpy()
             batch.deltas.append(Delta(table.name, table.dim, fids, values.reshape(fids.size, table.dim)))
+        batch.read_at = time.time()  # after the reading: an export that was begun later has none of these rows older
         return batch
 
     def _groups_of(self, parts: list[DeltaBatch]) -> Groups:

@@ -1,26 +1,31 @@
 """Touched rows across processes: a trainer offers them, `shoal sync` in another process takes and pushes them.
 
-The trainer's model server gets two signatures under one model name: ``touched`` steals the touched ids, ``lookup``
-reads their current rows. Stolen ids are held until the next call acknowledges them, so a follower that dies loses
-none.
+The trainer's model server gets two signatures under one model name: ``touched`` gives the touched ids, ``lookup``
+reads their current rows. Ids are held until a follower acknowledges them, which it does when every replica has their
+rows; the next follower gets those of one that died before.
 """
 
+import logging
 import threading
+import time
 from typing import Any
 
 import grpc
 import torch
 
 from shoal.errors import ConfigError
+from shoal.metrics import emit_counter
 from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, SignatureDefMap
 from shoal.serving.manifest import SignatureSpec, TensorSpec
 from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.security import ClientSecurity, open_channel
 from shoal.serving.servable import Servable, Signature, Tensors
-from shoal.serving.status import from_rpc_error
+from shoal.serving.status import StatusError, from_rpc_error
 from shoal.serving.sync_handle import SyncClientHandle
 from shoal.serving.tensors import decode_tensor, encode_tensor
-from shoal.serving.touched import Groups, merge
+from shoal.serving.touched import CAPACITY, Groups, count, merge
+
+log = logging.getLogger(__name__)
 
 MULTI = "/touched"
 
@@ -28,7 +33,8 @@ MULTI = "/touched"
 class SyncSource:
     """Offers what the tables of a sync client have trained, on a ``ModelServer`` of this process.
 
-    The client must not have rounds of its own: ids go to whoever takes them first.
+    The client must not have rounds of its own: ids go to whoever takes them first. At most 2,097,153 ids are held for
+    followers that do not acknowledge them; beyond that the oldest are dropped, counted in ``touched_key_set_dropped``.
 
     Args:
         server: where it is offered.
@@ -39,15 +45,15 @@ class SyncSource:
     def __init__(self, server: Any, handle: SyncClientHandle, model_name: str = "trainer") -> None:
         self._handle = handle
         self._lock = threading.Lock()
-        self._held: Groups = {}
-        self._sequence = 0
+        self._held: list[tuple[int, Groups]] = []  # by number, oldest first: what was not acknowledged
+        self._sequence = time.time_ns()  # numbers of another run of the trainer are none of this one's
         names = handle.table_names
         lookup = SignatureSpec(
             {name: TensorSpec("int64", [None]) for name in names},
             {name: TensorSpec("float", [None, dim]) for name, dim in names.items()},
         )
         touched = SignatureSpec(
-            {"ack": TensorSpec("int64", [])},
+            {"ack": TensorSpec("int64", []), "received": TensorSpec("int64", [])},
             {"sequence": TensorSpec("int64", []), **{f"{name}_id": TensorSpec("int64", [None]) for name in names}},
         )
         multi = handle.multi_table_name
@@ -61,22 +67,48 @@ class SyncSource:
         return {name: self._handle.lookup(name, ids) for name, ids in inputs.items()}
 
     def _touched(self, inputs: Tensors) -> Tensors:
+        """Frees batches up to number ``ack`` and gives those after ``received``, with what was touched since."""
+        delivered, received = int(inputs["ack"]), int(inputs["received"])
         with self._lock:
-            if int(inputs["ack"]) == self._sequence:
-                self._held = {}
-            self._held = merge(self._held, self._handle.touched.steal()[0])
-            self._sequence += 1
+            if delivered <= self._sequence:
+                self._held = [(number, groups) for number, groups in self._held if number > delivered]
+            fresh, _ = self._handle.touched.steal()
+            if fresh:
+                self._sequence += 1
+                self._held.append((self._sequence, fresh))
+            wanted: Groups = {}
+            for number, groups in self._held:
+                if number > received or received > self._sequence:
+                    wanted = merge(wanted, groups)
+            self._join()
             result: Tensors = {"sequence": torch.tensor(self._sequence, device="cpu")}
-            for number, name in enumerate(self._handle.table_order):
-                ids = self._held.get(number)
-                result[f"{name}_id"] = (
-                    torch.from_numpy(ids) if ids is not None else torch.empty(0, dtype=torch.int64, device="cpu")
-                )
-            return result
+        for number, name in enumerate(self._handle.table_order):
+            ids = wanted.get(number)
+            result[f"{name}_id"] = (
+                torch.from_numpy(ids) if ids is not None else torch.empty(0, dtype=torch.int64, device="cpu")
+            )
+        return result
+
+    def _join(self) -> None:
+        """Joins batches of like size, so that there are few, and drops the oldest beyond the capacity."""
+        held = self._held
+        while len(held) > 1 and count(held[-2][1]) <= 2 * count(held[-1][1]):
+            number, newer = held.pop()
+            held[-1] = (number, merge(held[-1][1], newer))
+        dropped = 0
+        while len(held) > 1 and sum(count(groups) for _, groups in held) > CAPACITY + 1:
+            dropped += count(held.pop(0)[1])
+        if dropped:
+            name = self._handle.name
+            emit_counter("touched_key_set_dropped", dropped, f"name={name}")
+            log.warning("%s: %d ids that no follower acknowledged were dropped; more are not held", name, dropped)
 
 
 class SourceFollower:
-    """The other side of a :class:`SyncSource`: pulls its touched ids into a client of this process."""
+    """The other side of a :class:`SyncSource`: pulls its touched ids into a client of this process.
+
+    Ids are acknowledged once the client's rounds have brought them to all of its targets.
+    """
 
     def __init__(
         self, address: str, handle: SyncClientHandle, model_name: str, security: ClientSecurity | None
@@ -84,7 +116,7 @@ class SourceFollower:
         self.address, self._handle, self._model = address, handle, model_name
         self._channel = open_channel(address, security=security)
         self._predict = self._channel.unary_unary(PREDICT)
-        self._ack = 0
+        self._ack = self._received = 0
         signatures = self._signatures()
         touched = next((name for name in signatures if name.endswith(MULTI)), None)
         if touched is None:
@@ -105,18 +137,33 @@ class SourceFollower:
                 self._numbers[name] = attached_table[1]
 
     def pull(self) -> int:
-        """Moves the source's touched ids here; how many they are."""
-        outputs = self._call(self._touched, {"ack": torch.tensor(self._ack, device="cpu")}, 30.0)
-        count = 0
+        """Moves ids here that were touched since the last pull, or that no follower acknowledged; how many they are."""
+        outputs = self._ask()
+        total = 0
         for name, number in self._numbers.items():
             ids = outputs[f"{name}_id"]
             self._handle.touched.keys.insert(ids, number)
-            count += len(ids)
-        self._ack = int(outputs["sequence"])
-        return count
+            total += len(ids)
+        self._received = int(outputs["sequence"])
+        return total
+
+    def _ask(self) -> Tensors:
+        if not any(self._handle.waiting().values()):
+            self._ack = self._received
+        numbers = {"ack": self._ack, "received": self._received}
+        return self._call(
+            self._touched, {name: torch.tensor(number, device="cpu") for name, number in numbers.items()}, 30.0
+        )
 
     def close(self) -> None:
-        self._channel.close()
+        """Acknowledges what the last round brought to all targets, and hangs up."""
+        try:
+            if self._received != self._ack:
+                self._ask()  # what it answers stays held there, for the next follower
+        except StatusError as error:
+            log.warning("%s did not hear what was delivered (%s); it will be pushed again", self.address, error)
+        finally:
+            self._channel.close()
 
     def _reader(self, name: str) -> Any:
         empty = torch.empty(0, dtype=torch.int64, device="cpu")

@@ -1,13 +1,16 @@
 """The signatures of an embedding shard: lookups of rows, and pushes of fresh ones."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from shoal.serving.hand_over import DROPPED, count_rows, place_of
 from shoal.serving.manifest import SignatureSpec, TensorSpec
-from shoal.serving.quantise import asked, asked_multi, decode, decode_multi, multi_bytes, wire_dtype
-from shoal.serving.servable import Servable, Signature, Tensors, touched_at
+from shoal.serving.push_info import push_info
+from shoal.serving.quantise import asked, asked_multi, check_codecs, decode, decode_multi, multi_bytes, wire_dtype
+from shoal.serving.servable import Servable, Signature, Tensors
 from shoal.serving.status import invalid_argument
 from shoal.serving.table_view import TableView, as_views
 from shoal.table.messages import EntryConfig
@@ -38,13 +41,26 @@ def table_signatures(views: Sequence[TableView], owner: Callable[[], Servable]) 
     return signatures
 
 
-def _apply(owner: Callable[[], Servable], write: Callable[[Servable], None]) -> None:
-    """One push, to the servable and to the version that is about to replace it."""
+Rows = tuple[TableView, int, torch.Tensor, torch.Tensor]
+"""(table, sub-table number, ids, values)"""
+
+
+def _apply(owner: Callable[[], Servable], work: Sequence[Rows]) -> None:
+    """Writes the rows of one push to the servable and to the version that is about to replace it."""
     servable = owner()
+    read_at = push_info.get().read_at or time.time()
     with servable.push_lock:
-        write(servable)
-        if servable.successor is not None:
-            write(servable.successor)
+        for view, number, ids, values in work:
+            if len(ids):
+                view.assign_sub(number, ids, values, read_at)
+        if servable.successor is None:
+            return
+        for view, number, ids, values in work:
+            where, into = place_of(servable.successor, view, number)
+            if into is None:
+                count_rows(view.name, DROPPED, len(ids))  # the switch has said so
+            elif len(ids):
+                into.assign_sub(where, ids, values, read_at)
 
 
 def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable]) -> Signature:
@@ -64,22 +80,19 @@ def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable])
             hints[f"{view.name}_value"] = codec
 
     def assign(inputs: Tensors) -> Tensors:
-        work = []
+        check_codecs(hints, inputs, push_info.get().codec)
+        work: list[Rows] = []
         for view in views:
             ids, values = inputs[f"{view.name}_id"], inputs[f"{view.name}_value"]
             if len(ids) != len(values):
                 raise invalid_argument(f"table {view.name!r}: {len(ids)} ids for {len(values)} rows of values")
-            work.append((view.name, ids, decode(codecs[view.name], values)))
-
-        def write(servable: Servable) -> None:
-            for name, ids, values in work:
-                if len(ids) and name in servable.tables:
-                    servable.tables[name].assign_sub(0, ids, values, None)
-
-        _apply(owner, write)
-        for view, (_, ids, _) in zip(views, work, strict=True):
-            view.count_push(len(ids), touched_at.get())
-        return {f"{name}_result": torch.tensor(len(ids), dtype=torch.int32, device="cpu") for name, ids, _ in work}
+            work.append((view, 0, ids, decode(codecs[view.name], values)))
+        _apply(owner, work)
+        for view, _, ids, _ in work:
+            view.count_push(len(ids), push_info.get().touched_at)
+        return {
+            f"{view.name}_result": torch.tensor(len(ids), dtype=torch.int32, device="cpu") for view, _, ids, _ in work
+        }
 
     return Signature(spec, assign, push=True, accepts=accepts, hints=hints)
 
@@ -134,21 +147,11 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
             unit = "bytes" if packed else "values"
             raise invalid_argument(f"multi-table {view.name!r}: these ids need {need} {unit}, got {len(flat)}")
         if packed:
+            check_codecs({"flat_value": codecs}, inputs, push_info.get().codec)
             flat = decode_multi(codecs, sizes, flat)
-
-        def write(servable: Servable) -> None:
-            target = servable.tables.get(view.name)
-            if target is None or target.dims != view.dims:
-                return
-            begin = 0
-            for number, (count, dim) in enumerate(zip(counts.tolist(), view.dims, strict=True)):
-                part = ids[int(splits[number]) : int(splits[number]) + count]
-                if count:
-                    target.assign_sub(number, part, flat[begin : begin + count * dim].reshape(count, dim), None)
-                begin += count * dim
-
-        _apply(owner, write)
-        view.count_push(len(ids), touched_at.get())
+        rows = zip(ids.split(counts.tolist()), flat.split(sizes), view.dims, strict=True)
+        _apply(owner, [(view, number, part, values.view(-1, dim)) for number, (part, values, dim) in enumerate(rows)])
+        view.count_push(len(ids), push_info.get().touched_at)
         return {"result": torch.tensor(0, dtype=torch.int32, device="cpu")}
 
     accepts = {"flat_value": ("uint8",)} if codecs else None
@@ -158,6 +161,8 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
 def live_servable(tables: Any) -> Servable:
     """A servable over tables of this process, given as :func:`as_views` takes them."""
     views = as_views(tables)
+    for view in views:
+        view.logs_pushes = False  # no version comes after these tables
     servable = Servable({}, {view.name: view for view in views})
     servable.signatures = table_signatures(views, lambda: servable)
     return servable

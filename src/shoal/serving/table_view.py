@@ -1,13 +1,13 @@
 """A served table: a hash table or a multi-table behind one face, with what was pushed to it."""
 
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from shoal.table.touched import TouchedKeySet
+from shoal.serving.push_log import PushLog
 
 
 class TableView:
@@ -34,11 +34,18 @@ class TableView:
         self.last_push = 0.0
         self.lag = 0.0
         """Seconds from the oldest gradient of the last push to its being servable, 0 when the pusher did not say."""
-        self._pushed = TouchedKeySet()
-        self._recent: list[tuple[int, torch.Tensor]] = []  # pushed ids that are not in the set yet
-        self._recent_rows = 0
-        self._log_lock = threading.Lock()
-        self._sorting = threading.Lock()
+        self.push_logs = [PushLog() for _ in self._subs]
+        """When the rows of each sub-table were pushed, for the version that comes after."""
+        self.logs_pushes = True
+
+    def renamed(self, name: str) -> "TableView":
+        """The same table under another name, as one of several shards."""
+        view = TableView(self.table, self.slots)
+        view.name = name
+        if not self.multi:
+            view.sub_tables = [name]
+            view.slots = dict.fromkeys(self.slots, name)
+        return view
 
     def rows(self) -> int:
         return sum(self.sub_rows())
@@ -56,35 +63,16 @@ class TableView:
     def lookup_sub(self, number: int, ids: torch.Tensor) -> torch.Tensor:
         return self._subs[number].lookup(ids)
 
-    def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, req_time: int | None) -> None:
-        """Writes rows, stamped now unless a time is given, and remembers that they were pushed."""
-        self._subs[number].assign(ids, values, int(time.time()) if req_time is None else req_time)
-        with self._log_lock:
-            self._recent.append((number, ids))
-            self._recent_rows += len(ids)
-            many = self._recent_rows > 1_000_000 and not self._sorting.locked()
-            if many:
-                self._recent_rows = 0
-        if many:
-            threading.Thread(target=self._sort, name="shoal-pushed", daemon=True).start()
+    def number_of(self, sub_table: str, dim: int) -> int | None:
+        """The number of the sub-table of that name (of a hash table: of the table itself), None if its dim differs."""
+        number = self.sub_tables.index(sub_table) if sub_table in self.sub_tables else -1
+        return number if number >= 0 and self.dims[number] == dim else None
 
-    def _sort(self) -> None:
-        """Moves the log of pushed ids into the set, away from the push that filled it."""
-        with self._sorting:
-            with self._log_lock:
-                recent, self._recent = self._recent, []
-                self._recent_rows = 0
-            for number, ids in recent:
-                self._pushed.insert(ids, number)
-
-    def pushed_ids(self) -> dict[int, torch.Tensor]:
-        """sub-table number -> ids that pushes wrote; they are kept."""
-        self._sort()
-        ids, numbers = self._pushed.steal_pairs()
-        found = {int(number): ids[numbers == number] for number in numbers.unique()}
-        for number, group in found.items():
-            self._pushed.insert(group, number)
-        return found
+    def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, read_at: np.ndarray | float) -> None:
+        """Writes rows that were pushed, stamped now. ``read_at``: when they were read from the trainer."""
+        self._subs[number].assign(ids, values, int(time.time()))
+        if self.logs_pushes:
+            self.push_logs[number].add(ids, read_at)
 
     def count_push(self, rows: int, since: float) -> None:
         self.pushes += 1

@@ -3,6 +3,8 @@
 Writers emit the shape and the typed value list. Readers take typed lists or little-endian ``tensor_content``.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,13 +165,26 @@ def decode_tensor(data: memoryview | bytes, max_bytes: int = MAX_TENSOR_BYTES) -
     return decode_tensor_at(data, 0, len(data), max_bytes)
 
 
-def decode_tensor_at(data: bytes, begin: int, size: int, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
-    """The tensor of a serialised ``TensorProto``. Float lists are read in place: it may share ``data``'s memory.
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """What a serialised tensor says it is, read before any memory is taken for it."""
 
-    ``max_bytes`` bounds the tensor, whatever its shape claims, before memory is taken for it.
-    """
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes that it takes when it is decoded."""
+
+
+def tensor_head(data: bytes, begin: int, size: int, max_bytes: int = MAX_TENSOR_BYTES) -> TensorHead:
+    """The head of a serialised ``TensorProto``; raises DataError for one that :func:`decode_tensor_at` refuses."""
+    kind, shape, count, _ = _parsed(data, begin, size, max_bytes)
+    return TensorHead(kind.name, tuple(shape), count * np.dtype(kind.bits).itemsize)
+
+
+def _parsed(data: bytes, begin: int, size: int, max_bytes: int) -> tuple[_Kind, list[int], int, Any]:
+    """(kind, shape, number of values, where they are)."""
     try:
-        code, shape, unknown_rank, content_at, spans, fields, unpacked = _core.tensor_parts(data, begin, size)
+        code, shape, unknown_rank, *values = _core.tensor_parts(data, begin, size)
     except ValueError as error:
         raise DataError(str(error)) from None
     kind = _BY_CODE.get(code)
@@ -177,17 +192,35 @@ def decode_tensor_at(data: bytes, begin: int, size: int, max_bytes: int = MAX_TE
         raise DataError(f"tensor dtype {code} is not supported; known are {sorted(_BY_CODE)}")
     if unknown_rank:
         raise DataError("a tensor's shape has unknown rank; a value needs a shape")
-    content = memoryview(data)[content_at[0] : content_at[0] + content_at[1]] if content_at[1] else b""
-    count = 1
-    for length in shape:
-        if length < 0:
-            raise DataError(f"a tensor's shape has a dimension of size {length}")
-        count *= length
+    if (least := min(shape, default=0)) < 0:
+        raise DataError(f"a tensor's shape has a dimension of size {least}")
     width = np.dtype(kind.bits).itemsize
-    if count * width > max_bytes:
+    if extent(shape) * width > max_bytes:
+        count = math.prod(shape)
         raise DataError(
             f"a {kind.name} tensor of shape {list(shape)} has {count * width} bytes; at most {max_bytes} are taken"
+            if count
+            else f"a {kind.name} tensor of shape {list(shape)} is empty, but its other sizes are too large; the bytes "
+            f"of shape {[length or 1 for length in shape]} must be at most {max_bytes}"
         )
+    return kind, shape, math.prod(shape), values
+
+
+def extent(shape: Iterable[int]) -> int:
+    """The number of values of a shape if its empty dimensions had one each.
+
+    A shape whose extent does not fit into memory cannot be worked with even if it is empty: strides overflow.
+    """
+    return math.prod(length or 1 for length in shape)
+
+
+def decode_tensor_at(data: bytes, begin: int, size: int, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
+    """The tensor of a serialised ``TensorProto``. Float lists are read in place: it may share ``data``'s memory.
+
+    ``max_bytes`` bounds the tensor, whatever its shape claims, before memory is taken for it.
+    """
+    kind, shape, count, (content_at, spans, fields, unpacked) = _parsed(data, begin, size, max_bytes)
+    content = memoryview(data)[content_at[0] : content_at[0] + content_at[1]] if content_at[1] else b""
     try:
         if kind is _STRING:
             values = (

@@ -48,8 +48,9 @@ class TouchedPairs:
 class History:
     """Every pair pushed since the last full export, for targets that must catch up. Bounded like the touched set."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, name: str, capacity: int = CAPACITY) -> None:
         self._keys = TouchedKeySet(capacity, CONCURRENCY_LEVEL)
+        self._keys.name = f"{name} catch-up"  # losses are counted under this name
 
     def add(self, groups: Groups) -> None:
         for table, ids in groups.items():
@@ -73,11 +74,11 @@ class Missed:
 
     def add(self, target: str, groups: Groups, oldest: float | None) -> None:
         """Remembers pairs for a target; beyond the capacity everything it missed is dropped, counted and logged."""
-        if not any(len(ids) for ids in groups.values()):
+        if not count(groups):
             return
         former, since = self._of.get(target, ({}, None))
         merged = merge(former, groups)
-        total = sum(len(ids) for ids in merged.values())
+        total = count(merged)
         if total > self._capacity + 1:
             emit_counter("touched_key_set_dropped", total, f"name={self._name}|target={target}")
             log.warning("%s: %s missed %d ids, more than are kept; they were dropped", self._name, target, total)
@@ -90,12 +91,16 @@ class Missed:
         return self._of.pop(target, ({}, None))
 
     def keep_only(self, targets: Iterable[str]) -> None:
-        """Forgets targets that left the list."""
+        """Forgets targets that left the list; what they missed is counted and logged."""
         kept = set(targets)
+        for target in self._of.keys() - kept:
+            missed = self.count(target)
+            emit_counter("parameter_sync_forgotten_fids", missed, f"name={self._name}|target={target}")
+            log.info("%s: %s left the targets; %d ids that it missed are forgotten", self._name, target, missed)
         self._of = {target: what for target, what in self._of.items() if target in kept}
 
     def count(self, target: str) -> int:
-        return sum(len(ids) for ids in self._of.get(target, ({}, None))[0].values())
+        return count(self._of.get(target, ({}, None))[0])
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -107,3 +112,8 @@ def merge(one: Groups, two: Groups) -> Groups:
     for table, ids in two.items():
         merged[table] = np.union1d(merged[table], ids) if table in merged else ids
     return merged
+
+
+def count(groups: Groups) -> int:
+    """How many pairs."""
+    return sum(len(ids) for ids in groups.values())

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
+import secrets
+import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.buffers import empty_flat
-from shoal.durable import write_whole
-from shoal.errors import DataError
+from shoal.durable import MANIFEST, Saved, digests_below, read_saved, replace_files
+from shoal.errors import DataError, PeerError
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.ops.reorder.op import FusedReorder, empty_shards
 from shoal.sharded import environment as env
@@ -181,30 +181,63 @@ class AllToAllHashTable:
         return sum(self._backend.gather_totals(self.table.size()))
 
     def save(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
-        """Writes every rank's rows to a folder that all ranks reach; all of them call it together."""
-        path = Path(folder)
-        self.table.save(str(path / f"rank-{self.rank:05d}" / "rows"))
-        self._backend.gather_totals(0)  # all ranks have written before the folder counts as whole
-        if self.rank == 0:
-            manifest = {"format": 1, "world_size": self.world_size, "empty_rank0": self._empty(), "dim": self.dim_size}
-            write_whole(path / "manifest.json", json.dumps(manifest))
-        self._backend.gather_totals(0)
+        """Writes every rank's rows to a folder that all ranks reach; all of them call it together.
+
+        A folder with an earlier save then has this one in its place, in one step: a crash leaves the one or the other.
+
+        Raises:
+            PeerError: another rank could not write. The earlier save is as it was, on every rank.
+        """
+        path = os.fspath(folder)
+        token = self._backend.gather_totals(secrets.randbits(62) if self.rank == 0 else 0)[0]
+        staging = f".staging-{token:016x}"
+        draft = os.path.join(path, staging)
+
+        def publish() -> None:
+            files = digests_below(draft)
+            about = {"world_size": self.world_size, "empty_rank0": self._empty(), "dim": self.dim_size}
+            moves = {name: f"{staging}/{name}" for name in files}
+            replace_files(os.path.join(path, MANIFEST), {"format": 2, **about}, files, moves)
+
+        try:
+            self._together("save", lambda: self.table.save(os.path.join(draft, f"rank-{self.rank:05d}", "rows")))
+            self._together("save", publish if self.rank == 0 else lambda: None)
+        finally:
+            if self.rank == 0 and not _is_needed(path, staging):
+                shutil.rmtree(draft, ignore_errors=True)
         return self
+
+    def _together(self, what: str, do: Callable[[], Any]) -> None:
+        """Does this rank's part and waits for the others; raises on every rank when one of them failed."""
+        failed: Exception | None = None
+        try:
+            do()
+        except Exception as error:  # told to the others first, which would wait otherwise
+            failed = error
+        ranks = [rank for rank, bad in enumerate(self._backend.gather_totals(int(failed is not None))) if bad]
+        if failed is not None:
+            raise failed
+        if ranks:
+            named = ", ".join(map(str, ranks))
+            raise PeerError(f"table {self.name!r}: {what} failed on rank(s) {named}; see their logs")
 
     def restore(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
         """Replaces all rows with those of `save`, whatever number of ranks wrote them."""
-        path = Path(folder)
+        path = os.fspath(folder)
         try:
-            manifest = json.loads((path / "manifest.json").read_text())
-            ranks = int(manifest["world_size"])
+            saved: Saved | None = read_saved(os.path.join(path, MANIFEST), unsealed=True)
+            fields = saved.fields
+            ranks = int(fields["world_size"])
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"table {self.name!r}: {path} is no checkpoint of ranks ({error})") from error
-        bases = [str(path / f"rank-{rank:05d}" / "rows") for rank in range(ranks)]
-        same = (ranks, bool(manifest.get("empty_rank0"))) == (self.world_size, self._empty())
+            raise DataError(f"table {self.name!r}: {path} is not a checkpoint of ranks ({error})") from error
+        if not saved.files:  # version 0.1 named none
+            saved = None
+        bases = [os.path.join(path, f"rank-{rank:05d}", "rows") for rank in range(ranks)]
+        same = (ranks, bool(fields.get("empty_rank0"))) == (self.world_size, self._empty())
         if same:
-            restore_table(self.table, bases[self.rank])
+            restore_table(self.table, bases[self.rank], saved=saved)
         else:
-            restore_table(self.table, bases, shard=(self.rank, self.world_size, self._empty()))
+            restore_table(self.table, bases, shard=(self.rank, self.world_size, self._empty()), saved=saved)
         return self
 
     def _empty(self) -> bool:
@@ -216,3 +249,12 @@ class AllToAllHashTable:
 
     def __repr__(self) -> str:
         return f"AllToAllHashTable({self.name!r}, dim={self.dim_size}, rank {self.rank} of {self.world_size})"
+
+
+def _is_needed(folder: str, staging: str) -> bool:
+    """Whether the manifest of a folder names files that are still in ``staging``."""
+    try:
+        saved = read_saved(os.path.join(folder, MANIFEST), unsealed=True)
+    except (DataError, OSError):
+        return False
+    return any(saved.path(name).startswith(os.path.join(folder, staging)) for name in saved.moves)

@@ -21,7 +21,14 @@ from shoal.table.table import hash_table_from_config
 Configs = Mapping[str, HashTableConfigInstance]
 
 
-def _clients(num_ps: int, sync_clients: Sequence[Any] | None) -> list[Any]:
+def _clients(num_ps: int, sync_clients: Sequence[Any] | None, servers: Any = None) -> list[Any]:
+    """One sync client per part, or none. ``servers``: the `PsClient` of tables that are not in this process."""
+    pushing = [each for each in sync_clients or () if each is not None]
+    if servers is not None and not all(getattr(getattr(each, "handle", each), "is_dummy", False) for each in pushing):
+        raise ConfigError(
+            "sync_clients push rows of tables in this process, the tables are on servers; nothing would be pushed. "
+            "Leave out sync_clients, or client= to keep the tables here"
+        )
     if num_ps > 0 and sync_clients:
         assert len(sync_clients) == num_ps, f"one sync client per server, {num_ps}, got {len(sync_clients)}"
     return list(sync_clients) if sync_clients else [None] * max(1, num_ps)
@@ -56,7 +63,7 @@ def create_multi_type_hash_table(
     With ``reduce_network_packets`` all tables of a part share one request. ``client``, a `PsClient`, puts the parts
     on its servers; otherwise they are in this process.
     """
-    filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients)
+    filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients, client)
     _no_filters(client, filters)
 
     def table(name: str, config: HashTableConfigInstance, i: int, suffix: str) -> Any:
@@ -99,7 +106,7 @@ def create_native_multi_hash_table(
     client: Any = None,
 ) -> Any:
     """One `MultiHashTable` (``num_ps`` 0), or one per part behind a `DistributedMultiTypeHashTable`."""
-    filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients)
+    filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients, client)
     _no_filters(client, filters)
     if num_ps == 0:
         return MultiHashTable.from_configs(slot_to_config, filters[0], clients[0])
@@ -163,7 +170,7 @@ def create_partitioned_hash_table(
     client: Any = None,
 ) -> PartitionedHashTable:
     """A `PartitionedHashTable` with the settings of the parser context, so it is called inside ``with ctx:``."""
-    filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients)
+    filters, clients = _filters(num_ps, hash_filters), _clients(num_ps, sync_clients, client)
     _no_filters(client, filters)
     native = use_native_multi_hash_table and params_of(parser_ctx).use_native_multi_hash_table
     rank = default_backend().rank if enable_gpu_emb else None

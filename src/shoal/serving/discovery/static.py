@@ -57,6 +57,9 @@ def _clean(name: str) -> str | None:
     return value.strip().strip("\"'").strip() if value is not None else None
 
 
+ROLES = ("ps", "worker", "chief")
+
+
 class MLPServiceDiscovery(ServiceDiscovery):
     """Addresses from ``MLP_*`` variables, also under MPI, where every rank is a worker of its node."""
 
@@ -106,28 +109,34 @@ class MLPServiceDiscovery(ServiceDiscovery):
         return f"{host}:{port}" if host and port else None
 
     def register(self, name: str, index: int, addr: str) -> None:
-        """Checks the claim against the environment and makes the service visible.
+        """Makes a service of the environment visible to queries of this process, of its own role or of another.
 
         Raises:
-            ConfigError: another role, an index out of range, or another address than the environment says.
+            ConfigError: no such role, an index out of range, or another address than the environment says.
         """
-        if name not in ("ps", "worker", "chief"):
-            raise ConfigError(f"MLP knows ps, worker and chief, got {name!r}")
-        if name != self.server_type:
-            raise ConfigError(f"this process is {self.server_type!r} by MLP_ROLE and cannot register as {name!r}")
-        if not 0 <= index < self._count(name):
-            raise ConfigError(f"{name} {index} is out of range; MLP_{name.upper()}_NUM is {self._count(name)}")
-        expected = self._address(name, index)
-        if addr != expected:
-            raise ConfigError(f"{name} {index} is {expected} by the environment, not {addr}")
+        self._check(name, index, addr)
         self._hidden.discard((name, index))
 
     def deregister(self, name: str, index: int, addr: str) -> None:
-        """Hides the service from queries of this process."""
+        """Hides a service of the environment from queries of this process.
+
+        Raises:
+            ConfigError: as for :meth:`register`.
+        """
+        self._check(name, index, addr)
         self._hidden.add((name, index))
 
+    def _check(self, name: str, index: int, addr: str) -> None:
+        if name not in ROLES:
+            raise ConfigError(f"MLP: the role must be one of {', '.join(ROLES)}, got {name!r}")
+        if not 0 <= index < self._count(name):
+            raise ConfigError(f"MLP: {name} {index} is out of range; MLP_{name.upper()}_NUM is {self._count(name)}")
+        expected = self._address(name, index)
+        if addr != expected:
+            raise ConfigError(f"MLP: the address of {name} {index} must be {expected}, got {addr}")
+
     def deregister_all(self) -> None:
-        for name in ("ps", "worker", "chief"):
+        for name in ROLES:
             self._hidden.update((name, index) for index in range(self._count(name)))
 
     def query(self, name: str, skip_port_check: bool = False) -> dict[int, str]:
@@ -143,7 +152,7 @@ class MLPServiceDiscovery(ServiceDiscovery):
         return found
 
     def query_all(self) -> dict[str, dict[int, str]]:
-        return {name: self.query(name) for name in ("ps", "worker", "chief")}
+        return {name: self.query(name) for name in ROLES}
 
     def _wait(self, address: str) -> None:
         end = time.monotonic() + self.port_wait_secs

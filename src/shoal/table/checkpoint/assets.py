@@ -16,7 +16,18 @@ from collections.abc import Callable, Iterable, Mapping
 
 from google.protobuf import text_encoding
 
-from shoal.durable import Draft, FileDigest, StrPath, digest_file, read_saved, sync_folder, temporary_path, write_saved
+from shoal.durable import (
+    Draft,
+    StrPath,
+    digests_below,
+    finish_moves,
+    read_saved,
+    replace_files,
+    sync_folder,
+    temporary_path,
+    write_saved,
+)
+from shoal.durable.replace import SIDECAR
 from shoal.errors import ConfigError, DataError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.manifest import Manifest
@@ -24,7 +35,6 @@ from shoal.table.checkpoint.manifest import Manifest
 log = logging.getLogger(__name__)
 
 _LATEST = re.compile(r'^\s*model_checkpoint_path\s*:\s*"((?:[^"\\]|\\.)*)"', re.MULTILINE)
-_SIDECAR = ".manifest"
 
 
 def save_assets(basename: StrPath, step: int, kind: str, bases: Mapping[str, str], fill: Callable[[str], None]) -> str:
@@ -49,7 +59,7 @@ def save_assets(basename: StrPath, step: int, kind: str, bases: Mapping[str, str
         draft = Draft(target).begin()
         try:
             fill(draft.path)
-            write_saved(os.path.join(draft.path, own), fields, _digests(draft.path))
+            write_saved(os.path.join(draft.path, own), fields, digests_below(draft.path))
             sync_folder(draft.path)
             with contextlib.suppress(FileExistsError):  # another process made it meanwhile
                 draft.publish()
@@ -60,30 +70,17 @@ def save_assets(basename: StrPath, step: int, kind: str, bases: Mapping[str, str
     os.mkdir(staging)
     try:
         fill(staging)
-        sync_folder(staging)
         for name, base in bases.items():
             _check_free(target, own, name, base)
-        before, files = _files_of(target, own), _digests(staging)
-        moves = {name: f"{os.path.basename(staging)}/{name}" for name in files}
-        write_saved(os.path.join(target, own), fields, files, moves)
+        files = digests_below(staging)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    sync_folder(target)
-    _move(target, moves)
+    replace_files(
+        os.path.join(target, own), fields, files, {name: f"{os.path.basename(staging)}/{name}" for name in files}
+    )
     os.rmdir(staging)
-    for name in before - files.keys():
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(target, name))
-    sync_folder(target)
     return target
-
-
-def _move(folder: str, moves: Mapping[str, str]) -> None:
-    """Gives files their names, those that name other files last."""
-    for name in sorted(moves, key=lambda name: name.endswith(_SIDECAR)):
-        with contextlib.suppress(FileNotFoundError):  # it has its name
-            os.replace(os.path.join(folder, moves[name]), os.path.join(folder, name))
 
 
 def find_assets(basename: StrPath, kind: str, holds: Callable[[str], bool]) -> str | None:
@@ -136,10 +133,10 @@ def settle(folder: str, bases: Iterable[str]) -> None:
     Raises:
         DataError: a manifest of the folder, or the small manifest of one of the ``bases``, is damaged.
     """
-    wanted = {f"{base}{_SIDECAR}" for base in bases}
+    wanted = {f"{base}{SIDECAR}" for base in bases}
     for entry in _manifests(folder, ""):
         saved = read_saved(os.path.join(folder, entry), unsealed=True)
-        _move(folder, saved.moves)
+        finish_moves(folder, saved.moves)
         saved.verify(wanted & saved.files.keys())
 
 
@@ -168,23 +165,6 @@ def _created(folder: str, kind: str) -> str | None:
 
 def _manifests(folder: str, kind: str) -> list[str]:
     return sorted(e for e in os.listdir(folder) if e.startswith(f"manifest.{kind}") and e.endswith(".json"))
-
-
-def _digests(folder: str) -> dict[str, FileDigest]:
-    """The digests of all files of a folder: those that a manifest in it names are known, the others are read."""
-    names = sorted(os.listdir(folder))
-    found: dict[str, FileDigest] = {}
-    for name in names:
-        if name.endswith(_SIDECAR):
-            found |= read_saved(os.path.join(folder, name)).files
-    return {name: found[name] if name in found else digest_file(os.path.join(folder, name)) for name in names}
-
-
-def _files_of(folder: str, manifest: str) -> set[str]:
-    try:
-        return set(read_saved(os.path.join(folder, manifest), unsealed=True).files)
-    except (DataError, FileNotFoundError):
-        return set()
 
 
 def _check_free(folder: str, own: str, name: str, base: str) -> None:

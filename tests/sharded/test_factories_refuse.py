@@ -1,0 +1,45 @@
+"""What the factories refuse, since it would do nothing; servers on loopback."""
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.serving import (
+    ParameterSyncClient,
+    create_dummy_sync_client,
+    create_parameter_sync_clients,
+    reset_sync_clients,
+)
+from shoal.sharded import (
+    create_multi_type_hash_table,
+    create_native_multi_hash_table,
+    create_partitioned_hash_table,
+)
+from tests.sharded.helpers import config
+
+FACTORIES = {
+    "multi_type": lambda sync, client: create_multi_type_hash_table(2, {"a": config(2)}, None, sync, client=client),
+    "native": lambda sync, client: create_native_multi_hash_table(2, {"a": config(2)}, None, sync, client=client),
+    "partitioned": lambda sync, client: create_partitioned_hash_table(2, True, sync_clients=sync, client=client),
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_clients():
+    yield
+    reset_sync_clients()
+
+
+@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES.keys())
+def test_sync_clients_of_tables_on_servers_are_refused_since_nothing_would_be_pushed(ps, make):
+    client, handles = ps(2), create_parameter_sync_clients(2)
+    for sync in (handles, [ParameterSyncClient(each) for each in handles], [None, handles[1]]):
+        with pytest.raises(ConfigError, match="sync_clients push rows of tables in this process"):
+            make(sync, client)
+    assert handles[0].table_names == {}
+
+
+@pytest.mark.parametrize("make", [FACTORIES["multi_type"], FACTORIES["native"]], ids=["multi_type", "native"])
+def test_tables_on_servers_may_have_clients_that_push_nothing(ps, make):
+    client = ps(2)
+    for sync in (None, [None, None], [create_dummy_sync_client()] * 2):
+        make(sync, client)
