@@ -53,11 +53,13 @@ void nn(nb::module_& m) {
   m.def(
       "lookup_pool",
       [](Table& table, uintptr_t ids, int64_t n, uintptr_t offsets, int64_t count, int32_t how, int64_t length,
-         uintptr_t weights, bool create, uint32_t time, uintptr_t out) {
+         uintptr_t weights, bool create, uint32_t time, uintptr_t out, bool at_least) {
         lookup_pool(table, ptr<int64_t>(ids), bags(offsets, count, n, table.layout().dim, how, length, weights), create,
-                    time, ptr<float>(out));
+                    Stamp(time, at_least), ptr<float>(out));
       },
-      NoGil());
+      nb::arg("table"), nb::arg("ids"), nb::arg("n"), nb::arg("offsets"), nb::arg("count"), nb::arg("how"),
+      nb::arg("length"), nb::arg("weights"), nb::arg("create"), nb::arg("time"), nb::arg("out"),
+      nb::arg("at_least") = false, NoGil());
   m.def("check_offsets", [](uintptr_t offsets, int64_t count, int64_t n) { bags(offsets, count, n, 1, 0, 0, 0); });
   m.def(
       "pool_gradient",

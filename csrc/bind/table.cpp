@@ -26,6 +26,16 @@ void def_enum(nb::class_<Segment>& segment, const char* name, int last) {
       });
 }
 
+void assign(Table& table, void (Table::*write)(const int64_t*, int64_t, const float*, Stamp, bool), const int64_t* ids,
+            int64_t n, const float* values, Stamp time, bool finite) {
+  try {
+    (table.*write)(ids, n, values, time, finite);
+  } catch (const NonFinite& e) {
+    throw std::invalid_argument("the value of id " + std::to_string(e.id) + " (row " + std::to_string(e.position) +
+                                ") holds NaN or infinity");
+  }
+}
+
 }  // namespace
 
 void table(nb::module_& m) {
@@ -37,6 +47,7 @@ void table(nb::module_& m) {
       .def_rw("beta1", &Segment::beta1)
       .def_rw("beta2", &Segment::beta2)
       .def_rw("epsilon", &Segment::epsilon)
+      .def_rw("corrected_epsilon", &Segment::corrected_epsilon)
       .def_rw("beta", &Segment::beta)
       .def_rw("l1", &Segment::l1)
       .def_rw("l2", &Segment::l2)
@@ -93,10 +104,10 @@ void table(nb::module_& m) {
           NoGil())
       .def(
           "lookup_or_insert",
-          [](Table& t, uintptr_t ids, int64_t n, uint32_t time, uintptr_t out) {
-            t.lookup_or_insert(ptr<int64_t>(ids, n), n, time, ptr<float>(out, n));
+          [](Table& t, uintptr_t ids, int64_t n, uint32_t time, uintptr_t out, bool at_least) {
+            t.lookup_or_insert(ptr<int64_t>(ids, n), n, Stamp(time, at_least), ptr<float>(out, n));
           },
-          NoGil())
+          nb::arg("ids"), nb::arg("n"), nb::arg("time"), nb::arg("out"), nb::arg("at_least") = false, NoGil())
       .def(
           "contains",
           [](const Table& t, uintptr_t ids, int64_t n, uintptr_t out) {
@@ -105,37 +116,41 @@ void table(nb::module_& m) {
           NoGil())
       .def(
           "assign",
-          [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time) {
-            t.assign(ptr<int64_t>(ids, n), n, ptr<float>(values, n), time);
+          [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time, bool at_least, bool finite) {
+            assign(t, &Table::assign, ptr<int64_t>(ids, n), n, ptr<float>(values, n), Stamp(time, at_least), finite);
           },
-          NoGil())
+          nb::arg("ids"), nb::arg("n"), nb::arg("values"), nb::arg("time"), nb::arg("at_least") = false,
+          nb::arg("finite") = false, NoGil())
       .def(
           "assign_add",
-          [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time) {
-            t.assign_add(ptr<int64_t>(ids, n), n, ptr<float>(values, n), time);
+          [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time, bool at_least, bool finite) {
+            assign(t, &Table::assign_add, ptr<int64_t>(ids, n), n, ptr<float>(values, n), Stamp(time, at_least),
+                   finite);
           },
-          NoGil())
+          nb::arg("ids"), nb::arg("n"), nb::arg("values"), nb::arg("time"), nb::arg("at_least") = false,
+          nb::arg("finite") = false, NoGil())
       .def(
           "apply_gradients",
           [](Table& t, uintptr_t ids, int64_t n, uintptr_t grads, const std::vector<float>& rates, int64_t step,
-             uint32_t time, bool dedup, int bad) {
+             uint32_t time, bool dedup, int bad, bool at_least) {
             if (rates.size() != t.layout().segments.size())
               throw std::invalid_argument("one learning rate per segment is needed");
             try {
-              return t.apply_gradients(ptr<int64_t>(ids, n), n, ptr<float>(grads, n), rates.data(), step, time, dedup,
-                                       static_cast<BadGradient>(bad));
-            } catch (const NonFiniteGradient& e) {
+              return t.apply_gradients(ptr<int64_t>(ids, n), n, ptr<float>(grads, n), rates.data(), step,
+                                       Stamp(time, at_least), dedup, static_cast<BadGradient>(bad));
+            } catch (const NonFinite& e) {
               throw std::invalid_argument("the gradient of id " + std::to_string(e.id) + " (row " +
                                           std::to_string(e.position) + ") holds NaN or infinity");
             }
           },
-          NoGil())
+          nb::arg("ids"), nb::arg("n"), nb::arg("grads"), nb::arg("rates"), nb::arg("step"), nb::arg("time"),
+          nb::arg("dedup"), nb::arg("bad"), nb::arg("at_least") = false, NoGil())
       .def(
           "reinitialize",
-          [](Table& t, uintptr_t ids, int64_t n, uint32_t now, uintptr_t existed) {
-            t.reinitialize(ptr<int64_t>(ids, n), n, now, ptr<int32_t>(existed, n));
+          [](Table& t, uintptr_t ids, int64_t n, uint32_t now, uintptr_t existed, bool at_least) {
+            t.reinitialize(ptr<int64_t>(ids, n), n, Stamp(now, at_least), ptr<int32_t>(existed, n));
           },
-          NoGil())
+          nb::arg("ids"), nb::arg("n"), nb::arg("now"), nb::arg("existed"), nb::arg("at_least") = false, NoGil())
       .def(
           "filtered",
           [](Table& t, uintptr_t ids, int64_t n, bool dedup, bool remember, uintptr_t drop) {

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <new>
 
+#include "core/at_fork.h"
 #include "core/pages.h"
 
 namespace shoal {
@@ -72,6 +73,7 @@ class Cache {
 
   static constexpr size_t kHuge = size_t{2} << 20;
   std::mutex mutex_;
+  AtFork at_fork_{&mutex_};
   std::multimap<size_t, void*> idle_;
   size_t idle_bytes_ = 0;
   size_t limit_ = initial_limit();

@@ -1,6 +1,5 @@
 #include "core/thread_pool.h"
 
-#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -13,6 +12,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "core/at_fork.h"
 
 namespace shoal {
 namespace {
@@ -101,10 +102,13 @@ std::atomic<int> g_threads{cpus()};
 // Never destroyed: worker threads must not outlive it during interpreter exit. After fork() only the forking thread
 // lives on, so the child starts over with a fresh pool.
 std::atomic<Pool*> g_pool{nullptr};
-std::once_flag g_atfork;
+
+void start_over(void*, Fork phase) {
+  if (phase == Fork::child) g_pool.store(nullptr);
+}
+const auto* const g_at_fork = new AtFork(nullptr, start_over);
 
 Pool& pool() {
-  std::call_once(g_atfork, [] { pthread_atfork(nullptr, nullptr, [] { g_pool.store(nullptr); }); });
   Pool* current = g_pool.load(std::memory_order_acquire);
   if (!current) {
     auto* fresh = new Pool;

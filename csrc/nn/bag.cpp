@@ -40,7 +40,7 @@ void pool(const Bags& bags, const float* rows, float* out) {
                [&](int64_t begin, int64_t end) { SHOAL_DISPATCH(pool_bags)(bags, begin, end, rows, out); });
 }
 
-void lookup_pool(Table& table, const int64_t* ids, const Bags& bags, bool create, uint32_t time, float* out) {
+void lookup_pool(Table& table, const int64_t* ids, const Bags& bags, bool create, Stamp time, float* out) {
   constexpr int64_t kPiece = 2048;  // ids; one such lookup runs on the calling thread
   const int64_t per_bag = bags.bags ? bags.offsets[bags.bags] / bags.bags + 1 : 1;
   parallel_for(bags.bags, std::max<int64_t>(1, kPiece / per_bag), [&](int64_t begin, int64_t end) {

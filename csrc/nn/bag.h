@@ -28,7 +28,7 @@ struct Bags {
 void pool(const Bags& bags, const float* rows, float* out);
 // Looks the ids up (with `create`, makes rows for unknown ones) and pools, a piece at a time, so that the rows are
 // still in the cache when they are summed.
-void lookup_pool(Table& table, const int64_t* ids, const Bags& bags, bool create, uint32_t time, float* out);
+void lookup_pool(Table& table, const int64_t* ids, const Bags& bags, bool create, Stamp time, float* out);
 // grad_rows and grad_weights may be null; `rows` is read for the latter only.
 void pool_gradient(const Bags& bags, const float* grad, const float* rows, float* grad_rows, float* grad_weights);
 

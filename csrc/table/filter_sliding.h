@@ -3,6 +3,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/at_fork.h"
 #include "table/filter.h"
 #include "table/filter_block.h"
 
@@ -50,6 +51,7 @@ class SlidingFilter final : public Filter {
 
   int64_t capacity_;
   mutable std::mutex mutex_;
+  AtFork at_fork_{&mutex_};
   std::vector<FilterBlock> blocks_;
   int64_t head_ = 0;
   int64_t head_increment_ = 0;

@@ -32,8 +32,8 @@ void fused_lookup(const Blocks& blocks, const int64_t* ids, float* out) {
 }
 
 std::vector<int64_t> fused_apply_gradients(const Blocks& blocks, const int64_t* ids, const float* grads,
-                                           const std::vector<float>& rates, int64_t global_step, uint32_t time,
-                                           bool dedup, const std::vector<BadGradient>& bad) {
+                                           const std::vector<float>& rates, int64_t global_step, Stamp time, bool dedup,
+                                           const std::vector<BadGradient>& bad) {
   const int64_t k = static_cast<int64_t>(blocks.tables.size());
   std::vector<int64_t> rate(1, 0);
   for (const Table* table : blocks.tables)
@@ -47,7 +47,7 @@ std::vector<int64_t> fused_apply_gradients(const Blocks& blocks, const int64_t* 
     const float* of_block = grads + blocks.floats[block];
     if (SHOAL_DISPATCH(all_finite)(of_block, blocks.floats[block + 1] - blocks.floats[block])) continue;
     for (int64_t i = blocks.ids[block]; i < blocks.ids[block + 1]; ++i, of_block += dim)
-      if (!SHOAL_DISPATCH(all_finite)(of_block, dim)) throw NonFiniteGradient{i, ids[i]};
+      if (!SHOAL_DISPATCH(all_finite)(of_block, dim)) throw NonFinite{i, ids[i]};
   }
 
   std::vector<int64_t> skipped(static_cast<size_t>(k), 0);

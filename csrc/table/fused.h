@@ -21,10 +21,9 @@ struct Blocks {
 void fused_lookup(const Blocks& blocks, const int64_t* ids, float* out);
 
 // What Table::apply_gradients does on each block, source 0 first. `rates` are those of the tables one after another,
-// `bad` has the policy of each table. Returns the skipped occurrences per table; throws NonFiniteGradient before any
-// effect.
+// `bad` has the policy of each table. Returns the skipped occurrences per table; throws NonFinite before any effect.
 std::vector<int64_t> fused_apply_gradients(const Blocks& blocks, const int64_t* ids, const float* grads,
-                                           const std::vector<float>& rates, int64_t global_step, uint32_t time,
-                                           bool dedup, const std::vector<BadGradient>& bad);
+                                           const std::vector<float>& rates, int64_t global_step, Stamp time, bool dedup,
+                                           const std::vector<BadGradient>& bad);
 
 }  // namespace shoal

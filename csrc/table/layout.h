@@ -50,8 +50,9 @@ struct Segment {
   float weight_decay = 0;
   float beta1 = 0.9f;  // also adadelta's averaging ratio and the momentum of those that have one
   float beta2 = 0.99f;
-  float epsilon = 0.01f;
-  float beta = 0;  // of the ftrl family and group_adagrad
+  float epsilon = 0;               // added to the root that a step is divided by; adadelta: under the roots
+  bool corrected_epsilon = false;  // of the adam family: added to the bias-corrected root
+  float beta = 0;                  // of the ftrl family and group_adagrad
   float l1 = 0, l2 = 0;
   bool nesterov = false;
   bool decoupled = false;  // decouple_weight_decay

@@ -17,11 +17,11 @@ float* floats(char* state) { return reinterpret_cast<float*>(state); }
 // Coupled Adagrad; where norm is 0 the gradient is 0 too and the weight stays.
 void adagrad(const Segment& s, float* __restrict w, char* state, const float* __restrict g, float lr, int64_t) {
   float* __restrict norm = floats(state);
-  const float wd = s.weight_decay;
+  const float wd = s.weight_decay, eps = s.epsilon;
   for (int i = 0; i < s.dim; ++i) {
     float d = g[i] + wd * w[i];
     float n = norm[i] + d * d;
-    float rate = lr / std::sqrt(n);
+    float rate = lr / (std::sqrt(n) + eps);
     norm[i] = n;
     w[i] -= n > 0 ? rate * d : 0.0f;
   }
@@ -70,8 +70,10 @@ void adam_like(const Segment& s, float* __restrict w, char* state, const float* 
   float* __restrict v = m + d;
   float* __restrict vhat = v + d;
   float* power = kAmsgrad ? vhat + d : vhat;
-  const float rate = lr * std::sqrt(1 - power[1]) / (1 - power[0]);
-  const float b1 = s.beta1, k1 = 1 - s.beta1, k2 = 1 - s.beta2, eps = s.epsilon;
+  const float correction = std::sqrt(1 - power[1]);
+  const float rate = lr * correction / (1 - power[0]);
+  const float b1 = s.beta1, k1 = 1 - s.beta1, k2 = 1 - s.beta2;
+  const float eps = s.corrected_epsilon ? s.epsilon * correction : s.epsilon;
   const float coupled = kDecoupled ? 0.0f : s.weight_decay, decay = kDecoupled ? lr * s.weight_decay : 0.0f;
   const float own = s.nesterov ? k1 : 0.0f, old = s.nesterov ? b1 : 1.0f;
   for (int i = 0; i < d; ++i) {
@@ -136,11 +138,12 @@ template <bool kV2>
 void rmsprop(const Segment& s, float* __restrict w, char* state, const float* __restrict g, float lr, int64_t) {
   float* __restrict n = floats(state);
   const double mu = s.beta1, fresh = kV2 ? 1.0 : 1.0 - mu, wd = s.weight_decay, rate = lr;
+  const double eps = s.epsilon;
   for (int i = 0; i < s.dim; ++i) {
     double dx = g[i] + wd * w[i];
     double next = mu * n[i] + fresh * dx * dx;
     n[i] = static_cast<float>(next);
-    w[i] = static_cast<float>(w[i] - rate / (std::sqrt(next) + 1.0) * dx);
+    w[i] = static_cast<float>(w[i] - rate / (std::sqrt(next) + eps) * dx);
   }
 }
 

@@ -28,6 +28,11 @@ class RwLock {
     writers_out_.fetch_add(1, std::memory_order_release);
   }
 
+  // As new. For a child process: those who waited for the lock, or held it, are threads that it does not have.
+  void reset() {
+    for (auto* count : {&readers_in_, &readers_out_, &writers_in_, &writers_out_}) count->store(0);
+  }
+
  private:
   static constexpr uint32_t kReader = 4, kPresent = 2, kPhase = 1, kWriterBits = 3;
 

@@ -30,6 +30,15 @@ Table::Table(Layout layout, uint64_t seed, int64_t expected)
 
 Table::~Table() = default;
 
+// With every lock held nobody is inside: the child has whole rows, and no lock of the memory under them is held either.
+void Table::at_fork(Fork phase) {
+  for (RwLock& lock : locks_) {
+    if (phase == Fork::prepare) lock.lock();
+    if (phase == Fork::parent) lock.unlock();
+    if (phase == Fork::child) lock.reset();
+  }
+}
+
 int Table::stripe_of_id(int64_t id) { return stripe_of(hash_of(id)); }
 
 int64_t Table::size() const {

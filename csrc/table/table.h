@@ -10,6 +10,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/at_fork.h"
 #include "table/filter.h"
 #include "table/layout.h"
 #include "table/optimizers.h"
@@ -36,11 +37,18 @@ struct Expiry {
   bool stale(int64_t id, uint32_t time, int64_t now) const;
 };
 
+// The seconds that a write stamps its rows with.
+struct Stamp {
+  Stamp(uint32_t seconds, bool at_least = false) : seconds(seconds), at_least(at_least) {}  // NOLINT: a plain time
+  uint32_t seconds;
+  bool at_least;  // a row that has a later time keeps it
+};
+
 // What to do with a gradient that holds NaN or infinity.
 enum class BadGradient : int32_t { raise, skip, ignore };
 
-// A gradient that holds NaN or infinity, while that raises.
-struct NonFiniteGradient {
+// A gradient or a value that holds NaN or infinity, where that is refused.
+struct NonFinite {
   int64_t position;
   int64_t id;
 };
@@ -59,15 +67,16 @@ class Table {
   // Unknown ids give zeros and, if `found` is given, 0 there.
   void lookup(const int64_t* ids, int64_t n, float* out, uint8_t* found = nullptr) const;
   // Unknown ids get a row from the initializer; those that are filtered give zeros.
-  void lookup_or_insert(const int64_t* ids, int64_t n, uint32_t time, float* out);
+  void lookup_or_insert(const int64_t* ids, int64_t n, Stamp time, float* out);
   void contains(const int64_t* ids, int64_t n, uint8_t* out) const;
-  void assign(const int64_t* ids, int64_t n, const float* values, uint32_t time);
-  void assign_add(const int64_t* ids, int64_t n, const float* values, uint32_t time);
+  // With `finite` they throw NonFinite before any effect.
+  void assign(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite = false);
+  void assign_add(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite = false);
   // `rates` has one learning rate per segment. Returns how many occurrences were skipped for a bad gradient; throws
-  // NonFiniteGradient before any effect.
+  // NonFinite before any effect.
   int64_t apply_gradients(const int64_t* ids, int64_t n, const float* grads, const float* rates, int64_t global_step,
-                          uint32_t time, bool dedup, BadGradient bad);
-  void reinitialize(const int64_t* ids, int64_t n, uint32_t now, int32_t* existed);
+                          Stamp time, bool dedup, BadGradient bad);
+  void reinitialize(const int64_t* ids, int64_t n, Stamp now, int32_t* existed);
   // Which positions the filter drops; empty: none. It counts them. A table whose rows live elsewhere (on a GPU) asks
   // with the ids that have no row there.
   std::vector<uint8_t> filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted);
@@ -146,11 +155,11 @@ class Table {
   void write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const;
   void write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
   char* find_row(uint64_t hash, int64_t id) const;
-  Resolved find_or_insert(uint64_t hash, int64_t id, uint32_t time);
-  void stamp(Slot slot, uint32_t time);
+  Resolved find_or_insert(uint64_t hash, int64_t id, Stamp time);
+  void stamp(Slot slot, Stamp time);
   void forget(int stripe, int64_t id, uint32_t row);
   bool erase_row(int stripe, uint64_t hash, int64_t id);
-  std::vector<uint8_t> bad_gradients(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const;
+  std::vector<uint8_t> nonfinite(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const;
   void update_scales(int64_t global_step);
 
   Layout layout_;
@@ -167,6 +176,9 @@ class Table {
   std::shared_ptr<Filter> filter_;
   std::shared_ptr<TouchedKeys> touched_;
   int32_t touched_number_ = 0;
+  friend class AtFork;
+  void at_fork(Fork phase);
+  AtFork at_fork_{this};
 };
 
 }  // namespace shoal

@@ -4,6 +4,8 @@
 #include <mutex>
 #include <vector>
 
+#include "core/at_fork.h"
+
 namespace shoal {
 
 // Insert-only until stolen. When it already holds MORE than `capacity` keys at an insertion it is emptied first and the
@@ -30,6 +32,7 @@ class TouchedKeys {
 
   const int64_t capacity_;
   mutable std::mutex mutex_;
+  AtFork at_fork_{&mutex_};
   std::vector<Key> slots_;  // open addressing; the size is a power of two, or 0 before the first key
   int64_t size_ = 0;
   int64_t dropped_ = 0;

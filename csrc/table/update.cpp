@@ -64,7 +64,8 @@ std::vector<uint8_t> Table::filtered(const int64_t* ids, int64_t n, bool dedup, 
   return drop;
 }
 
-std::vector<uint8_t> Table::bad_gradients(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const {
+// Which rows of gradients or values hold NaN or infinity. Empty: none.
+std::vector<uint8_t> Table::nonfinite(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const {
   if (bad == BadGradient::ignore) return {};
   const int64_t dim = layout_.dim;
   std::atomic<bool> clean{true};
@@ -75,7 +76,7 @@ std::vector<uint8_t> Table::bad_gradients(const int64_t* ids, int64_t n, const f
   std::vector<uint8_t> drop(static_cast<size_t>(n), 0);
   for (int64_t i = 0; i < n; ++i) {
     drop[i] = !SHOAL_DISPATCH(all_finite)(grads + i * dim, dim);
-    if (drop[i] && bad == BadGradient::raise) throw NonFiniteGradient{i, ids[i]};
+    if (drop[i] && bad == BadGradient::raise) throw NonFinite{i, ids[i]};
   }
   return drop;
 }
@@ -89,8 +90,9 @@ void Table::update_scales(int64_t global_step) {
   }
 }
 
-void Table::assign(const int64_t* ids, int64_t n, const float* values, uint32_t time) {
-  raise_max_update_time(time);
+void Table::assign(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite) {
+  if (finite) nonfinite(ids, n, values, BadGradient::raise);
+  raise_max_update_time(time.seconds);
   auto drop = filtered(ids, n, false, false);
   write({.kind = Kind::assign,
          .ids = ids,
@@ -100,8 +102,9 @@ void Table::assign(const int64_t* ids, int64_t n, const float* values, uint32_t 
          .drop = drop.empty() ? nullptr : drop.data()});
 }
 
-void Table::assign_add(const int64_t* ids, int64_t n, const float* values, uint32_t time) {
-  raise_max_update_time(time);
+void Table::assign_add(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite) {
+  if (finite) nonfinite(ids, n, values, BadGradient::raise);
+  raise_max_update_time(time.seconds);
   auto drop = filtered(ids, n, false, true);
   write({.kind = Kind::assign_add,
          .ids = ids,
@@ -112,10 +115,10 @@ void Table::assign_add(const int64_t* ids, int64_t n, const float* values, uint3
 }
 
 int64_t Table::apply_gradients(const int64_t* ids, int64_t n, const float* grads, const float* rates,
-                               int64_t global_step, uint32_t time, bool dedup, BadGradient bad) {
-  auto skip = bad_gradients(ids, n, grads, bad);
+                               int64_t global_step, Stamp time, bool dedup, BadGradient bad) {
+  auto skip = nonfinite(ids, n, grads, bad);
   const int64_t skipped = std::count(skip.begin(), skip.end(), 1);
-  raise_max_update_time(time);
+  raise_max_update_time(time.seconds);
   std::vector<int64_t> good;  // a skipped occurrence does not reach the filter
   std::vector<uint8_t> drop;
   if (skipped == 0) {
@@ -155,13 +158,13 @@ int64_t Table::apply_gradients(const int64_t* ids, int64_t n, const float* grads
   return skipped;
 }
 
-void Table::reinitialize(const int64_t* ids, int64_t n, uint32_t now, int32_t* existed) {
+void Table::reinitialize(const int64_t* ids, int64_t n, Stamp now, int32_t* existed) {
   write({.kind = Kind::reinitialize, .ids = ids, .n = n, .time = now, .existed = existed});
   if (touched_) touched_->insert(ids, n, touched_number_);
 }
 
-void Table::lookup_or_insert(const int64_t* ids, int64_t n, uint32_t time, float* out) {
-  raise_max_update_time(time);
+void Table::lookup_or_insert(const int64_t* ids, int64_t n, Stamp time, float* out) {
+  raise_max_update_time(time.seconds);
   std::vector<uint8_t> found(static_cast<size_t>(n));
   lookup(ids, n, out, found.data());
   std::vector<int64_t> missing, where;

@@ -49,19 +49,21 @@ void Table::step_row(const Write& write, char* row, const float* grads, uint64_t
 }
 
 // Marks a row as written now.
-void Table::stamp(Slot slot, uint32_t time) {
-  if (slot.time() != time) slot.time() = time;  // a line that did not change need not be written back
+void Table::stamp(Slot slot, Stamp time) {
+  const uint32_t last = slot.time();
+  // A line that did not change need not be written back.
+  if (time.at_least ? last < time.seconds : last != time.seconds) slot.time() = time.seconds;
   if (uint32_t epoch = epoch_.load(std::memory_order_relaxed)) contents_->rows.set_epoch(slot.row(), epoch);
 }
 
-Resolved Table::find_or_insert(uint64_t hash, int64_t id, uint32_t time) {
+Resolved Table::find_or_insert(uint64_t hash, int64_t id, Stamp time) {
   Contents& contents = *contents_;
   Stripe& stripe = contents.stripes[stripe_of(hash)];
   if (stripe.rows_left == 0 && stripe.spare.empty()) contents.reserve_rows(stripe);  // may throw; nothing has changed
   bool created;
   Slot slot = stripe.index.find_or_insert(hash, static_cast<uint64_t>(id), &created);
   if (created) slot.row() = contents.take_row(stripe);
-  stamp(slot, time);
+  stamp(slot, created ? Stamp(time.seconds) : time);
   return {contents.rows.row(slot.row()), created};
 }
 
@@ -107,7 +109,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
   for (int64_t chunk = 0; chunk < n; chunk += kWriteChunk) {
     const int64_t size = std::min(n - chunk, kWriteChunk);
     auto position = [&](int64_t i) { return positions ? int64_t{positions[chunk + i]} : chunk + i; };
-    auto time = [&](int64_t at) { return kKind == Kind::load ? write.rows->times[at] : write.time; };
+    auto time = [&](int64_t at) { return kKind == Kind::load ? Stamp(write.rows->times[at]) : write.time; };
     auto probed = [&](int64_t i, Slot slot, bool there) {
       const int64_t at = position(i);
       if (write.values) prefetch(write.values + at * layout_.dim, 4 * layout_.dim);

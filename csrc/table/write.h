@@ -9,7 +9,7 @@ struct Table::Write {
   const int64_t* ids;
   int64_t n;
   const float* values = nullptr;
-  uint32_t time = 0;
+  Stamp time = 0;
   const uint8_t* drop = nullptr;  // positions to pass over
   const float* rates = nullptr;
   int64_t global_step = 0;

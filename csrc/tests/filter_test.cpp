@@ -138,7 +138,7 @@ TEST(fused_calls_go_block_by_block) {
   bool thrown = false;
   try {
     fused_apply_gradients(blocks, ids.data(), grads.data(), {1, 2}, 0, 9, false, raise);
-  } catch (const NonFiniteGradient& e) {
+  } catch (const NonFinite& e) {
     thrown = e.position == 2 && e.id == 5;
   }
   CHECK(thrown);

@@ -214,7 +214,7 @@ TEST(a_bad_gradient_changes_nothing) {
   bool threw = false;
   try {
     table.apply_gradients(ids, 2, grads, rate, 0, 99, false, BadGradient::raise);
-  } catch (const NonFiniteGradient& bad) {
+  } catch (const NonFinite& bad) {
     threw = bad.position == 1 && bad.id == 2;
   }
   CHECK(threw && table.max_update_time() == 0);
@@ -296,6 +296,7 @@ TEST(results_do_not_depend_on_the_number_of_threads) {
       Segment s;
       s.dim = 5;
       s.opt = Opt::adam;
+      s.epsilon = 0.01f;
       s.init = Init::random_uniform;
       s.init_low = -1;
       s.init_high = 1;
@@ -315,4 +316,21 @@ TEST(results_do_not_depend_on_the_number_of_threads) {
     }
   }
   for (size_t i = 2; i < results.size(); ++i) CHECK(results[i] == results[i % 2]);
+}
+
+TEST(a_stamp_that_is_at_least_never_moves_a_time_back) {
+  Table table(layout(1), 1);
+  const int64_t ids[] = {1, 2};
+  const float values[] = {0, 0};
+  table.assign(ids, 1, values, 100);
+  table.assign(ids, 2, values, Stamp(50, true));
+  Rows rows;
+  uint8_t found[2];
+  table.fetch(ids, 2, &rows, found);
+  CHECK(rows.times[0] == 100 && rows.times[1] == 50);
+  table.assign(ids, 1, values, 60);
+  table.assign(ids, 2, values, Stamp(80, true));
+  Rows later;
+  table.fetch(ids, 2, &later, found);
+  CHECK(later.times[0] == 80 && later.times[1] == 80);
 }

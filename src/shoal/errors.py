@@ -15,6 +15,10 @@ class ConfigError(DistributedError, ValueError):
     """A setting or an argument has a value that is not allowed; nothing was changed."""
 
 
+class ContractError(ConfigError, AssertionError):
+    """A `ConfigError` of a function whose contract is to raise an ``AssertionError``."""
+
+
 class UsageError(ConfigError):
     """A command was called without what it needs, or with two things of which it takes one."""
 

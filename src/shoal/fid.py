@@ -23,8 +23,26 @@ NUM_SLOTS = MAX_SLOT_V2 + 1
 
 _V1_SIGNATURE = (1 << 54) - 1
 _V2_SIGNATURE = (1 << 48) - 1
+_NARROWER = (torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 Fid = TypeVar("Fid", int, torch.Tensor)
+
+
+def as_int64(ids: torch.Tensor, subject: str) -> torch.Tensor:
+    """``ids`` as int64; ``subject`` begins the message that refuses what are not integers."""
+    if ids.dtype == torch.int64:
+        return ids
+    if ids.dtype in _NARROWER:
+        return ids.long()
+    raise ConfigError(f"{subject} must be int64 or narrower integers, got {ids.dtype}{_hint(ids.dtype)}")
+
+
+def _hint(dtype: torch.dtype) -> str:
+    if dtype == torch.uint64:
+        return "; .view(torch.int64) keeps their 64 bits"
+    if dtype.is_floating_point:  # not ".long()": it makes an id of NaN, too, and one of two large ids
+        return "; floats cannot hold large ids exactly, so read the ids as integers where they come from"
+    return "; convert them with .long()" if dtype in _NARROWER else ""
 
 
 def _shift_right(fid: Fid, bits: int) -> Fid:
@@ -35,7 +53,7 @@ def _shift_right(fid: Fid, bits: int) -> Fid:
 def _check_fid(fid: Fid) -> None:
     if isinstance(fid, torch.Tensor):
         if fid.dtype != torch.int64:
-            raise ConfigError(f"a fid tensor is int64, got {fid.dtype}; convert it with .long()")
+            raise ConfigError(f"a fid tensor must be int64, got {fid.dtype}{_hint(fid.dtype)}")
     elif not -(1 << 63) <= fid < 1 << 64:
         raise ConfigError(f"a fid has 64 bits, got {fid}")
 

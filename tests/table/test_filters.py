@@ -225,7 +225,7 @@ def test_intercepted_gradients_of_dropped_ids_are_zero():
     assert rows.grad.tolist() == [[0, 0], [2, 2], [0, 0]]
     assert f.get(4) == 2
     with pytest.raises(ValueError, match="int64"):
-        intercept_gradient(f, torch.tensor([1], dtype=torch.int32), rows)
+        intercept_gradient(f, torch.tensor([1.0]), rows)
 
 
 class OddIds:

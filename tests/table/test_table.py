@@ -317,14 +317,24 @@ def test_a_name_is_free_again_when_its_table_could_not_be_made():
 
 
 BAD_CALLS = {
-    "int32 ids": (lambda t: t.lookup(torch.tensor([1], dtype=torch.int32)), "int64"),
-    "float ids": (lambda t: t.lookup(torch.tensor([1.0])), "int64"),
+    "float ids": (lambda t: t.lookup(torch.tensor([1.0])), "int64.*read the ids as integers"),
+    "float ids of a write": (lambda t: t.assign(torch.tensor([float("nan")]), torch.ones(2)), "int64.*read the ids"),
+    "boolean ids": (lambda t: t.lookup(torch.tensor([True])), "int64"),
+    "unsigned ids": (lambda t: t.lookup(torch.tensor([1], dtype=torch.uint64)), r"int64.*view\(torch.int64\)"),
     "text ids": (lambda t: t.lookup("abc"), "int64"),
     "huge id": (lambda t: t.lookup([1 << 63]), "int64"),
     "sparse ids": (lambda t: t.lookup(torch.tensor([1, 2]).to_sparse()), "dense"),
     "meta ids": (lambda t: t.lookup(torch.empty(2, dtype=torch.int64, device="meta")), "meta"),
     "too few values": (lambda t: t.assign(ids(1, 2), torch.ones(3)), "4 elements"),
     "too many values": (lambda t: t.assign_add(ids(1), torch.ones(3)), "2 elements"),
+    "values of another width": (
+        lambda t: t.assign(ids(1, 2), torch.ones(4, 1)),
+        r"must be \[2, 2\].*got shape \[4, 1\]",
+    ),
+    "values transposed": (lambda t: t.assign_add(ids(1, 2, 3), torch.ones(2, 3)), r"must be \[3, 2\].*\[2, 3\]"),
+    "gradients of another width": (lambda t: t.apply_gradients(ids(1, 2, 3), torch.ones(2, 3), 0), r"grads.*\[3, 2\]"),
+    "NaN values": (lambda t: t.assign(ids(1, 2), torch.tensor([[1.0, 1], [1, float("nan")]]), 9), "id 2.*NaN"),
+    "infinite values": (lambda t: t.assign_add(ids(1, 2), torch.tensor([[1.0, 1], [1, float("inf")]]), 9), "id 2.*NaN"),
     "double values": (lambda t: t.assign(ids(1), torch.ones(2, dtype=torch.float64)), "float32"),
     "values for nothing": (lambda t: t.assign(ids(), torch.ones(2)), "0 ids"),
     "negative time": (lambda t: t.assign(ids(1), torch.ones(2), -1), "req_time"),
@@ -339,6 +349,46 @@ BAD_CALLS = {
         "id 1",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32], ids=str
+)
+def test_narrower_integers_are_ids_too(dtype):
+    t = one(2)
+    narrow = torch.tensor([7, 100], dtype=dtype)
+    t.assign(narrow, torch.ones(2, 2))
+    t.apply_gradients(narrow, torch.ones(2, 2), 0)
+    assert t.contains(ids(7, 100)).tolist() == [True, True]
+    assert torch.equal(t.lookup(narrow), t.lookup(ids(7, 100)))
+
+
+def test_values_may_have_the_shape_of_the_ids_or_be_flat():
+    t = one(2)
+    t.assign(ids(1, 2, 3, 4).view(2, 2), torch.arange(8.0).view(2, 2, 2))
+    t.assign(ids(5, 6), torch.arange(4.0))
+    assert t.lookup(ids(4, 6)).tolist() == [[6, 7], [2, 3]]
+
+
+def test_rows_that_are_quantised_or_not_checked_take_values_that_are_not_finite():
+    bad = torch.tensor([[float("nan"), float("inf")]])
+    quantised = hash_table_from_config(
+        instance([CombineAsSegment(2, ZerosInitializer(), SgdOptimizer(), table.FixedR8Compressor(2.0))], [1.0])
+    )
+    assert quantised.assign(ids(1), bad).lookup(ids(1)).tolist() == [[0, 1.984375]]
+    trusting = HashTable(2, on_bad_gradient="ignore")
+    assert trusting.assign(ids(1), bad).lookup(ids(1)).isfinite().sum() == 0
+
+
+@pytest.mark.parametrize("lr", ["0.1", b"0.1", True, None, [0.1]], ids=repr)
+def test_a_learning_rate_that_is_no_number_is_refused(lr):
+    for call in (
+        lambda: HashTable(2, lr=lr) if lr is not None else HashTable(2, optimizer=shoal.Sgd(lr=lr)),
+        lambda: shoal.Adagrad(lr=lr),
+        lambda: table.HashTableConfigInstance(table.EmbeddingHashTableConfig(), [lr]),
+    ):
+        with pytest.raises(ValueError, match="must be a number or a function of the step"):
+            call()
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal.comm.launch_env import is_mpi_mode
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ContractError
 
 __all__ = [
     "default_device_fn",
@@ -53,8 +53,8 @@ def is_gpu_training() -> bool:
 def get_visible_gpus(local_rank: int, processes_per_gpu: int = 1) -> str:
     """The GPU of a local rank when ``processes_per_gpu`` of them share one, as text."""
     whole = isinstance(processes_per_gpu, int) and not isinstance(processes_per_gpu, bool)
-    assert whole, f"processes_per_gpu must be an int, got {processes_per_gpu!r}"
-    assert processes_per_gpu >= 1, f"processes_per_gpu must be at least 1, got {processes_per_gpu}"
+    if not whole or processes_per_gpu < 1:
+        raise ContractError(f"processes_per_gpu must be an int of at least 1, got {processes_per_gpu!r}")
     return str(local_rank // processes_per_gpu)
 
 
@@ -181,7 +181,8 @@ def get_device_fn(cluster: Any = None, task: Any = None) -> Callable[[Any], str]
     """The function that places this process's ops; None leaves them where they are."""
     flags = _flags()
     if flags.enable_sync_training:
-        assert is_mpi_mode(), "synchronous training needs MPI mode: start the ranks with mpirun or torchrun"
+        if not is_mpi_mode():
+            raise ContractError("synchronous training needs MPI mode: start the ranks with mpirun or torchrun")
         if flags.num_ps > 0:
             job = own_job(_rank())
             return lambda op: merge_devices(job, _device_of(op))

@@ -12,7 +12,7 @@ from shoal.errors import ConfigError
 from shoal.nn.jagged import Jagged, as_bags, as_jagged, as_keyed, is_keyed, split_keys
 from shoal.nn.module import TableModule
 from shoal.nn.ops import hash_bag, hash_rows
-from shoal.nn.pooling import FIRSTN, MEAN, as_pool
+from shoal.nn.pooling import CUSTOM, FIRSTN, MEAN, as_pool
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.slot import TableSlot
 from shoal.ops.ragged_ops import fused_value_rowids
@@ -43,7 +43,8 @@ class HashEmbeddingBag(TableModule):
     Args:
         table: one table for all ids, or a table per key.
         combiner: ``"sum"``; ``"mean"`` (over the number of ids); ``"firstn"``, the first ``max_length`` rows as a
-            sequence, padded with zeros; or a `Combiner` that means one of these.
+            sequence, padded with zeros; or a `Combiner`. One that you derive from `Combiner` with a ``combine`` of its
+            own gets the rows of all ids, and autograd goes through it.
         output: of ids by key: ``"concat"``, side by side in the order of the tables (of the batch's keys if there is
             one table), for which a batch holds every key; or ``"dict"``, for which it may hold some.
         padding_idx: an id that stands for none: it does not count, has no row and no gradient.
@@ -120,7 +121,7 @@ class HashEmbeddingBag(TableModule):
     def _pooled(self, slot: TableSlot, bags: Jagged) -> Tensor:
         values, offsets, weights = bags
         assert offsets is not None
-        if slot.home.type == "cuda":
+        if slot.home.type == "cuda" or self._kind == CUSTOM:
             return self._placed(self._pooled_there(slot, values, offsets, weights))
         weights = None if weights is None else weights.to("cpu").contiguous()
         out = hash_bag(
@@ -140,7 +141,7 @@ class HashEmbeddingBag(TableModule):
         return self._placed(out)
 
     def _pooled_there(self, slot: TableSlot, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """The rows of a table on a GPU, pooled there."""
+        """The rows where the table has them, pooled there by torch."""
         ids = ids.to(slot.home).contiguous()
         bags = Ragged(ids, offsets.to(slot.home))
         if self.padding_idx is not None:
@@ -152,6 +153,8 @@ class HashEmbeddingBag(TableModule):
         rows = hash_rows(ids, slot.anchor, slot.tape, slot.handle, slot.dim, create, None)
         if weights is not None:
             rows = rows * weights.to(slot.home)[:, None]
+        if self._kind == CUSTOM:
+            return self.combiner.combine(bags, rows)
         if self._kind == FIRSTN:
             return first_n(rows, bags.row_splits, self._length)
         reduce = mean_by_index if self._kind == MEAN else sum_by_index

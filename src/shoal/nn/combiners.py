@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ContractError
 from shoal.ops import _inputs
 from shoal.ops.ragged_ops import fused_value_rowids
 from shoal.ops.reduce.by_index import mean_by_index, sum_by_index
@@ -73,7 +73,7 @@ class FirstN(Combiner):
 
     def __init__(self, seq_length: int) -> None:
         if not isinstance(seq_length, Integral) or seq_length < 1:
-            raise ConfigError(f"FirstN: seq_length must be a whole number of at least 1, got {seq_length!r}")
+            raise ContractError(f"FirstN: seq_length must be a whole number of at least 1, got {seq_length!r}")
         super().__init__(int(seq_length))
 
     def combine(self, key: Ragged, embedding: Any, name: str | None = None) -> Tensor:

@@ -23,6 +23,7 @@ class Gradients:
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._rows = 0
         self._sum_at = _SUM_ROWS
+        self._summed = True  # no id is there twice
 
     def add(self, ids: Tensor, grads: Tensor) -> None:
         """Keeps both tensors, which nobody may change afterwards."""
@@ -31,6 +32,7 @@ class Gradients:
         with self._lock:
             self._parts.append((ids, grads))
             self._rows += ids.numel()
+            self._summed = False
             if self._rows > self._sum_at:
                 self._sum()
                 self._sum_at = max(_SUM_ROWS, 2 * self._rows)
@@ -39,14 +41,20 @@ class Gradients:
         """Everything there is, which is gone from here; None if that is nothing. Equal ids are not summed yet."""
         with self._lock:
             parts, self._parts, self._rows = self._parts, [], 0
-            self._sum_at = _SUM_ROWS
+            self._sum_at, self._summed = _SUM_ROWS, True
         return _joined(parts) if parts else None
 
-    def sums(self) -> tuple[Tensor, Tensor] | None:
+    def sums(self) -> tuple[Tensor, Tensor]:
         """Distinct ids and the sums of their gradients, still kept here: what is done to them in place, counts."""
         with self._lock:
             self._sum()
-            return self._parts[0] if self._parts else None
+            if self._parts:
+                return self._parts[0]
+        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, self._dim, device="cpu")
+
+    def after_fork(self) -> None:
+        """In a child process, which does not have the thread that may hold the lock."""
+        self._lock = threading.Lock()
 
     def clear(self) -> None:
         self.take()
@@ -56,9 +64,10 @@ class Gradients:
         return self._rows
 
     def _sum(self) -> None:
-        if self._parts:
+        if not self._summed:
             self._parts = [sum_by_id(*_joined(self._parts))]
             self._rows = self._parts[0][0].numel()
+            self._summed = True
 
 
 def sum_by_id(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ is jagged, and keyed if it has ``keys`` too.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,10 +14,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.fid import as_int64
 from shoal.host import as_tensor
 from shoal.ragged import Ragged
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Jagged(NamedTuple):
@@ -95,10 +95,7 @@ def split_keys(keys: list[str], joined: Jagged) -> dict[str, Jagged]:
 
 def as_id_values(ids: Any) -> Tensor:
     """int64, of the same shape; floats and booleans are no ids."""
-    ids = as_tensor(ids)
-    if ids.dtype not in _INTEGERS:
-        raise ConfigError(f"ids are int64, got {ids.dtype}; convert them with .long()")
-    return ids.long()
+    return as_int64(as_tensor(ids), "ids")
 
 
 def _ragged(part: Jagged, key: str) -> Jagged:
@@ -164,7 +161,10 @@ def _from_lists(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
         if offsets is None and not ids:  # no bags at all
             offsets = [0]
         return torch.as_tensor(ids, dtype=None if len(ids) else torch.int64, device="cpu"), offsets, weights
-    flat = [int(value) for row in ids for value in row]
+    try:
+        flat = [operator.index(value) for row in ids for value in row]
+    except TypeError as error:
+        raise ConfigError(f"ids must be integers: {error}") from None
     lengths = torch.tensor([0, *(len(row) for row in ids)], device="cpu")
     if weights is not None and not isinstance(weights, Tensor):
         if [len(row) for row in weights] != lengths[1:].tolist():

@@ -20,7 +20,8 @@ class TableModule(nn.Module):
 
     It has no parameters: rows belong to the table, and are updated by the table's own optimizer. ``state_dict`` holds
     the rows of local tables as ``table.ids``, ``table.rows``, … (``tables.<key>.ids`` … with a table per key); tables
-    that live elsewhere are saved there. Rows stay in host memory; ``.to`` moves and casts what `forward` returns.
+    that live elsewhere are saved there. Rows stay where their table has them; ``.to`` moves and casts what `forward`
+    returns.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class TableModule(nn.Module):
         """Tells the seconds that rows are stamped with, from which expiry counts; ``time.time`` at first.
 
         Set it to the time of your events when you train on a log. It belongs to the tables, with all their modules.
+        With ``time.time`` a row whose stamp is later keeps it; what another clock tells is kept as it is, but a time
+        more than a day ahead of the computer's clock is refused.
         """
         return self.slots()[0].clock
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+from shoal.nn.amp import RowParameter
 from shoal.nn.module import TableModule
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.slot import TableSlot, slot_of
+from shoal.table.entry import check_rate
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -37,6 +39,10 @@ class SparseOptimizer(torch.optim.Optimizer):
     it, by hand or by any ``torch.optim.lr_scheduler``, multiplies the table's rates (those of all segments, and what a
     schedule gives) by ``lr`` over what it was.
 
+    Under a `torch.amp.GradScaler` it is used as torch's own optimizers are: ``scaler.step(optimizer)`` divides the
+    gradients by the scale, and leaves the step out if one of them is NaN or infinite. Call ``zero_grad`` for each batch
+    then: gradients whose step was left out would wait on.
+
     Args:
         modules: a model, modules or tables; whatever holds the tables to step.
         lr: for every table, in place of its own.
@@ -48,13 +54,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         *,
         lr: float | None = None,
     ) -> None:
+        if lr is not None:
+            check_rate(lr, "SparseOptimizer: lr")
         slots = [slot for slot in _slots(modules) if not slot.fused]
         if not slots:
             raise ConfigError("SparseOptimizer: the modules have no table whose gradients wait for a step")
         groups = []
         for slot in slots:
             base = slot.base_lr()
-            group = {"params": [slot.anchor], "lr": base if lr is None else lr, "base_lr": base}
+            group = {"params": [RowParameter.of(slot.pending)], "lr": base if lr is None else lr, "base_lr": base}
             groups.append(group | {"table": slot.table.name})
         self.global_step = 0
         """Of the next `step`."""
@@ -104,7 +112,6 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that wait."""
-        super().zero_grad(set_to_none)
         for slot in self._slots:
             slot.pending.clear()
 
@@ -117,7 +124,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for slot in self._slots:
             name, sums = slot.table.name, slot.pending.sums()
             seen[name] += 1
-            if sums is not None:
+            if sums[0].numel():
                 found[name if seen[name] == 1 else f"{name}#{seen[name]}"] = sums
         return found
 

@@ -8,18 +8,21 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
+from shoal.nn.combiners import Combiner, FirstN, ReduceMean, ReduceSum
+from shoal.table.clock import Now
 
 SUM, MEAN, FIRSTN = 0, 1, 2  # as in csrc/nn/bag.h
+CUSTOM = 3  # what the combiner itself does, in torch
 _POOLS = {"sum": SUM, "mean": MEAN, "firstn": FIRSTN}
-_COMBINERS = {"ReduceSum": SUM, "ReduceMean": MEAN, "FirstN": FIRSTN}
+_COMBINERS = {ReduceSum: SUM, ReduceMean: MEAN, FirstN: FIRSTN}
 
 
 def as_pool(combiner: object, max_length: int | None) -> tuple[int, int]:
     """The kind of pooling and, for firstn, the length, of a name or of a `Combiner`."""
-    kind = _POOLS.get(combiner) if isinstance(combiner, str) else _COMBINERS.get(type(combiner).__name__)
+    kind = _POOLS.get(combiner) if isinstance(combiner, str) else _kind_of(combiner)
     if kind is None:
         raise ConfigError(
-            f"HashEmbeddingBag: combiner is one of {', '.join(map(repr, _POOLS))}, or a Combiner, got {combiner!r}"
+            f"HashEmbeddingBag: combiner must be one of {', '.join(map(repr, _POOLS))}, or a Combiner, got {combiner!r}"
         )
     if kind == FIRSTN and max_length is None:
         max_length = getattr(combiner, "max_seq_length", None)
@@ -28,6 +31,16 @@ def as_pool(combiner: object, max_length: int | None) -> tuple[int, int]:
     if kind != FIRSTN and max_length is not None:
         raise ConfigError(f"HashEmbeddingBag: max_length goes with combiner='firstn', got it with {combiner!r}")
     return kind, max_length or 0
+
+
+def _kind_of(combiner: object) -> int | None:
+    """Of a combiner of the library, or one derived from it that combines in the same way, the pooling it means."""
+    if not isinstance(combiner, Combiner):
+        return None
+    for known, kind in _COMBINERS.items():
+        if isinstance(combiner, known) and type(combiner).combine is known.combine:
+            return kind
+    return CUSTOM
 
 
 def pool_reference(rows: Tensor, offsets: Tensor, weights: Tensor | None, kind: int, length: int) -> Tensor:
@@ -95,6 +108,7 @@ def lookup_pool(
         create,
         time_s,
         out.data_ptr(),
+        isinstance(time_s, Now),
     )
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, UnsupportedError
+from shoal.nn.amp import is_scaled, watch_scalers
 from shoal.nn.gradients import Gradients, sum_by_id
 from shoal.nn.pooling import lookup_pool, pool
 from shoal.nn.protocol import EmbeddingTable, check_table, keywords
 from shoal.nn.state import copy_table
+from shoal.table.arguments import as_time
 from shoal.table.table import HashTable
 
 _handles = itertools.count()
@@ -46,11 +49,13 @@ class TableSlot:
         self.global_step = 0
         """Of the next update made in backward."""
         self.clock: Callable[[], float] = time.time
+        """Tells when a write happens; what another than ``time.time`` tells is a time that was given."""
         self.pending = Gradients(self.dim)
         self._lookup_keywords = keywords(table.lookup, "insert_missing", "req_time")
         self._apply_keywords = keywords(table.apply_gradients, "enable_dedup", "req_time")
         self._lock = threading.Lock()
         self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+        watch_scalers()
 
     def choose(self, fused: bool | None) -> None:
         """What a module says about ``fused``; all modules of a table agree."""
@@ -85,7 +90,7 @@ class TableSlot:
         if create and self.creates() and not getattr(self.table, "serving", False):
             extra["insert_missing"] = True
             if "req_time" in self._lookup_keywords:
-                extra["req_time"] = int(self.clock())
+                extra["req_time"] = self._time()
         return self.table.lookup(ids, **extra)
 
     def lookup_pooled(
@@ -96,7 +101,7 @@ class TableSlot:
         if not isinstance(table, HashTable) or table.on_gpu:
             return pool(self.lookup(ids, create), offsets, weights, kind, length)
         create = create and not table.serving and self.creates()
-        time_s = int(self.clock()) if create else 0
+        time_s = self._time() if create else 0
         return lookup_pool(table._native, self.dim, ids, offsets, weights, kind, length, create, time_s)
 
     def add_gradient(self, ids: Tensor, grads: Tensor) -> None:
@@ -107,6 +112,12 @@ class TableSlot:
         if self.held or self.fused is False:
             return self.pending.add(ids.clone(), grads)  # the user may fill the tensor of ids anew before the step
         task = torch._C._current_graph_task_id()
+        if is_scaled(task):
+            raise ConfigError(
+                f"table {self.table.name!r} updates its rows in backward, where a GradScaler's gradients are "
+                "still scaled; nothing was applied. Make a SparseOptimizer over the modules (not fused=True) and call "
+                "scaler.step(optimizer), or autocast to bfloat16, which needs no GradScaler"
+            )
         if task < 0:  # an op called by hand, outside backward
             return self.apply(ids, grads, global_step=self._next_step())
         with self._lock:
@@ -122,7 +133,7 @@ class TableSlot:
         self, ids: Tensor, grads: Tensor, *, global_step: int, req_time: int | None = None, lr_factor: float = 1.0
     ) -> None:
         """One step of the table's optimizer for each distinct id, on the sum of its gradients."""
-        seconds = int(self.clock()) if req_time is None else req_time
+        seconds = self._time(req_time)
         if isinstance(self.table, HashTable) and lr_factor != 1.0:
             rates = [rate * lr_factor for rate in self.table._rates(global_step)]
             self.table._apply(ids, grads, rates, global_step, True, seconds)
@@ -142,6 +153,17 @@ class TableSlot:
     def base_lr(self) -> float:
         """The table's own rate at step 0, of its first segment; 1 where the table does not tell."""
         return self.table._rates(0)[0] if isinstance(self.table, HashTable) else 1.0
+
+    def _time(self, req_time: Any = None) -> int:
+        """Of a write: what was given, or what the clock tells. Every table goes by the clock under a module."""
+        if req_time is None and self.clock is not time.time:
+            req_time = int(self.clock())
+        return as_time(req_time, self.table.name, clocked=True)
+
+    def after_fork(self) -> None:
+        """In a child process, which does not have the threads that may hold the locks."""
+        self._lock = threading.Lock()
+        self.pending.after_fork()
 
     def _next_step(self) -> int:
         with self._lock:
@@ -187,6 +209,16 @@ def slot_of(table: EmbeddingTable) -> TableSlot:
             table._nn_slot = slot  # pyrefly: ignore[missing-attribute]
             _slots[slot.handle] = slot
         return slot
+
+
+def _after_fork() -> None:
+    global _making
+    _making = threading.Lock()
+    for slot in list(_slots.values()):
+        slot.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def find_slot(handle: int) -> TableSlot:

@@ -83,6 +83,7 @@ def copy_table(table: HashTable) -> HashTable:
         on_bad_gradient=table.on_bad_gradient,  # pyrefly: ignore[bad-argument-type]
         seed=table.seed,
         device=table.device,
+        clocked=table.clocked,
     )
     load_table_state(other, table_state(table))
     return other

@@ -17,20 +17,22 @@ class SgdOptimizerConfig(_message.Message):
     def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., warmup_steps: _Optional[int] = ...) -> None: ...
 
 class AdagradOptimizerConfig(_message.Message):
-    __slots__ = ("dim_size", "learning_rate", "initial_accumulator_value", "hessian_compression_times", "weight_decay_factor", "warmup_steps")
+    __slots__ = ("dim_size", "learning_rate", "initial_accumulator_value", "hessian_compression_times", "weight_decay_factor", "warmup_steps", "epsilon")
     DIM_SIZE_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     INITIAL_ACCUMULATOR_VALUE_FIELD_NUMBER: _ClassVar[int]
     HESSIAN_COMPRESSION_TIMES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DECAY_FACTOR_FIELD_NUMBER: _ClassVar[int]
     WARMUP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
     dim_size: int
     learning_rate: float
     initial_accumulator_value: float
     hessian_compression_times: int
     weight_decay_factor: float
     warmup_steps: int
-    def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., initial_accumulator_value: _Optional[float] = ..., hessian_compression_times: _Optional[int] = ..., weight_decay_factor: _Optional[float] = ..., warmup_steps: _Optional[int] = ...) -> None: ...
+    epsilon: float
+    def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., initial_accumulator_value: _Optional[float] = ..., hessian_compression_times: _Optional[int] = ..., weight_decay_factor: _Optional[float] = ..., warmup_steps: _Optional[int] = ..., epsilon: _Optional[float] = ...) -> None: ...
 
 class DynamicWdAdagradOptimizerConfig(_message.Message):
     __slots__ = ("dim_size", "learning_rate", "initial_accumulator_value", "hessian_compression_times", "weight_decay_factor", "warmup_steps", "decouple_weight_decay", "enable_dynamic_wd", "dynamic_wd_temperature", "flip_direction")
@@ -127,7 +129,7 @@ class AdadeltaOptimizerConfig(_message.Message):
     def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., weight_decay_factor: _Optional[float] = ..., averaging_ratio: _Optional[float] = ..., epsilon: _Optional[float] = ..., warmup_steps: _Optional[int] = ...) -> None: ...
 
 class AdamOptimizerConfig(_message.Message):
-    __slots__ = ("dim_size", "learning_rate", "beta1", "beta2", "use_beta1_warmup", "weight_decay_factor", "use_nesterov", "epsilon", "warmup_steps")
+    __slots__ = ("dim_size", "learning_rate", "beta1", "beta2", "use_beta1_warmup", "weight_decay_factor", "use_nesterov", "epsilon", "warmup_steps", "bias_corrected_epsilon")
     DIM_SIZE_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     BETA1_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +139,7 @@ class AdamOptimizerConfig(_message.Message):
     USE_NESTEROV_FIELD_NUMBER: _ClassVar[int]
     EPSILON_FIELD_NUMBER: _ClassVar[int]
     WARMUP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_CORRECTED_EPSILON_FIELD_NUMBER: _ClassVar[int]
     dim_size: int
     learning_rate: float
     beta1: float
@@ -146,10 +149,11 @@ class AdamOptimizerConfig(_message.Message):
     use_nesterov: bool
     epsilon: float
     warmup_steps: int
-    def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., use_beta1_warmup: bool = ..., weight_decay_factor: _Optional[float] = ..., use_nesterov: bool = ..., epsilon: _Optional[float] = ..., warmup_steps: _Optional[int] = ...) -> None: ...
+    bias_corrected_epsilon: bool
+    def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., use_beta1_warmup: bool = ..., weight_decay_factor: _Optional[float] = ..., use_nesterov: bool = ..., epsilon: _Optional[float] = ..., warmup_steps: _Optional[int] = ..., bias_corrected_epsilon: bool = ...) -> None: ...
 
 class AmsgradOptimizerConfig(_message.Message):
-    __slots__ = ("dim_size", "learning_rate", "beta1", "beta2", "weight_decay_factor", "use_nesterov", "epsilon", "warmup_steps")
+    __slots__ = ("dim_size", "learning_rate", "beta1", "beta2", "weight_decay_factor", "use_nesterov", "epsilon", "warmup_steps", "bias_corrected_epsilon")
     DIM_SIZE_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     BETA1_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +162,7 @@ class AmsgradOptimizerConfig(_message.Message):
     USE_NESTEROV_FIELD_NUMBER: _ClassVar[int]
     EPSILON_FIELD_NUMBER: _ClassVar[int]
     WARMUP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_CORRECTED_EPSILON_FIELD_NUMBER: _ClassVar[int]
     dim_size: int
     learning_rate: float
     beta1: float
@@ -166,7 +171,8 @@ class AmsgradOptimizerConfig(_message.Message):
     use_nesterov: bool
     epsilon: float
     warmup_steps: int
-    def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., weight_decay_factor: _Optional[float] = ..., use_nesterov: bool = ..., epsilon: _Optional[float] = ..., warmup_steps: _Optional[int] = ...) -> None: ...
+    bias_corrected_epsilon: bool
+    def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., weight_decay_factor: _Optional[float] = ..., use_nesterov: bool = ..., epsilon: _Optional[float] = ..., warmup_steps: _Optional[int] = ..., bias_corrected_epsilon: bool = ...) -> None: ...
 
 class MomentumOptimizerConfig(_message.Message):
     __slots__ = ("dim_size", "learning_rate", "weight_decay_factor", "use_nesterov", "momentum", "warmup_steps")
@@ -201,16 +207,18 @@ class BatchSoftmaxOptimizerConfig(_message.Message):
     def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ...) -> None: ...
 
 class RmspropOptimizerConfig(_message.Message):
-    __slots__ = ("dim_size", "learning_rate", "weight_decay_factor", "momentum")
+    __slots__ = ("dim_size", "learning_rate", "weight_decay_factor", "momentum", "epsilon")
     DIM_SIZE_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DECAY_FACTOR_FIELD_NUMBER: _ClassVar[int]
     MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
     dim_size: int
     learning_rate: float
     weight_decay_factor: float
     momentum: float
-    def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., weight_decay_factor: _Optional[float] = ..., momentum: _Optional[float] = ...) -> None: ...
+    epsilon: float
+    def __init__(self, dim_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., weight_decay_factor: _Optional[float] = ..., momentum: _Optional[float] = ..., epsilon: _Optional[float] = ...) -> None: ...
 
 class RmspropV2OptimizerConfig(_message.Message):
     __slots__ = ("dim_size", "learning_rate", "weight_decay_factor", "momentum")

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.fid import as_int64
+from shoal.table.clock import DAY_S, Now, now
 
 MAX_TIME = (1 << 32) - 1
 CPU = torch.device("cpu")
@@ -20,18 +22,19 @@ def device_of(table: Any) -> torch.device:
 
 
 def as_ids(ids: Any, name: str, what: str = "ids", device: torch.device = CPU) -> Tensor:
-    """Contiguous int64 on ``device``; a list is moved there, a tensor that is elsewhere is refused."""
+    """Contiguous int64 on ``device``; narrower integers are converted, a list is moved there.
+
+    A tensor that is elsewhere is refused.
+    """
     if not isinstance(ids, Tensor):
         try:
             ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"table {name!r}: {what} are an int64 tensor, got {type(ids).__name__} ({error})"
+                f"table {name!r}: {what} must be an int64 tensor, got {type(ids).__name__} ({error})"
             ) from None
-    if ids.dtype != torch.int64:
-        raise ConfigError(f"table {name!r}: {what} are int64, got {ids.dtype}; convert them with .long()")
     _check_place(ids, name, what, device)
-    return ids.contiguous()
+    return as_int64(ids, f"table {name!r}: {what}").contiguous()
 
 
 def _check_place(tensor: Tensor, name: str, what: str, device: torch.device) -> None:
@@ -49,32 +52,55 @@ def _check_place(tensor: Tensor, name: str, what: str, device: torch.device) -> 
 
 
 def as_rows(values: Any, n: int, dim: int, name: str, what: str = "values", device: torch.device = CPU) -> Tensor:
-    """Contiguous float32 on ``device`` with exactly ``n * dim`` elements."""
+    """Contiguous float32 on ``device``: ``[n, dim]``, with any shape in place of ``n``, or the same flat."""
+    values = _as_floats(values, name, what, device)
+    if values.numel() != n * dim or (n and values.dim() > 1 and values.shape[-1] != dim):
+        raise ConfigError(
+            f"table {name!r}: {what} of {n} ids must be [{n}, {dim}], {n * dim} elements, "
+            f"got shape {list(values.shape)}"
+        )
+    return values
+
+
+def as_flat(values: Any, n: int, name: str, what: str = "values", device: torch.device = CPU) -> Tensor:
+    """Contiguous float32 ``[n]`` on ``device``, of a tensor of any shape."""
+    values = _as_floats(values, name, what, device).view(-1)
+    if values.numel() != n:
+        raise ConfigError(f"table {name!r}: {what} must have {n} elements for these ids, got {values.numel()}")
+    return values
+
+
+def _as_floats(values: Any, name: str, what: str, device: torch.device) -> Tensor:
     if not isinstance(values, Tensor):
         try:
             values = torch.as_tensor(values, dtype=torch.float32, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"table {name!r}: {what} are a float32 tensor, got {type(values).__name__} ({error})"
+                f"table {name!r}: {what} must be a float32 tensor, got {type(values).__name__} ({error})"
             ) from None
     if values.dtype != torch.float32:
-        raise ConfigError(f"table {name!r}: {what} are float32, got {values.dtype}; convert them with .float()")
+        raise ConfigError(f"table {name!r}: {what} must be float32, got {values.dtype}; convert them with .float()")
     _check_place(values, name, what, device)
-    if values.numel() != n * dim:
-        raise ConfigError(
-            f"table {name!r}: {what} of shape {list(values.shape)} do not fit {n} ids of dim {dim}; "
-            f"{n * dim} elements are needed"
-        )
     return values.detach().contiguous().resolve_neg()
 
 
-def as_time(time: Any, name: str, what: str = "req_time") -> int:
-    """Seconds, 0 for None."""
+def as_time(time: Any, name: str, what: str = "req_time", *, clocked: bool = False) -> int:
+    """Seconds. None is 0 or, of a table that goes by the clock (``clocked``), the current time, as a `Now`.
+
+    Such a table refuses a time more than a day ahead of its clock, for at that time its other rows would expire.
+    """
     if time is None:
-        return 0
+        return now() if clocked else 0
+    if isinstance(time, Now):
+        return time
     seconds = as_int(time, name, what)
     if not 0 <= seconds <= MAX_TIME:
-        raise ConfigError(f"table {name!r}: {what} is 0..{MAX_TIME} seconds, got {seconds}")
+        raise ConfigError(f"table {name!r}: {what} must be 0..{MAX_TIME} seconds, got {seconds}")
+    if clocked and seconds > (latest := now() + DAY_S):
+        raise ConfigError(
+            f"table {name!r}: {what} must be at most a day ahead of the clock, {latest} seconds, got {seconds}; "
+            "rows written before such a time would count as expired"
+        )
     return seconds
 
 

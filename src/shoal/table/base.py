@@ -41,6 +41,7 @@ class TableBase(ABC):
         seed: int | None = None,
         device: Any = "cpu",
         deterministic: bool = False,
+        clocked: bool = False,
     ) -> None:
         if on_bad_gradient not in _BAD_GRADIENT:
             raise ConfigError(
@@ -63,6 +64,8 @@ class TableBase(ABC):
         self.hash_filter = hash_filter
         self.sync_client = sync_client
         self.on_bad_gradient = on_bad_gradient
+        self.clocked = clocked
+        """Whether a write without ``req_time`` takes the current time; False: 0, and every time is believed."""
         self.skipped_gradients = 0
         """Occurrences passed over for a NaN or infinite gradient, with ``on_bad_gradient="skip"``."""
         self._counting = threading.Lock()
@@ -73,6 +76,9 @@ class TableBase(ABC):
         except ValueError as error:  # a row beyond what the core can address
             raise ConfigError(f"table {name!r}: {error}") from None
         self.serving = layout.serving
+        kinds = {segment.comp_config.WhichOneof("type") for segment in message.entry_config.segments}
+        self.finite_values = not layout.serving and on_bad_gradient != "ignore" and kinds <= {None, "fp32", "fp16"}
+        """Whether `assign` and `assign_add` refuse NaN and infinity; quantised rows have a meaning for them."""
         self._has_batch_softmax = any(
             s.opt_config.WhichOneof("type") == "batch_softmax" for s in message.entry_config.segments
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -128,6 +129,8 @@ class HashTableConfigInstance:
     ) -> None:
         self.table_config = table_config
         self.learning_rate_fns = list(learning_rate_fns)
+        for index, rate in enumerate(self.learning_rate_fns):
+            check_rate(rate, f"learning_rate_fns[{index}]")
         self.extra_restore_names = list(extra_restore_names or ())
 
     def call_learning_rate_fns_fewer_ops(self, global_step: Any = None) -> list[float]:
@@ -146,6 +149,15 @@ class HashTableConfigInstance:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self}>"
+
+
+def check_rate(rate: Any, subject: str) -> None:
+    """Refuses what is neither a number nor a callable; ``subject`` begins the message."""
+    if callable(rate) or (isinstance(rate, Real) and not isinstance(rate, bool)):
+        return
+    if isinstance(rate, torch.Tensor) and rate.numel() == 1 and not rate.is_complex():
+        return
+    raise ConfigError(f"{subject} must be a number or a function of the step, got {rate!r}")
 
 
 def _rate(fn: Any, global_step: Any) -> float:

@@ -15,7 +15,8 @@ from shoal import _core
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError
 from shoal.host import as_tensor
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time, check_rates
+from shoal.table.arguments import as_flat, as_ids, as_int, as_time, check_rates
+from shoal.table.clock import Now
 from shoal.table.messages import EntryDump
 from shoal.table.table import HashTable
 
@@ -95,7 +96,7 @@ def fused_apply_gradient(
     _check_offsets("grad_offsets", "floats", grad_offsets, blocks.offsets, name)
     if indices is not None and (given := as_tensor(indices).numel()) != ids.numel():
         raise ConfigError(f"table {name!r}: indices are as many as the ids, {ids.numel()}, got {given}")
-    grads = as_rows(id_grads, blocks.floats, 1, name, "id_grads", device).view(-1)
+    grads = as_flat(id_grads, blocks.floats, name, "id_grads", device)
     if isinstance(learning_rate_tensors, list) and all(type(rate) is float for rate in learning_rate_tensors):
         rates = array.array("f", learning_rate_tensors).tolist()  # float32's, as native code has them
     else:
@@ -104,7 +105,8 @@ def fused_apply_gradient(
     if len(rates) != needed:
         raise ConfigError(f"table {name!r}: learning_rate_tensors has a rate per segment, {needed}, got {len(rates)}")
     check_rates(rates, name)
-    step, seconds = as_int(global_step, name, "global_step"), as_time(req_time, name)
+    step = as_int(global_step, name, "global_step")
+    seconds = as_time(req_time, name, clocked=any(table.clocked for table in tables))
     apply_blocks(tables, ids, blocks.sizes, num_of_shards, grads, rates, step, seconds, bool(enable_grad_accumulation))
     return list(tables)
 
@@ -142,6 +144,7 @@ def apply_blocks(
             seconds,
             dedup,
             [table._bad_gradient for table in tables],
+            isinstance(seconds, Now),
         )
     except ValueError as error:
         raise ConfigError(f"table {table_names(tables)!r}: {error}; nothing was applied") from None

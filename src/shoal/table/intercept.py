@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
+from shoal.fid import as_int64
 from shoal.host import as_tensor
 from shoal.table.filters import ProbabilisticFilter
 
@@ -31,9 +32,7 @@ def intercept_gradient(filter: Any, ids: Tensor, embeddings: Tensor) -> Tensor:
     ``ids`` is int64 ``[n]``, ``embeddings`` ``[n, dim]``. The backward counts one occurrence for each row. A
     probabilistic filter, which would have to know the table, drops nothing here.
     """
-    ids = as_tensor(ids)
-    if ids.dtype != torch.int64:
-        raise ConfigError(f"intercept_gradient: ids are int64, got {ids.dtype}; convert them with .long()")
+    ids = as_int64(as_tensor(ids), "intercept_gradient: ids")
     if embeddings.dim() != 2 or embeddings.shape[0] != ids.numel():
         got = list(embeddings.shape)
         raise ConfigError(f"intercept_gradient: {ids.numel()} ids need embeddings [{ids.numel()}, dim], got {got}")

@@ -15,7 +15,7 @@ from shoal.table.cached_config import CachedConfig, convert_to_cached_config
 from shoal.table.entry import HashTableConfigInstance
 from shoal.table.messages import MultiHashTableProto
 from shoal.table.raw import RawTables
-from shoal.table.table import HashTable
+from shoal.table.table import HashTable, check_values
 
 
 class MultiHashTable(RawTables):
@@ -249,4 +249,6 @@ class MultiHashTable(RawTables):
             ids, values = writes.get(name, ((), ()))
             ids = as_ids(ids, name, device=self.device).view(-1)
             checked[name] = ids, as_rows(values, ids.numel(), table.dim_size, name, what, self.device)
+            if what == "values":
+                check_values(table, checked[name][1])
         return checked, seconds

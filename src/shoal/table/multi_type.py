@@ -12,7 +12,7 @@ from shoal.errors import ConfigError
 from shoal.table.arguments import CPU, as_ids, as_int, as_rows, as_time, device_of
 from shoal.table.entry import HashTableConfigInstance
 from shoal.table.fused import FusedCalls
-from shoal.table.table import HashTable
+from shoal.table.table import HashTable, check_values
 
 
 class MultiTypeHashTable(FusedCalls):
@@ -122,7 +122,9 @@ class MultiTypeHashTable(FusedCalls):
             ids, values = writes[slot]
             ids = as_ids(ids, name, device=device_of(table))
             checked[slot] = ids, as_rows(values, ids.numel(), table.dim_size, name, what, device_of(table))
-            as_time(req_time, name)
+            as_time(req_time, name, clocked=getattr(table, "clocked", False))
+            if what == "values" and isinstance(table, HashTable):
+                check_values(table, checked[slot][1])
         return checked
 
 

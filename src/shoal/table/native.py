@@ -41,6 +41,7 @@ _ATTRIBUTE = {
     "beta1": "beta1",
     "beta2": "beta2",
     "epsilon": "epsilon",
+    "bias_corrected_epsilon": "corrected_epsilon",
     "beta": "beta",
     "l1_regularization_strength": "l1",
     "l2_regularization_strength": "l2",
@@ -71,6 +72,8 @@ def _write_optimizer(native: _core.Segment, config: OptimizerConfig) -> None:
     kind = config.WhichOneof("type")
     message = getattr(config, kind)
     native.opt = OPTIMIZERS.index(kind)
+    native.corrected_epsilon = kind == "adamw"
+    native.epsilon = 1.0 if kind == "rmspropv2" else 0.0  # of those whose message has none
     for field in message.DESCRIPTOR.fields:
         if field.name in _ATTRIBUTE:  # read with the message's default where it is not set
             setattr(native, _ATTRIBUTE[field.name], getattr(message, field.name))

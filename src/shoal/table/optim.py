@@ -1,15 +1,19 @@
 """Row optimizers under short names: ``shoal.Adagrad(lr=0.05)``.
 
 Each holds its learning rate, a number or a `LearningRateFunction`, and converts to the message that tables are built
-from. Defaults are those that people expect from ``torch.optim`` where there is one.
+from. What ``torch.optim`` has is the same optimizer here, with the same formula and defaults: on ids that are in every
+batch both give the same weights. (`shoal.table.AdagradOptimizer` and its neighbours keep their messages' defaults.)
 """
 
 import math
 from dataclasses import KW_ONLY, dataclass, fields
+from numbers import Real
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from shoal.errors import ConfigError
-from shoal.table.entry import LearningRate
+from shoal.table.entry import LearningRate, check_rate
 from shoal.table.messages import OptimizerConfig
 from shoal.table.optimizers import as_optimizer_config
 
@@ -19,13 +23,14 @@ _FIELD = {
     "initial_accumulator": "initial_accumulator_value",
     "eps": "epsilon",
     "rho": "averaging_ratio",
+    "alpha": "momentum",
     "nesterov": "use_nesterov",
     "l1": "l1_regularization_strength",
     "l2": "l2_regularization_strength",
     "stochastic_rounding": None,
     "lr": None,
 }
-_FRACTIONS = {"momentum", "rho"}
+_FRACTIONS = {"momentum", "alpha", "rho"}
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,19 @@ class RowOptimizer:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or callable(value):
+            if field.type is bool:
                 continue
+            if field.name == "lr":
+                check_rate(value, f"{type(self).__name__}: lr")
+                if callable(value):
+                    continue
             if field.name == "betas":
                 _check(self, "betas", len(value) == 2 and all(0 <= beta < 1 for beta in value), "be two in [0, 1)")
             elif field.name in _FRACTIONS:
                 _check(self, field.name, 0 <= value < 1, "be in [0, 1)")
             else:
-                _check(self, field.name, math.isfinite(value) and value >= 0, "be finite and not negative")
+                finite = isinstance(value, Real | Tensor) and math.isfinite(value)
+                _check(self, field.name, finite and value >= 0, "be a finite number >= 0")
 
     def as_proto(self) -> OptimizerConfig:
         """The message; a rate that is a function is not part of it."""
@@ -68,6 +78,8 @@ class RowOptimizer:
                 setattr(message, name, value)
         if not callable(self.lr) and "learning_rate" in message.DESCRIPTOR.fields_by_name:
             message.learning_rate = self.lr
+        if "bias_corrected_epsilon" in message.DESCRIPTOR.fields_by_name:
+            message.bias_corrected_epsilon = True  # as torch places it
         if self.stochastic_rounding:
             config.stochastic_rounding_float16 = True
         return config
@@ -83,11 +95,15 @@ class Sgd(RowOptimizer):
     """``w -= lr * g``; no state."""
 
     _kind = "sgd"
+    lr: LearningRate = 0.001
 
 
 @dataclass(frozen=True)
 class Momentum(RowOptimizer):
+    """``torch.optim.SGD`` with its momentum."""
+
     _kind = "momentum"
+    lr: LearningRate = 0.001
     _: KW_ONLY
     momentum: float = 0.9
     nesterov: bool = False
@@ -96,17 +112,22 @@ class Momentum(RowOptimizer):
 
 @dataclass(frozen=True)
 class Adagrad(RowOptimizer):
-    """One accumulator a weight. A good first choice for ids with very different frequencies."""
+    """One accumulator per weight. A good first choice for ids with very different frequencies.
+
+    ``initial_accumulator`` above 0 makes the first steps small: under a mean loss, whose gradients are small, a row
+    hardly moves before its squared gradients add up to as much.
+    """
 
     _kind = "adagrad"
     _: KW_ONLY
-    initial_accumulator: float = 0.1
+    initial_accumulator: float = 0.0
+    eps: float = 1e-10
     weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
 class RowwiseAdagrad(RowOptimizer):
-    """One accumulator a row: Adagrad with 4 bytes of state, for tables that must be small."""
+    """One accumulator per row: Adagrad with 4 bytes of state, for tables that must be small."""
 
     _kind = "rowwise_adagrad"
     _: KW_ONLY
@@ -169,19 +190,23 @@ class Lamb(RowOptimizer):
 
 @dataclass(frozen=True)
 class RmsProp(RowOptimizer):
-    """``n = momentum * n + (1 - momentum) * g^2; w -= lr / (sqrt(n) + 1) * g``."""
+    """``n = alpha * n + (1 - alpha) * g^2; w -= lr / (sqrt(n) + eps) * g``."""
 
     _kind = "rmsprop"
     _: KW_ONLY
-    momentum: float = 0.9
+    alpha: float = 0.99
+    eps: float = 1e-8
     weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
-class RmsPropV2(RmsProp):
-    """`RmsProp` with ``n = momentum * n + g^2``."""
+class RmsPropV2(RowOptimizer):
+    """``n = momentum * n + g^2; w -= lr / (sqrt(n) + 1) * g``."""
 
     _kind = "rmspropv2"
+    _: KW_ONLY
+    momentum: float = 0.9
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -237,7 +262,7 @@ class BatchSoftmax(RowOptimizer):
     lr: LearningRate = 0.1
 
 
-_BY_NAME = {cls._kind: cls for cls in RowOptimizer.__subclasses__()} | {"amsgrad": Amsgrad, "rmspropv2": RmsPropV2}
+_BY_NAME = {cls._kind: cls for cls in RowOptimizer.__subclasses__()} | {"amsgrad": Amsgrad}
 
 
 def as_row_optimizer(optimizer: Any, lr: LearningRate | None = None) -> tuple[OptimizerConfig, LearningRate]:

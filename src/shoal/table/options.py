@@ -5,7 +5,7 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.table.compressors import Fp32Compressor
-from shoal.table.entry import CombineAsSegment, HashTableConfigInstance, LearningRate
+from shoal.table.entry import CombineAsSegment, HashTableConfigInstance, LearningRate, check_rate
 from shoal.table.initializers import RandomUniformInitializer, ZerosInitializer
 from shoal.table.messages import CuckooEmbeddingHashTableConfig, EmbeddingHashTableConfig, EntryConfig
 from shoal.table.optim import as_row_optimizer
@@ -25,6 +25,8 @@ def config_of_options(
     lr: LearningRate | None,
 ) -> HashTableConfigInstance:
     """One segment of ``dim`` weights; every option is explained at `HashTable`."""
+    if lr is not None:
+        check_rate(lr, f"table {name!r}: lr")
     message, rate = as_row_optimizer(optimizer, lr)
     if isinstance(initializer, str):
         if initializer not in _INITIALIZERS:

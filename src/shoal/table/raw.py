@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.ragged import Ragged
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.arguments import as_flat, as_ids, as_int, as_time
 from shoal.table.fused import FusedCalls, apply_blocks, concatenated_rates, lookup_blocks
-from shoal.table.table import HashTable
+from shoal.table.table import HashTable, check_values
 
 
 class RawTables(FusedCalls):
@@ -43,7 +43,7 @@ class RawTables(FusedCalls):
         parts = []
         for name in self._tables:
             values = torch.as_tensor(slot_to_value.get(name, ()), dtype=torch.float32, device=self.device)
-            parts.append(as_rows(values, values.numel(), 1, name, device=self.device).view(-1))
+            parts.append(as_flat(values, values.numel(), name, device=self.device))
         return self._join(parts, torch.float32)
 
     def get_embeddings(self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor) -> dict[str, Tensor]:
@@ -72,6 +72,8 @@ class RawTables(FusedCalls):
         values = self.get_embeddings(ids, flat)
         parts = torch.split(as_ids(ids.values, self.name, device=self.device).view(-1), ids.row_lengths().tolist())
         seconds = as_time(req_time, self.name)
+        for name, table in self._tables.items():
+            check_values(table, values[name])
         for part, (name, table) in zip(parts, self._tables.items(), strict=True):
             table.assign(part, values[name], seconds)
         return self
@@ -119,7 +121,7 @@ class RawTables(FusedCalls):
         if len(sizes) != len(self._tables):
             raise ConfigError(f"table {self.name!r}: a request has {len(self._tables)} rows of ids, got {len(sizes)}")
         floats = [size * dim for size, dim in zip(sizes, self.get_table_dim_sizes(), strict=True)]
-        return floats, as_rows(flat, sum(floats), 1, self.name, device=self.device).view(-1)
+        return floats, as_flat(flat, sum(floats), self.name, device=self.device)
 
     def _check_names(self, names: Mapping[str, Any]) -> None:
         for name in names:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import registry
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.base import TableBase
+from shoal.table.clock import Now, now
 from shoal.table.entry import HashTableConfigInstance, LearningRate
 from shoal.table.options import config_of_options
 
@@ -39,6 +39,11 @@ class HashTable(TableBase):
     Every id has a row of its own; rows come into being on a write and the table grows without a pause. All methods may
     be called from several threads at once, hold no interpreter lock during native work, and read or write each row as
     a whole. Writes return ``self``. A call that is refused has changed nothing.
+
+    A write stamps its rows with ``req_time``, the seconds at which it happened, from which expiry counts. Without one
+    it takes the current time, and a row whose stamp is later keeps that; a time that is given is kept as it is. A time
+    more than a day ahead of the clock is refused. (Tables made from a configuration, with `from_config` or
+    `hash_table_from_config`, have 0 where no time is given, and believe every time.)
 
     Args:
         dim: width of an embedding.
@@ -86,6 +91,7 @@ class HashTable(TableBase):
             seed=seed,
             device=device,
             deterministic=deterministic,
+            clocked=True,
         )
 
     def __new__(cls, *args: Any, device: Any = "cpu", **kwargs: Any) -> HashTable:
@@ -112,8 +118,13 @@ class HashTable(TableBase):
         seed: int | None = None,
         device: Any = "cpu",
         deterministic: bool = False,
+        clocked: bool = False,
     ) -> HashTable:
-        """A table from a full configuration: several segments, serving entries, quantised lookups."""
+        """A table from a full configuration: several segments, serving entries, quantised lookups.
+
+        ``clocked``: as the tables of ``HashTable(dim)`` are: a write without a time takes the current one, and one far
+        ahead is refused.
+        """
         table = cls.__new__(cls, device=device)
         table._build(
             config,
@@ -125,6 +136,7 @@ class HashTable(TableBase):
             seed=seed,
             device=device,
             deterministic=deterministic,
+            clocked=clocked,
         )
         return table
 
@@ -150,7 +162,9 @@ class HashTable(TableBase):
         out = empty_rows(n, self.dim_size)
         if insert_missing:
             self._check_trains("lookup with insert_missing")
-            _Native.lookup_or_insert(self._native, ids.data_ptr(), n, as_time(req_time, self.name), out.data_ptr())
+            seconds = self._time(req_time)
+            at_least = isinstance(seconds, Now)
+            _Native.lookup_or_insert(self._native, ids.data_ptr(), n, seconds, out.data_ptr(), at_least)
         else:
             _Native.lookup(self._native, ids.data_ptr(), n, out.data_ptr(), 0)
         return out
@@ -187,14 +201,19 @@ class HashTable(TableBase):
 
     def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
         """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh."""
-        ids, values, seconds = self._write_arguments(ids, values, req_time)
-        _Native.assign(self._native, ids.data_ptr(), ids.numel(), values.data_ptr(), seconds)
-        return self
+        return self._write(_Native.assign, ids, values, req_time)
 
     def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
         """Adds to the weights of ``ids``, every occurrence in order; a new id starts from its initializer."""
+        return self._write(_Native.assign_add, ids, values, req_time)
+
+    def _write(self, write: Callable[..., None], ids: Any, values: Any, req_time: Any) -> HashTable:
         ids, values, seconds = self._write_arguments(ids, values, req_time)
-        _Native.assign_add(self._native, ids.data_ptr(), ids.numel(), values.data_ptr(), seconds)
+        at_least = isinstance(seconds, Now)
+        try:
+            write(self._native, ids.data_ptr(), ids.numel(), values.data_ptr(), seconds, at_least, self.finite_values)
+        except ValueError as error:
+            raise ConfigError(f"table {self.name!r}: {error}; nothing was written") from None
         return self
 
     def apply_gradients(
@@ -231,6 +250,7 @@ class HashTable(TableBase):
                 seconds,
                 dedup,
                 self._bad_gradient,
+                isinstance(seconds, Now),
             )
         except ValueError as error:
             raise ConfigError(
@@ -242,7 +262,7 @@ class HashTable(TableBase):
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
         ids = as_ids(ids, self.name)
         existed = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
-        _Native.reinitialize(self._native, ids.data_ptr(), ids.numel(), int(time.time()), existed.data_ptr())
+        _Native.reinitialize(self._native, ids.data_ptr(), ids.numel(), now(), existed.data_ptr(), self.clocked)
         return self, existed
 
     def erase(self, ids: Tensor) -> int:
@@ -298,10 +318,19 @@ class HashTable(TableBase):
         self, ids: Any, values: Any, req_time: Any, what: str = "values"
     ) -> tuple[Tensor, Tensor, int]:
         ids = as_ids(ids, self.name)
-        return ids, as_rows(values, ids.numel(), self.dim_size, self.name, what), as_time(req_time, self.name)
+        return ids, as_rows(values, ids.numel(), self.dim_size, self.name, what), self._time(req_time)
+
+    def _time(self, req_time: Any) -> int:
+        return as_time(req_time, self.name, clocked=self.clocked)
 
     def _client_lookup(self, ids: Tensor) -> Tensor:
         return self.lookup(ids)
+
+
+def check_values(table: HashTable, values: Tensor) -> None:
+    """Raises what ``assign`` of a table would raise for these values, before others are written."""
+    if table.finite_values and not bool(torch.isfinite(values).all()):
+        raise ConfigError(f"table {table.name!r}: a value holds NaN or infinity; nothing was written")
 
 
 def _is_cuda(device: Any) -> bool:

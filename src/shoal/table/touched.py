@@ -11,6 +11,7 @@ import torch
 
 from shoal import _core
 from shoal.errors import ConfigError
+from shoal.fid import as_int64
 from shoal.metrics import emit_counter
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,7 @@ class TouchedKeySet(_core.TouchedKeys):
         """Adds keys one by one; returns how many keys were dropped to make room."""
         if not isinstance(ids, torch.Tensor):
             ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
-        if ids.dtype != torch.int64:
-            raise ConfigError(f"TouchedKeySet: keys are int64, got {ids.dtype}; convert them with .long()")
-        flat = ids.detach().cpu().contiguous().view(-1)
+        flat = as_int64(ids, "TouchedKeySet: keys").detach().cpu().contiguous().view(-1)
         dropped = self._insert(flat.data_ptr(), flat.numel(), table)
         if dropped:
             self.report_dropped()

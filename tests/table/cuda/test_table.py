@@ -264,7 +264,7 @@ def test_empty_batches_are_legal(device):
     none = torch.empty(0, dtype=torch.int64, device=device)
     assert table.lookup(none).shape == (0, 3)
     table.assign(none, torch.empty(0, 3, device=device), req_time=5)
-    table.apply_gradients(none, torch.empty(0, 3, device=device), enable_dedup=True)
+    table.apply_gradients(none, torch.empty(0, 3, device=device), enable_dedup=True, req_time=4)
     assert table.erase(none) == 0
     assert table.reinitialize(none)[1].shape == (0,)
     assert table.lookup_entry(none) == []
@@ -276,9 +276,9 @@ def test_wrong_arguments_are_refused_before_any_effect(device):
     table = shoal.HashTable(3, device="cuda", name="t")
     ids = torch.tensor([1, 2], device=device)
     values = torch.ones(2, 3, device=device)
-    with pytest.raises(ConfigError, match=r"'t': ids are int64, got torch.int32; convert them with .long"):
-        table.lookup(ids.int())
-    with pytest.raises(ConfigError, match=r"'t': values of shape \[2, 2\] do not fit 2 ids of dim 3"):
+    with pytest.raises(ConfigError, match=r"'t': ids must be int64 or narrower integers, got torch.float32"):
+        table.lookup(ids.float())
+    with pytest.raises(ConfigError, match=r"'t': values of 2 ids must be \[2, 3\], 6 elements, got shape \[2, 2\]"):
         table.assign(ids, values[:, :2])
     with pytest.raises(ConfigError, match="float32, got torch"):
         table.assign(ids, values.double())

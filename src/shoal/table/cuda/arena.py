@@ -213,6 +213,11 @@ class Arena:
             self.keep_times()
         self.times.tensor[0][rows.long()] = torch.where(times >= 1 << 31, times - (1 << 32), times).int()
 
+    def forget_times(self, rows: Tensor) -> None:
+        """Rows that are nobody's now have the time 0."""
+        if self.timed:
+            self.times.tensor[0][rows.long()] = 0
+
     def written_since(self, rows: Tensor, epoch: int) -> Tensor:
         """bool: which rows were written in ``epoch`` or later."""
         assert self.epochs is not None

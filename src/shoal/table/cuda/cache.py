@@ -75,6 +75,7 @@ class CachedHashTable(CudaHashTable):
             on_bad_gradient=table.on_bad_gradient,
             seed=table.seed,
             device=device,
+            clocked=table.clocked,
         )
         self._host.raise_max_update_time(table.max_update_time)
         self._host.set_scales(table._native.scales())

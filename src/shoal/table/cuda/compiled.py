@@ -14,6 +14,8 @@ from torch import Tensor
 
 _tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
+NO_TIME = -1
+"""A ``req_time`` of None: the table takes the time when the operator runs, not when it is compiled."""
 
 
 def register(table: Any) -> int:
@@ -27,7 +29,7 @@ def register(table: Any) -> int:
 def gpu_table_lookup(ids: Tensor, token: Tensor, table: int, insert_missing: bool, req_time: int) -> Tensor:
     """`HashTable.lookup`."""
     found = _tables[table]
-    return found.lookup(ids, insert_missing=insert_missing, req_time=req_time if insert_missing else None)
+    return found.lookup(ids, insert_missing=insert_missing, req_time=None if req_time == NO_TIME else req_time)
 
 
 @gpu_table_lookup.register_fake
@@ -40,7 +42,8 @@ def gpu_table_apply(
     ids: Tensor, grads: Tensor, token: Tensor, table: int, step: int, dedup: bool, req_time: int, distinct: bool
 ) -> None:
     """`HashTable.apply_gradients`."""
-    _tables[table].apply_gradients(ids, grads, step, enable_dedup=dedup, req_time=req_time, distinct=distinct)
+    seconds = None if req_time == NO_TIME else req_time
+    _tables[table].apply_gradients(ids, grads, step, enable_dedup=dedup, req_time=seconds, distinct=distinct)
 
 
 @gpu_table_apply.register_fake

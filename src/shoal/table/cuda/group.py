@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
+from shoal.table.clock import Now
 from shoal.table.cuda import counts as c
 from shoal.table.cuda import index_kernels as ik
 from shoal.table.cuda.arena import MAX_ROWS, Arena
@@ -296,14 +297,15 @@ class Group:
         """int32 row numbers of ids; an id without a row gets one, marked FRESH at one of its occurrences.
 
         ``drop`` (uint8) passes ids over, which have -1 then; ``gate`` (int64) passes all of them over unless it is 0.
-        ``time`` is written to the rows, ``only_new`` to new ones alone; so is the epoch.
+        ``time`` is written to the rows, ``only_new`` to new ones alone; so is the epoch. Of a `Now` the later of it and
+        a row's own time.
 
         Raises:
             CapacityError: the GPU is full; the group is as it was.
         """
         if time and not self.arena.timed:
             if capturing(self.device):  # each replay would forget the times
-                raise UnsupportedError("the first write with a req_time cannot be captured; run the step once before")
+                raise UnsupportedError("the first write that has a time cannot be captured; run the step once before")
             self.arena.keep_times()
         self.make_room(counts)
         out = self._insert(ids, table, time=time, only_new=only_new, drop=drop, gate=gate)
@@ -340,9 +342,10 @@ class Group:
             ik.insert, cdiv(n, block), ids, table if multi else ids, ids if drop is None else drop,
             ids if gate is None else gate, out if given is None else given, *tensors, self.counts.words,
             self.free_rows.tensor, arena.times.tensor, epochs.tensor if track else arena.times.tensor, self.spare, out,
-            n, self.salt, time - (1 << 32) if time >= 1 << 31 else time, *strides,
+            n, self.salt, int(time) - (1 << 32) if time >= 1 << 31 else int(time), *strides,
             MULTI=multi, DROP=drop is not None, GATE=gate is not None, GIVEN=given is not None,
-            STAMP=0 if not arena.timed else 2 if only_new else 1, TRACK=0 if not track else 2 if only_new else 1,
+            STAMP=0 if not arena.timed else 2 if only_new else 1, LATER=isinstance(time, Now),
+            TRACK=0 if not track else 2 if only_new else 1,
             BLOCK=block, num_warps=warps, maxnreg=registers,
         )  # fmt: skip
         return out
@@ -383,6 +386,7 @@ class Group:
         """Makes ``rows`` the list of free ones; ``removed`` ids of a table are gone."""
         if counts[c.LOST]:
             rows = rows[rows > 0]  # ids that found no room have row 0, which is nobody's
+        self.arena.forget_times(rows)
         self.free_rows.tensor[0, : rows.numel()] = rows
         self.counts.set(c.NEXT, counts[c.NEXT] + max(0, counts[c.TAKEN] - counts[c.FREE]))
         self.counts.set(c.FREE, rows.numel())

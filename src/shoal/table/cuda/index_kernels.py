@@ -184,10 +184,18 @@ def _awaited(row, wait, where, in_stash, rows, stash_rows):
 
 
 @triton.jit
-def _stamp(times, epochs, state, row, time, all_, won, STAMP: tl.constexpr, TRACK: tl.constexpr):
-    """Time and epoch of rows: 0 leaves them, 1 sets those of all lanes, 2 those of lanes that have won."""
+def _stamp(times, epochs, state, row, time, all_, won, STAMP: tl.constexpr, LATER: tl.constexpr, TRACK: tl.constexpr):
+    """Time and epoch of rows: 0 leaves them, 1 sets those of all lanes, 2 those of lanes that have won.
+
+    With LATER a row that has a later time keeps it. Nobody's rows have 0, so it does not matter who of the lanes with a
+    new row has won it.
+    """
     if STAMP > 0:
-        tl.store(times + row, time, mask=all_ if STAMP == 1 else won)
+        stamps = row * 0 + time
+        if LATER:
+            last = tl.load(times + row, mask=all_, other=0)
+            stamps = tl.where(last.to(tl.uint32) > stamps.to(tl.uint32), last, stamps)
+        tl.store(times + row, stamps, mask=all_ if STAMP == 1 else won)
     if TRACK > 0:
         tl.store(epochs + row, tl.load(state + EPOCH).to(tl.int32), mask=all_ if TRACK == 1 else won)
 
@@ -220,6 +228,7 @@ def insert(
     GATE: tl.constexpr,  # nothing happens when `gate` is not 0
     GIVEN: tl.constexpr,  # ids bring their rows, which the index holds from now on
     STAMP: tl.constexpr,  # time: 0 untouched, 1 of all ids, 2 of new ones
+    LATER: tl.constexpr,  # a row that has a later time keeps it
     TRACK: tl.constexpr,  # epoch: the same
     BLOCK: tl.constexpr,
 ):
@@ -284,7 +293,7 @@ def insert(
     # Ids that another program has put there just now and is about to give a row: it has the slot, so it will.
     row = _awaited(row, m & (row < 0), where, in_stash, rows, stash_rows)
     if GIVEN == 0:
-        _stamp(times, epochs, state, row, time, m, won, STAMP, TRACK)
+        _stamp(times, epochs, state, row, time, m, won, STAMP, LATER, TRACK)
         tl.store(out_rows + o, tl.where(m, tl.where(won, row | FRESH, row), -1), mask=o < n)
 
 

@@ -1,4 +1,4 @@
-"""Gradients that hold NaN or infinity: found on the device, told of later."""
+"""Gradients and values that hold NaN or infinity: found on the device, told of later."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shoal.table.cuda.updates import count_bad
 
 
 class Judge:
-    """What becomes of the bad gradients of one table."""
+    """What becomes of the bad gradients and values of one table."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
-        self._told: deque[tuple[Tensor, torch.cuda.Event, str]] = deque()
+        self._told: deque[tuple[Tensor, torch.cuda.Event, str, str]] = deque()
         self._skipped = 0
         self._skipped_there: Tensor | None = None
         self._checking = threading.Lock()
 
-    def judge(self, grads: Tensor, dim: int, how: str) -> tuple[Tensor | None, Tensor | None]:
-        """Gate and drop for `Group.insert`."""
+    def judge(self, grads: Tensor, dim: int, how: str, what: str = "gradients") -> tuple[Tensor | None, Tensor | None]:
+        """Gate and drop for `Group.insert`; ``what`` they are, for the message."""
         n = grads.numel() // dim
         if how == "ignore" or n == 0:
             return None, None
@@ -34,34 +34,34 @@ class Judge:
             self._skipped_there = bad if self._skipped_there is None else self._skipped_there + bad
             return None, drop
         bad = count_bad(grads, dim, None)
-        self.tell(bad)
+        self.tell(bad, what=what)
         return bad, None
 
-    def tell(self, bad: Tensor, whose: str | None = None) -> None:
-        """Has the host told how many gradients are bad, of this table or of others; `check` raises once it knows."""
+    def tell(self, bad: Tensor, whose: str | None = None, what: str = "gradients") -> None:
+        """Has the host told how many rows are bad, of this table or of others; `check` raises once it knows."""
         whose = whose or f"table {self._name!r}"
         if self._device.type != "cuda":
-            _refuse_if(int(bad), whose)
+            _refuse_if(int(bad), whose, what)
         elif not capturing(self._device):
             told = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
             told.copy_(bad, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-            self._told.append((told, event, whose))
+            self._told.append((told, event, whose, what))
 
     def check(self, wait: bool = False) -> None:
-        """Raises for the gradients of a call before that turned out to be bad."""
+        """Raises for the gradients or values of a call before that turned out to be bad."""
         if not self._told or capturing(self._device):
             return
         with self._checking:
             while self._told:
-                told, event, whose = self._told[0]
+                told, event, whose, what = self._told[0]
                 if wait:
                     event.synchronize()
                 elif not event.query():
                     return
                 self._told.popleft()
-                _refuse_if(int(told), whose)
+                _refuse_if(int(told), whose, what)
 
     @property
     def skipped(self) -> int:
@@ -76,9 +76,8 @@ class Judge:
         self._skipped, self._skipped_there = count, None
 
 
-def _refuse_if(bad: int, whose: str) -> None:
+def _refuse_if(bad: int, whose: str, what: str) -> None:
     if bad:
-        rows = "1 row of the gradients holds" if bad == 1 else f"{bad} rows of the gradients hold"
-        raise ConfigError(
-            f"{whose}: {rows} NaN or infinity; nothing was applied. Clip them, or set on_bad_gradient='skip'"
-        )
+        rows = f"1 row of the {what} holds" if bad == 1 else f"{bad} rows of the {what} hold"
+        hint = " Clip them, or set on_bad_gradient='skip'" if what == "gradients" else ""
+        raise ConfigError(f"{whose}: {rows} NaN or infinity; nothing was applied.{hint}")

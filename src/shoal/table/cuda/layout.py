@@ -102,6 +102,7 @@ class Segment:
             self.accumulator,
             s.amplitude,
             float(scale),
+            float(s.corrected_epsilon),
         )
 
 

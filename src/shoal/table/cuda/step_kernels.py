@@ -52,7 +52,7 @@ def step_rows(
     A number of a whole row is read by all threads that hold a part of the row, and written by one of them: there is a
     barrier between the two.
     """
-    _, wd, beta1, beta2, eps, beta, l1, l2, accumulator, _, _ = numbers
+    _, wd, beta1, beta2, eps, beta, l1, l2, accumulator, _, _, corrected = numbers
     m = here[:, None] & inside
     old = known[:, None] & inside
     state = base[:, None] + d[None, :]
@@ -65,7 +65,7 @@ def step_rows(
             x = g + wd * w
         norm += x * x
         tl.store(state, norm, mask=m)
-        moved = tl.where(norm > 0, tl.div_rn(lr2, tl.sqrt_rn(tl.where(norm > 0, norm, 1.0))) * x, 0.0)
+        moved = tl.where(norm > 0, tl.div_rn(lr2, tl.sqrt_rn(tl.where(norm > 0, norm, 1.0)) + eps) * x, 0.0)
         if OPT == DYNAMIC_WD:
             if DECOUPLED:
                 moved += lr2 * wd * w
@@ -90,7 +90,9 @@ def step_rows(
         p1 = tl.load(powers, mask=known, other=beta1)
         p2 = tl.load(powers + 1, mask=known, other=beta2)
         tl.debug_barrier()
-        rate = tl.div_rn(lr1 * tl.sqrt_rn(1 - p2), 1 - p1)
+        correction = tl.sqrt_rn(1 - p2)
+        rate = tl.div_rn(lr1 * correction, 1 - p1)
+        below = eps * tl.where(corrected > 0, correction, 1.0)
         x = g
         if OPT != ADAMW:
             x = g + wd * w
@@ -107,7 +109,7 @@ def step_rows(
             ahead = x * (1 - beta1) + beta1 * momentum
         # Of millions of rows: the quick root and quotient, two units in the last place off. The root makes zeros of
         # subnormal numbers.
-        moved = rate[:, None] * ahead / (tl.sqrt(tl.maximum(second, NORMAL)) + eps)
+        moved = rate[:, None] * ahead / (tl.sqrt(tl.maximum(second, NORMAL)) + below[:, None])
         if OPT == ADAMW:
             moved += lr2 * wd * w
         w -= moved
@@ -148,12 +150,13 @@ def step_rows(
         mu = (tl.zeros_like(w) + beta1).to(tl.float64)
         rate = (tl.zeros_like(w) + lr2).to(tl.float64)
         decay = (tl.zeros_like(w) + wd).to(tl.float64)
+        added = (tl.zeros_like(w) + eps).to(tl.float64)
         wide = w.to(tl.float64)
         x = g.to(tl.float64) + decay * wide
         kept = mu * tl.load(state, mask=old, other=0.0).to(tl.float64)
         n = kept + (x * x if OPT == RMSPROP_V2 else (1 - mu) * x * x)
         tl.store(state, n.to(tl.float32), mask=m)
-        w = (wide - rate / (tl.sqrt(n) + 1.0) * x).to(tl.float32)
+        w = (wide - rate / (tl.sqrt(n) + added) * x).to(tl.float32)
     elif OPT == FTRL or OPT == GROUP_FTRL:
         norm = tl.load(state, mask=old, other=accumulator)
         zero = tl.load(state + D, mask=old, other=0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time
+from shoal.table.arguments import as_ids, as_int, as_rows
 from shoal.table.cuda import bridge, compiled
 from shoal.table.cuda.backend import as_device
 from shoal.table.cuda.changes import Changes
@@ -110,7 +110,7 @@ class StoredTable(HashTable):
     ) -> tuple[Tensor, Tensor, int]:
         ids = self._ids(ids)
         rows = as_rows(values, ids.numel(), self.dim_size, self.name, what, self.device)
-        return ids, rows, as_time(req_time, self.name)
+        return ids, rows, self._time(req_time)
 
     def _counts(self, n: int) -> list[int]:
         counts = [0] * self._group.tables

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import UnsupportedError
-from shoal.table.arguments import as_int, as_time
-from shoal.table.cuda import bridge
+from shoal.table.arguments import as_int
+from shoal.table.clock import now
+from shoal.table.cuda import bridge, compiled
 from shoal.table.cuda.backend import capturing
 from shoal.table.cuda.group import FRESH, ROW
 from shoal.table.cuda.stored import StoredTable, hash_id, in_turn
@@ -29,7 +29,7 @@ class CudaHashTable(StoredTable):
     ask, waits.
 
     With ``on_bad_gradient="raise"`` a NaN or infinite gradient makes its call change nothing, and the error comes with
-    a later call or `as_op`, when the device has told of it.
+    a later call or `as_op`, when the device has told of it. So does that of a value of `assign`.
 
     ``deterministic``: the sums of equal ids' gradients are the same to the last bit in every run; without it their
     order may depend on where rows lie.
@@ -50,9 +50,9 @@ class CudaHashTable(StoredTable):
         if insert_missing:
             self._check_trains("lookup with insert_missing")
         if torch.compiler.is_compiling():
-            seconds = 0 if req_time is None else req_time
+            seconds = compiled.NO_TIME if req_time is None else req_time
             return torch.ops.shoal.gpu_table_lookup(ids, self._token, self._handle, insert_missing, seconds)
-        return self._lookup(self._ids(ids), insert_missing, as_time(req_time, self.name))
+        return self._lookup(self._ids(ids), insert_missing, self._time(req_time) if insert_missing else 0)
 
     @in_turn
     def _lookup(self, ids: Tensor, insert_missing: bool, seconds: int) -> Tensor:
@@ -112,10 +112,14 @@ class CudaHashTable(StoredTable):
     def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
         ids, values, seconds = self._write_arguments(ids, values, req_time)
         self._judge.check()
+        how = "raise" if self.finite_values else "ignore"
+        gate, _ = self._judge.judge(values, self.dim_size, how, "values")
+        if self._host.has_filter():  # which counts: what is refused must not be asked about
+            self._judge.check(wait=True)
         drop = self._filtered(ids, dedup=False, remember=add)
         if self._layout.skip_zero and not add:
             ids, values, drop = self._without_zeros(ids, values, drop)
-        rows = self._insert(ids, time=seconds, drop=drop)
+        rows = self._insert(ids, time=seconds, drop=drop, gate=gate)
         self._host.raise_max_update_time(seconds)
         self._version += 1
         self._group.arena.start_fresh(rows, ids, self._seed)
@@ -153,7 +157,7 @@ class CudaHashTable(StoredTable):
         """
         self._check_trains("apply_gradients")
         if torch.compiler.is_compiling():
-            seconds = 0 if req_time is None else req_time
+            seconds = compiled.NO_TIME if req_time is None else req_time
             torch.ops.shoal.gpu_table_apply(
                 ids, grads, self._token, self._handle, global_step, enable_dedup, seconds, distinct
             )
@@ -260,7 +264,8 @@ class CudaHashTable(StoredTable):
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
         ids = self._ids(ids)
         self._check_marks()
-        rows = self._insert(ids, time=int(time.time()))
+        seconds = now()
+        rows = self._insert(ids, time=seconds if self.clocked else int(seconds))
         self._version += 1
         fresh = (rows >= 0) & (rows & FRESH != 0)
         existed = torch.ones(ids.numel(), dtype=torch.int32, device=self.device)

@@ -84,7 +84,7 @@ class Sgd(ReferenceOptimizer):
 
 
 class Adagrad(ReferenceOptimizer):
-    """No epsilon; where norm is 0 the weight stays as it is."""
+    """``epsilon``, 0 unless it is set, is added to the root; where norm is 0 the weight stays as it is."""
 
     kind = "adagrad"
     vectors = ("norm",)
@@ -95,11 +95,11 @@ class Adagrad(ReferenceOptimizer):
     def step(self, state, w, g, lr, global_step=0):
         g = g + self.wd * w
         state["norm"] = norm = state["norm"] + g * g
-        return w - _adagrad_rate(lr, norm) * g
+        return w - self.rate(lr, norm) * g
 
-
-def _adagrad_rate(lr: F, norm: np.ndarray) -> np.ndarray:
-    return np.divide(lr, np.sqrt(norm), out=np.zeros_like(norm), where=norm != 0)
+    def rate(self, lr: F, norm: np.ndarray) -> np.ndarray:
+        eps = F(self.config.get("epsilon", 0.0))
+        return np.divide(lr, np.sqrt(norm) + eps, out=np.zeros_like(norm), where=norm != 0)
 
 
 class DynamicWdAdagrad(Adagrad):
@@ -116,7 +116,7 @@ class DynamicWdAdagrad(Adagrad):
         if not self.decouple_weight_decay:
             return super().step(state, w, g, lr, global_step)
         state["norm"] = norm = state["norm"] + g * g
-        return w - (_adagrad_rate(lr, norm) * g + lr * self.wd * w)
+        return w - (self.rate(lr, norm) * g + lr * self.wd * w)
 
 
 class Adadelta(ReferenceOptimizer):
@@ -134,7 +134,10 @@ class Adadelta(ReferenceOptimizer):
 
 
 class Adam(ReferenceOptimizer):
-    """The powers count the updates of the row; ``epsilon`` is added outside the root."""
+    """The powers count the updates of the row; ``epsilon`` is added outside the root.
+
+    With ``bias_corrected_epsilon`` it is added to the root of the bias-corrected second moment, as in torch.
+    """
 
     kind = "adam"
     vectors = ("m", "v")
@@ -144,16 +147,21 @@ class Adam(ReferenceOptimizer):
         return {"beta1_power": self.beta1, "beta2_power": self.beta2}.get(name, F(0))
 
     def step(self, state, w, g, lr, global_step=0):
-        rate = self.rate(state, lr)
+        rate, eps = self.rate(state, lr), self.below(state)
         g = g + self.wd * w
         self.moments(state, g)
         direction = state["m"]
         if self.use_nesterov:
             direction = g * (ONE - self.beta1) + self.beta1 * state["m"]
-        return w - rate * direction / (np.sqrt(self.second(state)) + self.eps)
+        return w - rate * direction / (np.sqrt(self.second(state)) + eps)
 
     def rate(self, state: State, lr: F) -> F:
         return lr * np.sqrt(ONE - state["beta2_power"]) / (ONE - state["beta1_power"])
+
+    def below(self, state: State) -> F:
+        """What is added to the root of the moment as it is."""
+        corrected = self.config.get("bias_corrected_epsilon", self.kind == "adamw")
+        return self.eps * np.sqrt(ONE - state["beta2_power"]) if corrected else self.eps
 
     def moments(self, state: State, g: np.ndarray) -> None:
         state["m"] = state["m"] + (g - state["m"]) * (ONE - self.beta1)
@@ -175,14 +183,17 @@ class Amsgrad(Adam):
 
 
 class AdamW(Adam):
-    """Adam's formula with the bare gradient, and then the decay of the weight before the step: ``- lr * wd * w``."""
+    """Adam's formula with the bare gradient, and then the decay of the weight before the step: ``- lr * wd * w``.
+
+    ``epsilon`` is added to the root of the bias-corrected second moment.
+    """
 
     kind = "adamw"
 
     def step(self, state, w, g, lr, global_step=0):
-        rate = self.rate(state, lr)
+        rate, eps = self.rate(state, lr), self.below(state)
         self.moments(state, g)
-        return w - rate * state["m"] / (np.sqrt(state["v"]) + self.eps) - lr * self.wd * w
+        return w - rate * state["m"] / (np.sqrt(state["v"]) + eps) - lr * self.wd * w
 
 
 class Lamb(Adam):
@@ -228,7 +239,7 @@ class MovingAverage(ReferenceOptimizer):
 
 
 class Rmsprop(ReferenceOptimizer):
-    """Computed in float64; n and w are rounded back to float32. The 1 in the denominator is fixed."""
+    """Computed in float64; n and w are rounded back to float32. ``epsilon``, 1 unless set, is added to the root."""
 
     kind = "rmsprop"
     vectors = ("n",)
@@ -238,7 +249,8 @@ class Rmsprop(ReferenceOptimizer):
         dx = g.astype(np.float64) + np.float64(self.wd) * wide
         n = mu * state["n"].astype(np.float64) + self.share(mu) * dx * dx
         state["n"] = n.astype(F)
-        return (wide - np.float64(lr) / (np.sqrt(n) + 1.0) * dx).astype(F)
+        eps = np.float64(F(self.config.get("epsilon", 1.0)))
+        return (wide - np.float64(lr) / (np.sqrt(n) + eps) * dx).astype(F)
 
     def share(self, mu: np.float64) -> np.float64:
         """The weight of the new square."""
