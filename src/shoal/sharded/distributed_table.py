@@ -60,7 +60,15 @@ class DistributedHashTable:
         given = ids
         ids = as_ids(ids, self.name).view(-1)
         route = self._route(given, ids)
-        return route.gather(self._read(route, insert_missing, as_time(req_time, self.name)))[0]
+        return route.gather(self._read(route, insert_missing, self._time(req_time) if insert_missing else 0))[0]
+
+    @property
+    def clocked(self) -> bool:
+        """Whether a write without ``req_time`` takes the current time; False: 0."""
+        return getattr(self._tables[0], "clocked", False)
+
+    def _time(self, req_time: Any) -> int:
+        return as_time(req_time, self.name, clocked=self.clocked)
 
     def _route(self, given: Any, ids: Tensor) -> Any:
         key = given if isinstance(given, Tensor) and given.dim() == 1 and given.is_contiguous() else ids
@@ -97,7 +105,7 @@ class DistributedHashTable:
         check_writable(verb)
         ids = as_ids(ids, self.name).view(-1)
         values = as_rows(values, ids.numel(), self._dim, self.name).view(-1, self._dim)
-        seconds = as_time(req_time, self.name)
+        seconds = self._time(req_time)
         id_parts, value_parts = split_rows(ids, values, len(self._tables))
         if not self._remote:
             for part, i, v in zip(self._tables, id_parts, value_parts, strict=True):
@@ -118,7 +126,7 @@ class DistributedHashTable:
         given = ids
         ids = as_ids(ids, self.name).view(-1)
         grads = as_rows(grads, ids.numel(), self._dim, self.name, "grads").view(-1, self._dim)
-        step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
+        step, seconds = as_int(global_step, self.name, "global_step"), self._time(req_time)
         route = self._route(given, ids)
         flat = route.scatter([grads])
         if not self._remote:

@@ -50,3 +50,4 @@ def reconfigure(table: HashTable, like: HashTable) -> None:
     table.extra_restore_names, table.saver_parallel = like.extra_restore_names, like.saver_parallel
     table.on_bad_gradient, table._bad_gradient = like.on_bad_gradient, like._bad_gradient
     table._expiry = like._expiry
+    table.clocked, table.finite_values = like.clocked, like.finite_values

@@ -17,10 +17,11 @@ from shoal.sharded.ps import directory_lock
 from shoal.sharded.ps.checkpoint import Checkpoints
 from shoal.sharded.ps.kept import Kept
 from shoal.sharded.ps.log import Log, log_files, replay
-from shoal.sharded.ps.protocol import FLOAT16, Op, Reply, Request, Status, error_reply, parse_request
+from shoal.sharded.ps.protocol import FLOAT16, NOW, Op, Reply, Request, Status, error_reply, parse_request
 from shoal.sharded.ps.shard import Shard, status_of
 from shoal.sharded.ps.snapshot import WHOLE_TABLE, ShardSnapshot
 from shoal.sharded.ps.streams import Answer, Streams, Verdict
+from shoal.table.clock import now
 from shoal.table.table import HashTable
 
 log = logging.getLogger("shoal.ps")
@@ -186,11 +187,12 @@ class Engine:
                 Status.UNAVAILABLE,
                 f"shard {self.shard.index} takes a checkpoint; {request.op.name.lower()} comes after it",
             )
-        if request.op in (Op.REINITIALIZE, Op.INSERT) and not request.req_time:
-            request.req_time = int(time.time()) if request.op == Op.REINITIALIZE else 0
+        if request.flags & NOW or (request.op == Op.REINITIALIZE and not request.req_time):
+            request.req_time = now()  # before the log, so that a replay gives the same stamps
         kept: dict[str, HashTable] = {}
         try:
             self.shard.check(request)
+            self.shard.check_time(request)
             if request.op == Op.RESTORE:
                 kept = self._kept(request)
         except Exception as error:

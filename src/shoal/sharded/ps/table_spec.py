@@ -21,9 +21,11 @@ OPTIONS: dict[str, type | tuple[type, ...]] = {
     "on_bad_gradient": str,
     "extra_restore_names": list,
     "saver_parallel": int,
+    "clocked": bool,
     "filter": (dict, type(None)),
 }
-"""What may be said of a table beside its configuration. With ``default_seed`` a table that exists may have another."""
+"""What may be said of a table beside its configuration. With ``default_seed`` a table that exists may have another;
+``clocked`` tables refuse a time far ahead of the server's clock."""
 
 
 def parse_spec(config: Any, options: Any) -> dict[str, Any]:
@@ -63,6 +65,7 @@ def build_table(spec: dict[str, Any], hash_filter: Any = None) -> HashTable:
         on_bad_gradient=spec.get("on_bad_gradient", "raise"),
         seed=spec.get("seed", 0),
         saver_parallel=spec.get("saver_parallel", -1),
+        clocked=spec.get("clocked", False),
     )
 
 
