@@ -316,6 +316,21 @@ def test_health_and_drain(servers):
         told(client.info, r"parameter server 0 of 1 .* going down")
 
 
+def test_idle_connections_take_few_threads(servers):
+    [server] = servers(1)
+    host, port = server.http_address.rsplit(":", 1)
+    before = threading.active_count()
+    idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(60)]
+    assert sum(1 for peer in idle[-20:] if peer.recv(1) == b"") == 20  # closed at once
+    assert threading.active_count() - before <= 16
+    for peer in idle:
+        peer.close()
+    end = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.02)
+    assert get(server, "/healthz")[0] == 200
+
+
 def test_addresses_must_be_in_the_order_of_shards(servers):
     first, second = servers(2)
     with (

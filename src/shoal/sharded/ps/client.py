@@ -63,7 +63,8 @@ class PsClient:
         """All open sockets, for the end of a client that nobody closed: collection knows no order, and a context waits
         for ever for a socket that is open."""
         self._dropped = weakref.finalize(self, _end, self.context, self.sockets)
-        self._dropped.atexit = False  # daemon threads may still use it; the process ends all the same
+        # Not at the end of the process: daemon threads may still use it then.
+        self._dropped.atexit = False  # type: ignore[missing-attribute]
         self._free: list[list[Line]] = []
         self._pool_lock = threading.Lock()
         self._write_lock = threading.RLock()

@@ -225,7 +225,7 @@ class Shard:
         known = self.specs.get(spec["name"])
         if known is not None and chosen:
             spec["seed"] = known.get("seed", 0)
-        if known == spec:
+        if known is not None and known == spec:
             return known
         build_table(spec)
         if known is not None:

@@ -90,9 +90,10 @@ def check_change(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 def change_table(table: HashTable, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Gives a table the settings of a spec that passed `check_change`; rows stay, and counts where they still fit."""
-    kept = table.hash_filter
+    kept: Any = table.hash_filter
     if old.get("filter") != new.get("filter"):
-        counted, kept = kept, build_filter(new.get("filter"), new["name"])
+        counted: Any = kept
+        kept = build_filter(new.get("filter"), new["name"])
         if same_counts(old, new):
             for block in range(counted.split_num):
                 kept.set_block(block, counted.get_block(block))

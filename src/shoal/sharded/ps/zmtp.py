@@ -137,7 +137,8 @@ class Reader:
             raise ProtocolError(f"a message has more than {MAX_FRAMES} frames")
         self._flags = flags
         try:
-            self._frame = memoryview(np.empty(size, np.uint8)).cast("B") if size else memoryview(b"")
+            room: Any = np.empty(size, np.uint8)
+            self._frame = memoryview(room).cast("B") if size else memoryview(b"")
         except MemoryError:
             raise ProtocolError(f"there is no memory for a frame of {size} bytes") from None
         self._filled = 0
