@@ -42,8 +42,9 @@ class Checkpoints:
         directory.mkdir(parents=True, exist_ok=True)
 
     def newest(self) -> int:
-        """The number of the newest checkpoint, whole or not; 0 without one."""
-        return max(self._series.numbers(), default=0)
+        """The number of the newest checkpoint, whole or not; 0 without one. An empty folder never was one."""
+        found = self._series.all()
+        return max((each.number for each in found if os.listdir(each.path)), default=0)
 
     def log_needed_from(self) -> int:
         """The first record that is needed where the newest checkpoint is found damaged; all of them before there are
