@@ -4,7 +4,8 @@
     python -m benchmarks.checkpoint --rows 500000 --json out.json
 
 "Plain" writes and reads the very bytes of the checkpoint: files of the same sizes, 4 MiB at a time, flushed to the
-disk; reading takes every file into memory. Rounds are interleaved; files are read with a cold and a warm page cache.
+disk; reading takes every file into memory. "Digests" are the CRC-32C that a save and a restore compute on the way,
+alone and with their own reading of the files. Rounds are interleaved; files are read with a cold and a warm page cache.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 import shoal
 from shoal import _core
+from shoal.durable import digest_file
 from shoal.table import HashTable, restore_incremental, restore_table, save_incremental, save_table
 from shoal.table.checkpoint import naming
 
@@ -128,6 +130,7 @@ def measure(table: HashTable, folder: str, rounds: int) -> dict[str, Any]:
             for name, call in (
                 (f"plain read, {cache}", lambda: read_plain(paths)),
                 (f"restore, {cache}", lambda: restore_table(empty_like(table), base)),
+                (f"digests, {cache}", lambda: [digest_file(path) for path in paths]),
             ):
                 if cache == "cold":
                     drop_cache(paths)
@@ -161,6 +164,7 @@ def measure(table: HashTable, folder: str, rounds: int) -> dict[str, Any]:
     out["save / plain write"] = middle["save"] / middle["plain write"]
     for cache in ("cold", "warm"):
         out[f"restore / plain read, {cache}"] = middle[f"restore, {cache}"] / middle[f"plain read, {cache}"]
+    out["digests / restore, warm"] = middle["digests, warm"] / middle["restore, warm"]
     out["lookups kept during a save"] = middle["lookups during a save"] / middle["lookups alone"]
     out["lookups kept (best)"] = rate["lookups during a save"] / rate["lookups alone"]
     out |= {"incremental: full, s": full, "delta of 1 %, s": delta, "restore of both, s": chained}

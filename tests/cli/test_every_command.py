@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from shoal.cli import main as cli
-from shoal.errors import ConfigError, UsageError
+from shoal.errors import ConfigError, DataError, UsageError
 
 COMMANDS = sorted(cli.COMMANDS)
 ESCAPE = "\x1b"
@@ -62,13 +62,15 @@ def test_wrong_flags_end_with_2_and_words_on_stderr(capsys, call):
 @pytest.mark.parametrize(
     ("raised", "code", "says"),
     [
-        (ConfigError("x must be 1, got 2"), 1, "x must be 1, got 2"),
+        (ConfigError("x must be 1, got 2"), 2, "x must be 1, got 2"),
         (UsageError("give a FILE"), 2, "give a FILE"),
-        (FileNotFoundError(2, "No such file or directory", "/absent"), 1, "/absent"),
+        (FileNotFoundError(2, "No such file or directory", "/absent"), 2, "/absent"),
+        (DataError("a.csv is damaged"), 1, "a.csv is damaged"),
+        (OSError(28, "No space left on device", "/full"), 1, "/full"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(2), 2, ""),
     ],
-    ids=["our error", "wrong usage", "the system's", "Ctrl-C", "exit"],
+    ids=["a setting", "wrong usage", "a file that is not there", "damaged data", "the system's", "Ctrl-C", "exit"],
 )
 def test_what_ends_a_command_becomes_one_line_and_a_code(capsys, monkeypatch, command, raised, code, says):
     def fail(argv):
@@ -80,6 +82,37 @@ def test_what_ends_a_command_becomes_one_line_and_a_code(capsys, monkeypatch, co
     assert says in err
     assert err.count("\n") <= 1
     assert not out
+
+
+MISUSES = {
+    "a file that is not there": [
+        ["agent", "--config", "absent"], ["gather", "inspect", "absent"], ["gather", "replay", "absent"],
+        ["gather", "run", "--window", "1", "--store", "dir:absent", "--peers", "1", "--model", "absent"],
+        ["launch", "absent.py"], ["plan", "absent.toml"],
+        ["ps", "reshard", "--source", "absent", "--target", "new", "--of", "3"], ["serve", "absent"],
+        ["serve", "--config", "absent"], ["table", "stat", "absent"], ["top", "--discover", "absent"],
+        ["train", "absent.toml"], ["train", "--train", "absent.tsv"],
+    ],
+    "a value that is not allowed": [
+        ["bench", "comm", "--largest", "many"], ["demo", "--seconds", "1"],
+        ["gather", "run", "--window", "1", "--store", "dir:.", "--peers", "x", "--model", "absent"],
+        ["launch", "-n", "0", __file__], ["ps", "--shard", "5", "--of", "2"], ["ps", "--port", "99999"],
+        ["serve", ".", "--port", "99999"], ["table", "top", "t", "--n", "0"], ["top", "a:1", "--interval", "0"],
+        ["train", "--train", __file__, "--epochs", "0"], ["train", "--train", __file__, "--set", "nothing"],
+    ],
+    "something that is missing": [
+        ["agent"], ["bench"], ["gather"], ["gather", "run"], ["launch"], ["plan"], ["ps", "status"], ["serve"],
+        ["sync"], ["table"], ["table", "stat"], ["top"], ["train"],
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [call for calls in MISUSES.values() for call in calls], ids=called)
+def test_the_same_misuse_has_the_same_code_everywhere(capsys, monkeypatch, tmp_path, call):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *call)
+    assert (code, bool(err) or len(call) == 1) == (2, True), err
+    assert not list(tmp_path.iterdir())
 
 
 def test_our_own_mistakes_keep_their_traceback(monkeypatch):

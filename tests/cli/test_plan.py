@@ -145,7 +145,7 @@ def test_a_wrong_plan_is_refused_with_the_file_and_the_reason(tmp_path, capsys, 
     path.write_text(text)
     with pytest.raises(ConfigError):
         load_plan(path)
-    assert main(["plan", str(path)]) == 1
+    assert main(["plan", str(path)]) == 2
     err = capsys.readouterr().err
     assert words in err
     assert str(path) in err
@@ -161,6 +161,29 @@ def test_costs_of_another_file_are_refused(tmp_path, capsys):
         load_costs(tmp_path / "x.json")
     assert main(["plan"]) == 2
     assert "give a plan as TOML" in capsys.readouterr().err
+
+
+def test_costs_that_cannot_be_kept_are_refused_before_measuring(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for where in (tmp_path / "file" / "costs.json", tmp_path):
+        assert main(["plan", "--measure", "--costs", str(where)]) == 2
+        err = capsys.readouterr().err
+        assert f"--costs {where}" in err
+        assert "measuring" not in err
+
+
+@pytest.mark.timeout(600)
+def test_a_file_of_costs_that_is_not_there_is_measured_and_kept(tmp_path, capsys):
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[[table]]\nname = 't'\ndim = 8\nids_per_sample = 1\nids_per_day = 1\n")
+    argv = ["plan", str(plan), "--json", "--costs", str(tmp_path / "new" / "costs.json")]
+    assert main(argv) == 0
+    said = capsys.readouterr()
+    assert f"the costs of this machine are in {tmp_path / 'new' / 'costs.json'}" in said.err
+    assert main(argv) == 0  # and these are taken
+    again = capsys.readouterr()
+    assert "measuring" not in again.err
+    assert json.loads(again.out)["costs"] == json.loads(said.out)["costs"]
 
 
 @pytest.mark.timeout(600)

@@ -141,7 +141,7 @@ def test_a_directory_of_files_is_read_again_and_again(tmp_path, capsys):
         (tmp_path / "empty").write_text("")
         assert discover(tmp_path) == [address]
         assert once(capsys, "--discover", str(tmp_path))[address]["errors"] == 2
-    assert main(["top", "--discover", str(tmp_path / "absent"), "--once"]) == 1
+    assert main(["top", "--discover", str(tmp_path / "absent"), "--once"]) == 2
     assert "there is no such directory" in capsys.readouterr().err
 
 
@@ -191,5 +191,5 @@ def test_the_table_for_people(capsys):
 def test_wrong_usage(capsys):
     assert main(["top"]) == 2
     assert "give the addresses" in capsys.readouterr().err
-    assert main(["top", "a:1", "--interval", "0"]) == 1
+    assert main(["top", "a:1", "--interval", "0"]) == 2
     assert "above 0" in capsys.readouterr().err

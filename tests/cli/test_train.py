@@ -1,7 +1,9 @@
 """`shoal train` as a user runs it: alone, interrupted, killed, on two ranks."""
 
+import importlib
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -104,7 +106,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_ends_with_130(data, tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
-    assert "interrupted; the same command goes on from the checkpoint" in out
+    assert "interrupted; run the same command to resume from the checkpoint" in out
     assert "Traceback" not in err
     assert "\x1b" not in out + err  # colour is for terminals
     assert newest(tmp_path / "run").exists()
@@ -127,16 +129,45 @@ def test_bad_rows_are_counted_shown_once_and_stop_a_strict_run(capsys, data, tmp
     assert "Traceback" not in said.err
 
 
-def test_files_without_samples_are_no_error(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "content", "more", "says"),
+    [
+        ("none.tsv", b"", [], "there are no samples, since DIR/none.tsv is empty"),
+        ("none.parquet", b"", ["--format", "parquet"], "none.parquet is empty"),
+        ("head.csv", b"y,u\n", ["--format", "csv"], "there are no samples in DIR/head.csv"),
+        ("bad.csv", b"y,u\nx,1\nx,2\n", ["--format", "csv"], "bad.csv, line 2: column 1 is the label, a number"),
+        ("cut.parquet", b"", ["--format", "parquet"], "DIR/cut.parquet, row 1: the file is damaged"),
+    ],
+    ids=["empty", "empty parquet", "a header alone", "bad rows alone", "truncated parquet"],
+)  # fmt: skip
+def test_files_without_a_sample_end_with_1_and_leave_no_checkpoint(capsys, tmp_path, name, content, more, says):
+    path, out = tmp_path / name, tmp_path / "run"
+    path.write_bytes(content)
+    if name == "cut.parquet":
+        table = pytest.importorskip("pyarrow").table({"y": [0, 1] * 500, "u": ["a", "b"] * 500})
+        importlib.import_module("pyarrow.parquet").write_table(table, path)
+        path.write_bytes(path.read_bytes()[:-100])
+    argv = ["train", "--train", str(path), "--out", str(out), "--threads", "1", *more]
+    if more:
+        argv += ["--set", "data.label=y", 'data.sparse=["u"]']
+    assert main(argv) == 1
+    assert says.replace("DIR", str(tmp_path)) in capsys.readouterr().err
+    assert not out.exists() or not list(out.iterdir())
+
+
+def test_an_empty_file_among_others_is_named_and_an_empty_evaluation_refused(capsys, data, tmp_path):
     (tmp_path / "none.tsv").write_text("")
-    assert main(["train", "--train", str(tmp_path / "none.tsv"), "--out", str(tmp_path / "run"), "--threads", "1"]) == 0
-    assert "the files hold no samples" in capsys.readouterr().out
+    told = run(capsys, data, "--train", tmp_path / "none.tsv", "--max-steps", 1)
+    assert of("note", told)[0]["text"] == f"[data] train: {tmp_path / 'none.tsv'} is empty"
+    argv = ["train", "--train", str(data / "train.tsv"), "--eval", str(tmp_path / "none.tsv"), *SMALL]
+    assert main(argv) == 1
+    assert "[data] eval: there are no samples" in capsys.readouterr().err
 
 
 def test_an_out_folder_that_cannot_be_written_is_told_in_a_line(capsys, data, tmp_path):
     (tmp_path / "file").write_text("")
     argv = ["train", "--train", str(data / "train.tsv"), *SMALL, "--max-steps", "1"]
-    assert main([*argv, "--out", str(tmp_path / "file" / "run")]) == 1
+    assert main([*argv, "--out", str(tmp_path / "file" / "run")]) == 2
     said = capsys.readouterr().err
     assert "Not a directory" in said
     assert "Traceback" not in said
@@ -156,11 +187,30 @@ def test_a_checkpoint_of_another_configuration_is_refused(capsys, data, tmp_path
     run(capsys, data, "--out", tmp_path, "--max-steps", 2)
     assert main(["train", "--train", str(data / "train.tsv"), "--out", str(tmp_path), *SMALL, "--dim", "4"]) == 2
     assert "table.dim = 8, the configuration has 4" in capsys.readouterr().err
-    assert main(["train", "--train", str(data / "train.tsv"), "--out", str(tmp_path), *SMALL, "--fresh"]) == 2
-    assert "has checkpoints of another run" in capsys.readouterr().err
-    (dense,) = tmp_path.glob("ckpt-*/dense.safetensors")
-    dense.write_bytes(dense.read_bytes()[:-1])  # damaged: it does not count, so the run begins anew
-    assert of("start", run(capsys, data, "--out", tmp_path, "--max-steps", 2))[0]["resumed"] is None
+
+
+def test_fresh_moves_the_checkpoints_aside_as_the_refusal_says(capsys, data, tmp_path):
+    out = tmp_path / "run"
+    run(capsys, data, "--out", out, "--max-steps", 4, "--checkpoint-steps", 2)
+    (out / "ckpt-00000002" / "manifest.json").unlink()
+    files = {path.name: path.read_bytes() for path in (out / "ckpt-00000004").iterdir()}
+    argv = ["train", "--train", str(data / "train.tsv"), "--out", str(out), *SMALL, "--max-steps", "1", "--dim", "4"]
+    assert main(argv) == 2
+    assert "begin anew with --fresh (which moves the checkpoints aside)" in capsys.readouterr().err
+    assert main([*argv, "--fresh"]) == 0
+    said = capsys.readouterr().err
+    (aside,) = out.glob("before-*")
+    assert f"the checkpoints that were in {out} are in {aside} now" in said
+    assert re.fullmatch(r"before-\d{8}-\d{6}", aside.name)
+    assert sorted(path.name for path in out.iterdir()) == [aside.name, "ckpt-00000001"]
+    assert sorted(path.name for path in aside.iterdir()) == ["ckpt-00000002", "ckpt-00000004"]
+    assert {path.name: path.read_bytes() for path in (aside / "ckpt-00000004").iterdir()} == files
+    resumed = run(capsys, data, "--out", aside, "--max-steps", 4)  # nothing of it was lost
+    assert of("start", resumed)[0]["step"] == 4
+    assert main([*argv, "--fresh"]) == 0  # a second one finds a name of its own
+    assert len(list(out.glob("before-*"))) == 2
+    run(capsys, data, "--out", tmp_path / "new", "--max-steps", 1, "--fresh")  # with nothing to move it begins
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["ckpt-00000001"]
 
 
 class Linear(nn.Module):

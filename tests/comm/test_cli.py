@@ -118,7 +118,7 @@ def test_bench_comm_in_one_process_prints_json(tmp_path):
     done = shoal("bench", "comm", "--largest", "1KiB", "--seconds", "0.01", "--out", "-", "--json", "-")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["world_size"] == 1
-    assert shoal("bench", "comm", "--largest", "lots").returncode == 1
+    assert shoal("bench", "comm", "--largest", "lots").returncode == 2
     nowhere = shoal("bench", "comm", "--out", str(tmp_path / "no" / "c.png"))
-    assert nowhere.returncode == 1
+    assert nowhere.returncode == 2
     assert "there is no folder" in nowhere.stderr

@@ -81,6 +81,9 @@ def test_a_damaged_file_is_told_and_a_missing_one_or_column_refused(tmp_path):
     assert "damaged" in bad[0].why
     with pytest.raises(ConfigError, match="cannot read"):
         form.units(str(tmp_path / "none.parquet"))
+    (tmp_path / "text.parquet").write_text("y,a,u,v\n1,2,3,4\n")
+    with pytest.raises(ConfigError, match=r"text\.parquet is not a Parquet file"):
+        form.units(str(tmp_path / "text.parquet"))
     write(path, y=[1], a=[1], u=["u"])
     with pytest.raises(ConfigError, match="there is no column 'v'"):
         form.units(str(path))

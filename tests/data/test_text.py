@@ -175,7 +175,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_cell(tmp_path):
     ("text", "message"),
     [
         ("y,a,b,u,v,u\n1,1,1,u,v,u\n", "the column 'u' is there 2 times"),
-        ("y,a,b,u,V\r1,1,1,u,v\r", "its first line is no header"),
+        ("y,a,b,u,V\r1,1,1,u,v\r", "its first line is not a header"),
         ("y,a,b,u,w\n1,1,1,u,v\n", "there is no column 'v'"),
     ],
 )
@@ -184,6 +184,35 @@ def test_a_header_that_does_not_fit_is_told_before_anything_is_read(tmp_path, te
     path.write_text(text, newline="")
     with pytest.raises(ConfigError, match=message):
         make_format("csv", SMALL).units(str(path))
+
+
+@pytest.mark.parametrize("name", ["csv", "tsv", "criteo", "tfrecord"])
+@pytest.mark.parametrize(
+    ("begin", "kind"),
+    [
+        (b"PAR1\x15\x04\x15\x10", "a Parquet file, not"),
+        (gzip.compress(b"PAR1\x15\x04\x15\x10"), "a Parquet file, not"),
+        (b"PK\x03\x04\x14", "a zip archive"),
+        (b"\x28\xb5\x2f\xfd\x04", "packed with zstd"),
+        ("y,a,b\n".encode("utf-16"), "UTF-16 text"),
+    ],
+    ids=["parquet", "parquet in gzip", "zip", "zstd", "utf-16"],
+)
+def test_a_file_of_another_kind_is_named_and_none_of_it_is_shown(tmp_path, name, begin, kind):
+    (tmp_path / "a").write_bytes(begin + bytes(range(256)) * 4 if begin[:2] != b"\x1f\x8b" else begin)
+    schema = CRITEO if name == "criteo" else Schema(label="y", sparse=("u",))
+    with pytest.raises(ConfigError, match=kind) as caught:
+        make_format(name, schema).units(str(tmp_path / "a"))
+    assert str(caught.value).isprintable()
+
+
+def test_a_header_that_is_not_text_is_refused_and_one_that_looks_like_a_magic_number_is_not(tmp_path):
+    (tmp_path / "a").write_bytes(b"\x00\x01binary,\x02\n1,2\n")
+    with pytest.raises(ConfigError, match="its first line is not text"):
+        make_format("csv", SMALL).units(str(tmp_path / "a"))
+    (tmp_path / "b").write_text("PAR1,u\n1,x\n")
+    parts, bad = read_all(make_format("csv", Schema(label="PAR1", sparse=("u",))), tmp_path / "b")
+    assert (labels(parts), bad) == ([1.0], [])
 
 
 def test_a_huge_line_is_one_bad_row(tmp_path):

@@ -86,8 +86,8 @@ def test_a_payload_is_inspected(peers, capsys):
 
 
 def test_mistakes_are_one_line_and_a_code(peers, capsys):
-    assert main(["gather", "inspect", str(peers / "absent")]) == 1
-    assert main(run_arguments(peers, "--peers", "x")) == 1
+    assert main(["gather", "inspect", str(peers / "absent")]) == 2
+    assert main(run_arguments(peers, "--peers", "x")) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert main(["gather", "run", "--window", "1"]) == 2
     assert main(["gather", "--help"]) == 0

@@ -118,7 +118,7 @@ def test_an_export_that_does_not_say_whether_samples_are_independent_is_not_batc
     where = export(tmp_path, lambda user: user.sum(1))
     manifest = Manifest.read(where)
     manifest.signatures["serving_default"].row_wise = None
-    assert not load_program(where, manifest, {})["serving_default"].batch
+    assert not load_program(where, manifest, {})[0]["serving_default"].batch
 
 
 @pytest.mark.parametrize("work", [lambda user: user @ user.T, lambda user: user.sum(), lambda user: user.sum(1)])

@@ -552,4 +552,4 @@ def test_operators_commands(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "declared movie" in out
     assert json.loads(out[out.index("{") :])["layout_info"] == {"blue": ["movie:entry", "movie:ps_0"]}
-    assert main([*config, "--declare", str(tmp_path / "exports")]) == 1
+    assert main([*config, "--declare", str(tmp_path / "exports")]) == 2

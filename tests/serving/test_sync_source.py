@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.serving import ClientConfig, DummySyncServer, ModelServer, SyncSource, follow_source
+from shoal.errors import ConfigError
+from shoal.serving import (
+    ClientConfig,
+    DummySyncServer,
+    ModelServer,
+    SyncSource,
+    create_dummy_sync_client,
+    follow_source,
+)
+from shoal.serving.manifest import SignatureSpec, TensorSpec
+from shoal.serving.servable import Servable, Signature
 from shoal.serving.sync_handle import SyncClientHandle
 from shoal.table import test_hash_table
 from tests.serving.helpers import eventually
@@ -124,6 +134,18 @@ def test_an_acknowledgement_of_another_run_of_the_trainer_frees_nothing(trainer,
         assert len(again._touched({"ack": ack, "received": ack})["MonolithHashTable_t_id"]) == 2
     assert pusher.round(server.address) == 2
     assert pushed(server) == [1, 2, 3]
+
+
+def test_only_a_source_of_this_version_is_followed_and_only_by_a_client_that_pushes(trainer):
+    trainer.server.serve_tables("other", trainer.table)
+    with pytest.raises(ConfigError, match="serves no touched rows as 'other'"):
+        follow_source(trainer.address, SyncClientHandle("pusher"), "other")
+    with pytest.raises(ConfigError, match="pushes nothing"):
+        follow_source(trainer.address, create_dummy_sync_client())
+    spec = SignatureSpec({"ack": TensorSpec("int64", [])}, {"sequence": TensorSpec("int64", [])})
+    trainer.server.publish("old", Servable({"/touched": Signature(spec, lambda inputs: inputs, push=True)}))
+    with pytest.raises(ConfigError, match="older version of shoal; upgrade the trainer"):
+        follow_source(trainer.address, SyncClientHandle("pusher"), "old")
 
 
 def test_what_a_source_holds_is_bounded_and_what_it_drops_is_counted(trainer, metrics, monkeypatch):

@@ -1,6 +1,7 @@
 """Which pushed rows a new version of a model keeps: the log of pushes, hand-overs in memory, then real replicas."""
 
 import logging
+import threading
 import time
 
 import numpy as np
@@ -15,6 +16,7 @@ from shoal.serving.push_info import PushInfo
 from shoal.serving.push_log import PushLog
 from shoal.serving.servable import Servable
 from shoal.serving.split import Delta, DeltaBatch
+from shoal.serving.table_signatures import table_signatures
 from shoal.serving.table_view import TableView
 from shoal.table import MultiHashTable, test_hash_table
 from tests.serving.test_server import Client, config_of, export
@@ -114,6 +116,33 @@ def test_rows_that_were_carried_keep_their_time_for_the_next_switch():
     second.hand_over_to(third)
     assert rows(second, [1, 2]) == [5.0, 5.0]
     assert rows(third, [1, 2]) == [0.0, 5.0]
+
+
+def test_pushes_that_come_during_a_hand_over_end_up_in_both_versions():
+    old, new = servable_of(rows_read_at=1.0), servable_of(rows_read_at=2.0)
+    view, ids = old.tables["T"], torch.arange(300_000)
+    view.assign_sub(0, ids, torch.zeros(len(ids), 1), 3.0)
+    assign = table_signatures([view], lambda: old)["hashtable_assign"].run
+    done, pushes = threading.Event(), []
+
+    def push():
+        while not done.is_set() or len(pushes) < 10:
+            some = torch.randint(0, len(ids), (500,)).unique()
+            pushes.append(assign({"T_id": some, "T_value": torch.full((len(some), 1), len(pushes) + 1.0)}))
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    try:
+        old.hand_over_to(new)
+    finally:
+        done.set()
+        thread.join(60)
+    assert len(pushes) >= 10
+    assert torch.equal(new.tables["T"].lookup_sub(0, ids), view.lookup_sub(0, ids))
+    carried, times, older = new.tables["T"].push_logs[0].since(0.0)
+    expected, pushed_at, _ = view.push_logs[0].since(0.0)
+    assert (older, carried.tolist()) == (0, expected.tolist())
+    assert times.tolist() == pushed_at.tolist()
 
 
 def test_an_export_that_does_not_say_its_time_is_counted_and_logged(metrics, caplog):

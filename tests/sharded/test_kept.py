@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("zmq")
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, ShoalError, UnsupportedError
 from shoal.sharded import PsClient, ps_table
 from shoal.sharded.ps import Engine, ParameterServer, Shard
 
@@ -102,7 +102,7 @@ def test_a_name_is_no_path(tmp_path, name):
 def test_what_cannot_be_brought_back_is_refused(tmp_path):
     with start(None, "none") as server, PsClient([server.address]) as client:
         ps_table(client, 4, name="item")
-        with pytest.raises(ConfigError, match="need a directory"):
+        with pytest.raises(UnsupportedError, match="need a directory"):
             client.checkpoint(keep_as="run-1")
         with pytest.raises(ConfigError, match="start the server with a directory"):
             client.restore("item", "run-1")

@@ -128,7 +128,7 @@ def make_folder(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise OSError(f"--out: cannot write to {str(out)!r} ({error.strerror or error})") from None
+        raise ConfigError(f"--out: cannot write to {str(out)!r} ({error.strerror or error})") from None
 
 
 def write(comparison: Comparison, report: dict[str, Any], out: Path) -> None:

@@ -18,7 +18,7 @@ EXAMPLE = """examples:
   torchrun --nproc-per-node 4 -m shoal gather run --store 's3://peer-{uid}?endpoint=http://host:9000' ...
   shoal gather inspect peers/aggregator-7-v0.pga
 
-exit codes: 0 applied or done, 3 skipped, 1 failed, 2 wrong usage"""
+exit codes: 0 applied or done, 3 skipped, 1 failed, 2 wrong usage or configuration"""
 EXIT_SKIPPED = 3
 
 
@@ -312,6 +312,8 @@ def replay(args: Replay) -> int:
 
     from shoal.gather import ArtifactReader, outer_update
 
+    if not args.artifact.exists():
+        raise ConfigError(f"{args.artifact}: there is no such file")
     reader = ArtifactReader(args.artifact)
     spec = _read_spec(args.model) if args.model is not None else reader.spec
     model = _model(spec, args.weights)

@@ -4,7 +4,7 @@ import os
 import sys
 from importlib import import_module
 
-from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.errors import ConfigError, ShoalError, did_you_mean
 
 # name -> (module with `main(argv) -> int`, one line of help). Modules are imported only when they are called.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -35,7 +35,8 @@ def usage() -> str:
             "example: shoal demo --quick",
             "",
             "`shoal COMMAND --help` explains one; `shoal --version` prints the version.",
-            "exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.",
+            "exit codes: 0 done, 1 failed while running (or the answer is no), 2 wrong usage or configuration",
+            "(a flag, a setting, a file that is not there), 130 interrupted.",
         ]
     )
 
@@ -43,9 +44,9 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; its exit code.
 
-    0 done, 1 failed (or the answer is no), 2 wrong usage, 130 interrupted. Commands with further
-    ones say so in their ``--help``. What a user can cause (our errors, the system's) is one line on stderr; anything
-    else is our mistake and shows its traceback.
+    0 done, 1 failed while running (or the answer is no), 2 wrong usage or configuration, 130 interrupted. Commands with
+    further ones say so in their ``--help``. What a user can cause (our errors, the system's) is one line on stderr;
+    anything else is our mistake and shows its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -69,7 +70,12 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except (ShoalError, OSError) as error:
         print(f"shoal {argv[0]}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        return exit_code_of(error)
     except KeyboardInterrupt:
         print(f"shoal {argv[0]}: interrupted", file=sys.stderr)
         return 130
+
+
+def exit_code_of(error: Exception) -> int:
+    """2 where the command line or a configuration must be changed, 1 where the work itself failed."""
+    return 2 if isinstance(error, ConfigError | FileNotFoundError | NotADirectoryError | IsADirectoryError) else 1

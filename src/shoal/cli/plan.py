@@ -52,7 +52,8 @@ class Options:
     measure: bool = False
     """Measure this machine again."""
     costs: Path | None = None
-    """Where measured costs are kept; by default in the user's cache. Costs of another machine can be given here."""
+    """Where measured costs are kept; by default in the user's cache. If the file is not there, this machine is measured
+    and its costs are written to it; costs of another machine can be given here."""
     out: Path | None = None
     """Draw a picture (PNG) here."""
     json: bool = False
@@ -76,17 +77,23 @@ def main(argv: list[str]) -> int:
 
 
 def _costs(options: Options) -> Any:
-    from shoal.plan.costs import cache_path, load_costs, measure, save_costs
+    from shoal.plan.costs import cache_path, load_costs, measure, prepare, save_costs
 
     path = options.costs or cache_path()
-    if not options.measure and (path.exists() or options.costs is not None):
+    if path.exists() and not options.measure:
         return load_costs(path)
+    try:  # before ten seconds of measuring rather than after
+        prepare(path)
+    except OSError as error:
+        raise ConfigError(f"--costs {path}: {error.strerror or error}") from None
 
     def progress(what: str) -> None:
         print(f"measuring {what} ...", file=sys.stderr)
 
     costs = measure(progress)
     save_costs(costs, path)
+    if options.costs is not None:
+        print(f"the costs of this machine are in {path}", file=sys.stderr)
     if costs.load > BUSY:
         print(
             f"shoal plan: this machine was busy (load {costs.load:.1f} on each CPU), so these costs are too high; "

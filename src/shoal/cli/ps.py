@@ -199,6 +199,8 @@ def keygen(options: Keygen) -> int:
 def reshard(options: Reshard) -> int:
     from shoal.sharded.reshard import reshard_servers
 
+    if not options.source.is_dir():
+        raise UsageError(f"--source {options.source}: there is no such directory")
     rows = reshard_servers(options.source, options.target, options.of)
     print(json.dumps(rows) if options.json else "\n".join(f"{name}: {n} rows" for name, n in sorted(rows.items())))
     return 0

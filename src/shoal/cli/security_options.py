@@ -47,6 +47,8 @@ class CallSecurity:
     """File that holds the bearer token."""
     server_name: str = ""
     """Name that servers' certificates carry, when it is not the one dialled."""
+    allow_insecure: bool = False
+    """Send the token off loopback without TLS all the same."""
 
     def build(self):
         from shoal.serving.security import ClientSecurity
@@ -59,4 +61,5 @@ class CallSecurity:
             key=self.tls_key,
             token=self.token_file.read_text().strip() if self.token_file else "",
             server_name=self.server_name,
+            allow_insecure=self.allow_insecure,
         )

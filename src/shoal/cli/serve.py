@@ -37,6 +37,8 @@ class Options:
     """Serve only these of a distributed export (entry, ps_0, ...)."""
     config: Path | None = None
     """A ModelServerConfig in text form instead of a directory; it is read again every minute."""
+    model_root: Path | None = None
+    """Models, also those of reloads over the network, must be inside; by default MODEL_DIR."""
     host: str = "127.0.0.1"
     port: int = 8500
     """gRPC port; 0 picks a free one."""
@@ -98,7 +100,7 @@ def serve(options: Options) -> int:
         config,
         options.poll_seconds,
         security=options.security.build(),
-        model_root=_root(root) if root else None,
+        model_root=options.model_root or (_root(root) if root else None),
         max_message_bytes=options.max_message_mib * 1024 * 1024,
         max_batch_rows=options.max_batch_rows,
         workers=options.workers,
@@ -192,8 +194,7 @@ def models_of(options: Options) -> tuple[Any, dict[str, str], list[tuple[str, st
         newest = newest_version(base / sub)
         model = options.name or Manifest.read(base / sub / str(newest)).model_name
         served = sub if options.agent_port is not None else f"{model}:{sub}"
-        policy = "latest" if sub == "entry" or sub.startswith("dense") else "latest_once"
-        config.model_config_list.config.append(gen_model_config(served, str(base / sub), policy))
+        config.model_config_list.config.append(gen_model_config(served, str(base / sub)))
         bindings.append((model, sub, served))
         if sub == "entry":
             aliases[model] = served

@@ -25,7 +25,8 @@ examples:
   shoal table from-monolith /models/ctr --out ckpt-ctr
 
 exit codes: 0 done (diff: no difference), 1 the answer is no (get: no such id, diff: they differ) or the system failed,
-2 wrong usage, or a file is missing, truncated, damaged or alien; then nothing was written. 130 interrupted."""
+2 wrong usage, or (since 1 is an answer) a file is missing, truncated, damaged or alien; then nothing was written.
+130 interrupted."""
 
 
 def main(argv: list[str]) -> int:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.arguments import parse
-from shoal.errors import ConfigError, DataError, ShoalError
+from shoal.errors import ConfigError, UsageError
 
 _ABOUT = """Train a model on files of clicks: Criteo TSV, CSV, Parquet, TFRecord or example records.
 
-To try it (the first writes data and try/criteo.toml; Ctrl-C and the second again goes on where it was):
+To try it (the first writes data and try/criteo.toml; after Ctrl-C run the second again to resume):
 
   shoal train --init try
 
@@ -68,9 +68,9 @@ class Flags:
     ps: tuple[str, ...] | None = None
     """Parameter servers that hold the rows, in the order of their shards."""
     out: str | None = None
-    """Folder for checkpoints; a run that finds one there goes on from it."""
+    """Folder for checkpoints; a run that finds one there resumes from it."""
     keep: int | None = None
-    """Checkpoints that stay."""
+    """Checkpoints that stay, besides the best one where there is a --patience."""
     checkpoint_steps: int | None = None
     """Steps between checkpoints."""
     log_steps: int | None = None
@@ -78,7 +78,7 @@ class Flags:
     eval_steps: int | None = None
     """Steps between evaluations; by default at the end of each epoch."""
     patience: int | None = None
-    """Stop after so many evaluations without a new best."""
+    """Stop after so many evaluations without a new best, and end with the best model."""
     tensorboard: str | None = None
     """Folder for TensorBoard."""
     set: tuple[str, ...] | None = None
@@ -86,7 +86,7 @@ class Flags:
     strict: bool = False
     """End at the first bad row."""
     fresh: bool = False
-    """Do not go on from a checkpoint."""
+    """Begin anew: checkpoints that are in --out are moved into a folder before-DATE there."""
     json: bool = False
     """One JSON object a line on stdout, for machines."""
     init: Path | None = None
@@ -111,25 +111,15 @@ def main(argv: list[str]) -> int:
     flags = parse(Flags, argv, "train", _ABOUT, positional="config")
     if isinstance(flags, int):
         return flags
-    try:
-        if flags.generate is not None:
-            return _generate(flags)
-        if flags.init is not None:
-            return _init(flags)
-        from shoal.trainer.toml import load_config
+    if flags.generate is not None:
+        return _generate(flags)
+    if flags.init is not None:
+        return _init(flags)
+    from shoal.trainer.toml import load_config
 
-        if flags.config is None and flags.train is None:
-            raise ConfigError("what to train on? Give a CONFIG.toml or --train FILE …; --init DIR writes a first one")
-        config = load_config(flags.config, changes(flags))
-        return _train(flags, config)
-    except ConfigError as error:
-        print(f"shoal train: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a full disk, a folder that is not ours
-        if isinstance(error, ShoalError | BrokenPipeError):
-            raise
-        print(f"shoal train: {error}", file=sys.stderr)
-        return 1
+    if flags.config is None and flags.train is None:
+        raise UsageError("what to train on? Give a CONFIG.toml or --train FILE …; --init DIR writes a first one")
+    return _train(flags, load_config(flags.config, changes(flags)))
 
 
 def changes(flags: Flags) -> dict[str, Any]:
@@ -162,9 +152,6 @@ def _train(flags: Flags, config: Any) -> int:
         trainer(config, ranks=ranks, reporter=reporter, stop=lambda: bool(stop), fresh=flags.fresh) as one,
     ):
         result = one.run()
-    if not result["samples"] and result["bad_rows"]:
-        what = "the only row" if result["bad_rows"] == 1 else f"all {result['bad_rows']:,} rows"
-        raise DataError(f"{what} of the files could not be read; is [data] format = {config.data.format!r} right?")
     if result["why"] != "interrupted":
         return 0
     return 128 + (stop[0] if stop else signal.SIGINT)  # it may have been another rank that was asked

@@ -195,11 +195,24 @@ def summary(values: dict[str, Any]) -> str:
         "finished": "finished", "early_stop": "stopped early: no new best", "max_steps": "stopped at max_steps",
         "interrupted": "interrupted",
     }[values["why"]]  # fmt: skip
+    path = values["checkpoint"]
     if values["why"] == "interrupted":
-        kept = values["checkpoint"] is not None
-        why += (
-            "; the same command goes on from the checkpoint" if kept else "; nothing was kept, since there is no --out"
+        why += "; nothing was kept, since there is no --out" if path is None else (
+            "; run the same command to resume from the checkpoint"
+        )  # fmt: skip
+    return f"{why} after {values['seconds']:.1f} s; {_line(values)}{_which(values)}"
+
+
+def _which(values: dict[str, Any]) -> str:
+    """Which model it is that a run with early stopping ends with, and where the best one is."""
+    path, kept = values["checkpoint"], values["kept_step"]
+    if kept is None:
+        if values["why"] != "early_stop":
+            return ""
+        return f"; the model is that of the last step, {values['step']:,}" + (
+            "; with --out it would be the best one" if path is None else ""
         )
-    if not values["samples"]:
-        return f"{why}; the files hold no samples ({values['bad_rows']:,} bad rows)"
-    return f"{why} after {values['seconds']:.1f} s; {_line(values)}"
+    best = f"step {kept:,}, the best ({values['metric']} {values['kept_value']:.4f})"
+    if values["model_step"] == kept:
+        return f"; the model in {path} is that of {best}"
+    return f"; the model in {path} is that of the last step; that of {best}, is kept next to it"

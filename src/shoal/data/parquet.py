@@ -14,7 +14,7 @@ from shoal import _core
 from shoal.data.columns import interleave
 from shoal.data.samples import Samples
 from shoal.data.schema import Schema, no_column
-from shoal.data.source import BadRow, OnBad, Unit
+from shoal.data.source import BadRow, OnBad, Unit, file_size, open_error
 from shoal.errors import ConfigError, missing_extra
 
 
@@ -31,10 +31,13 @@ class ParquetFormat:
         return self.lists
 
     def units(self, path: str) -> list[Unit]:
+        if not file_size(path):
+            return []
+        with open_error(path), open(path, "rb") as raw:
+            if raw.read(4) != b"PAR1":
+                raise ConfigError(f'data: {path} is not a Parquet file; set [data] format to what it is, such as "csv"')
         try:
             file = _parquet().ParquetFile(path)
-        except FileNotFoundError:
-            raise ConfigError(f"data: cannot read {path!r} (No such file or directory)") from None
         except (OSError, ValueError):
             return [Unit(path=path, begin=-1)]  # its cursor tells why, where bad rows are counted
         with file:

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal import _core
 from shoal.data.samples import Samples
-from shoal.data.source import DAMAGED, BadRow, OnBad, Unit, file_size, open_bytes, open_error
+from shoal.data.source import DAMAGED, BadRow, OnBad, Unit, file_size, open_bytes, open_error, refuse_other_kinds
 
 _BLOCK = 1 << 21
 _MAX_RECORD = 1 << 30
@@ -23,7 +23,10 @@ class RecordFormat(ABC):
 
     def units(self, path: str) -> list[Unit]:
         size = file_size(path)
-        return [Unit(path=path, size=size)] if size else []
+        if not size:
+            return []
+        refuse_other_kinds(path, "records")
+        return [Unit(path=path, size=size)]
 
     def open(self, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad) -> RecordCursor:
         return RecordCursor(self, unit, state, bad)

@@ -120,6 +120,32 @@ class Unpacked(gzip.GzipFile):
         return b"".join(parts)
 
 
+# What a file of another kind begins with, what it is, and what to do.
+_KINDS = (
+    (b"PAR1", "a Parquet file", 'set format = "parquet"'),
+    (b"ARROW1\0", "an Arrow file", "convert it to Parquet"),
+    (b"PK\x03\x04", "a zip archive", "unpack it; gzip is read as it is"),
+    (b"\x28\xb5\x2f\xfd", "packed with zstd", "unpack it; gzip is read as it is"),
+    (b"BZh91AY&SY", "packed with bzip2", "unpack it; gzip is read as it is"),
+    (b"\xfd7zXZ\0", "packed with xz", "unpack it; gzip is read as it is"),
+    (b"\xff\xfe", "UTF-16 text", "convert it to UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "convert it to UTF-8"),
+)
+
+
+def refuse_other_kinds(path: str, wanted: str) -> None:
+    """Raises `ConfigError` for a file that is known, by its first bytes, not to be of the ``wanted`` kind."""
+    with open_error(path), open_bytes(path) as file:
+        try:
+            begin = file.read(64)
+        except DAMAGED:  # told where bad rows are
+            return
+    for magic, kind, way_out in _KINDS:
+        # A header of text may begin with the letters PAR1; the numbers that follow in a Parquet file are no text.
+        if begin.startswith(magic) and (magic != b"PAR1" or any(byte < 9 for byte in begin)):
+            raise ConfigError(f"data: {path} is {kind}, not {wanted}; {way_out}")
+
+
 def is_gzip(path: str) -> bool:
     with open_error(path), open(path, "rb") as file:
         return file.read(2) == b"\x1f\x8b"

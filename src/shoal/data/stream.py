@@ -89,7 +89,10 @@ class Stream:
         self.rank, self.world = rank, world
         self.files = expand(files)
         self._on_bad = on_bad
-        self._units = [unit for path in self.files for unit in form.units(path)]
+        units = {path: form.units(path) for path in self.files}
+        self.empty = [path for path, parts in units.items() if not parts]
+        """Files that hold nothing at all."""
+        self._units = [unit for parts in units.values() for unit in parts]
         self._striped = _uneven(self._units, world)
         batches = max(1, (shuffle_rows or _WINDOW) // batch_size) if shuffle_rows or batch_size < _WINDOW else 1
         self._window = batches * batch_size

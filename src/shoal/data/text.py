@@ -10,7 +10,17 @@ from typing import Any
 from shoal import _core
 from shoal.data.samples import Samples, from_block
 from shoal.data.schema import Schema, no_column
-from shoal.data.source import DAMAGED, BadRow, OnBad, Unit, file_size, is_gzip, open_bytes, open_error
+from shoal.data.source import (
+    DAMAGED,
+    BadRow,
+    OnBad,
+    Unit,
+    file_size,
+    is_gzip,
+    open_bytes,
+    open_error,
+    refuse_other_kinds,
+)
 from shoal.errors import ConfigError
 
 SKIP, LABEL, DENSE, SPARSE, RAW, TIME = range(6)  # as in csrc/data/text.h
@@ -60,6 +70,7 @@ class TextFormat:
         size = file_size(path)
         if not size:
             return []
+        refuse_other_kinds(path, "lines of text")
         if self.columns is None:
             self.parser(self.header(path)[0], path)  # a column that is not there is told before the run begins
         if is_gzip(path) or self.quote or size <= self.part_bytes:
@@ -82,11 +93,13 @@ class TextFormat:
                 line = file.readline(self.max_line_bytes)
             except DAMAGED:
                 line = b""
+        if b"\0" in line:
+            raise ConfigError(f"{path}: its first line is not text; is [data] format right?")
         text = line.decode("utf-8-sig", "replace").rstrip("\r\n")
         try:
             names = next(csv.reader([text], delimiter=self.delimiter, quotechar=self.quote or None), []) if text else []
         except csv.Error as error:
-            raise ConfigError(f"{path}: its first line is no header ({error})") from None
+            raise ConfigError(f"{path}: its first line is not a header ({error})") from None
         return names, len(line)
 
     def parser(self, columns: Sequence[str], where: str) -> _core.TextParser:

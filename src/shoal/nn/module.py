@@ -97,10 +97,7 @@ class TableModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
         probe = fn(self._probe)
         if probe.device.type not in ("cpu", "cuda"):
-            raise UnsupportedError(
-                f"{type(self).__name__} keeps its rows in host memory and returns results on cpu or cuda, "
-                f"not on {probe.device}"
-            )
+            raise UnsupportedError(f"{type(self).__name__} returns results on cpu or cuda, not on {probe.device}")
         self._probe = probe
         return super()._apply(fn, recurse)
 

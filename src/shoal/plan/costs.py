@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -64,7 +66,7 @@ def cache_path() -> Path:
 
 
 def load_costs(path: Path) -> Costs:
-    """Raises `DataError` for a file that is none of ours."""
+    """Raises `DataError` for a file that was not written by `save_costs`."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -79,10 +81,19 @@ def load_costs(path: Path) -> Costs:
     return Costs(**{each.name: values[each.name] for each in fields(Costs)})
 
 
+def prepare(path: Path) -> None:
+    """Makes the folder that costs will be written to; raises ``OSError`` where they cannot be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
 def save_costs(costs: Costs, path: Path) -> None:
     from shoal.durable import write_whole
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    prepare(path)
     write_whole(path, json.dumps({"format": "shoal.plan-costs", "version": VERSION, "costs": asdict(costs)}, indent=1))
 
 

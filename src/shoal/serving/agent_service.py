@@ -80,6 +80,8 @@ class AgentService:
         source: a ``ReplicaWatcher`` (agent version 1), a ``ReplicaMirror`` (2) or an ``AgentDataProvider`` (3).
         conf: the agent's configuration; a watcher brings its own.
         port: None = the configuration's ``agent_port``, 0 = a free one.
+        address: ``host:port`` instead of ``port``, which is on loopback only.
+        security: what clients must show; off loopback it is required.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class AgentService:
             if self.conf is None:
                 raise ConfigError("AgentService: give conf, whose agent_port it listens on, or port")
             port = self.conf.agent_port
-        self._security = security if security is not None else ServerSecurity(allow_insecure=address is None)
+        self._security = security if security is not None else ServerSecurity()
         self._server = grpc.server(
             futures.ThreadPoolExecutor(max_workers, "shoal-agent"),
             options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)],
@@ -110,15 +112,7 @@ class AgentService:
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         add_health_and_reflection(self._server, (SERVICE,))
-        self.port = self._bind(address, port)
-
-    def _bind(self, address: str | None, port: int | None) -> int:
-        if address is not None:
-            return bind(self._server, address, self._security)
-        try:
-            return bind(self._server, f"[::]:{port}", self._security)
-        except ConfigError:  # perhaps a machine without IPv6
-            return bind(self._server, f"0.0.0.0:{port}", self._security)
+        self.port = bind(self._server, address if address is not None else f"127.0.0.1:{port}", self._security)
 
     def start(self) -> "AgentService":
         self._server.start()

@@ -57,7 +57,7 @@ class Answerer:
         begin = time.perf_counter()
         code, label = 0, ("", "")  # names that do not exist are not kept: callers could make any number of them
         try:
-            with self._models.model(spec.name).use(spec) as version:
+            with self._models.use(spec, asked.one_version) as version:
                 where = f"model {spec.name!r} version {version.number}"
                 signature = find_signature(version, name, where)
                 label = (spec.name, name)

@@ -16,6 +16,7 @@ from shoal.serving.export_tables import export_ps, export_tables, manifest_of, n
 from shoal.serving.manifest import SignatureSpec, TableSpec
 from shoal.serving.program import REMOTE_NET, Feature
 from shoal.serving.retention import add_export, delete_old_exports
+from shoal.serving.rollout import newest_everywhere
 from shoal.serving.servable import Servable
 from shoal.serving.table_signatures import table_signatures
 from shoal.serving.table_view import TableView, as_views
@@ -76,7 +77,8 @@ class ModelExporter:
 
         ``tables``: the tables of each shard, what ``ModelServer.serve_tables`` takes; standalone, all of them go into
         one directory. ``with_remote_gpu``: the net goes to ``dense_0``, which the entry calls with its pooled rows.
-        ``existing_steps``: steps of the checkpoints that exist; exports of other steps are deleted.
+        ``existing_steps``: steps of the checkpoints that exist; exports of other steps are deleted. An entry is served
+        with the shards of its own version, one of a ``dense_only`` export with the newest version that all shards have.
         """
         shards = [as_views(each) for each in tables]
         count = num_ps if num_ps is not None else len(shards)
@@ -100,7 +102,8 @@ class ModelExporter:
                     codec=self._codec, skip_zero_embedding=self._skip_zero,
                 )  # fmt: skip
             else:
-                writer = self._writer(name, where, global_step, shards, count, shared, with_remote_gpu)
+                rows = newest_everywhere(self.base, count) if dense_only else int(Path(where).name)
+                writer = self._writer(name, where, global_step, shards, count, shared, with_remote_gpu, rows)
                 wrote = write_version(where, writer)
             if wrote:
                 add_export(Path(where).parent, where, global_step)
@@ -117,6 +120,7 @@ class ModelExporter:
         count: int,
         shared: Path | None,
         with_remote_gpu: bool,
+        shard_version: int | None,
     ) -> Callable[[Path], dict[str, Any]]:
         dims = {
             alias: view.dims[view.sub_tables.index(sub)]
@@ -146,7 +150,7 @@ class ModelExporter:
                 signatures = {"serving_default": SignatureSpec(inputs, net.outputs, net.row_wise)}
                 program = describe(
                     self._features, list(net.outputs), remote=name != "", num_ps=count, dims=dims,
-                    max_rpc_deadline_millis=self._deadline, remote_net=not net_is_here,
+                    max_rpc_deadline_millis=self._deadline, remote_net=not net_is_here, shard_version=shard_version,
                 )  # fmt: skip
             read_at = None
             if not name:

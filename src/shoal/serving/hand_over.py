@@ -2,7 +2,7 @@
 
 Both have a time: that by which a pushed row had been read from the trainer, and that at which an export began to read.
 A row that was pushed before is in the export, as it was then or newer, and is left alone; one that was pushed after is
-copied. So replicas of one version answer alike whether they were there before it or not.
+copied. So a replica that switches answers like one that starts with the export and is pushed what came after.
 """
 
 import logging

@@ -39,7 +39,8 @@ def load_servable(directory: Path, root: Path) -> Servable:
     if manifest.program is not None:
         for name in ("lookup", "raw_lookup"):  # a standalone export answers with its program
             signatures.pop(name, None)
-        signatures |= load_program(directory, manifest, views)
+        programs, servable.graphs = load_program(directory, manifest, views)
+        signatures |= programs
     servable.signatures = signatures
     return servable
 

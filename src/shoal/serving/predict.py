@@ -70,6 +70,8 @@ class Asked:
     finish: Callable[[bytes, dict[str, Any]], Any] = lambda spec, outputs: (spec, outputs)
     call: PredictCall | None = None
     """The message that it came as; then ``finish`` is what encodes the answer."""
+    one_version: bool = False
+    """Whether it is part of a prediction of the version that it names, which must not go away meanwhile."""
 
 
 def model_spec(name: str, signature_name: str = "", version: int | None = None) -> ModelSpec:

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from shoal.errors import ConfigError, DataError
 from shoal.serving.manifest import SignatureSpec, inside
 from shoal.serving.program_file import load_exported
-from shoal.serving.remote import remote_predict
 from shoal.serving.servable import Signature, Tensors
+from shoal.serving.sub_graphs import SubGraphs
 from shoal.serving.table_view import TableView
 from shoal.serving.tensors import dtype_code, torch_dtype
 
@@ -84,9 +84,10 @@ def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
     return lookup
 
 
-def remote_lookup(model_name: str, num_ps: int, dims: Mapping[str, int], deadline_millis: float) -> Lookup:
+def remote_lookup(graphs: SubGraphs, num_ps: int, dims: Mapping[str, int]) -> Lookup:
     """Rows from the embedding shards: distinct ids go to shard ``id mod num_ps``, one call each."""
     slots = sorted(dims)
+    kinds = [torch.float32] * len(slots)
 
     def lookup(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         unique = {
@@ -98,12 +99,8 @@ def remote_lookup(model_name: str, num_ps: int, dims: Mapping[str, int], deadlin
             chosen = {slot: torch.remainder(ids, num_ps) == shard for slot, (ids, _) in unique.items()}
             if not any(bool(mask.any()) for mask in chosen.values()):
                 continue
-            answers = remote_predict(
-                slots, [unique[slot][0][chosen[slot]] for slot in slots], slots,
-                model_name=f"{model_name}:ps_{shard}", task=shard, old_model_name=f"ps_{shard}",
-                max_rpc_deadline_millis=deadline_millis, signature_name="lookup",
-                output_types=[torch.float32] * len(slots),
-            )  # fmt: skip
+            inputs = {slot: unique[slot][0][chosen[slot]] for slot in slots}
+            answers = graphs.call(f"ps_{shard}", "lookup", inputs, slots, kinds)
             for slot, answer in zip(slots, answers, strict=True):
                 rows[slot][chosen[slot]] = answer.reshape(-1, dims[slot])
         return {slot: rows[slot][unique[slot][1]] for slot in wanted}
@@ -111,15 +108,11 @@ def remote_lookup(model_name: str, num_ps: int, dims: Mapping[str, int], deadlin
     return lookup
 
 
-def remote_net(model_name: str, kinds: Mapping[str, torch.dtype | None], deadline_millis: float) -> Callable[..., Any]:
+def remote_net(graphs: SubGraphs, kinds: Mapping[str, torch.dtype | None]) -> Callable[..., Any]:
     """The net of ``dense_0``, called with pooled rows and dense values as keywords; ``kinds``: output -> its dtype."""
 
     def call(**inputs: torch.Tensor) -> Tensors:
-        answers = remote_predict(
-            list(inputs), list(inputs.values()), list(kinds),
-            model_name=f"{model_name}:dense_0", task=0, old_model_name="dense_0",
-            max_rpc_deadline_millis=deadline_millis, signature_name=REMOTE_NET, output_types=list(kinds.values()),
-        )  # fmt: skip
+        answers = graphs.call("dense_0", REMOTE_NET, inputs, list(kinds), list(kinds.values()))
         return dict(zip(kinds, answers, strict=True))
 
     return call
@@ -247,8 +240,13 @@ def named_outputs(result: Any, names: list[str] | None = None) -> Tensors:
     return {names[0] if names else "output": result}
 
 
-def load_program(directory: Path, manifest: Any, views: Mapping[str, TableView]) -> dict[str, Signature]:
-    """``serving_default`` of an exported directory, ``gpu_remote_call`` where it holds nothing but the net."""
+def load_program(
+    directory: Path, manifest: Any, views: Mapping[str, TableView]
+) -> tuple[dict[str, Signature], SubGraphs | None]:
+    """``serving_default`` of an exported directory, ``gpu_remote_call`` where it holds nothing but the net.
+
+    With it come the sub-graphs that it calls, if there are any.
+    """
     given = manifest.program
     name = REMOTE_NET if manifest.sub_graph.startswith("dense") else "serving_default"
     try:
@@ -259,19 +257,25 @@ def load_program(directory: Path, manifest: Any, views: Mapping[str, TableView])
         dims = {slot: int(dim) for slot, dim in given.get("dims", {}).items()}
         net_elsewhere, remote = bool(given.get("remote_net")), bool(given.get("remote"))
         file = None if net_elsewhere else inside(directory, directory / given["file"])
+        shards = given.get("shard_version")
+        versions = dict.fromkeys((f"ps_{shard}" for shard in range(num_ps)), None if shards is None else int(shards))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
+    if net_elsewhere:
+        versions["dense_0"] = manifest.version if "shard_version" in given else None
+    graphs = SubGraphs(manifest.model_name, versions, deadline)
     if file is None:
         kinds = {alias: torch_dtype(dtype_code(each.dtype)) for alias, each in spec.outputs.items()}
-        net = remote_net(manifest.model_name, kinds, deadline)
+        net = remote_net(graphs, kinds)
     else:
         net = direct_call(load_exported(file))
     if remote:
-        lookup = remote_lookup(manifest.model_name, num_ps, dims, deadline)
+        lookup = remote_lookup(graphs, num_ps, dims)
     else:
         lookup = local_lookup(views, max(1, num_ps))
     program = Program(net, features, outputs, lookup)
     # An entry waits for its shards: its requests run side by side instead of being joined.
     joined = not remote and bool(spec.row_wise)
     signature = SignatureSpec(dict(spec.inputs), dict(spec.outputs), spec.row_wise)
-    return {name: Signature(signature, program, batch=joined, waits=remote, samples=True)}
+    made = {name: Signature(signature, program, batch=joined, waits=remote, samples=True)}
+    return made, graphs if remote else None

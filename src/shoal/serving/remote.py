@@ -22,6 +22,11 @@ from shoal.serving.security import client_security, open_channel
 from shoal.serving.status import Code, StatusError, from_rpc_error, invalid_argument, unavailable
 from shoal.serving.tensors import decode_tensor, encode_tensor
 
+ONE_VERSION = "shoal-one-version"
+"""Metadata key of calls that must be answered by the version that they name, since they are part of a prediction."""
+ROWS_PUSHED = "shoal-rows-pushed"
+"""Trailing metadata of NOT_FOUND: rows of this model are kept fresh by pushes and do not follow exports."""
+
 _deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("shoal_request_deadline", default=None)
 
 
@@ -38,6 +43,18 @@ def request_deadline(seconds_left: float | None) -> Iterator[None]:
         yield
     finally:
         _deadline.reset(token)
+
+
+class VersionMissing(StatusError):
+    """No replica has the version that a call is for."""
+
+    rows_are_pushed = False
+    """Whether those that were asked keep their rows fresh by pushes."""
+
+
+def rows_are_pushed(error: Any) -> bool:
+    """Whether the server behind a failed call says so."""
+    return any(key == ROWS_PUSHED for key, _ in error.trailing_metadata() or ())
 
 
 class _Channels:
@@ -84,6 +101,7 @@ def remote_predict(
     signature_name: str = "serving_default",
     *,
     retries: int = 2,
+    one_version: bool = False,
 ) -> list[Any]:
     """Runs a signature of a model served elsewhere and returns its outputs in the order of ``output_tensor_alias``.
 
@@ -96,6 +114,8 @@ def remote_predict(
         model_version: -1 means the newest available.
         fail_op_on_rpc_error: False gives a scalar zero per output where the call failed.
         output_types: torch dtypes (``bytes`` for strings); None takes what the server returns.
+        one_version: the call is part of a prediction of ``model_version``: servers keep that version while they are
+            asked for it, and those without it are passed over.
 
     Raises:
         StatusError: with the gRPC code of a failed call; UNAVAILABLE (14) when the table has no address.
@@ -103,6 +123,7 @@ def remote_predict(
     return remote_predict_with_status(
         input_tensor_alias, input_tensors, output_tensor_alias, model_name, task, old_model_name, model_version,
         fail_op_on_rpc_error, max_rpc_deadline_millis, output_types, name, signature_name, retries=retries,
+        one_version=one_version,
     )[2]  # fmt: skip
 
 
@@ -121,6 +142,7 @@ def remote_predict_with_status(
     signature_name: str = "serving_default",
     *,
     retries: int = 2,
+    one_version: bool = False,
 ) -> tuple[int, str, list[Any]]:
     """As :func:`remote_predict`, with the status: ``(status_code, status_message, outputs)``."""
     begin = time.monotonic()
@@ -145,7 +167,7 @@ def remote_predict_with_status(
             what = f"model {sent!r}, signature {signature_name!r}"
             if sent != model_name:
                 what = f"model {sent!r} ({model_name!r}), signature {signature_name!r}"
-            answer = _call(table, key, what, payload, begin, max_rpc_deadline_millis, retries, tags)
+            answer = _call(table, key, what, payload, begin, max_rpc_deadline_millis, retries, tags, one_version)
         except StatusError as error:
             if fail_op_on_rpc_error:
                 raise
@@ -172,8 +194,9 @@ def remote_predict_async(*args: Any, **kwargs: Any) -> Future:
 
 
 def _call(
-    table: Any, key: str, what: str, payload: bytes, begin: float, millis: float, retries: int, tags: str
-) -> bytes:
+    table: Any, key: str, what: str, payload: bytes, begin: float, millis: float, retries: int, tags: str,
+    one_version: bool,
+) -> bytes:  # fmt: skip
     candidates = list(table.addresses.get(key) or ())
     if not candidates:
         known = ", ".join(sorted(table.addresses)) or "none"
@@ -183,21 +206,32 @@ def _call(
     if (limit := _deadline.get()) is not None:
         end = min(end, limit)
     failure: StatusError | None = None
-    for address in candidates[: 1 + max(0, retries)]:
+    metadata = ((ONE_VERSION, "1"),) if one_version else None
+    tries = 1 + max(0, retries)
+    for address in candidates:
+        if not tries:
+            break
         left = end - time.monotonic()
         if left <= 0:
             failure = failure or StatusError(Code.DEADLINE_EXCEEDED, f"{what}: no time left to call {address}")
             break
         start = time.monotonic()
         try:
-            return _channels.call(address, table)(payload, timeout=left)
+            return _channels.call(address, table)(payload, timeout=left, metadata=metadata)
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
-            failure = StatusError(failure.code, f"{what} at {address}: {failure.message}")
+            text = f"{what} at {address}: {failure.message}"
+            if one_version and failure.code == Code.NOT_FOUND:  # another replica may have it
+                failure = VersionMissing(failure.code, text)
+                failure.rows_are_pushed = rows_are_pushed(error)  # pyrefly: ignore
+                continue
+            failure = StatusError(failure.code, text)
             if failure.code != Code.UNAVAILABLE:
                 break
+            tries -= 1
         except ValueError as error:  # the channel was closed under us because the table changed
             failure = unavailable(f"{what} at {address}: {error}")
+            tries -= 1
         finally:
             emit_timer("serving_latency", time.monotonic() - start, tags)
     assert failure is not None

@@ -74,7 +74,8 @@ def _aliases(structure: Any, prefix: str = "input") -> list[str]:
             if not isinstance(structure, Mapping):
                 given = f"{prefix}_{given}" if given != prefix else given
         names.append(given.replace(":", "_"))
-    assert len(set(names)) == len(names), f"two tensors have the same alias: {sorted(names)}"
+    if len(set(names)) != len(names):
+        raise AssertionError(f"aliases must be distinct, got {sorted(names)}")
     return names
 
 

@@ -70,7 +70,8 @@ class ReplicaMeta(JsonRecord):
 
     def get_address(self, use_archon: bool = False, address_family: str = "ipv4") -> str | None:
         """The address of the preferred family if it is usable, else the other one, else None."""
-        assert address_family in ("ipv4", "ipv6"), f"address_family must be ipv4 or ipv6, got {address_family!r}"
+        if address_family not in ("ipv4", "ipv6"):
+            raise AssertionError(f"address_family must be ipv4 or ipv6, got {address_family!r}")
         v4, v6 = self.address, self.address_ipv6
         if use_archon:
             v4, v6 = self.archon_address, self.archon_address_ipv6

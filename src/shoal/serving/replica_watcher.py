@@ -313,7 +313,8 @@ class ReplicaWatcherSync(SyncBackend):
 
     def get_sync_targets(self, sub_graph: str) -> tuple[str, dict[str, ClientConfig.TargetExtraInfo]]:
         kind, _, index = sub_graph.partition("_")
-        assert kind == "ps", f"only ps sub-graphs take rows, got {sub_graph!r}"
+        if kind != "ps" or not index.isdecimal():
+            raise AssertionError(f"a sub-graph that takes rows must be ps_<number>, got {sub_graph!r}")
         return sub_graph, self._watcher.get_replicas_with_extra_info(ServerType.PS, int(index))
 
     def start(self) -> None:

@@ -3,28 +3,24 @@
 import json
 import logging
 import re
-import socket
 import ssl
 import threading
-import time
 import zlib
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from google.protobuf import json_format
 
 from shoal.errors import ConfigError
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
-from shoal.serving.net_utils import is_ipv6_address, split_address
+from shoal.serving.http_pool import PooledHandler, PooledHttpServer
+from shoal.serving.net_utils import split_address
 from shoal.serving.predict import Asked
 from shoal.serving.rest_json import columns_of, plain, tensors_of
 from shoal.serving.status import Code, StatusError, invalid_argument, not_found, unavailable
 from shoal.serving.status_page import PAGE, metrics_text, snapshot
 
 log = logging.getLogger(__name__)
-
-LINGER_SECS = 10.0
 
 _HTTP = {
     Code.INVALID_ARGUMENT: 400,
@@ -48,18 +44,18 @@ class RestServer:
         server.security.check_bind(address)
         host, port = split_address(address)
         handler = type("Handler", (_Handler,), {"owner": server})
-        try:
-            self._http = (_Http6 if is_ipv6_address(host) else _Http)((host, port), handler)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {address}: {error.strerror}") from None
+        context = None
         if server.security.certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(server.security.certificate, server.security.key)
             if server.security.client_ca is not None:
                 context.load_verify_locations(server.security.client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
-            self._http.socket = context.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
-        self.port: int = self._http.server_address[1]
+        try:
+            self._http = PooledHttpServer((host, port), handler, context)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {address}: {error.strerror}") from None
+        self.port = self._http.port
         self._thread = threading.Thread(target=self._http.serve_forever, name="shoal-rest", daemon=True)
 
     def start(self) -> None:
@@ -67,29 +63,16 @@ class RestServer:
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            self._http.shutdown()
+            self._http.stop()
             self._thread.join(timeout=10)
-        self._http.server_close()
+        self._http.close()
 
 
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a connection from %s ended badly", client_address, exc_info=True)
-
-
-class _Http6(_Http):
-    address_family = socket.AF_INET6
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(PooledHandler):
     owner: Any
     protocol_version = "HTTP/1.1"
     server_version = "shoal"
     sys_version = ""
-    timeout = 30
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
@@ -124,20 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
-        if status >= 400 and self.command == "POST":
-            self._let_finish()
-
-    def _let_finish(self) -> None:
-        """Reads away what the client still sends, for a while: closing before that would take the answer from it."""
-        end = time.monotonic() + LINGER_SECS
-        try:
-            self.connection.shutdown(socket.SHUT_WR)
-            while (left := end - time.monotonic()) > 0:
-                self.connection.settimeout(left)
-                if not self.connection.recv(65536):
-                    return
-        except OSError:
-            return
+        self.refused = status >= 400 and self.command == "POST"
 
     def _identify(self) -> str:
         bearer = self.headers.get("Authorization", "")
@@ -159,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         if int(length) > limit:
             raise StatusError(Code.RESOURCE_EXHAUSTED, f"the body has {length} bytes; at most {limit} are taken")
         data = self.rfile.read(int(length))
+        self.reading_since = None
         encoding = self.headers.get("Content-Encoding", "identity").lower()
         if encoding == "identity":
             return data
@@ -176,6 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
     # --- routes -----------------------------------------------------------------------------------------------------
 
     def _get(self) -> tuple[str, bytes]:
+        self.reading_since = None
         path = self.path.partition("?")[0]
         if path == "/healthz":
             if self.owner.stopping:
@@ -224,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
             raise invalid_argument("the body is an object with either instances (rows) or inputs (columns)")
         spec.signature_name = str(request.get("signature_name", ""))
-        with self.owner.model(spec.name).use(spec) as version:
+        with self.owner.use(spec) as version:
             servable = version.servable
             wanted = servable.signatures.get(spec.signature_name or "serving_default") if servable else None
         specs = wanted.spec.inputs if wanted is not None else {}

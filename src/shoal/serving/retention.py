@@ -21,7 +21,8 @@ STATE_FILE = "ExportSaverListenerState"
 def get_global_step(checkpoint_path: str | os.PathLike) -> int:
     """The number after the final ``model.ckpt-`` of a checkpoint's path; anything else is an assertion error."""
     found = re.fullmatch(r".*model\.ckpt-(\d+)", os.fspath(checkpoint_path), re.DOTALL)
-    assert found is not None, f"{os.fspath(checkpoint_path)!r} does not end in model.ckpt-<step>"
+    if found is None:
+        raise AssertionError(f"{os.fspath(checkpoint_path)!r} must end in model.ckpt-<step>")
     return int(found.group(1))
 
 

@@ -26,6 +26,16 @@ def newest_version(directory: str | os.PathLike) -> int | None:
     return max(found) if found else None
 
 
+def newest_everywhere(base: str | os.PathLike, num_ps: int) -> int | None:
+    """The highest version that every embedding shard of an export base has; None if there is none."""
+    found = []
+    for shard in range(num_ps):
+        folder = Path(base) / f"ps_{shard}"
+        names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+        found.append({int(name) for name in names if name.isdecimal()})
+    return max(set.intersection(*found), default=None) if found else None
+
+
 def declare_saved_model(
     backend: Any,
     export_base: str | os.PathLike,

@@ -27,10 +27,25 @@ class ClientSecurity:
     token: str = field(default="", repr=False)
     server_name: str = ""
     """Name that the server's certificate must carry, when it is not the one dialled."""
+    allow_insecure: bool = False
+    """Send the token off loopback without TLS all the same, where anyone on the way can read it."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("client security: certificate and key come together; give both or neither")
+
+    @property
+    def encrypts(self) -> bool:
+        return self.ca is not None or self.certificate is not None
+
+    def check_token(self, address: str) -> None:
+        """Raises unless ``host:port`` may get the token: by TLS, on this machine, or since it was asked for by name."""
+        if not self.token or self.encrypts or self.allow_insecure or is_loopback(address):
+            return
+        raise ConfigError(
+            f"refusing to send a token to {address} without TLS, where anyone on the way can read it; set "
+            "ca (--tls-ca), or pass allow_insecure=True (--allow-insecure)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +126,14 @@ def client_security() -> ClientSecurity | None:
 
 
 def open_channel(address: str, max_bytes: int = MAX_MESSAGE_BYTES, security: ClientSecurity | None = None) -> Any:
-    """A gRPC channel to ``address``, secured by ``security`` or by the process's setting."""
+    """A gRPC channel to ``address``, secured by ``security`` or by the process's setting.
+
+    Raises:
+        ConfigError: the token would leave this machine without TLS, and ``allow_insecure`` is not set.
+    """
     security = security or _client_security
+    if security is not None:
+        security.check_token(address)
     options: list[tuple[str, Any]] = [
         ("grpc.max_send_message_length", max_bytes),
         ("grpc.max_receive_message_length", max_bytes),
@@ -122,7 +143,7 @@ def open_channel(address: str, max_bytes: int = MAX_MESSAGE_BYTES, security: Cli
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.enable_http_proxy", 0),
     ]
-    if security is None or (security.ca is None and security.certificate is None):
+    if security is None or not security.encrypts:
         channel = grpc.insecure_channel(address, options)
     else:
         read = {name: path and Path(path).read_bytes() for name, path in _files(security).items()}

@@ -86,6 +86,12 @@ class Servable:
         self.rows_read_at = rows_read_at
         self.push_lock = threading.Lock()
         self.successor: Servable | None = None
+        self.graphs: Any = None
+        """The ``SubGraphs`` that its signatures call, if they call any."""
+
+    def missing(self) -> str:
+        """What it needs from other servers and does not get yet, "" if that is nothing. May take seconds."""
+        return self.graphs.missing() if self.graphs is not None else ""
 
     def close(self) -> None:
         """Frees what the version holds."""

@@ -1,5 +1,6 @@
 """`ModelServer`: TF-Serving's gRPC services and REST form over exported directories and live tables."""
 
+import contextlib
 import contextvars
 import logging
 import threading
@@ -21,6 +22,7 @@ from shoal.proto.serving.tf_serving_pb2 import (
     GetModelStatusRequest,
     GetModelStatusResponse,
     ModelServerConfig,
+    ModelSpec,
     ReloadConfigRequest,
     ReloadConfigResponse,
 )
@@ -29,12 +31,13 @@ from shoal.serving.grpc_server import add_async_health_and_reflection, unary
 from shoal.serving.loop import serving_loop
 from shoal.serving.predict import Asked, PredictCall, decode_request, encode_response
 from shoal.serving.push_info import INSTANCE, PushInfo, push_info
-from shoal.serving.remote import set_request_deadline
+from shoal.serving.remote import ONE_VERSION, ROWS_PUSHED, set_request_deadline
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
 from shoal.serving.servable import Tensors
 from shoal.serving.served import ServedModels
 from shoal.serving.status import Code, StatusError, invalid_argument
 from shoal.serving.traffic import Traffic
+from shoal.serving.versions import check_base_path
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,8 @@ class ModelServer(ServedModels):
         config: the models at first.
         poll_wait_seconds: time between looks for new versions; 0 = look once.
         security: what clients must show; off loopback it is required.
-        model_root: base paths must lie inside; None = any.
+        model_root: base paths must be inside; None = any, but those that come over the network must be where models are
+            served from already.
         max_message_bytes: larger requests are refused before they are read; the tensors of a request may take as many
             bytes when they are decoded, all together, or it is refused before memory is taken for them.
         max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
@@ -117,7 +121,8 @@ class ModelServer(ServedModels):
 
     def start(self) -> "ModelServer":
         """Loads the configured models, then answers; returns itself."""
-        self.refresh()
+        with self._loading:
+            self._refresh(at_once=True)  # sub-graphs of this server cannot be asked before it listens
         try:
             if self._rest_address is not None:
                 from shoal.serving.rest import RestServer
@@ -182,9 +187,11 @@ class ModelServer(ServedModels):
             raise StatusError(Code.DEADLINE_EXCEEDED, f"the request took more than {PREDICT_SECS:.0f} s") from None
 
     async def _predict(self, data: bytes, context: Any) -> bytes:
+        spec = ModelSpec()
         try:
             identity = self._identify(context)
             call: PredictCall = decode_request(data)
+            spec = call.spec
             pushing = call.spec.signature_name.endswith("assign")
             if pushing:
                 context.set_trailing_metadata(((INSTANCE, self.instance),))
@@ -199,10 +206,13 @@ class ModelServer(ServedModels):
 
             read = partial(call.tensors, max_bytes=self.max_message_bytes)
             asked = Asked(call.spec, read, call.output_filter, identity, encode_response, call)
+            asked.one_version = _one_version(spec, context)
             return await self._answerer.answer(asked, enter)
         except DataError as error:
             return await self._abort(context, invalid_argument(f"the request is no PredictRequest: {error}"))
         except StatusError as error:
+            if error.code == Code.NOT_FOUND:
+                self._tell_of_pushes(spec, context)
             return await self._abort(context, error)
 
     # --- the other methods ------------------------------------------------------------------------------------------
@@ -214,11 +224,13 @@ class ModelServer(ServedModels):
             if unknown or not request.metadata_field:
                 raise invalid_argument(f"metadata_field must be signature_def, got {list(request.metadata_field)}")
             response = GetModelMetadataResponse()
-            spec, signatures = self.metadata(request.model_spec)
+            spec, signatures = self.metadata(request.model_spec, _one_version(request.model_spec, context))
             response.model_spec.CopyFrom(spec)
             response.metadata["signature_def"].Pack(signatures)
             return response
         except StatusError as error:
+            if error.code == Code.NOT_FOUND:
+                self._tell_of_pushes(request.model_spec, context)
             return await self._abort(context, error)
 
     async def _get_status(self, request: GetModelStatusRequest, context: Any) -> GetModelStatusResponse:
@@ -235,10 +247,19 @@ class ModelServer(ServedModels):
             identity = self._identify(context)
             if not self.security.may_push(identity):
                 raise StatusError(Code.PERMISSION_DENIED, f"{identity!r} may not change what this server serves")
+            for each in request.config.model_config_list.config:
+                check_base_path(each.base_path, self._roots())
             await self._loop.loop.run_in_executor(self._pool, self.reload, request.config)
         except (StatusError, ConfigError) as error:
             return await self._abort(context, error if isinstance(error, StatusError) else invalid_argument(str(error)))
         return response
+
+    def _tell_of_pushes(self, spec: ModelSpec, context: Any) -> None:
+        """An entry that asks for a version which is not here may learn that it need not be."""
+        if _one_version(spec, context):
+            with contextlib.suppress(StatusError):
+                if self.model(spec.name).rows_are_pushed(self.poll_wait_seconds > 0):
+                    context.set_trailing_metadata(((ROWS_PUSHED, "1"),))
 
     def _handlers(self) -> tuple[Any, ...]:
         prediction = {
@@ -283,3 +304,7 @@ class ModelServer(ServedModels):
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _one_version(spec: ModelSpec, context: Any) -> bool:
+    return spec.HasField("version") and any(key == ONE_VERSION for key, _ in context.invocation_metadata())

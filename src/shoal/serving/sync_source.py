@@ -113,28 +113,35 @@ class SourceFollower:
     def __init__(
         self, address: str, handle: SyncClientHandle, model_name: str, security: ClientSecurity | None
     ) -> None:
+        if handle.is_dummy:
+            raise ConfigError(f"{handle.name} pushes nothing, so it cannot follow {address}; give another sync client")
         self.address, self._handle, self._model = address, handle, model_name
         self._channel = open_channel(address, security=security)
         self._predict = self._channel.unary_unary(PREDICT)
         self._ack = self._received = 0
-        signatures = self._signatures()
+        try:
+            self._attach(self._signatures())
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def _attach(self, signatures: Any) -> None:
+        """Attaches the tables that the source offers to the client."""
         touched = next((name for name in signatures if name.endswith(MULTI)), None)
         if touched is None:
-            raise ConfigError(f"{address} serves no touched rows as {model_name!r}; start a SyncSource there")
+            raise ConfigError(f"{self.address} serves no touched rows as {self._model!r}; start a SyncSource there")
+        if "received" not in signatures[touched].inputs:
+            raise ConfigError(f"the SyncSource at {self.address} is of an older version of shoal; upgrade the trainer")
         self._touched = touched
         outputs = signatures["lookup"].outputs
         self._dims = {name: info.tensor_shape.dim[1].size for name, info in sorted(outputs.items())}
         multi = touched[: -len(MULTI)]
+        readers = [(name, dim, self._reader(name)) for name, dim in self._dims.items()]
         if multi:
-            parts = [(name, dim, self._reader(name)) for name, dim in self._dims.items()]
-            attached = handle.attach_multi_table(multi, parts) or []
-            self._numbers = {name: number for name, (_, number) in zip(self._dims, attached, strict=True)}
+            attached = self._handle.attach_multi_table(multi, readers) or []
         else:
-            self._numbers = {}
-            for name, dim in self._dims.items():
-                attached_table = handle.attach_table(name, dim, self._reader(name))
-                assert attached_table is not None
-                self._numbers[name] = attached_table[1]
+            attached = [each for one in readers if (each := self._handle.attach_table(*one)) is not None]
+        self._numbers = {name: number for name, (_, number) in zip(self._dims, attached, strict=True)}
 
     def pull(self) -> int:
         """Moves ids here that were touched since the last pull, or that no follower acknowledged; how many they are."""

@@ -1,10 +1,10 @@
 """The versions of a served model: which are wanted, how they come and go, and who is using them."""
 
-import contextlib
 import logging
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,8 @@ State = ModelVersionStatus.State
 AVAILABLE = State.AVAILABLE  # looked up once: the enum's attributes are slow
 MAX_LOAD_RETRIES = 5
 RETRY_SECS = 60.0
+LINGER_SECS = 60.0
+"""How long a version that entries ask for is kept after they last did."""
 
 
 def wanted_versions(config: ModelConfig, present: list[int], held: list[int]) -> list[int]:
@@ -56,6 +58,8 @@ class Version:
     tries: int = 0
     retry_at: float = 0.0
     users: int = 0
+    asked_at: float = -math.inf
+    """When an entry of this version last asked for it, in monotonic seconds."""
     _resolved: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
     def resolved(self, name: str, signature: str) -> bytes:
@@ -82,26 +86,28 @@ class Model:
         self.name = config.name
         self.config = config
         self.base = Path(config.base_path) if config.base_path else None
-        self.root = root if root is not None else _root_of(self.base) if self.base is not None else None
+        self.root = root if root is not None else root_of(self.base) if self.base is not None else None
         self.versions: dict[int, Version] = {}
+        self.replacement: Model | None = None
+        """The model of the same name with another base path, until it can take over."""
         self._lock = threading.Condition()
-        self._loaded_once = False
 
     # --- answering --------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def use(self, spec: ModelSpec) -> Iterator[Version]:
-        """The version that a request asks for, kept alive until the block ends."""
+    def acquire(self, spec: ModelSpec, one_version: bool = False) -> Version:
+        """The version that a request asks for, kept until :meth:`release`, with ``one_version`` a while longer."""
         with self._lock:
             version = self._find(spec)
             version.users += 1
-        try:
-            yield version
-        finally:
-            with self._lock:
-                version.users -= 1
-                if not version.users:
-                    self._lock.notify_all()
+            if one_version:
+                version.asked_at = time.monotonic()
+            return version
+
+    def release(self, version: Version) -> None:
+        with self._lock:
+            version.users -= 1
+            if not version.users:
+                self._lock.notify_all()
 
     def _find(self, spec: ModelSpec) -> Version:
         choice = spec.WhichOneof("version_choice")
@@ -154,48 +160,69 @@ class Model:
             int(path.name) for path in self.base.iterdir() if path.name.isdecimal() and (path / FILE).is_file()
         )
 
-    def refresh(self) -> None:
-        """Loads wanted versions that are missing, then unloads those that are not wanted any more."""
+    def refresh(self, at_once: bool = False) -> None:
+        """Loads wanted versions that are missing, then unloads those that are not wanted any more.
+
+        ``at_once``: a version does not wait until the sub-graphs that it calls are there, too.
+        """
         if self.base is None:
             return
         with self._lock:
             held = [v.number for v in self.versions.values() if v.state in (State.AVAILABLE, State.LOADING)]
         wanted = wanted_versions(self.config, self.on_disk(), held)
         for number in wanted:
-            self._load(number)
+            self._load(number, at_once)
         with self._lock:
             ready = [number for number in wanted if self.versions[number].state == State.AVAILABLE]
             surplus = [v for v in self.versions.values() if v.state == AVAILABLE and v.number not in wanted]
-        if ready:  # until a wanted version answers, the old one goes on
+            waiting = [v for v in self.versions.values() if v.state == State.LOADING and v.number not in wanted]
+        for version in waiting:
+            self._unload(version)
+        if ready:  # until a wanted version answers, the old one goes on, also for entries that have not switched yet
+            horizon = time.monotonic() - LINGER_SECS
             for version in surplus:
-                self._unload(version)
+                if version.asked_at < horizon:
+                    self._unload(version)
 
-    def _load(self, number: int) -> None:
+    def _load(self, number: int, at_once: bool) -> None:
         with self._lock:
             version = self.versions.setdefault(number, Version(number))
-            if version.state in (State.AVAILABLE, State.LOADING):
+            if version.state == State.AVAILABLE:
                 return
             if version.tries > MAX_LOAD_RETRIES or time.monotonic() < version.retry_at:
                 return
-            version.state, version.error = State.LOADING, None
+            version.state = State.LOADING
             version.tries += 1
         try:
             assert self.base is not None
             assert self.root is not None
-            servable = load_servable(self.base / str(number), self.root)
+            servable = version.servable or load_servable(self.base / str(number), self.root)
             old = self.current()
+            if old is not None and not at_once and (reason := servable.missing()):
+                self._wait(version, servable, reason)
+                return
             if old is not None and old.servable is not None:
                 old.servable.hand_over_to(servable)
         except Exception as error:
             log.exception("model %s: version %d could not be loaded", self.name, number)
             with self._lock:
-                version.state = State.END
+                version.state, version.servable = State.END, None
                 version.error = StatusError(Code.INTERNAL, f"version {number} could not be loaded: {error}")
                 version.retry_at = time.monotonic() + RETRY_SECS
             return
         with self._lock:
-            version.servable, version.state = servable, State.AVAILABLE
+            version.servable, version.state, version.error = servable, State.AVAILABLE, None
+            version.tries = 0
         log.info("model %s: version %d is available", self.name, number)
+
+    def _wait(self, version: Version, servable: Servable, reason: str) -> None:
+        """Keeps a loaded version for the next look; the old one answers until the others have this one."""
+        text = f"version {version.number} waits: {reason}"
+        if version.error is None or version.error.message != text:
+            log.info("model %s: %s", self.name, text)
+        with self._lock:
+            version.servable, version.error = servable, unavailable(text)
+            version.tries = 0
 
     def _unload(self, version: Version, timeout: float = 60.0) -> None:
         with self._lock:
@@ -210,11 +237,20 @@ class Model:
 
     def unload_all(self) -> None:
         for version in list(self.versions.values()):
-            if version.state == AVAILABLE:
+            if version.state in (State.AVAILABLE, State.LOADING):
                 self._unload(version)
 
+    def rows_are_pushed(self, polls: bool) -> bool:
+        """Whether its rows are kept fresh by pushes and do not follow exports, which are looked for if ``polls``."""
+        current = self.current()
+        if current is None or current.servable is None:
+            return False
+        once = not polls or self.config.model_version_policy.WhichOneof("policy_choice") == "latest_once"
+        pushed = any(view.pushes for view in current.servable.tables.values())
+        return self.base is None or (once and pushed)
 
-def _root_of(base: Path) -> Path:
+
+def root_of(base: Path) -> Path:
     """A model's files may lie in its model directory, the parent of ``exported_models``, else under its base path."""
     for parent in (base, *base.parents):
         if parent.name == "exported_models":
@@ -234,7 +270,8 @@ def find_signature(version: Version, name: str, where: str) -> Signature:
     return signature
 
 
-def check_base_path(path: str, root: Path | None) -> None:
-    """A base path that came over the network must lie inside the server's model root, when it has one."""
-    if root is not None and not Path(path).resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"base_path {path!r} lies outside of the server's model root {root}")
+def check_base_path(path: str, roots: Sequence[Path]) -> None:
+    """Raises ConfigError unless a base path is inside one of the roots."""
+    if not any(Path(path).resolve().is_relative_to(root.resolve()) for root in roots):
+        inside = ", ".join(map(str, roots)) or "none; give the server a model_root"
+        raise ConfigError(f"base_path {path!r} is outside of the server's model roots ({inside})")

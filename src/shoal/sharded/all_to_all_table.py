@@ -225,13 +225,12 @@ class AllToAllHashTable:
         """Replaces all rows with those of `save`, whatever number of ranks wrote them."""
         path = os.fspath(folder)
         try:
-            saved: Saved | None = read_saved(os.path.join(path, MANIFEST), unsealed=True)
-            fields = saved.fields
+            read = read_saved(os.path.join(path, MANIFEST), unsealed=True)
+            fields = read.fields
             ranks = int(fields["world_size"])
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"table {self.name!r}: {path} is not a checkpoint of ranks ({error})") from error
-        if not saved.files:  # version 0.1 named none
-            saved = None
+        saved: Saved | None = read if read.files else None  # version 0.1 named none
         bases = [os.path.join(path, f"rank-{rank:05d}", "rows") for rank in range(ranks)]
         same = (ranks, bool(fields.get("empty_rank0"))) == (self.world_size, self._empty())
         if same:

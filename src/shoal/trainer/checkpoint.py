@@ -1,16 +1,13 @@
 """Checkpoints of a run: a folder with rows, dense tensors, positions and metrics, which is there when it is whole.
 
 ``<dir>/ckpt-<step>/`` holds the table's record files (one set for all ranks, readable by `shoal.table`),
-``dense.safetensors``, ``rank-00000.safetensors`` … and ``manifest.json``, written last. The folder is filled under
-another name and renamed.
+``dense.safetensors``, ``rank-00000.safetensors`` … and ``manifest.json``, written last, with a digest of every file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,17 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from shoal import _core
-from shoal.durable import MANIFEST, Draft, read_folder, remove_folder, temporary_path
+from shoal.durable import Draft, Saved, temporary_path
 from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.host import as_tensor
 from shoal.ops.reorder.op import empty_shards
-from shoal.table.checkpoint import list_checkpoints, naming, restore_table
+from shoal.table.checkpoint import naming, restore_table
 from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
 from shoal.table.checkpoint.incremental import _expiry_to_json
 from shoal.table.checkpoint.manifest import Manifest
-from shoal.table.checkpoint.single import check_distinct, naming_table
+from shoal.table.checkpoint.single import check_distinct, naming_table, read_shards
 from shoal.table.table import HashTable
 from shoal.trainer.ranks import Ranks
+
+_DENSE = "dense.safetensors"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,135 +46,156 @@ class Snapshot:
     """Plain values, the same on all ranks."""
 
 
-def save_checkpoint(directory: str, snapshot: Snapshot, table: HashTable | None, ranks: Ranks, keep: int) -> str:
-    """All ranks together; the folder that came into being, or was there."""
-    name = f"ckpt-{snapshot.step:08d}"
-    target = os.path.join(directory, name)
-    there, token = ranks.from_first((os.path.isfile(os.path.join(target, MANIFEST)), secrets.token_hex(8)))
-    if there:
-        return target
-    folder = Draft(target, token)
-    draft = folder.path
-    if ranks.first:
-        folder.begin()
-    ranks.barrier()
-    try:
-        described = _save_rows(draft, table, ranks) if table is not None else []
-        if table is not None:
-            save_hash_filter(table.hash_filter, _filter_base(draft, ranks), True)
-        _save_tensors(os.path.join(draft, f"rank-{ranks.rank:05d}.safetensors"), _rank_tensors(snapshot))
-        readers = ranks.gather(snapshot.reader)  # all ranks have written
+def save_checkpoint(
+    target: str, snapshot: Snapshot, table: HashTable | None, ranks: Ranks, make_room: Callable[[], None]
+) -> None:
+    """Writes the folder ``target``; all ranks together.
+
+    Args:
+        target: does not exist, or ``make_room``, called by the first rank when the new folder is complete, removes it.
+
+    Raises:
+        OSError: a rank could not write; every rank raises, and nothing is left of the new folder.
+    """
+    draft = Draft(target, ranks.from_first(os.urandom(8).hex()))
+    each = 0 if table is None else max(ranks.gather(naming.shard_count(-1, table.size())))
+
+    def begin() -> None:
         if ranks.first:
-            _save_tensors(os.path.join(draft, "dense.safetensors"), _dense_tensors(snapshot))
-            content = {"tables": described, **snapshot.content, "world": ranks.world, "readers": readers}
-            folder.seal(Manifest(kind="full", step=snapshot.step, content=content).fields())
-            folder.publish()
-            _prune(directory, keep)
-        ranks.barrier()
+            draft.begin()
+
+    def write() -> dict[str, Any]:
+        path = os.path.join(draft.path, _rank_file(ranks.rank))
+        _write_tensors(path, _rank_tensors(snapshot))
+        return {"reader": snapshot.reader, "rows": None if table is None else _write_rows(draft, table, ranks, each)}
+
+    def publish() -> None:
+        if ranks.first:
+            _write_tensors(os.path.join(draft.path, _DENSE), _dense_tensors(snapshot))
+            written = [part["rows"] for part in parts]
+            described = [] if table is None else [_describe(table, written)]
+            content = {"tables": described, **snapshot.content, "world": ranks.world}
+            content["readers"] = [part["reader"] for part in parts]
+            digests = {name: digest for part in written if part for name, digest in part["files"].items()}
+            draft.seal(Manifest(kind="full", step=snapshot.step, content=content).fields(), digests)
+            make_room()
+            draft.publish()
+
+    try:
+        ranks.together(begin)
+        parts = ranks.together(write)
+        ranks.together(publish)
     except BaseException:
         if ranks.first:
-            folder.discard()
+            draft.discard()
         raise
-    return target
 
 
-def newest(directory: str) -> str | None:
-    """The newest complete checkpoint."""
-    found = list_checkpoints(directory) if os.path.isdir(directory) else []
-    return found[-1].path if found else None
-
-
-def load_checkpoint(path: str, snapshot: Snapshot, table: HashTable | None, ranks: Ranks) -> Manifest:
+def load_checkpoint(saved: Saved, snapshot: Snapshot, table: HashTable | None, ranks: Ranks) -> Manifest:
     """Fills model, optimizer and rows from a folder; ``snapshot`` gets this rank's position and metrics.
 
     On another number of ranks the rows are shared out anew; positions do not fit then and ``reader`` stays empty, and
-    an admission filter counts from 0.
+    an admission filter counts from 0. Ranks do not talk to each other here.
+
+    Raises:
+        DataError: a file is damaged. Model and optimizer are as they were; the rows are to be loaded again.
     """
-    manifest = Manifest.of(read_folder(path, unsealed=True))
+    manifest = Manifest.of(saved)
     content = manifest.content
-    same = content.get("world") == ranks.world
-    _load_dense(_load_tensors(os.path.join(path, "dense.safetensors")), snapshot)
-    if table is not None:
-        _load_rows(path, manifest, table, ranks, same)
+    try:
+        same = content.get("world") == ranks.world
+        dense = _read_tensors(saved, _DENSE)
+        of_rank = _read_tensors(saved, _rank_file(ranks.rank)) if same else {}
+        reader = content["readers"][ranks.rank] if same else {}
+        if table is not None:
+            _load_rows(saved, content["tables"], table, ranks, same)
+    except (KeyError, IndexError, TypeError) as error:  # only a manifest without a digest can be changed unnoticed
+        raise DataError(f"{saved.manifest} is not what `shoal train` writes ({error!r})") from error
+    _load_dense(dense, snapshot)
     snapshot.step = manifest.step
     if same:
-        snapshot.reader = content["readers"][ranks.rank]
-        tensors = _load_tensors(os.path.join(path, f"rank-{ranks.rank:05d}.safetensors"))
-        torch.set_rng_state(tensors.pop("rng"))
-        snapshot.metrics = {name.removeprefix("metrics."): tensor.numpy() for name, tensor in tensors.items()}
+        snapshot.reader = reader
+        torch.set_rng_state(of_rank.pop("rng"))
+        snapshot.metrics = {name.removeprefix("metrics."): tensor.numpy() for name, tensor in of_rank.items()}
     return manifest
 
 
-def check_identity(path: str, wanted: dict[str, Any]) -> Manifest:
+def check_identity(saved: Saved, wanted: dict[str, Any]) -> None:
     """Refuses a checkpoint of a run with other data, table or model."""
-    manifest = Manifest.read(os.path.join(path, MANIFEST))
-    had = manifest.content.get("identity")
+    had = Manifest.of(saved).content.get("identity")
     if not isinstance(had, dict):
-        raise DataError(f"checkpoint {path} is none of `shoal train`")
+        raise DataError(f"checkpoint {saved.folder} was not written by `shoal train`")
     was, now = dict(_flat(had)), dict(_flat(wanted))
     for name in sorted(was.keys() | now.keys()):
         if was.get(name) != now.get(name):
             raise ConfigError(
-                f"checkpoint {path} was made with {name} = {was.get(name)!r}, the configuration has {now.get(name)!r}; "
-                "set it back, or begin anew with --fresh or in another folder"
+                f"checkpoint {saved.folder} was made with {name} = {was.get(name)!r}, the configuration has "
+                f"{now.get(name)!r}; set it back, or begin anew with --fresh (which moves the checkpoints aside) or in "
+                "another folder"
             )
-    return manifest
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _save_rows(draft: str, table: HashTable, ranks: Ranks) -> list[dict[str, Any]]:
-    """Every rank writes as many files; together they are the files of one table."""
-    each = max(ranks.gather(naming.shard_count(-1, table.size())))
-    base = os.path.join(draft, naming.file_base(table.name))
-    count = each * ranks.world
-    paths = [naming.shard_path(base, ranks.rank * each + i, count) for i in range(each)]
+def _write_rows(draft: Draft, table: HashTable, ranks: Ranks, each: int) -> dict[str, Any]:
+    """Every rank writes ``each`` files; together they are the files of one table."""
+    base = os.path.join(draft.path, naming.file_base(table.name))
+    paths = [naming.shard_path(base, ranks.rank * each + i, each * ranks.world) for i in range(each)]
+    written = _core.save([table.source(stale=True)], [temporary_path(path) for path in paths], paths, False, 0, None)
+    save_hash_filter(table.hash_filter, _filter_base(draft.path, ranks), True)
     native = table._native
-    rows = _core.save([(native, None, 0)], [temporary_path(path) for path in paths], paths, False, 0, None)
-    mine = {
-        "rows": sum(sum(of_file) for of_file, _ in rows),
-        "max_update_time": native.max_update_time(),
+    return {
+        "files": {os.path.basename(path): digest for path, (_, digest) in zip(paths, written, strict=True)},
+        "rows": sum(sum(rows) for rows, _ in written),
+        "max_update_time": table.max_update_time,
         "calls": native.calls(),
     }
-    parts = ranks.gather(mine)
-    return [
-        {
-            "name": table.name,
-            "file": os.path.basename(base),
-            "shards": count,
-            "rows": sum(part["rows"] for part in parts),
-            "removed": 0,
-            "dim": table.dim_size,
-            "max_update_time": max(part["max_update_time"] for part in parts),
-            "scales": native.scales(),
-            "expiry": _expiry_to_json(table.table_config.slot_expire_time_config),
-            "calls": [part["calls"] for part in parts],
-        }
-    ]
+
+
+def _describe(table: HashTable, parts: list[Any]) -> dict[str, Any]:
+    """The table's part of the manifest."""
+    return {
+        "name": table.name,
+        "file": naming.file_base(table.name),
+        "shards": sum(len(part["files"]) for part in parts),
+        "rows": sum(part["rows"] for part in parts),
+        "removed": 0,
+        "dim": table.dim_size,
+        "max_update_time": max(part["max_update_time"] for part in parts),
+        "scales": table._native.scales(),
+        "expiry": _expiry_to_json(table.table_config.slot_expire_time_config),
+        "calls": [part["calls"] for part in parts],
+    }
 
 
 def _filter_base(folder: str, ranks: Ranks) -> str:
     return os.path.join(folder, f"filter-{ranks.rank:05d}")
 
 
-def _load_rows(path: str, manifest: Manifest, table: HashTable, ranks: Ranks, same: bool) -> None:
-    described = next((one for one in manifest.content["tables"] if one["name"] == table.name), None)
+def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ranks: Ranks, same: bool) -> None:
+    described = next((one for one in tables if one["name"] == table.name), None)
     if described is None:
-        raise DataError(f"checkpoint {path} has no rows of table {table.name!r}; were they on parameter servers?")
-    base = os.path.join(path, described["file"])
+        raise ConfigError(
+            f"checkpoint {saved.folder} has no rows of table {table.name!r}; were they on parameter servers?"
+        )
+    base = os.path.join(saved.folder, described["file"])
     if same:
-        paths = naming.find_shards(base)
-        each = len(paths) // ranks.world
+        files = naming.open_shards(base, saved)
+        each = len(files.paths) // ranks.world
+        mine = slice(ranks.rank * each, (ranks.rank + 1) * each)
+        own = naming.Shards(files.paths[mine], files.names[mine], saved)
+        calls = described["calls"][ranks.rank]
         with naming_table(table.name):
             load = _core.Load(table._native, True, *naming.shard_rule(None))
-            taken, _ = load.read(paths[ranks.rank * each : (ranks.rank + 1) * each], None)
-            check_distinct(load, taken)
+            check_distinct(load, read_shards(load, [own]))
+            counts = _filter_base(saved.folder, ranks)
+            saved.verify({f"{os.path.basename(counts)}.manifest"} & saved.files.keys())  # which has those of the counts
+            restore_hash_filter(table.hash_filter, counts, True)
             load.commit()
-        table._native.set_calls(described["calls"][ranks.rank])
-        restore_hash_filter(table.hash_filter, _filter_base(path, ranks), True)
+        table._native.set_calls(calls)
     else:
-        restore_table(table, base, shard=(ranks.rank, ranks.world, bool(empty_shards(ranks.world))))
+        restore_table(table, base, shard=(ranks.rank, ranks.world, bool(empty_shards(ranks.world))), saved=saved)
     table._native.raise_max_update_time(described["max_update_time"])
     table._native.set_scales(described["scales"])
 
@@ -196,7 +216,7 @@ def _load_dense(tensors: dict[str, Tensor], snapshot: Snapshot) -> None:
     try:
         snapshot.model.load_state_dict(model)
     except RuntimeError as error:
-        raise DataError(f"the checkpoint's dense tensors do not fit the model: {error}") from None
+        raise ConfigError(f"the checkpoint's dense tensors do not fit the model: {error}") from None
     states: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
@@ -204,6 +224,10 @@ def _load_dense(tensors: dict[str, Tensor], snapshot: Snapshot) -> None:
             states.setdefault(int(index), {})[key] = tensor
     groups = snapshot.optimizer.state_dict()["param_groups"]
     snapshot.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
 
 def _rank_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
@@ -219,26 +243,20 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
-def _save_tensors(path: str, tensors: dict[str, Tensor]) -> None:
-    _safetensors().save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    with open(path, "rb") as file:
+def _write_tensors(path: str, tensors: dict[str, Tensor]) -> None:
+    data = _safetensors().save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
         os.fsync(file.fileno())
 
 
-def _load_tensors(path: str) -> dict[str, Tensor]:
+def _read_tensors(saved: Saved, name: str) -> dict[str, Tensor]:
+    data = saved.read(name)
     try:
-        return _safetensors().load_file(path)
+        return _safetensors().load(data)
     except Exception as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
-
-
-def _prune(directory: str, keep: int) -> None:
-    for old in list_checkpoints(directory)[:-keep]:
-        remove_folder(old.path)
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.name.startswith(".tmp-ckpt-"):  # left by a process that was killed
-                shutil.rmtree(entry.path, ignore_errors=True)
+        raise DataError(f"{saved.path(name)} cannot be read ({error})") from error
 
 
 def _flat(value: Any, name: str = "") -> Any:

@@ -182,7 +182,7 @@ class TrainConfig:
     max_steps: int | None = None
     seed: int = 0
     device: str = "cpu"
-    """Where the dense part computes; rows stay in host memory."""
+    """Where the dense part computes; the rows of this command's table are in host memory."""
     threads: int | None = None
     """Of torch and of the tables; by default all CPUs."""
     strict: bool = False
@@ -208,7 +208,8 @@ class EvalConfig:
     """0: at the end of each epoch."""
     metric: Literal["auc", "logloss"] = "auc"
     patience: int = 0
-    """Stop after so many evaluations without a new best; 0 never stops."""
+    """Stop after so many evaluations without a new best, and end with the best model, which a checkpoint in ``out.dir``
+    keeps; 0 never stops."""
     max_batches: int | None = None
 
     def __post_init__(self) -> None:
@@ -226,7 +227,7 @@ class OutConfig:
     every_s: float = 600.0
     """Seconds between checkpoints; 0 for none but by steps and at the end. With several ranks steps decide."""
     keep: int = 2
-    """Checkpoints that stay."""
+    """Checkpoints that stay, besides the best one where there is a ``patience``."""
     log_steps: int = 100
     """Steps between two reports."""
     auc_window: int = 100_000

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from shoal import _core
 from shoal.data.prefetch import Prefetch
 from shoal.data.samples import Samples
-from shoal.data.source import BadRow
-from shoal.data.stream import Batch, Stream
+from shoal.data.stream import Batch
 from shoal.errors import ConfigError, DataError
 from shoal.models.build import build_model
 from shoal.models.inputs import Inputs
 from shoal.trainer.checkpoint import Snapshot
 from shoal.trainer.config import Config
+from shoal.trainer.evaluation import evaluate
 from shoal.trainer.machine import fair_threads, find_device, resident_bytes
 from shoal.trainer.metrics import Metrics, merged
 from shoal.trainer.ranks import GradientBucket, Ranks
+from shoal.trainer.reading import Epochs, Reading
 from shoal.trainer.reporter import Reporter
 from shoal.trainer.saving import Progress, Saver
 from shoal.trainer.summaries import Summaries
@@ -42,7 +43,7 @@ class Trainer:
     """One run on this rank. ``stop`` is asked after every step whether to end early, with a checkpoint.
 
     Args:
-        fresh: do not go on from the checkpoints in ``out.dir``; they are left alone and new ones must be newer.
+        fresh: do not go on from the checkpoints in ``out.dir``; they are moved into a folder of their own there.
     """
 
     def __init__(
@@ -85,10 +86,8 @@ class Trainer:
         self.bucket = GradientBucket(self.model.parameters(), numbers=3)
         self.metrics = Metrics(config.out.auc_window)
         self.at = Progress()
-        self._shown_bad = False
-        form = config.data.make_format()
-        self.stream = self._stream(form, config.data.train, epochs=train.epochs, shuffle=config.data.shuffle_rows)
-        self.eval_stream = self._stream(form, config.data.eval, epochs=1, shuffle=0) if config.data.eval else None
+        self.reading = Reading(config, self.ranks, self.reporter, self._bad_reporter)
+        self.stream = self.reading.train
         self.reader: dict[str, Any] = dict(self.stream.state)
         self.summaries = Summaries(config.out.tensorboard, self.ranks)
         self._scale = 1.0 / (train.batch_size * self.ranks.world)
@@ -98,7 +97,7 @@ class Trainer:
         self.resumed: str | None = None
         if config.out.dir is not None:
             self.saver = Saver(config, self.ranks, self.rows, self.reporter.note)
-            self.resumed = self._resume(self.saver, fresh)
+            self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -112,13 +111,19 @@ class Trainer:
         why = "early_stop" if self._gives_up() else "finished"
         begun, first = time.perf_counter(), self.at.samples
         if why == "finished":
+            if self.at.restored:
+                self.at.restored = False
+                self.reporter.note(f"goes on with the rows and weights of step {self.at.kept_step:,}, the best so far")
+            unread = self.at.epoch < self.config.train.epochs and not self._rows_read()
             self.stream.restart(self.reader)
             with Prefetch(self.stream, self.config.data.ahead()) as batches:
                 why = self._loop(Epochs(iter(batches)))
+            if unread and why == "finished" and self.at.samples == first:
+                raise self.reading.no_samples()
         seconds = time.perf_counter() - begun
-        path = self._save()
-        best = self.at.best if self.at.best is None or self.config.eval.metric == "auc" else -self.at.best
-        result = self._values() | {"why": why, "seconds": seconds, "best": best, "checkpoint": path}
+        replace = why == "early_stop" and self._take_best()
+        path = self._save(last=True, replace=replace)
+        result = self._values() | self._verdict() | {"why": why, "seconds": seconds, "checkpoint": path}
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
         self.summaries.close()
         self.reporter.end(**result)
@@ -213,45 +218,61 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Whether to give up."""
-        if self.eval_stream is None:
+        if self.reading.eval is None:
             return False
         values = self.evaluate()
-        metric = self.config.eval.metric
-        value = values[metric] if metric == "auc" else -values[metric]
-        is_best = value > (-math.inf if self.at.best is None else self.at.best)  # NaN never is
-        if is_best:
-            self.at.best, self.at.since_best = value, 0
-        else:
-            self.at.since_best += 1
+        if not values["samples"]:
+            self.reporter.note("the files of [data] eval gave no samples, so the evaluation says nothing")
+        is_best = self.at.judge(values["auc"] if self.config.eval.metric == "auc" else -values["logloss"])
         self.reporter.evaluated(step=self.at.step, **values, is_best=is_best)
         self.summaries.evaluated(self.at.step, values)
+        if is_best and self.config.eval.patience and self.saver is not None:
+            self._keep_best()
         return self._gives_up()
 
     def _gives_up(self) -> bool:
         return 0 < self.config.eval.patience <= self.at.since_best
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """AUC, logloss and calibration on the evaluation files; no row is made or changed."""
-        assert self.eval_stream is not None
-        metrics = Metrics(1)
-        self.model.eval(), self.rows.eval()
-        try:
-            with Prefetch(self.eval_stream, self.config.data.ahead()) as batches:
-                each, number = iter(batches), 0
-                while number != self.config.eval.max_batches:
-                    batch = next(each, None)
-                    if batch is None:
-                        self.rows.nothing(learn=False)
-                    else:
-                        logits = self._logits(batch.samples)
-                        metrics.add(logits.cpu().numpy(), batch.samples.label.numpy())
-                    if not int(self.ranks.sum(torch.tensor([0 if batch is None else 1], device="cpu"))):
-                        break
-                    number += 1
-        finally:
-            self.model.train(), self.rows.train()
-        return merged(metrics, self.ranks)
+        assert self.reading.eval is not None
+        return evaluate(
+            self.reading.eval, self.model, self.rows, self._logits, self.ranks, ahead=self.config.data.ahead(),
+            max_batches=self.config.eval.max_batches,
+        )  # fmt: skip
+
+    def _keep_best(self) -> None:
+        """A checkpoint of now, which stays until there is a better one."""
+        at = self.at
+        before = at.kept_step, at.kept_value
+        at.kept_step, at.kept_value = at.step, at.best
+        if self._save() is None:
+            at.kept_step, at.kept_value = before
+
+    def _take_best(self) -> bool:
+        """Brings back the rows and weights of the best evaluation; whether they are others than those of now."""
+        at = self.at
+        if self.saver is None or at.kept_step in (None, at.step) or at.restored:
+            return False
+        why_not = self.saver.load_best(self._snapshot(), at, self._files)
+        if why_not is not None:
+            self.reporter.note(f"{why_not}; the model stays that of the last step")
+            return False
+        at.restored = True
+        return True
+
+    def _verdict(self) -> dict[str, Any]:
+        """What the evaluations say: the best value, and of which step the model is that the run ends with."""
+        at, sign = self.at, 1 if self.config.eval.metric == "auc" else -1
+        return {
+            "metric": self.config.eval.metric, "best": None if at.best is None else sign * at.best,
+            "kept_step": at.kept_step, "kept_value": None if at.kept_value is None else sign * at.kept_value,
+            "model_step": at.kept_step if at.restored else at.step,
+        }  # fmt: skip
+
+    def _rows_read(self) -> int:
+        """Of the files as they are now, on all ranks, up to the last window that was used up."""
+        return int(self.ranks.sum(torch.tensor([self.reader["rows"]], device="cpu")))
 
     def _values(self) -> dict[str, Any]:
         """What a report tells; all ranks ask together."""
@@ -274,68 +295,47 @@ class Trainer:
             metrics=self.metrics.state(),
         )  # fmt: skip
 
-    def _save(self) -> str | None:
+    def _save(self, *, last: bool = False, replace: bool = False) -> str | None:
+        """Writes a checkpoint; its path. If it cannot be written, the next one will be tried; the last one raises."""
         if self.saver is None:
             return None
         begun = time.perf_counter()
-        path = self.saver.save(self._snapshot(), self.at, self._files)
-        self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
-        return path
-
-    def _resume(self, saver: Saver, fresh: bool) -> str | None:
-        path = saver.newest()
-        if path is None:
+        try:
+            path = self.saver.save(self._snapshot(), self.at, self._files, replace=replace)
+        except OSError as error:
+            what = f"the checkpoint of step {self.at.step:,} could not be written ({error})"
+            newest = self.saver.newest or "none"
+            if last:
+                raise OSError(f"{what}, and it was the last; the newest that there is: {newest}") from error
+            self.reporter.note(f"{what}; the run goes on and tries again at the next one. The newest is {newest}")
             return None
-        if fresh:
-            raise ConfigError(
-                f"--fresh: {saver.directory} has checkpoints of another run; remove them or name another folder with "
-                "--out"
-            )
+        if path is not None:
+            self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
+        return self.saver.newest
+
+    def _begin_anew(self, saver: Saver) -> None:
+        moved = saver.move_aside()
+        if moved is not None:
+            self.reporter.note(f"--fresh: the checkpoints that were in {saver.directory} are in {moved} now")
+        if self.rows.client is not None:
+            self.reporter.note("--fresh: the parameter servers go on with the rows that they hold")
+
+    def _resume(self, saver: Saver) -> str | None:
         snapshot = self._snapshot()
         snapshot.reader, snapshot.metrics = {}, {}
-        self.at = saver.load(path, snapshot, self._files)
+        at = saver.resume(snapshot, self._files)
+        if at is None:
+            return None
+        self.at = at
         self.reader = snapshot.reader or {**self.reader, "epoch": self.at.epoch}
         if snapshot.metrics:
             self.metrics.load(snapshot.metrics)
-        return path
-
-    # --- the rest -----------------------------------------------------------------------------------------------------
-
-    def _stream(self, form: Any, files: tuple[str, ...], *, epochs: int, shuffle: int) -> Stream:
-        train = self.config.train
-        return Stream(
-            files, form, self.schema, batch_size=train.batch_size, shuffle_rows=shuffle, seed=train.seed, epochs=epochs,
-            rank=self.ranks.rank, world=self.ranks.world, on_bad=self._on_bad,
-        )  # fmt: skip
-
-    def _on_bad(self, row: BadRow) -> None:
-        if self.config.train.strict:
-            raise DataError(f"{row}; without --strict such rows are counted and left out")
-        if not self._shown_bad:
-            self._shown_bad = True
-            rest = "; the rest of the file is skipped" if row.rest else ""
-            self._bad_reporter.bad_row(where=row.where(), why=row.why + rest)
+        return saver.newest
 
     def close(self) -> None:
         """Lets go of servers and ranks."""
         self.rows.close()
         self.ranks.close()
-
-
-class Epochs:
-    """Batches of one epoch after the other."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self._held: Batch | None = None
-
-    def next_of(self, epoch: int) -> Batch | None:
-        """The next batch of an epoch; None when it has ended."""
-        batch = self._held if self._held is not None else next(self._batches, None)
-        self._held = None
-        if batch is not None and batch.state["epoch"] > epoch:
-            self._held, batch = batch, None
-        return batch
 
 
 @contextmanager

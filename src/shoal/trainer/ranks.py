@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.errors import PeerError, ShoalError
+from shoal.comm.control import broadcast_ints, gather_ints
+from shoal.errors import ConfigError, DataError, PeerError, ShoalError
 
 _DEADLINE = timedelta(minutes=10)
+_KINDS: dict[str, type[Exception]] = {"config": ConfigError, "data": DataError}  # others are a `PeerError`
 
 
 class Ranks:
@@ -43,20 +46,44 @@ class Ranks:
             dist.barrier()
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value, which is JSON-like."""
+        """Rank 0's value, which must be JSON; a tuple arrives as a list."""
         if self.world == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        raw = json.dumps(value).encode() if self.first else b""
+        (size,) = broadcast_ints([len(raw)])
+        box = _boxed(raw, size)
+        dist.broadcast(box, src=0)
+        return json.loads(box.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Every rank's value, by rank; values must be JSON."""
         if self.world == 1:
             return [value]
-        out: list[Any] = [None] * self.world
-        dist.all_gather_object(out, value)
-        return out
+        raw = json.dumps(value).encode()
+        sizes = [size for (size,) in gather_ints([len(raw)])]
+        boxes = [torch.empty(max(sizes), dtype=torch.uint8, device="cpu") for _ in sizes]
+        dist.all_gather(boxes, _boxed(raw, max(sizes)))
+        return [json.loads(box[:size].numpy().tobytes()) for box, size in zip(boxes, sizes, strict=True)]
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """What ``work``, which must not talk to other ranks, gives on every rank, by rank; results must be JSON.
+
+        Where it fails on one rank, all ranks raise: that rank its own error, the others one of the same kind that names
+        the rank.
+        """
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        ended = self.gather([result, None if error is None else _kind(error), str(error)])
+        if error is not None:
+            raise error
+        for rank, (_, kind, text) in enumerate(ended):
+            if kind is not None:
+                raise _KINDS.get(kind, PeerError)(f"rank {rank}: {text}")
+        return [result for result, _, _ in ended]
 
     def close(self) -> None:
         if self.started and dist.is_initialized():
@@ -79,6 +106,18 @@ def naming_the_lost(ranks: Ranks) -> Iterator[None]:
 
 def _of_a_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def _kind(error: Exception) -> str:
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "other")
+
+
+def _boxed(raw: bytes, size: int) -> Tensor:
+    """Bytes at the beginning of a tensor of ``size`` of them."""
+    box = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    if raw:
+        box[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return box
 
 
 class GradientBucket:

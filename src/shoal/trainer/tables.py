@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.data.samples import Samples
-from shoal.errors import ConfigError, DataError, DeadlineError
+from shoal.errors import ConfigError, DeadlineError, UnsupportedError
 from shoal.nn import HashEmbedding, HashEmbeddingBag
 from shoal.nn.slot import TableSlot, slot_of
 from shoal.table.table import HashTable
@@ -105,9 +105,7 @@ class Rows(nn.Module):
         self.client.flush()
         try:
             self.client.checkpoint(keep_as=name, others=others)
-        except ConfigError as error:
-            if "need a directory" not in str(error):
-                raise
+        except UnsupportedError:  # a server without a directory
             return None
         return name
 
@@ -116,9 +114,9 @@ class Rows(nn.Module):
         try:
             self.client.restore(self.table.name, name)
         except ConfigError as error:
-            raise DataError(
-                f"{error}; start the servers with the --dir that they had, or with --set train.ps_restore=false go on "
-                "with the rows that they hold"
+            raise ConfigError(
+                f"{error}; start the servers with the --dir that they had, or use the rows that they hold with "
+                "--set train.ps_restore=false"
             ) from None
         self.client.checkpoint()  # so that what they come back with after a crash does not depend on the kept one
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.sharded.ps import directory_lock
 from shoal.sharded.ps.checkpoint import Checkpoints
 from shoal.sharded.ps.kept import Kept
@@ -246,7 +246,7 @@ class Engine:
     def begin_checkpoint(self) -> ShardSnapshot:
         """Holds on to the shard as it is after the last write. `finish_checkpoint` must follow, in any thread."""
         if self.checkpoints is None:
-            raise ConfigError(f"shard {self.shard.index}: checkpoints need a directory; start the server with one")
+            raise UnsupportedError(f"shard {self.shard.index}: checkpoints need a directory; start the server with one")
         if self._snapshot is not None:
             raise ConfigError(f"shard {self.shard.index}: a checkpoint is being taken already")
         if self.read_only:
