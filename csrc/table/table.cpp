@@ -1,5 +1,6 @@
 #include "table/table.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "core/hash.h"
@@ -119,6 +120,17 @@ int64_t Table::erase(const int64_t* ids, int64_t n) {
 void Table::clear() {
   Table empty(layout_, 0, expected_);
   swap_contents(empty);
+}
+
+void Table::set_layout(const Layout& layout) {
+  auto same = [](const Segment& a, const Segment& b) {
+    return a.dim == b.dim && a.opt == b.opt && a.codec == b.codec && a.state_bytes == b.state_bytes;
+  };
+  const auto &mine = layout_.segments, &other = layout.segments;
+  if (layout.serving != layout_.serving || !std::equal(mine.begin(), mine.end(), other.begin(), other.end(), same))
+    throw std::invalid_argument("set_layout needs a layout whose rows look the same");
+  Locks<true> lock(*this, kAllStripes);
+  std::copy(other.begin(), other.end(), layout_.segments.begin());
 }
 
 void Table::swap_contents(Table& other) {

@@ -85,6 +85,9 @@ class Table {
   void clear();
 
   const Layout& layout() const { return layout_; }
+  // Takes the numbers of another layout (those of optimizers and initializers) whose rows look the same; throws
+  // std::invalid_argument for any other. Not beside other writes.
+  void set_layout(const Layout& layout);
   int64_t size() const;
   int64_t bytes() const;
   int64_t max_update_time() const { return max_update_time_.load(); }
@@ -159,7 +162,7 @@ class Table {
   std::vector<uint8_t> nonfinite(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const;
   void update_scales(int64_t global_step);
 
-  const Layout layout_;
+  Layout layout_;
   const uint64_t seed_;
   const int64_t expected_;
   std::vector<StepFn> steps_;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <stdexcept>
 #include <thread>
 #include <unordered_map>
 
@@ -45,6 +46,25 @@ TEST(every_id_is_legal_and_has_its_own_row) {
   assign(table, ids, values);
   CHECK(lookup(table, ids) == values);
   CHECK(table.size() == 8);
+}
+
+TEST(a_table_takes_other_numbers_for_rows_that_look_the_same) {
+  Table table(layout(2, Opt::adagrad), 1);
+  assign(table, {7}, {1, 2});
+  Layout other = layout(2, Opt::adagrad);
+  other.segments[0].initial_accumulator = 9;
+  table.set_layout(other);
+  CHECK(table.layout().segments[0].initial_accumulator == 9);
+  CHECK(lookup(table, {7}) == (std::vector<float>{1, 2}));
+  for (const Layout& wrong : {layout(3, Opt::adagrad), layout(2, Opt::adam)}) {
+    bool refused = false;
+    try {
+      table.set_layout(wrong);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    CHECK(refused);
+  }
 }
 
 TEST(a_table_that_knows_its_size_wastes_less_and_still_holds_any_number) {

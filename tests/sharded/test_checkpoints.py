@@ -1,6 +1,7 @@
 """Checkpoints of a server that goes on writing: what they hold, what waits, and every point where a crash may come."""
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -10,11 +11,13 @@ from datetime import timedelta
 import pytest
 import torch
 
+from shoal.durable import folder
 from shoal.errors import PeerError
 from shoal.sharded import Engine, PsClient, Shard, ps_table
 from shoal.sharded.placement.local import LocalServers
 from shoal.sharded.ps.checkpoint import Checkpoints
 from shoal.sharded.ps.protocol import Op, Request, Status
+from shoal.sharded.ps.snapshot import ShardSnapshot
 from shoal.table import (
     AdamOptimizer,
     RandomUniformInitializer,
@@ -27,8 +30,8 @@ T = torch.tensor
 IDS = torch.arange(-50, 450)
 
 
-def engine(folder, durability="log"):
-    result = Engine(Shard(0, 1), durability, folder)
+def engine(directory, durability="log"):
+    result = Engine(Shard(0, 1), durability, directory)
     result.recover()
     return result
 
@@ -132,15 +135,16 @@ def test_a_crash_at_any_point_of_a_checkpoint_loses_nothing(tmp_path, monkeypatc
         shutil.copytree(live, copy)
         points.append((copy, state(judge)))
 
-    import shoal.sharded.ps.checkpoint as module
+    real_sync, real_rename, real_rows = folder.sync_folder, os.rename, ShardSnapshot.save
 
-    real_sync, real_rename = module.sync_directory, type(tmp_path).rename
-    monkeypatch.setattr(module, "sync_directory", lambda path: (crash(f"sync {path.name}"), real_sync(path))[1])
-    monkeypatch.setattr(
-        type(tmp_path), "rename", lambda self, to: (crash("before"), real_rename(self, to), crash("after"))[1]
-    )
-    real_rows = module.ShardSnapshot.save
-    monkeypatch.setattr(module.ShardSnapshot, "save", lambda self, to: (crash("rows"), real_rows(self, to))[1])
+    def rename(source, target):
+        crash("before")
+        real_rename(source, target)
+        crash("after")
+
+    monkeypatch.setattr(folder, "sync_folder", lambda path: (crash("sync"), real_sync(path))[1])
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(ShardSnapshot, "save", lambda self, to: (crash("rows"), real_rows(self, to))[1])
     for _ in range(3):
         crash("apart")
         snapshot = subject.begin_checkpoint()
@@ -148,7 +152,7 @@ def test_a_crash_at_any_point_of_a_checkpoint_loses_nothing(tmp_path, monkeypatc
         subject.finish_checkpoint(snapshot)
         crash("finished")
     monkeypatch.undo()
-    assert len(points) == 3 * 8
+    assert len(points) == 3 * 8 + 2  # the third removes the first
     for copy, expected in points:
         assert state(engine(copy)) == expected, copy.name
 
@@ -279,7 +283,7 @@ def test_killed_in_the_middle_of_a_checkpoint_with_updates_flowing(tmp_path):
                 time.sleep(0.001)
 
         def drafts():
-            return any((tmp_path / "shard-00000").glob("draft-*"))
+            return any((tmp_path / "shard-00000").glob(".tmp-*"))
 
         def kill():
             while sum(killed) < 3 and time.monotonic() < end:

@@ -1,5 +1,7 @@
 """The worker's side of a parameter server: what must not hang, and what must not be sent."""
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -188,3 +190,47 @@ def test_the_command_line_asks_servers_with_keys_too(tmp_path, capsys):
     assert main(["ps", "--clients", str(tmp_path)]) == 2
     assert "needs the server's own" in capsys.readouterr().err
     assert main(["ps", "--checkpoint-every", "5x"]) == 2
+
+
+@pytest.mark.parametrize("option", ["deadline", "half_open_after"])
+@pytest.mark.parametrize("value", [3, 0.5, "3s", timedelta(0), timedelta(seconds=-1)], ids=str)
+def test_a_duration_that_is_none_is_refused_at_once(option, value):
+    with pytest.raises(ConfigError, match=f"{option} must be"):
+        PsClient(["127.0.0.1:1"], **{option: value})
+
+
+def test_a_calls_own_deadline_is_checked_too(ps):
+    client = ps(1)
+    with pytest.raises(ConfigError, match=r"deadline must be a datetime\.timedelta"):
+        client.info(3)
+    assert client.info()[0]["shard"] == 0
+
+
+DROPPED = """
+import faulthandler, gc, sys
+import torch, zmq
+from datetime import timedelta
+from shoal.sharded import PsClient, ps_table
+faulthandler.dump_traceback_later(30, exit=True)
+for used in (False, True, True):
+    client = PsClient([sys.argv[1]], deadline=timedelta(seconds=60))
+    if used:
+        table = ps_table(client, 1, name="t", optimizer="sgd", initializer="zeros")
+        table.lookup(torch.tensor([1]))
+        del table
+    client.cycle = client  # as an exception's traceback makes one
+    del client
+    gc.collect()
+left = [thing for thing in gc.get_objects() if type(thing) in (zmq.Socket, zmq.Context) and not thing.closed]
+print("open:", len(left))
+PsClient([sys.argv[1]])  # left to the end of the process
+print("done", flush=True)
+"""
+
+
+def test_a_client_that_is_dropped_without_close_does_not_freeze_the_process(servers):
+    [server] = servers(1)
+    command = [sys.executable, "-c", DROPPED, server.address]
+    ended = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["open: 0", "done"]

@@ -221,7 +221,7 @@ def test_assign_adds_up_and_checks_its_shard(build):
         table.assign({0: {sub: (T([-2]), torch.zeros(1, dim))}})
     with pytest.raises(KeyError):
         table.assign({0: {"nobody": (T([2]), torch.zeros(1, dim))}})
-    with pytest.raises(ValueError, match="elements are needed"):
+    with pytest.raises(ValueError, match="6 elements"):
         table.assign({0: {sub: (T([20]), torch.ones(1, dim))}, 1: {sub: (T([21]), torch.ones(1, dim - 1))}})
     assert table._lookup_raw({0: {sub: T([20])}})[0][sub].count_nonzero() == 0  # part 0 was not touched either
 

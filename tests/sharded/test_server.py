@@ -83,6 +83,43 @@ def test_streams_judge_writes():
     assert (other.answer(b"b", 1), other.answer(b"c", 1).payload) == (Answer(), (b"\1\0\0\0\0\0\0\0",))
 
 
+def test_every_answer_is_kept_until_the_worker_has_it():
+    refused, freshened = Answer(Status.BAD_REQUEST, [b"NaN"]), Answer(Status.OK, [b"\1\0\0\0"])
+    streams = Streams()
+    streams.remember(b"a", 1, refused, acked=0)
+    streams.remember(b"a", 2, Answer(Status.OK, []), acked=0)
+    streams.remember(b"a", 3, freshened, acked=0)
+    streams.remember(b"a", 4, Answer(), acked=0)
+    loaded = Streams()
+    loaded.load(*json.loads(json.dumps([streams.dump(), streams.dump_answers()])))
+    for known in (streams, loaded):
+        told_again = [known.answer(b"a", seq) for seq in (1, 2, 3, 4)]
+        assert [answer.status for answer in told_again] == [Status.BAD_REQUEST, Status.OK, Status.OK, Status.OK]
+        assert [list(answer.payload) for answer in told_again] == [[b"NaN"], [], [b"\1\0\0\0"], []]
+        known.remember(b"a", 5, Answer(), acked=3)
+        assert known.answer(b"a", 4).status == Status.OK
+        assert known.answer(b"a", 1).status == Status.INTERNAL  # the worker said that it had it
+        assert "no longer" in bytes(known.answer(b"a", 1).payload[0]).decode()
+
+
+def test_answers_that_no_worker_takes_are_bounded_and_never_told_as_ok():
+    streams = Streams(max_answer_bytes=100_000)
+    for seq in range(1, 1000):
+        streams.remember(b"a", seq, Answer(Status.BAD_REQUEST, [b"x" * 1000]), acked=0)
+        streams.remember(b"b", seq, Answer(Status.BAD_REQUEST, [b"x" * 1000]), acked=0)
+    answers = [streams.answer(stream, seq) for stream in (b"a", b"b") for seq in range(1, 1000)]
+    assert 50 < sum(answer.payload == [b"x" * 1000] for answer in answers) <= 100
+    assert all(answer.status != Status.OK for answer in answers)
+    assert streams.answer(b"b", 999).payload == [b"x" * 1000]
+
+
+def test_what_version_0_1_kept_of_streams_is_read():
+    streams = Streams()
+    streams.load({b"a".hex(): 3, b"b".hex(): 1}, {b"a".hex(): [1, ["eA=="]]})
+    assert streams.answer(b"a", 3) == Answer(Status.BAD_REQUEST, (b"x",))
+    assert (streams.last(b"b"), streams.answer(b"b", 1)) == (1, Answer())
+
+
 # --- serving ----------------------------------------------------------------------------------------------------------
 
 
@@ -157,14 +194,47 @@ def test_a_write_that_is_sent_again_is_applied_once(servers):
     client.close()
 
 
+def test_a_refused_write_is_told_as_refused_when_the_connection_is_cut_after_a_later_one(servers, tmp_path):
+    """The worker sends three writes ahead, the first is refused, and no answer reaches the worker."""
+    [server] = servers(1, "log", tmp_path)
+    with PsClient([server.address], deadline=LONG, max_staleness=5) as client, zmq.Context() as context:
+        table = ps_table(client, 1, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+
+        def send(raw, seq, value):
+            request = Request(
+                Op.APPLY, request=seq, stream=b"w" * 16, seq=seq, acked=0, counts=[1], names=("t",), ids=T([1]),
+                values=T([value]), rates=[1.0],
+            )  # fmt: skip
+            raw.send_multipart(request.frames())
+
+        def all_three():
+            with context.socket(zmq.DEALER) as raw:
+                raw.linger, raw.rcvtimeo = 0, 60_000
+                raw.connect(server.address)
+                for seq, value in ((1, float("nan")), (2, 1.0), (3, 1.0)):
+                    send(raw, seq, value)
+                return [parse_reply(raw.recv_multipart()) for _ in range(3)]
+
+        first, again = all_three(), all_three()
+        server.checkpoint()
+        assert [reply.status for reply in first] == [Status.BAD_REQUEST, Status.OK, Status.OK]
+        assert [(reply.status, reply.text()) for reply in again] == [(reply.status, reply.text()) for reply in first]
+        assert table.lookup(T([1])).item() == -2
+        server.stop()
+    recovered = Engine(Shard(0, 1), "log", tmp_path / "shard-0")
+    recovered.recover()
+    assert recovered.streams.answer(b"w" * 16, 1).status == Status.BAD_REQUEST
+    assert recovered.streams.answer(b"w" * 16, 2).status == Status.OK
+
+
 def test_bad_values_are_refused_whole(ps):
     client = ps(2)
     table = ps_table(client, 2, name="t", optimizer="sgd", initializer="zeros")
     with pytest.raises(ValueError, match="NaN"):
         table.apply_gradients(T([1, 2, 3]), T([[1.0, 1], [float("nan"), 0], [1, 1]]))
-    with pytest.raises(ValueError, match="elements are needed"):
+    with pytest.raises(ValueError, match="must be"):
         table.assign(T([1]), torch.zeros(3))
-    with pytest.raises(ValueError, match="another configuration"):
+    with pytest.raises(ValueError, match="dim is 2, not 3"):
         ps_table(client, 3, name="t")
     table.apply_gradients(T([1]), T([[1.0, 1]]))  # the stream goes on after a refusal
     assert table.lookup(T([1])).abs().sum() > 0
@@ -244,6 +314,21 @@ def test_health_and_drain(servers):
         get(server, "/healthz")
     with PsClient([server.address]) as client:
         told(client.info, r"parameter server 0 of 1 .* going down")
+
+
+def test_idle_connections_take_few_threads(servers):
+    [server] = servers(1)
+    host, port = server.http_address.rsplit(":", 1)
+    before = threading.active_count()
+    idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(60)]
+    assert sum(1 for peer in idle[-20:] if peer.recv(1) == b"") == 20  # closed at once
+    assert threading.active_count() - before <= 16
+    for peer in idle:
+        peer.close()
+    end = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.02)
+    assert get(server, "/healthz")[0] == 200
 
 
 def test_addresses_must_be_in_the_order_of_shards(servers):
@@ -579,7 +664,7 @@ def test_a_server_that_cannot_listen_leaves_nothing_behind(servers, tmp_path, ta
 
 
 def test_one_directory_is_served_by_one_process(servers, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.sharded.ps.engine.LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("shoal.sharded.ps.directory_lock.WAIT_S", 0.1)
     servers(1, "log", tmp_path)
     with pytest.raises(ValueError, match="another process serves from"):
         ParameterServer(Engine(Shard(0, 1), "log", tmp_path / "shard-0")).start()

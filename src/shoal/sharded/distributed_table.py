@@ -74,8 +74,16 @@ class DistributedHashTable:
         given = ids
         ids = self._ids(ids)
         route = self._route(given, ids)
-        rows = route.gather(self._read(route, insert_missing, as_time(req_time, self.name)))[0]
-        return rows.to(place_of(given))
+        seconds = self._time(req_time) if insert_missing else 0
+        return route.gather(self._read(route, insert_missing, seconds))[0].to(place_of(given))
+
+    @property
+    def clocked(self) -> bool:
+        """Whether a write without ``req_time`` takes the current time; False: 0."""
+        return getattr(self._tables[0], "clocked", False)
+
+    def _time(self, req_time: Any) -> int:
+        return as_time(req_time, self.name, clocked=self.clocked)
 
     def _ids(self, ids: Any) -> Tensor:
         return host_ids(ids, self.name, self._home).view(-1)
@@ -120,7 +128,7 @@ class DistributedHashTable:
         check_writable(verb)
         ids = self._ids(ids)
         values = self._rows(values, ids.numel(), "values")
-        seconds = as_time(req_time, self.name)
+        seconds = self._time(req_time)
         id_parts, value_parts = split_rows(ids, values, len(self._tables))
         if not self._remote:
             for part, i, v in zip(self._tables, id_parts, value_parts, strict=True):
@@ -141,7 +149,7 @@ class DistributedHashTable:
         given = ids
         ids = self._ids(ids)
         grads = self._rows(grads, ids.numel(), "grads")
-        step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
+        step, seconds = as_int(global_step, self.name, "global_step"), self._time(req_time)
         route = self._route(given, ids)
         flat = route.scatter([grads])
         if not self._remote:

@@ -6,12 +6,14 @@ import contextlib
 import json
 import threading
 import uuid
+import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from datetime import timedelta
 from typing import Any
 
 from shoal.errors import ConfigError, PeerError
+from shoal.sharded.ps.limits import check_duration
 from shoal.sharded.ps.line import CLOSED, UNORDERED, Call, Line
 from shoal.sharded.ps.metrics import STEPS, Histogram
 from shoal.sharded.ps.protocol import Op, Reply, Request, nbytes_of
@@ -20,6 +22,8 @@ from shoal.sharded.ps.security import ClientKeys, zmq_module
 
 class PsClient:
     """Talks to all parameter servers, ``addresses[i]`` being shard ``i``. Threads may share it.
+
+    `close` it, or use it in a ``with`` statement; one that is dropped is closed when it is collected.
 
     Args:
         deadline: how long a call waits, a dead server's restart included; the error names the shard.
@@ -44,7 +48,9 @@ class PsClient:
         if not addresses:
             raise ConfigError("a parameter-server client needs at least one address")
         if max_staleness < 0:
-            raise ConfigError(f"max_staleness is not negative, got {max_staleness}")
+            raise ConfigError(f"max_staleness must be >= 0, got {max_staleness}")
+        check_duration(deadline, "deadline")
+        check_duration(half_open_after, "half_open_after")
         self.addresses = [a if "://" in a else f"tcp://{a}" for a in addresses]
         self.deadline = deadline
         self.max_staleness = max_staleness
@@ -53,6 +59,12 @@ class PsClient:
         self.staleness = Histogram(STEPS)
         """At each lookup: this worker's updates that were not answered yet."""
         self.context = self.zmq.Context()
+        self.sockets: set[Any] = set()
+        """All open sockets, for the end of a client that nobody closed: collection knows no order, and a context waits
+        for ever for a socket that is open."""
+        self._dropped = weakref.finalize(self, _end, self.context, self.sockets)
+        # Not at the end of the process: daemon threads may still use it then.
+        self._dropped.atexit = False  # type: ignore[missing-attribute]
         self._free: list[list[Line]] = []
         self._pool_lock = threading.Lock()
         self._write_lock = threading.RLock()
@@ -65,7 +77,7 @@ class PsClient:
         try:
             self._writers = self._open(uuid.uuid4().bytes)
         except BaseException:
-            self.context.term()
+            self._dropped()
             raise
 
     @property
@@ -103,7 +115,10 @@ class PsClient:
                 _close(lines)
 
     def _seconds(self, deadline: timedelta | None) -> float:
-        return (self.deadline if deadline is None else deadline).total_seconds()
+        if deadline is None:
+            return self.deadline.total_seconds()
+        check_duration(deadline, "deadline")
+        return deadline.total_seconds()
 
     def _check_sizes(self, requests: dict[int, Request]) -> None:
         """Refuses what a server would cut the connection for."""
@@ -228,6 +243,7 @@ class PsClient:
             _close(lines)
         with self._write_lock:  # a thread that writes looks at `closed` in every tick
             _close(self._writers)
+        self._dropped.detach()
         self.context.term()  # ends the waits of threads that read; each closes its own lines
 
     def __enter__(self) -> PsClient:
@@ -240,3 +256,10 @@ class PsClient:
 def _close(lines: Sequence[Line]) -> None:
     for line in lines:
         line.close()
+
+
+def _end(context: Any, sockets: Set[Any]) -> None:
+    """Closes what a client had open. No thread uses it any more, or the client would still be there."""
+    for socket in list(sockets):
+        socket.close(0)
+    context.term()

@@ -10,6 +10,30 @@ from typing import Any
 
 from shoal.errors import ConfigError
 
+MAX_CONNECTIONS = 16  # at a time; one more is closed at once
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread for every connection, and no more than a few."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
 
 class StatusServer:
     """Serves ``health()`` (what to tell, and whether all is well) and ``metrics()`` until `close`."""
@@ -45,10 +69,9 @@ class StatusServer:
                 pass
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = _Server((host, port), Handler)
         except OSError as error:
             raise ConfigError(f"cannot serve health and metrics on {host}:{port}: {error}") from error
-        self._server.daemon_threads = True
         self.address = "{}:{}".format(*self._server.server_address[:2])
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="ps-http", daemon=True)
         self._thread.start()

@@ -65,6 +65,7 @@ class Line:
         zmq, keys = self.client.zmq, self.client.keys
         try:
             self._socket = socket = self.client.context.socket(zmq.DEALER)
+            self.client.sockets.add(socket)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVTIMEO, TICK_MS)
             socket.setsockopt(zmq.SNDHWM, 0)
@@ -85,6 +86,7 @@ class Line:
                 | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
                 | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             )
+            self.client.sockets.add(self._monitor)
             socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()
@@ -221,11 +223,15 @@ class Line:
         if self._monitor is not None:
             with contextlib.suppress(self.client.zmq.ZMQError):  # of a context that is ending
                 self._socket.disable_monitor()
-            self._monitor.close(0)
+            self._discard(self._monitor)
             self._monitor = None
         if self._socket is not None:
-            self._socket.close(0)
+            self._discard(self._socket)
             self._socket = None
+
+    def _discard(self, socket: Any) -> None:
+        socket.close(0)
+        self.client.sockets.discard(socket)
 
 
 def _checked(reply: Reply, shard: int, address: str) -> Reply:

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.durable import sync_folder
 from shoal.errors import DataError
 from shoal.sharded.ps.protocol import nbytes_of
 
@@ -124,7 +125,7 @@ def _new_file(path: Path, head: bytes) -> int:
         if os.write(fd, head) != len(head):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fdatasync(fd)
-        sync_directory(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         os.close(fd)
         path.unlink(missing_ok=True)
@@ -153,10 +154,12 @@ def log_files(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def replay(directory: str | os.PathLike[str], after: int) -> Iterator[tuple[int, bytes, memoryview, memoryview]]:
+def replay(
+    directory: str | os.PathLike[str], after: int, *, cut: bool = True
+) -> Iterator[tuple[int, bytes, memoryview, memoryview]]:
     """The records with a number above ``after``: number, header, ids, values. Views are valid until the next one.
 
-    The torn tail of the last file is cut off.
+    The torn tail of the last file is cut off, unless ``cut`` is False, for one who only looks.
 
     Raises:
         DataError: a record that had been durable is damaged, or records are missing.
@@ -173,19 +176,19 @@ def replay(directory: str | os.PathLike[str], after: int) -> Iterator[tuple[int,
         elif first != expected:
             raise DataError(f"log {path}: starts at record {first}, record {expected} is missing")
         expected = first
-        for number, header, ids, values in _read_file(path, first, last=following is None):
+        for number, header, ids, values in _read_file(path, first, last=following is None, cut=cut):
             expected = number + 1
             if number > after:
                 yield number, header, ids, values
 
 
-def _read_file(path: Path, first: int, *, last: bool) -> Iterator[tuple[int, bytes, memoryview, memoryview]]:
+def _read_file(path: Path, first: int, *, last: bool, cut: bool) -> Iterator[tuple[int, bytes, memoryview, memoryview]]:
     size = path.stat().st_size
     if size < FILE_HEAD_BYTES:
         if last:  # the process died while it made the file
             return
         raise DataError(f"log {path}: has {size} bytes, less than a file's head")
-    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with open(path, "r+b" if cut else "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         view = memoryview(data)
         try:
             if data[:8] != FILE_MAGIC or struct.unpack_from("<Q", data, 8)[0] != first:
@@ -201,12 +204,14 @@ def _read_file(path: Path, first: int, *, last: bool) -> Iterator[tuple[int, byt
                         )
                     break
                 header, ids, values, end = record
-                yield number, header, ids, values
-                ids.release(), values.release()
+                try:
+                    yield number, header, ids, values
+                finally:  # also where the reader has seen enough
+                    ids.release(), values.release()
                 at, number = end, number + 1
         finally:
             view.release()
-        if at < size:
+        if at < size and cut:
             file.truncate(at)
             os.fsync(file.fileno())
 
@@ -241,12 +246,3 @@ def _later_says_durable(data: mmap.mmap, view: memoryview, bad: int) -> bool:
                     return True
         at = data.find(magic, at + 1)
     return False
-
-
-def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Makes the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

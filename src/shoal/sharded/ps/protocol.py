@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, DataError
+from shoal.table.clock import Now
 
 MAGIC = b"SHPS"
 VERSION = 1
@@ -24,6 +25,7 @@ VERSION = 1
 FLOAT16 = 1  # values and replies are float16 on the wire
 DEDUP = 2  # apply_gradients sums equal ids first
 NATIVE = 4  # unknown table names are no error for lookups
+NOW = 8  # the sender gave no time: the server puts its own in before the log, and no row's stamp goes back
 
 MAX_CACHED = 1 << 16  # bytes of table names that are kept split
 
@@ -120,6 +122,11 @@ class Request:
         while len(frames) > 1 and not nbytes_of(frames[-1]):
             frames.pop()
         return frames
+
+    @property
+    def time(self) -> int:
+        """The time of a write, as tables take it."""
+        return Now(self.req_time) if self.flags & NOW else self.req_time
 
     def ids_tensor(self) -> Tensor:
         return as_tensor(self.ids, torch.int64)

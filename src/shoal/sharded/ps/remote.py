@@ -13,8 +13,9 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 from shoal.sharded.ps.client import PsClient
-from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, Op, Reply, Request, as_tensor
-from shoal.table.arguments import as_ids, as_int, as_rows, as_time, check_rates
+from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, NOW, Op, Reply, Request, as_tensor
+from shoal.table.arguments import as_flat, as_ids, as_int, as_rows, as_time, check_rates
+from shoal.table.clock import Now
 from shoal.table.entry import HashTableConfigInstance, infer_dim_size
 
 
@@ -26,8 +27,9 @@ def create_tables(
     seed: int | None = None,
     on_bad_gradient: str = "raise",
     filters: Mapping[str, Any] | None = None,
+    clocked: bool = False,
 ) -> None:
-    """Makes tables on the servers; those that exist with the same configuration are left as they are.
+    """Makes tables on the servers; those that exist keep their rows, and take other settings where rows allow it.
 
     Without a ``seed`` a new table takes torch's, and one that another worker made may have any.
     """
@@ -42,10 +44,17 @@ def create_tables(
             options["extra_restore_names"] = list(config.extra_restore_names)
         if filters:
             options["filter"] = filters
+        if clocked:
+            options["clocked"] = True
         message = config.table_config.SerializeToString(deterministic=True)
         values = json.dumps(options, sort_keys=True).encode()
         for shard in range(client.num_ps) if shards is None else shards:
             client.write({shard: Request(Op.CREATE, ids=message, values=values)})
+
+
+def _time_flag(seconds: int) -> int:
+    """What a request says of its time: a `Now` is the server's to find out."""
+    return NOW if isinstance(seconds, Now) else 0
 
 
 class RemoteTables:
@@ -80,18 +89,26 @@ class RemoteHashTable(RemoteTables):
     def __init__(
         self, client: PsClient, shard: int, name: str, config: HashTableConfigInstance, *, create: bool = True,
         seed: int | None = None, on_bad_gradient: str = "raise", filters: Mapping[str, Any] | None = None,
+        clocked: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(client, shard, {name: config})
+        self.clocked = clocked
+        """Whether a write without ``req_time`` takes the server's time; False: 0."""
         self.name, self.config, self.dim_size = name, config, self.dims[name]
         self.hash_filter = dict(filters) if filters and filters.get("type") != "no_filter" else None
         """What the server's admission filter is made from."""
         if create:
             create_tables(
-                client, self.configs, shards=[shard], seed=seed, on_bad_gradient=on_bad_gradient, filters=filters
-            )
+                client, self.configs, shards=[shard], seed=seed, on_bad_gradient=on_bad_gradient, filters=filters,
+                clocked=clocked,
+            )  # fmt: skip
 
-    def request(self, op: Op, ids: Tensor, values: Any = b"", **fields: Any) -> Request:
-        return Request(op, counts=[ids.numel()], names=(self.name,), ids=ids, values=values, **fields)
+    def request(self, op: Op, ids: Tensor, values: Any = b"", *, flags: int = 0, **fields: Any) -> Request:
+        flags |= _time_flag(fields.get("req_time", 0))
+        return Request(op, flags=flags, counts=[ids.numel()], names=(self.name,), ids=ids, values=values, **fields)
+
+    def _time(self, req_time: Any) -> int:
+        return as_time(req_time, self.name, clocked=self.clocked)
 
     def lookup(
         self, ids: Tensor, use_multi_threads: bool = False, enable_dedup: bool = False, *,
@@ -100,7 +117,7 @@ class RemoteHashTable(RemoteTables):
         """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``."""
         ids = as_ids(ids, self.name).view(-1)
         op = Op.INSERT if insert_missing else Op.LOOKUP
-        reply = self._read(self.request(op, ids, req_time=as_time(req_time, self.name)))
+        reply = self._read(self.request(op, ids, req_time=self._time(req_time) if insert_missing else 0))
         return as_tensor(reply.payload[0], torch.float32).view(-1, self.dim_size)
 
     def contains(self, ids: Tensor) -> Tensor:
@@ -133,7 +150,7 @@ class RemoteHashTable(RemoteTables):
     def _write_rows(self, op: Op, ids: Tensor, values: Tensor, *, req_time: Any, **fields: Any) -> RemoteHashTable:
         ids = as_ids(ids, self.name).view(-1)
         values = as_rows(values, ids.numel(), self.dim_size, self.name)
-        self._write(self.request(op, ids, values, req_time=as_time(req_time, self.name), **fields))
+        self._write(self.request(op, ids, values, req_time=self._time(req_time), **fields))
         return self
 
     def reinitialize(self, ids: Tensor) -> tuple[RemoteHashTable, Tensor]:
@@ -181,7 +198,7 @@ class RemoteMultiTypeHashTable(RemoteTables):
     ) -> Request:  # fmt: skip
         rates = self.rates(names, step) if op == Op.APPLY else ()
         return Request(
-            op, flags=FLOAT16 if float16 else 0, counts=counts, names=tuple(names), ids=ids,
+            op, flags=(FLOAT16 if float16 else 0) | _time_flag(seconds), counts=counts, names=tuple(names), ids=ids,
             values=values.half() if float16 else values, global_step=step, req_time=seconds, rates=rates,
         )  # fmt: skip
 
@@ -273,7 +290,7 @@ class RemoteMultiHashTable(RemoteMultiTypeHashTable):
 
     def _raw_write(self, op: Op, ragged_id: Any, flat: Tensor, step: int, req_time: Any) -> None:
         ids = ragged_id if isinstance(ragged_id, Ragged) else Ragged(*ragged_id)
-        values = as_rows(flat, flat.numel(), 1, "slots").view(-1)
+        values = as_flat(flat, flat.numel(), "slots")
         seconds = as_time(req_time, "slots")
         self._write(
             self.write_request(

@@ -13,9 +13,9 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.sharded.ps.backlog import Backlog
 from shoal.sharded.ps.engine import Engine
 from shoal.sharded.ps.http import StatusServer
-from shoal.sharded.ps.limits import Limits
+from shoal.sharded.ps.limits import Limits, check_duration
 from shoal.sharded.ps.metrics import Metrics
-from shoal.sharded.ps.protocol import VERSION, Request, Status
+from shoal.sharded.ps.protocol import VERSION, Request
 from shoal.sharded.ps.reads import Reads
 from shoal.sharded.ps.security import ServerKeys, check_bind, check_clients, check_port, zmq_module
 from shoal.sharded.ps.sockets import Sockets
@@ -56,6 +56,9 @@ class ParameterServer:
         check_port(http_port or 0, "http_port")
         if read_threads < 1:
             raise ConfigError(f"a server has at least 1 thread for large reads, got {read_threads}")
+        for period, what in ((checkpoint_every, "checkpoint_every"), (evict_every, "evict_every")):
+            if period is not None:
+                check_duration(period, what)
         self.engine = engine
         self.limits = limits or Limits()
         engine.shard.max_reply_bytes = self.limits.max_message_bytes
@@ -83,9 +86,10 @@ class ParameterServer:
         try:
             engine.lock()
             engine.recover()
-            for reply in engine.apply(list(self._tables)):
-                if reply.status != Status.OK:
-                    raise ConfigError(reply.text())
+            self._backlog = Backlog(self._zmq, self._context, self.metrics)
+            self._reads = Reads(engine.shard, self._backlog, self.limits, self.info)
+            self._writes = Writes(engine, self._backlog, self._stopped, self._tables)
+            self._writes.make_tables()
             self._bind_sockets()
         except BaseException:
             self._context.term()
@@ -105,14 +109,10 @@ class ParameterServer:
         return self
 
     def _bind_sockets(self) -> None:
-        engine = self.engine
-        self._backlog = Backlog(self._zmq, self._context, self.metrics)
-        self._reads = Reads(engine.shard, self._backlog, self.limits, self.info)
-        self._writes = Writes(engine, self._backlog, self._stopped)
         host, port, keys = self._bind
         self._sockets = Sockets(
             self._zmq, self._context, host, port, keys=keys, limits=self.limits, backlog=self._backlog,
-            reads=self._reads, shard=engine.shard.index, draining=self._draining,
+            reads=self._reads, shard=self.engine.shard.index, draining=self._draining,
         )  # fmt: skip
         self.address = self._sockets.address
         http_host, http_port = self._http_bind
@@ -121,7 +121,6 @@ class ParameterServer:
         try:
             self._http = StatusServer(http_host, http_port, self._health, self._metrics_text)
         except BaseException:
-            self._sockets.discard()
             self._sockets.close()
             raise
         self.http_address = self._http.address
@@ -174,7 +173,6 @@ class ParameterServer:
                 thread.join(10)
         if self._http is not None:
             self._http.close()
-        self._sockets.close()
         self._context.term()  # returns once every thread that answers has gone, and has left the files alone
         self.engine.close()
 
@@ -205,10 +203,14 @@ class ParameterServer:
         }  # fmt: skip
 
     def _health(self) -> tuple[bool, dict[str, Any]]:
+        read_only = self.engine.read_only
         state = "failed" if self.fatal else "draining" if self._draining.is_set() else "serving"
+        if state == "serving" and read_only:
+            state = "read-only"
         queued = self._backlog.queued_bytes
-        return state == "serving", {
-            "state": state, "why": self.fatal, "queued_bytes": queued, **self.engine.shard.status(),
+        return state in ("serving", "read-only"), {
+            "state": state, "why": self.fatal or read_only or None, "queued_bytes": queued,
+            **self.engine.shard.status(),
         }  # fmt: skip
 
     def _metrics_text(self) -> str:
@@ -219,9 +221,11 @@ class ParameterServer:
             "queued_bytes": self._backlog.queued_bytes,
             "streams": len(engine.streams),
             "duplicate_writes_total": engine.duplicates,
+            "cut_connections_total": self._sockets.cut_connections,
             "log_bytes_total": engine.log.bytes_written if engine.log else 0,
             "recovered_records": engine.recovered_records,
             "in_checkpoint": int(engine.in_checkpoint),
+            "read_only": int(bool(engine.read_only)),
             "checkpoint_failures_total": self._writes.checkpoint_failures,
         }
         return self.metrics.text(gauges, engine.shard.status()["tables"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +13,16 @@ from torch import Tensor
 
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError, UnsupportedError
-from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, Op, Request, Status, as_tensor
-from shoal.sharded.ps.table_spec import build_table, parse_spec
-from shoal.table.arguments import MAX_TIME
+from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, NOW, Op, Request, Status, as_tensor
+from shoal.sharded.ps.table_spec import build_table, change_table, check_change, parse_spec
+from shoal.table.arguments import MAX_TIME, as_time
+from shoal.table.clock import Now
 from shoal.table.fused import apply_blocks, lookup_blocks
 from shoal.table.table import HashTable
+
+log = logging.getLogger("shoal.ps")
+
+TIMED = (Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY, Op.INSERT)
 
 
 class UnknownTable(ConfigError, KeyError):
@@ -125,11 +131,27 @@ class Shard:
                 raise DataError(f"the ids need {floats} values, the values frame holds {values.numel()}")
             if request.op == Op.APPLY:
                 self._check_rates(request, tables)
+            else:
+                self._check_finite(request, tables, values)
         if request.op == Op.INSERT:
             self._check_reply(floats)
         if request.op in (Op.APPLY, Op.INSERT):
             for table in tables:
                 table._check_trains(request.op.name.lower())
+
+    def check_time(self, request: Request) -> None:
+        """Refuses a time far ahead for tables that go by the clock. It is this machine's, so a replay does not ask."""
+        if request.op in TIMED and not request.flags & NOW:
+            for name in request.names:
+                as_time(request.req_time, name, clocked=self.tables[name].clocked)
+
+    def _check_finite(self, request: Request, tables: Sequence[HashTable], values: Tensor) -> None:
+        at = 0
+        for name, table, n in zip(request.names, tables, request.counts, strict=True):
+            size = n * table.dim_size
+            if table.finite_values and not values[at : at + size].isfinite().all():
+                raise DataError(f"table {name!r}: values must be finite, got NaN or infinity; nothing was written")
+            at += size
 
     def _check_rates(self, request: Request, tables: Sequence[HashTable]) -> None:
         wanted = sum(len(table.table_config.entry_config.segments) for table in tables)
@@ -154,7 +176,8 @@ class Shard:
             parts = []
             for table, ids in self._with_ids(request):
                 existed = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
-                table._native.reinitialize(ids.data_ptr(), ids.numel(), request.req_time, existed.data_ptr())
+                at_least = table.clocked
+                table._native.reinitialize(ids.data_ptr(), ids.numel(), request.req_time, existed.data_ptr(), at_least)
                 parts.append(existed)
             payload = [torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32, device="cpu")]
         elif op == Op.ERASE:
@@ -171,7 +194,7 @@ class Shard:
 
     def _write_rows(self, request: Request) -> None:
         tables = self._find(request.names)
-        ids, values, time = request.ids_tensor(), request.values_tensor(), request.req_time
+        ids, values, time = request.ids_tensor(), request.values_tensor(), request.time
         if request.op == Op.APPLY:
             counts = torch.tensor(request.counts, dtype=torch.int64, device="cpu")
             step, dedup = request.global_step, bool(request.flags & DEDUP)
@@ -180,14 +203,15 @@ class Shard:
         at_id = at = 0
         for table, n in zip(tables, request.counts, strict=True):
             write = table._native.assign if request.op == Op.ASSIGN else table._native.assign_add
-            write(ids.data_ptr() + 8 * at_id, n, values.data_ptr() + 4 * at, time)
+            write(ids.data_ptr() + 8 * at_id, n, values.data_ptr() + 4 * at, time, isinstance(time, Now))
             at_id, at = at_id + n, at + n * table.dim_size
 
     def _insert(self, request: Request) -> Tensor:
         parts = []
         for table, ids in self._with_ids(request):
             out = torch.empty(ids.numel(), table.dim_size, dtype=torch.float32, device="cpu")
-            table._native.lookup_or_insert(ids.data_ptr(), ids.numel(), request.req_time, out.data_ptr())
+            at_least = bool(request.flags & NOW)
+            table._native.lookup_or_insert(ids.data_ptr(), ids.numel(), request.req_time, out.data_ptr(), at_least)
             parts.append(out.view(-1))
         flat = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, device="cpu")
         return flat.half() if request.flags & FLOAT16 else flat
@@ -195,23 +219,30 @@ class Shard:
     # --- tables ---------------------------------------------------------------------------------------------------
 
     def _spec(self, request: Request) -> dict[str, Any]:
-        """What a CREATE asks for; of a table that exists, what that was made from."""
+        """What a CREATE asks for; refused where the rows of a table that exists do not allow it."""
         spec = parse_spec(request.ids, request.values)
         chosen = spec.pop("default_seed", False)
         known = self.specs.get(spec["name"])
-        if known is None:
-            build_table(spec)
-            return spec
-        if known != ({**spec, "seed": known.get("seed", 0)} if chosen else spec):
-            raise ConfigError(
-                f"shard {self.index}: table {spec['name']!r} exists with another configuration; use another name, "
-                "or start the server on an empty directory"
-            )
-        return known
+        if known is not None and chosen:
+            spec["seed"] = known.get("seed", 0)
+        if known is not None and known == spec:
+            return known
+        build_table(spec)
+        if known is not None:
+            try:
+                check_change(known, spec)
+            except ConfigError as error:
+                raise ConfigError(f"shard {self.index}: {error}") from None
+        return spec
 
     def _create(self, spec: dict[str, Any]) -> None:
-        if spec["name"] not in self.tables:
+        name = spec["name"]
+        if name not in self.tables:
             self.add(spec, build_table(spec))
+        elif spec != self.specs[name]:
+            log.info("shard %d: table %r takes other settings", self.index, name)
+            change_table(self.tables[name], self.specs[name], spec)
+            self.specs[name] = spec
 
     def add(self, spec: dict[str, Any], table: HashTable) -> None:
         """Takes a table in."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from shoal import _core
-from shoal.durable import temporary_path
+from shoal.durable import FileDigest, temporary_path
 from shoal.sharded.ps.protocol import WITH_IDS, Op, Request
 from shoal.sharded.ps.shard import Shard
 from shoal.sharded.ps.streams import Streams
@@ -38,17 +39,20 @@ class TableSnapshot:
             "calls": native.calls(),
         }
 
-    def save(self, folder: Path, position: int) -> dict[str, Any]:
-        """Writes the table's files into a folder; its entry in the manifest."""
+    def save(self, folder: Path, position: int) -> tuple[dict[str, Any], dict[str, FileDigest]]:
+        """Writes the table's files into a folder; its entry in the manifest, and the digests of the files of rows."""
         names = {"file": f"table-{position:05d}", "filter": f"filter-{position:05d}"}
         base = str(folder / names["file"])
         paths = [naming.shard_path(base, index, self.files) for index in range(self.files)]
-        self.rows.save([temporary_path(path) for path in paths], paths, None)
+        written = self.rows.save([temporary_path(path) for path in paths], paths, None)
+        digests = {
+            os.path.basename(path): FileDigest(*digest) for path, (_, digest) in zip(paths, written, strict=True)
+        }
         if self.scales:
             save_scales(scales_path(base), self.scales)
         if self.filter is not None:
             self.filter.save(str(folder / names["filter"]))
-        return {**self.entry, **names}
+        return {**self.entry, **names}, digests
 
 
 class ShardSnapshot:
@@ -73,7 +77,10 @@ class ShardSnapshot:
                 self._tables[name].rows.before_write(ids.data_ptr() + 8 * at, n)
             at += n
 
-    def save(self, folder: Path) -> dict[str, Any]:
-        """Writes all tables into a folder; the manifest of what it holds."""
-        tables = {name: table.save(folder, i) for i, (name, table) in enumerate(self._tables.items())}
-        return {**self._about, **self._streams, "tables": tables}
+    def save(self, folder: Path) -> tuple[dict[str, Any], dict[str, FileDigest]]:
+        """Writes all tables into a folder; what the manifest says of them, and the digests that are known."""
+        tables, digests = {}, {}
+        for position, (name, table) in enumerate(self._tables.items()):
+            tables[name], known = table.save(folder, position)
+            digests |= known
+        return {**self._about, **self._streams, "tables": tables}, digests

@@ -1,20 +1,38 @@
-"""The network side of a server: one thread owns the socket, reads requests, and sends every answer."""
+"""The network side of a server: one thread owns the connections, reads requests, and sends every answer."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.errors import ConfigError
 from shoal.sharded.ps.backlog import Backlog
+from shoal.sharded.ps.keyed_router import KeyedRouter
 from shoal.sharded.ps.limits import Limits
+from shoal.sharded.ps.plain_router import PlainRouter
 from shoal.sharded.ps.protocol import Reply, Status, error_reply, parse_request
 from shoal.sharded.ps.reads import Reads
-from shoal.sharded.ps.security import ServerKeys, load_keys
+from shoal.sharded.ps.security import ServerKeys
 
-ROUND = 64  # requests that are read before answers get their turn
+LOOK_MS = 50  # between two looks at the connections
+
+
+class Router(Protocol):
+    """Connections of many peers, used by one thread."""
+
+    address: str
+    pollable: Any
+    """What a poller takes."""
+    cut: int
+    """Connections that were cut for what they sent or did not read."""
+
+    def reads(self, wanted: bool) -> bool: ...
+    def receive(self) -> list[tuple[bytes, list[memoryview]]]: ...
+    def send(self, peer: bytes, frames: list[Any]) -> None: ...
+    def look_after(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Sockets:
@@ -26,38 +44,24 @@ class Sockets:
     ) -> None:  # fmt: skip
         self._zmq, self._limits, self._backlog, self._reads = zmq, limits, backlog, reads
         self._shard, self._draining, self._metrics = shard, draining, backlog.metrics
-        self._authenticator = None
-        secrets = None if keys is None else load_keys(keys.secret, secret=True)
-        self._router = router = context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.LINGER, 2000)
-        router.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
-        router.setsockopt(zmq.RCVHWM, 64)
-        router.setsockopt(zmq.SNDHWM, 1000)  # replies to a worker that reads none are dropped, not kept for ever
-        router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
-        if keys is not None and secrets is not None:
-            self._authenticator = _authenticator(context, keys)
-            (router.curve_publickey, router.curve_secretkey), router.curve_server = secrets, True
-        if ":" in host:
-            router.setsockopt(zmq.IPV6, 1)
-            host = f"[{host.strip('[]')}]"
-        try:
-            router.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            router.close(0)
-            self.close()
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
-        self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._router: Router = (
+            PlainRouter(host, port, limits) if keys is None else KeyedRouter(zmq, context, host, port, keys, limits)
+        )
+        self.address = self._router.address
         self._replies = backlog.replies()
+
+    @property
+    def cut_connections(self) -> int:
+        return self._router.cut
 
     def serve(self, stopped: threading.Event) -> None:
         """Until ``stopped``; then closes its sockets."""
         try:
             self._serve(stopped)
         finally:
-            self.discard()
+            self.close()
 
-    def discard(self) -> None:
+    def close(self) -> None:
         """Closes the sockets; the thread that serves does it, or whoever made them where none does."""
         self._router.close()
         self._replies.close(0)
@@ -66,59 +70,53 @@ class Sockets:
         zmq, router = self._zmq, self._router
         poller = zmq.Poller()
         poller.register(self._replies, zmq.POLLIN)
-        poller.register(router, zmq.POLLIN)
-        reading = True
+        reading = None
         while not stopped.is_set():
             wanted = self._backlog.queued_bytes < self._limits.max_queued_bytes
             if wanted != reading:
-                poller.register(router, zmq.POLLIN if wanted else 0)
+                poller.register(router.pollable, zmq.POLLIN if router.reads(wanted) else 0)
                 reading = wanted
-            ready = dict(poller.poll(100))
-            if self._replies in ready:
+            ready = len(poller.poll(LOOK_MS))
+            if ready:
                 self._forward()
-            if router in ready:
-                self._receive()
+                for peer, frames in router.receive():
+                    self._receive(peer, frames)
+            router.look_after()
         self._forward()
 
     def _forward(self) -> None:
         while True:
             try:
-                frames = self._replies.recv_multipart(self._zmq.NOBLOCK, copy=False)
+                peer, *frames = self._replies.recv_multipart(self._zmq.NOBLOCK, copy=False)
             except self._zmq.Again:
                 return
-            self._router.send_multipart(frames, copy=False)
+            self._router.send(peer.bytes, frames)
 
-    def _receive(self) -> None:
-        for _ in range(ROUND):
-            try:
-                frames = self._router.recv_multipart(self._zmq.NOBLOCK, copy=False)
-            except self._zmq.Again:
-                return
-            answer = None
-            if len(frames) == 3 and not self._draining.is_set():
-                with contextlib.suppress(Exception):  # the long way finds out what is wrong, and tells
-                    answer = self._reads.plain(frames)
-            if answer is None:
-                reply = self._take(frames)
-                answer = None if reply is None else reply.frames()
-            if answer is not None:
-                self._router.send_multipart([frames[0].bytes, *answer], copy=False)
+    def _receive(self, peer: bytes, frames: list[memoryview]) -> None:
+        answer = None
+        if len(frames) == 2 and not self._draining.is_set():
+            with contextlib.suppress(Exception):  # the long way finds out what is wrong, and tells
+                answer = self._reads.plain(frames)
+        if answer is None:
+            reply = self._take(peer, frames)
+            answer = None if reply is None else reply.frames()
+        if answer is not None:
+            self._router.send(peer, answer)
 
-    def _take(self, frames: list[Any]) -> Reply | None:
+    def _take(self, peer: bytes, frames: list[memoryview]) -> Reply | None:
         """Reads one message: a reply where it can be had at once, None where another thread will give it."""
-        size = sum(len(frame) for frame in frames[1:])
+        size = sum(map(len, frames))
         self._metrics.bytes_in += size
         arrived = time.perf_counter()
         number = 0
         try:
-            buffers = [frame.buffer for frame in frames[1:4]]
-            if buffers and len(buffers[0]) >= 20:
-                number = int.from_bytes(buffers[0][12:20], "little")
-            request = parse_request(*buffers)
+            if frames and len(frames[0]) >= 20:
+                number = int.from_bytes(frames[0][12:20], "little")
+            request = parse_request(*frames[:3])
             request.arrived = arrived
-            if len(frames) > 4 or sum(request.counts) > self._limits.max_ids:
+            if len(frames) > 3 or sum(request.counts) > self._limits.max_ids:
                 raise ConfigError(
-                    f"a request has at most 3 frames and {self._limits.max_ids} ids, got {len(frames) - 1} and "
+                    f"a request has at most 3 frames and {self._limits.max_ids} ids, got {len(frames)} and "
                     f"{sum(request.counts)}; ask in smaller parts"
                 )
         except Exception as error:
@@ -128,21 +126,5 @@ class Sockets:
             return error_reply(number, Status.UNAVAILABLE, f"shard {self._shard} is going down")
         if self._reads.at_once(request):
             return self._reads.now(request)
-        self._backlog.add(frames[0].bytes, request, size)
+        self._backlog.add(peer, request, size)
         return None
-
-    def close(self) -> None:
-        """Ends what is left once `serve` has returned."""
-        if self._authenticator is not None:
-            self._authenticator.stop()
-
-
-def _authenticator(context: Any, keys: ServerKeys) -> Any:
-    import zmq.auth
-    from zmq.auth.thread import ThreadAuthenticator
-
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    location = keys.clients if keys.clients is not None else zmq.auth.CURVE_ALLOW_ANY
-    authenticator.configure_curve(domain="*", location=str(location))
-    return authenticator

@@ -7,7 +7,9 @@ from typing import Any
 
 from shoal.errors import ConfigError, DataError
 from shoal.table.entry import HashTableConfigInstance
+from shoal.table.filters import SlidingHashFilter
 from shoal.table.messages import EmbeddingHashTableConfig
+from shoal.table.reconfigure import reconfigure, row_difference
 from shoal.table.table import HashTable
 
 MAX_FILES = 1024  # of one table in one checkpoint
@@ -19,9 +21,11 @@ OPTIONS: dict[str, type | tuple[type, ...]] = {
     "on_bad_gradient": str,
     "extra_restore_names": list,
     "saver_parallel": int,
+    "clocked": bool,
     "filter": (dict, type(None)),
 }
-"""What may be said of a table beside its configuration. With ``default_seed`` a table that exists may have another."""
+"""What may be said of a table beside its configuration. With ``default_seed`` a table that exists may have another;
+``clocked`` tables refuse a time far ahead of the server's clock."""
 
 
 def parse_spec(config: Any, options: Any) -> dict[str, Any]:
@@ -46,19 +50,67 @@ def parse_spec(config: Any, options: Any) -> dict[str, Any]:
     return {**spec, "config": bytes(config).hex()}
 
 
-def build_table(spec: dict[str, Any]) -> HashTable:
-    """A table from its spec. Background eviction is the server's work, so that it is logged."""
-    config = EmbeddingHashTableConfig.FromString(bytes.fromhex(spec["config"]))
+def build_table(spec: dict[str, Any], hash_filter: Any = None) -> HashTable:
+    """A table from its spec, with its filter unless one is given.
+
+    Background eviction is the server's work, so that it is logged.
+    """
+    config = _config(spec)
     config.enable_feature_eviction = False
     rates = [0.0] * len(config.entry_config.segments)  # every update brings its own
     return HashTable.from_config(
         HashTableConfigInstance(config, rates, spec.get("extra_restore_names")),
         name=spec["name"],
-        hash_filter=build_filter(spec.get("filter"), spec["name"]),
+        hash_filter=hash_filter or build_filter(spec.get("filter"), spec["name"]),
         on_bad_gradient=spec.get("on_bad_gradient", "raise"),
         seed=spec.get("seed", 0),
         saver_parallel=spec.get("saver_parallel", -1),
+        clocked=spec.get("clocked", False),
     )
+
+
+def _config(spec: dict[str, Any]) -> EmbeddingHashTableConfig:
+    return EmbeddingHashTableConfig.FromString(bytes.fromhex(spec["config"]))
+
+
+# --- a table that exists under another spec ---------------------------------------------------------------------------
+
+
+def check_change(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuses a spec that the rows of a table made from another do not allow."""
+    difference = row_difference(_config(old), _config(new))
+    if not difference and old.get("seed", 0) != new.get("seed", 0):
+        difference = f"new rows follow from seed {old.get('seed', 0)}, not {new.get('seed', 0)}"
+    if difference:
+        raise ConfigError(
+            f"table {new['name']!r} exists and cannot take another configuration: {difference}; ask for what it has, "
+            "or give the new table another name (the rows of this one stay)"
+        )
+
+
+def change_table(table: HashTable, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Gives a table the settings of a spec that passed `check_change`; rows stay, and counts where they still fit."""
+    kept: Any = table.hash_filter
+    if old.get("filter") != new.get("filter"):
+        counted: Any = kept
+        kept = build_filter(new.get("filter"), new["name"])
+        if same_counts(old, new):
+            for block in range(counted.split_num):
+                kept.set_block(block, counted.get_block(block))
+            kept.set_head(counted.head, counted.head_increment, counted.failure_count)
+    reconfigure(table, build_table(new, kept))
+
+
+def same_counts(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether the counts of one spec's filter are counts of the other's."""
+    shapes = []
+    for spec in (old, new):
+        made = build_filter(spec.get("filter"), spec["name"])
+        shapes.append((made.capacity, made.split_num) if isinstance(made, SlidingHashFilter) else None)
+    return shapes[0] is not None and shapes[0] == shapes[1]
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
 
 
 def build_filter(spec: dict[str, Any] | None, name: str) -> Any:

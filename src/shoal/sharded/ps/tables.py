@@ -31,9 +31,11 @@ def ps_table(
     """A table over all servers of a client, made there if it is not there yet.
 
     ``dim`` and the keywords (``optimizer``, ``initializer``, ``expire_after``, ``lr``) are those of `shoal.HashTable`;
-    every worker gives the same. The rows of new ids follow from ``seed`` and the id, whatever the number of servers.
-    ``filter`` describes an admission filter that every server makes for itself: ``type`` (sliding_hash_filter or
-    probabilistic_filter), ``capacity``, ``split_num``, and ``config`` (a serialized threshold message in hex).
+    every worker gives the same. A write without ``req_time`` is stamped with the server's time, as that of a
+    `shoal.HashTable` is with this process's. The rows of new ids follow from ``seed`` and the id, whatever the number
+    of servers. ``filter`` describes an admission filter that every server makes for itself: ``type``
+    (sliding_hash_filter or probabilistic_filter), ``capacity``, ``split_num``, and ``config`` (a serialized threshold
+    message in hex).
     """
     if not isinstance(client, PsClient):
         raise ConfigError(f"ps_table {name!r}: the first argument is a PsClient(addresses), got {client!r}")
@@ -41,7 +43,9 @@ def ps_table(
     return DistributedHashTable(
         client.num_ps,
         config,
-        lambda i, c: RemoteHashTable(client, i, name, c, seed=seed, on_bad_gradient=on_bad_gradient, filters=filter),
+        lambda i, c: RemoteHashTable(
+            client, i, name, c, seed=seed, on_bad_gradient=on_bad_gradient, filters=filter, clocked=True
+        ),
     )
 
 
@@ -73,7 +77,7 @@ def load_tables(path: str | os.PathLike[str]) -> dict[str, tuple[HashTableConfig
 def _table(where: str, name: str, given: dict[str, Any], seed: int) -> tuple[HashTableConfigInstance, dict[str, Any]]:
     from shoal.table import optim
 
-    options: dict[str, Any] = {"name": name, "seed": given.pop("seed", seed)}
+    options: dict[str, Any] = {"name": name, "seed": given.pop("seed", seed), "clocked": True}
     options["on_bad_gradient"] = given.pop("on_bad_gradient", "raise")
     optimizer = given.pop("optimizer", "adagrad")
     if isinstance(optimizer, dict):

@@ -6,13 +6,14 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from shoal.errors import DataError, DeadlineError, PeerError, ShoalError
+from shoal.errors import ConfigError, DataError, DeadlineError, PeerError, ShoalError
 from shoal.sharded.ps.backlog import Backlog, Waiting, expired
-from shoal.sharded.ps.engine import Engine
+from shoal.sharded.ps.engine import ROOM_EVERY_S, Durability, Engine
 from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply
 from shoal.sharded.ps.shard import status_of
 from shoal.sharded.ps.snapshot import ShardSnapshot
@@ -34,8 +35,11 @@ class Applied(NamedTuple):
 class Writes:
     """What a server does to its shard. Answers to writes leave once they are as durable as was promised."""
 
-    def __init__(self, engine: Engine, backlog: Backlog, stopped: threading.Event) -> None:
+    def __init__(
+        self, engine: Engine, backlog: Backlog, stopped: threading.Event, tables: Sequence[Request] = ()
+    ) -> None:
         self._engine, self._backlog, self._stopped = engine, backlog, stopped
+        self._tables = list(tables)  # that the server makes once it can write
         self._syncs: SimpleQueue[Applied | object | None] = SimpleQueue()
         self._snapshots: SimpleQueue[tuple[Waiting, ShardSnapshot] | None] = SimpleQueue()
         self._own_checkpoint = threading.Lock()
@@ -51,17 +55,40 @@ class Writes:
 
     def loop(self) -> None:
         """Applies one write after another; with a log their answers go by way of `sync_loop`."""
-        log_file = self._engine.log
-        if log_file is not None:
-            self._engine.logged = lambda: self._syncs.put(APPENDED)
+        engine = self._engine
+        logs = engine.durability == Durability.LOG
+        if logs:
+            engine.logged = lambda: self._syncs.put(APPENDED)
         with self._backlog.outlet() as outlet:
-            while (waiting := self._backlog.writes.get()) is not None:
+            while (waiting := self._next()) is not None:
                 reply = self._write(waiting)
-                if reply is not None and log_file is not None:
-                    self._syncs.put(Applied(waiting, reply, log_file.next_number - 1))
+                if reply is not None and logs:
+                    self._syncs.put(Applied(waiting, reply, 0 if engine.log is None else engine.log.next_number - 1))
                 elif reply is not None:
                     self._backlog.answer(outlet, waiting, reply)
                 del waiting, reply  # frees the request's frames before the next wait
+
+    def _next(self) -> Waiting | None:
+        """The next request. A server that had no room on its disk looks for it meanwhile."""
+        while self._engine.read_only:
+            if self._engine.make_room():
+                self.make_tables()
+                break
+            try:
+                return self._backlog.writes.get(timeout=ROOM_EVERY_S)
+            except Empty:
+                continue
+        return self._backlog.writes.get()
+
+    def make_tables(self) -> None:
+        """Makes the server's own tables; a server that is read-only checks them, and makes them once it can write."""
+        if self._engine.read_only:
+            for request in self._tables:
+                self._engine.shard.check(request)
+            return
+        for reply in self._engine.apply(self._tables):
+            if reply.status != Status.OK:
+                raise ConfigError(reply.text())
 
     def _write(self, waiting: Waiting) -> Reply | None:
         """The answer, or None where `checkpoint_loop` will give it."""
@@ -113,8 +140,8 @@ class Writes:
 
         A wait begins when a write is in the log, beside the work of applying it.
         """
-        log_file = self._engine.log
-        if log_file is None:
+        engine = self._engine
+        if engine.durability != Durability.LOG:
             return
         with self._backlog.outlet() as outlet:
             ended = False
@@ -122,7 +149,10 @@ class Writes:
                 items = [self._syncs.get(), *_rest(self._syncs)]
                 ended = None in items
                 done = [item for item in items if isinstance(item, Applied)]
-                if APPENDED in items or any(item.number > log_file.durable_number for item in done):
+                log_file = engine.log  # there is none while the server is read-only
+                if log_file is not None and (
+                    APPENDED in items or any(item.number > log_file.durable_number for item in done)
+                ):
                     begin = time.perf_counter()
                     log_file.sync()  # an error here ends the server: what is on the disk is not known any more
                     self._backlog.metrics.sync_seconds.add(time.perf_counter() - begin)

@@ -1,0 +1,169 @@
+"""A server's connections with CURVE keys: libzmq's, with a watch over what each of them has sent and not finished."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import time
+from typing import Any
+
+from shoal.errors import ConfigError
+from shoal.sharded.ps.limits import Limits
+from shoal.sharded.ps.security import ServerKeys, load_keys
+
+log = logging.getLogger("shoal.ps")
+
+ROUND = 64  # requests that are read before answers get their turn
+ENCRYPTION_BYTES = 64  # at least what a frame grows by on the wire
+LOOK_S = 0.05  # between two looks at the connections
+BYTES_RECEIVED = 128  # where Linux has that number in its tcp_info
+
+
+class Watched:
+    """One connection: bytes that had come by the last look after which a message of it was whole."""
+
+    __slots__ = ("finished", "received", "whole")
+
+    def __init__(self) -> None:
+        self.received = self.whole = 0
+        self.finished = False
+
+    @property
+    def pending(self) -> int:
+        return self.received - self.whole
+
+
+class KeyedRouter:
+    """A ROUTER socket with CURVE. One thread uses it.
+
+    libzmq keeps the frames of a message until it is whole and bounds one frame alone; with keys the frames are
+    encrypted, so that nobody but libzmq can count them. So the bytes that a connection has received are asked of the
+    system many times a second, and one that has received more than a message may have, without a message becoming
+    whole, is cut. Such a frame takes 35 bytes on the wire and 64 in memory at least, so memory is bounded, too.
+    """
+
+    def __init__(self, zmq: Any, context: Any, host: str, port: int, keys: ServerKeys, limits: Limits) -> None:
+        self._zmq, self._limits = zmq, limits
+        self.cut = 0
+        self._authenticator: Any = None
+        self._monitor: Any = None
+        public, secret = load_keys(keys.secret, secret=True)
+        self.pollable = router = context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 2000)
+        router.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + ENCRYPTION_BYTES)
+        router.setsockopt(zmq.RCVHWM, 64)
+        router.setsockopt(zmq.SNDHWM, 1000)  # replies to a worker that reads none are dropped, not kept for ever
+        router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
+        self._authenticator = _authenticator(context, keys)
+        router.curve_publickey, router.curve_secretkey, router.curve_server = public, secret, True
+        if ":" in host:
+            router.setsockopt(zmq.IPV6, 1)
+            host = f"[{host.strip('[]')}]"
+        self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        try:
+            router.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._watched: dict[int, Watched] = {}
+        self._looked = time.monotonic()
+
+    def reads(self, wanted: bool) -> bool:
+        """Whether requests are read; whether the socket is to be polled."""
+        return wanted
+
+    def receive(self) -> list[tuple[bytes, list[memoryview]]]:
+        """The messages that have come: peer and frames."""
+        taken = []
+        for _ in range(ROUND):
+            try:
+                peer, *frames = self.pollable.recv_multipart(self._zmq.NOBLOCK, copy=False)
+            except self._zmq.Again:
+                break
+            if frames:
+                watched = self._watched.get(frames[0].get(self._zmq.SRCFD))
+                if watched is not None:
+                    watched.finished = True
+            taken.append((peer.bytes, [frame.buffer for frame in frames]))
+        return taken
+
+    def send(self, peer: bytes, frames: list[Any]) -> None:
+        self.pollable.send_multipart([peer, *frames], copy=False)
+
+    def look_after(self) -> None:
+        """Cuts connections that hold too much of messages that are not whole; called many times a second."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        self._follow()
+        for fd, watched in list(self._watched.items()):
+            try:
+                watched.received = _bytes_received(fd)
+            except OSError:  # it has just been closed
+                self._watched.pop(fd, None)
+                continue
+            if watched.finished:
+                watched.whole, watched.finished = watched.received, False
+            if watched.pending > self._limits.max_request_bytes:
+                self._cut(fd, f"a message has more than {self._limits.max_request_bytes} bytes")
+        while sum(w.pending for w in self._watched.values()) > self._limits.max_queued_bytes:
+            largest = max(self._watched, key=lambda fd: self._watched[fd].pending)
+            self._cut(largest, "messages that are not whole hold more than max_queued_bytes")
+
+    def _follow(self) -> None:
+        """Learns which connections there are."""
+        from zmq.utils.monitor import recv_monitor_message
+
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == self._zmq.EVENT_ACCEPTED:
+                self._watched[event["value"]] = Watched()
+            else:
+                self._watched.pop(event["value"], None)
+
+    def _cut(self, fd: int, why: str) -> None:
+        self._watched.pop(fd, None)
+        self.cut += 1
+        with contextlib.suppress(OSError), _borrowed(fd) as connected:
+            log.warning("the connection of %s is cut: %s", connected.getpeername(), why)
+            connected.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        if self._monitor is not None:
+            self.pollable.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
+        self.pollable.close()
+
+
+@contextlib.contextmanager
+def _borrowed(fd: int) -> Any:
+    """A socket over a descriptor that belongs to libzmq."""
+    with socket.socket(fileno=os.dup(fd)) as connected:
+        yield connected
+
+
+def _bytes_received(fd: int) -> int:
+    with _borrowed(fd) as connected:
+        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
+    return struct.unpack_from("=Q", info, BYTES_RECEIVED)[0] if len(info) >= BYTES_RECEIVED + 8 else 0
+
+
+def _authenticator(context: Any, keys: ServerKeys) -> Any:
+    import zmq.auth
+    from zmq.auth.thread import ThreadAuthenticator
+
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    location = keys.clients if keys.clients is not None else zmq.auth.CURVE_ALLOW_ANY
+    authenticator.configure_curve(domain="*", location=str(location))
+    return authenticator
