@@ -180,11 +180,12 @@ void io(nb::module_& m) {
   nb::class_<Load>(m, "Load")
       .def(
           "__init__",
-          [](Load* self, Table& table, bool strict, int64_t modulus, int64_t residue) {
+          [](Load* self, Table& table, bool strict, int64_t modulus, int64_t residue, uint32_t unstamped) {
             if (modulus < 1) throw std::invalid_argument("the modulus of a shard is at least 1");
-            new (self) Load(table, strict, {modulus, residue});
+            new (self) Load(table, strict, {modulus, residue}, unstamped);
           },
           nb::arg("table"), nb::arg("strict") = true, nb::arg("modulus") = 1, nb::arg("residue") = 0,
+          nb::arg("unstamped") = 0,
           nb::keep_alive<1, 2>())
       .def(
           "read",

@@ -273,8 +273,8 @@ class Load::Worker {
   int64_t latest_ = 0;
 };
 
-Load::Load(Table& table, bool strict, ShardRule shard)
-    : table_(table), strict_(strict), shard_(shard), fresh_(std::make_unique<Table>(table.layout(), 0)) {}
+Load::Load(Table& table, bool strict, ShardRule shard, uint32_t unstamped)
+    : table_(table), strict_(strict), shard_(shard), unstamped_(unstamped), fresh_(std::make_unique<Table>(table.layout(), 0)) {}
 
 Load::~Load() = default;
 
@@ -320,6 +320,15 @@ int64_t Load::evict(const Expiry& expiry, int64_t now) { return fresh().evict(ex
 int64_t Load::rows() const { return fresh().size(); }
 
 void Load::commit() {
+  if (unstamped_ > 0 && fresh().max_update_time() == 0) {
+    for (int stripe = 0; stripe < Table::kStripes; ++stripe) {
+      Rows rows;
+      fresh().snapshot(stripe, 0, &rows);
+      std::fill(rows.times.begin(), rows.times.end(), unstamped_);
+      if (rows.size() > 0) fresh().load(rows);
+    }
+    fresh().raise_max_update_time(unstamped_);
+  }
   const int64_t latest = fresh().max_update_time();
   table_.swap_contents(*fresh_);
   table_.raise_max_update_time(latest);

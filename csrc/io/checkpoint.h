@@ -63,7 +63,8 @@ struct ShardRule {
 // leaves the table as it was.
 class Load {
  public:
-  Load(Table& table, bool strict, ShardRule shard);
+  // `unstamped`, unless 0, is the time that all rows get where no record has one.
+  Load(Table& table, bool strict, ShardRule shard, uint32_t unstamped = 0);
   ~Load();
   struct Taken {
     int64_t records = 0;
@@ -87,6 +88,7 @@ class Load {
   Table& table_;
   const bool strict_;
   const ShardRule shard_;
+  const uint32_t unstamped_;
   std::unique_ptr<Table> fresh_;
   std::array<std::mutex, Table::kStripes> stripes_;  // which of the workers hands over rows of a stripe
 };

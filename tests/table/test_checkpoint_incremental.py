@@ -333,7 +333,7 @@ class Chain(RuleBasedStateMachine):
         self.table = make(expire_after=timedelta(days=days))
         self.days = days
         self.states: dict[str, dict] = {}
-        self.now = 0
+        self.now = 1
 
     def teardown(self):
         if hasattr(self, "folder"):
@@ -342,7 +342,7 @@ class Chain(RuleBasedStateMachine):
     @rule(ids=ids, days=st.integers(0, 15), back=st.booleans())
     def train(self, ids, days, back):
         self.now += days * DAY
-        seconds = max(0, self.now - 10 * DAY) if back else self.now
+        seconds = max(1, self.now - 10 * DAY) if back else self.now
         grads = torch.arange(len(ids) * 2, dtype=torch.float32).view(-1, 2) - 3
         self.table.apply_gradients(torch.tensor(ids), grads, 1, req_time=seconds)
 

@@ -177,3 +177,14 @@ def test_a_copy_of_a_model_goes_by_the_clock_as_the_model_does():
 
     bag = copy.deepcopy(HashEmbeddingBag(own()))
     assert bag.table.clocked
+
+
+def test_rows_without_a_time_in_a_checkpoint_do_not_expire_at_the_first_write(tmp_path):
+    """Version 0.1 stamped rows with 0 where it was given no time."""
+    old = HashTable(2, name="t", expire_after="1d", optimizer="sgd")
+    old.assign(torch.arange(5), torch.ones(5, 2), req_time=0)
+    old.save(tmp_path / "t")
+    table = HashTable(2, name="t", expire_after="1d", optimizer="sgd").restore(tmp_path / "t")
+    table.apply_gradients(torch.tensor([7]), torch.ones(1, 2))
+    assert table.evict() == 0
+    assert table.size() == 6

@@ -149,7 +149,8 @@ class AllToAllHashTable:
         ids = ids_anywhere(ids, self.name)
         grads = rows_anywhere(grads, ids.numel(), self.dim_size, self.name, "grads", ids.device)
         grads = grads.view(-1, self.dim_size)
-        step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
+        step = as_int(global_step, self.name, "global_step")
+        seconds = as_time(req_time, self.name, clocked=self.table.clocked)
         mine, theirs, came, fused = self._route(ids)
         if flags.enable_alltoall_metrics:
             self.write_spread(step)

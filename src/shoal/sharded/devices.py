@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError
 from shoal.table.arguments import as_ids, as_rows
 
 CPU = torch.device("cpu")
@@ -20,25 +19,13 @@ def home(table: Any) -> torch.device:
 
 def ids_anywhere(ids: Any, name: str) -> Tensor:
     """`as_ids` that leaves CUDA ids where they are."""
-    if not (isinstance(ids, Tensor) and ids.is_cuda):
-        return as_ids(ids, name)
-    if ids.dtype != torch.int64:
-        raise ConfigError(f"table {name!r}: ids are int64, got {ids.dtype}; convert them with .long()")
-    return ids.contiguous()
+    return as_ids(ids, name, device=ids.device if isinstance(ids, Tensor) and ids.is_cuda else CPU)
 
 
 def rows_anywhere(values: Any, n: int, dim: int, name: str, what: str, device: torch.device) -> Tensor:
     """`as_rows` for values on any device, on the one that is wanted."""
-    if isinstance(values, Tensor) and values.is_cuda:
-        if values.dtype != torch.float32:
-            raise ConfigError(f"table {name!r}: {what} are float32, got {values.dtype}; convert them with .float()")
-        if values.numel() != n * dim:
-            raise ConfigError(
-                f"table {name!r}: {what} of shape {list(values.shape)} do not fit {n} ids of dim {dim}; "
-                f"{n * dim} elements are needed"
-            )
-        return values.detach().contiguous().to(device)
-    return as_rows(values, n, dim, name, what).to(device)
+    here = values.device if isinstance(values, Tensor) and values.is_cuda else CPU
+    return as_rows(values, n, dim, name, what, here).to(device)
 
 
 def host_ids(ids: Any, name: str, home: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ from shoal.table.checkpoint import naming, restore_table
 from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
 from shoal.table.checkpoint.incremental import _expiry_to_json
 from shoal.table.checkpoint.manifest import Manifest
-from shoal.table.checkpoint.single import check_distinct, naming_table, read_shards
+from shoal.table.checkpoint.single import begin_load, check_distinct, naming_table, read_shards
 from shoal.table.table import HashTable
 from shoal.trainer.ranks import Ranks
 
@@ -188,7 +188,7 @@ def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ran
         own = naming.Shards(files.paths[mine], files.names[mine], saved)
         calls = described["calls"][ranks.rank]
         with naming_table(table.name):
-            load = _core.Load(table._native, True, *naming.shard_rule(None))
+            load = begin_load(table)
             check_distinct(load, read_shards(load, [own]))
             counts = _filter_base(saved.folder, ranks)
             saved.verify({f"{os.path.basename(counts)}.manifest"} & saved.files.keys())  # which has those of the counts

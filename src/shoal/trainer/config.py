@@ -91,7 +91,7 @@ class TableConfig:
     """adagrad, adam, sgd, ftrl, rowwise_adagrad, …: any of the row optimizers."""
     lr: float = 0.05
     optimizer_options: dict[str, Any] = field(default_factory=dict)
-    """Further settings of the optimizer, such as ``betas``. Adagrad's ``initial_accumulator`` is 0 unless given."""
+    """Further settings of the optimizer, such as ``betas``."""
     init_scale: float = 0.01
     """New rows are uniform in [-init_scale, init_scale)."""
     combiner: Literal["sum", "mean"] = "sum"
@@ -119,8 +119,6 @@ class TableConfig:
             hint = did_you_mean(self.optimizer, optim._BY_NAME)
             raise ConfigError(f"[table] optimizer is one of {known}, got {self.optimizer!r}{hint}")
         options = dict(self.optimizer_options)
-        if self.optimizer == "adagrad":
-            options.setdefault("initial_accumulator", 0.0)  # the loss is a mean: gradients are small beside TF's 0.1
         make = optim._BY_NAME[self.optimizer]
         takes = [name for name in inspect.signature(make).parameters if name != "lr"]
         unknown = next((name for name in options if name not in takes), None)

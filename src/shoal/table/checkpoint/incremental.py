@@ -28,7 +28,7 @@ from shoal.table.checkpoint.chain import (
 from shoal.table.checkpoint.manifest import Manifest
 from shoal.table.checkpoint.naming import CheckpointNotFoundError
 from shoal.table.checkpoint.scales import has_scales
-from shoal.table.checkpoint.single import naming_table, read_shards, save_shards
+from shoal.table.checkpoint.single import begin_load, naming_table, read_shards, save_shards
 from shoal.table.messages import SlotExpireTimeConfig
 from shoal.table.multi import MultiHashTable
 from shoal.table.multi_type import MultiTypeHashTable
@@ -208,7 +208,7 @@ def _load_member(
     progress: _core.Progress | None,
 ) -> tuple[Any, _core.Load, dict[str, Any]]:
     staging = table.staging()
-    load = _core.Load(staging._native, strict, *naming.shard_rule(shard))
+    load = begin_load(staging, strict, shard)
     described: dict[str, Any] = {}
     for link in chain:
         described = table_in(link.manifest, table.name, link.saved.manifest)

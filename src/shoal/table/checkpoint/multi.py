@@ -16,7 +16,7 @@ from shoal.durable import BasenameSave, Saved, StrPath, digest_file, find_saved,
 from shoal.errors import DataError, UnsupportedError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.scales import has_scales, load_scales
-from shoal.table.checkpoint.single import add_scales, naming_table, pick_scales, save_shards
+from shoal.table.checkpoint.single import add_scales, begin_load, naming_table, pick_scales, save_shards
 from shoal.table.messages import MultiHashTableMetadata
 
 if TYPE_CHECKING:
@@ -87,11 +87,7 @@ def restore_multi_table(
         files = [_Files.of(os.fspath(base)) for base in bases]
         shards = [shard for of_base in files for shard in of_base.shards()]
         saved = {name for _, _, meta in shards for name, _ in meta}
-        loads = {
-            name: _core.Load(table._native, strict, *naming.shard_rule(shard))
-            for name, table in tables.items()
-            if name in saved
-        }
+        loads = {name: begin_load(table, strict, shard) for name, table in tables.items() if name in saved}
 
         def read(shard: tuple[_Files, int, list[tuple[str, int]]]) -> None:
             of_base, index, meta = shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from shoal.durable import BasenameSave, FileDigest, Saved, StrPath, make_parents
 from shoal.errors import CancelledError, DataError, UnsupportedError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales, scales_path
+from shoal.table.clock import DAY_S
 
 if TYPE_CHECKING:
     from shoal.table.table import HashTable
@@ -142,13 +144,25 @@ def restore_table(
         if has_scales(table.table_config):
             found = (load_scales(base, of.saved) for base, of in zip(bases, files, strict=True))
             scales = next(filter(None, found), {})
-        load = _core.Load(table._native, strict, *naming.shard_rule(shard))
+        load = begin_load(table, strict, shard)
         check_distinct(load, read_shards(load, files, progress))
         set_scales = pick_scales(table, scales)
         load.commit()
     if set_scales is not None:
         table._native.set_scales(set_scales)
     return None
+
+
+def begin_load(table: HashTable, strict: bool = True, shard: Sequence[int] | None = None) -> _core.Load:
+    """A load of rows that ``table`` will have; see `restore_table`.
+
+    Where no record has a time, as version 0.1 wrote them when it was given none, all count as written now in a table
+    that reads the clock and expires rows: its first write would otherwise make them decades old.
+    """
+    now, expiry = int(time.time()), table.table_config.slot_expire_time_config
+    days = min([expiry.default_expire_time, *(slot.expire_time for slot in expiry.slot_expire_times)])
+    unstamped = now if table.clocked and days * DAY_S <= now else 0
+    return _core.Load(table._native, strict, *naming.shard_rule(shard), unstamped)
 
 
 def read_shards(load: _core.Load, files: Sequence[naming.Shards], progress: _core.Progress | None = None) -> int:

@@ -153,6 +153,7 @@ class Staged:
         self._expiry = table._expiry
         self.name = table.name
         self.serving = table.serving
+        self.clocked = table.clocked
         self.saver_parallel = table.saver_parallel
         self.table_config = table.table_config
         self.dim_size = table.dim_size
