@@ -109,10 +109,11 @@ class RawTables(FusedCalls):
 
     def _ragged(self, ragged_id: Any) -> Ragged:
         if isinstance(ragged_id, Ragged):
-            return ragged_id
+            return ragged_id if ragged_id.row_splits.is_cpu else Ragged(ragged_id.values, ragged_id.row_splits.cpu())
         values, row_splits = ragged_id
         if not isinstance(row_splits, Tensor):
             row_splits = torch.as_tensor(row_splits, device="cpu")
+        row_splits = row_splits.cpu()  # the lengths are for the host
         return Ragged(as_ids(values, self.name, device=self.device).view(-1), row_splits)
 
     def _flat(self, ids: Ragged, flat: Tensor) -> tuple[list[int], Tensor]:

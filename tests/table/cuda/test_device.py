@@ -8,7 +8,7 @@ from gpu_tables import pair
 
 import shoal
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
-from shoal.table import TouchedKeySet, save_incremental
+from shoal.table import HashTable, TouchedKeySet, save_incremental
 
 
 def test_a_compiled_step_keeps_reads_and_writes_in_order(device):
@@ -280,7 +280,8 @@ def test_a_captured_step_of_several_tables_outlives_the_plans_and_rates_that_it_
 
 @pytest.mark.gpu
 def test_the_first_write_with_a_time_is_not_captured():
-    table = shoal.HashTable(4, optimizer="sgd", device="cuda").reserve(100)
+    config = shoal.HashTable(4, optimizer="sgd").config
+    table = HashTable.from_config(config, name="configured", device="cuda").reserve(100)  # without a clock
     ids = torch.arange(10, device="cuda")
     table.lookup(ids, insert_missing=True)
     torch.cuda.synchronize()
