@@ -20,7 +20,7 @@ from shoal.sharded import environment as env
 from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.backend import AllToAll, default_backend
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
-from shoal.sharded.distributed_ps_sync import Exchange
+from shoal.sharded.exchange import Exchange
 from shoal.sharded.route import Seen, gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
 from shoal.table.checkpoint import restore_table

@@ -13,7 +13,7 @@ from shoal.sharded import environment as env
 from shoal.sharded.alltoall_metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.backend import default_backend
 from shoal.sharded.devices import home
-from shoal.sharded.distributed_ps_sync import Exchange
+from shoal.sharded.exchange import Exchange
 from shoal.sharded.prefetch_queue import (
     AsyncPushHook,
     StructureQueue,
