@@ -28,7 +28,6 @@ from shoal.gather import (
     MemoryObject,
     MemoryStore,
     clip_factors,
-    compress,
     dequantize,
     dump_payload,
     gather,
@@ -38,8 +37,9 @@ from shoal.gather import (
     unpack12,
     validate_payload,
 )
-from shoal.gather.codec import pack12_reference, unpack12_reference
-from shoal.gather.validate import raw_bytes
+from shoal.gather.payload import compress
+from shoal.gather.payload.codec import pack12_reference, unpack12_reference
+from shoal.gather.payload.validate import raw_bytes
 
 SIDE = 5056  # 79 * 64: 25.6 M parameters in chunks of 64 x 64
 

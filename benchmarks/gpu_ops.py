@@ -20,12 +20,12 @@ from torch import Tensor
 from benchmarks.harness import Report, median, parser
 from benchmarks.ops import layout_case
 from shoal import Ragged, ops
-from shoal.gather.codec import unpack12, unpack12_reference
+from shoal.gather.payload.codec import unpack12, unpack12_reference
 from shoal.ops.layout import reference as layout_reference
 from shoal.ops.layout.op import _arguments, _requests
 from shoal.ops.layout.plan import plan_of
 from shoal.ops.reorder import reference as reorder_reference
-from shoal.train.compression import topk_indices, topk_indices_reference
+from shoal.train.aggregation.compression import topk_indices, topk_indices_reference
 
 N = 1 << 20
 SETS = 8

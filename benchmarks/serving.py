@@ -73,7 +73,7 @@ def async_echo_server(answers: dict[int, bytes], ports: Any, stop: Any) -> None:
 def model_server(base: str, ports: Any, stop: Any, port: int = 0) -> None:
     """A ``ModelServer`` over one exported model."""
     from shoal.serving import ModelServer, ModelServerConfig, gen_model_config
-    from shoal.serving.process import tune_server_process
+    from shoal.serving.server.process import tune_server_process
 
     torch.set_num_threads(1)
     tune_server_process()  # as `shoal serve` does
@@ -196,7 +196,7 @@ def request_of(batch: int) -> bytes:
 
 def rows_by_codec(report: Any, quick: bool) -> None:
     """Bytes per row and lookup rate of serving rows."""
-    from shoal.serving.export_tables import serving_config
+    from shoal.serving.export.tables import serving_config
     from shoal.table import FloatCompressorConfig, HashTable, HashTableConfigInstance
 
     rows = 200_000 if quick else 1_000_000
@@ -231,8 +231,8 @@ def rows_by_codec(report: Any, quick: bool) -> None:
 
 def push(report: Any, folder: Path, quick: bool) -> None:
     """100 k rows of dim 16 into a live serving table, against the same bytes into a bare server."""
-    from shoal.serving.push import PushClient, encode_push
-    from shoal.serving.split import Delta, DeltaBatch, sendable_parts
+    from shoal.serving.sync.push import PushClient, encode_push
+    from shoal.serving.sync.split import Delta, DeltaBatch, sendable_parts
 
     base = export(folder / "push", trained_table(200_000, "user_push"), 1)
     ours, bare = Process(model_server, base), Process(echo_server, {})
@@ -321,8 +321,8 @@ def under_pushes(report: Any, ours: Process, request: bytes, quick: bool) -> Non
 
 def push_steadily(port: int, stop: Any) -> None:
     """100 k rows a second, in small pushes so that they do not come in bursts."""
-    from shoal.serving.push import PushClient
-    from shoal.serving.split import Delta, DeltaBatch
+    from shoal.serving.sync.push import PushClient
+    from shoal.serving.sync.split import Delta, DeltaBatch
 
     client = PushClient(f"127.0.0.1:{port}")
     ids, values = torch.randperm(200_000)[:2000].numpy(), torch.randn(2000, DIM).numpy()
@@ -437,7 +437,7 @@ def freshness(report: Any, folder: Path, quick: bool) -> None:
 
 def compare(ids: torch.Tensor, expected: torch.Tensor) -> int:
     """Ids whose score on a replica is not that of the trainer's row; the net is the exported one, so rows decide."""
-    from shoal.serving.remote import remote_predict
+    from shoal.serving.client.remote import remote_predict
 
     wrong, net = 0, _EXPORTED["net"]
     for part, rows in zip(ids.split(20_000), expected.split(20_000), strict=True):

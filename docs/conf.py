@@ -11,7 +11,7 @@ HOMES = {  # of modules whose names are exported somewhere other than by their o
     "shoal._core": "shoal",
     "shoal.proto.feature_configs": "shoal.ops",
     "shoal.ragged": "shoal",
-    "shoal.table.optim": "shoal",
+    "shoal.table.config.optim": "shoal",
 }
 project = "Shoal"
 author = "The Shoal authors"

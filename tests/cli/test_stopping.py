@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from shoal.cli.stopping import SIGNALS, stop_event
+from shoal.cli.shared.stopping import SIGNALS, stop_event
 
 PROGRAM = """
 import select, threading
-from shoal.cli.stopping import stop_event
+from shoal.cli.shared.stopping import stop_event
 
 def turn():
     while True:

@@ -28,7 +28,7 @@ from shoal.table import (
     restore_incremental,
     save_incremental,
 )
-from shoal.table.messages import MultiHashTableMetadata
+from shoal.table.config.messages import MultiHashTableMetadata
 from shoal.table.offline.diff import diff
 from shoal.table.offline.distinct import Distinct
 from shoal.table.offline.source import open_source

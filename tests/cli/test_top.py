@@ -107,9 +107,9 @@ def test_a_sync_process():
 def test_real_servers_and_one_that_is_down(capsys):
     from shoal.serving import ModelServer
     from shoal.sharded import PsClient, ps_table
-    from shoal.sharded.ps.engine import Engine
-    from shoal.sharded.ps.server import ParameterServer
-    from shoal.sharded.ps.shard import Shard
+    from shoal.sharded.ps.server.engine import Engine
+    from shoal.sharded.ps.server.server import ParameterServer
+    from shoal.sharded.ps.server.shard import Shard
 
     ps = ParameterServer(Engine(Shard(0, 1)))
     ps.start()

@@ -16,8 +16,8 @@ import shoal
 from shoal import _core
 from shoal.cli.main import main
 from shoal.table import restore_incremental
+from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
-from shoal.trainer.loop import trainer
 from tests.cli.train_helpers import (
     DEADLINE_S,
     SMALL,

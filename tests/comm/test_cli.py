@@ -10,7 +10,7 @@ import pytest
 
 from shoal.cli import bench, launch
 from shoal.cli.bench_comm import parse_size
-from shoal.comm.bench import sizes
+from shoal.comm.horovod.bench import sizes
 from shoal.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(1200)

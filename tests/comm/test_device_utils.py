@@ -1,4 +1,4 @@
-"""Checks of `shoal.comm.device_utils` that must not depend on how Python was started."""
+"""Checks of `shoal.comm.launch.device_utils` that must not depend on how Python was started."""
 
 import subprocess
 import sys

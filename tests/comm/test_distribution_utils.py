@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import SessionConfig, apply_session_config, device_utils, hvd_lib
-from shoal.comm import distribution_utils as du
-from shoal.comm.session import device_index
+from shoal.comm import SessionConfig, apply_session_config
+from shoal.comm.horovod import distribution_utils as du
+from shoal.comm.horovod import hvd_lib
+from shoal.comm.launch import device_utils
+from shoal.comm.launch.session import device_index
 from shoal.errors import ConfigError
 from shoal.testing import mpi_unavailable, run_mpi, run_ranks
 

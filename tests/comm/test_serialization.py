@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.comm import deserialize_tensors, serialize_tensors
-from shoal.comm.serialization import DTYPES
+from shoal.comm.ranks.serialization import DTYPES
 from shoal.errors import SerializationError
 
 

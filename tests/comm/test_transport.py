@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm import InProcessTransport, ProcessGroupTransport, Transport
-from shoal.comm.process_group import BARRIER_TAG
-from shoal.comm.transport import Deadline
+from shoal.comm.ranks.process_group import BARRIER_TAG
+from shoal.comm.ranks.transport import Deadline
 from shoal.errors import ConfigError, DistributedError, TransportError
 from shoal.testing import mpi_unavailable, run_mpi, run_ranks, run_threads
 from tests.comm import conformance as suite
@@ -251,7 +251,7 @@ def test_a_killed_rank_is_lost_to_the_others(where):
 
 def full_queue(rank, world):
     """Rank 0 sends more than may wait for rank 1, which takes none of it and closes."""
-    from shoal.comm import mailboxes
+    from shoal.comm.ranks import mailboxes
 
     mailboxes.QUEUED_BYTES = 1000
     store = dist.distributed_c10d._get_default_store()
@@ -363,7 +363,7 @@ def test_a_rank_that_closes_after_the_barrier_is_not_missed_in_it():
 
 def store_gone(rank, world):
     """The store does not answer while rank 0's last message is on its way."""
-    from shoal.comm import process_group
+    from shoal.comm.ranks import process_group
 
     process_group.STORE_GRACE_S = 200
     store = dist.distributed_c10d._get_default_store()

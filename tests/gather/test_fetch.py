@@ -26,7 +26,7 @@ from shoal.gather import (
     gather,
     select_reserves,
 )
-from shoal.gather.fetch import Fetcher
+from shoal.gather.protocol.fetch import Fetcher
 from tests.gather.helpers import (
     BAD_SHIFT,
     PRIMARIES,
@@ -221,7 +221,7 @@ def test_a_payload_that_fails_validation_is_not_fetched_again():
 
 
 def test_who_waits_in_the_queue_past_the_deadline_still_gets_a_try(monkeypatch):
-    from shoal.gather import fetch
+    from shoal.gather.protocol import fetch
 
     late = 0.0
 
@@ -280,7 +280,8 @@ def test_version_and_key_reach_the_store():
 
 
 def test_a_caller_with_a_loop_is_not_blocked(monkeypatch):
-    from shoal.gather import fetch, protocol
+    from shoal.gather.protocol import fetch
+    from shoal.gather.protocol.gather import gather as protocol
 
     turns, calls = threading.Semaphore(0), []
 

@@ -23,7 +23,7 @@ from shoal.gather import (
     overlap_signature,
     pack12,
 )
-from shoal.gather.overlap import overlap_reference, unpacked
+from shoal.gather.payload.overlap import overlap_reference, unpacked
 from tests.gather.helpers import WINDOW, model_of, payload
 
 SPEC = GradientSpec(

@@ -19,7 +19,6 @@ from shoal.gather import (
     ParamSpec,
     PayloadRejected,
     QuantSpec,
-    compress,
     decompress,
     dequantize,
     fault,
@@ -29,7 +28,8 @@ from shoal.gather import (
     unpack12,
     validate_payload,
 )
-from shoal.gather.codec import pack12_reference, unpack12_reference
+from shoal.gather.payload import compress
+from shoal.gather.payload.codec import pack12_reference, unpack12_reference
 from tests.gather.helpers import gradients, model_of, payload, small_spec
 
 
@@ -154,7 +154,7 @@ def test_quantisation_example():
 
 @pytest.mark.parametrize("bins", [1, 2, 4, 5, 255, 256])
 def test_bins_match_their_reference(bins):
-    from shoal.gather.codec import _bin, _bin_reference
+    from shoal.gather.payload.codec import _bin, _bin_reference
 
     z = torch.randn(50_001) * 3
     z[:4] = torch.tensor([0.0, 1e30, -1e30, 0.25])

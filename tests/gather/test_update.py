@@ -225,7 +225,7 @@ def test_a_float64_parameter_gets_the_float32_update():
 
 
 def test_the_torch_path_for_other_devices_gives_the_same_bits(monkeypatch):
-    from shoal.gather import accumulate
+    from shoal.gather.update import accumulate
 
     spec = GradientSpec.from_model(model_of(SHAPES), target_chunk=16, topk=7)
     result = gathered(spec, PRIMARIES)
@@ -375,7 +375,7 @@ def test_a_skip_decision_changes_nothing():
 @pytest.mark.parametrize("when", ["before overlap", "after overlap"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_spill_file_damaged_before_the_update_skips_the_window(damage, when, tmp_path, monkeypatch):
-    from shoal.gather import window
+    from shoal.gather.protocol import window
 
     spec, model, ledger = small_spec(), model_of(), UpdateLedger()
     before = [p.detach().clone() for p in model.values()]
@@ -406,7 +406,7 @@ def test_a_spill_file_damaged_before_the_update_skips_the_window(damage, when, t
 
 @pytest.mark.parametrize("snapshot", [None, "cpu"])
 def test_a_read_that_fails_half_way_interrupts_the_update(snapshot, monkeypatch):
-    from shoal.gather.payload_ref import PayloadRef
+    from shoal.gather.payload.payload_ref import PayloadRef
 
     spec, model = small_spec(), model_of()
     result = gathered(spec, config=GatherConfig(spill="disk"))

@@ -331,7 +331,7 @@ def test_a_rank_that_only_takes_long_is_not_named_with_the_dead(run_ranks):
 def unreadable(rank, world, *, at):
     """Rank 1's own payloads cannot be read from its ``at``-th read of the update on."""
     from shoal.gather import UpdateInterrupted
-    from shoal.gather.payload_ref import PayloadRef
+    from shoal.gather.payload.payload_ref import PayloadRef
 
     model = model_of()
     before = [p.detach().clone() for p in model.values()]
@@ -360,7 +360,7 @@ def test_all_ranks_leave_an_update_together_when_one_cannot_read(run_ranks, at, 
 
 def dies_in_update(rank, world):
     from shoal.gather import UpdateInterrupted
-    from shoal.gather.payload_ref import PayloadRef
+    from shoal.gather.payload.payload_ref import PayloadRef
 
     result = gather(small_plan(), small_spec(), small_store(), group=group_of(world), config=QUICK)
     if rank == 1:
@@ -376,7 +376,7 @@ def test_survivors_of_a_death_in_the_update_are_interrupted(run_ranks):
 
 
 def dies_after_the_update(rank, world):
-    from shoal.gather import window
+    from shoal.gather.protocol import window
 
     if rank == 1:
         window.write_artifact = lambda *args, **kwargs: os._exit(9)
@@ -432,7 +432,7 @@ def test_a_budget_that_is_too_small_is_told_to_all_ranks(run_ranks):
 
 def damaged(rank, world, *, folder, lone):
     """Rank 1's spill file goes bad between the gather and the overlap."""
-    from shoal.gather import window
+    from shoal.gather.protocol import window
 
     overlap = window.index_overlap
 
@@ -642,8 +642,8 @@ def many_small(rank, world, *, dim, budget, wave_peers, prefetch):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from shoal.gather import GradientSpec, tile_plan
-    from shoal.gather.exchange import Exchange
-    from shoal.gather.regions import region_of
+    from shoal.gather.protocol.exchange import Exchange
+    from shoal.gather.update.regions import region_of
 
     whole = model_of(MANY)
     spec = GradientSpec.from_model(whole, target_chunk=8, topk=6)

@@ -22,8 +22,9 @@ from shoal.table import (
     SgdOptimizer,
     StochasticRoundingFloat16OptimizerWrapper,
 )
-from shoal.table.cuda import backend, index_kernels, launch, stored
-from shoal.table.native import OPTIMIZERS
+from shoal.table.config.native import OPTIMIZERS
+from shoal.table.cuda import backend, launch, stored
+from shoal.table.cuda.kernels import index as index_kernels
 
 
 def compile_only(bound, programs, *arguments):

@@ -76,7 +76,7 @@ def test_ids_that_hash_alike_stay_apart(kernels):
 
 @pytest.mark.parametrize("n", [0, 2, 1002])
 def test_packed_indices_and_bins_are_those_of_the_cpu(kernels, device, n):
-    from shoal.gather.codec import pack12, quantize, value_table
+    from shoal.gather.payload.codec import pack12, quantize, value_table
     from shoal.ops.cuda import codec
 
     torch.set_default_device("cpu")  # the rest of `shoal.gather` makes its tensors there
@@ -91,7 +91,7 @@ def test_packed_indices_and_bins_are_those_of_the_cpu(kernels, device, n):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_peers_chunks_are_added(kernels, device, packed):
-    from shoal.gather.codec import pack12
+    from shoal.gather.payload.codec import pack12
     from shoal.ops.cuda import codec
 
     indices = torch.stack([torch.randperm(64, device="cpu")[:8] for _ in range(5)])
@@ -108,7 +108,7 @@ def test_a_peers_chunks_are_added(kernels, device, packed):
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (50, 7), (3000, 300), (300, 300)])
 def test_the_largest_magnitudes_settle_ties_by_index(kernels, n, k):
     from shoal.ops.cuda.topk import largest
-    from shoal.train.compression import topk_indices_reference
+    from shoal.train.aggregation.compression import topk_indices_reference
 
     values = torch.randint(-9, 9, (n,)).float()
     chosen, bad = largest(values, k)

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from shoal.serving.server.server.rest import pool as http_pool
 
 from shoal.errors import ConfigError
 from shoal.serving import (
@@ -19,11 +20,10 @@ from shoal.serving import (
     HeartBeatRequest,
     HeartBeatResponse,
     ModelServer,
-    http_pool,
     set_client_security,
 )
-from shoal.serving.http_pool import PooledHandler, PooledHttpServer
 from shoal.serving.security import open_channel
+from shoal.serving.server.rest.pool import PooledHandler, PooledHttpServer
 from tests.serving.test_agent import rpc
 
 
@@ -247,8 +247,8 @@ def test_a_token_leaves_this_machine_by_tls_only_unless_asked_for():
 def test_checks_of_what_a_user_gives_are_there_under_optimisation():
     code = """
 from shoal.serving import get_global_step
-from shoal.serving.replica_meta import ReplicaMeta
-from shoal.serving.replica_watcher import ReplicaWatcherSync
+from shoal.serving.cluster.replica_meta import ReplicaMeta
+from shoal.serving.cluster.replica_watcher import ReplicaWatcherSync
 for call in (lambda: ReplicaWatcherSync(None).get_sync_targets("entry_0"),
              lambda: ReplicaWatcherSync(None).get_sync_targets("ps_x"),
              lambda: ReplicaMeta().get_address(False, "ipv5"),

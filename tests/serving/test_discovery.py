@@ -19,7 +19,7 @@ from shoal.serving import (
     get_service_discovery,
     wait_for_cluster,
 )
-from shoal.serving.discovery import consul
+from shoal.serving.cluster.discovery import consul
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
 

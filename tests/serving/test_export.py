@@ -29,9 +29,9 @@ from shoal.serving import (
     overwrite_export_saver_listener_state,
     plan_export,
 )
-from shoal.serving.export_plan import write_version
-from shoal.serving.export_tables import serving_config
-from shoal.serving.loader import load_servable
+from shoal.serving.export.plan import write_version
+from shoal.serving.export.tables import serving_config
+from shoal.serving.server.loader import load_servable
 from shoal.table import FloatCompressorConfig, MultiHashTable, test_hash_table
 from tests.serving.test_sync_client import instance
 
@@ -299,7 +299,7 @@ def test_a_standalone_export_reloads_to_identical_predictions(tmp_path, net):
 
 @pytest.mark.parametrize(("combiner", "padding"), [("sum", None), ("mean", None), ("mean", -1), ("none", -1)])
 def test_features_are_pooled(combiner, padding):
-    from shoal.serving.program import pool
+    from shoal.serving.server.program import pool
 
     ids = torch.tensor([[1, 2], [3, -1]])
     rows = torch.tensor([[1.0], [2.0], [3.0], [9.0]])
@@ -384,7 +384,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
             raise OSError("disk full")
         real(a, b)
 
-    monkeypatch.setattr("shoal.serving.rollout.os.rename", failing)
+    monkeypatch.setattr("shoal.serving.cluster.rollout.os.rename", failing)
     manager.run_once()
     assert manager.received_versions() == []
     assert not [path for path in receive.rglob("*") if path.is_file()]

@@ -6,7 +6,7 @@ import torch
 from shoal import HashTable
 from shoal.errors import ConfigError, DataError
 from shoal.serving import ExportMode, Feature, ModelExporter
-from shoal.serving.loader import load_servable
+from shoal.serving.server.loader import load_servable
 from shoal.testing.damage import damages
 
 

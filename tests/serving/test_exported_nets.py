@@ -13,10 +13,10 @@ import torch
 
 from shoal.errors import ConfigError, DataError
 from shoal.serving import Feature, ModelExporter
-from shoal.serving.loader import load_servable
-from shoal.serving.manifest import Manifest
-from shoal.serving.program import load_program
-from shoal.serving.program_file import load_exported
+from shoal.serving.export.manifest import Manifest
+from shoal.serving.export.program_file import load_exported
+from shoal.serving.server.loader import load_servable
+from shoal.serving.server.program import load_program
 from shoal.table import test_hash_table
 from tests.serving.test_server import Client, config_of, serve  # noqa: F401
 

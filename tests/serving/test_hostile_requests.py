@@ -21,8 +21,8 @@ from shoal.serving import (
     tensor_from_proto,
     tensor_to_proto,
 )
-from shoal.serving.batching import Batcher
-from shoal.serving.manifest import TensorSpec
+from shoal.serving.export.manifest import TensorSpec
+from shoal.serving.server.batching import Batcher
 from shoal.serving.status import StatusError
 from shoal.table import test_hash_table
 from tests.serving.helpers import Net

@@ -20,8 +20,8 @@ from shoal.serving import (
     ReloadConfigResponse,
     set_address_table,
 )
-from shoal.serving import versions as versions_module
-from shoal.serving.manifest import Manifest
+from shoal.serving.export.manifest import Manifest
+from shoal.serving.server import versions as versions_module
 from shoal.table import test_hash_table
 from tests.serving.helpers import eventually
 from tests.serving.test_server import CODE, Client, config_of, export, fails, serve, value_of  # noqa: F401

@@ -32,13 +32,13 @@ from shoal.serving import (
     create_sync_backend,
     export_ps,
     follow_source,
-    online,
     parameter_sync_client_from_config,
     refresh_sync_config,
     remote_predict,
     set_address_table,
 )
-from shoal.serving.sync_handle import SyncClientHandle
+from shoal.serving.sync import online
+from shoal.serving.sync.handle import SyncClientHandle
 from shoal.table import MultiHashTable, test_hash_table
 from tests.serving.helpers import eventually, free_port
 from tests.serving.test_sync_client import instance, step

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from shoal.serving import GetModelMetadataResponse, ModelServer, SignatureDefMap, export_ps
-from shoal.serving.push import PushClient
-from shoal.serving.quantise import asked_by, check_codecs, fingerprint, known
-from shoal.serving.split import Delta, DeltaBatch
 from shoal.serving.status import StatusError
+from shoal.serving.sync.push import PushClient
+from shoal.serving.sync.quantise import asked_by, check_codecs, fingerprint, known
+from shoal.serving.sync.split import Delta, DeltaBatch
 from shoal.table import FloatCompressorConfig, HashTableConfigInstance, MultiHashTable
 from tests.serving.test_server import CODE, Client, config_of, export, fails
 from tests.serving.test_sync_client import instance

@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from shoal.serving import DirectoryClient, FakeKazooClient
-from shoal.serving.zk_types import NodeExistsError, NoNodeError, NotEmptyError, make_zk_client
+from shoal.serving.cluster.zk_types import NodeExistsError, NoNodeError, NotEmptyError, make_zk_client
 from tests.serving.helpers import ZooKeeper, eventually
 
 pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work

@@ -28,8 +28,8 @@ from shoal.serving import (
     set_address_table,
     tensor_to_proto,
 )
-from shoal.serving.addresses import api_version_of
-from shoal.serving.remote import request_deadline
+from shoal.serving.client.addresses import api_version_of
+from shoal.serving.client.remote import request_deadline
 from tests.serving.helpers import eventually, free_port
 
 

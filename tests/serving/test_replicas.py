@@ -29,9 +29,9 @@ from shoal.serving import (
     choose_version_status,
     gen_model_config,
     refresh_sync_config,
-    replica_manager,
 )
-from shoal.serving.zk_types import KazooState
+from shoal.serving.cluster import replica_manager
+from shoal.serving.cluster.zk_types import KazooState
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
 
@@ -309,7 +309,7 @@ def test_a_replica_that_comes_and_goes_is_watched_once():
 
 
 def test_an_empty_address_in_the_environment_says_that_there_is_none(monkeypatch):
-    from shoal.serving.replica_watcher import is_ipv6_only
+    from shoal.serving.cluster.replica_watcher import is_ipv6_only
 
     monkeypatch.setenv("MY_HOST_IP", "")
     assert is_ipv6_only()

@@ -31,7 +31,7 @@ from shoal.serving import (
     tensor_to_proto,
 )
 from shoal.serving.net_utils import is_open
-from shoal.serving.split import Delta, DeltaBatch
+from shoal.serving.sync.split import Delta, DeltaBatch
 from shoal.table import FloatCompressorConfig, MultiHashTable, test_hash_table
 from tests.serving.helpers import eventually, free_port
 from tests.serving.test_sync_client import instance
@@ -351,8 +351,8 @@ def test_no_request_fails_while_versions_switch_under_load(serve, tmp_path):
 )
 @pytest.mark.parametrize("quantise", [False, True])
 def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, tmp_path, codec, expected, quantise):
-    from shoal.serving.push import PushClient, encode_push
-    from shoal.serving.quantise import encoders
+    from shoal.serving.sync.push import PushClient, encode_push
+    from shoal.serving.sync.quantise import encoders
 
     export(tmp_path, 1, 1, codec=codec)
     server, client = serve(config_of(m=(tmp_path,)))
@@ -371,8 +371,8 @@ def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, 
 @pytest.mark.parametrize("quantise", [False, True])
 def test_pushes_to_a_quantised_multi_table_store_the_same_rows_in_either_form(serve, tmp_path, quantise):
     """Each sub-table in its own form: bytes, half floats, plain floats and signs in one message."""
-    from shoal.serving.push import PushClient, encode_push
-    from shoal.serving.quantise import encoders
+    from shoal.serving.sync.push import PushClient, encode_push
+    from shoal.serving.sync.quantise import encoders
     from shoal.table import HashTableConfigInstance
 
     forms = {

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.serving import PushRequest, RequestSplitter, StatusError, push_request_to_predict, tensor_from_proto
-from shoal.serving.split import DeltaBatch, sendable_parts
+from shoal.serving.sync.split import DeltaBatch, sendable_parts
 
 
 def request_of(tables, multi=False, **fields):

@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from shoal.serving import ClientConfig, DummySyncServer, SyncClientManager, parameter_sync_client_from_config
-from shoal.serving.push import PushClient
-from shoal.serving.touched import History, TouchedPairs
+from shoal.serving.sync.push import PushClient
+from shoal.serving.sync.touched import History, TouchedPairs
 from shoal.table import test_hash_table
 from tests.serving.test_sync_client import FakeClient, address, config_of, push_of, step, sync
 
@@ -92,9 +92,9 @@ def test_a_client_that_cannot_be_closed_does_not_keep_others_from_coming(caplog)
 def test_a_channel_that_cannot_be_opened_again_is_no_end(server, monkeypatch, refused):
     client = PushClient(refused())
     real = PushClient.__init__.__globals__["open_channel"]
-    monkeypatch.setattr("shoal.serving.push.open_channel", lambda *args: 1 / 0)
+    monkeypatch.setattr("shoal.serving.sync.push.open_channel", lambda *args: 1 / 0)
     assert client.push(push_of(1)).status_code == 14
-    monkeypatch.setattr("shoal.serving.push.open_channel", lambda target, *args: real(address(server), *args))
+    monkeypatch.setattr("shoal.serving.sync.push.open_channel", lambda target, *args: real(address(server), *args))
     assert client.push(push_of(1)).status_code == 0
     client.close()
 

@@ -15,9 +15,9 @@ from shoal.serving import (
     create_dummy_sync_client,
     follow_source,
 )
-from shoal.serving.manifest import SignatureSpec, TensorSpec
-from shoal.serving.servable import Servable, Signature
-from shoal.serving.sync_handle import SyncClientHandle
+from shoal.serving.export.manifest import SignatureSpec, TensorSpec
+from shoal.serving.server.servable import Servable, Signature
+from shoal.serving.sync.handle import SyncClientHandle
 from shoal.table import test_hash_table
 from tests.serving.helpers import eventually
 from tests.serving.test_online import commands  # noqa: F401  (the fixture)
@@ -149,7 +149,7 @@ def test_only_a_source_of_this_version_is_followed_and_only_by_a_client_that_pus
 
 
 def test_what_a_source_holds_is_bounded_and_what_it_drops_is_counted(trainer, metrics, monkeypatch):
-    monkeypatch.setattr("shoal.serving.sync_source.CAPACITY", 5)
+    monkeypatch.setattr("shoal.serving.sync.source.CAPACITY", 5)
     pusher = Pusher(trainer)
     for base in range(0, 40, 4):
         trainer.train(*range(base, base + 4))

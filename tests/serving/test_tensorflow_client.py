@@ -16,7 +16,7 @@ import torch
 from google.protobuf import text_format
 
 from shoal.serving import Feature, ModelExporter, ModelServerConfig, gen_model_config
-from shoal.serving.export_tables import export_ps
+from shoal.serving.export.tables import export_ps
 from shoal.table import MultiHashTable, test_hash_table
 from tests.serving.test_online import commands  # noqa: F401
 from tests.serving.test_sync_client import instance

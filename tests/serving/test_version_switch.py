@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.serving import Manifest, ModelServer
-from shoal.serving.push import PushClient
-from shoal.serving.push_info import PushInfo
-from shoal.serving.push_log import PushLog
-from shoal.serving.servable import Servable
-from shoal.serving.split import Delta, DeltaBatch
-from shoal.serving.table_signatures import table_signatures
-from shoal.serving.table_view import TableView
+from shoal.serving.server.push_log import PushLog
+from shoal.serving.server.servable import Servable
+from shoal.serving.server.table_signatures import table_signatures
+from shoal.serving.server.table_view import TableView
+from shoal.serving.sync.push import PushClient
+from shoal.serving.sync.push_info import PushInfo
+from shoal.serving.sync.split import Delta, DeltaBatch
 from shoal.table import MultiHashTable, test_hash_table
 from tests.serving.test_server import Client, config_of, export
 from tests.serving.test_sync_client import instance
@@ -43,7 +43,7 @@ def test_a_log_knows_the_latest_push_of_each_id(pushes, since, merge_between):
 
 
 def test_a_log_is_merged_while_it_grows(monkeypatch):
-    monkeypatch.setattr("shoal.serving.push_log.MERGE_ROWS", 10)
+    monkeypatch.setattr("shoal.serving.server.push_log.MERGE_ROWS", 10)
     log = PushLog()
     for at in range(200):
         log.add(torch.arange(8), float(at))

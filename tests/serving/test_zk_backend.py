@@ -18,7 +18,7 @@ from shoal.serving import (
     map_model_to_layout,
     refresh_sync_config,
 )
-from shoal.serving.zk_types import ConnectionClosedError
+from shoal.serving.cluster.zk_types import ConnectionClosedError
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from shoal.comm import FLAGS, hvd_lib, reset_for_testing
+from shoal.comm import FLAGS, reset_for_testing
+from shoal.comm.horovod import hvd_lib
 from shoal.nn import ReduceSum
 from shoal.sharded import (
     AllToAllHashTable,

@@ -15,9 +15,9 @@ from shoal.durable import folder
 from shoal.errors import PeerError
 from shoal.sharded import Engine, PsClient, Shard, ps_table
 from shoal.sharded.placement.local import LocalServers
-from shoal.sharded.ps.checkpoint import Checkpoints
 from shoal.sharded.ps.protocol import Op, Request, Status
-from shoal.sharded.ps.snapshot import ShardSnapshot
+from shoal.sharded.ps.server.checkpoint import Checkpoints
+from shoal.sharded.ps.server.snapshot import ShardSnapshot
 from shoal.table import (
     AdamOptimizer,
     RandomUniformInitializer,

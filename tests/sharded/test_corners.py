@@ -24,8 +24,8 @@ from shoal.sharded import (
     gen_feature_configs,
     set_remote_predict,
 )
-from shoal.sharded.clip import GradClipType, clip_gradients, sparse_limit
-from shoal.sharded.prefetch_queue import AsyncPushHook, EndOfInput, EnqueueHook, StructureQueue
+from shoal.sharded.monolith.clip import GradClipType, clip_gradients, sparse_limit
+from shoal.sharded.monolith.prefetch_queue import AsyncPushHook, EndOfInput, EnqueueHook, StructureQueue
 from shoal.table import HashTable, PolynomialDecay
 from tests.sharded.helpers import adagrad, config, local, multi_type, native
 

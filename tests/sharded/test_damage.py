@@ -11,10 +11,10 @@ import torch
 
 from shoal.errors import DataError
 from shoal.sharded import Engine, Shard
-from shoal.sharded.ps.checkpoint import Checkpoint
+from shoal.sharded.ps.client.tables import create_request
 from shoal.sharded.ps.protocol import Op, Request, Status
-from shoal.sharded.ps.tables import create_request
-from shoal.sharded.reshard import load_shard, reshard_servers
+from shoal.sharded.ps.reshard import load_shard, reshard_servers
+from shoal.sharded.ps.server.checkpoint import Checkpoint
 from shoal.table import AdamOptimizer, HashTable, RandomUniformInitializer, SlotOccurrenceThresholdConfig
 from tests.sharded.helpers import config
 

@@ -8,8 +8,8 @@ import torch
 
 from shoal.errors import ConfigError, DataError
 from shoal.sharded import Engine, Shard
+from shoal.sharded.ps.client.tables import create_request
 from shoal.sharded.ps.protocol import Op, Request, Status
-from shoal.sharded.ps.tables import create_request
 from tests.sharded.helpers import config
 
 T = torch.tensor

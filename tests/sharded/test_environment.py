@@ -37,7 +37,7 @@ def test_switches_have_one_reading(text, value, monkeypatch):
 
 def test_a_switch_that_cannot_be_read_is_told_at_its_first_use_and_not_by_an_import():
     code = """if True:
-        import os, torch, shoal.sharded.distributed_ps_sync, shoal.sharded.feature_utils
+        import os, torch, shoal.sharded.monolith.distributed_ps_sync, shoal.sharded.monolith.feature_utils
         from shoal.sharded import AllToAllHashTable
         try:
             AllToAllHashTable(2)

@@ -10,7 +10,7 @@ import torch
 from shoal.errors import DeadlineError
 from shoal.sharded import PsClient, ps_table
 from shoal.sharded.placement.local import LocalServers
-from shoal.sharded.reshard import load_shard, reshard_servers
+from shoal.sharded.ps.reshard import load_shard, reshard_servers
 from tests.sharded.helpers import LONG, HashTable
 
 T = torch.tensor

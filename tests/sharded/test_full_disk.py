@@ -18,7 +18,7 @@ import torch
 
 from shoal.errors import DeadlineError, PeerError
 from shoal.sharded import Engine, ParameterServer, PsClient, Shard, ps_table
-from shoal.sharded.ps.tables import create_request
+from shoal.sharded.ps.client.tables import create_request
 from shoal.table import HashTable
 
 faulthandler.dump_traceback_later(300, exit=True)

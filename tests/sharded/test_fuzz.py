@@ -10,8 +10,8 @@ import torch
 import zmq
 
 from shoal.sharded import Engine, Limits, PsClient, Shard, ps_table
-from shoal.sharded.ps import zmtp
 from shoal.sharded.ps.protocol import Op, Request, parse_reply
+from shoal.sharded.ps.server import zmtp
 from tests.sharded.helpers import LONG, config
 
 T = torch.tensor

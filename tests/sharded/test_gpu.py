@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.sharded import AllToAllHashTable, PartitionedHashTable
-from shoal.sharded.distributed_ps_sync import DistributedMultiTypeHashTableMpi
+from shoal.sharded.monolith.distributed_ps_sync import DistributedMultiTypeHashTableMpi
 from shoal.table import MultiHashTable
 from tests.sharded.helpers import adagrad, multi_type, native, run_ranks
 from tests.sharded.test_partitioned import PRE, settings
@@ -108,7 +108,7 @@ def test_an_all_to_all_table_on_nccl():
 
 
 def backend_sends(rank, world):
-    from shoal.sharded.backend import ProcessGroup
+    from shoal.sharded.all_to_all.backend import ProcessGroup
 
     group = ProcessGroup()
     here, there = torch.arange(5), torch.arange(5.0, device="cuda")

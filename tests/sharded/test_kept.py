@@ -122,7 +122,7 @@ def test_what_cannot_be_brought_back_is_refused(tmp_path):
 
 def test_ids_wait_for_admission_on_servers(tmp_path):
     from shoal.nn import HashEmbedding
-    from shoal.table.messages import SlotOccurrenceThresholdConfig
+    from shoal.table.config.messages import SlotOccurrenceThresholdConfig
 
     thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=2).SerializeToString().hex()
     with start(None, "none") as server, PsClient([server.address]) as client:

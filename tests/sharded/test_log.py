@@ -6,7 +6,7 @@ import random
 import pytest
 
 from shoal.errors import DataError
-from shoal.sharded.ps.log import Log, log_files, replay
+from shoal.sharded.ps.server.log import Log, log_files, replay
 
 
 def records(directory, after=0):

@@ -10,8 +10,8 @@ pytest.importorskip("zmq")
 from shoal.cli.main import main
 from shoal.errors import ConfigError, DataError
 from shoal.sharded import Engine, ParameterServer, PsClient, Shard, ps_table
-from shoal.sharded.ps.log import log_files
-from shoal.sharded.reshard import load_shard, reshard_servers
+from shoal.sharded.ps.reshard import load_shard, reshard_servers
+from shoal.sharded.ps.server.log import log_files
 from shoal.table import HashTable
 from tests.sharded.helpers import LONG
 

@@ -13,7 +13,8 @@ import torch
 
 from shoal import _core
 from shoal.errors import PeerError
-from shoal.sharded import AllToAllHashTable, ProcessGroup, same_host
+from shoal.sharded import AllToAllHashTable, ProcessGroup
+from shoal.sharded.all_to_all import same_host
 from tests.sharded.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -72,7 +73,7 @@ def test_ranks_that_disagree_are_told():
 
 
 def exchange(rank, world, shared):
-    from shoal.sharded.same_host import rings_of
+    from shoal.sharded.all_to_all.same_host import rings_of
 
     os.environ["SHOAL_SHARED_MEMORY"] = "1" if shared else "0"
     backend = ProcessGroup()

@@ -27,7 +27,7 @@ from shoal.sharded import (
 )
 from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply, parse_reply, parse_request
 from shoal.sharded.ps.security import generate
-from shoal.sharded.ps.streams import Answer, Streams, Verdict
+from shoal.sharded.ps.server.streams import Answer, Streams, Verdict
 from tests.sharded.helpers import LONG, adagrad, config, told
 
 T = torch.tensor
@@ -664,7 +664,7 @@ def test_a_server_that_cannot_listen_leaves_nothing_behind(servers, tmp_path, ta
 
 
 def test_one_directory_is_served_by_one_process(servers, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.sharded.ps.directory_lock.WAIT_S", 0.1)
+    monkeypatch.setattr("shoal.sharded.ps.server.directory_lock.WAIT_S", 0.1)
     servers(1, "log", tmp_path)
     with pytest.raises(ValueError, match="another process serves from"):
         ParameterServer(Engine(Shard(0, 1), "log", tmp_path / "shard-0")).start()

@@ -7,8 +7,8 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.sharded import Engine, Shard, ps_table
+from shoal.sharded.ps.client.tables import create_request
 from shoal.sharded.ps.protocol import Op, Request, Status
-from shoal.sharded.ps.tables import create_request
 from shoal.table import (
     AdagradOptimizer,
     AdamOptimizer,

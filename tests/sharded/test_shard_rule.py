@@ -38,8 +38,8 @@ def test_ranks_restore_what_the_old_rule_saved(tmp_path):
 
 def five_ranks(rank, world, folder):
     from shoal.durable import MANIFEST, read_folder, read_saved, write_saved
-    from shoal.trainer.checkpoint import Snapshot, load_checkpoint, save_checkpoint
-    from shoal.trainer.ranks import Ranks
+    from shoal.train.loop.checkpoint import Snapshot, load_checkpoint, save_checkpoint
+    from shoal.train.loop.ranks import Ranks
 
     ranks, model = Ranks(), torch.nn.Linear(1, 1)
 

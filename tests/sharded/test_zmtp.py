@@ -14,9 +14,9 @@ import torch
 import zmq
 
 from shoal.sharded import ClientKeys, Engine, Limits, ParameterServer, PsClient, ServerKeys, Shard, ps_table
-from shoal.sharded.ps import plain_router, zmtp
 from shoal.sharded.ps.protocol import Op, Request, Status, parse_reply
 from shoal.sharded.ps.security import generate
+from shoal.sharded.ps.server import plain_router, zmtp
 from tests.sharded.helpers import LONG
 
 T = torch.tensor

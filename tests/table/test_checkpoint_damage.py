@@ -257,7 +257,7 @@ def test_a_save_over_ranks_that_fails_leaves_the_one_before(tmp_path, monkeypatc
     table = AllToAllHashTable(2, optimizer="sgd", name="t").assign(torch.arange(9), torch.ones(9, 2))
     table.save(tmp_path / "t")
     table.assign(torch.arange(4), torch.zeros(4, 2))
-    from shoal.sharded import all_to_all_table
+    from shoal.sharded.all_to_all import table as all_to_all_table
 
     def fails(*_):
         raise OSError(28, "No space left on device")

@@ -307,7 +307,7 @@ def test_the_log_of_removals_does_not_grow_for_ever(tmp_path):
 
 
 def test_serving_tables_cannot_be_saved_but_can_be_restored(tmp_path):
-    from shoal.table.messages import EntryConfig
+    from shoal.table.config.messages import EntryConfig
 
     table = write(make(), range(5), 1)
     save_incremental(table, tmp_path)

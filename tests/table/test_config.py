@@ -18,10 +18,10 @@ from shoal.table import (
     PolynomialDecay,
     SgdOptimizer,
     ZerosInitializer,
-    messages,
 )
-from shoal.table.optim import as_row_optimizer
-from shoal.table.validate import validate_slot_occurrence_threshold_config, validate_table_config
+from shoal.table.config import messages
+from shoal.table.config.optim import as_row_optimizer
+from shoal.table.config.validate import validate_slot_occurrence_threshold_config, validate_table_config
 
 
 def config(segments=None, **fields):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.table import optim
+from shoal.table.config import optim
 
 OF_TORCH = {
     "sgd": (shoal.Sgd, torch.optim.SGD, {}, {}),

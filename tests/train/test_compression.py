@@ -21,7 +21,7 @@ from shoal.train import (
     decompress_gradients,
     topk_count,
 )
-from shoal.train.compression import topk_indices, topk_indices_reference
+from shoal.train.aggregation.compression import topk_indices, topk_indices_reference
 
 
 @pytest.mark.parametrize(

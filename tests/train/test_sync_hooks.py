@@ -29,9 +29,8 @@ from shoal.train import (
     SyncTrainingSaverControlHook,
     TrainingHooksHelper,
     WorkerSyncHook,
-    sync_hooks,
-    sync_training_hooks,
 )
+from shoal.train.hooks import sync_hooks, sync_training_hooks
 
 
 def test_helper_keeps_the_booleans_in_the_store():

@@ -3,9 +3,9 @@
 import resource
 from contextlib import contextmanager
 
+from shoal.train.loop.reporter import Reporter
+from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
-from shoal.trainer.loop import trainer
-from shoal.trainer.reporter import Reporter
 
 SMALL = {
     "model.hidden": [4], "data.shuffle_rows": 1024, "table.dim": 2, "train.batch_size": 128, "train.threads": 1,

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.cli.train_console import summary
 from shoal.testing import run_ranks
-from shoal.trainer.loop import trainer
+from shoal.train.loop.trainer import trainer
 from tests.cli.train_helpers import rows_of
 from tests.trainer.helpers import Told, folders, open_run, run, settings
 

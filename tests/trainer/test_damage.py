@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shoal.data import CRITEO, Stream, make_format
 from shoal.errors import DataError
 from shoal.testing import run_ranks
-from shoal.trainer.loop import trainer
+from shoal.train.loop.trainer import trainer
 from tests.cli.train_helpers import rows_of
 from tests.trainer.helpers import Told, folders, open_run, run, settings
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.testing import run_ranks
-from shoal.trainer.loop import trainer
+from shoal.train.loop.trainer import trainer
 from tests.cli.train_helpers import rows_of
 from tests.trainer.helpers import Told, file_limit, folders, open_run, run, settings
 
@@ -46,7 +46,7 @@ def test_the_last_checkpoint_that_fails_ends_the_run_and_the_one_before_is_whole
 def test_by_time_it_is_tried_again_after_the_time_and_not_after_every_step(data, tmp_path, monkeypatch):
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
-    monkeypatch.setattr("shoal.trainer.saving.time", clock)
+    monkeypatch.setattr("shoal.train.loop.saving.time", clock)
     with open_run(settings(data, tmp_path, out_dot_every_s=60.0))[0] as one, file_limit() as limit:
         assert not one.saver.wants(1)
         now[0] += 61

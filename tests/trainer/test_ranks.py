@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.testing import run_ranks
-from shoal.trainer.ranks import Ranks
+from shoal.train.loop.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(600)
 

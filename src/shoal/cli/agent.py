@@ -7,9 +7,9 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.cli.arguments import parse
-from shoal.cli.security_options import ServeSecurity
-from shoal.cli.stopping import stop_event
+from shoal.cli.shared.arguments import parse
+from shoal.cli.shared.security_options import ServeSecurity
+from shoal.cli.shared.stopping import stop_event
 from shoal.errors import ConfigError
 
 DESCRIPTION = """Run one process of a serving cluster from its agent configuration file.
@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
 
 
 def run(options: Options) -> int:
-    from shoal.serving.agent_config import AgentConfig
-    from shoal.serving.zk_backend import ZKBackend
+    from shoal.serving.cluster.agent_config import AgentConfig
+    from shoal.serving.cluster.zk_backend import ZKBackend
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     config = AgentConfig.from_file(options.config)
@@ -69,7 +69,7 @@ def run(options: Options) -> int:
 
 
 def _operate(options: Options, config, backend) -> int:
-    from shoal.serving.rollout import declare_saved_model, map_model_to_layout
+    from shoal.serving.cluster.rollout import declare_saved_model, map_model_to_layout
 
     if options.declare:
         print(f"declared {declare_saved_model(backend, options.declare, overwrite=options.overwrite)}")
@@ -85,11 +85,11 @@ def _operate(options: Options, config, backend) -> int:
 
 
 def _unified(options: Options, config, stop: threading.Event) -> int:
-    from shoal.serving.addresses import AgentHeartbeat, set_address_table
-    from shoal.serving.agent import UnifiedAgent
+    from shoal.serving.client.addresses import AgentHeartbeat, set_address_table
+    from shoal.serving.cluster.agent import UnifiedAgent
+    from shoal.serving.cluster.zk_backend import ZKBackend
     from shoal.serving.net_utils import concat_ip_and_port
-    from shoal.serving.server import ModelServer
-    from shoal.serving.zk_backend import ZKBackend
+    from shoal.serving.server.server import ModelServer
 
     security = options.security.build()
     server = ModelServer(
@@ -122,9 +122,9 @@ def _unified(options: Options, config, stop: threading.Event) -> int:
 
 
 def _one_model(options: Options, config, stop: threading.Event) -> int:
+    from shoal.serving.cluster.serving_agent import ServingAgent
+    from shoal.serving.cluster.zk_types import make_zk_client
     from shoal.serving.net_utils import concat_ip_and_port
-    from shoal.serving.serving_agent import ServingAgent
-    from shoal.serving.zk_types import make_zk_client
 
     if not config.base_name:
         raise ConfigError(f"{options.config}: base_name is missing")

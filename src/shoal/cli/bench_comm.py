@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     _check_picture(options.out)
     import torch.distributed as dist
 
-    from shoal.comm import bench, hvd_lib
+    from shoal.comm.horovod import bench, hvd_lib
 
     over = bench.sizes(parse_size(options.smallest), parse_size(options.largest))
     operations = [op for op in options.ops.split(",") if op]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from shoal.cli.arguments import Verbs, run_verb
 from shoal.cli.gather_simulate import Simulate, simulate
+from shoal.cli.shared.arguments import Verbs, run_verb
 from shoal.errors import ConfigError
 
 EXAMPLE = """examples:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.arguments import parse
-from shoal.cli.console import make_console, print_json, print_table, show_bytes
+from shoal.cli.shared.arguments import parse
+from shoal.cli.shared.console import make_console, print_json, print_table, show_bytes
 from shoal.errors import ConfigError, UsageError
 
 DESCRIPTION = """Say what training will need on 1 to 1,000 hosts, by all-to-all and by parameter servers: memory,

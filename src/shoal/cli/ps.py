@@ -11,8 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from shoal.cli.arguments import Verbs, parse, run_verb
-from shoal.cli.stopping import stop_event
+from shoal.cli.shared.arguments import Verbs, parse, run_verb
+from shoal.cli.shared.stopping import stop_event
 from shoal.errors import UsageError
 
 EXAMPLES = """examples:
@@ -137,12 +137,12 @@ def main(argv: list[str]) -> int:
 
 
 def serve(options: Serve) -> int:
-    from shoal.sharded.ps.engine import Engine
+    from shoal.sharded.ps.client.tables import create_request, load_tables
     from shoal.sharded.ps.limits import Limits
     from shoal.sharded.ps.security import ServerKeys
-    from shoal.sharded.ps.server import ParameterServer
-    from shoal.sharded.ps.shard import Shard
-    from shoal.sharded.ps.tables import create_request, load_tables
+    from shoal.sharded.ps.server.engine import Engine
+    from shoal.sharded.ps.server.server import ParameterServer
+    from shoal.sharded.ps.server.shard import Shard
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     folder = None if options.dir is None else options.dir / f"shard-{options.shard:05d}"
@@ -197,7 +197,7 @@ def keygen(options: Keygen) -> int:
 
 
 def reshard(options: Reshard) -> int:
-    from shoal.sharded.reshard import reshard_servers
+    from shoal.sharded.ps.reshard import reshard_servers
 
     if not options.source.is_dir():
         raise UsageError(f"--source {options.source}: there is no such directory")
@@ -207,7 +207,7 @@ def reshard(options: Reshard) -> int:
 
 
 def status(options: Status) -> int:
-    from shoal.sharded.ps.client import PsClient
+    from shoal.sharded.ps.client.client import PsClient
     from shoal.sharded.ps.security import ClientKeys
 
     if not options.addresses:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.arguments import parse
-from shoal.cli.security_options import ServeSecurity
-from shoal.cli.stopping import stop_event
+from shoal.cli.shared.arguments import parse
+from shoal.cli.shared.security_options import ServeSecurity
+from shoal.cli.shared.stopping import stop_event
 from shoal.errors import ConfigError, UsageError
 
 DESCRIPTION = """Serve exported models over TF-Serving's gRPC and REST interfaces, taking pushed rows while serving.
@@ -80,8 +80,8 @@ def serve(options: Options) -> int:
 
     from shoal import set_num_threads
     from shoal.serving.net_utils import concat_ip_and_port
-    from shoal.serving.process import tune_server_process
-    from shoal.serving.server import ModelServer
+    from shoal.serving.server.process import tune_server_process
+    from shoal.serving.server.server import ModelServer
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if (options.model_dir is None) == (options.config is None):
@@ -166,9 +166,9 @@ def _root(path: Path) -> Path:
 def models_of(options: Options) -> tuple[Any, dict[str, str], list[tuple[str, str, str]]]:
     """(server config, alias -> model, bindings as (model, sub-graph, served name)) of a directory."""
     from shoal.proto.serving.tf_serving_pb2 import ModelServerConfig
-    from shoal.serving.agent_utils import gen_model_config
-    from shoal.serving.manifest import Manifest
-    from shoal.serving.rollout import newest_version
+    from shoal.serving.cluster.agent_utils import gen_model_config
+    from shoal.serving.cluster.rollout import newest_version
+    from shoal.serving.export.manifest import Manifest
 
     config, aliases, bindings = ModelServerConfig(), {}, []
     if options.config is not None:
@@ -203,7 +203,7 @@ def models_of(options: Options) -> tuple[Any, dict[str, str], list[tuple[str, st
 
 def _route(options: Options, server: Any, config: Any) -> None:
     """Where an entry finds its embedding shards: the agent's table, or this very process."""
-    from shoal.serving.addresses import AgentHeartbeat, set_address_table
+    from shoal.serving.client.addresses import AgentHeartbeat, set_address_table
 
     if options.agent_port is not None:
         set_address_table(AgentHeartbeat(f"localhost:{options.agent_port}"))
@@ -216,9 +216,9 @@ class _Registration:
     """This server in a registry: its address, and which models it can answer for."""
 
     def __init__(self, options: Options, server: Any, bindings: list[tuple[str, str, str]]) -> None:
+        from shoal.serving.cluster.records import Container
+        from shoal.serving.cluster.zk_backend import ZKBackend
         from shoal.serving.net_utils import concat_ip_and_port, get_local_server_addr
-        from shoal.serving.records import Container
-        from shoal.serving.zk_backend import ZKBackend
 
         self._server, self._bindings = server, bindings
         own = get_local_server_addr(server.port) if options.host in ("0.0.0.0", "::") else server.address
@@ -233,7 +233,7 @@ class _Registration:
         self._thread.start()
 
     def _report(self) -> None:
-        from shoal.serving.records import ContainerServiceInfo, SavedModel
+        from shoal.serving.cluster.records import ContainerServiceInfo, SavedModel
 
         self._backend.report_service_info(self._container, ContainerServiceInfo(grpc=self._address, http=self._rest))
         ready = {SavedModel(model, sub) for model, sub, name in self._bindings if self._server.model(name).current()}

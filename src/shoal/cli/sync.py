@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.cli.arguments import parse
-from shoal.cli.security_options import CallSecurity
-from shoal.cli.stopping import stop_event
+from shoal.cli.shared.arguments import parse
+from shoal.cli.shared.security_options import CallSecurity
+from shoal.cli.shared.stopping import stop_event
 from shoal.errors import ConfigError, UsageError, missing_extra
 
 DESCRIPTION = """Push freshly trained rows from a trainer or parameter server to all serving replicas.
@@ -77,7 +77,7 @@ class _Fixed:
 
 
 def _backend(options: Options) -> Any:
-    from shoal.serving.online import OnlineTrainingConfig, create_sync_backend
+    from shoal.serving.sync.online import OnlineTrainingConfig, create_sync_backend
 
     if options.target:
         return _Fixed(options.model, options.target)
@@ -97,11 +97,11 @@ def _backend(options: Options) -> Any:
 
 def sync(options: Options) -> int:
     """Rounds until SIGTERM or SIGINT, or one with ``once``."""
-    from shoal.serving.manager import SyncClientManager
-    from shoal.serving.online import SyncLoop
-    from shoal.serving.push import PushClient
-    from shoal.serving.sync_handle import SyncClientHandle
-    from shoal.serving.sync_source import follow_source
+    from shoal.serving.sync.handle import SyncClientHandle
+    from shoal.serving.sync.manager import SyncClientManager
+    from shoal.serving.sync.online import SyncLoop
+    from shoal.serving.sync.push import PushClient
+    from shoal.serving.sync.source import follow_source
 
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr

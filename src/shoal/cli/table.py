@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.arguments import run_verb
-from shoal.cli.console import counting, print_json, print_table, show_bytes, show_time
+from shoal.cli.shared.arguments import run_verb
+from shoal.cli.shared.console import counting, print_json, print_table, show_bytes, show_time
 from shoal.cli.table_options import Diff, Export, FromMonolith, Get, Import, Ls, Reshard, Stat, Top, Verify
 from shoal.errors import ConfigError, DataError, missing_extra
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.arguments import parse
-from shoal.cli.console import make_console, print_json, show_bytes
+from shoal.cli.shared.arguments import parse
+from shoal.cli.shared.console import make_console, print_json, show_bytes
 from shoal.cli.top_metrics import Reading, Status, parse_metrics, summarise
 from shoal.errors import ConfigError, DataError, UsageError
 
@@ -171,7 +171,7 @@ def discover(directory: Path) -> list[str]:
 
 def registered(registry: str, bzid: str) -> list[str]:
     """The HTTP addresses of the replicas in a registry."""
-    from shoal.serving.zk_backend import ZKBackend
+    from shoal.serving.cluster.zk_backend import ZKBackend
 
     backend = ZKBackend(bzid, registry)
     backend.start()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.arguments import parse
+from shoal.cli.shared.arguments import parse
 from shoal.errors import ConfigError, UsageError
 
 _ABOUT = """Train a model on files of clicks: Criteo TSV, CSV, Parquet, TFRecord or example records.
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
         return _generate(flags)
     if flags.init is not None:
         return _init(flags)
-    from shoal.trainer.toml import load_config
+    from shoal.train.loop.toml import load_config
 
     if flags.config is None and flags.train is None:
         raise UsageError("what to train on? Give a CONFIG.toml or --train FILE …; --init DIR writes a first one")
@@ -141,8 +141,8 @@ def changes(flags: Flags) -> dict[str, Any]:
 
 def _train(flags: Flags, config: Any) -> int:
     from shoal.cli.train_console import make_reporter
-    from shoal.trainer.loop import trainer
-    from shoal.trainer.ranks import Ranks, naming_the_lost
+    from shoal.train.loop.ranks import Ranks, naming_the_lost
+    from shoal.train.loop.trainer import trainer
 
     ranks = Ranks()
     with (

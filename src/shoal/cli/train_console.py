@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from shoal.trainer.config import Config
-from shoal.trainer.reporter import Reporter
+from shoal.train.loop.config import Config
+from shoal.train.loop.reporter import Reporter
 
 
 @contextmanager

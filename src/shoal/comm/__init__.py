@@ -1,22 +1,7 @@
 """Who am I, and how bytes reach the others."""
 
-from shoal.comm import device_utils, distribution_utils, hvd_lib
-from shoal.comm.config import DistributedConfig
-from shoal.comm.device_utils import (
-    default_device_fn,
-    device_rule,
-    disable_gpu_training,
-    enable_gpu_training,
-    get_device_fn,
-    get_visible_gpus,
-    input_device_fn,
-    is_gpu_training,
-    maybe_device_if_allowed,
-    model_device_fn,
-    serving_input_device_fn,
-    within_placement_context_of,
-)
-from shoal.comm.distribution_utils import (
+from shoal.comm.horovod import distribution_utils, hvd_lib
+from shoal.comm.horovod.distribution_utils import (
     FLAGS,
     A2aPlan,
     BroadcastGlobalVariablesHook,
@@ -47,11 +32,27 @@ from shoal.comm.distribution_utils import (
     try_init_cuda,
     update_session_config_for_gpu,
 )
-from shoal.comm.in_process import InProcessTransport
-from shoal.comm.mpi import MpiTransport
-from shoal.comm.process_group import ProcessGroupTransport
-from shoal.comm.serialization import deserialize_tensors, serialize_tensors
-from shoal.comm.transport import Transport
+from shoal.comm.launch import device_utils
+from shoal.comm.launch.config import DistributedConfig
+from shoal.comm.launch.device_utils import (
+    default_device_fn,
+    device_rule,
+    disable_gpu_training,
+    enable_gpu_training,
+    get_device_fn,
+    get_visible_gpus,
+    input_device_fn,
+    is_gpu_training,
+    maybe_device_if_allowed,
+    model_device_fn,
+    serving_input_device_fn,
+    within_placement_context_of,
+)
+from shoal.comm.ranks.in_process import InProcessTransport
+from shoal.comm.ranks.mpi import MpiTransport
+from shoal.comm.ranks.process_group import ProcessGroupTransport
+from shoal.comm.ranks.serialization import deserialize_tensors, serialize_tensors
+from shoal.comm.ranks.transport import Transport
 from shoal.errors import (
     AggregationError,
     CompressionError,

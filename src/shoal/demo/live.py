@@ -71,7 +71,7 @@ def run_live(
     config: StreamConfig, seconds: float, progress: Callable[[str, int, int, float], None] | None = None
 ) -> Live:
     """Learns a third of the stream, exports, and goes on learning while two replicas answer for ``seconds``."""
-    from shoal.serving.sync_handle import SyncClientHandle
+    from shoal.serving.sync.handle import SyncClientHandle
 
     torch.manual_seed(config.seed)
     table = Collisionless(EXPIRE_DAYS, config.seed)
@@ -170,7 +170,7 @@ def _serve_and_learn(
     progress: Any,
 ) -> Live:
     from shoal.serving import SyncLoop, set_address_table
-    from shoal.serving.backends import SyncBackend
+    from shoal.serving.cluster.backends import SyncBackend
 
     replicas = [_Replica(folder) for _ in LABELS]
 

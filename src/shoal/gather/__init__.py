@@ -1,12 +1,9 @@
 """Peers' updates: store, gather, merge, outer update."""
 
 from shoal.errors import ConfigError
-from shoal.gather.artifact import ArtifactReader
-from shoal.gather.artifact_writer import write_artifact
-from shoal.gather.codec import dequantize, pack12, quantize, unpack12
-from shoal.gather.compress import Compressor, compress, decompress, pseudo_gradient
+from shoal.gather.artifact.reader import ArtifactReader
+from shoal.gather.artifact.writer import write_artifact
 from shoal.gather.config import GatherConfig
-from shoal.gather.container import dump_payload, load_payload, save_payload
 from shoal.gather.errors import (
     AlreadyApplied,
     BudgetTooSmall,
@@ -20,25 +17,28 @@ from shoal.gather.errors import (
     UpdateInterrupted,
     fault,
 )
-from shoal.gather.merge import GatherResult, Manifest, as_partials, merge, merge_reports
 from shoal.gather.metrics import param_norms, quality_metrics
-from shoal.gather.overlap import (
+from shoal.gather.payload.codec import dequantize, pack12, quantize, unpack12
+from shoal.gather.payload.compress import Compressor, compress, decompress, pseudo_gradient
+from shoal.gather.payload.container import dump_payload, load_payload, save_payload
+from shoal.gather.payload.overlap import (
     SEVERITY_MULTIPLIERS,
     OverlapReport,
     index_overlap,
     overlap_severity,
     overlap_signature,
 )
-from shoal.gather.partial import PartialGatherResult, RankReport
-from shoal.gather.payload_ref import PayloadRef
-from shoal.gather.plan import GatherPlan, assign, chunk_ranges, select_reserves
-from shoal.gather.protocol import agather, gather
-from shoal.gather.spec import GradientSpec, ParamSpec, QuantSpec
+from shoal.gather.payload.payload_ref import PayloadRef
+from shoal.gather.payload.spec import GradientSpec, ParamSpec, QuantSpec
+from shoal.gather.payload.validate import PayloadInfo, payload_digest, validate_payload
+from shoal.gather.protocol.gather import agather, gather
+from shoal.gather.protocol.merge import GatherResult, Manifest, as_partials, merge, merge_reports
+from shoal.gather.protocol.partial import PartialGatherResult, RankReport
+from shoal.gather.protocol.plan import GatherPlan, assign, chunk_ranges, select_reserves
+from shoal.gather.protocol.window import WindowReport, run_window
 from shoal.gather.stores import BucketRef, LocalDirStore, MemoryObject, MemoryStore, ObjectInfo, PayloadStore, S3Store
-from shoal.gather.tiles import TilePlan, UpdateLedger, clip_factors, tile_plan
-from shoal.gather.update import UpdateReport, outer_update
-from shoal.gather.validate import PayloadInfo, payload_digest, validate_payload
-from shoal.gather.window import WindowReport, run_window
+from shoal.gather.update.outer import UpdateReport, outer_update
+from shoal.gather.update.tiles import TilePlan, UpdateLedger, clip_factors, tile_plan
 
 __all__ = [
     "SEVERITY_MULTIPLIERS",

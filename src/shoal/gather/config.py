@@ -5,8 +5,8 @@ import os
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
-from shoal.gather.plan import GatherPlan
-from shoal.gather.spec import GradientSpec
+from shoal.gather.payload.spec import GradientSpec
+from shoal.gather.protocol.plan import GatherPlan
 
 _REAL = ("retry_interval_s", "late_grace_s", "max_abs_value", "control_timeout_s")  # the other limits are counts
 

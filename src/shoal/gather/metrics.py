@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.gather.merge import GatherResult, Source, merge
-from shoal.gather.overlap import OverlapReport
-from shoal.gather.plan import GatherPlan
-from shoal.gather.spec import GradientSpec
-from shoal.gather.tiles import clip_factors
-from shoal.gather.update import UpdateReport
+from shoal.gather.payload.overlap import OverlapReport
+from shoal.gather.payload.spec import GradientSpec
+from shoal.gather.protocol.merge import GatherResult, Source, merge
+from shoal.gather.protocol.plan import GatherPlan
+from shoal.gather.update.outer import UpdateReport
+from shoal.gather.update.tiles import clip_factors
 
 log = logging.getLogger("shoal.gather")
 

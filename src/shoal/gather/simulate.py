@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError, DeadlineError
-from shoal.gather.compress import compress
 from shoal.gather.config import GatherConfig
-from shoal.gather.container import dump_payload
-from shoal.gather.plan import GatherPlan
-from shoal.gather.spec import GradientSpec
+from shoal.gather.payload.compress import compress
+from shoal.gather.payload.container import dump_payload
+from shoal.gather.payload.spec import GradientSpec
+from shoal.gather.protocol.plan import GatherPlan
+from shoal.gather.protocol.window import run_window
 from shoal.gather.stores.memory import MemoryObject, MemoryStore
-from shoal.gather.window import run_window
 
 WINDOW = 1
 TIME_MAX_US = 1_000_000

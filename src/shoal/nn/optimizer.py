@@ -14,7 +14,7 @@ from shoal.nn.amp import RowParameter
 from shoal.nn.module import TableModule
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.slot import TableSlot, slot_of
-from shoal.table.entry import check_rate
+from shoal.table.config.entry import check_rate
 
 
 class SparseOptimizer(torch.optim.Optimizer):

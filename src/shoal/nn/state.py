@@ -8,7 +8,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.errors import DataError
 from shoal.table.arguments import MAX_TIME
-from shoal.table.messages import EntryConfig
+from shoal.table.config.messages import EntryConfig
 from shoal.table.table import HashTable
 
 NAMES = ("ids", "rows", "state", "times", "config", "scales")

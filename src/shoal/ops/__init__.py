@@ -1,9 +1,7 @@
 """Distribution ops: pure functions on tensors, each with its gradient."""
 
-from importlib import import_module
-from typing import Any
-
 from shoal.fid import make_v1, make_v2, slot_v1, slot_v2, v1_to_v2
+from shoal.lazy import exports
 from shoal.ops.aligned import ALIGN, aligned_flat_concat, aligned_flat_split
 from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
 from shoal.ops.layout import flatten_layout, fused_embedding_to_layout, fused_embedding_to_layout_grad, nest_layout
@@ -44,18 +42,22 @@ from shoal.proto.feature_configs import (
 )
 from shoal.ragged import Ragged
 
-# They live one layer down, with the modules that use them.
-_COMBINERS = ("Combiner", "FirstN", "ReduceMean", "ReduceSum")
-# The wire form of a batch, which `sharding_sparse_fids` takes; imported on first use.
-_MESSAGES = {
-    "Example": "example_pb2",
-    "ExampleBatch": "example_pb2",
-    "Feature": "example_pb2",
-    "FidList": "example_pb2",
-    "Instance": "instance_pb2",
-    "NamedFeature": "example_pb2",
-    "NamedFeatureList": "example_pb2",
-}
+# Combiners are modules of the layer below; messages are the wire form of a batch. Both are imported on first use.
+_LAZY, __getattr__, _ = exports(
+    __name__,
+    {
+        "shoal.nn.combiners": ("Combiner", "FirstN", "ReduceMean", "ReduceSum"),
+        "shoal.proto.example_pb2": (
+            "Example",
+            "ExampleBatch",
+            "Feature",
+            "FidList",
+            "NamedFeature",
+            "NamedFeatureList",
+        ),
+        "shoal.proto.instance_pb2": ("Instance",),
+    },
+)
 
 __all__ = [
     "ALIGN",
@@ -105,16 +107,5 @@ __all__ = [
     "split_by_indices",
     "unique_key_with_value_and_offset",
     "v1_to_v2",
-    *_COMBINERS,
-    *_MESSAGES,
+    *_LAZY,
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _COMBINERS:
-        from shoal.nn import combiners
-
-        return getattr(combiners, name)
-    if name in _MESSAGES:
-        return getattr(import_module(f"shoal.proto.{_MESSAGES[name]}"), name)
-    raise AttributeError(f"module 'shoal.ops' has no attribute {name!r}")

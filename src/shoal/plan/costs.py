@@ -152,7 +152,7 @@ def _tables() -> dict[str, float]:
 
     import shoal
     from shoal.sharded import AllToAllHashTable
-    from shoal.sharded.backend import SingleRank
+    from shoal.sharded.all_to_all.backend import SingleRank
 
     of: dict[str, dict[int, float]] = {"lookup": {}, "update": {}, "pool": {}, "route": {}}
     overhead = 0.0
@@ -222,9 +222,9 @@ def _servers() -> dict[str, float]:
     import torch
 
     from shoal.sharded import PsClient, ps_table
-    from shoal.sharded.ps.engine import Engine
-    from shoal.sharded.ps.server import ParameterServer
-    from shoal.sharded.ps.shard import Shard
+    from shoal.sharded.ps.server.engine import Engine
+    from shoal.sharded.ps.server.server import ParameterServer
+    from shoal.sharded.ps.server.shard import Shard
 
     server = ParameterServer(Engine(Shard(0, 1)))
     server.start()

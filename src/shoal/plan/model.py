@@ -54,7 +54,7 @@ class Estimate:
 @lru_cache(maxsize=256)
 def state_bytes(optimizer: str, dim: int) -> int:
     """Bytes of optimizer state in a row."""
-    from shoal.table.messages import OptimizerDump
+    from shoal.table.config.messages import OptimizerDump
     from shoal.table.offline.exchange import initial_state
 
     floats = 0

@@ -13,7 +13,7 @@ from shoal.sharded.export import check_writable
 from shoal.sharded.fan_out import fan_out
 from shoal.sharded.route import RouteCache, one_dim, positions_of_shards, split_rows
 from shoal.table.arguments import as_int, as_time
-from shoal.table.entry import HashTableConfigInstance
+from shoal.table.config.entry import HashTableConfigInstance
 
 
 class DistributedHashTable:

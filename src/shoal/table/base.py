@@ -14,12 +14,12 @@ from shoal import _core
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import registry
 from shoal.table.arguments import check_rates
-from shoal.table.entry import HashTableConfigInstance
+from shoal.table.config.entry import HashTableConfigInstance
+from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig, HashTableProto
+from shoal.table.config.native import native_expiry, native_layout
+from shoal.table.config.validate import validate_table_config
 from shoal.table.eviction import BackgroundEviction
 from shoal.table.export_mode import is_exporting
-from shoal.table.messages import EmbeddingHashTableConfig, EntryConfig, HashTableProto
-from shoal.table.native import native_expiry, native_layout
-from shoal.table.validate import validate_table_config
 
 _BAD_GRADIENT = {"raise": 0, "skip": 1, "ignore": 2}
 

@@ -17,7 +17,7 @@ from shoal.errors import ConfigError, DataError
 from shoal.host import as_tensor
 from shoal.table.arguments import as_flat, as_ids, as_int, as_time, check_rates
 from shoal.table.clock import Now
-from shoal.table.messages import EntryDump
+from shoal.table.config.messages import EntryDump
 from shoal.table.table import HashTable
 
 INT32_MAX = (1 << 31) - 1

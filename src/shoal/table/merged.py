@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.table.arguments import as_ids, as_rows, device_of
-from shoal.table.entry import HashTableConfigInstance, infer_dim_size
+from shoal.table.config.entry import HashTableConfigInstance, infer_dim_size
 
 _LEGACY = re.compile(r"^fc_slot_[0-9]*$")
 

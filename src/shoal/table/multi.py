@@ -11,9 +11,9 @@ from torch import Tensor
 from shoal.table import registry
 from shoal.table.arguments import as_ids, as_rows, as_time
 from shoal.table.base import sync_handle
-from shoal.table.cached_config import CachedConfig, convert_to_cached_config
-from shoal.table.entry import HashTableConfigInstance
-from shoal.table.messages import MultiHashTableProto
+from shoal.table.config.cached_config import CachedConfig, convert_to_cached_config
+from shoal.table.config.entry import HashTableConfigInstance
+from shoal.table.config.messages import MultiHashTableProto
 from shoal.table.raw import RawTables
 from shoal.table.table import HashTable, check_values
 

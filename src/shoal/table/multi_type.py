@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.table.arguments import CPU, as_ids, as_int, as_rows, as_time, device_of
-from shoal.table.entry import HashTableConfigInstance
+from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.fused import FusedCalls
 from shoal.table.table import HashTable, check_values
 

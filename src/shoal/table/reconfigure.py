@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.errors import ConfigError, UnsupportedError
-from shoal.table.messages import EmbeddingHashTableConfig, EntryConfig
+from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig
 from shoal.table.table import HashTable
 
 

@@ -6,18 +6,18 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shoal.table.compressors import Fp32Compressor
-from shoal.table.entry import CombineAsSegment, HashTableConfigInstance, LearningRate
-from shoal.table.filters import create_hash_filter
-from shoal.table.initializers import ZerosInitializer
-from shoal.table.messages import (
+from shoal.table.config.compressors import Fp32Compressor
+from shoal.table.config.entry import CombineAsSegment, HashTableConfigInstance, LearningRate
+from shoal.table.config.initializers import ZerosInitializer
+from shoal.table.config.messages import (
     CuckooEmbeddingHashTableConfig,
     EmbeddingHashTableConfig,
     EntryConfig,
     SlotExpireTimeConfig,
     SlotOccurrenceThresholdConfig,
 )
-from shoal.table.optimizers import AdagradOptimizer, SgdOptimizer
+from shoal.table.config.optimizers import AdagradOptimizer, SgdOptimizer
+from shoal.table.filters.admission import create_hash_filter
 from shoal.table.table import HashTable, hash_table_from_config
 
 _unnamed = itertools.count()

@@ -17,8 +17,8 @@ from shoal.table import registry
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.base import TableBase
 from shoal.table.clock import Now, now
-from shoal.table.entry import HashTableConfigInstance, LearningRate
-from shoal.table.options import config_of_options
+from shoal.table.config.entry import HashTableConfigInstance, LearningRate
+from shoal.table.config.options import config_of_options
 
 # Methods that take addresses are called on the class: torch.compile, which leaves them to the interpreter, loses the
 # object of a bound one.

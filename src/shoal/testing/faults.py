@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.comm.transport import Transport
+from shoal.comm.ranks.transport import Transport
 from shoal.errors import ConfigError, TransportError
 
 ACTIONS = ("fail", "die", "hang", "delay", "drop", "duplicate", "corrupt", "truncate")

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shoal.comm.in_process import InProcessTransport
+from shoal.comm.ranks.in_process import InProcessTransport
 from shoal.errors import DeadlineError
 
 

@@ -1,13 +1,11 @@
 """Data- and pipeline-parallel training pieces."""
 
-from typing import Any
-
-from shoal.comm.config import DistributedConfig
-from shoal.comm.hooks import BroadcastGlobalVariablesHook, ByteCCLTelemetryHook, RunContext, SessionRunHook
-from shoal.comm.in_process import InProcessTransport
-from shoal.comm.process_group import ProcessGroupTransport
-from shoal.comm.serialization import deserialize_tensors, serialize_tensors
-from shoal.comm.transport import Transport
+from shoal.comm.horovod.hooks import BroadcastGlobalVariablesHook, ByteCCLTelemetryHook, RunContext, SessionRunHook
+from shoal.comm.launch.config import DistributedConfig
+from shoal.comm.ranks.in_process import InProcessTransport
+from shoal.comm.ranks.process_group import ProcessGroupTransport
+from shoal.comm.ranks.serialization import deserialize_tensors, serialize_tensors
+from shoal.comm.ranks.transport import Transport
 from shoal.errors import (
     AggregationError,
     CompressionError,
@@ -19,23 +17,33 @@ from shoal.errors import (
     StepAborted,
     TransportError,
 )
-from shoal.train.aggregate import GradientAggregator, LocalAggregator
-from shoal.train.all_reduce import AllReduceAggregator
-from shoal.train.compressed import CompressedAggregator
-from shoal.train.compression import (
+from shoal.lazy import exports
+from shoal.train.aggregation.aggregate import GradientAggregator, LocalAggregator
+from shoal.train.aggregation.all_reduce import AllReduceAggregator
+from shoal.train.aggregation.compressed import CompressedAggregator
+from shoal.train.aggregation.compression import (
     CompressedGradient,
     TopKCompressor,
     compress_gradients,
     decompress_gradients,
     topk_count,
 )
-from shoal.train.ddp_hooks import TopKState, make_hook, topk_hook
-from shoal.train.eof_aware import EofAwareTask
-from shoal.train.hierarchical import HierarchicalAggregator
-from shoal.train.overlap import OverlappedReducer
-from shoal.train.parameter_server import ParameterServer
-from shoal.train.pipeline import PipelineRunner, StepOutput
-from shoal.train.schedule import (
+from shoal.train.aggregation.ddp_hooks import TopKState, make_hook, topk_hook
+from shoal.train.aggregation.hierarchical import HierarchicalAggregator
+from shoal.train.aggregation.overlap import OverlappedReducer
+from shoal.train.aggregation.parameter_server import ParameterServer
+from shoal.train.hooks.eof_aware import EofAwareTask
+from shoal.train.hooks.sync_hooks import ChiefSyncHook, SyncHelper, TrainingHooksHelper, WorkerSyncHook
+from shoal.train.hooks.sync_training_hooks import (
+    ReqTimeControlDumpHook,
+    SyncTrainingBarrierSaverListener,
+    SyncTrainingForceDumpHook,
+    SyncTrainingInfoHook,
+    SyncTrainingSaverControlHook,
+    add_mpi_exception_hook,
+)
+from shoal.train.pipeline.runner import PipelineRunner, StepOutput
+from shoal.train.pipeline.schedule import (
     PipelineParallelConfig,
     PipelineStage,
     schedule_actions,
@@ -44,15 +52,6 @@ from shoal.train.schedule import (
 )
 from shoal.train.sharding import full_tensor, gather_shards, local_shard, shard_module, shard_sizes, shard_tensor
 from shoal.train.step import DataParallelConfig, EpochMetrics, distributed_train_step, train_epoch_distributed
-from shoal.train.sync_hooks import ChiefSyncHook, SyncHelper, TrainingHooksHelper, WorkerSyncHook
-from shoal.train.sync_training_hooks import (
-    ReqTimeControlDumpHook,
-    SyncTrainingBarrierSaverListener,
-    SyncTrainingForceDumpHook,
-    SyncTrainingInfoHook,
-    SyncTrainingSaverControlHook,
-    add_mpi_exception_hook,
-)
 
 __all__ = [
     "AggregationError",
@@ -120,9 +119,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "ParameterSyncHook":  # needs the clients of the layer above, so it is looked up when it is asked for
-        from shoal.serving.online import ParameterSyncHook
-
-        return ParameterSyncHook
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# The loop behind `shoal train` imports everything else, and the hook that pushes rows needs the serving clients.
+_LAZY, __getattr__, _ = exports(
+    __name__,
+    {
+        "shoal.serving.sync.online": ("ParameterSyncHook",),
+        "shoal.train.loop.config": ("Config",),
+        "shoal.train.loop.toml": ("load_config",),
+        "shoal.train.loop.trainer": ("Trainer",),
+    },
+)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.config import DistributedConfig
+from shoal.comm.launch.config import DistributedConfig
 from shoal.errors import AggregationError, ConfigError, StepAborted, TransportError
-from shoal.train.aggregate import GradientAggregator
+from shoal.train.aggregation.aggregate import GradientAggregator
 
 OK, FAILED, ENDED = 0, 1, 2  # what ranks tell each other
 _END = object()

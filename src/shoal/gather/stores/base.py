@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from shoal.gather.plan import check_name, check_uid, check_window
+from shoal.gather.protocol.plan import check_name, check_uid, check_window
 
 if TYPE_CHECKING:
-    from shoal.gather.artifact import ArtifactReader
+    from shoal.gather.artifact.reader import ArtifactReader
 
 EXTENSIONS = ("safetensors", "pt")
 READ_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from shoal.gather.errors import ObjectChanged, StoreError
 from shoal.gather.stores.base import EXTENSIONS, READ_BYTES, ObjectInfo, artifact_name, payload_name
 
 if TYPE_CHECKING:
-    from shoal.gather.artifact import ArtifactReader
+    from shoal.gather.artifact.reader import ArtifactReader
 
 
 class LocalDirStore:
@@ -101,7 +101,7 @@ class LocalDirStore:
             raise StoreError(f"{target.name}: {error.strerror}") from error
 
     async def open_artifact(self, window: int, version: str) -> "ArtifactReader | None":
-        from shoal.gather.artifact import ArtifactReader
+        from shoal.gather.artifact.reader import ArtifactReader
 
         path = self.root / artifact_name(window, version)
         if not await asyncio.to_thread(path.exists):

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.gather.errors import ObjectChanged, StoreError
-from shoal.gather.plan import check_name
+from shoal.gather.protocol.plan import check_name
 from shoal.gather.stores.base import READ_BYTES, ObjectInfo, artifact_name, payload_name
 
 if TYPE_CHECKING:
-    from shoal.gather.artifact import ArtifactReader
+    from shoal.gather.artifact.reader import ArtifactReader
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class MemoryStore:
             raise StoreError(f"{name} exists with other bytes", permanent=True)
 
     async def open_artifact(self, window: int, version: str) -> "ArtifactReader | None":
-        from shoal.gather.artifact import ArtifactReader
+        from shoal.gather.artifact.reader import ArtifactReader
 
         data = self.artifacts.get((window, check_name("version", version)))
         return None if data is None else ArtifactReader(data)

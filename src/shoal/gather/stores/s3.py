@@ -17,7 +17,7 @@ from shoal.gather.folder import Folder
 from shoal.gather.stores.base import EXTENSIONS, ObjectInfo, artifact_name, payload_name
 
 if TYPE_CHECKING:
-    from shoal.gather.artifact import ArtifactReader
+    from shoal.gather.artifact.reader import ArtifactReader
 
 PART_BYTES = 8 << 20
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -195,7 +195,7 @@ class S3Store:
         raise StoreError(f"{location} exists with other bytes", permanent=True)
 
     async def open_artifact(self, window: int, version: str) -> "ArtifactReader | None":
-        from shoal.gather.artifact import ArtifactReader
+        from shoal.gather.artifact.reader import ArtifactReader
 
         location, client = artifact_name(window, version), self._client(self._artifacts())
         folder = Folder("shoal-artifact-")

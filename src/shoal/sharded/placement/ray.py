@@ -23,9 +23,9 @@ class _Server:
     """An actor with one shard. Ray makes it anew when its process dies; its directory brings the rows back."""
 
     def __init__(self, shard: int, of: int, options: dict[str, Any]) -> None:
-        from shoal.sharded.ps.engine import Engine
-        from shoal.sharded.ps.server import ParameterServer
-        from shoal.sharded.ps.shard import Shard
+        from shoal.sharded.ps.server.engine import Engine
+        from shoal.sharded.ps.server.server import ParameterServer
+        from shoal.sharded.ps.server.shard import Shard
 
         options = dict(options)
         directory, durability = options.pop("directory"), options.pop("durability")

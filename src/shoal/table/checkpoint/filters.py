@@ -16,8 +16,8 @@ from shoal.durable import BasenameSave, StrPath, temporary_path
 from shoal.errors import DataError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.assets import find_assets, save_assets, settle
-from shoal.table.filters import FilterBlockState, SlidingHashFilter
-from shoal.table.messages import HashFilterSplitMetaDump, SlidingHashFilterMetaDump
+from shoal.table.config.messages import HashFilterSplitMetaDump, SlidingHashFilterMetaDump
+from shoal.table.filters.admission import FilterBlockState, SlidingHashFilter
 
 _SPARE = 64
 

@@ -29,10 +29,10 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.table.checkpoint.naming import CheckpointNotFoundError
 from shoal.table.checkpoint.scales import has_scales
 from shoal.table.checkpoint.single import begin_load, naming_table, read_shards, save_shards
-from shoal.table.messages import SlotExpireTimeConfig
+from shoal.table.config.messages import SlotExpireTimeConfig
+from shoal.table.config.native import native_expiry
 from shoal.table.multi import MultiHashTable
 from shoal.table.multi_type import MultiTypeHashTable
-from shoal.table.native import native_expiry
 from shoal.table.table import HashTable
 
 _IDS_PER_RECORD = 65536

@@ -17,7 +17,7 @@ from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.assets import base_in, find_assets, save_assets, settle
 from shoal.table.checkpoint.multi import feature_stat, restore_multi_table, save_multi_table
 from shoal.table.checkpoint.single import restore_table, save_table
-from shoal.table.messages import CkptInfo
+from shoal.table.config.messages import CkptInfo
 from shoal.table.table import HashTable
 
 _HASHED = re.compile(r"MonolithHashTable_[0-9a-f]{32}(.*)", re.DOTALL)

@@ -17,7 +17,7 @@ from shoal.errors import DataError, UnsupportedError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.scales import has_scales, load_scales
 from shoal.table.checkpoint.single import add_scales, begin_load, naming_table, pick_scales, save_shards
-from shoal.table.messages import MultiHashTableMetadata
+from shoal.table.config.messages import MultiHashTableMetadata
 
 if TYPE_CHECKING:
     from shoal.table.multi import MultiHashTable

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal.durable import FileDigest, Saved, StrPath, digest_file, find_saved, write_whole
 from shoal.errors import DataError
-from shoal.table.messages import EmbeddingHashTableConfig, EntryConfig
+from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig
 
 Scales = dict[str, list[float]]
 

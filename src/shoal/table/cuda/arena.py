@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CapacityError
-from shoal.table.cuda import row_kernels as rk
-from shoal.table.cuda import serving_kernels as sk
-from shoal.table.cuda.index_kernels import ROW as _ROW
+from shoal.table.cuda.kernels import rows as rk
+from shoal.table.cuda.kernels import serving as sk
+from shoal.table.cuda.kernels.index import ROW as _ROW
 from shoal.table.cuda.launch import cdiv, launch, power_of_2, signed
 from shoal.table.cuda.layout import RowLayout, Segment
 from shoal.table.cuda.memory import Store, make_store, most_words

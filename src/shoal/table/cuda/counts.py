@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CapacityError
-from shoal.table.cuda import index_kernels as ik
+from shoal.table.cuda.kernels import index as ik
 
 COMMON, WORDS = ik.COMMON_WORDS.value, ik.TABLE_WORDS.value
 TAKEN, FREE, NEXT, ROOM, LOST = (x.value for x in (ik.TAKEN, ik.FREE, ik.NEXT, ik.ROOM, ik.LOST))

@@ -18,10 +18,10 @@ from torch import Tensor
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table.clock import Now
 from shoal.table.cuda import counts as c
-from shoal.table.cuda import index_kernels as ik
 from shoal.table.cuda.arena import MAX_ROWS, Arena
 from shoal.table.cuda.backend import capturing, interpreted
 from shoal.table.cuda.counts import Counts
+from shoal.table.cuda.kernels import index as ik
 from shoal.table.cuda.launch import cdiv, launch, power_of_2
 from shoal.table.cuda.layout import RowLayout
 from shoal.table.cuda.memory import make_store

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.table.config.messages import EmbeddingHashTableConfig
+from shoal.table.config.native import CODECS, OPTIMIZERS, native_layout, native_segment
 from shoal.table.cuda.launch import power_of_2
-from shoal.table.messages import EmbeddingHashTableConfig
-from shoal.table.native import CODECS, OPTIMIZERS, native_layout, native_segment
 
 # Optimizer -> vectors of state, what follows them (see `fresh` in row_kernels), whether the first vector starts with
 # the initial accumulator.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.table.cuda import optimizer_kernels as ok
 from shoal.table.cuda.backend import interpreted
 from shoal.table.cuda.group import Group
+from shoal.table.cuda.kernels import optimizers as ok
 from shoal.table.cuda.launch import Bound, cdiv, power_of_2, signed
 from shoal.table.cuda.layout import Segment
 from shoal.table.cuda.shapes import crossing_shape, distinct_shape, each_shape, row_shape, summed_shape

@@ -194,7 +194,7 @@ def initial_state(optimizer: str, dim: int) -> bytes:
     import torch
 
     from shoal import _core
-    from shoal.table.messages import EntryDump
+    from shoal.table.config.messages import EntryDump
     from shoal.table.table import HashTable
 
     table = HashTable(dim, optimizer=optimizer).assign(

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from shoal.errors import DataError
 from shoal.fid import slot_v1, slot_v2
-from shoal.table.messages import EntryDump, OptimizerDump
+from shoal.table.config.messages import EntryDump, OptimizerDump
 from shoal.table.offline.scan import Batch
 from shoal.table.offline.source import Source
 

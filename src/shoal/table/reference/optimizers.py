@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shoal.errors import ConfigError
-from shoal.table.messages import OptimizerConfig, SingleOptimizerDump
+from shoal.table.config.messages import OptimizerConfig, SingleOptimizerDump
 
 F = np.float32
 State = dict[str, Any]

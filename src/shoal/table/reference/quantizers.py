@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.table.messages import FloatCompressorConfig, InitializerConfig
+from shoal.table.config.messages import FloatCompressorConfig, InitializerConfig
 
 F = np.float32
 FLOAT16_MAX = F(65504)

@@ -10,8 +10,9 @@ import torch
 
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.fid import slot_v2
-from shoal.table.entry import HashTableConfigInstance, infer_dim_size
-from shoal.table.messages import EntryConfig, EntryDump
+from shoal.table.config.entry import HashTableConfigInstance, infer_dim_size
+from shoal.table.config.messages import EntryConfig, EntryDump
+from shoal.table.config.validate import validate_table_config
 from shoal.table.reference.optimizers import State, reference_optimizer
 from shoal.table.reference.quantizers import (
     HashNet,
@@ -22,7 +23,6 @@ from shoal.table.reference.quantizers import (
     initial_weights,
     stochastic_round_float16,
 )
-from shoal.table.validate import validate_table_config
 
 F = np.float32
 MAX_TIME = (1 << 32) - 1

@@ -1,0 +1,322 @@
+"""One façade over the communication profiles ``byteps`` and ``horovod``, both on one ``torch.distributed`` group.
+
+Nothing is started before the first collective or ``init``. If the profile's own module is importable it says who this
+rank is; the arithmetic is torch's in either case.
+"""
+
+import importlib
+import logging
+import math
+import os
+import socket
+import sys
+import types
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.launch.launch_env import env_int, is_one, launcher_value
+from shoal.comm.ranks.buffers import flat_bytes
+from shoal.comm.ranks.collectives import all_gather_single
+from shoal.comm.ranks.telemetry import TELEMETRY
+from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.comm.horovod.hooks import BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook
+
+logger = logging.getLogger(__name__)
+
+PROFILES = {"byteps": "byteps.torch", "horovod": "horovod.torch"}
+TIMEOUT_S = 1800
+
+_foreign: Any = None  # the profile's own module, once initialised
+_warned: set[str] = set()
+_job_uuid = ""
+
+
+class _Module(types.ModuleType):
+    @property
+    def enable_bps(self) -> bool:
+        """Whether the byteps profile is switched on, read each time."""
+        return env_int("MONOLITH_WITH_BYTEPS", 0) != 0
+
+    @property
+    def BroadcastGlobalVariablesHook(self) -> Any:
+        from shoal.comm.horovod.hooks import BroadcastGlobalVariablesHook
+
+        return self.__dict__.get("_hook", BroadcastGlobalVariablesHook)
+
+    @BroadcastGlobalVariablesHook.setter
+    def BroadcastGlobalVariablesHook(self, value: Any) -> None:
+        self.__dict__["_hook"] = value
+
+
+sys.modules[__name__].__class__ = _Module
+
+
+def init(backend: str | None = None, lazy: bool = False) -> None:
+    """Starts the profile ``backend`` (None: byteps if switched on, else horovod); ``lazy`` waits for the first use.
+
+    Raises:
+        ImportError: torch has no ``torch.distributed``.
+    """
+    global _foreign
+    if backend is None:
+        backend = "byteps" if env_int("MONOLITH_WITH_BYTEPS", 0) else "horovod"
+    if backend not in PROFILES:
+        raise ConfigError(f"hvd_lib.init: backend must be one of {', '.join(PROFILES)}, got {backend!r}")
+    require()
+    module = _profile_module(backend)
+    if module is not None:
+        module.init()
+        _foreign = module
+    if not lazy:
+        start_group()
+
+
+def require() -> None:
+    if not dist.is_available():
+        raise ImportError("hvd_lib: this torch was built without torch.distributed; install one that has it")
+
+
+def _profile_module(profile: str) -> Any:
+    try:
+        module = importlib.import_module(PROFILES[profile])
+        if callable(getattr(module, "init", None)):
+            return module
+    except ImportError:
+        pass
+    if profile not in _warned:
+        _warned.add(profile)
+        logger.warning(
+            "%s is not installed; the %s profile runs on torch.distributed alone", PROFILES[profile], profile
+        )
+    return None
+
+
+def start_group() -> None:
+    """The default process group, unless somebody made it already."""
+    require()
+    if dist.is_initialized():
+        return
+    rank_, size_, local_size_ = rank(), size(), local_size()
+    from shoal.comm.horovod.distribution_utils import FLAGS
+    from shoal.comm.launch import device_utils
+
+    on_gpu = torch.cuda.is_available() and (FLAGS.enable_gpu_training or device_utils.is_gpu_training())
+    _hide_missing_interfaces()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        rank=rank_,
+        world_size=size_,
+        timeout=timedelta(seconds=TIMEOUT_S),
+        **rendezvous(size_, local_size_),
+    )
+    logger.info("process group of %d ranks started on rank %d", size_, rank_)
+
+
+def rendezvous(size_: int, local_size_: int) -> dict[str, Any]:
+    """How ``init_process_group`` lets this job's ranks meet."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address and port:
+        return {"init_method": "env://"}
+    if size_ == 1:
+        return {"store": dist.HashStore()}
+    if not address and local_size_ != size_:
+        raise RuntimeError(
+            f"MASTER_ADDR is not set and only {local_size_} of {size_} ranks are on this node; tell every rank where "
+            "rank 0 is, as in: mpirun -x MASTER_ADDR=<host of rank 0> ..."
+        )
+    uuid = os.environ.get("BYTEPS_UUID") or _job_uuid or os.environ.get("PMIX_NAMESPACE", "")
+    port = port or str(29500 + zlib.crc32(str(uuid).encode()) % 1000)
+    return {"init_method": f"tcp://{address or '127.0.0.1'}:{port}"}
+
+
+def _hide_missing_interfaces() -> None:
+    """gloo and NCCL refuse to start on an interface that this host does not have, as eth0 in many containers.
+
+    Only the native libraries' view of the variable goes; ``os.environ`` keeps what was set.
+    """
+    have = {name for _, name in socket.if_nameindex()}
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        names = os.environ.get(variable, "")
+        wanted = [n.strip().lstrip("=") for n in names.split(",") if n.strip()]
+        if not wanted or names.startswith("^"):  # NCCL's way to say which ones not
+            continue
+        prefixes = variable.startswith("NCCL") and not names.startswith("=")
+        if not any(n == h or (prefixes and h.startswith(n)) for n in wanted for h in have):
+            logger.warning(
+                "%s=%s names no interface of this host; it is left to the library to choose", variable, names
+            )
+            os.unsetenv(variable)
+
+
+def _group() -> Any:
+    if not dist.is_available() or not dist.is_initialized():
+        start_group()
+    return dist.group.WORLD
+
+
+def _count_device(group: Any, t: Tensor) -> torch.device:
+    """Where row counts are exchanged: the CPU, unless the group that we found speaks NCCL only."""
+    return torch.device("cpu") if any(d.type == "cpu" for d in group._device_types) else t.device
+
+
+def _who(quantity: str, ask: Any) -> int:
+    if dist.is_available() and dist.is_initialized() and ask is not None:
+        return ask()
+    if _foreign is not None and callable(getattr(_foreign, quantity, None)):
+        return int(getattr(_foreign, quantity)())
+    return launcher_value(quantity)
+
+
+def rank() -> int:
+    return _who("rank", dist.get_rank if dist.is_available() else None)
+
+
+def size() -> int:
+    return _who("size", dist.get_world_size if dist.is_available() else None)
+
+
+def local_rank() -> int:
+    return _who("local_rank", None)
+
+
+def local_size() -> int:
+    return _who("local_size", None)
+
+
+def allgather(t: Tensor) -> Tensor:
+    """Every rank's ``t``, joined along dim 0 in rank order; first dimensions may differ."""
+    group, world = _group(), size()
+    t = t.detach() if t.ndim else t.detach().reshape(1)
+    rows = torch.empty(world, dtype=torch.int64, device=_count_device(group, t))
+    all_gather_single(rows, torch.tensor([len(t)], device=rows.device), group=group)
+    most = int(rows.max())
+    mine = t.new_zeros(most, *t.shape[1:])
+    mine[: len(t)] = t
+    everyone = t.new_empty(world * most, *t.shape[1:])
+    if everyone.numel():
+        all_gather_single(flat_bytes(everyone), flat_bytes(mine), group=group)
+    return torch.cat([part[:n] for part, n in zip(everyone.split(most), rows.tolist(), strict=True)]) if most else mine
+
+
+def broadcast(t: Tensor, root_rank: int) -> Tensor:
+    """``root_rank``'s ``t``, in new memory."""
+    out = t.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(flat_bytes(out), group=_group(), group_src=root_rank)  # as bytes: no backend knows every dtype
+    return out
+
+
+def allreduce(t: Tensor, average: bool = True) -> Tensor:
+    """The mean (or the sum) over ranks, in new memory; a mean of integers rounds down."""
+    return push_pull(t, average)
+
+
+def push_pull(t: Tensor, average: bool = True, name: str | None = None) -> Tensor:
+    """``allreduce`` under a name for telemetry."""
+    group = _group()
+    wide = torch.int32 if t.dtype == torch.int16 else t.dtype  # no backend knows int16
+    out = t.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
+    with TELEMETRY.timed(f"PushPull.{name or 'unnamed'}"):
+        dist.all_reduce(out, group=group)
+    if average:
+        world, whole = size(), not (out.is_floating_point() or out.is_complex())
+        out = out // world if whole else out.div_(torch.tensor(world, device=out.device))
+    return out.to(t.dtype)
+
+
+def push_pull_group(tensors: Sequence[Tensor], average: bool = True, name: str | None = None) -> list[Tensor]:
+    """``push_pull`` of many tensors, flattened by dtype into buckets of ``BYTEPS_PARTITION_BYTES`` (25 MiB)."""
+    limit = env_int("BYTEPS_PARTITION_BYTES", 25 << 20)
+    buckets: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i, t in enumerate(tensors):
+        bucket, used = filling.get((t.dtype, t.device), ([], 0))
+        if not bucket or used + t.nbytes > limit:
+            bucket, used = [], 0
+            buckets.append(bucket)
+        bucket.append(i)
+        filling[t.dtype, t.device] = (bucket, used + t.nbytes)
+    result: list[Tensor] = list(tensors)
+    for number, bucket in enumerate(buckets):
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in bucket])
+        flat = push_pull(flat, average, f"{name or 'group'}.{number}")
+        for i, part in zip(bucket, flat.split([tensors[i].numel() for i in bucket]), strict=True):
+            result[i] = part.view(tensors[i].shape)
+    return result
+
+
+def alltoall(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:
+    """Sends ``splits[r]`` rows to rank ``r``; gives the rows that arrived, by rank. ``recv_splits`` saves a round."""
+    group = _group()
+    out_rows = _split_list(splits)
+    if len(out_rows) != size() or sum(out_rows) != len(t):
+        raise ConfigError(
+            f"hvd_lib.alltoall: splits {out_rows} must be {size()} numbers that add to the {len(t)} rows of the tensor"
+        )
+    _check_partition(t, out_rows, name)
+    with TELEMETRY.timed(f"alltoall.{name or 'unnamed'}"):
+        if recv_splits is None:
+            counts = torch.empty(size(), dtype=torch.int64, device=_count_device(group, t))
+            mine = torch.tensor(out_rows, dtype=torch.int64, device=counts.device)
+            dist.all_to_all_single(counts, mine, group=group)
+            in_rows = counts.tolist()
+        else:
+            in_rows = _split_list(recv_splits)
+        out = t.new_empty(sum(in_rows), *t.shape[1:])
+        row_bytes = math.prod(t.shape[1:]) * t.element_size()
+        received, sent = [n * row_bytes for n in in_rows], [n * row_bytes for n in out_rows]
+        dist.all_to_all_single(flat_bytes(out), flat_bytes(t.detach()), received, sent, group=group)
+    return out
+
+
+def _split_list(splits: Any) -> list[int]:
+    return splits.tolist() if isinstance(splits, Tensor) else [int(n) for n in splits]
+
+
+def _check_partition(t: Tensor, rows: list[int], name: str | None) -> None:
+    limit = env_int("BYTEPS_P2P_PARTITION_BYTES", 0)
+    row_bytes = t.nbytes // len(t) if len(t) else 0
+    most = max(rows, default=0) * row_bytes
+    if limit and most > limit:
+        logger.warning(
+            "alltoall %s sends %d bytes to one peer, more than BYTEPS_P2P_PARTITION_BYTES=%d",
+            name or "unnamed",
+            most,
+            limit,
+        )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def alltoall_cpu2gpu(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:
+    """Rows on the CPU arrive on the GPU: exchanged by gloo, then copied; with FWD_GDR=1 copied, then by NCCL."""
+    if is_one("MONOLITH_WITH_BYTEPS_FWD_GDR"):
+        return alltoall(t.to(_device(), non_blocking=True), splits, recv_splits, name)
+    return _staged(alltoall(t, splits, recv_splits, name)).to(_device(), non_blocking=True)
+
+
+def alltoall_gpu2cpu(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:
+    """Rows on the GPU arrive on the CPU: copied, then exchanged by gloo; with BWD_GDR=1 by NCCL, then copied."""
+    if is_one("MONOLITH_WITH_BYTEPS_BWD_GDR"):
+        return alltoall(t, splits, recv_splits, name).cpu()
+    return alltoall(t.cpu(), splits, recv_splits, name)
+
+
+def _staged(t: Tensor) -> Tensor:
+    from shoal.comm.launch import session
+
+    return t.pin_memory() if session.PIN_STAGING and torch.cuda.is_available() else t
+
+
+def get_telemetry() -> list[tuple[str, float, float, int]]:
+    """``(name, mean_ms, stdev_ms, count)`` of each operation timed while ``BYTEPS_TELEMETRY_ON`` is 1."""
+    return TELEMETRY.rows()

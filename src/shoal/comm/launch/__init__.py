@@ -1,0 +1,1 @@
+"""What a launcher tells a process: its rank, its devices, its settings."""

@@ -1,0 +1,1 @@
+"""Bytes, integers and tensors between ranks, each wait with a deadline."""

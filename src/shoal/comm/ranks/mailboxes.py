@@ -1,0 +1,249 @@
+"""Kept sends and patient receives: what turns a process group's point-to-point calls into messages with rules.
+
+gloo's send waits for the receiver, a pending send dies with its work handle, and a receive that times out tears the
+connection down. So sends are copied, started at once and kept until they are done; receives are finished by a thread
+per source that outlives the caller's timeout, and what it got late is handed to the next call.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shoal.comm.ranks.buffers import writable_bytes
+from shoal.comm.ranks.transport import Deadline
+from shoal.errors import TransportError
+
+if TYPE_CHECKING:
+    from shoal.comm.ranks.process_group import ProcessGroupTransport
+
+PIECE_BYTES = 1 << 30
+QUEUED_BYTES = 256 << 20  # sent but not yet taken, per peer, before send waits
+DRAIN_BYTES = 1 << 20  # a refused message up to this size is thrown away, so that later ones still arrive
+LINGER_S = 30.0  # a process that ends waits this long for its last messages to be taken
+LOOK_S = 0.1  # how often a send that waits for room looks whether anybody is left to make it
+IDLE_S = 5.0  # a helper thread without work ends after this
+FOREVER = timedelta(days=3650)
+
+_unsent: set["Outbox"] = set()
+_flushing_pid: int | None = None
+
+
+def _finish(work: "dist.Work", cuda: bool) -> None:
+    """Waits for one operation without ever timing out; the error of a lost peer comes out of here."""
+    if not cuda:
+        work.wait(FOREVER)
+        return
+    while not work.is_completed():
+        time.sleep(0.0005)
+    work.wait()
+
+
+def _flush_all() -> None:
+    deadline = Deadline(LINGER_S)
+    for box in list(_unsent):
+        box.flush(deadline)
+
+
+def _flush_at_exit() -> None:
+    """Registered by the process that sends, since a forked child starts with no finalizers."""
+    global _flushing_pid
+    if _flushing_pid != os.getpid():
+        _flushing_pid = os.getpid()
+        Finalize(None, _flush_all, exitpriority=100)  # runs in multiprocessing's children too, where atexit does not
+
+
+class Outbox:
+    """Messages on their way to one peer, oldest first, kept alive until the peer has them."""
+
+    def __init__(self, transport: "ProcessGroupTransport", dest: int, tag: int) -> None:
+        self.transport, self.dest, self.tag = transport, dest, tag
+        self.sequence = 0
+        self.pending: deque[tuple[list[dist.Work], list[torch.Tensor], int]] = deque()
+        self.queued_bytes = 0
+        self.error: Exception | None = None
+        self.changed = threading.Condition()
+        self.reaping = False
+
+    def put(self, view: memoryview, deadline: Deadline) -> None:
+        owner, nbytes = self.transport, view.nbytes
+        with self.changed:
+            while self.error is None and self.pending and self.queued_bytes + nbytes > QUEUED_BYTES:
+                if self.changed.wait(min(deadline.left(), LOOK_S)):
+                    continue
+                owner._check_peer(self.dest)
+                if deadline.over():
+                    raise owner._error(
+                        f"{self.queued_bytes} bytes wait for rank {self.dest} and it took none for "
+                        f"{deadline.seconds:g} s; see its log",
+                        "timeout",
+                        self.dest,
+                    )
+            if self.error is not None:
+                raise owner._lost(self.dest, str(self.error)) from self.error
+            tensors = [torch.tensor([nbytes, self.sequence], dtype=torch.int64, device="cpu")]
+            if nbytes:
+                raw = np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8)
+                tensors += torch.from_numpy(raw.copy()).split(PIECE_BYTES)
+            tensors = [t.to(owner.device) for t in tensors]
+            try:
+                works = [owner.group.send([t], self.dest, self.tag) for t in tensors]
+            except RuntimeError as error:
+                self.error = error
+                raise owner._lost(self.dest, str(error)) from error
+            self.sequence += 1
+            self.pending.append((works, tensors, nbytes))
+            self.queued_bytes += nbytes
+            _unsent.add(self)
+            if not self.reaping:
+                self.reaping = True
+                _flush_at_exit()
+                threading.Thread(target=self._reap, name=f"shoal-send-{self.dest}", daemon=True).start()
+            self.changed.notify_all()
+
+    def _reap(self) -> None:
+        while True:
+            with self.changed:
+                if not self.pending and not self.changed.wait(IDLE_S) and not self.pending:
+                    self.reaping = False
+                    return
+                if not self.pending:
+                    continue
+                works, _, nbytes = self.pending[0]
+            try:
+                for work in works:
+                    _finish(work, self.transport.cuda)
+            except RuntimeError as error:
+                with self.changed:
+                    self.error = error
+                    self.pending.clear()
+                    _unsent.discard(self)
+                    self.changed.notify_all()
+                return
+            with self.changed:
+                self.pending.popleft()
+                self.queued_bytes -= nbytes
+                if not self.pending:
+                    _unsent.discard(self)
+                self.changed.notify_all()
+
+    def flush(self, deadline: Deadline) -> None:
+        with self.changed:
+            while self.pending and self.changed.wait(deadline.left()):
+                pass
+
+
+class Inbox:
+    """Messages from one peer. Its thread receives one message for each that was asked for, and keeps it."""
+
+    def __init__(
+        self, transport: "ProcessGroupTransport", src: int, tag: int, changed: threading.Condition | None = None
+    ) -> None:
+        self.transport, self.src, self.tag = transport, src, tag
+        self.sequence = 0
+        self.received = 0  # messages that are complete, where sequence counts the one under way, too
+        self.asked = False
+        self.message: bytes | None = None
+        self.error: TransportError | None = None
+        self.final = False  # the error stays
+        self.changed = changed or threading.Condition()
+        self.receiving = False
+
+    @property
+    def ready(self) -> bool:
+        return self.message is not None or self.error is not None
+
+    def ask(self) -> None:
+        """Starts receiving the next message, unless one is here or on its way."""
+        with self.changed:
+            if not self.ready and not self.asked:
+                self.asked = True
+                if not self.receiving:
+                    self.receiving = True
+                    threading.Thread(target=self._run, name=f"shoal-recv-{self.src}", daemon=True).start()
+                self.changed.notify_all()
+
+    def take(self, seconds: float) -> bytes | None:
+        """The message asked for, None if it is not here after ``seconds``; raises what receiving it raised."""
+        with self.changed:
+            if not self.ready:
+                self.changed.wait_for(lambda: self.ready, seconds)
+            if self.message is not None:
+                data, self.message = self.message, None
+                return data
+            error = self.error
+            if error is not None:
+                self.error = error if self.final else None
+                raise error
+            return None
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                if not self.changed.wait_for(lambda: self.asked, IDLE_S):
+                    self.receiving = False
+                    return
+            message, error, final = None, None, False
+            try:
+                message = self._receive()
+            except _Drained as failure:
+                error = failure.error
+            except TransportError as failure:
+                error, final = failure, True
+            except RuntimeError as failure:
+                error, final = self.transport._lost(self.src, str(failure)), True
+            with self.changed:
+                self.message, self.error, self.final, self.asked = message, error, final, False
+                self.received = self.sequence
+                self.changed.notify_all()
+                if final:
+                    return
+
+    def _receive(self) -> bytes:
+        owner = self.transport
+        length, sequence = self._tensor(2, torch.int64).tolist()
+        if sequence != self.sequence or length < 0:
+            raise owner._error(
+                f"rank {self.src} sent header [length={length}, sequence={sequence}] where message {self.sequence} was "
+                "expected; something else uses this group's point-to-point traffic",
+                "protocol",
+                self.src,
+            )
+        self.sequence += 1
+        try:
+            owner._check_size(length, self.src)
+        except TransportError as error:
+            if length > DRAIN_BYTES:
+                raise
+            self._tensor(length, torch.uint8)
+            raise _Drained(error) from error
+        data, view = writable_bytes(length)
+        for start in range(0, length, PIECE_BYTES):
+            piece = torch.from_numpy(view[start : start + PIECE_BYTES])
+            if owner.cuda:
+                piece.copy_(self._tensor(len(piece), torch.uint8))
+            else:
+                self._fill(piece)
+        return data
+
+    def _tensor(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._fill(torch.empty(n, dtype=dtype, device=self.transport.device))
+
+    def _fill(self, tensor: torch.Tensor) -> torch.Tensor:
+        owner = self.transport
+        _finish(owner.group.recv([tensor], self.src, self.tag), owner.cuda)
+        return tensor
+
+
+class _Drained(Exception):
+    """A message was refused and thrown away; the ones after it still arrive."""
+
+    def __init__(self, error: TransportError) -> None:
+        self.error = error

@@ -1,0 +1,231 @@
+"""The byte layer over a torch process group."""
+
+import contextlib
+import json
+import threading
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.ranks.mailboxes import Inbox, Outbox
+from shoal.comm.ranks.transport import DEFAULT_TIMEOUT_S, MAX_MESSAGE_BYTES, BaseTransport, Deadline
+from shoal.errors import ConfigError, TransportError
+
+POLL_S = 0.1  # between looks at the store for peers that closed
+STORE_GRACE_S = 5.0  # when the store has gone with its process, for what that one sent last
+BARRIER_TAG = 0x5340
+
+_transports_of_group: dict[str, int] = defaultdict(int)
+
+
+class ProcessGroupTransport(BaseTransport):
+    """Byte messages over a process group (``group=None``: the default one); aggregators use its collectives.
+
+    A message is an int64 header ``[length, sequence]`` and then the payload in pieces of at most 1 GiB. ``device`` is
+    where they are staged: the CPU when the group has a CPU backend, else the current CUDA device. Make the transports
+    of one group in the same order on all its ranks, and leave the group's point-to-point traffic to them.
+    """
+
+    collectives = True
+
+    def __init__(
+        self,
+        group: "dist.ProcessGroup | None" = None,
+        device: torch.device | str | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        default_timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigError(
+                "ProcessGroupTransport: no process group exists; call DistributedConfig.init() or init_process_group()"
+            )
+        members: Any = dist.group.WORLD if group is None else group
+        self.group: Any = members
+        rank = dist.get_rank(members)
+        if rank < 0:
+            raise ConfigError("ProcessGroupTransport: this process is not in the group; make it on the group's members")
+        super().__init__(rank, dist.get_world_size(self.group), default_timeout_s, max_message_bytes)
+        if device is None:
+            types = {t.type for t in members._device_types}
+            device = "cpu" if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        self._outboxes: dict[tuple[int, int], Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        name = members.group_name
+        self._store = self._open_store(f"shoal.transport/{name}/{_transports_of_group[name]}")
+        _transports_of_group[name] += 1
+        self._looked = 0.0
+        self._gone: dict[int, dict[str, int]] = {}  # peers that closed, and how many messages they had sent to whom
+        self._barriers = self._barriers_passed = 0
+        self._barrier_changed = threading.Condition()
+        self._barrier_inboxes = {
+            peer: Inbox(self, peer, BARRIER_TAG, self._barrier_changed)
+            for peer in (range(1, self.world_size) if rank == 0 else [0])
+        }
+
+    def _open_store(self, prefix: str) -> Any:
+        try:
+            return dist.PrefixStore(prefix, self.group.get_group_store())
+        except (RuntimeError, AttributeError):  # a backend without a store, as MPI's
+            return None
+
+    def _outbox(self, dest: int, tag: int = 0) -> Outbox:
+        with self._lock:
+            return self._outboxes.setdefault((dest, tag), Outbox(self, dest, tag))
+
+    def _send(self, dest: int, view: memoryview) -> None:
+        now = time.monotonic()
+        if now - self._looked > POLL_S:  # a look at the store takes longer than a small send
+            self._looked = now
+            self._check_peer(dest)
+        if dest in self._gone:
+            raise self._lost(dest, "it closed its transport")
+        self._outbox(dest).put(view, Deadline(self.default_timeout_s))
+
+    def _recv(self, src: int, deadline: Deadline) -> bytes:
+        with self._lock:
+            inbox = self._inboxes.setdefault(src, Inbox(self, src, 0))
+        inbox.ask()
+        while True:
+            over = deadline.over()
+            data = inbox.take(min(deadline.left(), POLL_S))
+            if data is not None:
+                return data
+            if self._closed:
+                raise self._closed_error()
+            if over:
+                raise self._timed_out(src, deadline)
+            try:
+                sent = self._closed_peers().get(src)
+            except TransportError:  # what the store's process sent before it ended may be here any moment
+                data = inbox.take(min(deadline.left(), STORE_GRACE_S))
+                if data is None:
+                    raise
+                return data
+            if sent is not None and inbox.received >= sent.get(str(self.rank), 0) and not inbox.ready:
+                raise self._lost(src, "it closed its transport")
+
+    def _check_peer(self, peer: int) -> None:
+        """Raises unless both this transport and the peer's are open, as far as the store knows."""
+        if self._closed:
+            raise self._closed_error()
+        if peer in self._closed_peers():
+            raise self._lost(peer, "it closed its transport")
+
+    def _closed_peers(self) -> dict[int, dict[str, int]]:
+        """Peers that closed, each with how many messages it had sent to whom, and the ``barriers`` that it had passed;
+        kept, since none comes back."""
+        if self._store is None:
+            return {}
+        try:
+            if not self._store.check(["any_closed"]):
+                return {}
+            for peer in range(self.world_size):
+                if peer != self.rank and peer not in self._gone and self._store.check([f"closed/{peer}"]):
+                    self._gone[peer] = json.loads(self._store.get(f"closed/{peer}"))
+            return dict(self._gone)
+        except RuntimeError as error:  # the process that holds the store is gone
+            raise self._lost(0, f"the rendezvous store does not answer: {error}") from error
+
+    def _close(self) -> None:
+        if self._store is None:
+            return
+        with self._lock:
+            sent = {str(dest): box.sequence for (dest, tag), box in self._outboxes.items() if tag == 0}
+        try:
+            self._store.set(f"closed/{self.rank}", json.dumps({**sent, "barriers": self._barriers_passed}))
+            self._store.set("any_closed", "1")
+        except RuntimeError:  # the store went with its process; nobody is left to tell
+            pass
+
+    # The barrier goes through rank 0: marks of this generation in, marks out. The store says what messages cannot: who
+    # closed, that somebody gave up, and (for the error's text) who was in.
+
+    def _barrier(self, deadline: Deadline) -> None:
+        generation, self._barriers = self._barriers, self._barriers + 1
+        if self.world_size == 1:
+            return
+        if self._store is None or self.cuda:
+            dist.barrier(self.group)
+            return
+        mark = memoryview(generation.to_bytes(8, "little"))
+        peers = list(self._barrier_inboxes)
+        try:
+            if self.rank == 0:
+                self._collect(peers, generation, deadline)
+                for peer in peers:
+                    self._outbox(peer, BARRIER_TAG).put(mark, deadline)
+            else:
+                self._outbox(0, BARRIER_TAG).put(mark, deadline)
+                self._collect(peers, generation, deadline)
+        except TransportError as error:
+            self._break_barrier(generation, error)
+            raise
+        except RuntimeError as error:  # the store's
+            raise self._lost(0, f"the rendezvous store does not answer: {error}") from error
+        self._barriers_passed = generation + 1
+
+    def _collect(self, peers: list[int], generation: int, deadline: Deadline) -> None:
+        """Waits for every peer's mark of this generation; older marks are of barriers that were given up."""
+        waiting = {peer: self._barrier_inboxes[peer] for peer in peers}
+        announced = False
+        while waiting:
+            over = deadline.over()
+            for inbox in waiting.values():
+                inbox.ask()
+            for peer in (ready := self._ready(waiting, min(POLL_S, deadline.left()))):
+                if int.from_bytes(waiting[peer].take(0) or b"", "little") == generation:
+                    del waiting[peer]
+            if ready or not waiting:
+                continue
+            if self._closed:
+                raise self._closed_error()
+            try:
+                closed = self._closed_peers()
+            except TransportError:
+                if self._ready(waiting, min(deadline.left(), STORE_GRACE_S)):
+                    continue
+                raise
+            for peer, said in closed.items():
+                if said["barriers"] <= generation:  # who passed this one may close before the rest of us see it fill
+                    raise self._lost(peer, "it closed its transport, so the barrier cannot fill")
+            self._check_broken(generation)
+            if over:
+                raise self._missing(sorted(waiting), generation, deadline)
+            if not announced:
+                announced = True
+                self._store.set(f"in/{generation}/{self.rank}", "1")
+        if announced:
+            with contextlib.suppress(RuntimeError):  # who holds the store may have ended after this barrier
+                self._store.delete_key(f"in/{generation}/{self.rank}")
+
+    def _ready(self, waiting: dict[int, Inbox], seconds: float) -> list[int]:
+        """Peers of whom something has come, waiting ``seconds`` for the first."""
+        with self._barrier_changed:
+            self._barrier_changed.wait_for(lambda: any(box.ready for box in waiting.values()), seconds)
+            return [peer for peer, box in waiting.items() if box.ready]
+
+    def _check_broken(self, generation: int) -> None:
+        key = f"broken/{generation}"
+        if self._store.check([key]):
+            peer, why = json.loads(self._store.get(key))
+            raise self._error(f"the barrier broke: {why}", "peer_lost", peer)
+
+    def _missing(self, waiting: list[int], generation: int, deadline: Deadline) -> TransportError:
+        others = (p for p in range(self.world_size) if p != self.rank)
+        missing = [p for p in others if not self._store.check([f"in/{generation}/{p}"])] if self.rank else waiting
+        missing = missing or waiting
+        text = f"waited {deadline.seconds:g} s in the barrier for rank(s) {missing}; see their logs"
+        return self._error(text, "timeout", missing[0])
+
+    def _break_barrier(self, generation: int, error: TransportError) -> None:
+        """Tells the others that this generation cannot complete."""
+        try:
+            if not self._store.check([f"broken/{generation}"]):
+                self._store.set(f"broken/{generation}", json.dumps([error.peer, str(error)]))
+        except RuntimeError:  # the store is gone as well; the others see that themselves
+            pass

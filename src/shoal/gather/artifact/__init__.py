@@ -1,0 +1,1 @@
+"""The canonical file of a window."""

@@ -1,0 +1,1 @@
+"""What a peer sends: its bytes, its codec, its checks."""

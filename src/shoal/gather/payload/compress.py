@@ -1,0 +1,119 @@
+"""The producer: a model's pseudo-gradient to a payload, with error feedback, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError
+from shoal.gather.payload.codec import dequantize, pack12, quantize, unpack12
+from shoal.gather.payload.spec import GradientSpec, ParamSpec
+
+
+def pseudo_gradient(before: Mapping[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
+    """What an outer SGD step of rate 1 would subtract: parameters before the inner steps minus those after."""
+    return {name: before[name] - p.detach() for name, p in model.named_parameters() if name in before}
+
+
+class Compressor:
+    """Top-k of every chunk, quantised, with what was not sent carried over to the next window.
+
+    ``c = g + decay * e`` is compressed and ``e = c - decompressed`` is kept, float32, one tensor per parameter; it
+    includes the quantisation error. Save ``state_dict`` beside the model; ``reset`` after a round that was thrown away.
+    Not safe for two threads at once.
+    """
+
+    def __init__(self, spec: GradientSpec, *, error_feedback: bool = True, decay: float = 1.0) -> None:
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"Compressor: decay must be in 0..1, got {decay}")
+        self.spec = spec
+        self.error_feedback = error_feedback
+        self.decay = decay
+        self.memory: dict[str, Tensor] = {}
+
+    def compress(
+        self, gradients: Mapping[str, Tensor], *, global_step: int = 0, window: int | None = None
+    ) -> dict[str, Any]:
+        """A payload of every parameter of the spec; ``gradients`` maps names to tensors of the parameters' shapes."""
+        state: dict[str, Any] = {}
+        for param in self.spec.params:
+            gradient = self._checked(param, gradients)
+            memory = None
+            if self.error_feedback:
+                memory = self.memory.setdefault(param.name, torch.zeros(param.shape, device="cpu"))
+            self._compress_param(param, gradient, memory, state)
+        payload: dict[str, Any] = {"state_dict": state, "global_step": int(global_step)}
+        if window is not None:
+            payload["metadata"] = {"window": int(window)}
+        return payload
+
+    def _checked(self, param: ParamSpec, gradients: Mapping[str, Tensor]) -> Tensor:
+        if param.name not in gradients:
+            raise ConfigError(f"compress: no gradient for parameter {param.name!r}")
+        gradient = gradients[param.name].detach()
+        if hasattr(gradient, "full_tensor"):  # a DTensor
+            gradient = gradient.full_tensor()
+        if tuple(gradient.shape) != param.shape:
+            raise ConfigError(
+                f"compress: {param.name!r} has shape {tuple(gradient.shape)}, the spec says {param.shape}"
+            )
+        return gradient.to("cpu", torch.float32).contiguous()
+
+    def _compress_param(self, param: ParamSpec, gradient: Tensor, memory: Tensor | None, state: dict[str, Any]) -> None:
+        indices = torch.empty(*param.grid, param.k, dtype=torch.int32, device="cpu")
+        values = torch.empty(*param.grid, param.k, device="cpu")
+        address = 0 if memory is None else memory.data_ptr()
+        try:
+            _core.gather_topk(
+                gradient.data_ptr(), address, self.decay, *param.blocks, param.k, indices.data_ptr(), values.data_ptr()
+            )
+        except ValueError as error:
+            raise ConfigError(f"compress: parameter {param.name!r}: {error}") from error
+        sent = values
+        if self.spec.quant is not None:
+            q, quant_params = quantize(values, self.spec.quant.bins, self.spec.quant.range_sigmas)
+            sent = dequantize(q, quant_params)
+            state[param.name + "vals"], state[param.name + "quant_params"] = q, quant_params
+        else:
+            state[param.name + "vals"] = values
+        state[param.name + "idxs"] = pack12(indices) if param.codec == "packed12" else indices
+        if memory is not None:
+            _core.gather_subtract_sent(
+                memory.data_ptr(), *param.blocks, param.k, indices.data_ptr(), sent.contiguous().data_ptr()
+            )
+
+    def reset(self) -> None:
+        """Forgets what was left over."""
+        self.memory.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"spec_hash": self.spec.hash, "memory": {name: t.clone() for name, t in self.memory.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["spec_hash"] != self.spec.hash:
+            raise ConfigError(f"Compressor: the state is of spec {state['spec_hash']}, this spec is {self.spec.hash}")
+        self.memory = {name: t.clone() for name, t in state["memory"].items()}
+
+
+def compress(
+    gradients: Mapping[str, Tensor], spec: GradientSpec, *, global_step: int = 0, window: int | None = None
+) -> dict[str, Any]:
+    """One payload without error feedback; keep a :class:`Compressor` for that."""
+    return Compressor(spec, error_feedback=False).compress(gradients, global_step=global_step, window=window)
+
+
+def decompress(payload: Mapping[str, Any], spec: GradientSpec) -> dict[str, Tensor]:
+    """The dense float32 tensors that one valid payload stands for; zero where it sent nothing."""
+    state, dense = payload["state_dict"], {}
+    for param in spec.params:
+        idxs, vals = state[param.name + "idxs"], state[param.name + "vals"]
+        if vals.dtype == torch.uint8:
+            vals = dequantize(vals, state[param.name + "quant_params"])
+        indices = unpack12(idxs, (*param.grid, param.k)) if param.codec == "packed12" else idxs.long().contiguous()
+        values = vals.to(torch.float32).contiguous()
+        out = torch.zeros(param.shape, device="cpu")
+        _core.gather_scatter_chunks(out.data_ptr(), *param.blocks, param.k, indices.data_ptr(), values.data_ptr())
+        dense[param.name] = out
+    return dense

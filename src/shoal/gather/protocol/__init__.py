@@ -1,0 +1,1 @@
+"""The gather itself: agree, fetch, exchange, merge, decide."""

@@ -1,0 +1,248 @@
+"""The outer update: accepted payloads, streamed in one fixed order inside a byte budget, one parameter at a time."""
+
+import logging
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.gather.errors import GatherDivergence, RankFailure, UpdateInterrupted
+from shoal.gather.payload.spec import GradientSpec
+from shoal.gather.payload.validate import raw_bytes
+from shoal.gather.protocol.control import Control
+from shoal.gather.protocol.exchange import Exchange, Poisoned
+from shoal.gather.protocol.holding import hold
+from shoal.gather.protocol.merge import APPLY, SKIP, Source
+from shoal.gather.update.accumulate import REDUCTIONS
+from shoal.gather.update.param_sum import ParamSum, Summing
+from shoal.gather.update.ready import Layout, get_ready
+from shoal.gather.update.snapshot import Snapshot
+from shoal.gather.update.tiles import UpdateLedger, clip_factors
+
+log = logging.getLogger("shoal.gather")
+
+
+@dataclass(kw_only=True)
+class UpdateReport:
+    """What an outer update did. ``param_norms`` and ``param_means`` are of the update, before the optimizer."""
+
+    window: int = 0
+    decision: str = SKIP
+    duplicates_dropped: int = 0
+    applied_params: list[str] = field(default_factory=list)
+    skipped_params: list[str] = field(default_factory=list)
+    tiles: int = 0
+    waves: int = 0
+    peak_bytes: int = 0
+    bytes_exchanged: int = 0
+    staged_bytes: int = 0
+    """Most host bytes of raw waves at a time on this rank: up to ``prefetch * wave_peers`` slots of a tile's chunks."""
+    min_median_norm: float = 0.0
+    max_median_norm: float = 0.0
+    param_norms: dict[str, float] = field(default_factory=dict)
+    param_means: dict[str, float] = field(default_factory=dict)
+    global_l2_norm: float = 0.0
+    total_elements: int = 0
+    update_hash: str = ""
+    unready: dict[int, str] = field(default_factory=dict)
+    """Ranks that made all ranks skip, and why."""
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    """``exchange_s``, ``accumulate_s`` and ``step_s`` of this rank."""
+
+
+def outer_update(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    source: Source,
+    *,
+    spec: GradientSpec,
+    group: Any = None,
+    budget_bytes: int = 1 << 30,
+    wave_peers: int = 4,
+    prefetch: int = 2,
+    clip: str = "median",
+    reduction: str = "count_mean",
+    ledger: UpdateLedger | None = None,
+    verify: bool = False,
+    snapshot: str | None = None,
+    control_timeout_s: float = 240.0,
+) -> UpdateReport:
+    """Adds up the accepted payloads and steps the optimizer, one parameter's gradient at a time.
+
+    The sum at every position runs in canonical order in float32, whatever the budget, the waves and the world size, so
+    replicas and reruns get the same bits. Device memory stays within ``budget_bytes``, however many peers there are.
+
+    Args:
+        source: aggregate, partial, sequence of partials, or artifact reader. With ``group``, each rank's own result of
+            one gather; without, a source that holds everything. Empty or SKIP: nothing changes.
+        clip: ``"median"`` scales a peer's parameter down to the lower median norm; ``"none"`` does not.
+        reduction: ``"count_mean"`` (over the peers that sent a position), ``"peer_mean"`` or ``"sum"``.
+        verify: compares the hash of the update over the ranks; GatherDivergence when it differs.
+        snapshot: ``"cpu"`` keeps copies of the parameters touched in this call and puts them back when it fails.
+
+    Raises:
+        BudgetTooSmall, AlreadyApplied: before anything is touched, on all ranks.
+        UpdateInterrupted: a rank died or a payload could not be read any more half way.
+    """
+    if clip not in ("median", "none"):
+        raise ConfigError(f"outer_update: clip is 'median' or 'none', got {clip!r}")
+    if reduction not in REDUCTIONS:
+        raise ConfigError(f"outer_update: reduction is one of {REDUCTIONS}, got {reduction!r}")
+    if snapshot not in (None, "cpu"):
+        raise ConfigError(f"outer_update: snapshot is None or 'cpu', got {snapshot!r}")
+    control = Control(group, timeout_s=control_timeout_s)
+    holding = hold(source, spec, control)
+    report = UpdateReport(window=holding.manifest.window, duplicates_dropped=holding.manifest.duplicates_dropped)
+    if holding.decision == SKIP:
+        return report
+    holding.require_complete("outer_update")
+    layout = Layout(holding, control, budget_bytes, wave_peers, prefetch)
+    report.unready = get_ready(layout, model, ledger)
+    if report.unready:
+        log.warning("window %d: not applied, ranks are not ready: %s", report.window, report.unready)
+        return report
+    keeper = Snapshot(optimizer) if snapshot is not None else None
+    update = _Update(model, optimizer, layout, report, clip, reduction, keeper, verify)
+    try:
+        update.run()
+        if verify and not control.agree(update.replica_hash()):
+            raise GatherDivergence(f"window {report.window}: ranks applied different updates; restore a snapshot")
+    except BaseException as error:
+        if keeper is not None:
+            keeper.restore()
+        if isinstance(error, GatherDivergence) or not isinstance(error, Exception):
+            raise
+        if not isinstance(error, RankFailure | Poisoned):
+            control.give_up()  # the others need not wait for this rank until their deadline
+        raise UpdateInterrupted(report.applied_params, str(error)) from error
+    report.decision = APPLY
+    if ledger is not None:
+        ledger.record(report.window, holding.manifest.hash)
+    return report
+
+
+class _Update:
+    """S8: one parameter after the other, from its sum to its step."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+        report: UpdateReport,
+        clip: str,
+        reduction: str,
+        keeper: Snapshot | None,
+        verify: bool,
+    ) -> None:
+        self.model, self.optimizer, self.layout, self.report = model, optimizer, layout, report
+        self.clip, self.reduction, self.keeper, self.verify = clip, reduction, keeper, verify
+        self.holding, self.control = layout.holding, layout.control
+        self.hash = blake2b(digest_size=32)
+        self.shared_hash = blake2b(digest_size=32)  # of the whole parameters, when others are sharded
+        self.step_s = 0.0
+
+    def run(self) -> None:
+        report, manifest = self.report, self.holding.manifest
+        self._clear_gradients()
+        medians = []
+        exchange = Exchange(self.holding, self.control)
+        with ThreadPoolExecutor(1, thread_name_prefix="shoal-hash") as hasher:
+            work = Summing(self.layout, exchange, manifest.uids, self.reduction, hasher)
+            for index in range(len(self.holding.spec.params)):
+                median, factors = clip_factors(manifest.norms[:, index])
+                medians.append(float(median))
+                if self.clip == "none":
+                    factors = torch.ones(len(manifest.uids), device="cpu")
+                self._param(index, factors, work)
+        report.min_median_norm, report.max_median_norm = min(medians, default=0.0), max(medians, default=0.0)
+        report.global_l2_norm = math.sqrt(math.fsum(n * n for n in report.param_norms.values()))
+        report.bytes_exchanged = exchange.bytes_received
+        report.staged_bytes = exchange.peak_staged_bytes
+        report.update_hash = self.hash.hexdigest()
+        report.seconds = {"exchange_s": exchange.seconds, "accumulate_s": work.accumulate_s, "step_s": self.step_s}
+
+    def _clear_gradients(self) -> None:
+        """A step must see the gradient of one parameter only, whatever else the optimizer holds."""
+        for p in self.model.parameters():
+            p.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def replica_hash(self) -> int:
+        """63 bits over what ranks have in common: everything, or the parameters that are not sharded."""
+        digest = self.hash if all(self.layout.replicated) else self.shared_hash
+        return int.from_bytes(digest.digest()[:8], "little") >> 1
+
+    def _param(self, index: int, factors: Tensor, work: Summing) -> None:
+        param, tensor, region = (
+            self.holding.spec.params[index],
+            self.layout.parameters[index],
+            self.layout.regions[index],
+        )
+        tiles = self.layout.tiles[index][self.control.rank]
+        self.report.tiles += tiles.tiles
+        self.report.waves += tiles.tiles * -(-len(work.uids) // self.layout.wave_peers)
+        self.report.peak_bytes = max(self.report.peak_bytes, tiles.peak_bytes)
+        summed: ParamSum | None = None
+        failure: Exception | None = None
+        try:
+            summed = ParamSum(work, index, factors, self.hash.copy())
+            summed.run()
+        except (RankFailure, Poisoned):
+            raise
+        except Exception as error:  # the others must not wait for this rank: told with the next collective
+            failure = error
+        agreed = self.control.minimum(0 if failure is not None or summed is None else 1 if not summed.finite else 2)
+        if agreed == 0 or summed is None:
+            raise Poisoned(f"a rank failed while it added up {param.name!r}: {failure}") from failure
+        if agreed == 1:
+            log.warning("window %d: the update of %r is not finite; it is skipped", self.report.window, param.name)
+            self.report.skipped_params.append(param.name)
+            return
+        begin = time.perf_counter()
+        self._account(index, summed)
+        if self.keeper is not None:
+            self.keeper.keep(tensor)
+        tensor.grad = _as_gradient(tensor, summed.gradient.reshape(region.local_shape))
+        del summed
+        self.optimizer.step()
+        tensor.grad = None
+        self.report.applied_params.append(param.name)
+        self.step_s += time.perf_counter() - begin
+
+    def _account(self, index: int, summed: ParamSum) -> None:
+        param, report, replicated = self.holding.spec.params[index], self.report, self.layout.replicated[index]
+        self.hash = summed.digest
+        if self.verify and replicated and not all(self.layout.replicated):
+            self.shared_hash.update(raw_bytes(summed.gradient.cpu()))
+        squares, total = summed.squares, summed.total
+        if not replicated:
+            own = [squares, total] if self.layout.counted[index] else [0.0, 0.0]
+            sums = torch.tensor(own, dtype=torch.float64, device="cpu")
+            squares, total = self.control.reduce_tensor(sums, dist.ReduceOp.SUM).tolist()
+        numel = math.prod(param.shape)
+        report.param_norms[param.name] = math.sqrt(squares)
+        report.param_means[param.name] = total / numel
+        report.total_elements += numel
+
+
+def _as_gradient(p: Any, local: Tensor) -> Tensor:
+    if not hasattr(p, "placements"):
+        return local.reshape(p.shape)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        p.device_mesh,
+        p.placements,
+        run_check=False,
+        shape=p.shape,
+        stride=p.stride(),  # pyrefly: ignore
+    )

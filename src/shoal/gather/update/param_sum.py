@@ -1,0 +1,181 @@
+"""One parameter of the outer update: tiles and waves, and the local gradient that comes of them."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.buffers import empty_rows
+from shoal.gather.payload.validate import raw_bytes
+from shoal.gather.protocol.exchange import Exchange, Pending, Poisoned
+from shoal.gather.protocol.holding import run_of
+from shoal.gather.update.accumulate import BandWriter, TileSum
+from shoal.gather.update.ready import Layout
+from shoal.gather.update.tiles import TilePlan
+
+_HASH_ROWS_BYTES = 4 << 20  # finished rows go to the hash in pieces of about this size
+
+
+@dataclass
+class Summing:
+    """What all parameters of one update share."""
+
+    layout: Layout
+    exchange: Exchange
+    uids: list[int]
+    reduction: str
+    hasher: ThreadPoolExecutor
+    accumulate_s: float = 0.0
+
+
+class ParamSum:
+    """``run`` leaves the local part of the update in ``gradient``, in the parameter's dtype, and its sums beside it.
+
+    ``digest`` goes on from the parameters before it: name, 0, float32 bytes of this rank's rows before the cast.
+    """
+
+    def __init__(self, work: Summing, index: int, factors: Tensor, digest: Any) -> None:
+        self.work, self.index, self.factors, self.digest = work, index, factors, digest
+        self.layout = work.layout
+        self.param, self.region = self.layout.holding.spec.params[index], self.layout.regions[index]
+        self.digest.update(self.param.name.encode() + b"\0")
+        tensor: Any = self.layout.parameters[index]
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        rows, columns = self.region.shape
+        self.direct = local.dtype == torch.float32 and local.device.type == "cpu" and not self.region.inner
+        self.gradient = (
+            empty_rows(rows, columns)  # memory that the last gradient touched
+            if self.direct
+            else torch.empty(rows, columns, dtype=local.dtype, device=local.device)
+        )
+        self.squares = self.total = 0.0
+        self.finite = False
+        self._writer = BandWriter(self.region, self.gradient, digest)
+        self._jobs: list[Future[None]] = []
+        self._hashed = 0  # rows
+
+    def run(self) -> None:
+        if self.work.exchange.local:
+            self._run_local(self.layout.tiles[self.index][self.layout.control.rank])
+        else:
+            self._run_waves(self.layout.tiles[self.index])
+        if self.direct:
+            sums = _core.gather_block_sums(self.gradient.data_ptr(), self.gradient.numel())
+            self.squares, self.total = sums.squares, sums.values
+            for job in self._jobs:  # the hash is the slowest part; the sums were taken meanwhile
+                job.result()
+        else:
+            self.squares, self.total = self._writer.squares, self._writer.total
+        self.finite = math.isfinite(self.squares) and self._writer.finite
+
+    def _tile_sum(self, ids: Tensor, one_call: bool) -> TileSum:
+        return TileSum(
+            self.param,
+            ids,
+            self.region,
+            dense=self.gradient if self.direct else None,
+            one_call=one_call,
+            device=self.gradient.device,
+            reduction=self.work.reduction,
+            peers=len(self.work.uids),
+        )
+
+    def _run_local(self, plan: TilePlan) -> None:
+        """All payloads are here: a tile is one call over all peers, in pieces whose rows are hashed meanwhile. Chunks
+        that do not follow each other have to be copied, which is done for one wave at a time."""
+        exchange, uids = self.work.exchange, self.work.uids
+        for ids in self.region.chunks.split(max(plan.tile_chunks, 1)):
+            for piece in self._pieces(ids):
+                begin = time.perf_counter()
+                g = len(uids) if run_of(self.param, piece) is not None else self.layout.wave_peers
+                tile = self._tile_sum(piece, one_call=g >= len(uids))
+                for j in range(0, len(uids), g):
+                    pending = exchange.start(
+                        self.index, [piece] * self.layout.control.world, uids[j : j + g], replicated=True
+                    )
+                    slots = exchange.finish(pending)
+                    tile.add(slots, self.factors[j : j + g], first=j == 0, last=j + g >= len(uids))
+                    del slots
+                    exchange.release(pending)
+                self.work.accumulate_s += time.perf_counter() - begin
+                if self.direct:
+                    self._hash_rows(int(piece[-1]))
+                else:
+                    self._writer.write(piece, tile.values)  # pyrefly: ignore
+
+    def _pieces(self, ids: Tensor) -> Iterator[Tensor]:
+        h = self.param.blocks[2]
+        grid_rows = -(-self.region.row1 // h) - self.region.row0 // h
+        across = len(self.region.chunks) // max(1, grid_rows)
+        rows = max(1, _HASH_ROWS_BYTES // max(1, across * self.param.totalk * 4))
+        size = across * rows if self.direct else len(ids)
+        yield from (piece for piece in ids.split(max(size, 1)) if len(piece))
+
+    def _hash_rows(self, last_chunk: int) -> None:
+        """Queues the rows that are complete once ``last_chunk`` is."""
+        _, across, h, w = self.param.blocks
+        y, x = divmod(last_chunk, across)
+        complete = y + 1 if x + 1 == -(-self.region.column1 // w) else y
+        stop = min(complete * h, self.region.row1) - self.region.row0
+        if stop > self._hashed:
+            rows = raw_bytes(self.gradient[self._hashed : stop])
+            self._jobs.append(self.work.hasher.submit(self.digest.update, rows))
+            self._hashed = stop
+
+    def _run_waves(self, tiles: list[TilePlan]) -> None:
+        """Lockstep over the ranks' tiles; up to ``prefetch`` waves are under way while one is added."""
+        exchange, uids, g = self.work.exchange, self.work.uids, self.layout.wave_peers
+        rounds = max(t.tiles for t in tiles)
+        by_rank = self.layout.chunks[self.index]
+        waves = [(r, uids[j : j + g], j) for r in range(rounds) for j in range(0, len(uids), g)]
+        under_way: deque[Pending] = deque()
+        upcoming = iter(waves)
+        failure: Exception | None = None
+
+        def launch() -> None:
+            if (wave := next(upcoming, None)) is not None:
+                r, members, _ = wave
+                ids = [
+                    chunks[r * t.tile_chunks : (r + 1) * t.tile_chunks]
+                    for chunks, t in zip(by_rank, tiles, strict=True)
+                ]
+                replicated = self.layout.replicated[self.index]
+                under_way.append(exchange.start(self.index, ids, members, replicated=replicated))
+
+        for _ in range(self.layout.prefetch):
+            launch()
+        tile: TileSum | None = None
+        for _, members, j in waves:
+            pending = under_way.popleft()
+            try:
+                slots = exchange.finish(pending)
+            except Poisoned:
+                exchange.drain(under_way)
+                raise
+            try:
+                if failure is None and len(pending.ids):
+                    begin = time.perf_counter()
+                    first, last = j == 0, j + g >= len(uids)
+                    if first:
+                        tile = self._tile_sum(pending.ids, one_call=False)
+                    assert tile is not None
+                    tile.add(slots, self.factors[j : j + len(members)], first=first, last=last)
+                    self.work.accumulate_s += time.perf_counter() - begin
+                    if last and not self.direct:
+                        self._writer.write(pending.ids, tile.values)  # pyrefly: ignore
+            except Exception as error:
+                failure = error
+            del slots
+            exchange.release(pending)  # before the next wave takes its place
+            launch()
+        if failure is not None:
+            raise failure
+        if self.direct and len(by_rank[self.layout.control.rank]):
+            self.digest.update(raw_bytes(self.gradient))

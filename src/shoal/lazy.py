@@ -1,0 +1,34 @@
+"""Public names of a package, imported on first use, so that importing the package is quick and needs no extras."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def exports(
+    package: str, public: Mapping[str, Sequence[str]]
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a package.
+
+    Args:
+        package: its ``__name__``.
+        public: module -> the public names that are defined in it; a module's own path stands for the module itself.
+
+    >>> names, get, _ = exports("shoal.fid", {"math": ["sqrt"]})
+    >>> names, get("sqrt")(9.0)
+    (['sqrt'], 3.0)
+    """
+    where = {name: module for module, names in public.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(where[name])
+        value = module if where[name].endswith(f".{name}") and not hasattr(module, name) else getattr(module, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return list(where), get, lambda: sorted(where)

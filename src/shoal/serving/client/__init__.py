@@ -1,0 +1,1 @@
+"""Calls to models that other processes serve."""

@@ -1,0 +1,269 @@
+"""`remote_predict`: one sub-graph calls another over TF-Serving's Predict, with deadline and failover."""
+
+import contextlib
+import contextvars
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+
+from shoal.errors import DataError
+from shoal.metrics import emit_counter, emit_timer
+from shoal.serving.client.addresses import address_table, route
+from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
+from shoal.serving.security import client_security, open_channel
+from shoal.serving.status import Code, StatusError, from_rpc_error, invalid_argument, unavailable
+from shoal.serving.tensors import decode_tensor, encode_tensor
+from shoal.switches import env_int
+
+ONE_VERSION = "shoal-one-version"
+"""Metadata key of calls that must be answered by the version that they name, since they are part of a prediction."""
+ROWS_PUSHED = "shoal-rows-pushed"
+"""Trailing metadata of NOT_FOUND: rows of this model are kept fresh by pushes and do not follow exports."""
+
+_deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("shoal_request_deadline", default=None)
+
+
+def set_request_deadline(seconds_left: float | None) -> contextvars.Token:
+    """The same for the rest of the current context."""
+    return _deadline.set(None if seconds_left is None else time.monotonic() + seconds_left)
+
+
+@contextlib.contextmanager
+def request_deadline(seconds_left: float | None) -> Iterator[None]:
+    """Inside, remote calls take no longer than the request that they serve has left. None = not known."""
+    token = set_request_deadline(seconds_left)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+class VersionMissing(StatusError):
+    """No replica has the version that a call is for."""
+
+    rows_are_pushed = False
+    """Whether those that were asked keep their rows fresh by pushes."""
+
+
+def rows_are_pushed(error: Any) -> bool:
+    """Whether the server behind a failed call says so."""
+    return any(key == ROWS_PUSHED for key, _ in error.trailing_metadata() or ())
+
+
+class _Channels:
+    """One channel per address; those of addresses that left the table are closed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._table: Any = None
+        self._security: Any = None
+        self._open: dict[str, tuple[Any, Any]] = {}
+
+    def call(self, address: str, table: Any) -> Any:
+        with self._lock:
+            if client_security() is not self._security:  # what channels show has changed
+                self._security = client_security()
+                while self._open:
+                    self._open.popitem()[1][0].close()
+            if table.addresses is not self._table:
+                self._table = table.addresses
+                known = {each for group in self._table.values() for each in group}
+                for gone in [each for each in self._open if each not in known]:
+                    self._open.pop(gone)[0].close()
+            if address not in self._open:
+                channel = open_channel(address)
+                self._open[address] = (channel, channel.unary_unary(PREDICT))
+            return self._open[address][1]
+
+
+_channels = _Channels()
+
+
+def remote_predict(
+    input_tensor_alias: Sequence[str],
+    input_tensors: Sequence[Any],
+    output_tensor_alias: Sequence[str],
+    model_name: str,
+    task: int,
+    old_model_name: str | None,
+    model_version: int = -1,
+    fail_op_on_rpc_error: bool = True,
+    max_rpc_deadline_millis: float = 30,
+    output_types: Sequence[Any] | None = None,
+    name: str | None = None,
+    signature_name: str = "serving_default",
+    *,
+    retries: int = 2,
+    one_version: bool = False,
+) -> list[Any]:
+    """Runs a signature of a model served elsewhere and returns its outputs in the order of ``output_tensor_alias``.
+
+    The address comes from the process's table (``set_address_table``); one of its addresses is picked at random, and
+    another is tried when it is UNAVAILABLE, at most ``retries`` times, all inside one deadline: the smaller of
+    ``max_rpc_deadline_millis`` and what the request being served has left.
+
+    Args:
+        input_tensors: what ``tensor_to_proto`` takes, parallel to ``input_tensor_alias``.
+        model_version: -1 means the newest available.
+        fail_op_on_rpc_error: False gives a scalar zero per output where the call failed.
+        output_types: torch dtypes (``bytes`` for strings); None takes what the server returns.
+        one_version: the call is part of a prediction of ``model_version``: servers keep that version while they are
+            asked for it, and those without it are passed over.
+
+    Raises:
+        StatusError: with the gRPC code of a failed call; UNAVAILABLE (14) when the table has no address.
+    """
+    return remote_predict_with_status(
+        input_tensor_alias, input_tensors, output_tensor_alias, model_name, task, old_model_name, model_version,
+        fail_op_on_rpc_error, max_rpc_deadline_millis, output_types, name, signature_name, retries=retries,
+        one_version=one_version,
+    )[2]  # fmt: skip
+
+
+def remote_predict_with_status(
+    input_tensor_alias: Sequence[str],
+    input_tensors: Sequence[Any],
+    output_tensor_alias: Sequence[str],
+    model_name: str,
+    task: int,
+    old_model_name: str | None,
+    model_version: int = -1,
+    fail_op_on_rpc_error: bool = True,
+    max_rpc_deadline_millis: float = 30,
+    output_types: Sequence[Any] | None = None,
+    name: str | None = None,
+    signature_name: str = "serving_default",
+    *,
+    retries: int = 2,
+    one_version: bool = False,
+) -> tuple[int, str, list[Any]]:
+    """As :func:`remote_predict`, with the status: ``(status_code, status_message, outputs)``."""
+    begin = time.monotonic()
+    if model_name is None:
+        raise ValueError("remote_predict: model_name must be specified (the empty string is allowed)")
+    if len(input_tensor_alias) != len(input_tensors):
+        raise invalid_argument(
+            f"remote_predict: {len(input_tensor_alias)} input aliases for {len(input_tensors)} input tensors"
+        )
+    if output_types is not None and len(output_tensor_alias) != len(output_types):
+        raise invalid_argument(
+            f"remote_predict: {len(output_tensor_alias)} output aliases for {len(output_types)} output types"
+        )
+    tags = f"model_name={model_name}|signature_name={signature_name}"
+    try:
+        table = address_table()
+        sent, key = route(table, model_name, task, old_model_name)
+        spec = model_spec(sent, signature_name, model_version if model_version >= 0 else None)
+        inputs = {alias: encode_tensor(value) for alias, value in zip(input_tensor_alias, input_tensors, strict=True)}
+        payload = encode_request(spec, inputs, output_tensor_alias)
+        try:
+            what = f"model {sent!r}, signature {signature_name!r}"
+            if sent != model_name:
+                what = f"model {sent!r} ({model_name!r}), signature {signature_name!r}"
+            answer = _call(table, key, what, payload, begin, max_rpc_deadline_millis, retries, tags, one_version)
+        except StatusError as error:
+            if fail_op_on_rpc_error:
+                raise
+            kinds = output_types if output_types is not None else [torch.float32] * len(output_tensor_alias)
+            return error.code, error.message, [_zero(kind) for kind in kinds]
+        return int(Code.OK), "", _outputs(answer, output_tensor_alias, output_types, sent, signature_name)
+    finally:
+        emit_timer("remote_predict_op_latency", time.monotonic() - begin, tags)
+        emit_counter("remote_predict_op_throughput", 1, tags)
+
+
+_pool: ThreadPoolExecutor | None = None
+_pool_lock = threading.Lock()
+
+
+def remote_predict_async(*args: Any, **kwargs: Any) -> Future:
+    """:func:`remote_predict` in the completion pool, of ``MONOLITH_GRPC_REMOTE_CALLBACK_THREADS`` (10) threads."""
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            size = env_int("MONOLITH_GRPC_REMOTE_CALLBACK_THREADS", 10)
+            _pool = ThreadPoolExecutor(max(1, size), "shoal-remote-predict")
+    return _pool.submit(contextvars.copy_context().run, remote_predict, *args, **kwargs)
+
+
+def _call(
+    table: Any, key: str, what: str, payload: bytes, begin: float, millis: float, retries: int, tags: str,
+    one_version: bool,
+) -> bytes:  # fmt: skip
+    candidates = list(table.addresses.get(key) or ())
+    if not candidates:
+        known = ", ".join(sorted(table.addresses)) or "none"
+        raise unavailable(f"no address serves {key!r} ({what}); keys of the address table: {known}")
+    random.shuffle(candidates)
+    end = begin + millis / 1000
+    if (limit := _deadline.get()) is not None:
+        end = min(end, limit)
+    failure: StatusError | None = None
+    metadata = ((ONE_VERSION, "1"),) if one_version else None
+    tries = 1 + max(0, retries)
+    for address in candidates:
+        if not tries:
+            break
+        left = end - time.monotonic()
+        if left <= 0:
+            failure = failure or StatusError(Code.DEADLINE_EXCEEDED, f"{what}: no time left to call {address}")
+            break
+        start = time.monotonic()
+        try:
+            return _channels.call(address, table)(payload, timeout=left, metadata=metadata)
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error)
+            text = f"{what} at {address}: {failure.message}"
+            if one_version and failure.code == Code.NOT_FOUND:  # another replica may have it
+                failure = VersionMissing(failure.code, text)
+                failure.rows_are_pushed = rows_are_pushed(error)  # pyrefly: ignore
+                continue
+            failure = StatusError(failure.code, text)
+            if failure.code != Code.UNAVAILABLE:
+                break
+            tries -= 1
+        except ValueError as error:  # the channel was closed under us because the table changed
+            failure = unavailable(f"{what} at {address}: {error}")
+            tries -= 1
+        finally:
+            emit_timer("serving_latency", time.monotonic() - start, tags)
+    assert failure is not None
+    raise failure
+
+
+def _outputs(
+    answer: bytes, aliases: Sequence[str], types: Sequence[Any] | None, sent: str, signature: str
+) -> list[Any]:
+    where = f"model {sent!r}, signature {signature!r}"
+    try:
+        _, outputs = decode_response(answer)
+        results = []
+        for index, alias in enumerate(aliases):
+            if alias not in outputs:
+                raise StatusError(
+                    Code.INTERNAL, f"{where}: the response has no output {alias!r}; it has {sorted(outputs)}"
+                )
+            value = decode_tensor(outputs[alias])
+            want = None if types is None else types[index]
+            got = bytes if isinstance(value, np.ndarray) else value.dtype
+            if want is not None and got != (bytes if want is str else want):
+                raise StatusError(Code.INTERNAL, f"{where}: output {alias!r} is {got}, declared as {want}")
+            results.append(value)
+        return results
+    except DataError as error:
+        raise StatusError(Code.INTERNAL, f"{where}: {error}") from None
+
+
+def _zero(kind: Any) -> Any:
+    if kind in (bytes, str):
+        scalar = np.empty((), object)
+        scalar[()] = b""
+        return scalar
+    return torch.zeros((), dtype=kind, device="cpu")

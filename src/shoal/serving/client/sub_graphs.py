@@ -1,0 +1,96 @@
+"""The sub-graphs that an entry calls: one prediction is made of one version of all of them."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+
+from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse
+from shoal.serving.client.addresses import address_table, route
+from shoal.serving.client.remote import ONE_VERSION, VersionMissing, remote_predict, rows_are_pushed
+from shoal.serving.predict import GET_MODEL_METADATA, model_spec
+from shoal.serving.security import open_channel
+from shoal.serving.status import unavailable
+
+log = logging.getLogger(__name__)
+
+ASK_SECS = 2.0
+
+
+class SubGraphs:
+    """Calls of the sub-graphs of one exported version.
+
+    A server whose rows are kept fresh by pushes and do not follow exports (live tables, ``latest_once``, no polling)
+    is taken as it is; any other one must have the version.
+
+    Args:
+        model_name: the model's.
+        versions: sub-graph -> the version to call, None = whichever is served.
+        deadline_millis: of one call.
+    """
+
+    def __init__(self, model_name: str, versions: Mapping[str, int | None], deadline_millis: float) -> None:
+        self._model, self._versions, self._deadline = model_name, dict(versions), deadline_millis
+        self._warned: set[str] = set()
+
+    def call(
+        self, name: str, signature: str, inputs: Mapping[str, Any], outputs: Sequence[str], types: Sequence[Any]
+    ) -> list[Any]:
+        """The outputs of a signature of a sub-graph, in order."""
+        version = self._versions.get(name)
+        try:
+            return self._predict(name, signature, inputs, outputs, types, -1 if version is None else version)
+        except VersionMissing as error:
+            if not error.rows_are_pushed:
+                raise unavailable(f"{name} lacks version {version}, of which this prediction is: {error}") from None
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning(
+                "model %s: %s does not have version %s; its rows come by pushes and are used as they are",
+                self._model, name, version,
+            )  # fmt: skip
+        return self._predict(name, signature, inputs, outputs, types, -1)
+
+    def _predict(
+        self, name: str, signature: str, inputs: Mapping[str, Any], outputs: Sequence[str], types: Any, version: int
+    ) -> list[Any]:
+        return remote_predict(
+            list(inputs), list(inputs.values()), outputs,
+            model_name=f"{self._model}:{name}", task=_task(name), old_model_name=name, model_version=version,
+            max_rpc_deadline_millis=self._deadline, signature_name=signature, output_types=types,
+            one_version=version >= 0,
+        )  # fmt: skip
+
+    def missing(self) -> str:
+        """Why a prediction of this version cannot be made yet; "" when every replica that answers has its sub-graph."""
+        table = address_table()
+        for name, version in self._versions.items():
+            if version is None:
+                continue
+            sent, key = route(table, f"{self._model}:{name}", _task(name), name)
+            answers = {address: _has(address, sent, version) for address in table.addresses.get(key) or ()}
+            if lacking := sorted(address for address, answer in answers.items() if answer is False):
+                return f"{name} at {', '.join(lacking)} does not have version {version}"
+            if not any(answers.values()):
+                return f"no replica of {name} answers"
+        return ""
+
+
+def _task(name: str) -> int:
+    return int(name.rpartition("_")[2])
+
+
+def _has(address: str, model: str, version: int) -> bool | None:
+    """Whether a server has a version of a model, or does not need it since its rows are pushed; None = no answer."""
+    request = GetModelMetadataRequest(model_spec=model_spec(model, "", version), metadata_field=["signature_def"])
+    with open_channel(address) as channel:
+        call = channel.unary_unary(
+            GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
+        )
+        try:
+            call(request, timeout=ASK_SECS, metadata=((ONE_VERSION, "1"),))
+        except grpc.RpcError as error:
+            lacks = error.code() == grpc.StatusCode.NOT_FOUND  # pyrefly: ignore
+            return rows_are_pushed(error) if lacks else None
+    return True

@@ -1,0 +1,157 @@
+"""The files of the embedded registry: nodes, sessions, and the one lock that changes are made under.
+
+A node is a folder with a file ``=data``; an ephemeral one also has ``=owner``, the session that made it. A session is
+a file under ``=sessions`` whose age is its heartbeat; nodes of sessions that stopped beating are removed by whoever
+looks.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from shoal.serving.cluster.zk_types import NodeStat, NoNodeError
+
+_DATA, _OWNER, _COUNTER = "=data", "=owner", "=counter"
+
+
+class DirectoryStore:
+    """A registry's directory. Paths are normal ones; reads need no lock, changes are made inside :meth:`locked`.
+
+    Args:
+        root: the directory.
+        session_timeout: seconds without a heartbeat after which a session is over.
+    """
+
+    def __init__(self, root: Path, session_timeout: float) -> None:
+        self.root = root
+        self._session_timeout = session_timeout
+        self._mutex = threading.RLock()
+        self._depth = 0
+
+    def open(self) -> None:
+        (self.root / "=sessions").mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone among threads and processes; may be entered again inside."""
+        with self._mutex:
+            if self._depth:
+                yield
+                return
+            with open(self.root / "=lock", "a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._depth += 1
+                try:
+                    yield
+                finally:
+                    self._depth -= 1
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def begin_session(self) -> str:
+        session = uuid.uuid4().hex
+        self._session_file(session).touch()
+        return session
+
+    def beat(self, session: str) -> bool:
+        """Keeps a session alive; False if it is over."""
+        try:
+            os.utime(self._session_file(session))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def end_session(self, session: str) -> None:
+        self._session_file(session).unlink(missing_ok=True)
+        self.reap()
+
+    def reap(self) -> None:
+        """Removes sessions without a heartbeat and the nodes of sessions that are gone."""
+        horizon = time.time() - self._session_timeout
+        alive = set()
+        for file in (self.root / "=sessions").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if file.stat().st_mtime < horizon:
+                    file.unlink(missing_ok=True)
+                else:
+                    alive.add(file.name)
+        owners = [Path(folder) / _OWNER for folder, _, files in os.walk(self.root) if _OWNER in files]
+        for owner in owners:
+            with contextlib.suppress(FileNotFoundError):
+                if owner.read_text() not in alive:
+                    shutil.rmtree(owner.parent)
+
+    def _session_file(self, session: str) -> Path:
+        return self.root / "=sessions" / session
+
+    # --- nodes ------------------------------------------------------------------------------------------------------
+
+    def _folder(self, path: str) -> Path:
+        return self.root.joinpath(*(quote(part, safe=" :;,@[]-_.~") for part in path.split("/")[1:] if part))
+
+    def is_node(self, path: str) -> bool:
+        return path == "/" or (self._folder(path) / _DATA).exists()
+
+    def is_ephemeral(self, path: str) -> bool:
+        return (self._folder(path) / _OWNER).exists()
+
+    def make(self, path: str, value: bytes, owner: str = "") -> None:
+        """A node; with an ``owner`` it goes when that session does."""
+        folder = self._folder(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        if owner:
+            _write(folder, _OWNER, owner.encode())
+        _write(folder, _DATA, value)
+
+    def set(self, path: str, value: bytes) -> None:
+        _write(self._folder(path), _DATA, value)
+
+    def get(self, path: str) -> tuple[bytes, tuple[int, int]]:
+        """(a node's value, what changes whenever it is written)."""
+        data = self._folder(path) / _DATA
+        try:
+            stamp = data.stat()
+            return data.read_bytes(), (stamp.st_mtime_ns, stamp.st_ino)
+        except FileNotFoundError:
+            raise NoNodeError(path) from None
+
+    def remove(self, path: str) -> None:
+        shutil.rmtree(self._folder(path))
+
+    def next_number(self, path: str) -> int:
+        """Counts up for every child of a node that is named by a sequence."""
+        file = self._folder(path) / _COUNTER
+        number = int(file.read_text()) if file.exists() else 0
+        _write(file.parent, _COUNTER, str(number + 1).encode())
+        return number
+
+    def stat(self, path: str) -> NodeStat:
+        folder = self._folder(path)
+        data, owner = folder / _DATA, folder / _OWNER
+        try:
+            info = data.stat() if path != "/" else None
+            session = int(owner.read_text()[:15], 16) if owner.exists() else 0
+        except FileNotFoundError:
+            raise NoNodeError(path) from None
+        return NodeStat(info.st_mtime_ns if info else 0, session, len(self.children(path)), info.st_size if info else 0)
+
+    def children(self, path: str) -> list[str]:
+        folder = self._folder(path)
+        try:
+            names = [entry.name for entry in os.scandir(folder) if not entry.name.startswith("=")]
+        except FileNotFoundError:
+            raise NoNodeError(path) from None
+        return sorted(unquote(name) for name in names if (folder / name / _DATA).exists())
+
+
+def _write(folder: Path, name: str, value: bytes) -> None:
+    temporary = folder / f"={uuid.uuid4().hex}.tmp"
+    temporary.write_bytes(value)
+    os.replace(temporary, folder / name)

@@ -1,0 +1,159 @@
+"""Discovery in ZooKeeper, or in a directory of files by the same interface."""
+
+import contextlib
+import logging
+import threading
+import time
+from typing import Any
+
+from shoal.serving.cluster.discovery.base import ServiceDiscovery
+from shoal.serving.cluster.zk_types import KazooState, NodeExistsError, NoNodeError, make_zk_client
+
+log = logging.getLogger(__name__)
+
+REREGISTER_SECS = 1800.0
+
+
+class ZKServiceDiscovery(ServiceDiscovery):
+    """Ephemeral nodes ``/monolith/<job>/<name>.<index>`` whose value is the address.
+
+    Registrations are repeated every half hour and at once when a lost session comes back. Queries answer from a cache
+    that watches keep fresh.
+
+    Args:
+        job_name: the job.
+        zk_server: ``host:port,…`` or ``dir:/path``.
+        max_tries: attempts to write a registration.
+        delay: seconds between them.
+        zk_client: a client to use instead of making one; it is started here.
+    """
+
+    def __init__(
+        self, job_name: str, zk_server: str | None = None, max_tries: int = 3, delay: float = 5, zk_client: Any = None
+    ) -> None:
+        self._path = f"/monolith/{job_name}"
+        self._max_tries, self._delay = max(1, max_tries), delay
+        self._zk = zk_client if zk_client is not None else make_zk_client(zk_server)
+        self._lock = threading.RLock()
+        self._cache: dict[str, dict[int, str]] = {}
+        self._watched: set[str] = set()
+        self._mine: dict[tuple[str, int], str] = {}
+        self._own: set[str] = set()
+        self._again = threading.Event()
+        self._lost = False
+        self._stop = threading.Event()
+        self._zk.add_listener(self._on_state)
+        self._zk.start()
+        self._zk.ensure_path(self._path)
+        self._zk.ChildrenWatch(self._path, self._on_children)
+        self._thread = threading.Thread(target=self._repeat, name="shoal-discovery", daemon=True)
+        self._thread.start()
+
+    def _on_state(self, state: str) -> None:
+        if state == KazooState.LOST:
+            self._lost = True
+            self._own.clear()
+        elif state == KazooState.CONNECTED and self._lost:
+            self._lost = False
+            self._again.set()
+
+    # --- registrations ----------------------------------------------------------------------------------------------
+
+    def _node(self, name: str, index: int) -> str:
+        return f"{self._path}/{name}.{index}"
+
+    def register(self, name: str, index: int, addr: str) -> None:
+        with self._lock:
+            self._mine[name, index] = addr
+        for attempt in range(self._max_tries):
+            try:
+                self._write(self._node(name, index), addr)
+                return
+            except Exception as error:
+                if attempt + 1 == self._max_tries:
+                    raise
+                log.warning("%s.%d could not be registered (%r); trying again", name, index, error)
+                self._stop.wait(self._delay)
+
+    def _write(self, path: str, addr: str) -> None:
+        value = addr.encode()
+        try:
+            self._zk.create(path, value, ephemeral=True, makepath=True)
+        except NodeExistsError:
+            if path in self._own:
+                self._zk.set(path, value)
+                return
+            with contextlib.suppress(NoNodeError):  # of an earlier session, which would take the node with it
+                self._zk.delete(path)
+            self._zk.create(path, value, ephemeral=True, makepath=True)
+        self._own.add(path)
+
+    def deregister(self, name: str, index: int, addr: str) -> None:
+        """Removes a registration; one that is not known is ignored."""
+        with self._lock:
+            if self._mine.pop((name, index), None) is None:
+                return
+        self._own.discard(self._node(name, index))
+        with contextlib.suppress(NoNodeError):
+            self._zk.delete(self._node(name, index))
+
+    def _repeat(self) -> None:
+        last = time.monotonic()
+        while not self._stop.is_set():
+            self._again.wait(1.0)
+            if self._stop.is_set() or not (self._again.is_set() or time.monotonic() - last >= REREGISTER_SECS):
+                continue
+            self._again.clear()
+            last = time.monotonic()
+            with self._lock:
+                mine = dict(self._mine)
+            for (name, index), addr in mine.items():
+                try:
+                    self._write(self._node(name, index), addr)
+                except Exception as error:
+                    log.error("%s.%d could not be registered again: %r", name, index, error)
+                    self._again.set()
+                    self._stop.wait(1.0)
+
+    # --- queries ----------------------------------------------------------------------------------------------------
+
+    def _on_children(self, children: list[str]) -> bool | None:
+        if self._stop.is_set():
+            return False
+        with self._lock:
+            fresh = [child for child in children if child not in self._watched]
+            self._watched.update(fresh)
+        for child in fresh:  # whose own watches tell, too, when they go
+            self._watch(child)
+        return None
+
+    def _watch(self, child: str) -> None:
+        name, dot, number = child.rpartition(".")
+        if not dot or not number.lstrip("-").isdecimal():
+            log.error("%s/%s is not <name>.<index>; it is ignored", self._path, child)
+            return
+
+        def changed(data: bytes | None, stat: Any) -> bool | None:
+            if self._stop.is_set():
+                return False
+            with self._lock:
+                group = self._cache.setdefault(name, {})
+                if data:
+                    group[int(number)] = data.decode()
+                else:
+                    group.pop(int(number), None)
+            return None
+
+        self._zk.DataWatch(f"{self._path}/{child}", changed)
+
+    def query(self, name: str) -> dict[int, str]:
+        with self._lock:
+            return dict(self._cache.get(name, {}))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._again.set()
+        self._zk.remove_listener(self._on_state)
+        self._thread.join(timeout=5)
+        self._zk.stop()
+        self._zk.close()

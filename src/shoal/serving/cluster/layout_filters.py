@@ -1,0 +1,50 @@
+"""Which sub-graphs a container of a unified cluster takes from its layout."""
+
+import re
+from collections.abc import Sequence
+
+from shoal.serving.cluster.expressions import Condition
+
+
+def normalize_regex(pattern: str) -> str:
+    r"""Rewrites each ``{x}`` to the named group ``(?P<x>\d+)``; an unclosed brace stays text."""
+    return re.sub(r"\{([^{}]*)\}", lambda found: rf"(?P<{found.group(1).strip()}>\d+)", pattern)
+
+
+class LayoutFilters:
+    """Filters ``"<pattern>;<condition>"``, for example ``"ps_{i};i % 3 == 2"``. Without any, everything is accepted.
+
+    Raises:
+        ValueError: a filter without ``;``, with another kind of expression, or with a pattern that is none.
+    """
+
+    def __init__(self, filters: Sequence[str] | str | None, shard_id: int = 0, shard_num: int = 1) -> None:
+        values = {"shard_id": max(0, shard_id), "shard_num": max(1, shard_num)}
+        filters = [filters] if isinstance(filters, str) else list(filters or ())
+        self._filters = [self._build(text, values) for text in filters]
+
+    def accepts(self, sub_graph: str) -> bool:
+        """Whether any filter matches the whole name and its condition holds."""
+        if not self._filters:
+            return True
+        for pattern, condition in self._filters:
+            found = pattern.fullmatch(sub_graph)
+            if found is not None and condition({name: int(text) for name, text in found.groupdict().items() if text}):
+                return True
+        return False
+
+    @staticmethod
+    def _build(text: str, values: dict[str, int]) -> tuple[re.Pattern[str], Condition]:
+        for name, value in values.items():
+            text = text.replace(f"${{{name}}}", str(value))
+        pattern, semicolon, condition = text.partition(";")
+        if not semicolon:
+            raise ValueError(f"layout filter {text!r} has no ';'; write '<pattern>;<condition>'")
+        try:
+            compiled = re.compile(normalize_regex(pattern.strip()))
+        except re.error as error:
+            raise ValueError(f"layout filter {text!r}: bad pattern: {error}") from None
+        checked = Condition(condition.strip())
+        if unknown := checked.names - set(compiled.groupindex):
+            raise ValueError(f"layout filter {text!r}: {', '.join(sorted(unknown))} is not bound by the pattern")
+        return compiled, checked

@@ -1,0 +1,86 @@
+"""The registry side of a serving process: its registrations, its map of the others, and what a lost session does."""
+
+import threading
+import time
+from typing import Any
+
+from shoal.proto.serving.agent_service_pb2 import ServerType
+from shoal.serving.cluster.agent_config import AgentConfig
+from shoal.serving.cluster.replica_updater import ReplicaUpdater
+from shoal.serving.cluster.replica_watcher import ReplicaWatcher
+from shoal.serving.cluster.zk_types import KazooState
+
+
+class ZKListener:
+    """What happens to a process's registrations when its session is lost and comes back.
+
+    LOST stops updates and polling; the next CONNECTED registers once, with the last known states, and polling resumes
+    after a while.
+    """
+
+    resume_secs = 5.0
+
+    def __init__(self, watcher: ReplicaWatcher | None, updater: ReplicaUpdater | None) -> None:
+        self._watcher, self._updater = watcher, updater
+        self._was_lost = False
+        self._losses = 0
+
+    def __call__(self, state: str) -> None:
+        if state == KazooState.LOST:
+            self._was_lost = True
+            self._losses += 1
+            if self._watcher is not None:
+                self._watcher.suspend()
+            if self._updater is not None:
+                self._updater.pause()
+        elif state == KazooState.CONNECTED and self._was_lost:
+            self._was_lost = False
+            # A listener must not wait for the client that calls it.
+            threading.Thread(target=self._recover, args=(self._losses,), name="shoal-zk-recover", daemon=True).start()
+
+    def _recover(self, losses: int) -> None:
+        if self._updater is not None:
+            self._updater.forget_nodes()
+            self._updater.register()
+            self._updater.unpause()
+        if self._watcher is not None:
+            time.sleep(self.resume_secs)
+            if self._losses == losses:  # else the session was lost again, and its return resumes
+                self._watcher.resume()
+
+
+class ReplicaManager:
+    """The registry side of one serving process: its own registrations and the map of the others."""
+
+    def __init__(self, zk: Any, config: AgentConfig) -> None:
+        self.config = config
+        self._zk = zk
+        self.watcher = ReplicaWatcher(zk, config)
+        self.updater = ReplicaUpdater(zk, config)
+        self.watcher.own_registrations = lambda: self.updater.registrations
+        self.watcher.follows_session = False  # polling resumes after the nodes of this process are back
+        self._listener = ZKListener(self.watcher, self.updater)
+
+    def start(self) -> None:
+        """Registers, watches, and starts to follow the local model server."""
+        self._zk.add_listener(self._listener)
+        self.updater.register()
+        self.watcher.watch_data()
+        self.updater.start()
+
+    def stop(self) -> None:
+        self._zk.remove_listener(self._listener)
+        self.updater.stop()
+        self.watcher.stop()
+
+    def _own_place(self) -> tuple[str | None, str | None]:
+        return (self.config.idc, self.config.cluster) if self.config.dc_aware else (None, None)
+
+    def is_ps_set_started(self) -> bool:
+        """Whether every PS task has an available replica in this location."""
+        place = self._own_place()
+        return all(self.watcher.get_replicas(ServerType.PS, task, *place) for task in range(self.config.num_ps))
+
+    def is_dense_set_started(self) -> bool:
+        """Whether the dense task has an available replica in this location."""
+        return bool(self.watcher.get_replicas(ServerType.DENSE, 0, *self._own_place()))

@@ -1,0 +1,1 @@
+"""A net and its tables as versions that a model server loads."""

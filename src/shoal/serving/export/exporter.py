@@ -1,0 +1,172 @@
+"""`ModelExporter`: a net and its tables as versions that a model server loads."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.serving.cluster.rollout import newest_everywhere
+from shoal.serving.export.manifest import SignatureSpec, TableSpec
+from shoal.serving.export.plan import EXPORT_DIR_BASE, free_second, plan_export, write_version
+from shoal.serving.export.retention import add_export, delete_old_exports
+from shoal.serving.export.tables import export_ps, export_tables, manifest_of, named_apart
+from shoal.serving.export.trace import describe, example_inputs, export_program, input_specs, pooled_specs
+from shoal.serving.server.program import REMOTE_NET, Feature
+from shoal.serving.server.servable import Servable
+from shoal.serving.server.table_signatures import table_signatures
+from shoal.serving.server.table_view import TableView, as_views
+from shoal.table.config.messages import FloatCompressorConfig
+from shoal.table.export_mode import ExportMode
+
+
+class ModelExporter:
+    """Exports a model: an entry with its net, and the tables, with it (standalone) or in shards beside it.
+
+    Args:
+        model_dir: the model's directory; exports go to ``<model_dir>/exported_models``.
+        model_name: recorded in every manifest.
+        net: called with ``{alias: tensor}`` as keywords; features arrive pooled.
+        features: the sparse inputs.
+        dense: alias -> an example ``[B, ...]`` of each dense input.
+        codec: how serving rows are stored; None = each table's own compressor.
+        warmup: a warm-up file that is copied beside the entry.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike,
+        *,
+        model_name: str,
+        net: torch.nn.Module,
+        features: Mapping[str, Feature],
+        dense: Mapping[str, torch.Tensor] | None = None,
+        codec: FloatCompressorConfig | None = None,
+        skip_zero_embedding: bool = False,
+        export_dir_base: str = EXPORT_DIR_BASE,
+        max_rpc_deadline_millis: float = 30000,
+        warmup: str | os.PathLike | None = None,
+    ) -> None:
+        self.model_dir = Path(model_dir)
+        self.base = self.model_dir / export_dir_base
+        self.model_name = model_name
+        self._net, self._features, self._dense = net, dict(features), dict(dense or {})
+        self._codec, self._skip_zero = codec, skip_zero_embedding
+        self._deadline, self._warmup = max_rpc_deadline_millis, warmup
+
+    def export(
+        self,
+        tables: Sequence[Any],
+        *,
+        global_step: int,
+        mode: ExportMode = ExportMode.STANDALONE,
+        timestamp: int | None = None,
+        rank: int | None = None,
+        num_ps: int | None = None,
+        with_remote_gpu: bool = False,
+        dense_only: bool = False,
+        include_graphs: Iterable[str] | None = None,
+        shared_assets: str | os.PathLike | None = None,
+        existing_steps: Iterable[int] | None = None,
+    ) -> dict[str, str]:
+        """Writes one version and returns sub-graph -> directory.
+
+        ``tables``: the tables of each shard, what ``ModelServer.serve_tables`` takes; standalone, all of them go into
+        one directory. ``with_remote_gpu``: the net goes to ``dense_0``, which the entry calls with its pooled rows.
+        ``existing_steps``: steps of the checkpoints that exist; exports of other steps are deleted. An entry is served
+        with the shards of its own version, one of a ``dense_only`` export with the newest version that all shards have.
+        """
+        shards = [as_views(each) for each in tables]
+        count = num_ps if num_ps is not None else len(shards)
+        if mode == ExportMode.STANDALONE:
+            if dense_only:
+                raise ConfigError("a dense-only export needs ExportMode.DISTRIBUTED; standalone holds everything")
+            plan = {"": os.path.join(self.base, str(timestamp if timestamp is not None else free_second(self.base)))}
+        else:
+            plan = plan_export(self.base, count, timestamp, global_step, rank, with_remote_gpu, dense_only)
+        if include_graphs is not None:
+            wanted = set(include_graphs)
+            plan = {name: where for name, where in plan.items() if name in wanted}
+        shared = Path(shared_assets) if shared_assets is not None else None
+        for name, where in plan.items():
+            if name.startswith("ps_"):
+                shard = int(name[3:])
+                views = shards[shard] if rank is None else shards[0]
+                wrote = export_ps(
+                    where, views,
+                    model_name=self.model_name, sub_graph=name, global_step=global_step, shared_assets=shared,
+                    codec=self._codec, skip_zero_embedding=self._skip_zero,
+                )  # fmt: skip
+            else:
+                rows = newest_everywhere(self.base, count) if dense_only else int(Path(where).name)
+                writer = self._writer(name, where, global_step, shards, count, shared, with_remote_gpu, rows)
+                wrote = write_version(where, writer)
+            if wrote:
+                add_export(Path(where).parent, where, global_step)
+            if existing_steps is not None:
+                delete_old_exports(Path(where).parent, {*existing_steps, global_step})
+        return plan
+
+    def _writer(
+        self,
+        name: str,
+        where: str,
+        step: int,
+        shards: list[list[TableView]],
+        count: int,
+        shared: Path | None,
+        with_remote_gpu: bool,
+        shard_version: int | None,
+    ) -> Callable[[Path], dict[str, Any]]:
+        dims = {
+            alias: view.dims[view.sub_tables.index(sub)]
+            for views in shards
+            for view in views
+            for alias, sub in view.slots.items()
+        }
+        if missing := sorted({each.slot for each in self._features.values()} - dims.keys()):
+            raise ConfigError(
+                f"model {self.model_name!r}: no table serves the slots {missing}; tables serve {sorted(dims)}"
+            )
+
+        def write(directory: Path) -> dict[str, Any]:
+            net_is_here = not (name == "entry" and with_remote_gpu)
+            file = directory / "variables" / "program.pt2" if net_is_here else None
+            try:
+                net = export_program(self._net, *example_inputs(self._features, self._dense, dims), file)
+            except ConfigError as error:
+                raise ConfigError(f"model {self.model_name!r}: {error}") from error
+            tables: list[TableSpec] = []
+            if name.startswith("dense"):
+                inputs = pooled_specs(self._features, self._dense, dims, net.lengths)
+                signatures = {REMOTE_NET: SignatureSpec(inputs, net.outputs, net.row_wise)}
+                program = describe({}, list(net.outputs))
+            else:
+                inputs = input_specs(self._features, self._dense, net.lengths)
+                signatures = {"serving_default": SignatureSpec(inputs, net.outputs, net.row_wise)}
+                program = describe(
+                    self._features, list(net.outputs), remote=name != "", num_ps=count, dims=dims,
+                    max_rpc_deadline_millis=self._deadline, remote_net=not net_is_here, shard_version=shard_version,
+                )  # fmt: skip
+            read_at = None
+            if not name:
+                read_at = time.time() if shared is None else None
+                views = named_apart(shards)
+                tables = export_tables(
+                    directory, views, shared_assets=shared, final=Path(where), codec=self._codec,
+                    skip_zero_embedding=self._skip_zero,
+                )  # fmt: skip
+                pushes = table_signatures(views, lambda: Servable({}))
+                signatures |= {key: each.spec for key, each in pushes.items() if each.push}
+            if self._warmup is not None and name in ("", "entry"):
+                (directory / "assets.extra").mkdir()
+                shutil.copy(self._warmup, directory / "assets.extra" / "tf_serving_warmup_requests")
+            return manifest_of(
+                where, self.model_name, name or "standalone", step, signatures, tables, program, read_at
+            ).fields()
+
+        return write

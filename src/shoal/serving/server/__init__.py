@@ -1,0 +1,1 @@
+"""The model server: versions, signatures, batches, gRPC and REST."""

@@ -1,0 +1,111 @@
+"""One Predict request from its model spec to its answer: found, checked, batched or run, timed."""
+
+import contextvars
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any
+
+from shoal.errors import DataError, ShoalError
+from shoal.serving.predict import Asked
+from shoal.serving.security import ServerSecurity
+from shoal.serving.server.batching import Batcher, Pace
+from shoal.serving.server.loop import ServingLoop
+from shoal.serving.server.servable import Tensors
+from shoal.serving.server.served import ServedModels
+from shoal.serving.server.traffic import Traffic
+from shoal.serving.server.versions import find_signature
+from shoal.serving.status import Code, StatusError, invalid_argument
+from shoal.serving.tensors import MAX_TENSOR_BYTES
+
+log = logging.getLogger(__name__)
+
+INLINE_BYTES = 1 << 16  # a larger request is not read on the event loop
+
+
+class Answerer:
+    """Answers requests on the event loop's thread; what takes long runs on the pool.
+
+    Args:
+        models: what there is.
+        security: who may push.
+        max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
+        max_request_bytes: what the tensors of one request may take.
+    """
+
+    def __init__(
+        self,
+        models: ServedModels,
+        security: ServerSecurity,
+        max_batch_rows: int,
+        pool: Executor,
+        loop: ServingLoop,
+        traffic: Traffic,
+        max_request_bytes: int = MAX_TENSOR_BYTES,
+    ) -> None:
+        self._models, self._security, self._max_batch_rows = models, security, max_batch_rows
+        self._pool, self._loop, self._traffic = pool, loop, traffic
+        self._max_request_bytes = max_request_bytes
+
+    async def answer(self, asked: Asked, enter: Callable[[], contextvars.Context]) -> Any:
+        """``asked.finish(the model spec as it was resolved, serialised; outputs)``; ``enter`` gives the context of
+        what runs on a thread of the pool."""
+        spec = asked.spec
+        name = spec.signature_name or "serving_default"
+        begin = time.perf_counter()
+        code, label = 0, ("", "")  # names that do not exist are not kept: callers could make any number of them
+        try:
+            with self._models.use(spec, asked.one_version) as version:
+                where = f"model {spec.name!r} version {version.number}"
+                signature = find_signature(version, name, where)
+                label = (spec.name, name)
+                if signature.push and not self._security.may_push(asked.identity):
+                    raise StatusError(
+                        Code.PERMISSION_DENIED, f"{asked.identity or 'this caller'!r} may not push to {where}"
+                    )
+                outputs = signature.spec.outputs
+                wanted = asked.output_filter
+                if unknown := [alias for alias in wanted if alias not in outputs]:
+                    raise invalid_argument(f"{where}, {name!r} has no output {unknown}; it has {sorted(outputs)}")
+                resolved = version.resolved(spec.name, name)
+                check = partial(signature.check, f"{where}, signature {name!r}")
+
+                def prepare() -> Tensors:
+                    return asked.read(check)
+
+                def complete(results: Tensors) -> Any:
+                    return asked.finish(resolved, {alias: results[alias] for alias in wanted} if wanted else results)
+
+                if signature.batch and self._max_batch_rows > 1:
+                    batcher = version.batchers.get(name)
+                    if batcher is None:
+                        batcher = Batcher(signature.run, check, self._max_batch_rows, self._pool, outputs)
+                        version.batchers[name] = batcher
+                    call = asked.call  # joined natively, its tensors take at most eight times its bytes
+                    if call is not None and 8 * len(call.data) > self._max_request_bytes:
+                        call = None
+                    return await batcher.submit(prepare, complete, call, resolved)
+                pace = version.paces.get(name)
+                if pace is None:
+                    pace = version.paces[name] = Pace(not signature.push and not signature.waits)
+                work = partial(pace.timed, lambda: complete(signature.run(prepare())))
+                if pace.short and (asked.call is None or len(asked.call.data) < INLINE_BYTES):
+                    return work()
+                return await self._loop.loop.run_in_executor(self._pool, enter().run, work)
+        except StatusError as error:
+            code = error.code
+            raise
+        except DataError as error:
+            code = Code.INVALID_ARGUMENT
+            raise invalid_argument(str(error)) from None
+        except (ShoalError, ValueError) as error:
+            code = Code.INVALID_ARGUMENT
+            raise invalid_argument(f"model {spec.name!r}, signature {name!r}: {error}") from error
+        except Exception as error:
+            code = Code.INTERNAL
+            log.exception("model %s, signature %s failed", spec.name, name)
+            raise StatusError(Code.INTERNAL, f"model {spec.name!r}, signature {name!r}: {error}") from error
+        finally:
+            self._traffic.add(*label, code, time.perf_counter() - begin)

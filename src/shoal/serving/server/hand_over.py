@@ -1,0 +1,80 @@
+"""A version switch: which of the rows that were pushed to a version its successor gets.
+
+Both have a time: that by which a pushed row had been read from the trainer, and that at which an export began to read.
+A row that was pushed before is in the export, as it was then or newer, and is left alone; one that was pushed after is
+copied. So a replica that switches answers like one that starts with the export and is pushed what came after.
+"""
+
+import logging
+from typing import Any
+
+from shoal.metrics import emit_counter
+from shoal.serving.server.table_view import TableView
+
+log = logging.getLogger(__name__)
+
+CHUNK_ROWS = 65536
+
+CARRIED = "carried"
+"""Pushed after the export of the successor was begun: copied."""
+SUPERSEDED = "superseded"
+"""Pushed before: the export has a value that is as new or newer."""
+UNDECIDED = "undecided"
+"""The export does not say when it was begun: copied, as pushed rows usually are newer."""
+DROPPED = "dropped"
+"""Pushed after, but the successor has no such table, or one of another dim."""
+
+
+def hand_over(old: Any, new: Any) -> None:
+    """Makes ``new`` the servable that gets what is pushed to ``old``, and copies what was pushed before.
+
+    Rows are counted in ``serving_handed_over_rows`` by table and fate: carried, superseded, undecided or dropped.
+    """
+    with old.push_lock:
+        old.successor = new
+    try:
+        for view in old.tables.values():
+            for number, sub_table in enumerate(view.sub_tables):
+                _hand_over_rows(old, new, view, number, sub_table)
+    except BaseException:
+        with old.push_lock:
+            old.successor = None  # it will not take over; pushes to it must not hold up those to the old one
+        raise
+
+
+def _hand_over_rows(old: Any, new: Any, view: TableView, number: int, sub_table: str) -> None:
+    since = new.rows_read_at
+    ids, times, superseded = view.push_logs[number].since(float("-inf") if since is None else since)
+    count_rows(view.name, SUPERSEDED, superseded)
+    where, into = place_of(new, view, number)
+    if into is None:
+        if len(ids):
+            log.warning("table %s: the next version has no table %s of dim %d; %d pushed rows are dropped",
+                        view.name, sub_table, view.dims[number], len(ids))  # fmt: skip
+        count_rows(view.name, DROPPED, len(ids))
+        return
+    for begin in range(0, len(ids), CHUNK_ROWS):
+        part = ids[begin : begin + CHUNK_ROWS]
+        with old.push_lock:
+            into.assign_sub(where, part, view.lookup_sub(number, part), times[begin : begin + CHUNK_ROWS])
+    if since is None and len(ids):
+        log.warning("table %s: the next version does not say when its rows were read, so %d pushed rows are kept "
+                    "although it may have newer ones; export it again with this version of shoal",
+                    sub_table, len(ids))  # fmt: skip
+    elif len(ids) or superseded:
+        log.info("table %s: %d rows that were pushed after the export are kept, %d from before it are not",
+                 sub_table, len(ids), superseded)  # fmt: skip
+    count_rows(view.name, UNDECIDED if since is None else CARRIED, len(ids))
+
+
+def place_of(servable: Any, view: TableView, number: int) -> tuple[int, TableView | None]:
+    """(number, table) that rows of a sub-table go to in another servable; None where it has none that fits."""
+    other = servable.tables.get(view.name)
+    found = other.number_of(view.sub_tables[number], view.dims[number]) if other is not None else None
+    return (0, None) if found is None else (found, other)
+
+
+def count_rows(table: str, fate: str, rows: int) -> None:
+    """Adds to the counter of rows that a version switch decided about."""
+    if rows:
+        emit_counter("serving_handed_over_rows", rows, f"table={table}|fate={fate}")

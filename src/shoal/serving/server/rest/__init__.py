@@ -1,0 +1,1 @@
+"""TF-Serving's REST form, metrics, health and the status page."""

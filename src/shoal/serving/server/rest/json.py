@@ -1,0 +1,103 @@
+"""TF-Serving's JSON to and from tensors: rows or columns, strings as text or base64."""
+
+import base64
+import binascii
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.errors import DataError
+from shoal.serving.server.servable import Tensors
+from shoal.serving.status import invalid_argument
+from shoal.serving.tensors import MAX_TENSOR_BYTES, dtype_code, torch_dtype
+
+
+def columns_of(instances: Any) -> Any:
+    """Rows as ``{alias: values of all rows}``; rows of a single input that is not named stay a list."""
+    if not isinstance(instances, list) or not instances:
+        raise invalid_argument("instances is a list of at least one row")
+    if not all(isinstance(row, dict) and not _is_b64(row) for row in instances):
+        return instances
+    names = instances[0].keys()
+    if any(row.keys() != names for row in instances):
+        raise invalid_argument("every instance must have the same keys")
+    return {name: [row[name] for row in instances] for name in names}
+
+
+def _is_b64(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"b64"}
+
+
+def tensors_of(columns: dict[str, Any], specs: dict[str, Any], max_bytes: int = MAX_TENSOR_BYTES) -> Tensors:
+    """Tensors of the dtypes that the signature wants; a DataError for values of another kind names the input.
+
+    ``max_bytes`` is what rows that are filled up may take, all inputs together.
+    """
+    tensors: Tensors = {}
+    if columns.keys() != specs.keys():  # refused by name when inputs are checked
+        return {alias: torch.empty(0, device="cpu") for alias in columns}
+    for alias, value in columns.items():
+        spec = specs[alias]
+        try:
+            if spec.dtype == "string":
+                tensors[alias] = np.array(_strings(value), dtype=object)
+                continue
+            dtype = torch_dtype(dtype_code(spec.dtype))
+            assert dtype is not None
+            if len(spec.shape or ()) == 2:
+                value = _filled(value, spec.padding, max_bytes // dtype.itemsize)
+            if not dtype.is_floating_point and _has_fractions(value):
+                raise ValueError("a number has a fraction")
+            tensors[alias] = torch.tensor(value, dtype=dtype, device="cpu")
+            max_bytes -= tensors[alias].nbytes
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise DataError(f"input {alias!r} is not a {spec.dtype} tensor: {error}") from None
+    return tensors
+
+
+def _has_fractions(value: Any) -> bool:
+    """Whether a number is not written as an integer; torch would cut its fraction off."""
+    array = np.asarray(value)
+    return bool(array.size) and array.dtype.kind == "f"
+
+
+def _filled(rows: Any, padding: int | None, most: int) -> Any:
+    """Rows of one length: short ones are filled up with the id that stands for nothing."""
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        return rows
+    lengths = {len(row) for row in rows}
+    if len(lengths) <= 1:
+        return rows
+    if padding is None:
+        raise ValueError(
+            f"rows have {min(lengths)} to {max(lengths)} values; fill them up to one length, or export ids with "
+            "Feature(padding=ID) to have that done here"
+        )
+    if (count := len(rows) * max(lengths)) > most:
+        raise ValueError(
+            f"{len(rows)} rows filled up to {max(lengths)} values each are {count}; at most {max(0, most)} are taken"
+        )
+    return [[*row, *[padding] * (max(lengths) - len(row))] for row in rows]
+
+
+def _strings(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_strings(each) for each in value]
+    if _is_b64(value):
+        try:
+            return base64.b64decode(value["b64"], validate=True)
+        except (binascii.Error, TypeError) as error:
+            raise ValueError(f"b64 text is broken: {error}") from None
+    if isinstance(value, str):
+        return value.encode()
+    raise TypeError(f"{type(value).__name__} is not a string")
+
+
+def plain(value: Any) -> Any:
+    """A tensor as JSON has it; bytes as ``{"b64": text}``."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, np.ndarray):
+        return [plain(each) for each in value] if value.ndim else plain(value.item())
+    return {"b64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value

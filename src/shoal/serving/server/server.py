@@ -1,0 +1,310 @@
+"""`ModelServer`: TF-Serving's gRPC services and REST form over exported directories and live tables."""
+
+import contextlib
+import contextvars
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent import futures
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shoal.errors import ConfigError, DataError
+from shoal.proto.serving.tf_serving_pb2 import (
+    GetModelMetadataRequest,
+    GetModelMetadataResponse,
+    GetModelStatusRequest,
+    GetModelStatusResponse,
+    ModelServerConfig,
+    ModelSpec,
+    ReloadConfigRequest,
+    ReloadConfigResponse,
+)
+from shoal.serving.client.remote import ONE_VERSION, ROWS_PUSHED, set_request_deadline
+from shoal.serving.grpc_server import add_async_health_and_reflection, unary
+from shoal.serving.predict import Asked, PredictCall, decode_request, encode_response
+from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
+from shoal.serving.server.answering import Answerer
+from shoal.serving.server.loop import serving_loop
+from shoal.serving.server.servable import Tensors
+from shoal.serving.server.served import ServedModels
+from shoal.serving.server.traffic import Traffic
+from shoal.serving.server.versions import check_base_path
+from shoal.serving.status import Code, StatusError, invalid_argument
+from shoal.serving.sync.push_info import INSTANCE, PushInfo, push_info
+
+log = logging.getLogger(__name__)
+
+PREDICTION = "tensorflow.serving.PredictionService"
+MODELS = "tensorflow.serving.ModelService"
+OPEN_SECS = 30.0
+PREDICT_SECS = 30.0  # of a request that came over REST, as TF-Serving has it
+MAX_DETAILS = 2000  # characters of an error; gRPC sends them as a header, which is bounded
+
+
+class ModelServer(ServedModels):
+    """Serves models.
+
+    Args:
+        address: ``host:port`` of gRPC; port 0 picks a free one.
+        rest_address: ``host:port`` of REST, metrics and the status page; None = none.
+        config: the models at first.
+        poll_wait_seconds: time between looks for new versions; 0 = look once.
+        security: what clients must show; off loopback it is required.
+        model_root: base paths must be inside; None = any, but those that come over the network must be where models are
+            served from already.
+        max_message_bytes: larger requests are refused before they are read; the tensors of a request may take as many
+            bytes when they are decoded, all together, or it is refused before memory is taken for them.
+        max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
+        workers: threads for what does not run on the event loop: pushes, calls of other servers, long batches.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:0",
+        rest_address: str | None = None,
+        config: ModelServerConfig | None = None,
+        poll_wait_seconds: float = 1,
+        *,
+        security: ServerSecurity | None = None,
+        model_root: str | Path | None = None,
+        max_message_bytes: int = PUSH_MESSAGE_BYTES,
+        max_batch_rows: int = 1024,
+        workers: int = 96,
+    ) -> None:
+        super().__init__(model_root)
+        self.poll_wait_seconds = poll_wait_seconds
+        self.security = security if security is not None else ServerSecurity()
+        self.max_message_bytes = max_message_bytes
+        self.started_at = time.time()
+        self.instance = uuid.uuid4().hex
+        self._rest_address = rest_address
+        self._stop = threading.Event()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._rest: Any = None
+        self.traffic = Traffic()
+        self._pool = futures.ThreadPoolExecutor(workers, "shoal-work")
+        self._loop = serving_loop()
+        self._answerer = Answerer(
+            self, self.security, max_batch_rows, self._pool, self._loop, self.traffic, max_message_bytes
+        )
+        self._server: Any = None
+        self._health: Any = None
+        self._listens = False
+        self.rest_port: int | None = None
+        if config is not None:
+            self._configure(config)
+        self.port = self._loop.call(self._open(address), OPEN_SECS)
+        self.address = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{self.port}"
+        """``host:port`` that it listens on, with the port that was picked."""
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    async def _open(self, address: str) -> int:
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", self.max_message_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        self._server.add_generic_rpc_handlers(self._handlers())
+        self._health = await add_async_health_and_reflection(self._server, (PREDICTION, MODELS))
+        return bind(self._server, address, self.security)
+
+    def start(self) -> "ModelServer":
+        """Loads the configured models, then answers; returns itself."""
+        with self._loading:
+            self._refresh(at_once=True)  # sub-graphs of this server cannot be asked before it listens
+        try:
+            if self._rest_address is not None:
+                from shoal.serving.server.rest.http import RestServer
+
+                self._rest = RestServer(self, self._rest_address)
+                self.rest_port = self._rest.port
+                self._rest.start()
+            self._loop.call(self._listen(), OPEN_SECS)
+        except BaseException:
+            self.stop(0)  # no half of it stays open
+            raise
+        if self.poll_wait_seconds > 0:
+            self._thread = threading.Thread(target=self._poll, name="shoal-serve-poll", daemon=True)
+            self._thread.start()
+        return self
+
+    def stop(self, grace: float | None = None) -> None:
+        """Health says NOT_SERVING, new requests are refused, running ones get ``grace`` seconds."""
+        self._stop.set()
+        try:
+            self._loop.call(self._close(grace), (grace or 0) + OPEN_SECS)
+        finally:
+            if self._rest is not None:
+                self._rest.stop()
+            if self._thread is not None:
+                self._thread.join(timeout=10)
+            self._pool.shutdown(wait=False)
+            self._stopped.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether :meth:`stop` has been called."""
+        return self._stop.is_set()
+
+    async def _listen(self) -> None:
+        await self._server.start()
+        self._listens = True
+
+    async def _close(self, grace: float | None) -> None:
+        await self._health.enter_graceful_shutdown()
+        if not self._listens:  # a server that never started keeps its port when it is stopped
+            await self._listen()
+        await self._server.stop(grace)
+
+    def wait_for_termination(self, timeout: float | None = None) -> None:
+        self._stopped.wait(timeout)
+
+    def _poll(self) -> None:
+        while not self._stop.wait(self.poll_wait_seconds):
+            try:
+                self.refresh()
+            except Exception:
+                log.exception("looking for new versions failed")
+
+    # --- Predict ----------------------------------------------------------------------------------------------------
+
+    def predict(self, asked: Asked) -> tuple[bytes, Tensors]:
+        """Answers one request from any thread but the loop's: (the model spec as it was resolved, outputs)."""
+        try:
+            return self._loop.call(self._answerer.answer(asked, contextvars.copy_context), PREDICT_SECS)
+        except TimeoutError:
+            raise StatusError(Code.DEADLINE_EXCEEDED, f"the request took more than {PREDICT_SECS:.0f} s") from None
+
+    async def _predict(self, data: bytes, context: Any) -> bytes:
+        spec = ModelSpec()
+        try:
+            identity = self._identify(context)
+            call: PredictCall = decode_request(data)
+            spec = call.spec
+            pushing = call.spec.signature_name.endswith("assign")
+            if pushing:
+                context.set_trailing_metadata(((INSTANCE, self.instance),))
+
+            def enter() -> contextvars.Context:
+                left = context.time_remaining()
+                inside = contextvars.copy_context()
+                inside.run(set_request_deadline, left if left is not None and left < 1e6 else None)
+                if pushing:
+                    inside.run(push_info.set, PushInfo.of(context.invocation_metadata() or ()))
+                return inside
+
+            read = partial(call.tensors, max_bytes=self.max_message_bytes)
+            asked = Asked(call.spec, read, call.output_filter, identity, encode_response, call)
+            asked.one_version = _one_version(spec, context)
+            return await self._answerer.answer(asked, enter)
+        except DataError as error:
+            return await self._abort(context, invalid_argument(f"the request is no PredictRequest: {error}"))
+        except StatusError as error:
+            if error.code == Code.NOT_FOUND:
+                self._tell_of_pushes(spec, context)
+            return await self._abort(context, error)
+
+    # --- the other methods ------------------------------------------------------------------------------------------
+
+    async def _get_metadata(self, request: GetModelMetadataRequest, context: Any) -> GetModelMetadataResponse:
+        try:
+            self._identify(context)
+            unknown = [each for each in request.metadata_field if each != "signature_def"]
+            if unknown or not request.metadata_field:
+                raise invalid_argument(f"metadata_field must be signature_def, got {list(request.metadata_field)}")
+            response = GetModelMetadataResponse()
+            spec, signatures = self.metadata(request.model_spec, _one_version(request.model_spec, context))
+            response.model_spec.CopyFrom(spec)
+            response.metadata["signature_def"].Pack(signatures)
+            return response
+        except StatusError as error:
+            if error.code == Code.NOT_FOUND:
+                self._tell_of_pushes(request.model_spec, context)
+            return await self._abort(context, error)
+
+    async def _get_status(self, request: GetModelStatusRequest, context: Any) -> GetModelStatusResponse:
+        try:
+            self._identify(context)
+            return self.status(request.model_spec)
+        except StatusError as error:
+            return await self._abort(context, error)
+
+    async def _reload(self, request: ReloadConfigRequest, context: Any) -> ReloadConfigResponse:
+        response = ReloadConfigResponse()
+        response.status.error_code = 0
+        try:
+            identity = self._identify(context)
+            if not self.security.may_push(identity):
+                raise StatusError(Code.PERMISSION_DENIED, f"{identity!r} may not change what this server serves")
+            for each in request.config.model_config_list.config:
+                check_base_path(each.base_path, self._roots())
+            await self._loop.loop.run_in_executor(self._pool, self.reload, request.config)
+        except (StatusError, ConfigError) as error:
+            return await self._abort(context, error if isinstance(error, StatusError) else invalid_argument(str(error)))
+        return response
+
+    def _tell_of_pushes(self, spec: ModelSpec, context: Any) -> None:
+        """An entry that asks for a version which is not here may learn that it need not be."""
+        if _one_version(spec, context):
+            with contextlib.suppress(StatusError):
+                if self.model(spec.name).rows_are_pushed(self.poll_wait_seconds > 0):
+                    context.set_trailing_metadata(((ROWS_PUSHED, "1"),))
+
+    def _handlers(self) -> tuple[Any, ...]:
+        prediction = {
+            "Predict": unary(self._predict),
+            "GetModelMetadata": self._unary(self._get_metadata, GetModelMetadataRequest, GetModelMetadataResponse),
+        }
+        models = {
+            "GetModelStatus": self._unary(self._get_status, GetModelStatusRequest, GetModelStatusResponse),
+            "HandleReloadConfigRequest": self._unary(self._reload, ReloadConfigRequest, ReloadConfigResponse),
+        }
+        return (
+            grpc.method_handlers_generic_handler(PREDICTION, prediction),
+            grpc.method_handlers_generic_handler(MODELS, models),
+        )
+
+    def _unary(self, handler: Callable, request: Any, response: Any) -> Any:
+        """A handler of messages that says so where it gets other bytes."""
+
+        async def handle(data: bytes, context: Any) -> Any:
+            try:
+                message = request.FromString(data)
+            except DecodeError as error:
+                name = request.DESCRIPTOR.name
+                return await self._abort(context, invalid_argument(f"the request is not a {name}: {error}"))
+            return await handler(message, context)
+
+        return unary(handle, None, response)
+
+    def _identify(self, context: Any) -> str:
+        if not self.security.authenticates:
+            return ""
+        identity = caller(context, self.security)
+        if identity is None:
+            raise StatusError(Code.UNAUTHENTICATED, "no known token or certificate; send authorization: Bearer …")
+        return identity
+
+    async def _abort(self, context: Any, error: StatusError) -> Any:
+        text = error.message
+        if len(text) > MAX_DETAILS:
+            text = f"{text[:MAX_DETAILS]} … ({len(text)} characters)"
+        await context.abort(_CODES[error.code], text)
+
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _one_version(spec: ModelSpec, context: Any) -> bool:
+    return spec.HasField("version") and any(key == ONE_VERSION for key, _ in context.invocation_metadata())

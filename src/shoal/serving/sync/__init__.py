@@ -1,0 +1,1 @@
+"""Fresh rows on their way from a trainer to replicas."""

@@ -1,0 +1,108 @@
+"""The sync clients of a process, by name, and what their users do with them."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from shoal.errors import ConfigError
+from shoal.proto.serving.parameter_sync_pb2 import ClientConfig
+from shoal.serving.status import invalid_argument
+from shoal.serving.sync.handle import DummySyncHandle, SyncClientHandle
+from shoal.serving.sync.push import result_json
+from shoal.table.export_mode import is_exporting_standalone
+
+
+@dataclass(slots=True)
+class _Registry:
+    handles: dict[str, SyncClientHandle] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, name: str, make: Callable[[], SyncClientHandle]) -> SyncClientHandle:
+        with self.lock:
+            if name not in self.handles:
+                self.handles[name] = make()
+            return self.handles[name]
+
+
+_registry = _Registry()
+
+
+def reset_sync_clients() -> None:
+    """Closes and forgets every sync client of the process."""
+    with _registry.lock:
+        handles = list(_registry.handles.values())
+        _registry.handles.clear()
+    for handle in handles:
+        handle.manager.close()
+
+
+def parameter_sync_client_from_config(
+    config: ClientConfig | bytes | None = None, name_suffix: str = ""
+) -> SyncClientHandle:
+    """The client ``MonolithSyncClient_<suffix>``; asking twice returns the same object.
+
+    ``config`` gives the first targets and is used on creation only.
+    """
+    name = f"MonolithSyncClient_{name_suffix}"
+    if config is not None and not isinstance(config, ClientConfig):
+        config = _parse(config)
+    return _registry.get(name, lambda: SyncClientHandle(name, config=config))
+
+
+def create_parameter_sync_clients(ps_num: int) -> list[SyncClientHandle]:
+    """One client per parameter server, or the one client with the empty suffix when there is none."""
+    if ps_num < 0:
+        raise ConfigError(f"create_parameter_sync_clients: ps_num must be >= 0, got {ps_num}")
+    if ps_num == 0:
+        return [parameter_sync_client_from_config()]
+    handles = []
+    for index in range(ps_num):
+        handle = parameter_sync_client_from_config(name_suffix=str(index))
+        handle.device = "" if is_exporting_standalone() else f"/job:ps/task:{index}/device:CPU:0"
+        handles.append(handle)
+    return handles
+
+
+def create_dummy_sync_client() -> SyncClientHandle:
+    """The shared client that pushes nothing."""
+    return _registry.get("MonolithDummySyncClient", lambda: DummySyncHandle("MonolithDummySyncClient"))
+
+
+def _parse(config_bytes: bytes) -> ClientConfig:
+    if not isinstance(config_bytes, bytes | bytearray | memoryview):
+        raise invalid_argument(f"expected a serialised ClientConfig, got {type(config_bytes).__name__}")
+    try:
+        return ClientConfig.FromString(bytes(config_bytes))
+    except DecodeError as error:
+        raise invalid_argument(f"expected a serialised ClientConfig, got {len(config_bytes)} bytes: {error}") from None
+
+
+class ParameterSyncClient:
+    """A handle's operations.
+
+    Args:
+        client: what `parameter_sync_client_from_config` and its like return, or another ``ParameterSyncClient``.
+    """
+
+    def __init__(self, client: "SyncClientHandle | ParameterSyncClient") -> None:
+        self._handle = client.handle if isinstance(client, ParameterSyncClient) else client
+
+    @property
+    def handle(self) -> SyncClientHandle:
+        return self._handle
+
+    def as_op(self) -> SyncClientHandle:
+        """Forces creation, which the handle's existence already did."""
+        return self._handle
+
+    def create_sync_op(self, config_str: bytes | ClientConfig) -> list[str]:
+        """Performs one sync round before it returns; the one element is the result as JSON.
+
+        Raises:
+            StatusError: invalid argument when ``config_str`` is not a serialised ``ClientConfig``. The empty byte
+                string is a valid one, without targets.
+        """
+        config = config_str if isinstance(config_str, ClientConfig) else _parse(config_str)
+        return [result_json(self._handle.sync(config))]

@@ -1,0 +1,244 @@
+"""The targets of a sync client and the pushes to them."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from shoal.metrics import emit_counter, emit_timer
+from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushRequest, PushResponse, PushResult
+from shoal.serving.status import Code, StatusError
+from shoal.serving.sync.push import PushClient
+from shoal.serving.sync.split import DeltaBatch, sendable_parts
+
+log = logging.getLogger(__name__)
+
+MAX_PART_BYTES = 4 * 1024 * 1024
+"""Above this a request is split. Servers must allow more than gRPC's default of 4 MiB to receive it."""
+ROUND_BUDGET_SECS = 60.0
+
+Part = PushRequest | DeltaBatch
+
+
+class _SharedLock:
+    """Many readers or one writer; a waiting writer holds new readers back."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers = 0
+        self._writers = 0  # waiting or inside
+        self._writing = False
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            while self._writers:
+                self._changed.wait()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._changed:
+            self._writers += 1
+            while self._readers or self._writing:
+                self._changed.wait()
+            self._writing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writing = False
+                self._writers -= 1
+                self._changed.notify_all()
+
+
+class _NoClient:
+    """Stands in for the client of a target that could not be made."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def push(self, request: PushRequest) -> PushResponse:
+        return PushResponse(status_code=Code.UNAVAILABLE, error_message=self._reason, update_num=0)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SyncClientManager:
+    """``target -> client``, and pushes of one request to all of them.
+
+    Targets are served in parallel, the parts of one target one after another; responses are ordered by target, then
+    by part, whatever came back first.
+
+    Args:
+        client_factory: ``target -> client`` with ``push(request) -> PushResponse``, which does not raise for a failed
+            RPC, and ``close()``. None = the gRPC client.
+    """
+
+    def __init__(self, client_factory: Callable[[str], Any] | None = None) -> None:
+        self._factory = client_factory or PushClient
+        self._lock = _SharedLock()
+        self._clients: dict[str, Any] = {}
+        self._extra: dict[str, Any] = {}
+
+    @property
+    def targets(self) -> list[str]:
+        return sorted(self._clients)
+
+    @property
+    def extra_info(self) -> dict[str, Any]:
+        return dict(self._extra)
+
+    def try_replace(self, targets: Sequence[str], extra: Sequence[Any] = ()) -> bool:
+        """Keeps the clients of targets that stay, closes the others, makes new ones. Waits for running pushes."""
+        with self._lock.exclusive():
+            wanted = list(dict.fromkeys(targets))
+            for gone in [target for target in self._clients if target not in wanted]:
+                client = self._clients.pop(gone)
+                try:
+                    client.close()
+                except Exception:
+                    log.warning("the client of %s could not be closed", gone, exc_info=True)
+            for target in wanted:
+                if isinstance(self._clients.get(target), _NoClient | None):
+                    self._clients[target] = self._open(target)
+            self._extra = {}
+            if len(targets) == len(extra):
+                for target, info in zip(targets, extra, strict=True):
+                    self._extra.setdefault(target, info)
+        return True
+
+    def _open(self, target: str) -> Any:
+        try:
+            return self._factory(target)
+        except Exception as error:  # the other targets are served; this one is tried again with the next list
+            log.warning("a client of %s could not be made: %s", target, error)
+            return _NoClient(f"a client of {target} could not be made: {error}")
+
+    def push(self, request: Part, model_name: str, signature_name: str) -> PushResult:
+        """Pushes one request to every target."""
+        with self._lock.shared():
+            parts = sendable_parts(request, MAX_PART_BYTES)
+            result, _ = self._push(dict.fromkeys(self._clients, parts), model_name, signature_name, {})
+        return result
+
+    def push_each(
+        self, batches: Mapping[str, DeltaBatch], model_name: str, signature_name: str, touched_at: Mapping[str, float]
+    ) -> tuple[PushResult, dict[str, list[DeltaBatch]]]:
+        """Pushes each target its own batch; returns the result and, per target, the parts that failed."""
+        split: dict[int, list[Part]] = {}
+        with self._lock.shared():
+            work = {}
+            for target, batch in batches.items():
+                if target in self._clients:
+                    if id(batch) not in split:
+                        split[id(batch)] = sendable_parts(batch, MAX_PART_BYTES)
+                    work[target] = split[id(batch)]
+            return self._push(work, model_name, signature_name, touched_at)  # pyrefly: ignore
+
+    def instance(self, target: str) -> str:
+        """Which process answered the last push to a target; "" where it does not say."""
+        return getattr(self._clients.get(target), "instance", "")
+
+    def close(self) -> None:
+        self.try_replace([])
+
+    def _push(
+        self, work: dict[str, list], model: str, signature: str, touched_at: Mapping[str, float]
+    ) -> tuple[PushResult, dict[str, list]]:
+        end = time.monotonic() + ROUND_BUDGET_SECS
+        targets = sorted(work)
+
+        def one(target: str) -> list[PushResponse]:
+            return self._push_target(target, work[target], model, signature, end, touched_at.get(target))
+
+        if len(targets) > 1:
+            with ThreadPoolExecutor(min(16, len(targets)), "shoal-push") as pool:
+                answers = list(pool.map(one, targets))
+        else:
+            answers = [one(target) for target in targets]
+        result, failed = PushResult(), {}
+        for target, responses in zip(targets, answers, strict=True):
+            result.responses.extend(responses)
+            bad = [part for part, response in zip(work[target], responses, strict=True) if response.status_code]
+            if bad:
+                failed[target] = bad
+        return result, failed
+
+    def _push_target(
+        self, target: str, parts: list, model: str, signature: str, end: float, touched_at: float | None
+    ) -> list[PushResponse]:
+        client, responses = self._clients[target], []
+        sums: dict[str, list[int]] = {"OK": [0, 0], "KO": [0, 0]}
+        info = self._extra.get(target)
+        place = f"{info.idc}:{info.cluster}" if info is not None else "NA"
+        replica = info.replica_id if info is not None else -1
+
+        def tags(status: str) -> str:
+            return (
+                f"model_name={model}|signature_name={signature}|target={target}|status={status}"
+                f"|idc={place}|replica_id={replica}"
+            )
+
+        for part in parts:
+            counts, size = _weigh(part)
+            if counts is None:
+                responses.append(PushResponse(target=target))
+                continue
+            begin = time.monotonic()
+            if begin >= end:
+                text = f"the round's {ROUND_BUDGET_SECS:.0f} s were used up before this part"
+                response = PushResponse(status_code=Code.DEADLINE_EXCEEDED, error_message=text, update_num=0)
+            else:
+                response = _push_part(client, part, touched_at, end - begin)
+            response.target = target
+            status = "KO" if response.status_code else "OK"
+            emit_timer("parameter_sync_latency", (time.monotonic() - begin) * 1e6, tags(status))
+            sums[status][0] += counts
+            sums[status][1] += size
+            responses.append(response)
+        for status, (fids, size) in sums.items():
+            if fids:
+                emit_counter("parameter_sync_fid_count", fids, tags(status))
+            if size:
+                emit_counter("parameter_sync_byte_size", size, tags(status))
+        return responses
+
+
+def _push_part(client: Any, part: Part, touched_at: float | None, timeout: float) -> PushResponse:
+    """One RPC. What goes wrong before it is an answer, too: an exception here would lose the other targets' parts."""
+    response = PushResponse()
+    try:
+        if isinstance(client, PushClient):
+            answer = client.push(part, touched_at, timeout=timeout)
+        else:
+            answer = client.push(part.message() if isinstance(part, DeltaBatch) else part)
+        response.CopyFrom(answer)  # a client may hand out the same message again
+    except Exception as error:
+        log.exception("a part could not be pushed")
+        code = Code.INVALID_ARGUMENT if isinstance(error, ValueError) else Code.INTERNAL
+        code = error.code if isinstance(error, StatusError) else code
+        response = PushResponse(status_code=int(code), error_message=str(error), update_num=0)
+    return response
+
+
+def _weigh(part: Part) -> tuple[int | None, int]:
+    """(fids, bytes) of a part; (None, bytes) without any table."""
+    if isinstance(part, DeltaBatch):
+        counts = part.counts()
+        return (sum(counts) if counts else None), part.size()
+    deltas = [*part.delta_hash_tables, *part.delta_multi_hash_tables]
+    return (sum(len(delta.fids) for delta in deltas) if deltas else None), part.ByteSize()
+
+
+__all__ = ["MAX_PART_BYTES", "ClientConfig", "SyncClientManager"]

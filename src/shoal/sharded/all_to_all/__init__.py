@@ -1,0 +1,1 @@
+"""Tables whose rows are spread over the ranks of a process group."""

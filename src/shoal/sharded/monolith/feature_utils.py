@@ -1,0 +1,209 @@
+"""The gradient driver: from a loss to dense and sparse updates, with clipping and averaging in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.sharded.environment import SyncEnvironment
+from shoal.sharded.monolith.clip import GradClipType, clip_gradients, sparse_limit
+from shoal.sharded.summary import histogram
+
+__all__ = ["GradClipType", "apply_gradients", "apply_gradients_with_var_optimizer", "control_ops", "dense_opt_ops"]
+
+control_ops: list[Any] = []
+"""The dense gradients of the step under way, once they were reduced: sparse exchanges start after them."""
+dense_opt_ops: list[Any] = []
+"""The dense updates of the step under way: sparse updates start after them."""
+
+
+def apply_gradients_with_var_optimizer(
+    ctx: Any,
+    feature_columns: Sequence[Any],
+    var_opt: torch.optim.Optimizer,
+    loss: Tensor,
+    clip_type: GradClipType | int = GradClipType.ClipByGlobalNorm,
+    clip_norm: float | None = None,
+    global_step: Tensor | None = None,
+    grads_and_vars_summary: bool = False,
+    use_allreduce: bool = False,
+    ue_gradient_check: bool = False,
+    ue_fc_names: Sequence[str] = (),
+    ue_euclidean_norm_threshold: float = 0.0,
+    dense_weight_decay: float = 0.0,
+    features: Mapping[str, Any] | None = None,
+    sparse_clip_norm: float | None = None,
+    sparse_norm_warmup_steps: int | None = None,
+    dense_reduce_mean: bool = False,
+    batch_size: int | Tensor = 1,
+    is_fused_layout: bool = False,
+) -> None:
+    """One training step from a loss: gradients, clipping, averaging of dense ones, dense and then sparse updates.
+
+    Args:
+        ctx: has ``apply_embedding_gradients([(gradient, tensor)], scale=1)`` and, for layouts,
+            ``layout_factory.flattened_layout()``.
+        feature_columns: objects with ``feature_name`` and ``get_all_embeddings_concat()``.
+        var_opt: of the dense parameters; a parameter's own ``optimizer`` attribute wins.
+        global_step: int64 tensor, one more afterwards.
+        use_allreduce: dense gradients are averaged over the ranks; sparse ones never are.
+        grads_and_vars_summary: histograms ``<name>/gradient`` (clipped) and ``<name>/value`` of every parameter and
+            embedding go to the writer of `set_summary_writer`. Parameters are called by their ``name`` attribute, or
+            ``parameter_<i>``.
+        ue_gradient_check: gradients of the features ``ue_fc_names`` (and of names with ``uue``) count only while the
+            norm of the feature is above ``ue_euclidean_norm_threshold``.
+        dense_reduce_mean: dense gradients are divided by ``batch_size`` before any norm is taken.
+    """
+    params = [p for group in var_opt.param_groups for p in group["params"] if p.requires_grad]
+    embeddings, names = _embeddings(ctx, feature_columns, is_fused_layout)
+    dense, sparse = _gradients(loss, params, embeddings, zeros=is_fused_layout)
+    if is_fused_layout:
+        kept = list(range(len(embeddings)))
+    else:
+        kept = [i for i, grad in enumerate(sparse) if grad is not None]
+    sparse = [sparse[i] for i in kept]
+    embeddings, names = [embeddings[i] for i in kept], [names[i] for i in kept]
+    pairs = [(p, g) for p, g in zip(params, dense, strict=True) if g is not None]
+    params, dense = [p for p, _ in pairs], [g for _, g in pairs]
+    if not dense and not sparse:
+        return
+    if ue_gradient_check:
+        norms = _feature_norms(feature_columns, features or {}, is_fused_layout)
+        args = (ue_fc_names, norms, ue_euclidean_norm_threshold)
+        sparse = [_checked(g, n, e, *args) for g, n, e in zip(sparse, names, embeddings, strict=True)]
+        dense = [_checked(g, getattr(p, "name", "") or "", p, *args) for g, p in zip(dense, params, strict=True)]
+    if dense_reduce_mean:
+        dense = [g / batch_size for g in dense]
+    step = int(global_step) if global_step is not None else 0
+    limit = sparse_limit(clip_type, clip_norm, sparse_clip_norm, sparse_norm_warmup_steps, step)
+    dense, sparse = clip_gradients(dense, sparse, GradClipType(clip_type), clip_norm, limit, step)
+    if grads_and_vars_summary:
+        _summarise([getattr(p, "name", "") or f"parameter_{i}" for i, p in enumerate(params)], dense, params, step)
+        _summarise([n or f"layout_{i}" for i, n in enumerate(names)], sparse, embeddings, step)
+    env = SyncEnvironment.read()
+    if use_allreduce and not env.skip_allreduce:
+        dense = average(dense, env)
+    control_ops[:] = dense
+    if dense_weight_decay:
+        dense = [g + dense_weight_decay * p.detach() for g, p in zip(dense, params, strict=True)]
+    _update_dense(var_opt, params, dense)
+    if sparse:
+        ctx.apply_embedding_gradients(list(zip(sparse, embeddings, strict=True)))
+    if global_step is not None:
+        global_step.add_(1)
+
+
+def apply_gradients(
+    ctx: Any,
+    var_opt: torch.optim.Optimizer,
+    loss: Tensor,
+    clip_type: GradClipType | int = GradClipType.ClipByGlobalNorm,
+    clip_norm: float | None = None,
+    dense_weight_decay: float = 0.0,
+    global_step: Tensor | None = None,
+    use_allreduce: bool = False,
+) -> None:
+    """The short form for fused layouts. It clips by global norm or by norm, if ``clip_norm`` is above 0."""
+    if GradClipType(clip_type) not in (GradClipType.ClipByGlobalNorm, GradClipType.ClipByNorm):
+        raise ConfigError(
+            f"apply_gradients clips by ClipByGlobalNorm or ClipByNorm, got {GradClipType(clip_type).name}; use "
+            "apply_gradients_with_var_optimizer"
+        )
+    apply_gradients_with_var_optimizer(
+        ctx, [], var_opt, loss, clip_type, clip_norm if clip_norm and clip_norm > 0 else None, global_step,
+        use_allreduce=use_allreduce, dense_weight_decay=dense_weight_decay, is_fused_layout=True,
+    )  # fmt: skip
+
+
+def _embeddings(ctx: Any, columns: Sequence[Any], fused: bool) -> tuple[list[Tensor], list[str]]:
+    if fused:
+        tensors = list(ctx.layout_factory.flattened_layout())
+        return tensors, [getattr(t, "name", "") or "" for t in tensors]
+    return [c.get_all_embeddings_concat() for c in columns], [c.feature_name for c in columns]
+
+
+def _gradients(
+    loss: Tensor, params: list[Any], embeddings: list[Tensor], *, zeros: bool
+) -> tuple[list[Any], list[Any]]:
+    wanted = [*params, *embeddings]
+    asked = [t for t in wanted if t.requires_grad]
+    found = torch.autograd.grad(loss, asked, allow_unused=True) if asked and loss.requires_grad else [None] * len(asked)
+    grads = {id(t): g for t, g in zip(asked, found, strict=True)}
+    dense = [grads.get(id(p)) for p in params]
+    sparse = [grads.get(id(e)) for e in embeddings]
+    if zeros:
+        sparse = [torch.zeros_like(e) if g is None else g for g, e in zip(sparse, embeddings, strict=True)]
+    return dense, sparse
+
+
+def _feature_norms(columns: Sequence[Any], features: Mapping[str, Any], fused: bool) -> dict[str, Tensor]:
+    norms = {} if fused else {c.feature_name: c.get_all_embeddings_concat().detach().norm() for c in columns}
+    norms.update({n: t.detach().float().norm() for n, t in features.items() if isinstance(t, Tensor)})
+    return norms
+
+
+def _checked(
+    grad: Tensor, name: str, tensor: Tensor, listed: Sequence[str], norms: Mapping[str, Tensor], threshold: float
+) -> Tensor:
+    for feature in (*listed, "uue"):
+        if feature in name:
+            norm = norms.get(feature, norms.get(name))
+            norm = tensor.detach().norm() if norm is None else norm
+            return grad if float(norm) > threshold else torch.zeros_like(grad)
+    return grad
+
+
+def _summarise(names: Sequence[str], grads: Sequence[Tensor], tensors: Sequence[Tensor], step: int) -> None:
+    for name, grad, tensor in zip(names, grads, tensors, strict=True):
+        histogram(f"{name}/gradient", grad.detach(), step)
+        histogram(f"{name}/value", tensor.detach(), step)
+
+
+def average(grads: list[Tensor], env: SyncEnvironment | None = None) -> list[Tensor]:
+    """Dense gradients averaged over all ranks: tensor by tensor, as one buffer, or as one group, as configured."""
+    env = env or SyncEnvironment.read()
+    if env.allreduce_fusion == "multi":
+        raise ConfigError("MONOLITH_WITH_ALLREDUCE_FUSION: 'multi' is not supported; use 'one' or 'grouped'")
+    if not grads or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return grads
+    dtype = torch.float16 if env.allreduce_fp16 else None
+    sent = [g.to(dtype) if dtype else g.clone() for g in grads]
+    if env.allreduce_fusion == "one":
+        flat = torch.cat([g.reshape(-1) for g in sent])
+        dist.all_reduce(flat)
+        parts = torch.split(flat, [g.numel() for g in sent])
+        sent = [part.view(g.shape) for part, g in zip(parts, sent, strict=True)]
+    else:
+        for work in [dist.all_reduce(g, async_op=True) for g in sent]:
+            work.wait()
+    return [s.to(g.dtype) / dist.get_world_size() for s, g in zip(sent, grads, strict=True)]
+
+
+def _update_dense(var_opt: torch.optim.Optimizer, params: list[Any], grads: list[Tensor]) -> None:
+    """Sets the gradients and lets every optimizer step on its own parameters."""
+    dense_opt_ops.clear()
+    own: dict[int, tuple[Any, list[Any]]] = {}
+    everything = [p for group in var_opt.param_groups for p in group["params"]]
+    for p in everything:
+        p.grad = None
+    for p, grad in zip(params, grads, strict=True):
+        optimizer = getattr(p, "optimizer", None)
+        if optimizer is not None and optimizer is not var_opt:
+            own.setdefault(id(optimizer), (optimizer, []))[1].append((p, grad))
+        else:
+            p.grad = grad
+    if any(p.grad is not None for p in everything):
+        var_opt.step()
+        dense_opt_ops.append(var_opt)
+    for optimizer, pairs in own.values():
+        for p, grad in pairs:
+            p.grad = grad
+        optimizer.step()
+        dense_opt_ops.append(optimizer)
+    for p in everything:
+        p.grad = None

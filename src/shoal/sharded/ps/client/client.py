@@ -1,0 +1,265 @@
+"""The worker's side: lines to all servers, reads in parallel, writes in order and as far ahead as is allowed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence, Set
+from datetime import timedelta
+from typing import Any
+
+from shoal.errors import ConfigError, PeerError
+from shoal.sharded.ps.client.line import CLOSED, UNORDERED, Call, Line
+from shoal.sharded.ps.limits import check_duration
+from shoal.sharded.ps.metrics import STEPS, Histogram
+from shoal.sharded.ps.protocol import Op, Reply, Request, nbytes_of
+from shoal.sharded.ps.security import ClientKeys, zmq_module
+
+
+class PsClient:
+    """Talks to all parameter servers, ``addresses[i]`` being shard ``i``. Threads may share it.
+
+    `close` it, or use it in a ``with`` statement; one that is dropped is closed when it is collected.
+
+    Args:
+        deadline: how long a call waits, a dead server's restart included; the error names the shard.
+        max_staleness: how many of this worker's updates may be unanswered when it goes on; 0 waits for each.
+            Raise it when workers spend their time waiting for updates.
+        keys: this worker's identity and the servers' public key, where they use CURVE.
+        half_open_after: a connection that has been silent for so long is opened anew.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        deadline: timedelta = timedelta(minutes=30),
+        max_staleness: int = 0,
+        keys: ClientKeys | None = None,
+        half_open_after: timedelta = timedelta(seconds=10),
+    ) -> None:
+        self.zmq = zmq_module()
+        import zmq.utils.monitor  # noqa: F401
+
+        if not addresses:
+            raise ConfigError("a parameter-server client needs at least one address")
+        if max_staleness < 0:
+            raise ConfigError(f"max_staleness must be >= 0, got {max_staleness}")
+        check_duration(deadline, "deadline")
+        check_duration(half_open_after, "half_open_after")
+        self.addresses = [a if "://" in a else f"tcp://{a}" for a in addresses]
+        self.deadline = deadline
+        self.max_staleness = max_staleness
+        self.keys = keys
+        self.half_open_after = half_open_after
+        self.staleness = Histogram(STEPS)
+        """At each lookup: this worker's updates that were not answered yet."""
+        self.context = self.zmq.Context()
+        self.sockets: set[Any] = set()
+        """All open sockets, for the end of a client that nobody closed: collection knows no order, and a context waits
+        for ever for a socket that is open."""
+        self._dropped = weakref.finalize(self, _end, self.context, self.sockets)
+        # Not at the end of the process: daemon threads may still use it then.
+        self._dropped.atexit = False  # type: ignore[missing-attribute]
+        self._free: list[list[Line]] = []
+        self._pool_lock = threading.Lock()
+        self._write_lock = threading.RLock()
+        self._under_way: deque[list[Call]] = deque()
+        self._closed = False
+        self.versions = [0] * len(self.addresses)
+        """The version that each shard had when it was last read."""
+        self._verified = False
+        self._max_frame_bytes = 0
+        try:
+            self._writers = self._open(uuid.uuid4().bytes)
+        except BaseException:
+            self._dropped()
+            raise
+
+    @property
+    def num_ps(self) -> int:
+        return len(self.addresses)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _open(self, stream: bytes = UNORDERED) -> list[Line]:
+        lines: list[Line] = []
+        try:
+            for shard in range(self.num_ps):
+                lines.append(Line(self, shard, stream))
+        except BaseException:
+            _close(lines)
+            raise
+        return lines
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[list[Line]]:
+        with self._pool_lock:
+            if self._closed:
+                raise PeerError(CLOSED)
+            lines = self._free.pop() if self._free else self._open()
+        try:
+            yield lines
+        finally:
+            with self._pool_lock:
+                closed = self._closed
+                if not closed:
+                    self._free.append(lines)
+            if closed:
+                _close(lines)
+
+    def _seconds(self, deadline: timedelta | None) -> float:
+        if deadline is None:
+            return self.deadline.total_seconds()
+        check_duration(deadline, "deadline")
+        return deadline.total_seconds()
+
+    def _check_sizes(self, requests: dict[int, Request]) -> None:
+        """Refuses what a server would cut the connection for."""
+        for shard, request in requests.items():
+            size = max(nbytes_of(request.ids), nbytes_of(request.values))
+            if size > self._max_frame_bytes:
+                raise ConfigError(
+                    f"parameter server {shard} ({self.addresses[shard]}) takes at most {self._max_frame_bytes} bytes "
+                    f"of ids or values in a request, got {size}; ask in smaller parts"
+                )
+
+    def read(self, requests: dict[int, Request], deadline: timedelta | None = None) -> dict[int, Reply]:
+        """Asks shards in parallel, one round trip each; replies by shard."""
+        self.verify(deadline)
+        self._check_sizes(requests)
+        return self._read(requests, deadline)
+
+    def _read(self, requests: dict[int, Request], deadline: timedelta | None = None) -> dict[int, Reply]:
+        seconds = self._seconds(deadline)
+        self.staleness.add(len(self._under_way))
+        with self._reader() as lines:
+            calls = {shard: lines[shard].send(request, seconds) for shard, request in requests.items()}
+            try:
+                replies = {shard: call.result() for shard, call in calls.items()}
+            finally:
+                for shard, call in calls.items():
+                    lines[shard].calls.pop(call.request.request, None)
+        for shard, reply in replies.items():
+            self.versions[shard] = reply.version
+        return replies
+
+    def write(
+        self, requests: dict[int, Request], deadline: timedelta | None = None, *, wait: bool = True
+    ) -> dict[int, Reply]:
+        """Sends this worker's next write to shards in parallel.
+
+        With ``wait`` it returns their replies. Without, it returns an empty dict once at most ``max_staleness`` writes
+        are unanswered; an error of such a write is raised by a later call (before that sends anything, if it waits) or
+        by `flush`.
+        """
+        self.verify(deadline)
+        self._check_sizes(requests)
+        seconds = self._seconds(deadline)
+        with self._write_lock:
+            if self._closed:
+                raise PeerError(CLOSED)
+            if wait:
+                self._settle(0)
+            calls = {shard: self._writers[shard].send(request, seconds) for shard, request in requests.items()}
+            self._under_way.append(list(calls.values()))
+            self._settle(0 if wait else self.max_staleness)
+            return {shard: call.reply for shard, call in calls.items() if call.reply is not None} if wait else {}
+
+    def _settle(self, allowed: int) -> None:
+        """Waits until at most ``allowed`` writes are unanswered; raises the first error of each."""
+        while len(self._under_way) > allowed:
+            error: Exception | None = None
+            for call in self._under_way.popleft():
+                try:
+                    call.result()
+                except Exception as raised:
+                    error = error or raised
+            if error is not None:
+                raise error
+
+    def flush(self) -> None:
+        """Waits until every write of this worker has been answered."""
+        with self._write_lock:
+            self._settle(0)
+
+    @property
+    def unanswered(self) -> int:
+        """Writes of this worker that are under way."""
+        return len(self._under_way)
+
+    def info(self, deadline: timedelta | None = None) -> list[dict[str, Any]]:
+        """What each server tells about itself."""
+        replies = self._read({shard: Request(Op.INFO) for shard in range(self.num_ps)}, deadline)
+        return [json.loads(bytes(replies[shard].payload[0])) for shard in range(self.num_ps)]
+
+    def verify(self, deadline: timedelta | None = None) -> None:
+        """Checks once that address ``i`` is shard ``i`` of as many as there are addresses."""
+        if self._verified:
+            return
+        infos = self.info(deadline)
+        for shard, info in enumerate(infos):
+            if (info["shard"], info["of"]) != (shard, self.num_ps):
+                raise ConfigError(
+                    f"{self.addresses[shard]} is shard {info['shard']} of {info['of']}, but stands as number {shard} "
+                    f"of {self.num_ps} addresses; list all servers in the order of their shards"
+                )
+        self._max_frame_bytes = min(info["max_message_bytes"] for info in infos)
+        self._verified = True
+
+    def checkpoint(
+        self, deadline: timedelta | None = None, *, keep_as: str = "", others: Sequence[str] = ()
+    ) -> list[str]:
+        """Has every server write a checkpoint now; their paths, on the servers.
+
+        With ``keep_as="RUN-WHAT"`` it stays there for `restore`, whatever comes later, until one of the same run is
+        kept that does not name it among its ``others``.
+        """
+        names = json.dumps([keep_as, list(others)]).encode() if keep_as else b""
+        replies = self.read({shard: Request(Op.CHECKPOINT, values=names) for shard in range(self.num_ps)}, deadline)
+        return [replies[shard].text() for shard in range(self.num_ps)]
+
+    def restore(self, table: str, kept: str, deadline: timedelta | None = None) -> None:
+        """Brings a table back on every server to what it was in the checkpoint kept under that name."""
+        requests = {
+            shard: Request(Op.RESTORE, counts=[0], names=(table,), values=kept.encode()) for shard in range(self.num_ps)
+        }
+        self.write(requests, deadline)
+
+    def close(self) -> None:
+        """Drops what is under way and closes the connections; other threads' calls end with `PeerError`."""
+        with self._pool_lock:
+            if self._closed:
+                return
+            self._closed = True
+            idle, self._free = self._free, []
+        for lines in idle:
+            _close(lines)
+        with self._write_lock:  # a thread that writes looks at `closed` in every tick
+            _close(self._writers)
+        self._dropped.detach()
+        self.context.term()  # ends the waits of threads that read; each closes its own lines
+
+    def __enter__(self) -> PsClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _close(lines: Sequence[Line]) -> None:
+    for line in lines:
+        line.close()
+
+
+def _end(context: Any, sockets: Set[Any]) -> None:
+    """Closes what a client had open. No thread uses it any more, or the client would still be there."""
+    for socket in list(sockets):
+        socket.close(0)
+    context.term()

@@ -1,0 +1,249 @@
+"""One connection from a worker to one server: what is under way outlives the server's restart, up to a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import ConfigError, DeadlineError, PeerError, UnsupportedError
+from shoal.sharded.ps.protocol import Reply, Request, Status, parse_reply
+from shoal.sharded.ps.security import load_keys
+from shoal.sharded.ps.server.shard import UnknownTable
+
+if TYPE_CHECKING:
+    from shoal.sharded.ps.client.client import PsClient
+
+UNORDERED = bytes(16)
+CLOSED = "this parameter-server client is closed"
+TICK_MS = 100  # between two looks at the connection while a reply is awaited
+BACKOFF_S = 0.2  # before a request that the server could not take now is sent again
+
+
+class Call:
+    """A request on its way, until ``seconds`` after it was made."""
+
+    __slots__ = ("again", "line", "refused", "reply", "request", "seconds", "until")
+
+    def __init__(self, line: Line, request: Request, seconds: float) -> None:
+        self.line, self.request, self.seconds = line, request, seconds
+        self.until = time.monotonic() + seconds
+        self.reply: Reply | None = None
+        self.refused = ""  # what the server said when it could not take the request
+        self.again = False  # so it is to be sent again
+
+    def result(self) -> Reply:
+        """Waits for the reply; raises what the server raised, or `DeadlineError`."""
+        return self.line.wait(self)
+
+
+class Line:
+    """One connection to one server, used by one thread at a time. Its writes are those of ``stream``, if given."""
+
+    def __init__(self, client: PsClient, shard: int, stream: bytes = UNORDERED) -> None:
+        self.client, self.shard, self.stream = client, shard, stream
+        self.address = client.addresses[shard]
+        self.calls: OrderedDict[int, Call] = OrderedDict()
+        self.number = 0
+        self.seq = 0
+        self.resends = 0
+        self._established = False
+        self._handshakes_failed = 0
+        self._resend_at: float | None = None
+        self._socket: Any = None
+        self._monitor: Any = None
+        self._connect()
+
+    @property
+    def _name(self) -> str:
+        return f"parameter server {self.shard} of {self.client.num_ps} ({self.address})"
+
+    def _connect(self) -> None:
+        self.close()
+        self._established = self._cut = False
+        zmq, keys = self.client.zmq, self.client.keys
+        try:
+            self._socket = socket = self.client.context.socket(zmq.DEALER)
+            self.client.sockets.add(socket)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVTIMEO, TICK_MS)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self.client.half_open_after.total_seconds() * 1000))
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            if "[" in self.address:
+                socket.setsockopt(zmq.IPV6, 1)
+            if keys is not None:
+                socket.curve_publickey, socket.curve_secretkey = load_keys(keys.secret, secret=True)
+                socket.curve_serverkey = load_keys(keys.server, secret=False)[0]
+            self._monitor = socket.get_monitor_socket(
+                zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_HANDSHAKE_SUCCEEDED
+                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            )
+            self.client.sockets.add(self._monitor)
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            if self.client.closed:
+                raise PeerError(CLOSED) from None
+            why = f"an address is HOST:PORT, such as 10.0.0.1:7100 ({error.strerror})"
+            raise ConfigError(f"parameter server {self.address!r}: {why}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, request: Request, seconds: float) -> Call:
+        request.request = self.number + 1
+        if request.op.writes and self.stream != UNORDERED:
+            request.stream, request.seq = self.stream, self.seq + 1
+        call = Call(self, request, seconds)
+        frames = self._frames(call)  # before it counts: a number that is never sent would hold up all that follow
+        self.number, self.seq = request.request, max(self.seq, request.seq)
+        self.calls[self.number] = call
+        self._push(frames)
+        return call
+
+    def _push(self, frames: list[Any]) -> None:
+        zmq = self.client.zmq
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:  # a handshake that failed left nothing to send on: `_look` finds out why, and sends again
+            self._cut = True
+        except zmq.ContextTerminated:
+            raise PeerError(CLOSED) from None
+
+    def _frames(self, call: Call) -> list[Any]:
+        request = call.request
+        request.deadline_ms = max(1, min(int((call.until - time.monotonic()) * 1000), (1 << 32) - 1))
+        if request.seq:
+            oldest = next((c.request.seq for c in self.calls.values() if c.request.seq), request.seq)
+            request.acked = oldest - 1
+        return request.frames()
+
+    def wait(self, call: Call) -> Reply:
+        try:
+            while call.reply is None:
+                frames = self._receive(call.until)
+                if frames is None:
+                    self._look(call)
+                else:
+                    self._take(parse_reply([frame.buffer for frame in frames]))
+        except self.client.zmq.ContextTerminated:
+            raise PeerError(CLOSED) from None
+        return _checked(call.reply, self.shard, self.address)
+
+    def _receive(self, until: float) -> list[Any] | None:
+        """The next message; None after a tick without one, or at ``until`` if that comes first."""
+        zmq = self.client.zmq
+        left_ms = int((until - time.monotonic()) * 1000) + 1
+        try:
+            if left_ms < TICK_MS and not self._socket.poll(max(0, left_ms)):
+                return None
+            return self._socket.recv_multipart(copy=False)
+        except zmq.Again:
+            return None
+
+    def _take(self, reply: Reply) -> None:
+        call = self.calls.get(reply.request)
+        if call is None:
+            return  # a second answer to something that was sent twice
+        if reply.status in (Status.UNAVAILABLE, Status.GAP):
+            call.refused, call.again = reply.text(), True
+            if self._resend_at is None:
+                self._resend_at = time.monotonic() + BACKOFF_S
+            return
+        del self.calls[reply.request]
+        call.reply = reply
+
+    def _look(self, call: Call) -> None:
+        """Nothing came for a tick: has the server gone, has it refused, is it too late?"""
+        if self.client.closed:
+            raise PeerError(CLOSED)
+        self._follow(call)  # also where it is too late: the error says what was seen
+        now, cut = time.monotonic(), self._cut
+        if now > call.until:
+            raise self._too_late(call)
+        if cut:
+            self._connect()
+        if cut or (self._resend_at is not None and now >= self._resend_at):
+            self._resend_at = None
+            for waiting in self.calls.values():
+                if cut or waiting.again:
+                    waiting.again = False
+                    self.resends += 1
+                    self._push(self._frames(waiting))
+
+    def _follow(self, call: Call) -> None:
+        """Takes note of whether the connection was cut; `PeerError` where the two sides will never agree.
+
+        A server that wants keys may also just hang up, as one that is going down does, so that is told at the deadline.
+        """
+        zmq = self.client.zmq
+        while self._monitor.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(self._monitor)
+            kind = event["event"]
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._established, self._handshakes_failed = True, 0
+            elif kind == zmq.EVENT_DISCONNECTED:  # before a handshake nothing was sent that could be lost
+                self._cut, self._established = self._cut or self._established, False
+            else:
+                self._handshakes_failed += 1
+            if kind in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+                self._cut = True  # such a socket does not try again
+            if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.calls.pop(call.request.request, None)
+                raise PeerError(
+                    f"{self._name} refuses this worker's key; put its public key into the server's folder of clients"
+                )
+            if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                self.calls.pop(call.request.request, None)
+                whose = "the worker's side" if self.client.keys is not None else "the server's side"
+                raise PeerError(f"{self._name}: only {whose} has CURVE keys; give them to both, or to neither")
+
+    def _too_late(self, call: Call) -> DeadlineError:
+        self.calls.pop(call.request.request, None)
+        why = f"; it last said: {call.refused}" if call.refused else ""
+        if self._handshakes_failed > 1:
+            question = "is that its public key?" if self.client.keys is not None else "does it want CURVE keys?"
+            why += f"; it breaks off every handshake: {question}"
+        written = " The write may or may not have been applied." if call.request.op.writes else ""
+        return DeadlineError(
+            f"{self._name} gave no answer to {call.request.op.name.lower()} within {call.seconds:g} s{why}; see its "
+            f"log, or raise the deadline.{written}"
+        )
+
+    def close(self) -> None:
+        """Closes the connection; the thread that uses the line calls it."""
+        if self._monitor is not None:
+            with contextlib.suppress(self.client.zmq.ZMQError):  # of a context that is ending
+                self._socket.disable_monitor()
+            self._discard(self._monitor)
+            self._monitor = None
+        if self._socket is not None:
+            self._discard(self._socket)
+            self._socket = None
+
+    def _discard(self, socket: Any) -> None:
+        socket.close(0)
+        self.client.sockets.discard(socket)
+
+
+def _checked(reply: Reply, shard: int, address: str) -> Reply:
+    if reply.status == Status.OK:
+        return reply
+    text = f"parameter server {shard} ({address}): {reply.text()}"
+    if reply.status == Status.UNKNOWN_TABLE:
+        raise UnknownTable(text)
+    if reply.status == Status.BAD_REQUEST:
+        raise ConfigError(text)
+    if reply.status == Status.UNSUPPORTED:
+        raise UnsupportedError(text)
+    if reply.status == Status.EXPIRED:
+        raise DeadlineError(text)
+    raise PeerError(text)

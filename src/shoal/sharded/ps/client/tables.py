@@ -1,0 +1,104 @@
+"""Tables by description: what ``tables.toml`` says, and tables on servers made with the words of `shoal.HashTable`."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.errors import ConfigError
+from shoal.sharded.distributed_table import DistributedHashTable
+from shoal.sharded.ps.client.client import PsClient
+from shoal.sharded.ps.client.remote import RemoteHashTable
+from shoal.sharded.ps.protocol import Op, Request
+from shoal.table.config.entry import HashTableConfigInstance
+from shoal.table.config.optim import as_row_optimizer
+from shoal.table.table import HashTable
+
+
+def ps_table(
+    client: PsClient,
+    dim: int,
+    *,
+    name: str,
+    seed: int = 0,
+    on_bad_gradient: str = "raise",
+    filter: Mapping[str, Any] | None = None,
+    **table: Any,
+) -> DistributedHashTable:
+    """A table over all servers of a client, made there if it is not there yet.
+
+    ``dim`` and the keywords (``optimizer``, ``initializer``, ``expire_after``, ``lr``) are those of `shoal.HashTable`;
+    every worker gives the same. A write without ``req_time`` is stamped with the server's time, as that of a
+    `shoal.HashTable` is with this process's. The rows of new ids follow from ``seed`` and the id, whatever the number
+    of servers. ``filter`` describes an admission filter that every server makes for itself: ``type``
+    (sliding_hash_filter or probabilistic_filter), ``capacity``, ``split_num``, and ``config`` (a serialized threshold
+    message in hex).
+    """
+    if not isinstance(client, PsClient):
+        raise ConfigError(f"ps_table {name!r}: the first argument is a PsClient(addresses), got {client!r}")
+    config = HashTable(dim, name=name, **table).config
+    return DistributedHashTable(
+        client.num_ps,
+        config,
+        lambda i, c: RemoteHashTable(
+            client, i, name, c, seed=seed, on_bad_gradient=on_bad_gradient, filters=filter, clocked=True
+        ),
+    )
+
+
+def load_tables(path: str | os.PathLike[str]) -> dict[str, tuple[HashTableConfigInstance, dict[str, Any]]]:
+    """The tables of a TOML file: name -> (configuration, options).
+
+    The file::
+
+        [tables.item]
+        dim = 16
+        optimizer = { kind = "adagrad", lr = 0.05 }   # or just "adagrad"
+        initializer = "uniform"
+        expire_after = "30d"
+    """
+    try:
+        with open(path, "rb") as file:
+            content = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{os.fspath(path)}: {error}") from error
+    tables = content.get("tables", {})
+    if not isinstance(tables, dict) or not tables:
+        raise ConfigError(f"{os.fspath(path)}: has no [tables.NAME] section")
+    result = {}
+    for name, given in tables.items():
+        result[name] = _table(f"{os.fspath(path)}: table {name!r}", name, dict(given), content.get("seed", 0))
+    return result
+
+
+def _table(where: str, name: str, given: dict[str, Any], seed: int) -> tuple[HashTableConfigInstance, dict[str, Any]]:
+    from shoal.table.config import optim
+
+    options: dict[str, Any] = {"name": name, "seed": given.pop("seed", seed), "clocked": True}
+    options["on_bad_gradient"] = given.pop("on_bad_gradient", "raise")
+    optimizer = given.pop("optimizer", "adagrad")
+    if isinstance(optimizer, dict):
+        kind = optimizer.pop("kind", None)
+        if kind not in optim._BY_NAME:
+            raise ConfigError(f"{where}: optimizer.kind is one of {', '.join(sorted(optim._BY_NAME))}, got {kind!r}")
+        try:
+            optimizer = optim._BY_NAME[kind](**optimizer)
+        except TypeError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    as_row_optimizer(optimizer)
+    unknown = set(given) - {"dim", "initializer", "expire_after", "lr"}
+    if unknown or "dim" not in given:
+        raise ConfigError(f"{where}: needs dim and knows no {', '.join(sorted(unknown)) or 'other keys'}")
+    return HashTable(given.pop("dim"), optimizer=optimizer, name=name, **given).config, options
+
+
+def create_request(config: HashTableConfigInstance, options: dict[str, Any]) -> Request:
+    """The request that makes a table."""
+    return Request(
+        Op.CREATE,
+        ids=config.table_config.SerializeToString(deterministic=True),
+        values=json.dumps(options, sort_keys=True).encode(),
+    )

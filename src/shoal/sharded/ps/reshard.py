@@ -1,0 +1,130 @@
+"""Checkpoints of one number of shards for another: between servers, into one local table, or into ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError, DataError
+from shoal.sharded.ps.server.checkpoint import Checkpoint, Checkpoints, series
+from shoal.sharded.ps.server.directory_lock import not_served
+from shoal.sharded.ps.server.log import replay
+from shoal.sharded.ps.server.shard import Shard
+from shoal.sharded.ps.server.snapshot import ShardSnapshot
+from shoal.sharded.ps.server.streams import Streams
+from shoal.sharded.ps.server.table_spec import build_table
+from shoal.table.checkpoint import restore_table
+from shoal.table.table import HashTable
+
+
+def newest_checkpoints(source: str | os.PathLike[str]) -> list[Checkpoint]:
+    """The newest checkpoint of every shard in the ``--dir`` of servers, by shard.
+
+    Raises:
+        DataError: one is damaged, a shard has none, or there is none at all.
+    """
+    found = []
+    for folder in sorted(Path(source).glob("shard-*")):
+        numbers = series(folder).numbers()
+        if numbers:
+            try:
+                found.append(Checkpoint(series(folder).look(numbers[-1]).path))
+            except DataError as error:
+                raise DataError(
+                    f"{error}; start the server once, which goes back to the checkpoint before and the log, and end it "
+                    "with SIGTERM"
+                ) from error
+    if not found:
+        raise DataError(f"{os.fspath(source)}: there is no checkpoint of a parameter server; drain the servers first")
+    count = found[0]["of"]
+    shards = sorted(checkpoint["shard"] for checkpoint in found)
+    if any(checkpoint["of"] != count for checkpoint in found) or shards != list(range(count)):
+        raise DataError(f"{os.fspath(source)}: has checkpoints of shards {shards}, needed are all of {count}")
+    return found
+
+
+@contextlib.contextmanager
+def _not_served(source: str | os.PathLike[str]) -> Iterator[None]:
+    """No server serves from a ``--dir`` meanwhile: its newest checkpoint and its log would change under the reader."""
+    with contextlib.ExitStack() as stack:
+        for folder in sorted(Path(source).glob("shard-*")):
+            stack.enter_context(not_served(folder))
+        yield
+
+
+def _check_logs(found: Sequence[Checkpoint]) -> None:
+    for checkpoint in found:
+        for number, *_ in replay(checkpoint.path.parent, checkpoint["number"], cut=False):
+            raise DataError(
+                f"shard {checkpoint['shard']}: its log goes on to record {number} behind the checkpoint; start the "
+                "server once and end it with SIGTERM, so that its last checkpoint holds everything"
+            )
+
+
+def table_spec(source: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """How a table in a servers' ``--dir`` was made."""
+    tables = newest_checkpoints(source)[0].tables
+    if name not in tables:
+        raise ConfigError(f"{os.fspath(source)}: has no table {name!r}; it has {sorted(tables)}")
+    return tables[name]["spec"]
+
+
+def load_shard(
+    table: HashTable, source: str | os.PathLike[str], name: str, shard: Sequence[int] | None = None
+) -> HashTable:
+    """Fills a local table, or a rank's, with rows that servers saved.
+
+    ``shard=(index, count)`` takes the ids with ``id mod count == index`` alone, ``(index, count, True)`` those of rank
+    ``index`` where rank 0 stays empty; None takes all. A local table is saved for servers or ranks by its own ``save``
+    and loaded there by ``restore(..., shard=...)``.
+    """
+    with _not_served(source):
+        return _load_shard(table, source, name, shard)
+
+
+def _load_shard(table: HashTable, source: str | os.PathLike[str], name: str, shard: Sequence[int] | None) -> HashTable:
+    found = newest_checkpoints(source)
+    _check_logs(found)
+    parts = [checkpoint for checkpoint in found if name in checkpoint.tables]
+    if not parts:
+        raise ConfigError(f"{os.fspath(source)}: has no table {name!r}")
+    for checkpoint in parts:
+        checkpoint.verify(name)
+    restore_table(table, [str(part.path / part.tables[name]["file"]) for part in parts], shard=shard)
+    newest = max(part.tables[name]["max_update_time"] for part in parts)
+    table._native.raise_max_update_time(newest)
+    return table
+
+
+def reshard_servers(source: str | os.PathLike[str], target: str | os.PathLike[str], of: int) -> dict[str, int]:
+    """Writes checkpoints of ``of`` shards into an empty ``target``; the rows of each table.
+
+    The servers of ``source`` have been drained; one that still serves is an error. Workers start new streams of writes
+    afterwards: let theirs finish before. Admission filters start to count anew.
+    """
+    if of < 1:
+        raise ConfigError(f"the number of shards is at least 1, got {of}")
+    target = Path(target)
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{target} is not empty; give a new folder")
+    with _not_served(source):
+        return _reshard(source, target, of)
+
+
+def _reshard(source: str | os.PathLike[str], target: Path, of: int) -> dict[str, int]:
+    found = newest_checkpoints(source)
+    _check_logs(found)
+    names = sorted({name for checkpoint in found for name in checkpoint.tables})
+    rows = dict.fromkeys(names, 0)
+    for index in range(of):
+        shard, streams = Shard(index, of), Streams()
+        for name in names:
+            spec = next(checkpoint.tables[name]["spec"] for checkpoint in found if name in checkpoint.tables)
+            shard.add(spec, _load_shard(build_table(spec), source, name, (index, of)))
+            rows[name] += shard.tables[name].size()
+        shard.version = max(checkpoint["version"] for checkpoint in found)
+        Checkpoints(target / f"shard-{index:05d}").save(ShardSnapshot(shard, streams, 0))
+    return rows

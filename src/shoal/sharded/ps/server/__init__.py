@@ -1,0 +1,1 @@
+"""One shard: its tables, its log, its checkpoints, its sockets."""

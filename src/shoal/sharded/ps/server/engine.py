@@ -1,0 +1,284 @@
+"""One shard with its memory of writes and its log: what a server does to a batch of writes, and how it comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError, DataError, UnsupportedError
+from shoal.sharded.ps.protocol import FLOAT16, NOW, Op, Reply, Request, Status, error_reply, parse_request
+from shoal.sharded.ps.server import directory_lock
+from shoal.sharded.ps.server.checkpoint import Checkpoints
+from shoal.sharded.ps.server.kept import Kept
+from shoal.sharded.ps.server.log import Log, log_files, replay
+from shoal.sharded.ps.server.shard import Shard, status_of
+from shoal.sharded.ps.server.snapshot import WHOLE_TABLE, ShardSnapshot
+from shoal.sharded.ps.server.streams import Answer, Streams, Verdict
+from shoal.table.clock import now
+from shoal.table.table import HashTable
+
+log = logging.getLogger("shoal.ps")
+
+UNORDERED = bytes(16)
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room says
+ROOM_EVERY_S = 1.0  # between two looks at whether it has room again
+IDEMPOTENT = (Op.INSERT, Op.CREATE, Op.EVICT)  # twice is as good as once, so they need no place in a stream
+
+
+class Durability(StrEnum):
+    """What survives a crash of the server."""
+
+    NONE = "none"
+    """Nothing."""
+    CHECKPOINT = "checkpoint"
+    """Everything up to the last checkpoint."""
+    LOG = "log"
+    """Everything that was acknowledged: a write is on the disk before its reply."""
+
+
+class Engine:
+    """The writes of one shard, in one order. One thread at a time calls `apply` and `begin_checkpoint`.
+
+    A checkpoint is begun between two writes; another thread may finish it while writes go on.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        durability: Durability | str = Durability.NONE,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        keep_checkpoints: int = 2,
+    ) -> None:
+        self.shard = shard
+        self.streams = Streams()
+        self.durability = Durability(durability)
+        self.log: Log | None = None
+        self.checkpoints: Checkpoints | None = None
+        self.kept: Kept | None = None
+        self.duplicates = 0
+        self.recovered_records = 0
+        self.logged: Callable[[], None] = lambda: None
+        """Called when a write is in the log and not applied yet: the wait for the disk may begin."""
+        self.read_only = ""
+        """Why writes are refused until there is room on the disk; empty while they are not."""
+        self._room_at = 0.0
+        self._lock = -1
+        self._snapshot: ShardSnapshot | None = None
+        self._offset = 0  # from the shard's version to the number of a checkpoint, where no log counts
+        if directory is not None:
+            self.checkpoints = Checkpoints(Path(directory), keep=keep_checkpoints)
+            self.kept = Kept(Path(directory))
+        elif self.durability != Durability.NONE:
+            raise ConfigError(f"durability {self.durability.value!r} needs a directory to keep its files in")
+
+    def lock(self) -> None:
+        """Keeps the directory to this process until `close` or its end; one that is going has a moment to go."""
+        if self.checkpoints is not None:
+            try:
+                self._lock = directory_lock.lock(self.checkpoints.directory)
+            except ConfigError as error:
+                raise ConfigError(f"shard {self.shard.index}: {error}") from None
+
+    def recover(self) -> None:
+        """Loads the newest whole checkpoint and replays the log behind it; then the log goes on."""
+        if self.checkpoints is None:
+            return
+        newest, files = self.checkpoints.newest(), log_files(self.checkpoints.directory)
+        loaded = self.checkpoints.load(self.shard, self.streams, log_from=files[0][0] if files else None)
+        last = loaded
+        for number, header, ids, values in replay(self.checkpoints.directory, last):
+            self._redo(number, parse_request(header, ids, values))
+            last = number
+            self.recovered_records += 1
+        if last < newest and (self.durability == Durability.LOG or not loaded):
+            way_out = f", or go on from write {last} with --durability checkpoint" if loaded else ""
+            raise DataError(
+                f"shard {self.shard.index}: the checkpoint of write {newest} in {self.checkpoints.directory} is "
+                f"damaged, and the log has no writes {last + 1} to {newest}; bring the folder back from a copy{way_out}"
+            )
+        self.checkpoints.set_aside_after(loaded)
+        self._offset = last - self.shard.version
+        if self.durability == Durability.LOG:
+            self._next_number = last + 1
+            self.make_room()
+
+    def make_room(self) -> bool:
+        """Starts the log where a full disk did not let it start; whether there is one. Until then reads go on alone."""
+        if self.log is not None or self.durability != Durability.LOG:
+            return True
+        assert self.checkpoints is not None
+        if time.monotonic() < self._room_at:
+            return False
+        directory = self.checkpoints.directory
+        try:
+            self.log = Log(directory, next_number=self._next_number)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._room_at = time.monotonic() + ROOM_EVERY_S
+            if not self.read_only:
+                self.read_only = (
+                    f"shard {self.shard.index} is read-only: {directory} has no room for its log ({error.strerror}); "
+                    "free some space there, and writes go on by themselves"
+                )
+                log.error("%s", self.read_only)
+            return False
+        if self.read_only:
+            log.warning("shard %d: %s has room again; writes go on", self.shard.index, directory)
+        self.read_only = ""
+        return True
+
+    def _redo(self, number: int, request: Request) -> None:
+        kept: dict[str, HashTable] = {}
+        if request.op == Op.RESTORE:
+            try:
+                kept = self._kept(request, number)
+            except (ConfigError, DataError) as error:  # it was there when the record was written
+                raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
+        _, error = self._write(request, kept)
+        if isinstance(error, MemoryError | OSError):  # any other failure was one then, too
+            raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
+
+    def _write(self, request: Request, kept: Mapping[str, HashTable]) -> tuple[Answer, Exception | None]:
+        """Applies a write and remembers how it ended; the error, where it failed. RESTORE brings ``kept`` back."""
+        failed: Exception | None = None
+        snapshot = self._snapshot  # another thread may finish it now
+        try:
+            if snapshot is not None:
+                snapshot.before_write(request)
+            answer = Answer(Status.OK, self._replace(kept) if request.op == Op.RESTORE else self.shard.write(request))
+        except Exception as error:
+            failed, answer = error, Answer(status_of(error), [str(error).encode()])
+        if request.stream != UNORDERED:
+            again = Answer(answer.status) if request.op == Op.INSERT else answer  # its rows can be read again
+            self.streams.remember(request.stream, request.seq, again, request.acked)
+        return answer, failed
+
+    def apply(self, requests: Sequence[Request]) -> list[Reply]:
+        """Judges, logs and applies writes in order; one reply each. They may be told once `Log.sync` has returned."""
+        return [self._apply(request) for request in requests]
+
+    def _apply(self, request: Request) -> Reply:
+        if request.stream == UNORDERED and request.op not in IDEMPOTENT:
+            return error_reply(request.request, Status.BAD_REQUEST, f"{request.op.name} needs a stream and a number")
+        if request.stream != UNORDERED and not request.seq:
+            return error_reply(request.request, Status.BAD_REQUEST, "the writes of a stream are numbered from 1, got 0")
+        if self.read_only:
+            return error_reply(request.request, Status.UNAVAILABLE, self.read_only, self.shard.version)
+        verdict = self._judge(request)
+        if verdict is Verdict.DONE:
+            self.duplicates += 1
+            return self._answer_again(request)
+        if verdict is Verdict.GAP:
+            return error_reply(
+                request.request, Status.GAP, f"write {self.streams.last(request.stream) + 1} comes first"
+            )
+        if self._snapshot is not None and request.op in WHOLE_TABLE:
+            return error_reply(
+                request.request,
+                Status.UNAVAILABLE,
+                f"shard {self.shard.index} takes a checkpoint; {request.op.name.lower()} comes after it",
+            )
+        if request.flags & NOW or (request.op == Op.REINITIALIZE and not request.req_time):
+            request.req_time = now()  # before the log, so that a replay gives the same stamps
+        kept: dict[str, HashTable] = {}
+        try:
+            self.shard.check(request)
+            self.shard.check_time(request)
+            if request.op == Op.RESTORE:
+                kept = self._kept(request)
+        except Exception as error:
+            return error_reply(request.request, status_of(error), str(error), self.shard.version)
+        if self.log is not None:
+            try:
+                self.log.append(request.frames())
+            except OSError as error:
+                return error_reply(
+                    request.request,
+                    Status.UNAVAILABLE,
+                    f"shard {self.shard.index} cannot write its log in {self.log.directory} ({error}); nothing was "
+                    "applied",
+                )
+            self.logged()
+        answer, _ = self._write(request, kept)
+        return Reply(answer.status, request.request, self.shard.version, answer.payload)
+
+    def _kept(self, request: Request, record: int | None = None) -> dict[str, HashTable]:
+        """The tables that a RESTORE names, as they were in the checkpoint that it names; see `Kept.table`."""
+        if self.kept is None:
+            raise ConfigError(f"shard {self.shard.index} keeps no checkpoints; start the server with a directory")
+        name = bytes(request.values).decode("utf-8", "replace")
+        return {table: self.kept.table(name, table, self.shard, record) for table in request.names}
+
+    def _replace(self, kept: Mapping[str, HashTable]) -> list[Any]:
+        for name, table in kept.items():
+            self.shard.replace(name, table)
+        return []
+
+    def _judge(self, request: Request) -> Verdict:
+        if request.stream == UNORDERED:
+            return Verdict.NEW
+        return self.streams.judge(request.stream, request.seq, request.acked)
+
+    def _answer_again(self, request: Request) -> Reply:
+        status, payload = self.streams.answer(request.stream, request.seq)
+        if request.op == Op.INSERT and status == Status.OK:  # how its rows are now is as good an answer
+            flags, counts, names = request.flags & FLOAT16, request.counts, request.names
+            try:
+                payload = self.shard.read(Request(Op.LOOKUP, flags=flags, counts=counts, names=names, ids=request.ids))
+            except Exception as error:
+                return error_reply(request.request, status_of(error), str(error), self.shard.version)
+        return Reply(status, request.request, self.shard.version, payload)
+
+    @property
+    def in_checkpoint(self) -> bool:
+        """Whether a checkpoint was begun and is not finished."""
+        return self._snapshot is not None
+
+    def begin_checkpoint(self) -> ShardSnapshot:
+        """Holds on to the shard as it is after the last write. `finish_checkpoint` must follow, in any thread."""
+        if self.checkpoints is None:
+            raise UnsupportedError(f"shard {self.shard.index}: checkpoints need a directory; start the server with one")
+        if self._snapshot is not None:
+            raise ConfigError(f"shard {self.shard.index}: a checkpoint is being taken already")
+        if self.read_only:
+            raise OSError(errno.ENOSPC, self.read_only)
+        number = self.log.rotate() - 1 if self.log is not None else self.shard.version + self._offset
+        self._snapshot = snapshot = ShardSnapshot(self.shard, self.streams, number)
+        return snapshot
+
+    def finish_checkpoint(self, snapshot: ShardSnapshot, keep_as: str = "", others: Sequence[str] = ()) -> str:
+        """Writes the checkpoint and drops the log behind it; the checkpoint's path. See `Kept.keep`."""
+        assert self.checkpoints is not None
+        assert self.kept is not None
+        try:
+            path = self.checkpoints.save(snapshot)
+            if keep_as:
+                self.kept.keep(path, keep_as, others, snapshot.number)
+        finally:
+            self._snapshot = None
+        needed = self.checkpoints.log_needed_from()
+        self.kept.drop_before(needed)
+        if self.log is not None:
+            self.log.drop_before(needed)
+        return str(path)
+
+    def checkpoint(self) -> str:
+        """Begins and finishes a checkpoint; its path."""
+        return self.finish_checkpoint(self.begin_checkpoint())
+
+    def close(self) -> None:
+        if self.log is not None:
+            with contextlib.suppress(OSError):
+                self.log.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

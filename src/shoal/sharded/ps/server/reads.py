@@ -1,0 +1,74 @@
+"""Answers to requests that change nothing: small ones at once, large ones in threads of their own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.sharded.ps.limits import Limits
+from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply, plain_lookup, reply_header
+from shoal.sharded.ps.server.backlog import Backlog, expired
+from shoal.sharded.ps.server.shard import Shard, status_of
+
+log = logging.getLogger("shoal.ps")
+
+
+class Reads:
+    """Reads of a shard, beside the one thread that writes to it."""
+
+    def __init__(self, shard: Shard, backlog: Backlog, limits: Limits, info: Callable[[], dict[str, Any]]) -> None:
+        self._shard, self._backlog, self._limits, self._info = shard, backlog, limits, info
+        self._metrics = backlog.metrics
+
+    def at_once(self, request: Request) -> bool:
+        """Whether a hand-over to another thread would cost more than the answer."""
+        return (
+            not request.op.writes
+            and request.op != Op.CHECKPOINT
+            and sum(request.counts) <= self._limits.inline_ids
+        )  # fmt: skip
+
+    def plain(self, frames: list[memoryview]) -> list[Any] | None:
+        """The answer to a small lookup in one table, without ceremony; None for everything else."""
+        begin = time.perf_counter()
+        plain = plain_lookup(frames[0])
+        if plain is None or plain[1] > min(self._limits.inline_ids, self._limits.max_ids):
+            return None
+        rows = self._shard.lookup_one(plain[2], frames[1], plain[1])
+        if rows is None:
+            return None
+        self._metrics.bytes_in += 8 * plain[1]
+        self._metrics.bytes_out += rows.nbytes
+        self._metrics.done("LOOKUP", "OK", time.perf_counter() - begin)
+        return [reply_header(plain[0], self._shard.version), rows.numpy()]
+
+    def now(self, request: Request) -> Reply:
+        """The answer to a request that is `at_once`, counted."""
+        reply = self._read(request)
+        self._metrics.done(request.op.name, reply.status.name, time.perf_counter() - request.arrived)
+        return reply
+
+    def _read(self, request: Request) -> Reply:
+        version = self._shard.version
+        try:
+            if request.op == Op.INFO:
+                payload: list[Any] = [json.dumps(self._info()).encode()]
+            else:
+                payload = self._shard.read(request)
+            return Reply(Status.OK, request.request, version, payload)
+        except Exception as error:
+            if not isinstance(error, ShoalError | NotImplementedError | ValueError):
+                log.exception("%s failed", request.op.name)
+            return error_reply(request.request, status_of(error), str(error), version)
+
+    def loop(self) -> None:
+        """One thread for large reads."""
+        with self._backlog.outlet() as outlet:
+            while (waiting := self._backlog.reads.get()) is not None:
+                reply = expired(waiting.request) or self._read(waiting.request)
+                self._backlog.answer(outlet, waiting, reply)
+                del waiting, reply  # frees the request's frames before the next wait

@@ -1,0 +1,231 @@
+"""The parameter server: a thread for the sockets, threads for large reads, one for writes and two for the disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from shoal.errors import ConfigError, ShoalError
+from shoal.sharded.ps.limits import Limits, check_duration
+from shoal.sharded.ps.metrics import Metrics
+from shoal.sharded.ps.protocol import VERSION, Request
+from shoal.sharded.ps.security import ServerKeys, check_bind, check_clients, check_port, zmq_module
+from shoal.sharded.ps.server.backlog import Backlog
+from shoal.sharded.ps.server.engine import Engine
+from shoal.sharded.ps.server.http import StatusServer
+from shoal.sharded.ps.server.reads import Reads
+from shoal.sharded.ps.server.sockets import Sockets
+from shoal.sharded.ps.server.writes import Writes
+
+log = logging.getLogger("shoal.ps")
+
+
+class ParameterServer:
+    """Serves one `Engine` over ZeroMQ until `stop`.
+
+    >>> from shoal.sharded.ps import Engine, ParameterServer, Shard
+    >>> with ParameterServer(Engine(Shard(0, 1))) as server:
+    ...     server.address.startswith("tcp://127.0.0.1:")
+    True
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        http_host: str = "127.0.0.1",
+        http_port: int | None = 0,
+        keys: ServerKeys | None = None,
+        insecure: bool = False,
+        limits: Limits | None = None,
+        read_threads: int = 2,
+        checkpoint_every: timedelta | None = None,
+        evict_every: timedelta | None = None,
+        tables: Sequence[Request] = (),
+    ) -> None:
+        check_bind(host, keys, insecure)
+        if keys is not None:
+            check_clients(keys)
+        check_port(port, "port")
+        check_port(http_port or 0, "http_port")
+        if read_threads < 1:
+            raise ConfigError(f"a server has at least 1 thread for large reads, got {read_threads}")
+        for period, what in ((checkpoint_every, "checkpoint_every"), (evict_every, "evict_every")):
+            if period is not None:
+                check_duration(period, what)
+        self.engine = engine
+        self.limits = limits or Limits()
+        engine.shard.max_reply_bytes = self.limits.max_message_bytes
+        self.metrics = Metrics()
+        self.fatal: str | None = None
+        """Why the server had to end."""
+        self.address = ""
+        self.http_address = ""
+        self._zmq = zmq_module()
+        self._bind = (host, port, keys)
+        self._http_bind = (http_host, http_port)
+        self._read_threads = read_threads
+        self._checkpoint_every = checkpoint_every
+        self._evict_every = evict_every
+        self._tables = tables
+        self._draining = threading.Event()
+        self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._http: StatusServer | None = None
+
+    def start(self) -> ParameterServer:
+        """Recovers, binds and serves; returns when requests can come."""
+        engine = self.engine
+        self._context = self._zmq.Context()
+        try:
+            engine.lock()
+            engine.recover()
+            self._backlog = Backlog(self._zmq, self._context, self.metrics)
+            self._reads = Reads(engine.shard, self._backlog, self.limits, self.info)
+            self._writes = Writes(engine, self._backlog, self._stopped, self._tables)
+            self._writes.make_tables()
+            self._bind_sockets()
+        except BaseException:
+            self._context.term()
+            engine.close()
+            raise
+        self._spawn("ps-io", self._sockets.serve, self._stopped)
+        self._spawn("ps-write", self._writes.loop)
+        self._spawn("ps-sync", self._writes.sync_loop)
+        self._spawn("ps-snapshot", self._writes.checkpoint_loop)
+        for i in range(self._read_threads):
+            self._spawn(f"ps-read-{i}", self._reads.loop)
+        if self._checkpoint_every is not None:
+            self._spawn("ps-checkpoint", self._every, self._checkpoint_every, self.checkpoint)
+        if self._evict_every is not None:
+            self._spawn("ps-evict", self._every, self._evict_every, self._writes.evict)
+        log.info("shard %d of %d serves on %s", engine.shard.index, engine.shard.of, self.address)
+        return self
+
+    def _bind_sockets(self) -> None:
+        host, port, keys = self._bind
+        self._sockets = Sockets(
+            self._zmq, self._context, host, port, keys=keys, limits=self.limits, backlog=self._backlog,
+            reads=self._reads, shard=self.engine.shard.index, draining=self._draining,
+        )  # fmt: skip
+        self.address = self._sockets.address
+        http_host, http_port = self._http_bind
+        if http_port is None:
+            return
+        try:
+            self._http = StatusServer(http_host, http_port, self._health, self._metrics_text)
+        except BaseException:
+            self._sockets.close()
+            raise
+        self.http_address = self._http.address
+
+    def _spawn(self, name: str, target: Callable[..., Any], *args: Any) -> None:
+        thread = threading.Thread(target=self._guard, args=(target, *args), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _guard(self, target: Callable[..., Any], *args: Any) -> None:
+        try:
+            target(*args)
+        except self._zmq.ContextTerminated:
+            pass  # the server has gone while this thread still had an answer to give
+        except Exception as error:
+            self.fatal = self.fatal or f"{threading.current_thread().name}: {error!r}"
+            self._stopped.set()
+            log.exception("a thread of the server failed")
+
+    def _every(self, period: timedelta, call: Callable[[], Any]) -> None:
+        while not self._stopped.wait(period.total_seconds()):
+            try:
+                call()
+            except ShoalError as error:  # a full disk may have room the next time
+                if not self._stopped.is_set():
+                    log.error("%s", error)
+
+    def stop(self, *, drain: timedelta = timedelta(seconds=30), checkpoint: bool = False) -> None:
+        """Finishes what was accepted, refuses the rest, and goes. New requests are told to come back.
+
+        It goes, too, where the last ``checkpoint`` fails, and raises what that raised.
+        """
+        self._draining.set()
+        end = time.monotonic() + drain.total_seconds()
+        while self._backlog.pending and time.monotonic() < end and not self._stopped.is_set():
+            time.sleep(0.005)
+        try:
+            if checkpoint and self.fatal is None:
+                self.checkpoint()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._stopped.set()
+        self._writes.end()
+        for _ in range(self._read_threads):
+            self._backlog.reads.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(10)
+        if self._http is not None:
+            self._http.close()
+        self._context.term()  # returns once every thread that answers has gone, and has left the files alone
+        self.engine.close()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the server has stopped, by `stop` or because it failed (``fatal`` tells)."""
+        return self._stopped.wait(timeout)
+
+    def __enter__(self) -> ParameterServer:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def checkpoint(self, timeout: timedelta = timedelta(hours=1)) -> str:
+        """Writes the shard as it is between two writes, while others go on; the checkpoint's path."""
+        return self._writes.checkpoint(timeout)
+
+    # --- what it tells --------------------------------------------------------------------------------------------
+
+    def info(self) -> dict[str, Any]:
+        """What a worker learns when it connects."""
+        shard = self.engine.shard
+        dims = {name: table.dim_size for name, table in list(shard.tables.items())}
+        return {
+            "protocol": VERSION, "shard": shard.index, "of": shard.of, "version": shard.version, "tables": dims,
+            "durability": self.engine.durability.value, "max_ids": self.limits.max_ids,
+            "max_message_bytes": self.limits.max_message_bytes,
+        }  # fmt: skip
+
+    def _health(self) -> tuple[bool, dict[str, Any]]:
+        read_only = self.engine.read_only
+        state = "failed" if self.fatal else "draining" if self._draining.is_set() else "serving"
+        if state == "serving" and read_only:
+            state = "read-only"
+        queued = self._backlog.queued_bytes
+        return state in ("serving", "read-only"), {
+            "state": state, "why": self.fatal or read_only or None, "queued_bytes": queued,
+            **self.engine.shard.status(),
+        }  # fmt: skip
+
+    def _metrics_text(self) -> str:
+        engine = self.engine
+        gauges = {
+            "up": int(self.fatal is None),
+            "version": engine.shard.version,
+            "queued_bytes": self._backlog.queued_bytes,
+            "streams": len(engine.streams),
+            "duplicate_writes_total": engine.duplicates,
+            "cut_connections_total": self._sockets.cut_connections,
+            "log_bytes_total": engine.log.bytes_written if engine.log else 0,
+            "recovered_records": engine.recovered_records,
+            "in_checkpoint": int(engine.in_checkpoint),
+            "read_only": int(bool(engine.read_only)),
+            "checkpoint_failures_total": self._writes.checkpoint_failures,
+        }
+        return self.metrics.text(gauges, engine.shard.status()["tables"])

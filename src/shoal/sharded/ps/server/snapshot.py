@@ -1,0 +1,86 @@
+"""A shard as it was between two writes, written to files while further writes go on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from shoal import _core
+from shoal.durable import FileDigest, temporary_path
+from shoal.sharded.ps.protocol import WITH_IDS, Op, Request
+from shoal.sharded.ps.server.shard import Shard
+from shoal.sharded.ps.server.streams import Streams
+from shoal.table.checkpoint import naming
+from shoal.table.checkpoint.filters import FilterCopy
+from shoal.table.checkpoint.scales import has_scales, save_scales, scales_path
+from shoal.table.table import HashTable
+
+WHOLE_TABLE = (Op.CLEAR, Op.EVICT, Op.RESTORE)  # name no ids, so what they change cannot be put aside
+
+
+class TableSnapshot:
+    """One table: small state is copied at once, rows as they are written or about to change.
+
+    All rows are saved, stale ones too: what is loaded again is what was there. The counts of an admission filter are
+    copied whole, in the time of a copy in memory.
+    """
+
+    def __init__(self, table: HashTable, spec: dict[str, Any]) -> None:
+        native = table._native
+        self.rows = _core.Snapshot(native)
+        self.filter = FilterCopy.of(table.hash_filter)
+        self.scales = {table.name: native.scales()} if has_scales(table.table_config) else {}
+        self.files = naming.shard_count(table.saver_parallel, native.size())
+        self.entry = {
+            "spec": spec,
+            "rows": native.size(),
+            "max_update_time": native.max_update_time(),
+            "calls": native.calls(),
+        }
+
+    def save(self, folder: Path, position: int) -> tuple[dict[str, Any], dict[str, FileDigest]]:
+        """Writes the table's files into a folder; its entry in the manifest, and the digests of the files of rows."""
+        names = {"file": f"table-{position:05d}", "filter": f"filter-{position:05d}"}
+        base = str(folder / names["file"])
+        paths = [naming.shard_path(base, index, self.files) for index in range(self.files)]
+        written = self.rows.save([temporary_path(path) for path in paths], paths, None)
+        digests = {
+            os.path.basename(path): FileDigest(*digest) for path, (_, digest) in zip(paths, written, strict=True)
+        }
+        if self.scales:
+            save_scales(scales_path(base), self.scales)
+        if self.filter is not None:
+            self.filter.save(str(folder / names["filter"]))
+        return {**self.entry, **names}, digests
+
+
+class ShardSnapshot:
+    """The moment is that of construction; the caller makes no write during it, and tells of every write after it."""
+
+    def __init__(self, shard: Shard, streams: Streams, number: int) -> None:
+        self.number = number
+        self._about = {"shard": shard.index, "of": shard.of, "number": number, "version": shard.version}
+        self._streams = {"streams": streams.dump(), "answers": streams.dump_answers()}
+        self._tables = {
+            name: TableSnapshot(table, shard.specs[name]) for name, table in sorted(shard.tables.items())
+        }  # fmt: skip
+
+    def before_write(self, request: Request) -> None:
+        """Puts aside the rows that a write is about to change. A table that came later is none of this snapshot's."""
+        if request.op not in WITH_IDS:
+            return
+        ids = request.ids_tensor()
+        at = 0
+        for name, n in zip(request.names, request.counts, strict=True):
+            if n and name in self._tables:
+                self._tables[name].rows.before_write(ids.data_ptr() + 8 * at, n)
+            at += n
+
+    def save(self, folder: Path) -> tuple[dict[str, Any], dict[str, FileDigest]]:
+        """Writes all tables into a folder; what the manifest says of them, and the digests that are known."""
+        tables, digests = {}, {}
+        for position, (name, table) in enumerate(self._tables.items()):
+            tables[name], known = table.save(folder, position)
+            digests |= known
+        return {**self._about, **self._streams, "tables": tables}, digests

@@ -1,0 +1,173 @@
+"""Table configurations: segments put together, a table's configuration with its learning rates."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.table.config.compressors import (
+    FixedR8Compressor,
+    Fp16Compressor,
+    Fp32Compressor,
+    OneBitCompressor,
+    as_compressor_config,
+)
+from shoal.table.config.initializers import (
+    BatchSoftmaxInitializer,
+    ConstantsInitializer,
+    OnesInitializer,
+    RandomUniformInitializer,
+    ZerosInitializer,
+    as_initializer_config,
+)
+from shoal.table.config.learning_rate import LearningRateFunction
+from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig
+from shoal.table.config.optimizers import (
+    AdadeltaOptimizer,
+    AdagradOptimizer,
+    AdaGradWithGroupLassoOptimizer,
+    AdamOptimizer,
+    AdamWOptimizer,
+    AmsgradOptimizer,
+    BatchSoftmaxOptimizer,
+    DynamicWdAdagradOptimizer,
+    FtrlOptimizer,
+    FTRLWithGroupSparsityOptimizer,
+    LambOptimizer,
+    MomentumOptimizer,
+    MovingAverageOptimizer,
+    Optimizer,
+    RmspropOptimizer,
+    RmspropV2Optimizer,
+    RowwiseAdagradOptimizer,
+    SgdOptimizer,
+    StochasticRoundingFloat16OptimizerWrapper,
+    as_optimizer_config,
+)
+
+__all__ = [
+    "AdaGradWithGroupLassoOptimizer",
+    "AdadeltaOptimizer",
+    "AdagradOptimizer",
+    "AdamOptimizer",
+    "AdamWOptimizer",
+    "AmsgradOptimizer",
+    "BatchSoftmaxInitializer",
+    "BatchSoftmaxOptimizer",
+    "CombineAsSegment",
+    "ConstantsInitializer",
+    "CuckooHashTableConfig",
+    "DynamicWdAdagradOptimizer",
+    "FTRLWithGroupSparsityOptimizer",
+    "FixedR8Compressor",
+    "Fp16Compressor",
+    "Fp32Compressor",
+    "FtrlOptimizer",
+    "HashTableConfigInstance",
+    "LambOptimizer",
+    "MomentumOptimizer",
+    "MovingAverageOptimizer",
+    "OneBitCompressor",
+    "OnesInitializer",
+    "Optimizer",
+    "RandomUniformInitializer",
+    "RmspropOptimizer",
+    "RmspropV2Optimizer",
+    "RowwiseAdagradOptimizer",
+    "SgdOptimizer",
+    "StochasticRoundingFloat16OptimizerWrapper",
+    "ZerosInitializer",
+    "infer_dim_size",
+]
+
+LearningRate = float | Callable[[], Any] | LearningRateFunction
+"""A number, a schedule that is called with the step, or any other callable, which is called without arguments."""
+
+
+def CombineAsSegment(dim_size: int, initializer: Any, optimizer: Any, compressor: Any = None) -> EntryConfig.Segment:
+    """A segment of ``dim_size`` weights; each of the three is an object of this module or a ready message."""
+    segment = EntryConfig.Segment(dim_size=dim_size)
+    segment.init_config.CopyFrom(as_initializer_config(initializer))
+    segment.opt_config.CopyFrom(as_optimizer_config(optimizer))
+    if compressor is not None:
+        segment.comp_config.CopyFrom(as_compressor_config(compressor))
+    return segment
+
+
+@dataclass
+class CuckooHashTableConfig:
+    """The table's kind and size hint; with ``feature_evict_every_n_hours`` above 0 stale rows are evicted so often."""
+
+    initial_capacity: int = 1
+    feature_evict_every_n_hours: int = 0
+
+    def mutate_table(self, table_config: EmbeddingHashTableConfig) -> None:
+        """Writes these settings into a table's configuration."""
+        table_config.initial_capacity = self.initial_capacity
+        table_config.cuckoo.SetInParent()
+        if self.feature_evict_every_n_hours > 0:
+            table_config.enable_feature_eviction = True
+            table_config.feature_evict_every_n_hours = self.feature_evict_every_n_hours
+
+
+class HashTableConfigInstance:
+    """A table's configuration with one learning rate per segment.
+
+    ``str()`` of two instances is equal exactly when their serialized configurations and the ``str()`` of their rates
+    are; tables with equal strings may be merged. A lambda's ``str`` is unique, so use numbers or
+    `LearningRateFunction` objects for tables that should merge.
+    """
+
+    def __init__(
+        self,
+        table_config: EmbeddingHashTableConfig,
+        learning_rate_fns: Sequence[LearningRate],
+        extra_restore_names: Iterable[str] | None = None,
+    ) -> None:
+        self.table_config = table_config
+        self.learning_rate_fns = list(learning_rate_fns)
+        for index, rate in enumerate(self.learning_rate_fns):
+            check_rate(rate, f"learning_rate_fns[{index}]")
+        self.extra_restore_names = list(extra_restore_names or ())
+
+    def call_learning_rate_fns_fewer_ops(self, global_step: Any = None) -> list[float]:
+        """The rates at ``global_step`` (the process-wide step when None), in segment order."""
+        if not len(self.learning_rate_fns):
+            raise ConfigError("learning_rate_fns is empty; a table needs one learning rate per segment")
+        return [_rate(fn, global_step) for fn in self.learning_rate_fns]
+
+    def call_learning_rate_fns(self, global_step: Any = None) -> torch.Tensor:
+        """The same as a float32 vector."""
+        return torch.tensor(self.call_learning_rate_fns_fewer_ops(global_step), dtype=torch.float32, device="cpu")
+
+    def __str__(self) -> str:
+        rates = ", ".join(str(fn) for fn in self.learning_rate_fns)
+        return f"TableConfigPB: {self.table_config.SerializeToString()}, LearningRateFns: [{rates}]"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self}>"
+
+
+def check_rate(rate: Any, subject: str) -> None:
+    """Refuses what is neither a number nor a callable; ``subject`` begins the message."""
+    if callable(rate) or (isinstance(rate, Real) and not isinstance(rate, bool)):
+        return
+    if isinstance(rate, torch.Tensor) and rate.numel() == 1 and not rate.is_complex():
+        return
+    raise ConfigError(f"{subject} must be a number or a function of the step, got {rate!r}")
+
+
+def _rate(fn: Any, global_step: Any) -> float:
+    if type(fn) is float:
+        return fn
+    if isinstance(fn, LearningRateFunction):
+        return float(fn(global_step))
+    return float(fn() if callable(fn) else fn)
+
+
+def infer_dim_size(table_config: EmbeddingHashTableConfig) -> int:
+    """The table's dimension: the sum of its segments'."""
+    return sum(segment.dim_size for segment in table_config.entry_config.segments)

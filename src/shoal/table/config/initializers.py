@@ -1,0 +1,66 @@
+"""What a new row's weights are, as the classes that table configurations are written with."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import ConfigError
+from shoal.table.config.messages import InitializerConfig
+from shoal.table.config.optimizers import as_config, write_fields
+
+
+@dataclass
+class ZerosInitializer:
+    def as_proto(self) -> InitializerConfig:
+        config = InitializerConfig()
+        write_fields(self, config.zeros)
+        return config
+
+
+@dataclass
+class OnesInitializer:
+    def as_proto(self) -> InitializerConfig:
+        config = InitializerConfig()
+        write_fields(self, config.ones)
+        return config
+
+
+@dataclass
+class ConstantsInitializer:
+    constant: float
+
+    def as_proto(self) -> InitializerConfig:
+        config = InitializerConfig()
+        write_fields(self, config.constants)
+        return config
+
+
+@dataclass
+class RandomUniformInitializer:
+    """Independent and uniform in ``[minval, maxval)``; the message's defaults are -0.05 and 0.05."""
+
+    minval: float | None = None
+    maxval: float | None = None
+
+    def as_proto(self) -> InitializerConfig:
+        config = InitializerConfig()
+        write_fields(self, config.random_uniform)
+        return config
+
+
+class BatchSoftmaxInitializer:
+    """The first guess of the steps between two appearances of an id, for `BatchSoftmaxOptimizer`."""
+
+    def __init__(self, init_step_interval: float) -> None:
+        if init_step_interval < 1:
+            raise ConfigError(
+                f"BatchSoftmaxInitializer: init_step_interval must be at least 1, got {init_step_interval}"
+            )
+        self.init_step_interval = init_step_interval
+
+    def as_proto(self) -> InitializerConfig:
+        return ConstantsInitializer(self.init_step_interval).as_proto()
+
+
+def as_initializer_config(initializer: Any) -> InitializerConfig:
+    """The message of an initializer object, or the message itself."""
+    return as_config(initializer, InitializerConfig, "initializer")

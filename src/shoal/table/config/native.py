@@ -1,0 +1,107 @@
+"""A table's configuration as the native core has it: the layout of a row, and when rows expire."""
+
+from shoal import _core
+from shoal.table.config.messages import (
+    EmbeddingHashTableConfig,
+    EntryConfig,
+    FloatCompressorConfig,
+    OptimizerConfig,
+    SlotExpireTimeConfig,
+)
+
+# The orders of the enums in csrc/table/layout.h.
+OPTIMIZERS = (
+    "sgd",
+    "adagrad",
+    "dynamic_wd_adagrad",
+    "adadelta",
+    "adam",
+    "amsgrad",
+    "momentum",
+    "moving_average",
+    "rmsprop",
+    "rmspropv2",
+    "ftrl",
+    "group_ftrl",
+    "group_adagrad",
+    "batch_softmax",
+    "rowwise_adagrad",
+    "adamw",
+    "lamb",
+)
+INITIALIZERS = ("zeros", "ones", "constants", "random_uniform")
+CODECS = ("fp32", "fp16", "fixed_r8", "one_bit")
+
+# Field of an optimizer's message -> attribute of the native segment.
+_ATTRIBUTE = {
+    "initial_accumulator_value": "initial_accumulator",
+    "weight_decay_factor": "weight_decay",
+    "averaging_ratio": "beta1",
+    "momentum": "beta1",
+    "beta1": "beta1",
+    "beta2": "beta2",
+    "epsilon": "epsilon",
+    "bias_corrected_epsilon": "corrected_epsilon",
+    "beta": "beta",
+    "l1_regularization_strength": "l1",
+    "l2_regularization_strength": "l2",
+    "use_nesterov": "nesterov",
+    "decouple_weight_decay": "decoupled",
+}
+
+
+def native_layout(config: EmbeddingHashTableConfig) -> _core.Layout:
+    """The layout of a row. ``config`` has passed `shoal.table.config.validate.validate_table_config`."""
+    serving = config.entry_config.entry_type == EntryConfig.SERVING
+    segments = [native_segment(segment, serving) for segment in config.entry_config.segments]
+    return _core.Layout(segments, serving, config.skip_zero_embedding)
+
+
+def native_segment(segment: EntryConfig.Segment, serving: bool) -> _core.Segment:
+    """One segment; ``serving`` has neither initializer nor optimizer."""
+    native = _core.Segment()
+    native.dim = segment.dim_size
+    _write_codec(native, segment.comp_config)
+    if not serving:
+        _write_initializer(native, segment)
+        _write_optimizer(native, segment.opt_config)
+    return native
+
+
+def _write_optimizer(native: _core.Segment, config: OptimizerConfig) -> None:
+    kind = config.WhichOneof("type")
+    message = getattr(config, kind)
+    native.opt = OPTIMIZERS.index(kind)
+    native.corrected_epsilon = kind == "adamw"
+    native.epsilon = 1.0 if kind == "rmspropv2" else 0.0  # of those whose message has none
+    for field in message.DESCRIPTOR.fields:
+        if field.name in _ATTRIBUTE:  # read with the message's default where it is not set
+            setattr(native, _ATTRIBUTE[field.name], getattr(message, field.name))
+    native.stochastic_rounding = config.stochastic_rounding_float16
+
+
+def _write_initializer(native: _core.Segment, segment: EntryConfig.Segment) -> None:
+    config = segment.init_config
+    kind = config.WhichOneof("type")
+    native.init = INITIALIZERS.index(kind)
+    if kind == "constants":
+        native.init_low = config.constants.constant
+    elif kind == "random_uniform":
+        native.init_low, native.init_high = config.random_uniform.minval, config.random_uniform.maxval
+
+
+def _write_codec(native: _core.Segment, config: FloatCompressorConfig) -> None:
+    kind = config.WhichOneof("type") or "fp32"
+    native.codec = CODECS.index(kind)
+    if kind == "fixed_r8":
+        native.r = config.fixed_r8.r
+    elif kind == "one_bit":
+        for name in ("step_size", "init_scale", "max_scale", "amplitude"):
+            setattr(native, name, getattr(config.one_bit, name))
+
+
+def native_expiry(config: SlotExpireTimeConfig) -> _core.Expiry:
+    """The native form of an expiry configuration that was validated."""
+    return _core.Expiry(
+        config.default_expire_time, [(item.slot, item.expire_time) for item in config.slot_expire_times]
+    )

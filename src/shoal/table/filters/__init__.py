@@ -1,0 +1,1 @@
+"""Admission: which ids that have no row yet may get one."""

@@ -1,0 +1,329 @@
+"""An in-memory ZooKeeper client for unit tests; watches fire synchronously, on the thread that made the change."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.serving.cluster.zk_types import (
+    ConnectionClosedError,
+    EventType,
+    KazooState,
+    NodeExistsError,
+    NodeStat,
+    NoNodeError,
+    NotEmptyError,
+    StateListeners,
+    WatchedEvent,
+    Watching,
+    call_watch,
+    normal,
+    parent_of,
+)
+
+
+@dataclass(slots=True)
+class _Node:
+    value: bytes = b""
+    owner: int = 0
+    version: int = 0
+    children: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """A watch of one client. It rests while its client is away and catches up when that is back, as kazoo's do."""
+
+    client: "FakeKazooClient"
+    path: str
+    func: Callable
+    live: bool = True
+    wants_event: bool = False
+    seen: Any = None
+    """What the function was last told of."""
+
+    @property
+    def awake(self) -> bool:
+        return self.live and self.client.connected
+
+
+class FakeTree:
+    """The nodes that clients share."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, _Node] = {"/": _Node()}
+        self.lock = threading.RLock()
+        self.data_watches: list[_Watch] = []
+        self.child_watches: list[_Watch] = []
+        self.counters: dict[str, itertools.count] = {}
+        self.elections: dict[str, threading.Lock] = {}
+        self.sessions = itertools.count(1)
+
+    def children(self, path: str) -> list[str]:
+        if path not in self.nodes:
+            raise NoNodeError(path)
+        return list(self.nodes[path].children)
+
+    def stat(self, path: str) -> NodeStat:
+        node = self.nodes[path]
+        return NodeStat(node.version, node.owner, len(node.children), len(node.value))
+
+    def add(self, path: str, value: bytes, owner: int) -> None:
+        parent = self.nodes[parent_of(path)]
+        self.nodes[path] = _Node(value, owner)
+        parent.children.append(path.rpartition("/")[2])
+        self.fire_data(path, EventType.CREATED)
+        self.fire_children(parent_of(path))
+
+    def remove(self, path: str) -> None:
+        del self.nodes[path]
+        self.nodes[parent_of(path)].children.remove(path.rpartition("/")[2])
+        self.fire_data(path, EventType.DELETED)
+        for watch in self.child_watches:
+            if watch.path == path and watch.awake:
+                watch.live = False  # as in ZooKeeper: a children watch ends with its node
+        self.fire_children(parent_of(path))
+
+    def fire_data(self, path: str, kind: str) -> None:
+        for watch in list(self.data_watches):
+            if watch.awake and watch.path == path:
+                self.tell_data(watch, WatchedEvent(kind, KazooState.CONNECTED, path))
+        self.data_watches = [watch for watch in self.data_watches if watch.live]
+
+    def fire_children(self, path: str) -> None:
+        for watch in list(self.child_watches):
+            if watch.awake and watch.path == path and path in self.nodes:
+                self.tell_children(watch, WatchedEvent(EventType.CHILD, KazooState.CONNECTED, path))
+        self.child_watches = [watch for watch in self.child_watches if watch.live]
+
+    def data_now(self, path: str) -> Any:
+        """What a data watch compares: the node itself and how often it was written."""
+        node = self.nodes.get(path)
+        return (id(node), node.version) if node is not None else None
+
+    def tell_data(self, watch: _Watch, event: Any) -> None:
+        node = self.nodes.get(watch.path)
+        watch.seen = self.data_now(watch.path)
+        args = (node.value, self.stat(watch.path)) if node is not None else (None, None)
+        watch.live = call_watch(watch.func, args, event)
+
+    def tell_children(self, watch: _Watch, event: Any) -> None:
+        watch.seen = self.children(watch.path)
+        args = (list(watch.seen), event) if watch.wants_event else (list(watch.seen),)
+        watch.live = watch.func(*args) is not False
+
+    def catch_up(self, client: "FakeKazooClient") -> None:
+        """Tells a client that is back what it missed."""
+        for watch in [each for each in self.child_watches if each.client is client]:
+            if watch.path not in self.nodes:
+                watch.live = False
+            elif watch.awake and self.children(watch.path) != watch.seen:
+                self.tell_children(watch, None)
+        for watch in [each for each in self.data_watches if each.client is client]:
+            if watch.awake and self.data_now(watch.path) != watch.seen:
+                self.tell_data(watch, None)
+
+
+class FakeKazooClient(StateListeners):
+    """The part of kazoo's client that serving uses, in memory.
+
+    Clients that are given the same ``tree`` see each other's nodes; closing one removes its ephemeral nodes.
+    """
+
+    def __init__(self, zk_server: str | None = None, tree: FakeTree | None = None, **ignored: Any) -> None:
+        self.hosts = zk_server
+        self.tree = tree if tree is not None else FakeTree()
+        self.connected = False
+        self._session = 0
+        super().__init__()
+
+    # --- session ----------------------------------------------------------------------------------------------------
+
+    def start(self, timeout: float = 15) -> None:
+        if not self.connected:
+            self._session = next(self.tree.sessions)
+            self.connected = True
+            self._tell(KazooState.CONNECTED)
+            with self.tree.lock:
+                self.tree.catch_up(self)
+
+    def stop(self) -> None:
+        if self.connected:
+            self.connected = False
+            self._end_session()
+            self._tell(KazooState.LOST)
+
+    def close(self) -> None:
+        self.stop()
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def set_state(self, state: str) -> None:
+        """Drives the listeners to LOST, SUSPENDED or CONNECTED without touching the nodes."""
+        self._tell(state)
+
+    def expire_session(self) -> None:
+        """What a real session expiry does: ephemeral nodes vanish, listeners see LOST, then CONNECTED again."""
+        self._end_session()
+        self._tell(KazooState.LOST)
+        self._session = next(self.tree.sessions)
+        self._tell(KazooState.CONNECTED)
+
+    def _end_session(self) -> None:
+        with self.tree.lock:
+            for path in [path for path, node in self.tree.nodes.items() if node.owner and node.owner == self._session]:
+                if path in self.tree.nodes:  # a watch may have deleted it meanwhile
+                    self.tree.remove(path)
+
+    def _check(self) -> None:
+        if not self.connected:
+            raise ConnectionClosedError("the client is not started; call start()")
+
+    # --- nodes ------------------------------------------------------------------------------------------------------
+
+    def create(
+        self,
+        path: str,
+        value: bytes = b"",
+        acl: Any = None,
+        ephemeral: bool = False,
+        makepath: bool = False,
+        include_data: bool = False,
+        sequence: bool = False,
+    ) -> Any:
+        self._check()
+        ends_in_slash = path.endswith("/") and sequence
+        path = normal(path)
+        if ends_in_slash:
+            path += "/"
+        with self.tree.lock:
+            parent = parent_of(path)
+            if parent not in self.tree.nodes:
+                if not makepath:
+                    raise NoNodeError(parent)
+                self.ensure_path(parent)
+            if sequence:
+                counter = self.tree.counters.setdefault(path, itertools.count())
+                path = f"{path}{next(counter):010d}"
+            if path in self.tree.nodes:
+                raise NodeExistsError(path)
+            if self.tree.nodes[parent].owner:
+                raise ValueError(f"{parent} is ephemeral and cannot have children")
+            self.tree.add(path, bytes(value or b""), self._session if ephemeral else 0)
+            return (path, self.tree.stat(path)) if include_data else path
+
+    def ensure_path(self, path: str, acl: Any = None) -> bool:
+        self._check()
+        path = normal(path)
+        with self.tree.lock:
+            built = ""
+            for part in path.split("/")[1:] if path != "/" else ():
+                built += f"/{part}"
+                if built not in self.tree.nodes:
+                    self.tree.add(built, b"", 0)
+        return True
+
+    def set(self, path: str, value: bytes, version: int = -1) -> NodeStat:
+        self._check()
+        path = normal(path)
+        with self.tree.lock:
+            node = self.tree.nodes.get(path)
+            if node is None:
+                raise NoNodeError(path)
+            node.value, node.version = bytes(value or b""), node.version + 1
+            self.tree.fire_data(path, EventType.CHANGED)
+            return self.tree.stat(path) if path in self.tree.nodes else NodeStat()
+
+    def get(self, path: str, watch: Any = None) -> tuple[bytes, NodeStat]:
+        self._check()
+        path = normal(path)
+        with self.tree.lock:
+            if path not in self.tree.nodes:
+                raise NoNodeError(path)
+            return self.tree.nodes[path].value, self.tree.stat(path)
+
+    def exists(self, path: str, watch: Any = None) -> bool:
+        self._check()
+        return normal(path) in self.tree.nodes
+
+    def get_children(self, path: str, watch: Any = None, include_data: bool = False) -> Any:
+        self._check()
+        path = normal(path)
+        with self.tree.lock:
+            children = self.tree.children(path)
+            return (children, self.tree.stat(path)) if include_data else children
+
+    def delete(self, path: str, version: int = -1, recursive: bool = False) -> bool:
+        self._check()
+        path = normal(path)
+        with self.tree.lock:
+            if path not in self.tree.nodes:
+                raise NoNodeError(path)
+            if self.tree.nodes[path].children and not recursive:
+                raise NotEmptyError(path)
+            for child in list(self.tree.nodes[path].children):
+                self.delete(f"{path}/{child}", recursive=True)
+            self.tree.remove(path)
+        return True
+
+    # --- watches ----------------------------------------------------------------------------------------------------
+
+    def DataWatch(self, path: str, func: Callable | None = None) -> Watching:
+        """Calls ``func(data, stat[, event])`` at once if the node exists, then on create, change and delete."""
+        return Watching(self._watch_data, path, func)
+
+    def ChildrenWatch(
+        self, path: str, func: Callable | None = None, allow_session_lost: bool = True, send_event: bool = False
+    ) -> Watching:
+        """Calls ``func(children)`` at once, then on every change; ends at once on a missing node."""
+        return Watching(lambda where, what: self._watch_children(where, what, send_event), path, func)
+
+    def _watch_data(self, path: str, func: Callable) -> None:
+        path = normal(path)
+        with self.tree.lock:
+            watch = _Watch(self, path, func)
+            if path in self.tree.nodes:
+                self.tree.tell_data(watch, None)
+            if watch.live:
+                self.tree.data_watches.append(watch)
+
+    def _watch_children(self, path: str, func: Callable, send_event: bool) -> None:
+        path = normal(path)
+        with self.tree.lock:
+            if path not in self.tree.nodes:
+                return
+            watch = _Watch(self, path, func, wants_event=send_event)
+            self.tree.tell_children(watch, None)
+            if watch.live:
+                self.tree.child_watches.append(watch)
+
+    def Election(self, path: str, identifier: str | None = None) -> "FakeElection":
+        return FakeElection(self, path, identifier)
+
+
+class FakeElection:
+    """One leader per path and tree."""
+
+    def __init__(self, client: FakeKazooClient, path: str, identifier: str | None = None) -> None:
+        self.path, self.identifier = path, identifier
+        self._lock = client.tree.elections.setdefault(normal(path), threading.Lock())
+        self._cancelled = False
+
+    def run(self, func: Callable, *args: Any, **kwargs: Any) -> None:
+        """Waits until it leads, then calls ``func`` once."""
+        while not self._cancelled:
+            if self._lock.acquire(timeout=0.05):
+                try:
+                    func(*args, **kwargs)
+                finally:
+                    self._lock.release()
+                return
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def contenders(self) -> list[str]:
+        return [self.identifier or ""]

@@ -1,0 +1,154 @@
+"""The few exchanges that aggregation is made of, over a process group or over any byte transport.
+
+Both kinds count what they move: ``bytes_sent``, ``bytes_received``, ``messages`` (sent) and ``wait_s``.
+"""
+
+import hashlib
+import re
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.comm.launch.config import DistributedConfig
+from shoal.errors import AggregationError, ConfigError, DistributedError, TransportError
+
+
+@contextmanager
+def named_errors(what: str, rank: int) -> Iterator[None]:
+    """Turns a backend's RuntimeError into a ``TransportError`` that says what was going on."""
+    try:
+        yield
+    except DistributedError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if re.search(r"time[d ]*.?out", text, re.IGNORECASE):
+            kind = "timeout"
+        elif re.search(r"closed|connect|reset|broken pipe|peer|abort", text, re.IGNORECASE):
+            kind = "peer_lost"
+        else:
+            kind = "protocol"
+        raise TransportError(f"rank {rank}: {what} failed: {text}", kind=kind) from error
+
+
+class Exchange:
+    """What both kinds share: counters, and agreement built on ``share``."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.start()
+
+    def start(self) -> None:
+        self.bytes_sent = self.bytes_received = self.messages = 0
+        self.wait_s = 0.0
+
+    def extremes(self, value: int) -> tuple[int, int]:
+        """The smallest and the largest ``value`` (63 bits and a sign) over the ranks."""
+        raise NotImplementedError
+
+    def share(self, value: bytes) -> list[bytes]:
+        """Every rank's ``value``, by rank; at most 64 bytes and of one length."""
+        raise NotImplementedError
+
+    def share_int(self, value: int) -> list[int]:
+        return [struct.unpack("<q", v)[0] for v in self.share(struct.pack("<q", value))]
+
+    def share_float(self, value: float) -> list[float]:
+        return [struct.unpack("<d", v)[0] for v in self.share(struct.pack("<d", value))]
+
+    def all_gather(self, data: Tensor) -> list[Tensor]:
+        """Every rank's ``data`` (uint8, one length on all ranks), by rank."""
+        raise NotImplementedError
+
+    def sum_in_order(self, flat: Tensor, owner: int, divisor: float | None) -> Tensor:
+        """The sum of ``flat`` in rank order, divided, taken by ``owner`` and sent to all."""
+        raise NotImplementedError
+
+    def broadcast_tensors(self, tensors: Sequence[Tensor] | None, bucket_bytes: int) -> list[Tensor]:
+        """Rank 0's tensors, on every rank; there None is an ``AggregationError`` on all."""
+        raise NotImplementedError
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_s += time.perf_counter() - began
+
+
+def add_in_order(parts: Sequence[Tensor], divisor: float | None) -> Tensor:
+    """Rank 0's, plus rank 1's, ..., then one division."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return divide_(total, divisor)
+
+
+def divide_(flat: Tensor, divisor: float | None) -> Tensor:
+    """Divides in place, by a tensor: CUDA multiplies with a rounded reciprocal when the divisor is a number."""
+    if divisor is not None and flat.numel():
+        flat /= torch.full((), divisor, dtype=flat.dtype, device=flat.device)
+    return flat
+
+
+def check_world(config: DistributedConfig, transport: Any, who: str) -> None:
+    if config.world_size == 1:
+        return
+    if transport is None:
+        raise ConfigError(f"{who}: world_size is {config.world_size}, so it needs a transport")
+    if (transport.rank, transport.world_size) != (config.rank, config.world_size):
+        raise ConfigError(
+            f"{who}: the configuration says rank {config.rank} of {config.world_size}, the transport rank "
+            f"{transport.rank} of {transport.world_size}"
+        )
+
+
+def make_exchange(transport: Any) -> Exchange:
+    """The exchange over ``transport``: its process group if it has collectives, else its four methods."""
+    from shoal.comm.ranks.mpi import MpiTransport
+    from shoal.train.aggregation.exchange_bytes import ByteExchange
+    from shoal.train.aggregation.exchange_group import GroupExchange
+    from shoal.train.aggregation.exchange_mpi import MpiExchange
+
+    if isinstance(transport, MpiTransport):
+        return MpiExchange(transport)
+    if getattr(transport, "collectives", False):
+        return GroupExchange(transport.group, getattr(transport, "device", None))
+    return ByteExchange(transport)
+
+
+def signature(gradients: Sequence[Any], extra: Any = None) -> int:
+    """63 bits of count, shapes, dtypes and ``extra``."""
+    text = repr(([(tuple(g.shape), str(g.dtype)) for g in gradients], extra))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def agree(exchange: Exchange, gradients: Sequence[Tensor], extra: Any = None, problem: Exception | None = None) -> None:
+    """``AggregationError`` on every rank unless all reduce the same; a rank with a ``problem`` raises that instead.
+
+    A rank that cannot go on takes part all the same, with a value that no signature has, so that nobody waits for it.
+    """
+    mine = -1 - exchange.rank if problem is not None else signature(gradients, extra)
+    low, high = exchange.extremes(mine)
+    if problem is not None:
+        raise problem
+    if low != high:
+        shapes = ", ".join(f"{tuple(g.shape)} {str(g.dtype).removeprefix('torch.')}" for g in gradients[:8])
+        more = f" and {len(gradients) - 8} more" if len(gradients) > 8 else ""
+        raise AggregationError(
+            f"rank {exchange.rank} of {exchange.world_size}: the ranks disagree on what is reduced (count, shapes, "
+            f"dtypes), or one of them failed before; this rank has {len(gradients)} tensors: {shapes}{more}. "
+            "Nothing was reduced."
+        )
+
+
+def as_numpy(flat: Tensor) -> np.ndarray:
+    return flat.detach().cpu().numpy()

@@ -1,0 +1,146 @@
+"""Exchanges on the collective layer: a process group does the moving."""
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.ranks.collectives import all_gather_single
+from shoal.comm.ranks.serialization import DTYPES
+from shoal.errors import AggregationError
+from shoal.train.aggregation.buckets import flatten, make_buckets, unflatten
+from shoal.train.aggregation.exchange import Exchange, add_in_order, named_errors
+
+NAMES = {str(d).removeprefix("torch."): d for d in DTYPES}
+
+
+class GroupExchange(Exchange):
+    """Exchanges over a ``torch.distributed`` process group."""
+
+    def __init__(self, group: "dist.ProcessGroup", device: torch.device | None = None) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self.group = group
+        if device is None:
+            types = {t.type for t in group._device_types}
+            device = torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+
+    def _max(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+
+    def _gather_all(self, everyone: Tensor, mine: Tensor) -> None:
+        all_gather_single(everyone, mine, group=self.group)
+
+    def _gather_to(self, owner: int, mine: Tensor, parts: list[Tensor] | None) -> None:
+        dist.gather(mine, parts, group=self.group, group_dst=owner)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        dist.broadcast(tensor, group=self.group, group_src=root)
+
+    def _start_sum(self, flat: Tensor) -> Any:
+        return dist.all_reduce(flat, group=self.group, async_op=True)
+
+    def extremes(self, value: int) -> tuple[int, int]:
+        both = torch.tensor([value, -value], dtype=torch.int64, device=self.device)
+        with named_errors("the agreement before the reduction", self.rank), self.waiting():
+            self._max(both)
+        high, low = both.tolist()
+        return -low, high
+
+    def share(self, value: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(self.device)
+        everyone = torch.empty(self.world_size * len(value), dtype=torch.uint8, device=self.device)
+        with named_errors("an exchange of flags", self.rank), self.waiting():
+            self._gather_all(everyone, mine)
+        return [bytes(part) for part in everyone.cpu().reshape(self.world_size, -1).tolist()]
+
+    def to_wire(self, tensor: Tensor) -> Tensor:
+        """``tensor`` where the group's backends can read it, in a dtype that they have: none of them knows int16."""
+        tensor = tensor.int() if tensor.dtype == torch.int16 else tensor
+        return tensor if tensor.device.type in {t.type for t in self.group._device_types} else tensor.to(self.device)
+
+    def all_gather(self, data: Tensor) -> list[Tensor]:
+        if not len(data):
+            return [data] * self.world_size
+        device, data = data.device, self.to_wire(data)
+        everyone = torch.empty(self.world_size * len(data), dtype=torch.uint8, device=data.device)
+        with named_errors("all_gather", self.rank), self.waiting():
+            self._gather_all(everyone, data)
+        self._count((self.world_size - 1) * len(data), (self.world_size - 1) * len(data), self.world_size - 1)
+        return list(everyone.to(device).reshape(self.world_size, -1))
+
+    def _count(self, sent: int, received: int, messages: int) -> None:
+        self.bytes_sent += sent
+        self.bytes_received += received
+        self.messages += messages
+
+    def all_reduce(self, flat: Tensor) -> Any:
+        """Starts the backend's sum of ``flat``, in place; bytes are counted as a ring moves them."""
+        moved = 2 * (self.world_size - 1) * flat.nbytes // self.world_size
+        self._count(moved, moved, 1)
+        with named_errors("all_reduce", self.rank):
+            return self._start_sum(flat)
+
+    def finish(self, work: Any) -> None:
+        with named_errors("all_reduce", self.rank), self.waiting():
+            work.wait()
+
+    def sum_in_order(self, flat: Tensor, owner: int, divisor: float | None) -> Tensor:
+        mine, flat = self.rank == owner, self.to_wire(flat)
+        parts = [torch.empty_like(flat) for _ in range(self.world_size)] if mine else None
+        with named_errors("gather to the rank that adds", self.rank), self.waiting():
+            self._gather_to(owner, flat, parts)
+        total = add_in_order(parts, divisor) if parts is not None else torch.empty_like(flat)
+        with named_errors("broadcast of the sum", self.rank), self.waiting():
+            self._broadcast(total, owner)
+        peers = self.world_size - 1 if mine else 1
+        self._count(peers * flat.nbytes, peers * flat.nbytes, peers)
+        return total
+
+    def broadcast_tensors(self, tensors: Sequence[Tensor] | None, bucket_bytes: int) -> list[Tensor]:
+        head = self._broadcast_head(tensors)
+        if head is None:
+            raise AggregationError(f"rank {self.rank}: rank 0 has no parameters to broadcast")
+        if self.rank == 0:
+            assert tensors is not None
+            given = [t.detach() for t in tensors]
+        else:
+            given = [torch.empty(shape, dtype=NAMES[name], device=device) for shape, name, device in head]
+        result: list[Tensor] = [torch.empty(0, device="cpu")] * len(given)
+        for bucket in make_buckets(given, bucket_bytes):
+            flat = flatten([given[i] for i in bucket])
+            wire = self.to_wire(flat)
+            if wire.numel():
+                with named_errors("broadcast of the parameters", self.rank), self.waiting():
+                    self._broadcast(wire.view(torch.uint8), 0)
+            for i, tensor in zip(bucket, unflatten(wire, [given[i] for i in bucket]), strict=True):
+                result[i] = tensor
+            peers = self.world_size - 1
+            self._count(*((peers * flat.nbytes, 0, peers) if self.rank == 0 else (0, flat.nbytes, 0)))
+        return result
+
+    def _broadcast_head(self, tensors: Sequence[Tensor] | None) -> list | None:
+        """Shapes, dtypes and kinds of device, so that the others can make room; None when rank 0 has nothing."""
+        text = b""
+        if self.rank == 0:
+            described = None
+            if tensors is not None:
+                described = [(list(t.shape), str(t.dtype).removeprefix("torch."), t.device.type) for t in tensors]
+            text = json.dumps(described).encode()
+        (size,) = struct.unpack("<q", self._from_root(struct.pack("<q", len(text)), 8))
+        return json.loads(self._from_root(text, size))
+
+    def _from_root(self, data: bytes, size: int) -> bytes:
+        raw = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if self.rank == 0
+            else torch.empty(size, dtype=torch.uint8, device="cpu")
+        )
+        raw = raw.to(self.device)
+        with named_errors("broadcast of the parameters' description", self.rank), self.waiting():
+            self._broadcast(raw, 0)
+        return bytes(raw.cpu().tolist())

@@ -1,0 +1,114 @@
+"""All-reduce in two levels: inside the node, across nodes on a share of the data, inside the node again."""
+
+import struct
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from shoal.comm.ranks.collectives import all_gather_single, reduce_scatter_single
+from shoal.errors import AggregationError, ConfigError
+from shoal.train.aggregation.aggregate import GradientAggregator, accumulator, find_problem, new_stats
+from shoal.train.aggregation.buckets import BUCKET_BYTES, flatten, make_buckets, unflatten
+from shoal.train.aggregation.exchange import divide_, named_errors, signature
+from shoal.train.aggregation.exchange_group import GroupExchange
+
+
+class HierarchicalAggregator(GradientAggregator):
+    """The mean over ``N`` nodes of ``L`` ranks: reduce_scatter inside, all_reduce across on ``1/L``, all_gather inside.
+
+    ``intra_group`` holds this node's ranks, ``inter_group`` the ranks with this local rank on all nodes; both come
+    from a 2-d ``DeviceMesh``. A rank sends ``2 * (N - 1) / N * S / L`` bytes across nodes
+    (``last_stats["inter_bytes_sent"]``). The result has the same bits on all ranks.
+    """
+
+    def __init__(
+        self, intra_group: "dist.ProcessGroup", inter_group: "dist.ProcessGroup", *, average: bool = True
+    ) -> None:
+        if intra_group is None or inter_group is None:
+            raise ConfigError("HierarchicalAggregator: needs two process groups; get them from a 2-d DeviceMesh")
+        self.average = average
+        self._intra = GroupExchange(intra_group)
+        self._inter = GroupExchange(inter_group)
+        self.last_stats = {**new_stats("hierarchical"), "inter_bytes_sent": 0}
+
+    @property
+    def world_size(self) -> int:
+        return self._intra.world_size * self._inter.world_size
+
+    def _share(self, value: bytes) -> list[bytes]:
+        """Every rank's 8 bytes in the order of global ranks."""
+        mine = struct.pack("<q", dist.get_rank()) + value
+        node = b"".join(self._intra.share(mine))
+        everyone = b"".join(self._inter.share(node))
+        pairs = sorted(struct.unpack_from("<q8s", everyone, at) for at in range(0, len(everyone), 16))
+        return [value for _, value in pairs]
+
+    def share_int(self, value: int) -> list[int]:
+        return [struct.unpack("<q", v)[0] for v in self._share(struct.pack("<q", value))]
+
+    def share_float(self, value: float) -> list[float]:
+        return [struct.unpack("<d", v)[0] for v in self._share(struct.pack("<d", value))]
+
+    def aggregate(self, local_gradients: Sequence[Tensor]) -> list[Tensor]:
+        began = time.perf_counter()
+        intra, inter = self._intra, self._inter
+        intra.start()
+        inter.start()
+        gradients = list(local_gradients)
+        self._agree(gradients)
+        result: list[Tensor] = list(gradients)
+        buckets = make_buckets(gradients, BUCKET_BYTES)
+        for bucket in buckets:
+            parts = [gradients[i] for i in bucket]
+            flat = intra.to_wire(flatten(parts, accumulator(parts[0].dtype)))
+            for i, tensor in zip(bucket, unflatten(self._reduce(flat), parts), strict=True):
+                result[i] = tensor
+        wait_s = intra.wait_s + inter.wait_s
+        self.last_stats = {
+            **new_stats("hierarchical"),
+            "bytes_sent": intra.bytes_sent + inter.bytes_sent,
+            "bytes_received": intra.bytes_received + inter.bytes_received,
+            "messages": intra.messages + inter.messages,
+            "buckets": len(buckets),
+            "wait_s": wait_s,
+            "reduce_s": max(0.0, time.perf_counter() - began - wait_s),
+            "inter_bytes_sent": inter.bytes_sent,
+        }
+        return result
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        intra, inter = self._intra, self._inter
+        size, local = len(flat), intra.world_size
+        if size == 0:
+            return flat
+        padded = functional.pad(flat, (0, -size % local))
+        share = padded.new_empty(len(padded) // local)
+        with named_errors("reduce_scatter inside the node", intra.rank), intra.waiting():
+            reduce_scatter_single(share, padded, group=intra.group)
+        if inter.world_size > 1:
+            inter.finish(inter.all_reduce(share))
+        divide_(share, self.world_size if self.average else None)
+        with named_errors("all_gather inside the node", intra.rank), intra.waiting():
+            all_gather_single(padded, share, group=intra.group)
+        moved = 2 * (local - 1) * share.nbytes
+        intra._count(moved, moved, 2)
+        return padded[:size]
+
+    def _agree(self, gradients: list[Tensor]) -> None:
+        problem = find_problem(gradients)
+        mine = -1 - dist.get_rank() if problem else signature(gradients)
+        low, high = self._intra.extremes(mine)
+        low, _ = self._inter.extremes(low)
+        _, high = self._inter.extremes(high)
+        if problem is not None:
+            raise problem
+        if low != high:
+            raise AggregationError(
+                f"HierarchicalAggregator: the ranks disagree on what is reduced (count, shapes, dtypes); rank "
+                f"{dist.get_rank()} has {len(gradients)} tensors. Nothing was reduced."
+            )
+        if self.average and any(not g.is_floating_point() for g in gradients):
+            raise AggregationError("HierarchicalAggregator: integers have no mean; use average=False or convert them")

@@ -1,0 +1,1 @@
+"""Calls around a training loop that keep ranks in step."""

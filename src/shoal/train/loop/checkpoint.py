@@ -1,0 +1,268 @@
+"""Checkpoints of a run: a folder with rows, dense tensors, positions and metrics, which is there when it is whole.
+
+``<dir>/ckpt-<step>/`` holds the table's record files (one set for all ranks, readable by `shoal.table`),
+``dense.safetensors``, ``rank-00000.safetensors`` … and ``manifest.json``, written last, with a digest of every file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal import _core
+from shoal.durable import Draft, Saved, temporary_path
+from shoal.errors import ConfigError, DataError, missing_extra
+from shoal.host import as_tensor
+from shoal.table.checkpoint import naming, restore_table
+from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
+from shoal.table.checkpoint.incremental import _expiry_to_json
+from shoal.table.checkpoint.manifest import Manifest
+from shoal.table.checkpoint.single import begin_load, check_distinct, naming_table, read_shards
+from shoal.table.table import HashTable
+from shoal.train.loop.ranks import Ranks
+
+_DENSE = "dense.safetensors"
+
+
+@dataclass(slots=True, kw_only=True)
+class Snapshot:
+    """What a checkpoint is made of, besides the rows."""
+
+    step: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    reader: dict[str, Any]
+    """Where this rank reads on."""
+    metrics: dict[str, np.ndarray]
+    """This rank's."""
+    content: dict[str, Any] = field(default_factory=dict)
+    """Plain values, the same on all ranks."""
+
+
+def save_checkpoint(
+    target: str, snapshot: Snapshot, table: HashTable | None, ranks: Ranks, make_room: Callable[[], None]
+) -> None:
+    """Writes the folder ``target``; all ranks together.
+
+    Args:
+        target: does not exist, or ``make_room``, called by the first rank when the new folder is complete, removes it.
+
+    Raises:
+        OSError: a rank could not write; every rank raises, and nothing is left of the new folder.
+    """
+    draft = Draft(target, ranks.from_first(os.urandom(8).hex()))
+    each = 0 if table is None else max(ranks.gather(naming.shard_count(-1, table.size())))
+
+    def begin() -> None:
+        if ranks.first:
+            draft.begin()
+
+    def write() -> dict[str, Any]:
+        path = os.path.join(draft.path, _rank_file(ranks.rank))
+        _write_tensors(path, _rank_tensors(snapshot))
+        return {"reader": snapshot.reader, "rows": None if table is None else _write_rows(draft, table, ranks, each)}
+
+    def publish() -> None:
+        if ranks.first:
+            _write_tensors(os.path.join(draft.path, _DENSE), _dense_tensors(snapshot))
+            written = [part["rows"] for part in parts]
+            described = [] if table is None else [_describe(table, written)]
+            content = {"tables": described, **snapshot.content, "world": ranks.world}
+            content["readers"] = [part["reader"] for part in parts]
+            digests = {name: digest for part in written if part for name, digest in part["files"].items()}
+            draft.seal(Manifest(kind="full", step=snapshot.step, content=content).fields(), digests)
+            make_room()
+            draft.publish()
+
+    try:
+        ranks.together(begin)
+        parts = ranks.together(write)
+        ranks.together(publish)
+    except BaseException:
+        if ranks.first:
+            draft.discard()
+        raise
+
+
+def load_checkpoint(saved: Saved, snapshot: Snapshot, table: HashTable | None, ranks: Ranks) -> Manifest:
+    """Fills model, optimizer and rows from a folder; ``snapshot`` gets this rank's position and metrics.
+
+    On another number of ranks the rows are shared out anew; positions do not fit then and ``reader`` stays empty, and
+    an admission filter counts from 0. Ranks do not talk to each other here.
+
+    Raises:
+        DataError: a file is damaged. Model and optimizer are as they were; the rows are to be loaded again.
+    """
+    manifest = Manifest.of(saved)
+    content = manifest.content
+    try:
+        same = content.get("world") == ranks.world
+        dense = _read_tensors(saved, _DENSE)
+        of_rank = _read_tensors(saved, _rank_file(ranks.rank)) if same else {}
+        reader = content["readers"][ranks.rank] if same else {}
+        if table is not None:
+            _load_rows(saved, content["tables"], table, ranks, same)
+    except (KeyError, IndexError, TypeError) as error:  # only a manifest without a digest can be changed unnoticed
+        raise DataError(f"{saved.manifest} is not what `shoal train` writes ({error!r})") from error
+    _load_dense(dense, snapshot)
+    snapshot.step = manifest.step
+    if same:
+        snapshot.reader = reader
+        torch.set_rng_state(of_rank.pop("rng"))
+        snapshot.metrics = {name.removeprefix("metrics."): tensor.numpy() for name, tensor in of_rank.items()}
+    return manifest
+
+
+def check_identity(saved: Saved, wanted: dict[str, Any]) -> None:
+    """Refuses a checkpoint of a run with other data, table or model."""
+    had = Manifest.of(saved).content.get("identity")
+    if not isinstance(had, dict):
+        raise DataError(f"checkpoint {saved.folder} was not written by `shoal train`")
+    was, now = dict(_flat(had)), dict(_flat(wanted))
+    for name in sorted(was.keys() | now.keys()):
+        if was.get(name) != now.get(name):
+            raise ConfigError(
+                f"checkpoint {saved.folder} was made with {name} = {was.get(name)!r}, the configuration has "
+                f"{now.get(name)!r}; set it back, or begin anew with --fresh (which moves the checkpoints aside) or in "
+                "another folder"
+            )
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _write_rows(draft: Draft, table: HashTable, ranks: Ranks, each: int) -> dict[str, Any]:
+    """Every rank writes ``each`` files; together they are the files of one table."""
+    base = os.path.join(draft.path, naming.file_base(table.name))
+    paths = [naming.shard_path(base, ranks.rank * each + i, each * ranks.world) for i in range(each)]
+    written = _core.save([table.source(stale=True)], [temporary_path(path) for path in paths], paths, False, 0, None)
+    save_hash_filter(table.hash_filter, _filter_base(draft.path, ranks), True)
+    native = table._native
+    return {
+        "files": {os.path.basename(path): digest for path, (_, digest) in zip(paths, written, strict=True)},
+        "rows": sum(sum(rows) for rows, _ in written),
+        "max_update_time": table.max_update_time,
+        "calls": native.calls(),
+    }
+
+
+def _describe(table: HashTable, parts: list[Any]) -> dict[str, Any]:
+    """The table's part of the manifest."""
+    return {
+        "name": table.name,
+        "file": naming.file_base(table.name),
+        "shards": sum(len(part["files"]) for part in parts),
+        "rows": sum(part["rows"] for part in parts),
+        "removed": 0,
+        "dim": table.dim_size,
+        "max_update_time": max(part["max_update_time"] for part in parts),
+        "scales": table._native.scales(),
+        "expiry": _expiry_to_json(table.table_config.slot_expire_time_config),
+        "calls": [part["calls"] for part in parts],
+        "empty_rank0": False,
+    }
+
+
+def _filter_base(folder: str, ranks: Ranks) -> str:
+    return os.path.join(folder, f"filter-{ranks.rank:05d}")
+
+
+def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ranks: Ranks, same: bool) -> None:
+    described = next((one for one in tables if one["name"] == table.name), None)
+    if described is None:
+        raise ConfigError(
+            f"checkpoint {saved.folder} has no rows of table {table.name!r}; were they on parameter servers?"
+        )
+    base = os.path.join(saved.folder, described["file"])
+    # Checkpoints that do not say so were written when more than four ranks left rank 0 without rows.
+    if same and not described.get("empty_rank0", ranks.world > 4):
+        files = naming.open_shards(base, saved)
+        each = len(files.paths) // ranks.world
+        mine = slice(ranks.rank * each, (ranks.rank + 1) * each)
+        own = naming.Shards(files.paths[mine], files.names[mine], saved)
+        calls = described["calls"][ranks.rank]
+        with naming_table(table.name):
+            load = begin_load(table)
+            check_distinct(load, read_shards(load, [own]))
+            counts = _filter_base(saved.folder, ranks)
+            saved.verify({f"{os.path.basename(counts)}.manifest"} & saved.files.keys())  # which has those of the counts
+            restore_hash_filter(table.hash_filter, counts, True)
+            load.commit()
+        table._native.set_calls(calls)
+    else:
+        restore_table(table, base, shard=(ranks.rank, ranks.world), saved=saved)
+    table._native.raise_max_update_time(described["max_update_time"])
+    table._native.set_scales(described["scales"])
+
+
+# --- dense tensors ----------------------------------------------------------------------------------------------------
+
+
+def _dense_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
+    tensors = {f"model.{name}": tensor for name, tensor in snapshot.model.state_dict().items()}
+    for index, state in snapshot.optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            tensors[f"optimizer.{index}.{name}"] = as_tensor(value)
+    return tensors
+
+
+def _load_dense(tensors: dict[str, Tensor], snapshot: Snapshot) -> None:
+    model = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    try:
+        snapshot.model.load_state_dict(model)
+    except RuntimeError as error:
+        raise ConfigError(f"the checkpoint's dense tensors do not fit the model: {error}") from None
+    states: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".", 2)
+            states.setdefault(int(index), {})[key] = tensor
+    groups = snapshot.optimizer.state_dict()["param_groups"]
+    snapshot.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _rank_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
+    metrics = {f"metrics.{name}": torch.from_numpy(np.ascontiguousarray(a)) for name, a in snapshot.metrics.items()}
+    return {"rng": torch.get_rng_state(), **metrics}
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise missing_extra("safetensors", "train") from None
+    return safetensors.torch
+
+
+def _write_tensors(path: str, tensors: dict[str, Tensor]) -> None:
+    data = _safetensors().save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_tensors(saved: Saved, name: str) -> dict[str, Tensor]:
+    data = saved.read(name)
+    try:
+        return _safetensors().load(data)
+    except Exception as error:
+        raise DataError(f"{saved.path(name)} cannot be read ({error})") from error
+
+
+def _flat(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, list(value) if isinstance(value, tuple | list) else value

@@ -1,0 +1,264 @@
+"""The configuration of a training run: frozen sections, each value checked when it is given."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from shoal import _core
+from shoal.data.schema import CRITEO, Schema
+from shoal.errors import ConfigError, did_you_mean
+
+
+def _at_least(section: str, values: object, **limits: float) -> None:
+    for name, least in limits.items():
+        value = getattr(values, name)
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"[{section}] {name} is at least {least:g}, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """``[data]``: the files, and what their columns are. With the format ``criteo`` the columns are known."""
+
+    train: tuple[str, ...]
+    """Paths, folders and glob patterns, relative to the configuration."""
+    eval: tuple[str, ...] = ()
+    """Files that are never learnt from, for evaluation and early stopping."""
+    format: str = "criteo"
+    """criteo, csv, tsv, parquet, tfrecord, example or example_batch."""
+    label: str = ""
+    dense: tuple[str, ...] | None = None
+    sparse: tuple[str, ...] | None = None
+    time: str | None = None
+    slots: dict[str, int] = field(default_factory=dict)
+    raw: bool = False
+    positive_above: float | None = None
+    log_dense: bool | None = None
+    shuffle_rows: int = 65536
+    """Rows in memory that are shuffled; 0 keeps the order. Raise it when neighbours in the files are alike."""
+    prefetch: int | None = None
+    """Batches that a thread reads ahead; 0 reads between steps, on all threads. By default 8, and 0 where there are no
+    more than two CPUs: there a reading thread takes more from the step than it saves."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the format: columns, delimiter, quote, separator, max_line_bytes, part_bytes; lists."""
+
+    def __post_init__(self) -> None:
+        _at_least("data", self, shuffle_rows=0, prefetch=0)
+        if not self.train:
+            raise ConfigError("[data] train names the files to learn from, got none")
+        self.make_format()
+
+    def schema(self) -> Schema:
+        criteo = self.format == "criteo"
+        log_dense = criteo if self.log_dense is None else self.log_dense
+        label, dense, sparse = self.label, self.dense, self.sparse
+        if criteo:
+            label = label or CRITEO.label
+            dense, sparse = (CRITEO.dense if dense is None else dense, CRITEO.sparse if sparse is None else sparse)
+        return Schema(
+            label=label, dense=dense or (), sparse=sparse or (), time=self.time, slots=self.slots, raw=self.raw,
+            positive_above=self.positive_above, log_dense=log_dense,
+        )  # fmt: skip
+
+    def make_format(self) -> Any:
+        from shoal.data.formats import FORMATS, make_format
+
+        options = dict(self.options)
+        if self.format not in FORMATS:
+            hint = did_you_mean(self.format, FORMATS)
+            raise ConfigError(f"[data] format is one of {', '.join(FORMATS)}, got {self.format!r}{hint}")
+        if "threads" in FORMATS[self.format][1]:
+            options.setdefault("threads", not self.ahead())
+        return make_format(self.format, self.schema(), **options)
+
+    def ahead(self) -> int:
+        """Batches to read ahead."""
+        if self.prefetch is not None:
+            return self.prefetch
+        return 8 if _core.num_threads() > 2 else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableConfig:
+    """``[table]``: one table holds the rows of all features."""
+
+    name: str = "features"
+    dim: int = 16
+    optimizer: str = "adagrad"
+    """adagrad, adam, sgd, ftrl, rowwise_adagrad, …: any of the row optimizers."""
+    lr: float = 0.05
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the optimizer, such as ``betas``."""
+    init_scale: float = 0.01
+    """New rows are uniform in [-init_scale, init_scale)."""
+    combiner: Literal["sum", "mean"] = "sum"
+    """How the rows of a feature with many ids become one."""
+    expire_after: str | None = None
+    """Text such as 30d: rows that were not updated for so long are removed at checkpoints."""
+    admit_after: int = 0
+    """An id gets a row once it was learnt from more often than this, at most 14; before that it counts as zeros. Raise
+    it when rows of ids that come once fill the memory."""
+    admit_capacity: int = 10_000_000
+    """Ids whose occurrences are counted, approximately, in 2.8 bytes each; the oldest are forgotten. On each rank and
+    server."""
+
+    def __post_init__(self) -> None:
+        _at_least("table", self, dim=1, lr=0, init_scale=0, admit_after=0, admit_capacity=1000)
+        if self.admit_after > 14:
+            raise ConfigError(f"[table] admit_after is at most 14, got {self.admit_after}")
+        self.row_optimizer()
+
+    def row_optimizer(self) -> Any:
+        from shoal.table.config import optim
+
+        if self.optimizer not in optim._BY_NAME:
+            known = ", ".join(sorted(optim._BY_NAME))
+            hint = did_you_mean(self.optimizer, optim._BY_NAME)
+            raise ConfigError(f"[table] optimizer is one of {known}, got {self.optimizer!r}{hint}")
+        options = dict(self.optimizer_options)
+        make = optim._BY_NAME[self.optimizer]
+        takes = [name for name in inspect.signature(make).parameters if name != "lr"]
+        unknown = next((name for name in options if name not in takes), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"[table] optimizer_options: {self.optimizer} knows no {unknown!r}{did_you_mean(unknown, takes)}; it "
+                f"knows {', '.join(takes)}"
+            )
+        try:
+            return make(lr=self.lr, **options)
+        except TypeError as error:
+            raise ConfigError(f"[table] optimizer_options {options}: {error}") from None
+
+    def arguments(self) -> dict[str, Any]:
+        """The keywords of `shoal.HashTable`, and of the tables that stand in its place."""
+        from shoal.table.config.initializers import RandomUniformInitializer, ZerosInitializer
+
+        scale = self.init_scale
+        return {
+            "optimizer": self.row_optimizer(),
+            "initializer": RandomUniformInitializer(-scale, scale) if scale else ZerosInitializer(),
+            "expire_after": self.expire_after,
+            "name": self.name,
+        }
+
+    def filter(self) -> dict[str, Any] | None:
+        """The admission filter, as `shoal.sharded.ps_table` takes it."""
+        if not self.admit_after:
+            return None
+        from shoal.table.config.messages import SlotOccurrenceThresholdConfig
+
+        thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=self.admit_after)
+        return {
+            "type": "sliding_hash_filter", "capacity": self.admit_capacity, "split_num": 7,
+            "config": thresholds.SerializeToString().hex(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """``[model]``: its name and the options of its class."""
+
+    name: str = "deepfm"
+    """deepfm, dlrm, dcn, two_tower, or package.module:Class of yours."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """``[train]``: the loop."""
+
+    epochs: int = 1
+    batch_size: int = 4096
+    """Of each rank."""
+    lr: float = 0.001
+    """Of the dense part."""
+    optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
+    """Of the dense part."""
+    max_steps: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+    """Where the dense part computes; the rows of this command's table are in host memory."""
+    threads: int | None = None
+    """Of torch and of the tables; by default all CPUs."""
+    strict: bool = False
+    """A bad row ends the run."""
+    ps: tuple[str, ...] = ()
+    """Addresses of parameter servers that hold the rows, all of them in the order of their shards."""
+    ps_deadline_s: float = 600.0
+    """How long a parameter server may be away."""
+    ps_restore: bool = True
+    """Going on from a checkpoint brings the rows on the servers back to it. Turn it off where other runs share them."""
+
+    def __post_init__(self) -> None:
+        _at_least("train", self, epochs=1, batch_size=1, lr=0, max_steps=1, threads=1, ps_deadline_s=0)
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ConfigError(f"[train] seed is a 64-bit integer, got {self.seed}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """``[eval]``: when to evaluate, and when to give up."""
+
+    every_steps: int = 0
+    """0: at the end of each epoch."""
+    metric: Literal["auc", "logloss"] = "auc"
+    patience: int = 0
+    """Stop after so many evaluations without a new best, and end with the best model, which a checkpoint in ``out.dir``
+    keeps; 0 never stops."""
+    max_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("eval", self, every_steps=0, patience=0, max_batches=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutConfig:
+    """``[out]``: checkpoints and what is reported."""
+
+    dir: str | None = None
+    """Folder for checkpoints; without it nothing is kept."""
+    every_steps: int = 0
+    """Steps between checkpoints; 0 for none but by time and at the end."""
+    every_s: float = 600.0
+    """Seconds between checkpoints; 0 for none but by steps and at the end. With several ranks steps decide."""
+    keep: int = 2
+    """Checkpoints that stay, besides the best one where there is a ``patience``."""
+    log_steps: int = 100
+    """Steps between two reports."""
+    auc_window: int = 100_000
+    """Samples of the exact AUC."""
+    tensorboard: str | None = None
+    """Folder for TensorBoard's summaries."""
+
+    def __post_init__(self) -> None:
+        _at_least("out", self, every_steps=0, every_s=0, keep=1, log_steps=1, auc_window=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    data: DataConfig
+    table: TableConfig = TableConfig()
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    out: OutConfig = OutConfig()
+
+    def __post_init__(self) -> None:
+        if self.eval.patience and not self.data.eval:
+            raise ConfigError("[eval] patience needs files to evaluate on; name them with [data] eval")
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same where a checkpoint goes on: everything that its tensors and its position depend on."""
+        schema = self.data.schema().to_json()
+        free = ("lr", "expire_after", *(() if self.table.admit_after else ("admit_after", "admit_capacity")))
+        table = {name: value for name, value in asdict(self.table).items() if name not in free}
+        reading = {"batch_size": self.train.batch_size, "shuffle_rows": self.data.shuffle_rows}
+        return {
+            "schema": schema, "table": table, "model": asdict(self.model), "optimizer": self.train.optimizer,
+            "seed": self.train.seed, "format": self.data.format, "reading": reading,
+        }  # fmt: skip

@@ -1,0 +1,128 @@
+"""AUC, logloss and calibration of a stream of predictions, each made before its sample was learnt."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.train.loop.ranks import Ranks
+
+BINS = 1 << 14
+
+
+class Metrics:
+    """Counts predictions in bins of their logit, from -16 to 16; keeps the last ``window`` of them as they are.
+
+    The binned AUC is of everything so far and off by at most half of the pairs that share a bin, which is some 1e-4.
+    The exact one is of the window. ``calibration`` is what was predicted over what happened, 1 where they agree.
+    """
+
+    def __init__(self, window: int = 100_000) -> None:
+        self.window = window
+        self.counts = np.zeros((2, BINS), dtype=np.int64)
+        self.sums = np.zeros(3)  # logloss, predicted, happened
+        self._recent: deque[tuple[np.ndarray, np.ndarray]] = deque()
+        self._recent_rows = 0
+
+    def add(self, logits: np.ndarray, labels: np.ndarray) -> None:
+        """float32 ``[n]`` each; labels above 0.5 are positive."""
+        n = len(logits)
+        if not n:
+            return
+        wide = logits.astype(np.float64)
+        positive = labels > 0.5
+        bins = ((np.clip(wide, -15.999, 15.999) + 16) * (BINS / 32)).astype(np.int64)
+        both = np.bincount(bins + BINS * positive, minlength=2 * BINS)
+        self.counts += both.reshape(2, BINS)
+        loss = np.maximum(wide, 0) - wide * labels + np.log1p(np.exp(-np.abs(wide)))
+        self.sums += (loss.sum(), (1 / (1 + np.exp(-wide))).sum(), labels.sum(dtype=np.float64))
+        self._recent.append((logits.copy(), positive))
+        self._recent_rows += n
+        while self._recent_rows - len(self._recent[0][0]) >= self.window:
+            self._recent_rows -= len(self._recent.popleft()[0])
+
+    @property
+    def rows(self) -> int:
+        return int(self.counts.sum())
+
+    def auc(self) -> float:
+        """Of all predictions, by bins."""
+        return binned_auc(self.counts)
+
+    def values(self) -> dict[str, float]:
+        """All of them; NaN where there is nothing to tell."""
+        rows = self.rows
+        logloss, predicted, happened = self.sums.tolist()
+        return {
+            "auc": self.auc(),
+            "window_auc": self.window_auc(),
+            "logloss": logloss / rows if rows else math.nan,
+            "calibration": predicted / happened if happened else math.nan,
+        }
+
+    def window_auc(self) -> float:
+        """Exactly, of the last predictions."""
+        if not self._recent:
+            return math.nan
+        scores, labels = (np.concatenate(part) for part in zip(*self._recent, strict=True))
+        return exact_auc(scores, labels)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """As arrays, which `load` takes back."""
+        recent = zip(*self._recent, strict=True) if self._recent else ((np.empty(0, np.float32),), (np.empty(0, bool),))
+        scores, labels = (np.concatenate(part) for part in recent)
+        sizes = np.array([len(part) for part, _ in self._recent], dtype=np.int64)
+        return {
+            "counts": self.counts, "sums": self.sums, "scores": scores.astype(np.float32),
+            "labels": labels.astype(np.uint8), "sizes": sizes,
+        }  # fmt: skip
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.counts = np.array(state["counts"], dtype=np.int64)
+        self.sums = np.array(state["sums"], dtype=np.float64)
+        cuts = np.cumsum(state["sizes"])[:-1]
+        scores, labels = np.split(state["scores"], cuts), np.split(state["labels"].astype(bool), cuts)
+        self._recent = deque(zip(scores, labels, strict=True)) if len(state["sizes"]) else deque()
+        self._recent_rows = len(state["scores"])
+
+
+def merged(metrics: Metrics, ranks: Ranks) -> dict[str, float]:
+    """AUC, logloss, calibration and samples of all ranks, which call it together."""
+    counts, sums = metrics.counts, metrics.sums
+    if ranks.world > 1:
+        counts = ranks.sum(torch.from_numpy(counts.copy())).numpy()
+        sums = ranks.sum(torch.from_numpy(sums.copy())).numpy()
+    rows = int(counts.sum())
+    return {
+        "auc": binned_auc(counts),
+        "logloss": float(sums[0] / rows) if rows else math.nan,
+        "calibration": float(sums[1] / sums[2]) if sums[2] else math.nan,
+        "samples": rows,
+    }
+
+
+def exact_auc(scores: np.ndarray, labels: np.ndarray) -> float:
+    """The chance that a positive scores above a negative; ties count half. NaN where one of them is missing.
+
+    >>> exact_auc(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0, 0, 1, 1]))
+    0.875
+    """
+    positive = np.asarray(labels) > 0.5
+    values, inverse = np.unique(scores, return_inverse=True)
+    counts = np.stack([np.bincount(inverse[~positive], minlength=len(values)),
+                       np.bincount(inverse[positive], minlength=len(values))])  # fmt: skip
+    return binned_auc(counts)
+
+
+def binned_auc(counts: np.ndarray) -> float:
+    """Of counts ``[2, bins]``: negatives, positives."""
+    negative, positive = counts.astype(np.float64)
+    pairs = negative.sum() * positive.sum()
+    if not pairs:
+        return math.nan
+    below = np.cumsum(negative) - negative
+    return float(((below + negative / 2) * positive).sum() / pairs)

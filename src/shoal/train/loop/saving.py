@@ -1,0 +1,295 @@
+"""Where a run stands, and how it is put into checkpoints and taken from them again."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from shoal.durable import Found, remove_folder, sync_folder
+from shoal.errors import ConfigError, DataError
+from shoal.table.checkpoint.chain import checkpoints_of
+from shoal.table.checkpoint.manifest import Manifest
+from shoal.train.loop import checkpoint
+from shoal.train.loop.checkpoint import Snapshot
+from shoal.train.loop.config import Config
+from shoal.train.loop.ranks import Ranks
+from shoal.train.loop.tables import Rows
+
+
+@dataclass(slots=True)
+class Progress:
+    """What goes on over a checkpoint."""
+
+    step: int = 0
+    samples: int = 0
+    started_s: int = field(default_factory=lambda: int(time.time()))
+    best: float | None = None
+    """Of the evaluations, the more the better."""
+    since_best: int = 0
+    kept_step: int | None = None
+    """The step of the best model that a checkpoint holds, which stays beside the newest ones."""
+    kept_value: float | None = None
+    """Its evaluation, the more the better."""
+    restored: bool = False
+    """Whether rows and weights are those of ``kept_step`` rather than those of ``step``."""
+    epoch: int = 0
+    """Whose end has not been evaluated yet."""
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+    """The name of the run on parameter servers; that of the first rank counts."""
+
+    def judge(self, value: float) -> bool:
+        """Takes an evaluation; whether it is the best so far, which NaN never is."""
+        is_best = value > (float("-inf") if self.best is None else self.best)
+        if is_best:
+            self.best, self.since_best = value, 0
+        else:
+            self.since_best += 1
+        return is_best
+
+
+class Saver:
+    """The checkpoints of a run in ``out.dir``. All ranks call it together."""
+
+    def __init__(self, config: Config, ranks: Ranks, rows: Rows, note: Callable[[str], None]) -> None:
+        assert config.out.dir is not None
+        self.directory = config.out.dir
+        self.series = checkpoints_of(self.directory)
+        self.config, self.ranks, self.rows, self._note = config, ranks, rows, note
+        self._saved_at = time.monotonic()
+        self._told_inexact = False
+        self.newest: str | None = None
+        """The checkpoint that this run wrote last, or goes on from."""
+        self._damaged: set[int] = set()
+        why = ranks.from_first(_why_not_writable(self.directory) if ranks.first else None)
+        if why:
+            raise ConfigError(f"[out] dir: checkpoints cannot be written to {self.directory!r} ({why})")
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def wants(self, step: int) -> bool:
+        """Whether this rank asks for a checkpoint after a step."""
+        out = self.config.out
+        if out.every_steps and step % out.every_steps == 0:
+            return True
+        return bool(out.every_s) and self.ranks.first and time.monotonic() - self._saved_at > out.every_s
+
+    def save(self, snapshot: Snapshot, at: Progress, files: list[list[Any]], *, replace: bool = False) -> str | None:
+        """Writes a checkpoint; its path, or None where this run has written that of the step already.
+
+        Args:
+            replace: write it anew even then.
+
+        Raises:
+            OSError: it could not be written, on any rank; older ones are as they were.
+        """
+        target = self.series.path(at.step)
+        if self.newest == target and not replace:
+            return None
+        self._saved_at = time.monotonic()  # one that fails is tried again when the next one is due
+        values = asdict(at) | {"now_s": self.rows.now_s, "sparse_step": self.rows.slot.global_step}
+        del values["step"]
+        snapshot.content = {"identity": self.config.identity(), "progress": values, "files": files}
+        local = self.rows.local
+        if local is None:
+            snapshot.content["servers"] = self._keep_on_servers(at)
+        elif self.config.table.expire_after is not None:
+            local.evict()
+        checkpoint.save_checkpoint(target, snapshot, local, self.ranks, lambda: self._make_room(at.step))
+        self.newest = target
+        self._saved_at = time.monotonic()
+        self._prune(at)
+        return target
+
+    def _make_room(self, step: int) -> None:
+        """Takes what has the name of a complete new checkpoint out of its way."""
+        target = self.series.path(step)
+        if not os.path.lexists(target):
+            return
+        damage = self.series.look(step).damage
+        if target == self.newest or damage is not None or step in self._damaged:
+            remove_folder(target)
+            if target != self.newest:
+                self._note(f"the damaged checkpoint {target} was replaced by a new one")
+        else:
+            self._note(f"{target} is of another run and was moved to {self._move_aside([step])}")
+
+    def _prune(self, at: Progress) -> None:
+        if self.ranks.first:
+            try:
+                self.series.prune(self.config.out.keep, () if at.kept_step is None else (at.kept_step,))
+                _remove_drafts(self.directory)
+            except OSError as error:
+                self._note(f"old checkpoints could not be removed from {self.directory} ({error})")
+        self.ranks.barrier()
+
+    def _keep_on_servers(self, at: Progress) -> dict[str, Any]:
+        """The servers' part of a checkpoint: they keep their rows as they are now, for as long as it stays."""
+
+        def keep() -> str | None:
+            if not self.ranks.first:
+                return None
+            manifests = [Manifest.of(found.saved) for found in self.series.whole() if found.saved is not None]
+            others = [servers["kept"] for one in manifests if (servers := _servers(one)) and servers["kept"]]
+            name = f"{at.run}-{at.step}" + "_best" * at.restored
+            return self.rows.keep_on_servers(name, others)
+
+        def flush() -> None:
+            self.rows.client.flush()
+
+        self.ranks.together(flush)
+        kept = self.ranks.together(keep)[0]
+        if kept is None and not self._told_inexact:
+            self._told_inexact = True
+            self._note("the parameter servers have no --dir to keep rows in: a run that is resumed will not be exact")
+        return {"addresses": list(self.config.train.ps), "kept": kept}
+
+    # --- going on -----------------------------------------------------------------------------------------------------
+
+    def move_aside(self) -> str | None:
+        """Moves all checkpoints, whole or damaged, into a folder of their own; its path, None where there are none."""
+        return self.ranks.from_first(self._move_aside(self.series.numbers()) if self.ranks.first else None)
+
+    def _move_aside(self, steps: list[int]) -> str | None:
+        if not steps:
+            return None
+        dated = os.path.join(self.directory, time.strftime("before-%Y%m%d-%H%M%S"))
+        folder, number = dated, 1
+        while os.path.exists(folder):
+            number += 1
+            folder = f"{dated}-{number}"
+        os.mkdir(folder)
+        for step in steps:  # the newest last: until then a run that is killed here goes on from it
+            path = self.series.path(step)
+            os.rename(path, os.path.join(folder, os.path.basename(path)))
+        sync_folder(folder)
+        sync_folder(self.directory)
+        return folder
+
+    def resume(self, snapshot: Snapshot, files: list[list[Any]]) -> Progress | None:
+        """Takes the run up again where its newest whole checkpoint is; None where there is none at all.
+
+        Rows, weights and random state are loaded; ``snapshot`` gets reader and metrics where they fit.
+
+        Raises:
+            DataError: there are checkpoints and all of them are damaged.
+        """
+        why: DataError | None = None
+
+        def load(found: Found) -> Progress:
+            nonlocal why
+            try:
+                return self._load(found, snapshot, files)
+            except DataError as error:
+                why = error
+                raise
+
+        def verify(found: Found) -> None:
+            assert found.saved is not None
+            found.saved.verify()
+            if why is not None and any(digest.crc32c is None for digest in found.saved.files.values()):
+                raise why  # of version 0.1, without digests: what could not be read is damaged
+
+        try:
+            at = self.series.load_newest(load, self._note, verify)
+        except DataError as error:
+            if error is why:  # not about damage
+                raise
+            raise DataError(f"{error}; --fresh moves them aside and begins anew") from error
+        if at is not None:
+            self.newest = self.series.path(at.step)
+            self._damaged = {number for number in self.series.numbers() if number > at.step}
+        return at
+
+    def _load(self, found: Found, snapshot: Snapshot, files: list[list[Any]]) -> Progress:
+        saved = found.saved
+        assert saved is not None
+
+        def load() -> None:
+            checkpoint.check_identity(saved, self.config.identity())
+            checkpoint.load_checkpoint(saved, snapshot, self.rows.local, self.ranks)
+
+        self.ranks.together(load)
+        manifest = Manifest.of(saved)
+        content = manifest.content
+        values = dict(content["progress"])
+        self.rows.now_s = values.pop("now_s")
+        self.rows.slot.global_step = values.pop("sparse_step")
+        known = {one.name for one in fields(Progress)}
+        at = Progress(step=manifest.step, **{name: value for name, value in values.items() if name in known})
+        if self.rows.client is not None:
+            self._restore_on_servers(found.path, manifest)
+        if content.get("files", files) != files:
+            snapshot.reader, at.epoch = {}, 0
+            self._note(
+                f"{found.path} was reading other files: rows and weights go on, reading begins at the first file"
+            )
+        elif not snapshot.reader:
+            self._note(
+                f"{found.path} was written by {content['world']} ranks and this run has {self.ranks.world}: rows and "
+                f"weights go on, reading begins at the first file of epoch {at.epoch + 1} again"
+            )
+        return at
+
+    def load_best(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str | None:
+        """Brings rows and weights back to those of ``at.kept_step``; None, or why that cannot be."""
+        assert at.kept_step is not None
+        found = self.series.look(at.kept_step)
+        if found.saved is None:
+            return f"the checkpoint of step {at.kept_step}, the best, is damaged: {found.damage}"
+        if self.rows.client is not None and not self._can_restore(Manifest.of(found.saved)):
+            return "the parameter servers do not keep the rows of the best step"
+        try:
+            self._load(found, snapshot, files)
+        except DataError as error:
+            return f"the checkpoint of step {at.kept_step}, the best, is damaged: {error}"
+        return None
+
+    def _can_restore(self, manifest: Manifest) -> bool:
+        servers, train = _servers(manifest), self.config.train
+        if servers is None or not train.ps_restore:
+            return False
+        return servers["kept"] is not None and len(servers["addresses"]) == len(train.ps)
+
+    def _restore_on_servers(self, path: str, manifest: Manifest) -> None:
+        def restore() -> None:
+            if self.ranks.first:
+                servers = _servers(manifest)
+                assert servers is not None
+                self.rows.restore_on_servers(servers["kept"])
+
+        if not self.config.train.ps_restore:
+            return
+        if self._can_restore(manifest):
+            self.ranks.together(restore)
+        else:
+            self._note(f"{path} has no rows for these parameter servers: they go on with those that they hold")
+
+
+def _servers(manifest: Manifest) -> dict[str, Any] | None:
+    found = manifest.content.get("servers")
+    return found if isinstance(found, dict) else None
+
+
+def _remove_drafts(directory: str) -> None:
+    """What a process that was killed left half written."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(".tmp-ckpt-"):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _why_not_writable(directory: str) -> str | None:
+    """Tried now rather than after the first hour."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

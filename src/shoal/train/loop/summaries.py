@@ -1,0 +1,51 @@
+"""TensorBoard summaries: metrics of the run, and what the all-to-all exchange moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.errors import missing_extra
+from shoal.train.loop.ranks import Ranks
+from shoal.train.loop.tables import Rows
+
+_TAGS = ("auc", "window_auc", "logloss", "calibration", "samples_per_s", "rows", "table_bytes", "bad_rows")
+
+
+class Summaries:
+    """Writes to a folder, from the first rank; without a folder nothing. All ranks call it together."""
+
+    def __init__(self, folder: str | None, ranks: Ranks) -> None:
+        self._on = folder is not None
+        self._writer: Any = None
+        if folder is None:
+            return
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError:
+            raise missing_extra("tensorboard", "tensorboard") from None
+        if ranks.first:
+            self._writer = SummaryWriter(folder)
+
+    def progress(self, values: dict[str, Any], rows: Rows) -> None:
+        """The numbers of a report, and how the last batch spread over the ranks."""
+        if not self._on:
+            return
+        step = values["step"]
+        if self._writer is not None:
+            for tag in _TAGS:
+                if values.get(tag) is not None:
+                    self._writer.add_scalar(f"train/{tag}", values[tag], step)
+        if rows.together:
+            from shoal.sharded import set_alltoall_writer
+
+            set_alltoall_writer(self._writer)
+            rows.table.write_spread(step)
+
+    def evaluated(self, step: int, values: dict[str, float]) -> None:
+        if self._writer is not None:
+            for tag in ("auc", "logloss", "calibration"):
+                self._writer.add_scalar(f"eval/{tag}", values[tag], step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

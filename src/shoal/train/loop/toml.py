@@ -1,0 +1,123 @@
+"""The configuration of a training run from a TOML file and changes to it."""
+
+from __future__ import annotations
+
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from shoal.data.formats import FORMAT_OPTIONS
+from shoal.errors import ConfigError, did_you_mean
+from shoal.train.loop.config import Config, DataConfig, EvalConfig, ModelConfig, OutConfig, TableConfig, TrainConfig
+
+T = TypeVar("T")
+
+_SECTIONS: dict[str, type] = {
+    "data": DataConfig, "table": TableConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig,
+    "out": OutConfig,
+}  # fmt: skip
+
+
+def load_config(path: str | Path | None, changes: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of a TOML file, with ``changes`` such as ``{"train.epochs": 2}`` over it.
+
+    Paths in the file are relative to it, those in changes to the working directory.
+    """
+    content: dict[str, Any] = {}
+    if path is not None:
+        try:
+            with open(path, "rb") as file:
+                content = tomllib.load(file)
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {str(path)!r} ({error.strerror or error})") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not a TOML file: {error}") from None
+        _resolve_paths(content, Path(path).parent)
+    for key, value in (changes or {}).items():
+        section, _, name = key.partition(".")
+        if not name:
+            raise ConfigError(f"settings are section.name, such as train.epochs, got {key!r}")
+        inner = content.setdefault(section, {})
+        *outer, last = name.split(".")
+        for part in outer:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else inner
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{key!r} is a setting inside {inner!r}, which holds none")
+        inner[last] = value
+    return _config(content, str(path) if path is not None else "the configuration")
+
+
+def _config(content: Mapping[str, Any], where: str) -> Config:
+    unknown = sorted(set(content) - set(_SECTIONS))
+    if unknown:
+        hint = did_you_mean(unknown[0], _SECTIONS)
+        raise ConfigError(f"{where}: there is no section [{unknown[0]}]{hint}; sections are {', '.join(_SECTIONS)}")
+    if "data" not in content:
+        raise ConfigError(f'{where}: [data] with train = ["FILE", …] is missing')
+    made = {name: _section(_SECTIONS[name], value, name, where) for name, value in content.items()}
+    return Config(**made)
+
+
+def _section(kind: type[T], content: Any, name: str, where: str) -> T:
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where}: [{name}] is a section, got {content!r}")
+    hints = typing.get_type_hints(kind)
+    names = [f.name for f in fields(kind)]  # pyrefly: ignore[bad-argument-type]
+    # What a section does not know goes to its options, where it has them: of the model or of the format.
+    given, extra = {}, {}
+    for key, value in content.items():
+        (given if key in names else extra)[key] = value
+    if extra:
+        first = next(iter(extra))
+        hint = "" if first in FORMAT_OPTIONS else did_you_mean(first, names)
+        if "options" not in names or (name == "data" and hint):  # options of models may have any name
+            raise ConfigError(f"{where}: [{name}] knows no {first!r}{hint}; it knows {', '.join(names)}")
+        given["options"] = {**given.get("options", {}), **extra}
+    for one in fields(kind):  # pyrefly: ignore[bad-argument-type]
+        if one.default is MISSING and one.default_factory is MISSING and one.name not in given:
+            raise ConfigError(f"{where}: [{name}] {one.name} is missing")
+    values = {key: _convert(value, hints[key], f"{where}: [{name}] {key}") for key, value in given.items()}
+    return kind(**values)
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """A TOML value as the type that a field has."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        return _convert(value, next(kind for kind in inner if kind is not type(None)), where)
+    if origin is Literal:
+        if value not in inner:
+            raise ConfigError(f"{where} is one of {', '.join(map(repr, inner))}, got {value!r}")
+        return value
+    if origin is tuple:
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+            raise ConfigError(f"{where} is a list of texts, got {value!r}")
+        return tuple(value)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} is a table, got {value!r}")
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+        raise ConfigError(f"{where} is {names.get(hint, hint)}, got {value!r}")
+    return value
+
+
+def _resolve_paths(content: dict[str, Any], base: Path) -> None:
+    for section, names in (("data", ("train", "eval")), ("out", ("dir", "tensorboard"))):
+        inner: Any = content.get(section)
+        for name in names if isinstance(inner, dict) else ():
+            value = inner.get(name)
+            if isinstance(value, str):
+                inner[name] = str(base / value)
+            elif isinstance(value, list):
+                inner[name] = [str(base / one) if isinstance(one, str) else one for one in value]

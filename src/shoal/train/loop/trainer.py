@@ -1,0 +1,354 @@
+"""The training loop: read, look up, forward, backward (which updates the rows), step, and everything around it."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal import _core
+from shoal.data.prefetch import Prefetch
+from shoal.data.samples import Samples
+from shoal.data.stream import Batch
+from shoal.errors import ConfigError, DataError
+from shoal.models.build import build_model
+from shoal.models.inputs import Inputs
+from shoal.train.loop.checkpoint import Snapshot
+from shoal.train.loop.config import Config
+from shoal.train.loop.evaluation import evaluate
+from shoal.train.loop.machine import fair_threads, find_device, resident_bytes
+from shoal.train.loop.metrics import Metrics, merged
+from shoal.train.loop.ranks import GradientBucket, Ranks
+from shoal.train.loop.reading import Epochs, Reading
+from shoal.train.loop.reporter import Reporter
+from shoal.train.loop.saving import Progress, Saver
+from shoal.train.loop.summaries import Summaries
+from shoal.train.loop.tables import Rows
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+
+
+class Trainer:
+    """One run on this rank. ``stop`` is asked after every step whether to end early, with a checkpoint.
+
+    Args:
+        fresh: do not go on from the checkpoints in ``out.dir``; they are moved into a folder of their own there.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        ranks: Ranks | None = None,
+        reporter: Reporter | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        fresh: bool = False,
+    ) -> None:
+        self.config, self.ranks = config, ranks or Ranks()
+        self.reporter = reporter if reporter is not None and self.ranks.first else Reporter()
+        self._bad_reporter = reporter or Reporter()
+        self.stop = stop
+        train = config.train
+        threads = train.threads or fair_threads()
+        if threads is not None:
+            torch.set_num_threads(threads)
+            _core.set_num_threads(threads)
+        self.device = find_device(train.device)
+        self.schema = config.data.schema()
+        torch.manual_seed(train.seed)
+        inputs = Inputs(dense=self.schema.dense, sparse=self.schema.sparse, dim=config.table.dim)
+        self.model = build_model(config.model.name, inputs, config.model.options).to(self.device)
+        fused = self.device.type == "cpu" or train.optimizer != "adagrad"  # torch's Adagrad has no fused step on GPUs
+        self.optimizer = _OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=fused)
+        own = (train.seed * 1_000_003 + self.ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
+        torch.manual_seed(own)
+        self.rows = Rows(config, self.ranks, self.reporter.note).to(self.device)
+        try:
+            self._open(fresh)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, fresh: bool) -> None:
+        """Files, metrics and checkpoints."""
+        config, train = self.config, self.config.train
+        self.bucket = GradientBucket(self.model.parameters(), numbers=3)
+        self.metrics = Metrics(config.out.auc_window)
+        self.at = Progress()
+        self.reading = Reading(config, self.ranks, self.reporter, self._bad_reporter)
+        self.stream = self.reading.train
+        self.reader: dict[str, Any] = dict(self.stream.state)
+        self.summaries = Summaries(config.out.tensorboard, self.ranks)
+        self._scale = 1.0 / (train.batch_size * self.ranks.world)
+        self._exhausted = False
+        self._files = [[os.path.basename(path), os.path.getsize(path)] for path in self.stream.files]
+        self.saver: Saver | None = None
+        self.resumed: str | None = None
+        if config.out.dir is not None:
+            self.saver = Saver(config, self.ranks, self.rows, self.reporter.note)
+            self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Trains to the end, or until ``stop``; what came of it."""
+        parameters = sum(p.numel() for p in self.model.parameters())
+        self.reporter.start(
+            step=self.at.step, resumed=self.resumed, world=self.ranks.world, model=self.config.model.name,
+            parameters=parameters, files=len(self.stream.files), batch_size=self.config.train.batch_size,
+        )  # fmt: skip
+        why = "early_stop" if self._gives_up() else "finished"
+        begun, first = time.perf_counter(), self.at.samples
+        if why == "finished":
+            if self.at.restored:
+                self.at.restored = False
+                self.reporter.note(f"goes on with the rows and weights of step {self.at.kept_step:,}, the best so far")
+            unread = self.at.epoch < self.config.train.epochs and not self._rows_read()
+            self.stream.restart(self.reader)
+            with Prefetch(self.stream, self.config.data.ahead()) as batches:
+                why = self._loop(Epochs(iter(batches)))
+            if unread and why == "finished" and self.at.samples == first:
+                raise self.reading.no_samples()
+        seconds = time.perf_counter() - begun
+        replace = why == "early_stop" and self._take_best()
+        path = self._save(last=True, replace=replace)
+        result = self._values() | self._verdict() | {"why": why, "seconds": seconds, "checkpoint": path}
+        result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
+        self.summaries.close()
+        self.reporter.end(**result)
+        return result
+
+    def _loop(self, batches: Epochs) -> str:
+        """Why it ended."""
+        config, at = self.config, self.at
+        mark, mark_samples = time.perf_counter(), at.samples
+        while at.epoch < config.train.epochs:
+            if config.train.max_steps is not None and at.step >= config.train.max_steps:
+                return "max_steps"
+            total, stop, save = self._step(batches.next_of(at.epoch))
+            if not total:  # no rank has any more of this epoch
+                at.epoch += 1
+                if not config.eval.every_steps and self._evaluate():
+                    return "early_stop"
+                continue
+            at.step += 1
+            at.samples += total
+            self.reporter.tick(step=at.step, epoch=at.epoch, samples=at.samples)
+            if at.step % config.out.log_steps == 0:
+                now = time.perf_counter()
+                values = self._values() | {"samples_per_s": (at.samples - mark_samples) / (now - mark)}
+                self.reporter.progress(**values)
+                self.summaries.progress(values, self.rows)
+                mark, mark_samples = time.perf_counter(), at.samples
+            if config.eval.every_steps and at.step % config.eval.every_steps == 0 and self._evaluate():
+                return "early_stop"
+            if stop:
+                return "interrupted"
+            if save:
+                self._save()
+        self._exhausted = True
+        return "finished"
+
+    def _step(self, batch: Batch | None) -> tuple[int, bool, bool]:
+        """Samples of all ranks, and whether some rank wants to stop or to save."""
+        self.bucket.zero()
+        samples = batch.samples if batch is not None and len(batch) else None
+        if samples is None:
+            self.rows.nothing(learn=True)
+        else:
+            self._learn(samples)
+        wants_save = self.saver is not None and self.saver.wants(self.at.step + 1)
+        numbers = (len(samples) if samples is not None else 0, float(self.stop()), float(wants_save))
+        if self.ranks.world > 1:
+            self.bucket.numbers.copy_(torch.tensor(numbers, device="cpu"))
+            self.ranks.sum(self.bucket.flat)
+            numbers = tuple(self.bucket.numbers.tolist())
+        if numbers[0]:  # else it was the end of an epoch, and nobody learnt anything
+            self.optimizer.step()
+        if batch is not None:
+            self.reader = batch.state
+        return round(numbers[0]), numbers[1] > 0, numbers[2] > 0
+
+    def _learn(self, samples: Samples) -> None:
+        if samples.time is not None:
+            self.rows.now_s = max(self.rows.now_s, int(samples.time.max()))
+        elif self.config.table.expire_after is not None:
+            self.rows.now_s = int(time.time())
+        else:
+            self.rows.now_s = self.at.started_s  # the same however often a run is taken up again
+        logits = self._logits(samples)
+        label = samples.label.to(self.device)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="sum") * self._scale
+        if not math.isfinite(loss.item()):
+            raise DataError(
+                f"step {self.at.step + 1}: the loss is {loss.item()}; lower [table] lr or [train] lr, or look for huge "
+                "numbers in the dense columns (log_dense = true makes them small)"
+            )
+        loss.backward()
+        self.metrics.add(logits.detach().cpu().numpy(), samples.label.numpy())
+
+    def _logits(self, samples: Samples) -> Tensor:
+        least, most = samples.label.aminmax()
+        if least < 0 or most > 1:
+            got = float(least if least < 0 else most)
+            raise ConfigError(
+                f"[data] label {self.schema.label!r}: labels are between 0 and 1, got {got:g}; with positive_above = T "
+                "those above T are 1 and the others 0"
+            )
+        logits = self.model(samples.dense.to(self.device), self.rows(samples))
+        if logits.shape != (len(samples),):
+            raise ConfigError(
+                f"model {self.config.model.name!r}: forward gives logits of shape [{len(samples)}], "
+                f"got {list(logits.shape)}"
+            )
+        return logits
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> bool:
+        """Whether to give up."""
+        if self.reading.eval is None:
+            return False
+        values = self.evaluate()
+        if not values["samples"]:
+            self.reporter.note("the files of [data] eval gave no samples, so the evaluation says nothing")
+        is_best = self.at.judge(values["auc"] if self.config.eval.metric == "auc" else -values["logloss"])
+        self.reporter.evaluated(step=self.at.step, **values, is_best=is_best)
+        self.summaries.evaluated(self.at.step, values)
+        if is_best and self.config.eval.patience and self.saver is not None:
+            self._keep_best()
+        return self._gives_up()
+
+    def _gives_up(self) -> bool:
+        return 0 < self.config.eval.patience <= self.at.since_best
+
+    def evaluate(self) -> dict[str, float]:
+        """AUC, logloss and calibration on the evaluation files; no row is made or changed."""
+        assert self.reading.eval is not None
+        return evaluate(
+            self.reading.eval, self.model, self.rows, self._logits, self.ranks, ahead=self.config.data.ahead(),
+            max_batches=self.config.eval.max_batches,
+        )  # fmt: skip
+
+    def _keep_best(self) -> None:
+        """A checkpoint of now, which stays until there is a better one."""
+        at = self.at
+        before = at.kept_step, at.kept_value
+        at.kept_step, at.kept_value = at.step, at.best
+        if self._save() is None:
+            at.kept_step, at.kept_value = before
+
+    def _take_best(self) -> bool:
+        """Brings back the rows and weights of the best evaluation; whether they are others than those of now."""
+        at = self.at
+        if self.saver is None or at.kept_step in (None, at.step) or at.restored:
+            return False
+        why_not = self.saver.load_best(self._snapshot(), at, self._files)
+        if why_not is not None:
+            self.reporter.note(f"{why_not}; the model stays that of the last step")
+            return False
+        at.restored = True
+        return True
+
+    def _verdict(self) -> dict[str, Any]:
+        """What the evaluations say: the best value, and of which step the model is that the run ends with."""
+        at, sign = self.at, 1 if self.config.eval.metric == "auc" else -1
+        return {
+            "metric": self.config.eval.metric, "best": None if at.best is None else sign * at.best,
+            "kept_step": at.kept_step, "kept_value": None if at.kept_value is None else sign * at.kept_value,
+            "model_step": at.kept_step if at.restored else at.step,
+        }  # fmt: skip
+
+    def _rows_read(self) -> int:
+        """Of the files as they are now, on all ranks, up to the last window that was used up."""
+        return int(self.ranks.sum(torch.tensor([self.reader["rows"]], device="cpu")))
+
+    def _values(self) -> dict[str, Any]:
+        """What a report tells; all ranks ask together."""
+        values = merged(self.metrics, self.ranks)
+        values.pop("samples")
+        bad = self.stream.bad_rows if self._exhausted else self.reader["bad"]  # the last ones are behind the last batch
+        sums = torch.tensor([float(bad), self.rows.memory_bytes(), resident_bytes()], dtype=torch.float64, device="cpu")
+        bad_rows, table_bytes, resident = map(int, self.ranks.sum(sums).tolist())
+        return {
+            "step": self.at.step, "epoch": self.at.epoch, "samples": self.at.samples, **values,
+            "window_auc": self.metrics.window_auc(), "rows": self.rows.size(), "table_bytes": table_bytes,
+            "resident_bytes": resident, "bad_rows": bad_rows,
+        }  # fmt: skip
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            step=self.at.step, model=self.model, optimizer=self.optimizer, reader=self.reader,
+            metrics=self.metrics.state(),
+        )  # fmt: skip
+
+    def _save(self, *, last: bool = False, replace: bool = False) -> str | None:
+        """Writes a checkpoint; its path. If it cannot be written, the next one will be tried; the last one raises."""
+        if self.saver is None:
+            return None
+        begun = time.perf_counter()
+        try:
+            path = self.saver.save(self._snapshot(), self.at, self._files, replace=replace)
+        except OSError as error:
+            what = f"the checkpoint of step {self.at.step:,} could not be written ({error})"
+            newest = self.saver.newest or "none"
+            if last:
+                raise OSError(f"{what}, and it was the last; the newest that there is: {newest}") from error
+            self.reporter.note(f"{what}; the run goes on and tries again at the next one. The newest is {newest}")
+            return None
+        if path is not None:
+            self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
+        return self.saver.newest
+
+    def _begin_anew(self, saver: Saver) -> None:
+        moved = saver.move_aside()
+        if moved is not None:
+            self.reporter.note(f"--fresh: the checkpoints that were in {saver.directory} are in {moved} now")
+        if self.rows.client is not None:
+            self.reporter.note("--fresh: the parameter servers go on with the rows that they hold")
+
+    def _resume(self, saver: Saver) -> str | None:
+        snapshot = self._snapshot()
+        snapshot.reader, snapshot.metrics = {}, {}
+        at = saver.resume(snapshot, self._files)
+        if at is None:
+            return None
+        self.at = at
+        self.reader = snapshot.reader or {**self.reader, "epoch": self.at.epoch}
+        if snapshot.metrics:
+            self.metrics.load(snapshot.metrics)
+        return saver.newest
+
+    def close(self) -> None:
+        """Lets go of servers and ranks."""
+        self.rows.close()
+        self.ranks.close()
+
+
+@contextmanager
+def trainer(config: Config, **options: Any) -> Iterator[Trainer]:
+    """A `Trainer` that is closed at the end."""
+    one = Trainer(config, **options)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def train(config: Config, **options: Any) -> dict[str, Any]:
+    """Runs a configuration to its end: ``shoal.trainer.train(load_config("criteo.toml"))``."""
+    with trainer(config, **options) as one:
+        return one.run()

@@ -1,0 +1,1 @@
+"""Stages of a model that work off micro-batches in turn."""
