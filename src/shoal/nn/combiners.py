@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import ConfigError, ContractError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops.ragged_ops import fused_value_rowids
 from shoal.ops.reduce.by_index import mean_by_index, sum_by_index
 from shoal.ops.reduce.by_splits import first_n
@@ -32,12 +32,12 @@ class Combiner(ABC):
     def _arguments(self, key: Any, embedding: Any) -> tuple[Ragged, Tensor]:
         name = type(self).__name__
         if not isinstance(key, Ragged):
-            key = _inputs.ragged(key, name, "key")
-        embedding = _inputs.floats(embedding, name, "embedding")
+            key = checks.ragged(key, name, "key")
+        embedding = checks.floats(embedding, name, "embedding")
         count = key.values.nrows() if isinstance(key.values, Ragged) else key.values.shape[0]
         if embedding.dim() != 2:
             raise ConfigError(f"{name}: embedding is 2-D, got shape {list(embedding.shape)}")
-        _inputs.check_same(name, "the number of embedding rows", embedding.shape[0], "the number of key values", count)
+        checks.check_same(name, "the number of embedding rows", embedding.shape[0], "the number of key values", count)
         if key.row_splits.device != embedding.device:
             key = Ragged.trusted(key.values, key.row_splits.to(embedding.device))
         return key, embedding

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.switches import other_program_switch
 
 ALIGN = 16
@@ -23,7 +23,7 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
     [0, 1, 16]
     """
     op = "aligned_flat_concat"
-    parts = _inputs.float_list(inputs, op, "inputs")
+    parts = checks.float_list(inputs, op, "inputs")
     if not parts:
         return torch.zeros(0, dtype=torch.float32, device=None)
     if any(part.dtype != parts[0].dtype for part in parts):
@@ -67,11 +67,11 @@ def _alike(parts: list[Tensor]) -> bool:
 def aligned_flat_split(inputs: Any, flat: Any) -> list[Tensor]:
     """The inverse: views of ``flat`` with the shapes of ``inputs``, of which only the shapes are used."""
     op = "aligned_flat_split"
-    flat = _inputs.floats(flat, op, "flat")
+    flat = checks.floats(flat, op, "flat")
     if flat.dim() != 1:
         raise ConfigError(f"{op}: flat is 1-D, got shape {list(flat.shape)}")
     outs, at = [], 0
-    for x in _inputs.tensors(inputs, op, "inputs"):
+    for x in checks.tensors(inputs, op, "inputs"):
         shape = x.shape if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu").shape
         count = shape.numel()
         end = at + -(-count // ALIGN) * ALIGN

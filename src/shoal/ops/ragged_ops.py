@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops._op import Op
 from shoal.ragged import Ragged
 
@@ -46,7 +46,7 @@ def normalize_merged_split(row_split: Any, row_split_size: Any) -> Tensor:
     [0, 1, 4, 6]
     """
     op = "normalize_merged_split"
-    return _normalize(_inputs.vector(row_split, op, "row_split"), _inputs.vector(row_split_size, op, "row_split_size"))
+    return _normalize(checks.vector(row_split, op, "row_split"), checks.vector(row_split_size, op, "row_split_size"))
 
 
 def row_ids_reference(row_splits: Tensor, length: int) -> Tensor:

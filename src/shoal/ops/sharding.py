@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops.layout.plan import Plan, plan_of
 from shoal.proto.feature_configs import FeatureConfigs
 from shoal.ragged import Ragged
@@ -146,12 +146,12 @@ def _from_dict(batch: Mapping[str, Any], plan: Plan, kind: int) -> tuple[list[tu
                     f"{_OP}: feature {name!r} is a Ragged or a list of id lists"
                     f" (with example_batch also a 1-D tensor, shared), got a tensor of shape {list(value.shape)}"
                 )
-            ids = _inputs.int64(value, _OP, f"feature {name!r}").cpu().contiguous()
+            ids = checks.int64(value, _OP, f"feature {name!r}").cpu().contiguous()
             given[name] = ids, torch.tensor([0, ids.numel()], device="cpu"), True
             continue
         if not isinstance(value, Ragged):
             value = Ragged.from_lists([row.tolist() if isinstance(row, Tensor) else row for row in value])
-        value = _inputs.ragged(value, _OP, f"feature {name!r}")
+        value = checks.ragged(value, _OP, f"feature {name!r}")
         if size is not None and value.nrows() != size:
             raise ConfigError(f"{_OP}: feature {name!r} has {value.nrows()} samples, others have {size}")
         size = value.nrows()

@@ -25,13 +25,13 @@ class OutType(IntEnum):
     NONE = 3
 
 
-class _Message:
+class Message:
     """Counts every change of any configuration, so that what was derived from one knows when to look again."""
 
     epoch = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _Message.epoch += 1
+        Message.epoch += 1
         object.__setattr__(self, name, value)
 
 
@@ -40,7 +40,7 @@ def _watched(kind: type, *methods: str) -> type:
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
         def change(self: Any, *args: Any, **kwargs: Any) -> Any:
-            _Message.epoch += 1
+            Message.epoch += 1
             return method(self, *args, **kwargs)
 
         return change
@@ -55,7 +55,7 @@ WatchedDict = _watched(dict, "update", "popitem", "setdefault", "__ior__")
 
 def watch(value: Any) -> Any:
     """The same configuration, the lists and dicts in it replaced by ones that count their changes."""
-    if isinstance(value, _Message):
+    if isinstance(value, Message):
         for name in value.__dataclass_fields__:  # type: ignore[attr-defined]
             object.__setattr__(value, name, watch(getattr(value, name)))
     elif isinstance(value, list):
@@ -69,14 +69,14 @@ def watch(value: Any) -> Any:
 
 
 @dataclass
-class TensorShape(_Message):
+class TensorShape(Message):
     """A shape whose first size is -1 for the batch."""
 
     dims: Sequence[int] = field(default_factory=list)
 
 
 @dataclass
-class SliceConfig(_Message):
+class SliceConfig(Message):
     """Columns ``[start, end)`` of a feature's embedding; the last four fields are derived and ignored as input."""
 
     feature_name: str = ""
@@ -89,7 +89,7 @@ class SliceConfig(_Message):
 
 
 @dataclass
-class OutConfig(_Message):
+class OutConfig(Message):
     """One layout: its slices and the shapes of its tensors (a `TensorShape` or a list of ints each)."""
 
     slice_configs: list[SliceConfig] = field(default_factory=list)
@@ -98,7 +98,7 @@ class OutConfig(_Message):
 
 
 @dataclass
-class FeatureConfig(_Message):
+class FeatureConfig(Message):
     """A feature: its table, the widths of its embedding's parts and how it is pooled."""
 
     table: str = ""
@@ -108,7 +108,7 @@ class FeatureConfig(_Message):
 
 
 @dataclass
-class FeatureConfigs(_Message):
+class FeatureConfigs(Message):
     """All features and layouts of a model, by name.
 
     An op derives its work list from it at the first use, and again after a change of any configuration.

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.ops._inputs import check_same
+from shoal.ops.checks import check_same
 from shoal.ops.cuda import launch
 from shoal.ops.cuda.launch import WORDS, Fast, Kernel, as_words, blocks, pointer, upload
 from shoal.ops.cuda.partition import TILE, Partition, partition, place_in_part

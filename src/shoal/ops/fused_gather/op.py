@@ -8,7 +8,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops._op import Op
 from shoal.ops.fused_gather import reference
 
@@ -31,9 +31,9 @@ def fused_gather_embeddings_by_input(
     >>> fused_gather_embeddings_by_input([0, 1, 2, 3], [[2, 0]], [2])[0].tolist()
     [[2.0, 3.0], [0.0, 1.0]]
     """
-    fused = _inputs.floats(fused_embeddings, _OP, "fused_embeddings")
+    fused = checks.floats(fused_embeddings, _OP, "fused_embeddings")
     offsets = _offsets(_OP, fused_embedding_offsets, "fused_embedding_offsets")
-    return _gather(fused, offsets, _inputs.int_list(embedding_dims, _OP, "embedding_dims"))
+    return _gather(fused, offsets, checks.int_list(embedding_dims, _OP, "embedding_dims"))
 
 
 def fused_gather_embeddings_by_input_gradient(
@@ -52,22 +52,22 @@ def fused_gather_embeddings_by_input_gradient(
         ``[fused_embeddings_size]``; zero where nothing was added. Sums run in table order, then row order.
     """
     op = "fused_gather_embeddings_by_input_gradient"
-    size = _inputs.number(fused_embeddings_size, op, "fused_embeddings_size")
-    grads = [_inputs.constant(g) for g in _inputs.float_list(grads, op, "grads")]
+    size = checks.number(fused_embeddings_size, op, "fused_embeddings_size")
+    grads = [checks.constant(g) for g in checks.float_list(grads, op, "grads")]
     offsets = _offsets(op, embedding_offsets, "embedding_offsets")
-    dims = _inputs.int_list(embedding_dims, op, "embedding_dims")
+    dims = checks.int_list(embedding_dims, op, "embedding_dims")
     if len(grads) == len(dims):
-        grads = [_inputs.fit_empty(g, d) for g, d in zip(grads, dims, strict=True)]
-    grads, scale = _inputs.scaled(grads, scale, op, "scale")
+        grads = [checks.fit_empty(g, d) for g, d in zip(grads, dims, strict=True)]
+    grads, scale = checks.scaled(grads, scale, op, "scale")
     return _gradient(size, grads, offsets, dims, scale)
 
 
 def _offsets(op: str, offsets: Any, name: str) -> list[Tensor]:
-    return _inputs.integer_list(offsets, op, name)
+    return checks.integer_list(offsets, op, name)
 
 
 def _check_gather(fused: Tensor, offsets: list[Tensor], dims: list[int]) -> None:
-    _inputs.check_same(_OP, "the number of widths", len(dims), "the number of offset vectors", len(offsets))
+    checks.check_same(_OP, "the number of widths", len(dims), "the number of offset vectors", len(offsets))
     size = fused.numel()
     for m, o in enumerate(offsets):
         if o.dim() != 1:
@@ -101,8 +101,8 @@ def _check_gradient(size: int, grads: list[Tensor], offsets: list[Tensor], dims:
     op = "fused_gather_embeddings_by_input_gradient"
     if size < 0:
         raise ConfigError(f"{op}: fused_embeddings_size is not negative, got {size}")
-    _inputs.check_same(op, "the number of grads", len(grads), "the number of offset vectors", len(offsets))
-    _inputs.check_same(op, "the number of widths", len(dims), "the number of offset vectors", len(offsets))
+    checks.check_same(op, "the number of grads", len(grads), "the number of offset vectors", len(offsets))
+    checks.check_same(op, "the number of widths", len(dims), "the number of offset vectors", len(offsets))
     for m, o in enumerate(offsets):
         grad, shape = grads[m], o.shape
         if len(shape) != 1:

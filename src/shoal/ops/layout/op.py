@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops._op import Op
 from shoal.ops.layout import reference
 from shoal.ops.layout.blocks import Request, requests_of
@@ -101,11 +101,11 @@ def fused_embedding_to_layout_grad(
         op, embeddings_list, fid_list_row_split, fid_offset, feature_offset, nfl_offset, batch_size, variant_type,
         feature_cfgs, ps_num, fid_list_emb_row_lenth, sizes, version,
     )  # fmt: skip
-    embeddings = [_inputs.constant(e) for e in embeddings]
-    grads = [_inputs.constant(g) for g in _inputs.float_list(layout_tensors_grad, op, "layout_tensors_grad")]
+    embeddings = [checks.constant(e) for e in embeddings]
+    grads = [checks.constant(g) for g in checks.float_list(layout_tensors_grad, op, "layout_tensors_grad")]
     scale = 1.0
     if layout_tensors_grad_scale is not None:
-        grads, scale = _inputs.scaled(grads, layout_tensors_grad_scale, op, "layout_tensors_grad_scale")
+        grads, scale = checks.scaled(grads, layout_tensors_grad_scale, op, "layout_tensors_grad_scale")
     return _layout_grad(grads, scale, embeddings, *arguments)
 
 
@@ -122,17 +122,17 @@ def _arguments(
         raise ConfigError(f"{op}: fid_list_emb_row_lenth is given in version 4 only, got {given} in version {version}")
     if version != 1 and ps_num < 0:
         raise ConfigError(f"{op}: ps_num is not negative, got {ps_num}")
-    embeddings = _inputs.float_list(embeddings, op, "embeddings_list")
+    embeddings = checks.float_list(embeddings, op, "embeddings_list")
     if version == 2:
         row_splits = _required(op, row_splits, "fid_list_row_split", version)
-        row_splits = [_inputs.int64(s, op, f"fid_list_row_split[{i}]") for i, s in enumerate(row_splits)]
+        row_splits = [checks.int64(s, op, f"fid_list_row_split[{i}]") for i, s in enumerate(row_splits)]
     else:
         row_splits = []
     if version == 4:
-        tensors = [_inputs.int64(row_lengths, op, "fid_list_emb_row_lenth")]
+        tensors = [checks.int64(row_lengths, op, "fid_list_emb_row_lenth")]
     elif version == 5:
         tensors = [
-            _inputs.int64(_required(op, s, name, version), op, name).reshape(-1)
+            checks.int64(_required(op, s, name, version), op, name).reshape(-1)
             for s, name in zip(sizes, _SIZES, strict=True)
         ]
     else:
@@ -167,13 +167,13 @@ def _required(op: str, value: Any, name: str, version: int) -> Any:
 
 
 def _vector(op: str, value: Any, name: str, version: int) -> Tensor:
-    return _inputs.vector(_required(op, value, name, version), op, name)
+    return checks.vector(_required(op, value, name, version), op, name)
 
 
 def _batch_sizes(op: str, batch_size: Any) -> list[int]:
     if isinstance(batch_size, int | torch.SymInt):
         return [batch_size]  # type: ignore[list-item]
-    return _inputs.int64(batch_size, op, "batch_size").reshape(-1).tolist()
+    return checks.int64(batch_size, op, "batch_size").reshape(-1).tolist()
 
 
 def _requests(plan: Plan, args: tuple[Any, ...]) -> list[Request]:

@@ -12,11 +12,11 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.proto.feature_configs import (
     FeatureConfigs,
+    Message,
     OutConfig,
     OutType,
     PoolingType,
     SliceConfig,
-    _Message,
     shape_dims,
     watch,
 )
@@ -65,7 +65,7 @@ def plan_of(configs: Any) -> Plan:
     """The plan of a configuration object, of its proto bytes, or of a protobuf message of the same fields."""
     if not isinstance(configs, FeatureConfigs):
         return plan_of_bytes(_message_bytes(configs))
-    epoch = _Message.epoch
+    epoch = Message.epoch
     cached = configs.__dict__.get("_plan")
     if cached is not None and cached[0] == epoch:
         return cached[1]

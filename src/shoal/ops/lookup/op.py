@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops._op import Op
 from shoal.ops.lookup import reference
 from shoal.ops.reduce.by_index import sum_by_index
@@ -30,18 +30,18 @@ def map_id_to_embedding(ids: Any, embeddings: Any, input: Any, use_multi_threads
     """
     op = "map_id_to_embedding"
     ids = _id_lists(op, ids)
-    rows = _inputs.float_list(embeddings, op, "embeddings")
+    rows = checks.float_list(embeddings, op, "embeddings")
     width = next((r.shape[1] for r in rows if r.dim() == 2), 0)
-    rows = [_inputs.fit_empty(r, width) for r in rows]
-    return _map(ids, rows, _inputs.int64(input, op, "input"), bool(use_multi_threads))[0]
+    rows = [checks.fit_empty(r, width) for r in rows]
+    return _map(ids, rows, checks.int64(input, op, "input"), bool(use_multi_threads))[0]
 
 
 def map_id_to_embedding_gradient_back_prop(ids: Any, input: Any, grads: Any) -> list[Tensor]:
     """The gradient of `map_id_to_embedding` for each of its embeddings; ``grads`` is ``input.shape + [d]``."""
     op = "map_id_to_embedding_gradient_back_prop"
     ids = _id_lists(op, ids)
-    input = _inputs.int64(input, op, "input")
-    grads = _inputs.constant(_inputs.floats(grads, op, "grads"))
+    input = checks.int64(input, op, "input")
+    grads = checks.constant(checks.floats(grads, op, "grads"))
     if grads.shape[:-1] != input.shape or grads.dim() != input.dim() + 1:
         raise ConfigError(f"{op}: grads have shape input.shape + [d], got {list(grads.shape)} for {list(input.shape)}")
     return _sum_into(_places(ids, input), grads, [i.shape[0] for i in ids])
@@ -61,18 +61,18 @@ def gather_embeddings_by_input(
         ``output`` of shape ``input.shape + [d]`` and ``index_mapping``, int64 ``input.shape``: positions in ``ids``.
     """
     op = "gather_embeddings_by_input"
-    ids, rows = _inputs.vector(ids, op, "ids"), _inputs.floats(embeddings, op, "embeddings")
+    ids, rows = checks.vector(ids, op, "ids"), checks.floats(embeddings, op, "embeddings")
     if rows.dim() != 2 or rows.shape[0] != ids.shape[0]:
         raise ConfigError(f"{op}: embeddings have a row per id, {ids.shape[0]}, got shape {list(rows.shape)}")
-    return tuple(_map([ids], [rows], _inputs.int64(input, op, "input"), bool(use_multi_threads)))
+    return tuple(_map([ids], [rows], checks.int64(input, op, "input"), bool(use_multi_threads)))
 
 
 def gather_embeddings_by_ids_gradient_back_prop(ids: Any, grads: Any, index_mapping: Any) -> Tensor:
     """The gradient of `gather_embeddings_by_input`: ``out[index_mapping[k]] += grads[k]``, ``[len(ids), d]``."""
     op = "gather_embeddings_by_ids_gradient_back_prop"
-    ids = _inputs.vector(ids, op, "ids")
-    grads = _inputs.constant(_inputs.floats(grads, op, "grads"))
-    index = _inputs.int64(index_mapping, op, "index_mapping").reshape(-1)
+    ids = checks.vector(ids, op, "ids")
+    grads = checks.constant(checks.floats(grads, op, "grads"))
+    index = checks.int64(index_mapping, op, "index_mapping").reshape(-1)
     if grads.dim() < 1 or grads.numel() != index.numel() * grads.shape[-1]:
         raise ConfigError(
             f"{op}: grads hold one row per entry of index_mapping, got shape {list(grads.shape)} for {index.numel()}"
@@ -81,7 +81,7 @@ def gather_embeddings_by_ids_gradient_back_prop(ids: Any, grads: Any, index_mapp
 
 
 def _id_lists(op: str, ids: Any) -> list[Tensor]:
-    return _inputs.vector_list(ids, op, "ids")
+    return checks.vector_list(ids, op, "ids")
 
 
 def _sum_into(place: Tensor, grads: Tensor, lengths: list[int]) -> list[Tensor]:
@@ -91,7 +91,7 @@ def _sum_into(place: Tensor, grads: Tensor, lengths: list[int]) -> list[Tensor]:
 
 def _check_map(ids: list[Tensor], embeddings: list[Tensor], input: Tensor, multi_threads: bool) -> None:
     op = "map_id_to_embedding"
-    _inputs.check_same(op, "the number of embeddings", len(embeddings), "the number of id lists", len(ids))
+    checks.check_same(op, "the number of embeddings", len(embeddings), "the number of id lists", len(ids))
     if not ids:
         raise ConfigError(f"{op}: ids holds at least one list, got none")
     for k, (i, rows) in enumerate(zip(ids, embeddings, strict=True)):

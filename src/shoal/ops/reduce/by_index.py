@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops._op import Op
 from shoal.ops.reduce import reference
 from shoal.ops.reduce.reference import MEAN, SQRTN, SUM
@@ -60,8 +60,8 @@ def fused_sorted_segment_sum(indices: Any, values: Any, shapes: Any) -> list[Ten
         Per tensor the sums, zero for a segment without elements.
     """
     op = "fused_sorted_segment_sum"
-    indices = _inputs.tensors(indices, op, "indices")
-    values = _inputs.tensors(values, op, "values")
+    indices = checks.tensors(indices, op, "indices")
+    values = checks.tensors(values, op, "values")
     if not len(indices) == len(values) == len(shapes):
         raise ConfigError(
             f"{op}: indices, values and shapes have one length, got {len(indices)}, {len(values)}, {len(shapes)}"
@@ -70,9 +70,9 @@ def fused_sorted_segment_sum(indices: Any, values: Any, shapes: Any) -> list[Ten
 
 
 def _segment_sum(op: str, i: int, index: Any, value: Any, shape: Any) -> Tensor:
-    index, value = _inputs.vector(index, op, f"indices[{i}]"), _inputs.floats(value, op, f"values[{i}]")
-    shape = _inputs.int_list(shape, op, f"shapes[{i}]")
-    value = _inputs.fit_empty(value, *shape[1:])
+    index, value = checks.vector(index, op, f"indices[{i}]"), checks.floats(value, op, f"values[{i}]")
+    shape = checks.int_list(shape, op, f"shapes[{i}]")
+    value = checks.fit_empty(value, *shape[1:])
     if value.dim() < 1 or len(shape) != value.dim() or list(value.shape[1:]) != shape[1:]:
         raise ConfigError(f"{op}: shapes[{i}] = {shape} does not fit values[{i}] of shape {list(value.shape)}")
     width = 1
@@ -91,12 +91,10 @@ def fused_reduce_sum_and_split(
         id_length: one number. split_dims: M ints.
     """
     op = "fused_reduce_sum_and_split"
-    dims = _inputs.int_list(split_dims, op, "split_dims")
-    values = _rows(op, _inputs.fit_empty(_inputs.floats(id_values, op, "id_values"), sum(dims)))
-    _inputs.check_same(op, "the sum of split_dims", sum(dims), "the width of id_values", values.shape[1])
-    total = sum_by_index(
-        _inputs.vector(id_indices, op, "id_indices"), values, _inputs.number(id_length, op, "id_length")
-    )
+    dims = checks.int_list(split_dims, op, "split_dims")
+    values = _rows(op, checks.fit_empty(checks.floats(id_values, op, "id_values"), sum(dims)))
+    checks.check_same(op, "the sum of split_dims", sum(dims), "the width of id_values", values.shape[1])
+    total = sum_by_index(checks.vector(id_indices, op, "id_indices"), values, checks.number(id_length, op, "id_length"))
     return [part.contiguous() for part in total.split(dims, 1)]
 
 
@@ -111,20 +109,20 @@ def mean_by_index(index: Tensor, values: Tensor, rows: int) -> Tensor:
 
 
 def _rows(op: str, values: Any) -> Tensor:
-    values = _inputs.floats(values, op, "id_values")
+    values = checks.floats(values, op, "id_values")
     if values.dim() != 2:
         raise ConfigError(f"{op}: id_values are 2-D, got shape {list(values.shape)}")
     return values
 
 
 def _reduce_ids(op: str, id_indices: Any, id_values: Any, id_length: Any, how: int) -> Tensor:
-    indices = _inputs.int64(id_indices, op, "id_indices")
+    indices = checks.int64(id_indices, op, "id_indices")
     if indices.shape == (0,):
         indices = indices.view(0, 1)  # an empty list
     if indices.dim() != 2 or indices.shape[1] < 1:
         raise ConfigError(f"{op}: id_indices are [n, k] with k >= 1, got shape {list(indices.shape)}")
     if not isinstance(id_length, int | torch.SymInt):
-        id_length = _inputs.int64(id_length, op, "id_length")
+        id_length = checks.int64(id_length, op, "id_length")
         if id_length.dim() > 1 or id_length.numel() < 1:
             raise ConfigError(f"{op}: id_length is 1-D with at least one element, got shape {list(id_length.shape)}")
         id_length = (id_length[0] if id_length.dim() else id_length).item()

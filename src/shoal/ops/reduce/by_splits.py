@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops._op import Op
 from shoal.ops.reduce import reference
 
@@ -36,13 +36,13 @@ def fused_reduce_and_split_gpu(splits: Any, embeddings: Any, slice_dims: Any, na
     >>> [t.tolist() for t in fused_reduce_and_split_gpu([[0, 2, 2]], [[[1, 2], [3, 4]]], [[1, 1]])]
     [[[4.0], [0.0]], [[6.0], [0.0]]]
     """
-    splits = _inputs.int64_list(splits, _OP, "splits")
-    rows = _inputs.float_list(embeddings, _OP, "embeddings")
-    cuts = [_inputs.int_list(s, _OP, f"slice_dims[{i}]") for i, s in enumerate(slice_dims)]
+    splits = checks.int64_list(splits, _OP, "splits")
+    rows = checks.float_list(embeddings, _OP, "embeddings")
+    cuts = [checks.int_list(s, _OP, f"slice_dims[{i}]") for i, s in enumerate(slice_dims)]
     if not splits and not rows and not cuts:
         return []
     if len(rows) == len(cuts):
-        rows = [_inputs.fit_empty(r, sum(cut)) for r, cut in zip(rows, cuts, strict=True)]
+        rows = [checks.fit_empty(r, sum(cut)) for r, cut in zip(rows, cuts, strict=True)]
     return _reduce(splits, rows, [d for cut in cuts for d in cut], [len(cut) for cut in cuts])
 
 
@@ -69,7 +69,7 @@ def _check(splits: list[Tensor], embeddings: list[Tensor], slices: list[int], co
                 f"{_OP}: embeddings[{i}] is 2-D of one dtype for all, got {rows.dtype} {list(rows.shape)}"
             )
         width = sum(next(cut) for _ in range(count))
-        _inputs.check_same(_OP, f"the sum of slice_dims[{i}]", width, f"the width of embeddings[{i}]", rows.shape[1])
+        checks.check_same(_OP, f"the sum of slice_dims[{i}]", width, f"the width of embeddings[{i}]", rows.shape[1])
 
 
 def _per_table(slices: list[int], counts: list[int]) -> list[list[int]]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops._op import Op, new_size
 from shoal.ops.reorder import reference
 from shoal.switches import switch
@@ -46,21 +46,21 @@ def reorder_by_indices(input: Any, shard_ids: Any, num_of_shards: int) -> tuple[
     if not isinstance(input, Tensor):
         input = torch.as_tensor(input, device="cpu")
         input = input.float() if input.dim() == 2 else input.long() if input.numel() == 0 else input
-    input = _inputs.constant(input)
+    input = checks.constant(input)
     if input.dim() not in (1, 2):
         raise ConfigError(f"{op}: input is 1-D or 2-D, got shape {list(input.shape)}")
     if input.dim() == 2 and input.shape[1] == 0:
         raise ConfigError(f"{op}: a 2-D input has at least one column, got shape {list(input.shape)}")
     keys = _keys(input if input.dim() == 1 else input[:, 0])
-    shards = _inputs.number(num_of_shards, op, "num_of_shards")
-    order, sizes = _reorder(keys, _inputs.vector(shard_ids, op, "shard_ids"), shards)
+    shards = checks.number(num_of_shards, op, "num_of_shards")
+    order, sizes = _reorder(keys, checks.vector(shard_ids, op, "shard_ids"), shards)
     return input.to(order.device).index_select(0, order), sizes
 
 
 def _keys(column: Tensor) -> Tensor:
     """int64 keys that are equal exactly when the elements are: -0.0 is 0.0, and no NaN equals another."""
     if not column.is_floating_point():
-        return _inputs.int64(column, "reorder_by_indices", "input")
+        return checks.int64(column, "reorder_by_indices", "input")
     column = column.double()
     keys = torch.where(column == 0, 0.0, column).view(torch.int64)
     nans = torch.arange(column.shape[0], device=column.device) + (0x7FF8 << 48) + 1
@@ -70,7 +70,7 @@ def _keys(column: Tensor) -> Tensor:
 def _check_reorder(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> None:
     if num_of_shards < 1:
         raise ConfigError(f"reorder_by_indices: num_of_shards must be at least 1, got {num_of_shards}")
-    _inputs.check_same(
+    checks.check_same(
         "reorder_by_indices", "the number of shard ids", shard_ids.shape[0], "the number of elements", keys.shape[0]
     )
 
@@ -131,10 +131,10 @@ def fused_reorder_by_indices(
     [4, 4, 9, 7, 5]
     """
     op = "fused_reorder_by_indices"
-    ids = _inputs.vector_list(inputs, op, "inputs")
+    ids = checks.vector_list(inputs, op, "inputs")
     wish = -1 if rank0_empty_shard is None else int(rank0_empty_shard)
-    shards = _inputs.number(num_of_shards, op, "num_of_shards")
-    return FusedReorder(*_fused_reorder(ids, shards, _inputs.int_list(dim_sizes, op, "dim_sizes"), wish))
+    shards = checks.number(num_of_shards, op, "num_of_shards")
+    return FusedReorder(*_fused_reorder(ids, shards, checks.int_list(dim_sizes, op, "dim_sizes"), wish))
 
 
 def _check_fused(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int) -> None:
@@ -143,7 +143,7 @@ def _check_fused(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int],
         raise ConfigError(f"{op}: inputs holds at least one table, got none")
     if num_of_shards < 1:
         raise ConfigError(f"{op}: num_of_shards must be at least 1, got {num_of_shards}")
-    _inputs.check_same(op, "the number of dim_sizes", len(dim_sizes), "the number of inputs", len(inputs))
+    checks.check_same(op, "the number of dim_sizes", len(dim_sizes), "the number of inputs", len(inputs))
     if wish == 1 and num_of_shards < 2:
         raise ConfigError(f"{op}: rank0_empty_shard needs at least 2 shards, got {num_of_shards}")
 

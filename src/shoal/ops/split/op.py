@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops._op import Op, new_size
 from shoal.ops.split import reference
 from shoal.ragged import Ragged
@@ -29,7 +29,7 @@ def split_by_indices(indices: Any, tensor: Any, num_splits: int) -> list[Tensor]
     """
     op = "split_by_indices"
     tensor = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor, device="cpu")
-    return _split(_inputs.int64(indices, op, "indices"), tensor, _inputs.number(num_splits, op, "num_splits"))
+    return _split(checks.int64(indices, op, "indices"), tensor, checks.number(num_splits, op, "num_splits"))
 
 
 def ragged_split_by_indices(indices: Any, num: Any, num_splits: int) -> tuple[list[Ragged], list[Ragged]]:
@@ -48,9 +48,9 @@ def ragged_split_by_indices(indices: Any, num: Any, num_splits: int) -> tuple[li
     ([[5], [7]], [[0], [2]])
     """
     op = "ragged_split_by_indices"
-    num = _inputs.ragged(num, op, "num")
-    parts = _inputs.number(num_splits, op, "num_splits")
-    values, pos, splits = _ragged_split(_inputs.int64(indices, op, "indices"), num.values, num.row_splits, parts)
+    num = checks.ragged(num, op, "num")
+    parts = checks.number(num_splits, op, "num_splits")
+    values, pos, splits = _ragged_split(checks.int64(indices, op, "indices"), num.values, num.row_splits, parts)
     return (
         [Ragged.trusted(v, s) for v, s in zip(values, splits, strict=True)],
         [Ragged.trusted(p, s) for p, s in zip(pos, splits, strict=True)],
@@ -62,7 +62,7 @@ def _check_indices(op: str, indices: Tensor, length: int, what: str, num_splits:
         raise ConfigError(f"{op}: num_splits must be at least 1, got {num_splits}")
     if indices.dim() != 1:
         raise ConfigError(f"{op}: indices are 1-D, got shape {list(indices.shape)}")
-    _inputs.check_same(op, "the number of indices", indices.shape[0], f"the number of {what}", length)
+    checks.check_same(op, "the number of indices", indices.shape[0], f"the number of {what}", length)
 
 
 def _check_split(indices: Tensor, tensor: Tensor, num_splits: int) -> None:
@@ -116,7 +116,7 @@ def _unsplit_cpu(indices: Tensor, grads: list[Tensor]) -> Tensor:
     indices, grads = indices.contiguous(), [plain_bytes(g) for g in grads]
     histogram, counts = _count(indices, len(grads))
     for s, grad in enumerate(grads):
-        _inputs.check_same("split_by_indices", f"the gradient of part {s}", grad.shape[0], "its row count", counts[s])
+        checks.check_same("split_by_indices", f"the gradient of part {s}", grad.shape[0], "its row count", counts[s])
     out = grads[0].new_empty((indices.numel(), *grads[0].shape[1:]))
     _core.unsplit_rows(
         indices.data_ptr(), indices.numel(), len(grads), histogram.data_ptr(),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops._op import Op, new_size
 from shoal.ops.unique import reference
 from shoal.ops.unique.shared import Fill, SharedTensor
@@ -35,7 +35,7 @@ def fill_with_offset_map(
         raise ConfigError(f"{op}: value_buffer is a SharedTensor, got {type(value_buffer).__name__}")
     buffer = value_buffer.buffer(op)
     pos, offset_splits, offsets, dims = _map_arguments(op, pos, value_offset_map, dims)
-    value = _inputs.floats(value, op, "value").float()
+    value = checks.floats(value, op, "value").float()
     fill = Fill(value, pos.tensor, pos.row_splits, offset_splits, offsets, dims)
     if torch.compiler.is_compiling() or type(value) is not Tensor or type(buffer) is not Tensor:
         # A traced program stays free of side effects: everything is written when the buffer is finalized.
@@ -55,7 +55,7 @@ def fill_with_offset_map_gradient(pos: Any, grad: Any, value_offset_map: Ragged,
     ``grad``'s slices at all offsets of its key."""
     op = "fill_with_offset_map_gradient"
     pos, offset_splits, offsets, dims = _map_arguments(op, pos, value_offset_map, dims)
-    grad = _inputs.constant(_inputs.floats(grad, op, "grad")).float()
+    grad = checks.constant(checks.floats(grad, op, "grad")).float()
     return _gradient(pos.tensor, pos.row_splits, grad, offset_splits, offsets, dims)
 
 
@@ -71,7 +71,7 @@ def finalize_shared_tensor(shared_tensor_handles: Any, dtype: torch.dtype, shape
         float32 1-D; places never filled are zero. Its gradient flows to every ``value`` that was filled in.
     """
     op = "finalize_shared_tensor"
-    handles = list(_inputs.tensors(shared_tensor_handles, op, "shared_tensor_handles"))
+    handles = list(checks.tensors(shared_tensor_handles, op, "shared_tensor_handles"))
     if not handles:
         raise ConfigError(f"{op}: shared_tensor_handles holds at least one handle, got none")
     handle = handles[0]
@@ -118,7 +118,7 @@ class _Connect(torch.autograd.Function):
 
 
 def _map_arguments(op: str, pos: Any, value_offset_map: Any, dims: Any) -> tuple[Ragged, Tensor, Tensor, list[int]]:
-    pos = _inputs.ragged(pos, op, "pos")
+    pos = checks.ragged(pos, op, "pos")
     if not isinstance(value_offset_map, Ragged):
         if not isinstance(value_offset_map, list | tuple):
             raise ConfigError(
@@ -138,8 +138,8 @@ def _map_arguments(op: str, pos: Any, value_offset_map: Any, dims: Any) -> tuple
     return (
         pos,
         inner.row_splits,
-        _inputs.int64(inner.values, op, "value_offset_map"),
-        _inputs.int_list(dims, op, "dims"),
+        checks.int64(inner.values, op, "value_offset_map"),
+        checks.int_list(dims, op, "dims"),
     )
 
 
@@ -186,7 +186,7 @@ def _check_fill(pos: Tensor, pos_splits: Tensor, value: Tensor, offset_splits: T
 
 
 def _check_pos(op: str, pos: Tensor, pos_splits: Tensor, offset_splits: Tensor, dims: Sequence[int]) -> None:
-    _inputs.check_same(op, "the number of dims", len(dims), "the number of rows of pos", pos_splits.shape[0] - 1)
+    checks.check_same(op, "the number of dims", len(dims), "the number of rows of pos", pos_splits.shape[0] - 1)
     if pos.is_cpu:
         _core.check_row_splits(pos_splits.contiguous().data_ptr(), pos_splits.numel() - 1, pos.shape[0])
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
-from shoal.ops import _inputs
+from shoal.ops import checks
 from shoal.ops._op import Op, new_size
 from shoal.ops.unique import reference
 from shoal.ops.unique.shared import SharedTensor
@@ -39,9 +39,9 @@ def unique_key_with_value_and_offset(key: Any, dims: Any, generate_buffer: bool 
     ([[8, 5], [5]], [[[0, 2], [1]], [[3, 5]]], 7)
     """
     op = "unique_key_with_value_and_offset"
-    key = _inputs.ragged(key, op, "key")
+    key = checks.ragged(key, op, "key")
     ids, id_splits, offset_splits, offsets, buffer = _unique(
-        key.values, key.row_splits, _inputs.int_list(dims, op, "dims"), bool(generate_buffer)
+        key.values, key.row_splits, checks.int_list(dims, op, "dims"), bool(generate_buffer)
     )
     return UniqueKeys(
         Ragged.trusted(ids, id_splits),
@@ -54,7 +54,7 @@ def _check(values: Tensor, row_splits: Tensor, dims: list[int], generate_buffer:
     op = "unique_key_with_value_and_offset"
     if not dims:
         raise ConfigError(f"{op}: key has at least one row, got none")
-    _inputs.check_same(op, "the number of dims", len(dims), "the number of rows", row_splits.shape[0] - 1)
+    checks.check_same(op, "the number of dims", len(dims), "the number of rows", row_splits.shape[0] - 1)
 
 
 def _cpu(

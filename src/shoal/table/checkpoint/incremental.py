@@ -196,7 +196,7 @@ def _save_member(
         "dim": table.dim_size,
         "max_update_time": now,
         "scales": scales,
-        "expiry": _expiry_to_json(table.table_config.slot_expire_time_config),
+        "expiry": expiry_to_json(table.table_config.slot_expire_time_config),
     }
 
 
@@ -293,7 +293,7 @@ def _remember(table: HashTable, checkpoint_id: str, epoch: int) -> None:
     table.changes.forget_before(min(of_table.values()))
 
 
-def _expiry_to_json(config: SlotExpireTimeConfig) -> dict[str, Any]:
+def expiry_to_json(config: SlotExpireTimeConfig) -> dict[str, Any]:
     slots = [[item.slot, item.expire_time] for item in config.slot_expire_times]
     return {"default_days": config.default_expire_time, "slots": slots}
 

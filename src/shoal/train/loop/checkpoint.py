@@ -21,7 +21,7 @@ from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.host import as_tensor
 from shoal.table.checkpoint import naming, restore_table
 from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
-from shoal.table.checkpoint.incremental import _expiry_to_json
+from shoal.table.checkpoint.incremental import expiry_to_json
 from shoal.table.checkpoint.manifest import Manifest
 from shoal.table.checkpoint.single import begin_load, check_distinct, naming_table, read_shards
 from shoal.table.table import HashTable
@@ -163,7 +163,7 @@ def _describe(table: HashTable, parts: list[Any]) -> dict[str, Any]:
         "dim": table.dim_size,
         "max_update_time": max(part["max_update_time"] for part in parts),
         "scales": table._native.scales(),
-        "expiry": _expiry_to_json(table.table_config.slot_expire_time_config),
+        "expiry": expiry_to_json(table.table_config.slot_expire_time_config),
         "calls": [part["calls"] for part in parts],
         "empty_rank0": False,
     }

@@ -1,0 +1,126 @@
+"""The layers of the library: who may import whom, what stays private, and how full a folder gets."""
+
+import ast
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import shoal
+
+SRC = Path(shoal.__file__).parent
+
+# From top to bottom; a module imports only its own package and those above it, wherever in a file the import is. The
+# strings of `shoal.lazy.exports` are no imports: a package may offer names that are defined further down.
+LAYERS = (
+    ("errors", "fid", "ragged", "metrics", "proto", "switches", "host", "buffers", "lazy", "_core", "_gpu"),
+    ("durable",),
+    ("ops",),
+    ("table",),
+    ("comm",),
+    ("sharded",),
+    ("nn", "models"),
+    ("data",),
+    ("serving",),
+    ("train", "trainer"),
+    ("gather",),
+    ("testing",),
+    ("plan", "demo"),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+# Private attributes of tables that other packages still reach for. It only shrinks.
+KNOWN = {
+    ("demo", "_native"),
+    ("nn", "_native"),
+    ("nn", "_rates"),
+    ("plan", "_native"),
+    ("sharded", "_BY_NAME"),
+    ("sharded", "_check_trains"),
+    ("sharded", "_rates"),
+    ("train", "_BY_NAME"),
+}
+
+
+@cache
+def modules():
+    """(package, path, syntax tree) of every module."""
+    found = []
+    for path in sorted(SRC.rglob("*.py")):
+        inside = path.relative_to(SRC)
+        package = inside.parts[0].removesuffix(".py")
+        if package != "__init__" and not path.name.endswith("_pb2.py"):
+            found.append((package, str(inside), ast.parse(path.read_text())))
+    return found
+
+
+def imports(tree):
+    """(module, name or None) of what a module imports from the library, but for type checkers alone."""
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module == "shoal":
+            yield from ((f"shoal.{alias.name}", None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shoal."):
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names if alias.name.startswith("shoal."))
+
+
+def test_every_package_has_a_layer():
+    assert {package for package, _, _ in modules()} <= LEVEL.keys()
+
+
+def test_a_layer_imports_only_what_is_above_it():
+    wrong = []
+    for package, path, tree in modules():
+        for module, _ in imports(tree):
+            other = module.split(".")[1]
+            if other in LEVEL and other != package and LEVEL[other] >= max(LEVEL[package], 1):
+                wrong.append(f"{path} imports {module}")
+    assert wrong == []
+
+
+def test_no_private_name_is_imported_from_another_package():
+    wrong = []
+    for package, path, tree in modules():
+        for module, name in imports(tree):
+            parts = module.split(".")[1:]
+            private = any(part.startswith("_") and part not in ("_core", "_gpu", "__version__") for part in parts)
+            if parts[0] != package and (private or (name or "").startswith("_")):
+                wrong.append(f"{path} imports {module}.{name}")
+    assert wrong == []
+
+
+def test_no_private_attribute_of_another_package_is_used():
+    owners, used = defaultdict(set), set()
+    for package, _, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                owners[node.name].add(package)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                owners[node.id].add(package)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                (owners[node.attr] if own else used).add(package if own else (package, node.attr))
+    crossing = {
+        (package, attribute)
+        for package, attribute in used
+        if owners[attribute] and package not in owners[attribute] and attribute not in ("_replace", "_timeout")
+    }
+    assert crossing == KNOWN
+
+
+def test_no_folder_has_more_than_twenty_source_files():
+    count = defaultdict(int)
+    for path in SRC.rglob("*.py"):
+        if not path.name.endswith("_pb2.py"):
+            count[str(path.parent.relative_to(SRC))] += 1
+    assert {folder: n for folder, n in count.items() if n > 20} == {}
