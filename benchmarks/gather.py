@@ -28,6 +28,7 @@ from shoal.gather import (
     MemoryObject,
     MemoryStore,
     clip_factors,
+    compress,
     dequantize,
     dump_payload,
     gather,
@@ -37,7 +38,6 @@ from shoal.gather import (
     unpack12,
     validate_payload,
 )
-from shoal.gather.payload import compress
 from shoal.gather.payload.codec import pack12_reference, unpack12_reference
 from shoal.gather.payload.validate import raw_bytes
 

@@ -2,8 +2,16 @@
 
 import torch
 
-from shoal.gather import GatherConfig, GatherPlan, GradientSpec, MemoryObject, MemoryStore, QuantSpec, dump_payload
-from shoal.gather.payload import compress
+from shoal.gather import (
+    GatherConfig,
+    GatherPlan,
+    GradientSpec,
+    MemoryObject,
+    MemoryStore,
+    QuantSpec,
+    compress,
+    dump_payload,
+)
 
 WINDOW = 7
 PRIMARIES = [2, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41]

@@ -19,6 +19,7 @@ from shoal.gather import (
     ParamSpec,
     PayloadRejected,
     QuantSpec,
+    compress,
     decompress,
     dequantize,
     fault,
@@ -28,7 +29,6 @@ from shoal.gather import (
     unpack12,
     validate_payload,
 )
-from shoal.gather.payload import compress
 from shoal.gather.payload.codec import pack12_reference, unpack12_reference
 from tests.gather.helpers import gradients, model_of, payload, small_spec
 
