@@ -284,7 +284,7 @@ def test_ranks_load_what_another_number_of_ranks_saved(tmp_path):
     assert sum(run_ranks(3, load_rows, str(tmp_path))) == 60
     table = AllToAllHashTable(2, optimizer="sgd", lr=0.5, initializer="zeros")
     assert table.restore(tmp_path).size() == 60
-    with pytest.raises(ValueError, match="no checkpoint of ranks"):
+    with pytest.raises(ValueError, match="not a checkpoint of ranks"):
         table.restore(tmp_path / "nothing")
 
 

@@ -63,12 +63,19 @@ class Saved:
         if expected is None:
             raise DataError(f"{self.manifest} names no file {name!r}")
         if found[0] != expected.bytes:
-            raise DataError(f"{self.path(name)} has {found[0]} bytes, its manifest says {expected.bytes}{_ADVICE}")
+            raise DataError(f"{self.path(name)} has {found[0]} bytes, its manifest says {expected.bytes}{self._advice}")
         if expected.crc32c is not None and found[1] != expected.crc32c:
             raise DataError(
                 f"{self.path(name)} is damaged: its CRC-32C is {found[1]:08x}, its manifest says "
-                f"{expected.crc32c:08x}{_ADVICE}"
+                f"{expected.crc32c:08x}{self._advice}"
             )
+
+    @property
+    def _advice(self) -> str:
+        """What to do where a file next to its manifest was changed on purpose; folders of ours are not changed."""
+        if os.path.basename(self.manifest) == MANIFEST:
+            return ""
+        return f"; if another program wrote it on purpose, remove {self.manifest}"
 
     def read(self, name: str) -> bytes:
         """The bytes of a file, once they have been checked."""
@@ -102,9 +109,6 @@ class Saved:
             if found != expected.bytes:
                 return f"{path} has {found} bytes instead of {expected.bytes}"
         return None
-
-
-_ADVICE = "; if another program wrote it on purpose, remove the manifest"
 
 
 def write_saved(
