@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "gpu_compile"
 def kernels(package):
     """Names of the kernels that a package's modules launch."""
     found = set()
-    for path in (ROOT / "src" / "shoal" / package).glob("*.py"):
+    for path in (ROOT / "src" / "shoal" / package).rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
                 for decorator in map(ast.unparse, node.decorator_list):

@@ -281,7 +281,7 @@ def test_version_and_key_reach_the_store():
 
 def test_a_caller_with_a_loop_is_not_blocked(monkeypatch):
     from shoal.gather.protocol import fetch
-    from shoal.gather.protocol.gather import gather as protocol
+    from shoal.gather.protocol import gather as protocol
 
     turns, calls = threading.Semaphore(0), []
 

@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-from shoal.serving.server.server.rest import pool as http_pool
 
 from shoal.errors import ConfigError
 from shoal.serving import (
@@ -23,6 +22,7 @@ from shoal.serving import (
     set_client_security,
 )
 from shoal.serving.security import open_channel
+from shoal.serving.server.rest import pool as http_pool
 from shoal.serving.server.rest.pool import PooledHandler, PooledHttpServer
 from tests.serving.test_agent import rpc
 
