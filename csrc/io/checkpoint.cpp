@@ -274,7 +274,11 @@ class Load::Worker {
 };
 
 Load::Load(Table& table, bool strict, ShardRule shard, uint32_t unstamped)
-    : table_(table), strict_(strict), shard_(shard), unstamped_(unstamped), fresh_(std::make_unique<Table>(table.layout(), 0)) {}
+    : table_(table),
+      strict_(strict),
+      shard_(shard),
+      unstamped_(unstamped),
+      fresh_(std::make_unique<Table>(table.layout(), 0)) {}
 
 Load::~Load() = default;
 

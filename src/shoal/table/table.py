@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -94,16 +94,18 @@ class HashTable(TableBase):
             clocked=True,
         )
 
-    def __new__(cls, *args: Any, device: Any = "cpu", **kwargs: Any) -> HashTable:
-        if cls is HashTable and _is_cuda(device):
-            try:
-                from shoal.table.cuda.table import CudaHashTable
-            except ModuleNotFoundError as error:
-                if error.name != "triton":
-                    raise
-                raise UnsupportedError(f"device={device!r} needs triton, which torch's CUDA wheels bring") from None
-            cls = CudaHashTable
-        return object.__new__(cls)
+    if not TYPE_CHECKING:  # editors and type checkers see the arguments of __init__
+
+        def __new__(cls, *args: Any, device: Any = "cpu", **kwargs: Any) -> HashTable:
+            if cls is HashTable and _is_cuda(device):
+                try:
+                    from shoal.table.cuda.table import CudaHashTable
+                except ModuleNotFoundError as error:
+                    if error.name != "triton":
+                        raise
+                    raise UnsupportedError(f"device={device!r} needs triton, which torch's CUDA wheels bring") from None
+                cls = CudaHashTable
+            return object.__new__(cls)
 
     @classmethod
     def from_config(
@@ -125,7 +127,7 @@ class HashTable(TableBase):
         ``clocked``: as the tables of ``HashTable(dim)`` are: a write without a time takes the current one, and one far
         ahead is refused.
         """
-        table = cls.__new__(cls, device=device)
+        table = cls.__new__(cls, device=device)  # pyrefly: ignore[unexpected-keyword]
         table._build(
             config,
             name,

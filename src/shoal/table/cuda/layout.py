@@ -16,8 +16,8 @@ from shoal.table.config.messages import EmbeddingHashTableConfig
 from shoal.table.config.native import CODECS, OPTIMIZERS, native_layout, native_segment
 from shoal.table.cuda.launch import power_of_2
 
-# Optimizer -> vectors of state, what follows them (see `fresh` in kernels/rows.py), whether the first vector starts with
-# the initial accumulator.
+# Optimizer -> vectors of state, what follows them (see `fresh` in kernels/rows.py), whether the first vector starts
+# with the initial accumulator.
 _STATES: dict[str, tuple[int, int, bool]] = {
     "sgd": (0, 0, False),
     "adagrad": (1, 0, True),
