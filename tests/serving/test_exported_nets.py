@@ -7,6 +7,7 @@ import pickle
 import threading
 import uuid
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -238,3 +239,11 @@ def test_a_broken_program_file_is_a_data_error_with_its_name(tmp_path, damage):
         file.write_bytes(damage)
     with pytest.raises(DataError, match=r"program\.pt2"):
         load_exported(file)
+
+
+def test_programs_are_loaded_by_several_threads_at_once(tmp_path):
+    file = tmp_path / "program.pt2"
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 1), (torch.ones(3, 2),)), str(file))
+    with ThreadPoolExecutor(8) as pool:
+        programs = list(pool.map(lambda _: load_exported(file), range(32)))
+    assert len({tuple(program.state_dict["weight"].flatten().tolist()) for program in programs}) == 1

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import threading
 import zipfile
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,7 @@ _RECORDS = re.compile(
     r"|data/constants/(model\.pt|tensor_\d+|model_constants_config\.json)"
 )
 _PLAIN = ("weight_", "tensor_")
+_one_at_a_time = threading.Lock()  # torch's reader of programs keeps its state in a global and refuses a second one
 
 
 def load_exported(file: Path) -> torch.export.ExportedProgram:
@@ -35,7 +37,8 @@ def load_exported(file: Path) -> torch.export.ExportedProgram:
         with open(file, "rb") as opened:
             _check(file, opened)
             opened.seek(0)
-            return torch.export.load(opened)
+            with _one_at_a_time:
+                return torch.export.load(opened)
     except DataError:
         raise
     except OSError as error:
