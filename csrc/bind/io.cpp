@@ -185,8 +185,7 @@ void io(nb::module_& m) {
             new (self) Load(table, strict, {modulus, residue}, unstamped);
           },
           nb::arg("table"), nb::arg("strict") = true, nb::arg("modulus") = 1, nb::arg("residue") = 0,
-          nb::arg("unstamped") = 0,
-          nb::keep_alive<1, 2>())
+          nb::arg("unstamped") = 0, nb::keep_alive<1, 2>())
       .def(
           "read",
           [](Load& self, const std::vector<std::string>& paths, Progress* progress) {
