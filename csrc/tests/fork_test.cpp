@@ -18,15 +18,15 @@ using namespace shoal;
 
 namespace {
 
-constexpr int64_t kRows = 20000;
+[[maybe_unused]] constexpr int64_t kRows = 20000;
 
-Layout sgd(int32_t dim) {
+[[maybe_unused]] Layout sgd(int32_t dim) {
   Segment segment;
   segment.dim = dim;
   return Layout({segment}, false, false);
 }
 
-std::vector<int64_t> first_ids(int64_t n) {
+[[maybe_unused]] std::vector<int64_t> first_ids(int64_t n) {
   std::vector<int64_t> ids(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) ids[i] = i;
   return ids;
@@ -53,6 +53,9 @@ bool in_child(Work work) {
 }
 
 }  // namespace
+
+// AddressSanitizer's own allocator stays locked in a child that is forked beside threads which allocate (GCC 12).
+#if !defined(__SANITIZE_ADDRESS__)
 
 TEST(a_child_uses_what_threads_of_the_parent_were_inside_of) {
   set_num_threads(3);
@@ -99,3 +102,5 @@ TEST(rows_come_and_go_around_forks) {
   stop = true;
   maker.join();
 }
+
+#endif
