@@ -1,8 +1,10 @@
 """The byte layer: values and threads first, then processes, then mpirun."""
 
+import gc
 import random
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -288,6 +290,25 @@ def test_a_group_may_have_one_transport_after_another():
     run_ranks(2, second_transport, timeout_s=300)
 
 
+def closed_and_dropped(rank, world):
+    """Whether a transport that was used and closed is gone without the garbage collector, and the group with it."""
+    gc.disable()
+    t = ProcessGroupTransport(default_timeout_s=200)
+    t.send(1 - rank, b"x")
+    t.recv(1 - rank)
+    t.barrier()
+    t.close()
+    gone = weakref.ref(t)
+    del t
+    eventually(lambda: gone() is None)
+    names = {thread.name for thread in threading.enumerate()}
+    return sorted(name for name in names if name.startswith("shoal-"))
+
+
+def test_a_closed_transport_keeps_neither_threads_nor_its_group():
+    assert run_ranks(2, closed_and_dropped, timeout_s=300) == [[], []]
+
+
 def last_message(rank, world):
     t = ProcessGroupTransport(default_timeout_s=200)
     if rank == 0:
@@ -336,7 +357,7 @@ def closes_after_barrier(rank, world):
             def send(self, tensors, dest, tag):
                 held.append((tensors, dest, tag))
 
-        t._collect([1], 0, Deadline(200))
+        t._collect(t._barrier_inboxes, 0, Deadline(200))
         t.group = Holding()
         outbox = t._outbox(1, BARRIER_TAG)
         outbox.reaping = True  # nothing is under way yet

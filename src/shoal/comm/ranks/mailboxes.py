@@ -8,10 +8,12 @@ per source that outlives the caller's timeout, and what it got late is handed to
 import os
 import threading
 import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +35,8 @@ IDLE_S = 5.0  # a helper thread without work ends after this
 FOREVER = timedelta(days=3650)
 
 _unsent: set["Outbox"] = set()
+_helpers: set[threading.Thread] = set()
+_boxes: weakref.WeakSet[Any] = weakref.WeakSet()
 _flushing_pid: int | None = None
 
 
@@ -47,9 +51,16 @@ def _finish(work: "dist.Work", cuda: bool) -> None:
 
 
 def _flush_all() -> None:
+    """Sends what waits, and ends the helper threads: one that lets go of a tensor while the interpreter ends, or a
+    group that such a thread keeps alive, would abort the process."""
     deadline = Deadline(LINGER_S)
     for box in list(_unsent):
         box.flush(deadline)
+    for box in list(_boxes):
+        box.close()
+    deadline = Deadline(1.0)  # one that waits for a peer in vain stays
+    for helper in list(_helpers):
+        helper.join(deadline.left())
 
 
 def _flush_at_exit() -> None:
@@ -58,6 +69,29 @@ def _flush_at_exit() -> None:
     if _flushing_pid != os.getpid():
         _flushing_pid = os.getpid()
         Finalize(None, _flush_all, exitpriority=100)  # runs in multiprocessing's children too, where atexit does not
+
+
+def _after_fork() -> None:
+    for known in (_unsent, _helpers, _boxes):  # the parent's
+        known.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _start(run: Callable[[], None], name: str) -> None:
+    """A helper thread, known until it ends."""
+
+    def work() -> None:
+        try:
+            run()
+        finally:
+            _helpers.discard(threading.current_thread())
+
+    helper = threading.Thread(target=work, name=name, daemon=True)
+    _helpers.add(helper)
+    _flush_at_exit()
+    helper.start()
 
 
 class Outbox:
@@ -71,6 +105,8 @@ class Outbox:
         self.error: Exception | None = None
         self.changed = threading.Condition()
         self.reaping = False
+        self.closed = False
+        _boxes.add(self)
 
     def put(self, view: memoryview, deadline: Deadline) -> None:
         owner, nbytes = self.transport, view.nbytes
@@ -104,18 +140,16 @@ class Outbox:
             _unsent.add(self)
             if not self.reaping:
                 self.reaping = True
-                _flush_at_exit()
-                threading.Thread(target=self._reap, name=f"shoal-send-{self.dest}", daemon=True).start()
+                _start(self._reap, f"shoal-send-{self.dest}")
             self.changed.notify_all()
 
     def _reap(self) -> None:
         while True:
             with self.changed:
-                if not self.pending and not self.changed.wait(IDLE_S) and not self.pending:
+                self.changed.wait_for(lambda: self.pending or self.closed, IDLE_S)
+                if not self.pending:
                     self.reaping = False
                     return
-                if not self.pending:
-                    continue
                 works, _, nbytes = self.pending[0]
             try:
                 for work in works:
@@ -133,6 +167,12 @@ class Outbox:
                 if not self.pending:
                     _unsent.discard(self)
                 self.changed.notify_all()
+
+    def close(self) -> None:
+        """Lets the thread end once everything is sent."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
     def flush(self, deadline: Deadline) -> None:
         with self.changed:
@@ -155,6 +195,8 @@ class Inbox:
         self.final = False  # the error stays
         self.changed = changed or threading.Condition()
         self.receiving = False
+        self.closed = False
+        _boxes.add(self)
 
     @property
     def ready(self) -> bool:
@@ -167,7 +209,7 @@ class Inbox:
                 self.asked = True
                 if not self.receiving:
                     self.receiving = True
-                    threading.Thread(target=self._run, name=f"shoal-recv-{self.src}", daemon=True).start()
+                    _start(self._run, f"shoal-recv-{self.src}")
                 self.changed.notify_all()
 
     def take(self, seconds: float) -> bytes | None:
@@ -187,7 +229,8 @@ class Inbox:
     def _run(self) -> None:
         while True:
             with self.changed:
-                if not self.changed.wait_for(lambda: self.asked, IDLE_S):
+                self.changed.wait_for(lambda: self.asked or self.closed, IDLE_S)
+                if not self.asked:
                     self.receiving = False
                     return
             message, error, final = None, None, False
@@ -205,6 +248,12 @@ class Inbox:
                 self.changed.notify_all()
                 if final:
                     return
+
+    def close(self) -> None:
+        """Lets the thread end once what was asked for is here."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
     def _receive(self) -> bytes:
         owner = self.transport

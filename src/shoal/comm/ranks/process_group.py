@@ -132,6 +132,14 @@ class ProcessGroupTransport(BaseTransport):
             raise self._lost(0, f"the rendezvous store does not answer: {error}") from error
 
     def _close(self) -> None:
+        self._tell_closed()
+        with self._lock:  # boxes and their threads keep the transport, and so the group, alive
+            boxes = [*self._outboxes.values(), *self._inboxes.values(), *self._barrier_inboxes.values()]
+            self._outboxes, self._inboxes, self._barrier_inboxes = {}, {}, {}
+        for box in boxes:
+            box.close()
+
+    def _tell_closed(self) -> None:
         if self._store is None:
             return
         with self._lock:
@@ -153,15 +161,15 @@ class ProcessGroupTransport(BaseTransport):
             dist.barrier(self.group)
             return
         mark = memoryview(generation.to_bytes(8, "little"))
-        peers = list(self._barrier_inboxes)
+        inboxes = self._barrier_inboxes
         try:
             if self.rank == 0:
-                self._collect(peers, generation, deadline)
-                for peer in peers:
+                self._collect(inboxes, generation, deadline)
+                for peer in inboxes:
                     self._outbox(peer, BARRIER_TAG).put(mark, deadline)
             else:
                 self._outbox(0, BARRIER_TAG).put(mark, deadline)
-                self._collect(peers, generation, deadline)
+                self._collect(inboxes, generation, deadline)
         except TransportError as error:
             self._break_barrier(generation, error)
             raise
@@ -169,9 +177,9 @@ class ProcessGroupTransport(BaseTransport):
             raise self._lost(0, f"the rendezvous store does not answer: {error}") from error
         self._barriers_passed = generation + 1
 
-    def _collect(self, peers: list[int], generation: int, deadline: Deadline) -> None:
+    def _collect(self, inboxes: dict[int, Inbox], generation: int, deadline: Deadline) -> None:
         """Waits for every peer's mark of this generation; older marks are of barriers that were given up."""
-        waiting = {peer: self._barrier_inboxes[peer] for peer in peers}
+        waiting = dict(inboxes)
         announced = False
         while waiting:
             over = deadline.over()
