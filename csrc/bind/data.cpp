@@ -1,4 +1,7 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
@@ -7,6 +10,8 @@
 #include "bind/bind.h"
 #include "core/thread_pool.h"
 #include "data/block.h"
+#include "data/feature.h"
+#include "data/raw_columns.h"
 #include "data/text.h"
 #include "data/text_hash.h"
 #include "data/tf_example.h"
@@ -14,27 +19,29 @@
 namespace shoal::bind {
 namespace {
 
-constexpr int64_t kGrain = 8192;
-
 template <class T>
 void copy_out(const std::vector<T>& from, uintptr_t to, int64_t size) {
   if (static_cast<int64_t>(from.size()) != size) throw std::invalid_argument("Block.copy: a tensor has another size");
   if (size > 0) std::memcpy(ptr<T>(to), from.data(), from.size() * sizeof(T));
 }
 
-// out[i * stride] = the id of text i, which lies at data[offsets[i], offsets[i + 1]).
-template <class Offset>
-void hash_texts(uintptr_t data, int64_t size, uintptr_t offsets, int64_t n, uint64_t slot, uintptr_t out,
-                int64_t stride) {
-  const char* text = ptr<const char>(data);
-  const Offset* at = ptr<const Offset>(offsets);
-  int64_t* to = ptr<int64_t>(out);
-  parallel_for(n, kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (at[i] < 0 || at[i] > at[i + 1] || at[i + 1] > size) throw std::invalid_argument("offsets leave the text");
-      to[i * stride] = text_fid({text + at[i], static_cast<size_t>(at[i + 1] - at[i])}, slot);
-    }
-  });
+Vocabulary words_of(const std::vector<std::string>& words) {
+  Vocabulary out;
+  for (const std::string& word : words) {
+    if (!out.emplace(word, static_cast<int64_t>(out.size())).second)
+      throw std::invalid_argument("the vocabulary has a word twice: " + word);
+  }
+  return out;
+}
+
+// (kind, address of values, count, address of text, its bytes, address of lengths or 0, address of valid or 0)
+using ColumnTuple = std::tuple<int, uintptr_t, int64_t, uintptr_t, int64_t, uintptr_t, uintptr_t>;
+
+RawColumn column_of(const ColumnTuple& given) {
+  const auto [kind, values, count, text, bytes, lengths, valid] = given;
+  if (kind < 0 || kind > static_cast<int>(RawKind::ready)) throw std::invalid_argument("a kind of column is 0..4");
+  return {static_cast<RawKind>(kind),  ptr<const char>(values),  count, ptr<const char>(text), bytes,
+          ptr<const int64_t>(lengths), ptr<const uint8_t>(valid)};
 }
 
 }  // namespace
@@ -65,20 +72,67 @@ void data(nb::module_& m) {
             copy_out(b.time, time, time_size);
           },
           NoGil());
+  nb::class_<FeatureSet>(m, "FeatureSet")
+      .def(nb::init<>())
+      .def(
+          "add_feature",
+          [](FeatureSet& self, int rule, uint64_t slot, bool listed, int separator, int64_t limit,
+             std::optional<nb::bytes> missing, std::vector<double> edges, double steps,
+             const std::vector<std::string>& words, int unknown, std::vector<int64_t> of) {
+            if (rule < 0 || rule > static_cast<int>(Rule::cross)) throw std::invalid_argument("a rule is 0..5");
+            if (unknown < 0 || unknown > 2) throw std::invalid_argument("unknown is 0..2");
+            FeatureRule feature;
+            feature.rule = static_cast<Rule>(rule);
+            feature.slot = slot;
+            feature.listed = listed;
+            feature.separator = static_cast<char>(separator);
+            feature.limit = limit;
+            if (missing) feature.missing = std::string(missing->c_str(), missing->size());
+            feature.edges = std::move(edges);
+            feature.steps = steps;
+            if (feature.rule == Rule::vocabulary) feature.words = std::make_shared<Vocabulary>(words_of(words));
+            feature.unknown = static_cast<Unknown>(unknown);
+            feature.of = std::move(of);
+            self.features.push_back(std::move(feature));
+            self.check();
+          },
+          nb::arg("rule"), nb::arg("slot"), nb::arg("listed"), nb::arg("separator"), nb::arg("limit"),
+          nb::arg("missing").none(), nb::arg("edges"), nb::arg("steps"), nb::arg("words"), nb::arg("unknown"),
+          nb::arg("of"))
+      .def("add_number", [](FeatureSet& self, float missing, float low, float high, bool log, float mean,
+                            float scale) { self.numbers.push_back({missing, low, high, log, mean, scale}); })
+      .def_prop_ro("listed", &FeatureSet::listed)
+      .def(
+          "apply",
+          [](const FeatureSet& self, int64_t n, const std::vector<std::optional<ColumnTuple>>& given) {
+            std::vector<std::optional<RawColumn>> columns(given.size());
+            for (size_t i = 0; i < given.size(); ++i)
+              if (given[i]) columns[i] = column_of(*given[i]);
+            return apply_columns(self, n, columns);
+          },
+          NoGil())
+      // Numbers [n, D] in place.
+      .def(
+          "apply_numbers",
+          [](const FeatureSet& self, uintptr_t address, int64_t n) {
+            float* values = ptr<float>(address, n * static_cast<int64_t>(self.numbers.size()));
+            for (int64_t i = 0; i < n; ++i)  // on one thread: training has the others
+              for (const NumberRule& rule : self.numbers) *values = rule.apply(*values), ++values;
+          },
+          NoGil());
   nb::class_<TextParser>(m, "TextParser")
       .def("__init__",
-           [](TextParser* self, const std::vector<int>& roles, const std::vector<int64_t>& indices,
-              const std::vector<uint64_t>& slots, int delimiter, int quote, int separator, int64_t max_line) {
-             if (roles.size() != indices.size() || roles.size() != slots.size()) {
-               throw std::invalid_argument("roles, indices and slots are equally many");
+           [](TextParser* self, const std::vector<std::vector<std::pair<int, int64_t>>>& uses, const FeatureSet& set,
+              int delimiter, int quote, int64_t max_line) {
+             std::vector<std::vector<TextUse>> columns(uses.size());
+             for (size_t c = 0; c < columns.size(); ++c) {
+               for (auto [role, index] : uses[c]) {
+                 if (role < 0 || role > 3) throw std::invalid_argument("a role is 0..3");
+                 columns[c].push_back({static_cast<Role>(role), index});
+               }
              }
-             std::vector<TextColumn> columns(roles.size());
-             for (size_t i = 0; i < columns.size(); ++i) {
-               if (roles[i] < 0 || roles[i] > 5) throw std::invalid_argument("a role is 0..5");
-               columns[i] = {static_cast<Role>(roles[i]), indices[i], slots[i]};
-             }
-             new (self) TextParser(std::move(columns), static_cast<char>(delimiter), static_cast<char>(quote),
-                                   static_cast<char>(separator), max_line);
+             new (self)
+                 TextParser(std::move(columns), set, static_cast<char>(delimiter), static_cast<char>(quote), max_line);
            })
       .def(
           "parse",
@@ -94,17 +148,16 @@ void data(nb::module_& m) {
   m.def(
       "parse_tf_examples",
       [](nb::list messages, const std::string& label, const std::string& time, const std::vector<std::string>& dense,
-         const std::vector<std::string>& sparse, const std::vector<uint64_t>& slots, bool raw) {
+         const std::vector<std::string>& sparse, const FeatureSet& set) {
         std::vector<std::string_view> views;
         for (nb::handle message : messages) {
           auto bytes = nb::cast<nb::bytes>(message);
           views.emplace_back(bytes.c_str(), bytes.size());  // the list keeps them alive
         }
         const nb::gil_scoped_release release;
-        return parse_tf_examples({label, time, dense, sparse, slots, raw}, views);
+        return parse_tf_examples({label, time, dense, sparse, set}, views);
       },
-      nb::arg("messages"), nb::arg("label"), nb::arg("time"), nb::arg("dense"), nb::arg("sparse"), nb::arg("slots"),
-      nb::arg("raw"));
+      nb::arg("messages"), nb::arg("label"), nb::arg("time"), nb::arg("dense"), nb::arg("sparse"), nb::arg("set"));
   // (payloads, where each frame begins, bytes read); a payload that is corrupt is None.
   m.def(
       "read_frames",
@@ -127,18 +180,8 @@ void data(nb::module_& m) {
       },
       nb::arg("text"), nb::arg("begin"), nb::arg("max_records"));
   m.def("text_fid", [](nb::bytes text, uint64_t slot) { return text_fid({text.c_str(), text.size()}, slot); });
-  m.def("hash_texts_32", &hash_texts<int32_t>, NoGil());
-  m.def("hash_texts_64", &hash_texts<int64_t>, NoGil());
-  m.def(
-      "hash_numbers",
-      [](uintptr_t values, int64_t n, uint64_t slot, uintptr_t out, int64_t stride) {
-        parallel_for(n, kGrain, [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            ptr<int64_t>(out)[i * stride] = number_fid(ptr<const int64_t>(values)[i], slot);
-          }
-        });
-      },
-      NoGil());
+  m.def("cross_fid",
+        [](const std::vector<int64_t>& ids, uint64_t slot) { return cross_fid(ids.data(), ids.size(), slot); });
 }
 
 }  // namespace shoal::bind

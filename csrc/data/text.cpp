@@ -1,12 +1,11 @@
 #include "data/text.h"
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
 #include "core/thread_pool.h"
+#include "data/numbers.h"
 #include "data/text_hash.h"
 
 namespace shoal {
@@ -32,72 +31,52 @@ const char* line_end(const char* at, const char* end, char quote, bool final, in
   return quoted && final ? newline(at, end) : end;
 }
 
-bool to_float(std::string_view cell, float* out) {
-  if (!cell.empty() && cell.size() <= 7) {  // short integers, which most numbers of a log are
-    const bool negative = cell[0] == '-';
-    int32_t value = 0;
-    size_t i = negative;
-    for (; i < cell.size() && cell[i] >= '0' && cell[i] <= '9'; ++i) value = value * 10 + (cell[i] - '0');
-    if (i == cell.size() && i > negative) {
-      *out = static_cast<float>(negative ? -value : value);
-      return true;
-    }
-  }
-  if (!cell.empty() && cell[0] == '+') cell.remove_prefix(1);
-  const auto result = std::from_chars(cell.data(), cell.data() + cell.size(), *out);
-  return result.ec == std::errc() && result.ptr == cell.data() + cell.size() && std::isfinite(*out);
-}
-
-template <class T>
-bool to_integer(std::string_view cell, T* out) {
-  const auto result = std::from_chars(cell.data(), cell.data() + cell.size(), *out);
-  return result.ec == std::errc() && result.ptr == cell.data() + cell.size();
-}
-
-// An id in signed or unsigned decimal.
-bool to_id(std::string_view cell, int64_t* out) {
-  if (!cell.empty() && cell[0] == '-') return to_integer(cell, out);
-  uint64_t value;
-  if (!to_integer(cell, &value)) return false;
-  *out = static_cast<int64_t>(value);
-  return true;
-}
-
-std::string shown(std::string_view cell) {
-  std::string out(cell.substr(0, 40));
-  for (char& c : out) {
-    if (static_cast<unsigned char>(c) < 0x20 || static_cast<unsigned char>(c) > 0x7e) c = '?';
-  }
-  return "'" + out + (cell.size() > 40 ? "...'" : "'");
-}
-
 }  // namespace
 
-TextParser::TextParser(std::vector<TextColumn> columns, char delimiter, char quote, char separator, int64_t max_line)
-    : columns_(std::move(columns)), delimiter_(delimiter), quote_(quote), separator_(separator), max_line_(max_line) {
+TextParser::TextParser(std::vector<std::vector<TextUse>> columns, FeatureSet set, char delimiter, char quote,
+                       int64_t max_line)
+    : columns_(std::move(columns)), set_(std::move(set)), delimiter_(delimiter), quote_(quote), max_line_(max_line) {
+  set_.check();
+  dense_ = static_cast<int64_t>(set_.numbers.size());
+  sparse_ = static_cast<int64_t>(set_.features.size());
+  ragged_ = set_.listed();
+  plain_ = std::all_of(set_.features.begin(), set_.features.end(), [](const FeatureRule& feature) {
+    return !feature.listed && !feature.missing && (feature.rule == Rule::text || feature.rule == Rule::id);
+  });
+  if (delimiter_ == '\n' || delimiter_ == quote_ || delimiter_ == 0)
+    throw std::invalid_argument("the delimiter must be a character of its own");
+  for (const FeatureRule& feature : set_.features)
+    if (feature.separator == delimiter_)
+      throw std::invalid_argument("the separator must be another character than the delimiter");
   int64_t labels = 0, times = 0;
-  for (const TextColumn& column : columns_) {
-    labels += column.role == Role::label;
-    times += column.role == Role::time;
-    dense_ += column.role == Role::dense;
-    sparse_ += column.role == Role::sparse || column.role == Role::raw;
-  }
-  if (labels != 1) throw std::invalid_argument("a layout has one label column, got " + std::to_string(labels));
-  if (times > 1) throw std::invalid_argument("a layout has at most one time column");
-  if (delimiter_ == '\n' || delimiter_ == quote_ || delimiter_ == separator_ || delimiter_ == 0) {
-    throw std::invalid_argument("the delimiter is a character of its own");
-  }
   std::vector<char> seen_dense(dense_), seen_sparse(sparse_);
-  for (const TextColumn& column : columns_) {
-    const bool is_dense = column.role == Role::dense;
-    if (!is_dense && column.role != Role::sparse && column.role != Role::raw) continue;
-    auto& seen = is_dense ? seen_dense : seen_sparse;
-    if (column.index < 0 || column.index >= static_cast<int64_t>(seen.size()) || seen[column.index]++) {
-      throw std::invalid_argument("columns of a layout have the indices 0, 1, ...");
+  for (const auto& uses : columns_) {
+    for (const TextUse& use : uses) {
+      labels += use.role == Role::label;
+      times += use.role == Role::time;
+      if (use.role != Role::dense && use.role != Role::sparse) continue;
+      auto& seen = use.role == Role::dense ? seen_dense : seen_sparse;
+      if (use.index < 0 || use.index >= static_cast<int64_t>(seen.size()) || seen[use.index]++)
+        throw std::invalid_argument("every number and every feature must have one column");
     }
-    if (column.slot > 32767) throw std::invalid_argument("a slot is 0..32767, got " + std::to_string(column.slot));
   }
+  for (int64_t f = 0; f < sparse_; ++f) seen_sparse[f] |= set_.features[f].rule == Rule::cross;
+  const auto lacks = [](const std::vector<char>& seen) { return std::find(seen.begin(), seen.end(), 0) != seen.end(); };
+  if (lacks(seen_dense) || lacks(seen_sparse))
+    throw std::invalid_argument("every number and every feature must have one column");
+  if (labels != 1) throw std::invalid_argument("there must be one label column, got " + std::to_string(labels));
+  if (times > 1) throw std::invalid_argument("there must be at most one time column");
 }
+
+// What the cells of one line give, and memory for it.
+struct TextParser::Line {
+  float* label;
+  float* dense;
+  int64_t* ids;  // of plain features
+  int64_t* time;
+  std::vector<std::vector<int64_t>> lists;  // of all features, unless they are plain
+  std::string scratch, why;
+};
 
 Block TextParser::parse(std::string_view text, bool final, int64_t max_rows, int64_t limit, bool threads) const {
   Block out;
@@ -148,10 +127,12 @@ void TextParser::parse_lines(std::string_view text, const int64_t* starts, int64
   out->label.resize(lines);
   out->dense.resize(lines * dense_);
   if (!ragged()) out->ids.resize(lines * sparse_);
-  const bool timed = std::any_of(columns_.begin(), columns_.end(), [](auto& c) { return c.role == Role::time; });
+  const bool timed = std::any_of(columns_.begin(), columns_.end(), [](const auto& uses) {
+    return std::any_of(uses.begin(), uses.end(), [](const TextUse& use) { return use.role == Role::time; });
+  });
   if (timed) out->time.resize(lines);
-  std::vector<std::vector<int64_t>> lists(ragged() ? sparse_ : 0);
-  std::string scratch, why;
+  Line cells{};
+  cells.lists.resize(plain_ ? 0 : sparse_);
   int64_t row = 0, unused = 0;
   for (int64_t line = begin; line < end; ++line) {
     const char* at = text.data() + starts[line];
@@ -162,20 +143,25 @@ void TextParser::parse_lines(std::string_view text, const int64_t* starts, int64
     bool good;
     if (stop - at > max_line_) {
       good = false;
-      why = "the line has " + std::to_string(stop - at) + " bytes, more than " + std::to_string(max_line_);
+      cells.why = "the line has " + std::to_string(stop - at) + " bytes, more than " + std::to_string(max_line_);
     } else {
-      good = parse_line(at, stop, &out->label[row], out->dense.data() + row * dense_,
-                        out->ids.data() + (ragged() ? 0 : row * sparse_), timed ? &out->time[row] : &unused, &lists,
-                        &scratch, &why);
+      cells.label = &out->label[row];
+      cells.dense = out->dense.data() + row * dense_;
+      cells.ids = out->ids.data() + (ragged() ? 0 : row * sparse_);
+      cells.time = timed ? &out->time[row] : &unused;
+      good = parse_line(at, stop, &cells);
     }
     if (!good) {
-      out->bad.push_back({line, starts[line], why});
+      out->bad.push_back({line, starts[line], cells.why});
       continue;
     }
-    if (ragged()) {
-      for (auto& list : lists) {
+    for (size_t f = 0; f < cells.lists.size(); ++f) {
+      const auto& list = cells.lists[f];
+      if (ragged()) {
         out->lengths.push_back(static_cast<int64_t>(list.size()));
         out->ids.insert(out->ids.end(), list.begin(), list.end());
+      } else {
+        cells.ids[f] = list[0];
       }
     }
     ++row;
@@ -187,31 +173,59 @@ void TextParser::parse_lines(std::string_view text, const int64_t* starts, int64
   if (timed) out->time.resize(row);
 }
 
-bool TextParser::parse_line(const char* at, const char* end, float* label, float* dense, int64_t* ids, int64_t* time,
-                            std::vector<std::vector<int64_t>>* lists, std::string* scratch, std::string* why) const {
-  const auto bad = [&](size_t column, const char* what, std::string_view cell) {
-    *why = "column " + std::to_string(column + 1) + " " + what + ", got " + shown(cell);
+bool TextParser::use_cell(const TextUse& use, std::string_view cell, Line* line) const {
+  const auto bad = [&](const char* what) {
+    line->why = std::string(what) + ", got " + shown(cell);
+    return false;
+  };
+  switch (use.role) {
+    case Role::label:
+      return to_float(cell, line->label) || bad("is the label, a number");
+    case Role::dense:
+      if (cell.empty()) return line->dense[use.index] = set_.numbers[use.index].missing, true;
+      return to_float(cell, line->dense + use.index) || bad("is a number or empty");
+    case Role::time:
+      return (to_integer(cell, line->time) && *line->time >= 0 && *line->time <= UINT32_MAX) ||
+             bad("is a time in seconds since 1970");
+    case Role::sparse:
+      break;
+  }
+  const FeatureRule& feature = set_.features[use.index];
+  if (!plain_) {
+    auto* list = &line->lists[use.index];
+    list->clear();
+    return feature.add_cell(cell, list, &line->why) && feature.end(list, &line->why);
+  }
+  if (feature.rule == Rule::text) return line->ids[use.index] = text_fid(cell, feature.slot), true;
+  return to_id(cell, line->ids + use.index) || bad("is a 64-bit id");
+}
+
+bool TextParser::parse_line(const char* at, const char* end, Line* line) const {
+  const auto bad = [&](size_t column, const std::string& why) {
+    line->why = "column " + std::to_string(column + 1) + " " + why;
     return false;
   };
   for (size_t c = 0; c < columns_.size(); ++c) {
     if (at > end) {
-      *why = "the line has " + std::to_string(c) + " columns, not " + std::to_string(columns_.size());
+      line->why = "the line has " + std::to_string(c) + " columns, not " + std::to_string(columns_.size());
       return false;
     }
     std::string_view cell;
     if (quote_ != 0 && at < end && *at == quote_) {  // "a ""quoted"" cell"
-      scratch->clear();
+      std::string& scratch = line->scratch;
+      scratch.clear();
       for (++at;; ++at) {
-        if (at >= end) return bad(c, "has a quote that is not closed", *scratch);
+        if (at >= end) return bad(c, "has a quote that is not closed, got " + shown(scratch));
         if (*at == quote_) {
           if (at + 1 >= end || at[1] != quote_) break;
           ++at;
         }
-        scratch->push_back(*at);
+        scratch.push_back(*at);
       }
       ++at;
-      if (at < end && *at != delimiter_) return bad(c, "goes on after its closing quote", {at, size_t(end - at)});
-      cell = *scratch;
+      if (at < end && *at != delimiter_)
+        return bad(c, "goes on after its closing quote, got " + shown({at, size_t(end - at)}));
+      cell = scratch;
     } else {
       const void* found = std::memchr(at, delimiter_, static_cast<size_t>(end - at));
       const char* stop = found == nullptr ? end : static_cast<const char*>(found);
@@ -219,54 +233,14 @@ bool TextParser::parse_line(const char* at, const char* end, float* label, float
       at = stop;
     }
     ++at;  // past the delimiter, or past the end, which says that there was none
-    const TextColumn& column = columns_[c];
-    switch (column.role) {
-      case Role::skip:
-        break;
-      case Role::label:
-        if (!to_float(cell, label)) return bad(c, "is the label, a number", cell);
-        break;
-      case Role::dense:
-        if (cell.empty()) {
-          dense[column.index] = 0;  // missing
-        } else if (!to_float(cell, dense + column.index)) {
-          return bad(c, "is a number or empty", cell);
-        }
-        break;
-      case Role::time:
-        if (!to_integer(cell, time) || *time < 0 || *time > UINT32_MAX) {
-          return bad(c, "is a time in seconds since 1970", cell);
-        }
-        break;
-      case Role::sparse:
-      case Role::raw: {
-        std::vector<int64_t>* list = lists->empty() ? nullptr : &(*lists)[column.index];
-        if (list != nullptr) list->clear();
-        while (list == nullptr || !cell.empty()) {
-          const size_t cut = list == nullptr ? cell.npos : cell.find(separator_);
-          const std::string_view value = cell.substr(0, cut);
-          int64_t id;
-          if (column.role == Role::sparse) {
-            id = text_fid(value, column.slot);
-          } else if (!to_id(value, &id)) {
-            return bad(c, "is a 64-bit id", value);
-          }
-          if (list == nullptr) {
-            ids[column.index] = id;
-            break;
-          }
-          list->push_back(id);
-          cell = cut == cell.npos ? std::string_view() : cell.substr(cut + 1);
-        }
-        break;
-      }
-    }
+    for (const TextUse& use : columns_[c])
+      if (!use_cell(use, cell, line)) return bad(c, line->why);
   }
   if (at <= end) {
-    *why = "the line has more than " + std::to_string(columns_.size()) + " columns";
+    line->why = "the line has more than " + std::to_string(columns_.size()) + " columns";
     return false;
   }
-  return true;
+  return plain_ || set_.cross(&line->lists, &line->why);
 }
 
 }  // namespace shoal

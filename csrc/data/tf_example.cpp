@@ -7,7 +7,6 @@
 
 #include "core/thread_pool.h"
 #include "core/wire_fields.h"
-#include "data/text_hash.h"
 #include "io/crc32c.h"
 #include "io/record.h"
 
@@ -67,16 +66,37 @@ struct Values {
 };
 
 enum class What { label, time, dense, sparse };
+using Uses = std::unordered_map<std::string_view, std::vector<std::pair<What, size_t>>>;
+
+Uses uses_of(const ExampleLayout& layout) {
+  Uses uses;
+  for (size_t i = 0; i < layout.dense.size(); ++i) uses[layout.dense[i]].emplace_back(What::dense, i);
+  for (size_t i = 0; i < layout.sparse.size(); ++i)
+    if (layout.set.features[i].rule != Rule::cross) uses[layout.sparse[i]].emplace_back(What::sparse, i);
+  if (!layout.time.empty()) uses[layout.time].emplace_back(What::time, 0);
+  uses[layout.label].emplace_back(What::label, 0);
+  return uses;
+}
+
+// The ids of one feature's values.
+void add_values(const FeatureRule& feature, const Values& values, std::vector<int64_t>* list) {
+  std::string why;
+  bool good = true;
+  if (!values.floats.empty() && feature.rule != Rule::bucket && feature.rule != Rule::log)
+    throw Malformed("holds floats, not ids");
+  for (auto text : values.texts) good = good && feature.add_cell(text, list, &why);
+  for (auto id : values.integers) good = good && feature.add(id, list, &why);
+  for (auto number : values.floats) good = good && feature.add(static_cast<double>(number), list, &why);
+  if (!good) throw Malformed(why);
+}
 
 }  // namespace
 
 Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::string_view>& messages) {
-  if (layout.slots.size() != layout.sparse.size()) throw std::invalid_argument("every sparse feature has a slot");
-  std::unordered_map<std::string_view, std::pair<What, size_t>> names;
-  for (size_t i = 0; i < layout.dense.size(); ++i) names[layout.dense[i]] = {What::dense, i};
-  for (size_t i = 0; i < layout.sparse.size(); ++i) names[layout.sparse[i]] = {What::sparse, i};
-  if (!layout.time.empty()) names[layout.time] = {What::time, 0};
-  names[layout.label] = {What::label, 0};
+  layout.set.check();
+  if (layout.set.features.size() != layout.sparse.size() || layout.set.numbers.size() != layout.dense.size())
+    throw std::invalid_argument("every feature and every number must have a rule");
+  const Uses names = uses_of(layout);
   const size_t dense = layout.dense.size();
   constexpr int64_t kPerPart = 1024;
   const int64_t count = static_cast<int64_t>(messages.size());
@@ -87,7 +107,7 @@ Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::stri
     std::vector<float> row(dense);
     std::vector<std::vector<int64_t>> lists(layout.sparse.size());
     for (int64_t i = part * kPerPart; i < std::min(count, (part + 1) * kPerPart); ++i) {
-      std::fill(row.begin(), row.end(), 0.0f);
+      for (size_t d = 0; d < dense; ++d) row[d] = layout.set.numbers[d].missing;
       for (auto& list : lists) list.clear();
       double label = 0, time = 0;
       bool labelled = false;
@@ -104,25 +124,33 @@ Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::stri
             const auto found = names.find(key);
             if (found == names.end()) continue;
             values.read(feature);
-            const auto [what, index] = found->second;
-            double number = 0;
-            if (what == What::sparse) {
-              if (values.kind == 2) throw Malformed("feature '" + layout.sparse[index] + "' holds floats, not ids");
-              auto& list = lists[index];
-              list.clear();
-              for (auto text : values.texts) list.push_back(text_fid(text, layout.slots[index]));
-              for (auto id : values.integers) {
-                list.push_back(layout.raw ? id : number_fid(id, layout.slots[index]));
+            for (const auto& [what, index] : found->second) {
+              double number = 0;
+              if (what == What::sparse) {
+                try {
+                  lists[index].clear();
+                  add_values(layout.set.features[index], values, &lists[index]);
+                } catch (const Malformed& error) {
+                  throw Malformed("feature '" + layout.sparse[index] + "' " + error.what());
+                }
+              } else if (values.number(&number)) {
+                if (what == What::label) label = number, labelled = true;
+                if (what == What::time) time = number;
+                if (what == What::dense) row[index] = static_cast<float>(number);
+              } else if (what != What::dense || values.kind == 1 || !values.floats.empty()) {
+                throw Malformed("feature '" + std::string(key.substr(0, 40)) + "' is no finite number");
               }
-            } else if (values.number(&number)) {
-              if (what == What::label) label = number, labelled = true;
-              if (what == What::time) time = number;
-              if (what == What::dense) row[index] = static_cast<float>(number);
-            } else if (what != What::dense || values.kind == 1 || !values.floats.empty()) {
-              throw Malformed("feature '" + std::string(key.substr(0, 40)) + "' is no finite number");
             }
           }
         }
+        std::string why;
+        for (size_t f = 0; f < lists.size(); ++f) {
+          const FeatureRule& feature = layout.set.features[f];
+          if (feature.rule == Rule::cross) continue;
+          if ((lists[f].empty() && !feature.add_missing(&lists[f], &why)) || !feature.end(&lists[f], &why))
+            throw Malformed("feature '" + layout.sparse[f] + "' " + why);
+        }
+        if (!layout.set.cross(&lists, &why)) throw Malformed("a cross " + why);
         if (!labelled) throw Malformed("it has no label '" + layout.label + "'");
         if (!(time >= 0 && time <= 4294967295.0)) throw Malformed("its time is no time in seconds since 1970");
       } catch (const Malformed& error) {

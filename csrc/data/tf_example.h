@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "data/block.h"
+#include "data/feature.h"
 
 namespace shoal {
 
 struct ExampleLayout {
-  std::string label, time;  // an empty name is none
-  std::vector<std::string> dense, sparse;
-  std::vector<uint64_t> slots;  // of `sparse`
-  bool raw = false;             // int64 values are ids already
+  std::string label, time;                 // an empty name is none
+  std::vector<std::string> dense, sparse;  // the names in the messages of numbers and features; of a cross, empty
+  FeatureSet set;
 };
 
 // Samples in order; sparse features are ragged. A message that cannot be read is bad and gives no sample.

@@ -15,10 +15,15 @@ namespace {
 
 constexpr int64_t kAll = int64_t{1} << 40;
 
+FeatureSet one_feature(uint64_t slot, char separator) {
+  FeatureRule feature;
+  feature.slot = slot, feature.separator = separator, feature.listed = separator != 0;
+  return {{feature}, {NumberRule{}}};
+}
+
 TextParser parser(char quote, char separator, int64_t max_line = 1000) {
-  return TextParser(
-      {{Role::label, 0, 0}, {Role::dense, 0, 0}, {Role::skip, 0, 0}, {Role::sparse, 0, 3}, {Role::time, 0, 0}}, ',',
-      quote, separator, max_line);
+  return TextParser({{{Role::label, 0}}, {{Role::dense, 0}}, {}, {{Role::sparse, 0}}, {{Role::time, 0}}},
+                    one_feature(3, separator), ',', quote, max_line);
 }
 
 TEST(lines_become_samples_and_bad_ones_are_told) {
@@ -55,7 +60,8 @@ TEST(any_bytes_are_read_without_harm) {
       read_frames(text, 100, &consumed);
     } catch (const std::invalid_argument&) {
     }
-    parse_tf_examples({"y", "t", {"a"}, {"u"}, {1}, false}, {text, std::string_view(text).substr(text.size() / 2)});
+    parse_tf_examples({"y", "t", {"a"}, {"u"}, one_feature(1, '|')},
+                      {text, std::string_view(text).substr(text.size() / 2)});
   }
 }
 
@@ -73,10 +79,30 @@ TEST(frames_are_cut_where_they_end) {
 }
 
 TEST(layouts_that_make_no_sense_are_refused) {
-  CHECK_THROWS(TextParser({{Role::dense, 0, 0}}, ',', 0, 0, 10));
-  CHECK_THROWS(TextParser({{Role::label, 0, 0}, {Role::dense, 1, 0}}, ',', 0, 0, 10));
-  CHECK_THROWS(TextParser({{Role::label, 0, 0}, {Role::sparse, 0, 40000}}, ',', 0, 0, 10));
-  CHECK_THROWS(TextParser({{Role::label, 0, 0}}, '\n', 0, 0, 10));
+  const FeatureSet set = one_feature(1, 0);
+  CHECK_THROWS(TextParser({{{Role::dense, 0}}, {{Role::sparse, 0}}}, set, ',', 0, 10));
+  CHECK_THROWS(TextParser({{{Role::label, 0}}, {{Role::dense, 1}}, {{Role::sparse, 0}}}, set, ',', 0, 10));
+  CHECK_THROWS(TextParser({{{Role::label, 0}}, {{Role::sparse, 0}}}, one_feature(40000, 0), ',', 0, 10));
+  CHECK_THROWS(TextParser({{{Role::label, 0}}, {{Role::dense, 0}}, {{Role::sparse, 0}}}, set, '\n', 0, 10));
+}
+
+TEST(crosses_are_every_combination_up_to_a_limit) {
+  FeatureSet set;
+  set.features.resize(3);
+  for (size_t f = 0; f < 3; ++f) set.features[f].slot = f + 1, set.features[f].listed = true;
+  set.features[2].rule = Rule::cross;
+  set.features[2].of = {0, 1};
+  std::vector<std::vector<int64_t>> lists{{1, 2}, {7, 8, 9}, {}};
+  std::string why;
+  CHECK(set.cross(&lists, &why) && lists[2].size() == 6);
+  const int64_t pair[] = {2, 8};
+  CHECK(lists[2][4] == cross_fid(pair, 2, 3));
+  set.features[2].limit = 4;
+  CHECK(set.cross(&lists, &why) && lists[2].size() == 4);
+  lists[0].clear();
+  CHECK(set.cross(&lists, &why) && lists[2].empty());
+  set.features[2].of = {2};
+  CHECK_THROWS(set.check());
 }
 
 TEST(fm_is_the_sum_over_pairs) {

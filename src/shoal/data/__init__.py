@@ -5,6 +5,10 @@ from shoal.lazy import exports
 __all__, __getattr__, __dir__ = exports(
     __name__,
     {
+        "shoal.data.features": (
+            "Feature",
+            "Number",
+        ),
         "shoal.data.formats": (
             "FORMATS",
             "make_format",
@@ -14,6 +18,10 @@ __all__, __getattr__, __dir__ = exports(
             "write_criteo",
         ),
         "shoal.data.prefetch": ("Prefetch",),
+        "shoal.data.raw": (
+            "Inputs",
+            "make_inputs",
+        ),
         "shoal.data.samples": ("Samples",),
         "shoal.data.schema": (
             "CRITEO",

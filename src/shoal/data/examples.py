@@ -36,6 +36,11 @@ class ExampleFormat(RecordFormat):
             raise ConfigError(
                 f"data: example records hold ids and no numbers, but dense names {', '.join(self.schema.dense)}"
             )
+        if self.schema.definitions:
+            raise ConfigError(
+                "data: example records hold ids that are ready made, so features must have no definitions, got "
+                f"{', '.join(self.schema.definitions)}"
+            )
 
     @property
     def rows_per_record(self) -> bool:  # pyrefly: ignore[bad-override]

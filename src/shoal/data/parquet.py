@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.data.columns import interleave
-from shoal.data.samples import Samples
+from shoal.data.features import native_set
+from shoal.data.raw import INTEGER, NUMBER, READY, TEXT32, TEXT64, Column
+from shoal.data.samples import Samples, from_block
 from shoal.data.schema import Schema, no_column
 from shoal.data.source import BadRow, OnBad, Unit, file_size, open_error
 from shoal.errors import ConfigError, missing_extra
@@ -28,7 +29,10 @@ class ParquetFormat:
 
     @property
     def ragged(self) -> bool:
-        return self.lists
+        return self.rules().listed
+
+    def rules(self) -> _core.FeatureSet:
+        return self.schema.native(lists=self.lists)
 
     def units(self, path: str) -> list[Unit]:
         if not file_size(path):
@@ -54,8 +58,7 @@ class ParquetFormat:
         return ParquetCursor(self, unit, state, bad)
 
     def columns(self) -> list[str]:
-        schema = self.schema
-        return [schema.label, *schema.dense, *schema.sparse, *([schema.time] if schema.time else [])]
+        return self.schema.raw_columns()
 
 
 class ParquetCursor:
@@ -81,29 +84,41 @@ class ParquetCursor:
         part = self._table.slice(self._row, rows).combine_chunks()
         first = self._row
         self._row += part.num_rows
-        schema, form = self._form.schema, self._form
+        schema = self._form.schema
         label = _numbers(part, schema.label, self._unit.path, missing=float("nan"))
-        dense = [_numbers(part, name, self._unit.path) for name in schema.dense]
+        dense = [
+            _numbers(part, schema.column(name), self._unit.path, schema.number(name).default) for name in schema.dense
+        ]
         numbers = torch.stack(dense, 1) if dense else torch.empty(part.num_rows, 0, device="cpu")
         time = _numbers(part, schema.time, self._unit.path, missing=float("nan")) if schema.time else None
-        if form.lists:
-            ids, offsets = interleave([_list(part, name, schema, self._unit.path) for name in schema.sparse])
-        else:
-            ids, offsets = torch.empty(part.num_rows, len(schema.sparse), dtype=torch.int64, device="cpu"), None
-            for index, name in enumerate(schema.sparse):
-                _fids(_array(part, name), schema.slot(name), schema.raw, ids[:, index], f"{self._unit.path}: {name!r}")
+        made, bad = self._ids(part)
         good = torch.isfinite(label) & torch.isfinite(numbers).all(1)
         if time is not None:
             good &= torch.isfinite(time)
             time = time.nan_to_num().long()
-        samples = Samples(label=label.float(), dense=numbers.float(), ids=ids, offsets=offsets, time=time)
+        good[list(bad)] = False
+        samples = Samples(label=label.float(), dense=numbers.float(), ids=made.ids, offsets=made.offsets, time=time)
         if bool(good.all()):
             return samples
         what = "a number" if time is None else f"a number or the time {schema.time!r}"
         for row in (~good).nonzero().view(-1).tolist():
-            why = f"the label {schema.label!r} or {what} is missing, NaN or infinite"
+            why = bad.get(row) or f"the label {schema.label!r} or {what} is missing, NaN or infinite"
             self._bad(BadRow(path=self._unit.path, why=why, line=self._first + first + row + 1, noun="row"))
         return samples.take(good.nonzero().view(-1))
+
+    def _ids(self, part: Any) -> tuple[Samples, dict[int, str]]:
+        """The ids of a part of the table, and why a row has none."""
+        schema, rules, columns = self._form.schema, self._form.rules(), []
+        for name in schema.sparse:
+            column = schema.column(name)
+            where = f"{self._unit.path}: {column!r}"
+            columns.append(_column(_array(part, column), schema, name, self._form.lists, where) if column else None)
+        block = rules.apply(part.num_rows, [None if column is None else column.native() for column in columns])
+        bad = {}
+        for row, _, why in block.bad:
+            number, _, rest = why.removeprefix("feature ").partition(" ")
+            bad[row] = f"{schema.sparse[int(number)]!r} {rest}" if number.isdigit() else why
+        return from_block(block, 0, len(schema.sparse), ragged=rules.listed, timed=False), bad
 
     def state(self) -> dict[str, Any]:
         return {"row": self._row}
@@ -129,72 +144,71 @@ def _numbers(part: Any, name: str, path: str, missing: float = 0.0) -> Tensor:
     return torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False), dtype=np.float64))
 
 
-def _list(part: Any, name: str, schema: Schema, path: str) -> tuple[Tensor, Tensor]:
-    """Values and offsets of one feature; a null is an empty list."""
+def _column(array: Any, schema: Schema, name: str, lists: bool, where: str) -> Column:
+    """One feature's values as native code takes them."""
     import pyarrow as pa
 
-    array = _array(part, name)
+    lengths = None
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        if not (lists or schema.feature(name).listed):
+            raise ConfigError(f"{where} holds {array.type}; set lists = true for features of many ids")
         import pyarrow.compute
 
-        lengths_of: Any = pyarrow.compute.call_function
-
-        lengths = torch.from_numpy(
-            np.array(
-                lengths_of("list_value_length", [array]).fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64
-            )
-        )
-        values = array.flatten()
-    else:
-        valid = array.is_valid()
-        lengths = torch.from_numpy(np.array(valid.to_numpy(zero_copy_only=False), dtype=np.int64))
-        values = array.filter(valid)
-    ids = torch.empty(len(values), dtype=torch.int64, device="cpu")
-    _fids(values, schema.slot(name), schema.raw, ids, f"{path}: {name!r}")
-    offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64, device="cpu")
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    return ids, offsets
-
-
-def _fids(array: Any, slot: int, raw: bool, out: Tensor, where: str) -> None:
-    """The ids of an array into a column of ids; a null is the empty text."""
-    import pyarrow as pa
-
+        count: Any = pyarrow.compute.call_function
+        lengths = _ints(count("list_value_length", [array]).fill_null(0))
+        array = array.flatten()
+    elif lists and name not in schema.definitions:  # a null is an empty list
+        lengths = _ints(array.is_valid())
+        array = array.drop_null()
     if pa.types.is_dictionary(array.type):
-        words = torch.empty(len(array.dictionary) + 1, dtype=torch.int64, device="cpu")
-        _fids(array.dictionary, slot, raw, words[:-1], where)
-        words[-1] = _core.text_fid(b"", slot)
-        index = array.indices.cast(pa.int64()).fill_null(len(array.dictionary))
-        out.copy_(words[torch.from_numpy(np.array(index.to_numpy(zero_copy_only=False)))])
-        return
+        return _words(array, schema, name, lengths, where)
+    valid = np.array(array.is_valid().to_numpy(zero_copy_only=False), np.uint8) if array.null_count else None
+    raw = schema.feature(name).kind == "id"
     if pa.types.is_integer(array.type):
-        valid = array.is_valid() if array.null_count else None
-        numbers = array.cast(pa.int64(), safe=False)
-        numbers = numbers.fill_null(0) if valid is not None else numbers
-        values = torch.from_numpy(np.array(numbers.to_numpy(zero_copy_only=False)))
-        if raw:
-            out.copy_(values)
-        else:
-            _core.hash_numbers(values.data_ptr(), len(values), slot, out.data_ptr(), out.stride(0) if len(out) else 1)
-        if valid is not None:
-            out[~torch.from_numpy(np.array(valid.to_numpy(zero_copy_only=False)))] = _core.text_fid(b"", slot)
-        return
+        values = _ints(array)
+        return Column(kind=INTEGER, values=values, count=len(values), lengths=lengths, valid=valid)
+    if pa.types.is_floating(array.type) and schema.feature(name).kind in ("bucket", "log"):
+        values = np.array(array.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False), np.float64)
+        return Column(kind=NUMBER, values=values, count=len(values), lengths=lengths, valid=valid)
     if raw:
         raise ConfigError(f"{where} holds {array.type}, but with raw = true ids are integers")
-    if not (pa.types.is_string(array.type) or pa.types.is_binary(array.type)):
-        large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
-        if not large and pa.types.is_nested(array.type):
+    large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+    if not (large or pa.types.is_string(array.type) or pa.types.is_binary(array.type)):
+        if pa.types.is_nested(array.type):
             raise ConfigError(f"{where} holds {array.type}; set lists = true for features of many ids")
-        array = array if large else array.cast(pa.string())
-    array = array.fill_null("" if "string" in str(array.type) else b"") if array.null_count else array
-    wide = str(array.type).startswith("large_")
+        array = array.cast(pa.string())
     _, offsets, data = array.buffers()
-    if not len(array):
-        return
-    begin = offsets.address + array.offset * (8 if wide else 4)
-    address, size = (data.address, data.size) if data is not None else (0, 0)
-    hash_texts = _core.hash_texts_64 if wide else _core.hash_texts_32
-    hash_texts(address, size, begin, len(array), slot, out.data_ptr(), out.stride(0))
+    values = np.frombuffer(offsets, np.int64 if large else np.int32) if offsets is not None else np.zeros(1, np.int32)
+    return Column(
+        kind=TEXT64 if large else TEXT32, values=values[array.offset :], count=len(array),
+        text=b"" if data is None else data, lengths=lengths, valid=valid,
+    )  # fmt: skip
+
+
+def _words(array: Any, schema: Schema, name: str, lengths: np.ndarray | None, where: str) -> Column:
+    """A dictionary's values; where each has one id, it is worked out once."""
+    feature = schema.feature(name)
+    words = _column(array.dictionary, schema, name, False, where)
+    if feature.listed or feature.default is not None or words.lengths is not None:
+        return _column(array.dictionary_decode(), schema, name, lengths is not None, where)
+    only = native_set({name: feature}, {}, {name: schema.slot(name)})
+    block = only.apply(words.count, [words.native()])
+    if block.bad:
+        raise ConfigError(f"{where}: {block.bad[0][2]}")
+    ids = from_block(block, 0, 1, ragged=False, timed=False).ids.view(-1).numpy()
+    index = _ints(array.indices.fill_null(0)) if array.null_count else _ints(array.indices)
+    values = ids[index] if len(ids) else np.zeros(len(index), np.int64)
+    valid = np.array(array.is_valid().to_numpy(zero_copy_only=False), np.uint8) if array.null_count else None
+    return Column(kind=READY, values=values, count=len(values), lengths=lengths, valid=valid)
+
+
+def _ints(array: Any) -> np.ndarray:
+    """int64; nulls are 0, and unsigned numbers wrap around."""
+    import pyarrow as pa
+
+    array = array.cast(pa.int64(), safe=False)
+    array = array.fill_null(0) if array.null_count else array
+    return np.array(array.to_numpy(zero_copy_only=False), np.int64)
 
 
 def _parquet() -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.data.features import Number
 from shoal.data.samples import Samples
 from shoal.data.schema import Schema
 from shoal.data.source import BadRow, Cursor, Format, OnBad, Unit
@@ -89,6 +90,8 @@ class Stream:
         self.rank, self.world = rank, world
         self.files = expand(files)
         self._on_bad = on_bad
+        self._rules = schema.native()
+        self._changes_numbers = any(schema.number(name) != Number() for name in schema.dense)
         units = {path: form.units(path) for path in self.files}
         self.empty = [path for path, parts in units.items() if not parts]
         """Files that hold nothing at all."""
@@ -179,9 +182,9 @@ class Stream:
         label, dense = samples.label, samples.dense
         if self.schema.positive_above is not None:
             label = (label > self.schema.positive_above).float()
-        if self.schema.log_dense:
-            numbers = dense.numpy()
-            dense = torch.from_numpy(np.copysign(np.log1p(np.abs(numbers)), numbers))
+        if self._changes_numbers:
+            dense = dense.clone()
+            self._rules.apply_numbers(dense.data_ptr(), len(dense))
         return Samples(label=label, dense=dense, ids=samples.ids, offsets=samples.offsets, time=samples.time)
 
     def _epoch_units(self, epoch: int) -> list[Unit]:

@@ -23,7 +23,7 @@ from shoal.data.source import (
 )
 from shoal.errors import ConfigError
 
-SKIP, LABEL, DENSE, SPARSE, RAW, TIME = range(6)  # as in csrc/data/text.h
+LABEL, DENSE, SPARSE, TIME = range(4)  # as in csrc/data/text.h
 _BLOCK = 1 << 21
 _BOM = b"\xef\xbb\xbf"
 
@@ -64,7 +64,7 @@ class TextFormat:
 
     @property
     def ragged(self) -> bool:
-        return bool(self.separator)
+        return self._set().listed
 
     def units(self, path: str) -> list[Unit]:
         size = file_size(path)
@@ -104,31 +104,31 @@ class TextFormat:
 
     def parser(self, columns: Sequence[str], where: str) -> _core.TextParser:
         """The native parser of lines with these columns."""
-        schema, roles, indices, slots = self.schema, [], [], []
-        known: dict[str, tuple[int, int, int]] = {schema.label: (LABEL, 0, 0)}
-        known |= {name: (DENSE, index, 0) for index, name in enumerate(schema.dense)}
-        sparse = RAW if schema.raw else SPARSE
-        known |= {name: (sparse, index, schema.slot(name)) for index, name in enumerate(schema.sparse)}
-        if schema.time:
-            known[schema.time] = (TIME, 0, 0)
-        missing = [name for name in known if name not in columns]
+        schema = self.schema
+        uses: dict[str, list[tuple[int, int]]] = {name: [] for name in schema.raw_columns()}
+        missing = [name for name in uses if name not in columns]
         if missing:
             raise ConfigError(f"{where}: {no_column(missing[0], columns)}")
-        twice = [name for name in known if columns.count(name) > 1]
+        twice = [name for name in uses if columns.count(name) > 1]
         if twice:
             raise ConfigError(f"{where}: the column {twice[0]!r} is there {columns.count(twice[0])} times")
-        for name in columns:
-            role, index, slot = known.pop(name, (SKIP, 0, 0))
-            roles.append(role), indices.append(index), slots.append(slot)
+        uses[schema.label].append((LABEL, 0))
+        if schema.time:
+            uses[schema.time].append((TIME, 0))
+        for role, names in ((DENSE, schema.dense), (SPARSE, schema.sparse)):
+            for index, name in enumerate(names):
+                if column := schema.column(name):
+                    uses[column].append((role, index))
         return _core.TextParser(
-            roles,
-            indices,
-            slots,
+            [uses.get(name, []) for name in columns],
+            self._set(),
             ord(self.delimiter),
             ord(self.quote or "\0"),
-            ord(self.separator or "\0"),
             self.max_line_bytes,
         )
+
+    def _set(self) -> _core.FeatureSet:
+        return self.schema.native(separator=self.separator)
 
 
 class TextCursor:

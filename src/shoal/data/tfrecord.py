@@ -23,10 +23,9 @@ class TfExampleFormat(RecordFormat):
             list(payloads),
             schema.label,
             schema.time or "",
-            list(schema.dense),
-            list(schema.sparse),
-            schema.slot_numbers(),
-            schema.raw,
+            [schema.column(name) for name in schema.dense],
+            [schema.column(name) for name in schema.sparse],
+            schema.native(lists=True),
         )
         timed = schema.time is not None
         samples = from_block(block, len(schema.dense), len(schema.sparse), ragged=True, timed=timed)

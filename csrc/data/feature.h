@@ -1,0 +1,74 @@
+// How the raw values of a feature become ids, and how numbers become a net's inputs: one definition, which readers and
+// servers apply alike. Checkpoints and exports depend on what it gives: it never changes.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace shoal {
+
+enum class Rule : int { text = 0, id = 1, bucket = 2, log = 3, vocabulary = 4, cross = 5 };
+enum class Unknown : int { hash = 0, one = 1, drop = 2 };  // a word that the vocabulary lacks
+
+struct TextHash {
+  using is_transparent = void;
+  size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
+};
+using Vocabulary = std::unordered_map<std::string, int64_t, TextHash, std::equal_to<>>;
+
+// One feature. A feature that is not `listed` has exactly one id in every sample.
+struct FeatureRule {
+  Rule rule = Rule::text;
+  uint64_t slot = 0;
+  bool listed = false;
+  char separator = 0;                  // between the values of a text cell; 0: a cell is one value
+  int64_t limit = 0;                   // ids of a sample that are kept, the first ones; 0: all
+  std::optional<std::string> missing;  // stands for an empty or missing value
+  std::vector<double> edges;           // bucket: rising; the id is that of how many of them are <= the value
+  double steps = 1;                    // log: ids per doubling of 1 + |x|
+  std::shared_ptr<const Vocabulary> words;
+  Unknown unknown = Unknown::one;
+  std::vector<int64_t> of;  // cross: the numbers of its features, all before this one
+
+  // Appends the ids of one value, of a text cell or of a missing value; false: it has none, and `why` tells.
+  bool add(std::string_view value, std::vector<int64_t>* out, std::string* why) const;
+  bool add(int64_t value, std::vector<int64_t>* out, std::string* why) const;
+  bool add(double value, std::vector<int64_t>* out, std::string* why) const;
+  bool add_cell(std::string_view cell, std::vector<int64_t>* out, std::string* why) const;
+  bool add_missing(std::vector<int64_t>* out, std::string* why) const;
+  // Leaves what a sample may have: at most `limit` ids, and one if it is not listed.
+  bool end(std::vector<int64_t>* out, std::string* why) const;
+
+ private:
+  void add_number(double value, std::vector<int64_t>* out) const;
+};
+
+// One input of the net: clipped, then the logarithm, then scaled.
+struct NumberRule {
+  float missing = 0;
+  float low = 0, high = 0;  // clipped where low < high
+  bool log = false;         // sign(x) * log(1 + |x|)
+  float mean = 0, scale = 1;
+
+  float apply(float value) const;
+};
+
+struct FeatureSet {
+  std::vector<FeatureRule> features;
+  std::vector<NumberRule> numbers;
+
+  // Throws std::invalid_argument where the rules do not make sense.
+  void check() const;
+  bool listed() const;
+  // Fills the crosses of one sample from the lists of the other features.
+  bool cross(std::vector<std::vector<int64_t>>* lists, std::string* why) const;
+};
+
+// The id of a combination of ids, in the order of the features.
+int64_t cross_fid(const int64_t* ids, size_t n, uint64_t slot);
+
+}  // namespace shoal

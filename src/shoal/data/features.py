@@ -1,0 +1,212 @@
+"""How raw values become ids and numbers: one definition, for the readers, for exports and for servers.
+
+A `Feature` gives ids, a `Number` one input of the net. A `Schema` holds one of each per name, and makes of them what
+native code applies. The hash of a text is documented, with test vectors, in docs/features.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Literal, Self
+
+from shoal import _core
+from shoal.errors import ConfigError, did_you_mean
+from shoal.fid import MAX_SLOT_V2
+
+KINDS = ("text", "id", "bucket", "log", "vocabulary", "cross")  # as in csrc/data/feature.h
+UNKNOWN = ("hash", "one", "drop")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """Ids of a categorical feature.
+
+    A feature has one id in each sample, or any number if it is a ``list`` (or has a ``separator``). An empty or missing
+    value counts as ``default``; without one it is the id of the empty text, or no id in a list.
+    """
+
+    kind: Literal["text", "id", "bucket", "log", "vocabulary", "cross"] = "text"
+    """``text`` hashes texts and integers, ``id`` takes integers as they are, ``bucket`` numbers by ``boundaries``,
+    ``log`` numbers by the logarithm, ``vocabulary`` gives known words ids of their own, ``cross`` combines features."""
+    column: str | None = None
+    """Where the values come from, if not from the column of the feature's own name; several features may read one."""
+    list: bool = False
+    """A sample has any number of values."""
+    separator: str = ""
+    """Between the values of a text, which makes the feature a list."""
+    max_length: int | None = None
+    """Only the first so many ids of a list."""
+    default: str | float | None = None
+    """What an empty or missing value counts as."""
+    boundaries: tuple[float, ...] = ()
+    """Of buckets, rising: a value's bucket is how many boundaries are not above it."""
+    steps: float = 1.0
+    """Of ``log``: ids for each doubling of 1 + |x|."""
+    words: tuple[str, ...] = ()
+    """The vocabulary. A configuration may name a ``file`` with a word a line instead, which is read once."""
+    unknown: Literal["hash", "one", "drop"] = "one"
+    """A word that the vocabulary lacks is hashed, has one id with all others, or has none."""
+    of: tuple[str, ...] = ()
+    """The features that a cross combines, each defined before it: every combination of their values has an id."""
+    slot: int | None = None
+    """Upper bits of the ids; by default the place of the feature, from 1. Features with one slot share their rows."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            hint = did_you_mean(self.kind, KINDS)
+            raise ConfigError(f"feature: kind must be one of {', '.join(KINDS)}, got {self.kind!r}{hint}")
+        if self.unknown not in UNKNOWN:
+            raise ConfigError(f"feature: unknown must be one of {', '.join(UNKNOWN)}, got {self.unknown!r}")
+        for name, kind in (("boundaries", "bucket"), ("words", "vocabulary"), ("of", "cross")):
+            if bool(getattr(self, name)) != (self.kind == kind):
+                raise ConfigError(f"feature: {name} must be given for kind = {kind!r} and for no other, got {self}")
+        if len(self.separator.encode()) > 1:
+            raise ConfigError(f"feature: separator must be one ASCII character or empty, got {self.separator!r}")
+        if self.max_length is not None and (self.max_length < 1 or not (self.listed or self.kind == "cross")):
+            raise ConfigError(f"feature: max_length must be at least 1, of a list, got {self.max_length}")
+        if list(self.boundaries) != sorted(set(self.boundaries)) or not all(map(math.isfinite, self.boundaries)):
+            raise ConfigError(f"feature: boundaries must be numbers that rise, got {self.boundaries}")
+        if not 0 < self.steps < math.inf:
+            raise ConfigError(f"feature: steps must be above 0, got {self.steps}")
+        if len(set(self.words)) < len(self.words):
+            twice = next(word for word in self.words if self.words.count(word) > 1)
+            raise ConfigError(f"feature: a vocabulary must have each word once, got {twice!r} twice")
+        if len(self.of) == 1:
+            raise ConfigError(f"feature: a cross must be of at least two features, got {self.of[0]!r} alone")
+        if self.kind == "cross" and (self.column or self.separator or self.list or self.default is not None):
+            raise ConfigError("feature: a cross must have no column, list, separator or default of its own")
+        if self.slot is not None and not 0 <= self.slot <= MAX_SLOT_V2:
+            raise ConfigError(f"feature: slot must be 0..{MAX_SLOT_V2}, got {self.slot}")
+        if self.kind == "vocabulary" and self.unknown == "drop" and not self.listed:
+            raise ConfigError("feature: unknown = 'drop' must go with a list, since other features have one id always")
+        if self.default is not None:
+            self._check_default()
+
+    def _check_default(self) -> None:
+        number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
+        if self.kind in ("bucket", "log") and not (number and math.isfinite(self.default)):  # pyrefly: ignore
+            raise ConfigError(f"feature: the default of kind = {self.kind!r} must be a number, got {self.default!r}")
+        if self.kind == "id" and not isinstance(self.default, int):
+            raise ConfigError(f"feature: the default of kind = 'id' must be an integer, got {self.default!r}")
+
+    @property
+    def listed(self) -> bool:
+        """Whether a sample has any number of ids, as far as the definition itself says."""
+        return self.list or bool(self.separator)
+
+    @classmethod
+    def from_toml(cls, name: str, values: Mapping[str, Any]) -> Self:
+        """A feature of a ``[features.NAME]`` section."""
+        values = dict(values)
+        if "file" in values:
+            values["words"] = read_words(values.pop("file"), name)
+        return _from_toml(cls, f"[features.{name}]", values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """One number as the net gets it: clipped, then its logarithm, then ``(x - mean) / std``."""
+
+    column: str | None = None
+    """Where the values come from, if not from the column of its own name."""
+    default: float = 0.0
+    """What an empty or missing value counts as, before anything else."""
+    low: float | None = None
+    high: float | None = None
+    """Values outside are taken for the nearest of these; both or none."""
+    log: bool = False
+    """x becomes sign(x) * log(1 + |x|), which suits counts."""
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        if (self.low is None) != (self.high is None):
+            raise ConfigError(f"number: low and high must be given together, got {self.low} and {self.high}")
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ConfigError(f"number: low must be below high, got {self.low} and {self.high}")
+        if not (math.isfinite(self.default) and math.isfinite(self.mean)) or not 0 < self.std < math.inf:
+            raise ConfigError(
+                f"number: default and mean must be finite and std above 0, got {self.default}, {self.mean}, {self.std}"
+            )
+
+    @classmethod
+    def from_toml(cls, name: str, values: Mapping[str, Any]) -> Self:
+        """A number of a ``[features.NAME]`` section with ``kind = "number"``."""
+        return _from_toml(cls, f"[features.{name}]", values)
+
+
+def definition(name: str, values: Mapping[str, Any]) -> Feature | Number:
+    """What a ``[features.NAME]`` section, or its JSON in a checkpoint, defines."""
+    values = dict(values)
+    if values.get("kind") == "number":
+        del values["kind"]
+        return Number.from_toml(name, values)
+    return Feature.from_toml(name, values)
+
+
+def to_json(value: Feature | Number) -> dict[str, Any]:
+    """What `definition` reads: the fields that are not as by default."""
+    plain = {field.name: field.default for field in fields(value) if field.default is not MISSING}
+    given = {name: field for name, field in asdict(value).items() if field != plain.get(name)}
+    given = {name: [*field] if isinstance(field, tuple) else field for name, field in given.items()}
+    return {"kind": "number", **given} if isinstance(value, Number) else given
+
+
+def _from_toml(cls: Any, where: str, values: Mapping[str, Any]) -> Any:
+    known = {field.name for field in fields(cls)}
+    for name in values:
+        if name not in known:
+            raise ConfigError(
+                f"{where} knows no {name!r}{did_you_mean(name, known)}; it takes {', '.join(sorted(known))}"
+            )
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {str(error).partition(': ')[2]}") from None
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def read_words(path: str, name: str) -> tuple[str, ...]:
+    """The words of a vocabulary file, one a line."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            words = tuple(line.rstrip("\r\n") for line in file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"[features.{name}] file: {path} cannot be read as a vocabulary ({error})") from None
+    if not words:
+        raise ConfigError(f"[features.{name}] file: {path} is empty; it must have a word a line")
+    return words
+
+
+def native_set(
+    features: Mapping[str, Feature],
+    numbers: Mapping[str, Number],
+    slots: Mapping[str, int],
+    listed: frozenset[str] = frozenset(),
+) -> _core.FeatureSet:
+    """What native code applies; features named in ``listed`` are lists besides those that are so by definition."""
+    out, place, lists = _core.FeatureSet(), {}, set()
+    for name, feature in features.items():
+        unknown = [part for part in feature.of if part not in place]
+        if unknown:
+            raise ConfigError(
+                f"feature {name!r}: a cross must be of features that are defined before it, got {unknown[0]!r}"
+                f"{did_you_mean(unknown[0], place)}"
+            )
+        if feature.listed or name in listed or any(part in lists for part in feature.of):
+            lists.add(name)
+        default = None if feature.default is None else str(feature.default).encode()
+        out.add_feature(
+            KINDS.index(feature.kind), slots[name], name in lists, ord(feature.separator) if feature.separator else 0,
+            feature.max_length or 0, default, list(feature.boundaries), feature.steps, list(feature.words),
+            UNKNOWN.index(feature.unknown), [place[part] for part in feature.of],
+        )  # fmt: skip
+        place[name] = len(place)
+    for number in numbers.values():
+        clip = (number.low, number.high) if number.low is not None else (0.0, 0.0)
+        out.add_number(number.default, *clip, number.log, number.mean, 1 / number.std)
+    return out

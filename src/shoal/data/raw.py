@@ -1,0 +1,172 @@
+"""Raw values column by column, as requests, Python programs and Parquet files have them, made into ids and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data.samples import from_block
+from shoal.data.schema import Schema
+from shoal.errors import ConfigError, did_you_mean
+
+TEXT32, TEXT64, INTEGER, NUMBER, READY = range(5)  # as in csrc/data/raw_columns.h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """The values of one column: texts as offsets into ``text``, int64 or float64, one after the other."""
+
+    kind: int
+    values: np.ndarray
+    count: int
+    text: Any = b""
+    """What texts lie in: bytes, or an array of them."""
+    lengths: np.ndarray | None = None
+    """Values of each sample, int64; None: one."""
+    valid: np.ndarray | None = None
+    """uint8: 0 where a value is missing; None: none is."""
+
+    def native(self) -> tuple[int, int, int, int, int, int, int]:
+        text = np.frombuffer(self.text, np.uint8)
+        lengths = 0 if self.lengths is None else self.lengths.ctypes.data
+        valid = 0 if self.valid is None else self.valid.ctypes.data
+        return self.kind, self.values.ctypes.data, self.count, text.ctypes.data, text.nbytes, lengths, valid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Numbers ``[n, D]`` as a net gets them, and ids as `Samples` has them."""
+
+    dense: Tensor
+    ids: Tensor
+    offsets: Tensor | None
+
+
+def make_inputs(schema: Schema, raw: Mapping[str, Any], *, lists: bool = False) -> Inputs:
+    """The inputs of a model, from raw values by column: lists or arrays with a value, or a list of values, a sample.
+
+    >>> from shoal.data import Feature
+    >>> schema = Schema(label="click", sparse=("user", "tags"), definitions={"tags": Feature(list=True)})
+    >>> made = make_inputs(schema, {"user": ["u17", "u18"], "tags": [["a", "b"], []]})
+    >>> made.offsets.tolist()
+    [0, 1, 3, 4, 4]
+
+    Missing values are None, or left out with their whole column. Raises `ConfigError` for a column that the schema does
+    not have, for columns of different lengths and for values that a definition does not take.
+    """
+    rules = schema.native(lists=lists)
+    columns = _columns(schema, raw)
+    n = len(next(iter(columns.values()))) if columns else 0
+    features = [
+        None if not (name := schema.column(f)) else column_of(columns.get(name), n, name) for f in schema.sparse
+    ]
+    block = rules.apply(n, [None if column is None else column.native() for column in features])
+    if block.bad:
+        row, _, why = block.bad[0]
+        number, _, rest = why.removeprefix("feature ").partition(" ")
+        name = schema.sparse[int(number)] if number.isdigit() else "a cross"
+        raise ConfigError(f"sample {row}: feature {name!r} {rest}")
+    made = from_block(block, 0, len(schema.sparse), ragged=rules.listed, timed=False)
+    dense = torch.empty(n, len(schema.dense), dtype=torch.float32, device="cpu")
+    for place, name in enumerate(schema.dense):
+        dense[:, place] = _numbers(columns.get(schema.column(name)), n, name, schema.number(name).default)
+    rules.apply_numbers(dense.data_ptr(), n)
+    return Inputs(dense=dense, ids=made.ids, offsets=made.offsets)
+
+
+def _columns(schema: Schema, raw: Mapping[str, Any]) -> dict[str, Any]:
+    known = set(schema.raw_columns()) - {schema.label, schema.time}
+    columns = {}
+    for name, values in raw.items():
+        if name in (schema.label, schema.time):
+            continue
+        if name not in known:
+            raise ConfigError(f"there is no feature {name!r}{did_you_mean(name, known)}; there are {sorted(known)}")
+        if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+            raise ConfigError(f"feature {name!r}: its values must be a list with one a sample, got {values!r}")
+        columns[name] = values
+    sizes = {name: len(values) for name, values in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(f"every feature must have as many values as there are samples, got {sizes}")
+    return columns
+
+
+def column_of(values: Any, n: int, name: str) -> Column:
+    """A column of Python's or numpy's values; None: all are missing."""
+    if values is None:
+        return Column(kind=INTEGER, values=np.zeros(n, np.int64), count=n, valid=np.zeros(n, np.uint8))
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iufb":
+        return _array(values, n)
+    lengths = None
+    if any(isinstance(value, list | tuple | np.ndarray | Tensor) for value in values):
+        listed = [_listed(value) for value in values]
+        lengths = np.array([len(one) for one in listed], np.int64)
+        values = [value for one in listed for value in one]
+    return _mixed(list(values), lengths, name)
+
+
+def _array(values: np.ndarray, n: int) -> Column:
+    kind, dtype = (NUMBER, np.float64) if values.dtype.kind == "f" else (INTEGER, np.int64)
+    lengths = None if values.ndim == 1 else np.full(n, values[0].size if n else 0, np.int64)
+    flat = np.ascontiguousarray(values.reshape(-1), dtype)
+    valid = None
+    if kind == NUMBER and bool((missing := np.isnan(flat)).any()):
+        valid = (~missing).astype(np.uint8)
+    return Column(kind=kind, values=flat, count=len(flat), lengths=lengths, valid=valid)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    if value is None:
+        return []
+    if isinstance(value, np.ndarray | Tensor):
+        return value.tolist()
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _mixed(values: list[Any], lengths: np.ndarray | None, name: str) -> Column:
+    """Texts, integers or numbers, some of which may be None."""
+    present = [value for value in values if value is not None]
+    valid = None if len(present) == len(values) else np.array([value is not None for value in values], np.uint8)
+    if any(isinstance(value, str | bytes) for value in present):
+        texts = [_text(value, name) for value in values]
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum([len(text) for text in texts], out=offsets[1:])
+        return Column(kind=TEXT64, values=offsets, count=len(texts), text=b"".join(texts), lengths=lengths, valid=valid)
+    real = any(isinstance(value, float | np.floating) for value in present)
+    try:
+        array = np.array([0 if value is None else value for value in values], np.float64 if real else np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"feature {name!r}: values must be texts, integers or numbers ({error})") from None
+    return Column(kind=NUMBER if real else INTEGER, values=array, count=len(array), lengths=lengths, valid=valid)
+
+
+def _text(value: Any, name: str) -> bytes:
+    if value is None:
+        return b""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return str(value).encode()
+    raise ConfigError(f"feature {name!r}: values must be texts, integers or numbers, got {value!r}")
+
+
+def _numbers(values: Any, n: int, name: str, default: float) -> Tensor:
+    if values is None:
+        return torch.full((n,), default, device="cpu")
+    try:
+        plain = values.detach().cpu() if isinstance(values, Tensor) else [np.nan if v is None else v for v in values]
+        numbers = torch.from_numpy(np.array(plain, np.float64).reshape(n))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"number {name!r}: it must have one number a sample ({error})") from None
+    if bool(torch.isinf(numbers).any()):
+        raise ConfigError(f"number {name!r}: it must be finite, got infinity")
+    return torch.where(torch.isnan(numbers), default, numbers).float()
