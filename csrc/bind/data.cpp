@@ -115,9 +115,7 @@ void data(nb::module_& m) {
       .def(
           "apply_numbers",
           [](const FeatureSet& self, uintptr_t address, int64_t n) {
-            float* values = ptr<float>(address, n * static_cast<int64_t>(self.numbers.size()));
-            for (int64_t i = 0; i < n; ++i)  // on one thread: training has the others
-              for (const NumberRule& rule : self.numbers) *values = rule.apply(*values), ++values;
+            self.apply_numbers(ptr<float>(address, n * static_cast<int64_t>(self.numbers.size())), n);
           },
           NoGil());
   nb::class_<TextParser>(m, "TextParser")

@@ -108,10 +108,25 @@ bool FeatureRule::end(std::vector<int64_t>* out, std::string* why) const {
   return false;
 }
 
-float NumberRule::apply(float value) const {
-  if (low < high) value = std::clamp(value, low, high);
-  if (log) value = std::copysign(std::log1p(std::fabs(value)), value);
-  return (value - mean) * scale;
+NumberRows::NumberRows(const std::vector<NumberRule>& rules) {
+  constexpr int kRows = 16;
+  for (int row = 0; row < kRows; ++row) {
+    for (const NumberRule& rule : rules) {
+      low.push_back(rule.low);
+      high.push_back(rule.high);
+      log.push_back(rule.log ? 1 : 0);
+      mean.push_back(rule.mean);
+      scale.push_back(rule.scale);
+    }
+  }
+}
+
+void FeatureSet::apply_numbers(float* values, int64_t n) const {
+  const auto all = n * static_cast<int64_t>(numbers.size());
+  const NumberRows rows(numbers);
+  const auto step = static_cast<int64_t>(rows.low.size());
+  for (int64_t at = 0; at < all; at += step)
+    SHOAL_DISPATCH(apply_number_rows)(rows, std::min(step, all - at), values + at);
 }
 
 void FeatureSet::check() const {

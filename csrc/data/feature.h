@@ -2,12 +2,15 @@
 // servers apply alike. Checkpoints and exports depend on what it gives: it never changes.
 #pragma once
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
+
+#include "core/isa.h"
 
 namespace shoal {
 
@@ -47,14 +50,12 @@ struct FeatureRule {
   void add_number(double value, std::vector<int64_t>* out) const;
 };
 
-// One input of the net: clipped, then the logarithm, then scaled.
+// One input of the net: clipped to low..high, then the logarithm, then (x - mean) * scale.
 struct NumberRule {
   float missing = 0;
-  float low = 0, high = 0;  // clipped where low < high
-  bool log = false;         // sign(x) * log(1 + |x|)
+  float low = -std::numeric_limits<float>::infinity(), high = std::numeric_limits<float>::infinity();
+  bool log = false;  // sign(x) * log(1 + |x|)
   float mean = 0, scale = 1;
-
-  float apply(float value) const;
 };
 
 struct FeatureSet {
@@ -66,7 +67,17 @@ struct FeatureSet {
   bool listed() const;
   // Fills the crosses of one sample from the lists of the other features.
   bool cross(std::vector<std::vector<int64_t>>* lists, std::string* why) const;
+  // Numbers of n samples, in place, on the calling thread.
+  void apply_numbers(float* values, int64_t n) const;
 };
+
+// The rules of a row of numbers, repeated for some rows, so that a loop over them needs no index of its own.
+struct NumberRows {
+  explicit NumberRows(const std::vector<NumberRule>& rules);
+  std::vector<float> low, high, log, mean, scale;  // log: 1 or 0
+};
+
+SHOAL_PER_ISA(void apply_number_rows(const NumberRows& rows, int64_t n, float* values);)
 
 // The id of a combination of ids, in the order of the features.
 int64_t cross_fid(const int64_t* ids, size_t n, uint64_t slot);

@@ -242,7 +242,7 @@ def test_a_definition_is_read_from_a_section(tmp_path):
         ({"kind": "vocabulary", "words": ["a", "a"]}, "'a' twice"),
         ({"kind": "vocabulary", "file": "nowhere.txt"}, "cannot be read"),
         ({"kind": "number", "std": 0}, "std above 0"),
-        ({"kind": "number", "low": 1}, "together"),
+        ({"kind": "number", "low": 1, "high": 1}, "low must be below high"),
         ({"kind": "bucket", "boundaries": [1], "default": "x"}, "must be a number"),
         ({"max_length": 3}, "of a list"),
         ({"separator": "ab"}, "one ASCII character"),
@@ -300,3 +300,12 @@ def test_many_samples_are_the_same_in_parts_and_at_once():
 def test_example_records_take_no_definitions():
     with pytest.raises(ConfigError, match="ready made"):
         make_format("example", Schema(label="y", sparse=("a",), definitions={"a": Feature(default="x")}))
+
+
+def test_the_logarithm_is_exact_to_the_precision_of_float():
+    schema = Schema(label="y", dense=("x",), definitions={"x": Number(log=True)})
+    small = torch.logspace(-30, -3, 500, dtype=torch.float64)
+    x = torch.cat([small, -small, torch.logspace(-3, 30, 5000, dtype=torch.float64), torch.zeros(1)]).float()
+    want = torch.copysign(torch.log1p(x.double().abs()), x.double())
+    ours = make_inputs(schema, {"x": x}).dense[:, 0]
+    torch.testing.assert_close(ours.double(), want, rtol=1.2e-7, atol=0)

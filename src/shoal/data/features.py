@@ -115,15 +115,13 @@ class Number:
     """What an empty or missing value counts as, before anything else."""
     low: float | None = None
     high: float | None = None
-    """Values outside are taken for the nearest of these; both or none."""
+    """Values outside are taken for the nearest of these."""
     log: bool = False
     """x becomes sign(x) * log(1 + |x|), which suits counts."""
     mean: float = 0.0
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        if (self.low is None) != (self.high is None):
-            raise ConfigError(f"number: low and high must be given together, got {self.low} and {self.high}")
         if self.low is not None and self.high is not None and not self.low < self.high:
             raise ConfigError(f"number: low must be below high, got {self.low} and {self.high}")
         if not (math.isfinite(self.default) and math.isfinite(self.mean)) or not 0 < self.std < math.inf:
@@ -207,6 +205,6 @@ def native_set(
         )  # fmt: skip
         place[name] = len(place)
     for number in numbers.values():
-        clip = (number.low, number.high) if number.low is not None else (0.0, 0.0)
+        clip = (-math.inf if number.low is None else number.low, math.inf if number.high is None else number.high)
         out.add_number(number.default, *clip, number.log, number.mean, 1 / number.std)
     return out

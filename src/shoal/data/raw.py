@@ -163,8 +163,11 @@ def _numbers(values: Any, n: int, name: str, default: float) -> Tensor:
     if values is None:
         return torch.full((n,), default, device="cpu")
     try:
-        plain = values.detach().cpu() if isinstance(values, Tensor) else [np.nan if v is None else v for v in values]
-        numbers = torch.from_numpy(np.array(plain, np.float64).reshape(n))
+        if isinstance(values, Tensor):
+            values = values.detach().cpu().numpy()
+        elif not isinstance(values, np.ndarray):
+            values = [np.nan if value is None else value for value in values]
+        numbers = torch.from_numpy(np.array(values, np.float64).reshape(n))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"number {name!r}: it must have one number a sample ({error})") from None
     if bool(torch.isinf(numbers).any()):
