@@ -154,7 +154,7 @@ class SingleRank(Ranks):
 
 
 class Carried(Ranks):
-    """`Ranks` over anything with ``all_to_all``, such as a user's own network. Heads are sent before what they are of."""
+    """`Ranks` over anything with ``all_to_all``, such as a user's own network. Heads are exchanged first."""
 
     def __init__(self, backend: AllToAll) -> None:
         super().__init__(backend.rank, backend.world_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -68,12 +68,12 @@ class AllToAllGroup:
         kept = self._local.find(came, served, missing=missing)
         return Found(ids, counts, dealt.where, Plan(number, asked, served, came, kept).packed())
 
-    def refuse(self, error: Exception) -> NoReturn:
-        """Raises ``error``, which came up before `find`, and tells the other ranks, which are in theirs."""
+    def refused(self, error: Exception) -> Exception:
+        """``error``, to be raised in place of a `find`, once the other ranks, which are in theirs, have been told."""
         call = Call(FIND, self.tables[0].next_find(), self._names, _MISSING["zeros"], True)
         sizes = torch.zeros(self._blocks, dtype=torch.int32, device=self._local.device)
         self._exchange.counts(call, sizes, len(self.tables))
-        raise error
+        return error
 
     def _deal_out(self, ids: Tensor, counts: Tensor, features: Features) -> Dealt:
         if ids.dtype != torch.int64 or ids.dim() != 1:
@@ -161,6 +161,8 @@ class AllToAllGroup:
         if len(plans) == 1:
             self._local.update(plans[0].came, plans[0].served, plans[0].kept, came, step)
             return
+        if not plans:
+            return
         k = len(self.tables)
         grads = iter(came.split([size for rank in zip(*served, strict=True) for size in rank]))
         ids = [plan.came.split(plan.per_rank(plan.served, self._ranks)) for plan in plans]
@@ -238,8 +240,8 @@ class OneRankGroup:
         self.pooled = self._group.pooled
         self.update = self._group.update
 
-    def refuse(self, error: Exception) -> NoReturn:
-        raise error
+    def refused(self, error: Exception) -> Exception:
+        return error
 
 
 def make_group(tables: tuple[Any, ...]) -> Group:

@@ -132,7 +132,7 @@ class AllToAllHashTable:
             ids = ids_anywhere(ids, self.name).view(-1)
             seconds = as_time(req_time, self.name, clocked=self.clocked) if insert_missing else 0
         except Exception as error:
-            self._group.refuse(error)
+            raise self._group.refused(error)  # noqa: B904, it is the same
         if not insert_missing:
             found = self._find(ids, "zeros")
             return self._group.rows(found, _ONE, missing="zeros").to(ids.device)
@@ -155,7 +155,7 @@ class AllToAllHashTable:
             step = as_int(global_step, self.name, "global_step")
             seconds = as_time(req_time, self.name, clocked=self.clocked)
         except Exception as error:
-            self._group.refuse(error)
+            raise self._group.refused(error)  # noqa: B904, it is the same
         found = self._find(ids, "initial")
         if flags.enable_alltoall_metrics:
             self.write_spread(step)
