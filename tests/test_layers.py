@@ -38,7 +38,6 @@ KNOWN = {
     ("plan", "_native"),
     ("sharded", "_BY_NAME"),
     ("sharded", "_check_trains"),
-    ("sharded", "_rates"),
     ("train", "_BY_NAME"),
 }
 

@@ -28,6 +28,8 @@ class TableBase(ABC):
     """Builds a table from its configuration and keeps what belongs to it; `HashTable` reads and writes its rows."""
 
     on_gpu = False
+    accepts = ("req_time", "enable_dedup")
+    """Keywords of ``apply_gradients`` that modules use."""
 
     def _build(
         self,
