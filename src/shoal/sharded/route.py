@@ -113,22 +113,6 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
-class RouteCache:
-    """The last route, for the backward pass of the same ids. Threads may share it; the last one wins."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Seen, tuple[Any, ...], Route] | None = None
-
-    def route(self, keys: tuple[Any, ...], id_lists: Sequence[Tensor], num_shards: int, dims: Sequence[int]) -> Route:
-        """A route of these very tensors, unless one of them has changed since."""
-        last = self._last
-        if last is not None and last[1] == keys and last[0].are(id_lists):
-            return last[2]
-        route = Route(id_lists, num_shards, dims)
-        self._last = (Seen(id_lists), keys, route)
-        return route
-
-
 def split_rows(ids: Tensor, values: Tensor | None, num_shards: int) -> tuple[list[Tensor], list[Tensor]]:
     """Ids and their rows by shard, nothing dropped, input order kept."""
     if num_shards == 1:
