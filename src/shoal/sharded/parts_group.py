@@ -14,11 +14,10 @@ from torch.nn import functional
 from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
-from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.sharded.devices import home
 from shoal.sharded.export import check_writable
 from shoal.sharded.parts import Lists, parts_of_tables
-from shoal.sharded.route import scatter_rows
+from shoal.sharded.route import RowRoute, scatter_rows
 from shoal.table.adapter import bag_of_ids, row_gradients
 from shoal.table.arguments import as_int, as_time
 from shoal.table.protocol import CPU, MEAN, SQRTN, Features, Found, Missing, Part, Step, Traits
@@ -44,7 +43,7 @@ class PartsGroup:
     def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
         known = None if features.padding is None else (ids != features.padding).to(CPU)
         route = self._deal(ids.to(CPU), counts.tolist(), features.tables, known)
-        return Found(ids, counts, route.pack(), ids.new_empty(0))
+        return Found(ids, counts, route.packed, ids.new_empty(0))
 
     def rows(self, found: Found, features: Features, *, missing: Missing) -> Tensor:
         route = self._route(found)
@@ -88,7 +87,7 @@ class PartsGroup:
         route = self._deal(ids, [ids.numel()], (0,), None)
         return self._gather(route, [r.to(CPU) for r in self.parts.insert(self._lists(route), seconds)], Features())
 
-    def _read(self, route: _Route, missing: Missing) -> list[Tensor]:
+    def _read(self, route: RowRoute, missing: Missing) -> list[Tensor]:
         rows = [part.to(CPU) for part in self.parts.lookup(self._lists(route, skip_empty=True), missing=missing)]
         for number, (part, ids) in enumerate(zip(rows, route.ids, strict=True)):
             if part.numel() != ids.numel() * self.dim:
@@ -98,7 +97,7 @@ class PartsGroup:
                 )
         return rows
 
-    def _gather(self, route: _Route, read: list[Tensor], features: Features) -> Tensor:
+    def _gather(self, route: RowRoute, read: list[Tensor], features: Features) -> Tensor:
         offsets, known = route.offsets, None
         if features.padding is not None:
             known = offsets >= 0
@@ -193,7 +192,7 @@ class PartsGroup:
 
     # --- routes -------------------------------------------------------------------------------------------------------
 
-    def _deal(self, ids: Tensor, counts: Sequence[int], tables: Sequence[int], known: Tensor | None) -> _Route:
+    def _deal(self, ids: Tensor, counts: Sequence[int], tables: Sequence[int], known: Tensor | None) -> RowRoute:
         """Routes the ids of features: each feature's table, and which ids count at all."""
         k, n = len(self.tables), ids.numel()
         order: Tensor | None = None
@@ -209,16 +208,12 @@ class PartsGroup:
             sizes = [0] * k
             for table, count in zip(tables, counts, strict=True):
                 sizes[table] += count
-        fused = fused_reorder_by_indices(list(ids.split(sizes)), self._shards, [self.dim] * k, rank0_empty_shard=False)
-        offsets = fused.fused_embedding_offsets
-        if order is not None:
-            offsets = torch.full((n,), -1, dtype=torch.int32, device=CPU).index_copy_(0, order, offsets)
-        return _Route(fused.sharded_slot_sizes.tolist(), fused.output, offsets, self._shards, self.dim)
+        return RowRoute.of(ids.split(sizes), self._shards, self.dim, n, order)
 
-    def _route(self, found: Found) -> _Route:
-        return _Route.unpack(found.where, found.ids.numel(), self._shards, len(self.tables), self.dim)
+    def _route(self, found: Found) -> RowRoute:
+        return RowRoute(found.where, found.ids.numel(), self._shards, len(self.tables), self.dim)
 
-    def _lists(self, route: _Route, *, skip_empty: bool = False) -> list[Lists]:
+    def _lists(self, route: RowRoute, *, skip_empty: bool = False) -> list[Lists]:
         lists = []
         for names, counts, ids in zip(self.names, route.counts, route.ids, strict=True):
             if skip_empty and not all(counts):
@@ -228,40 +223,7 @@ class PartsGroup:
         return lists
 
 
-class _Route:
-    """Distinct ids, part after part and table after table, and for every id where its row begins among theirs.
-
-    ``counts[s][k]`` of ``ids[s]`` are of table ``k``; part ``s`` has the floats ``edges[s]`` to ``edges[s + 1]``.
-    ``offsets`` is -1 for an id that does not count.
-    """
-
-    def __init__(self, sizes: list[int], distinct: Tensor, offsets: Tensor, shards: int, dim: int) -> None:
-        k = len(sizes) // shards
-        self._sizes, self._distinct = sizes, distinct
-        self.offsets = offsets
-        self.counts = [sizes[s * k : (s + 1) * k] for s in range(shards)]
-        of_parts = [sum(counts) for counts in self.counts]
-        self.ids = list(distinct.split(of_parts))
-        self.edges = [0, *itertools.accumulate(n * dim for n in of_parts)]
-
-    def pack(self) -> Tensor:
-        """One int64 tensor, for autograd to keep."""
-        sizes = torch.tensor(self._sizes, dtype=torch.int64, device=CPU)
-        n = self.offsets.numel()
-        tail = torch.empty((n + 1) // 2, dtype=torch.int64, device=CPU)
-        tail.view(torch.int32)[:n] = self.offsets
-        return torch.cat([sizes, self._distinct, tail])
-
-    @staticmethod
-    def unpack(packed: Tensor, n: int, shards: int, tables: int, dim: int) -> _Route:
-        """The route that `pack` packed, of ``n`` ids."""
-        sizes, rest = packed[: shards * tables], packed[shards * tables :]
-        distinct = rest.numel() - (n + 1) // 2
-        offsets = rest[distinct:].view(torch.int32)[:n]
-        return _Route(sizes.tolist(), rest[:distinct], offsets, shards, dim)
-
-
-def _divisors(route: _Route, features: Features, offsets: Tensor) -> dict[int, Tensor]:
+def _divisors(route: RowRoute, features: Features, offsets: Tensor) -> dict[int, Tensor]:
     """Per feature that divides its sums: what each of its bags is divided by."""
     divided = [f for f, combiner in enumerate(features.combiners) if combiner in (MEAN, SQRTN)]
     if not divided:
