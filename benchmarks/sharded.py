@@ -1,6 +1,6 @@
 """Tables across processes against bare echoes, bare collectives, TorchRec, and themselves without pipelining.
 
-    python -m benchmarks.sharded [--only ps,latency,sync,torchrec,pipeline,partitioned,log,memory] [--json FILE]
+    python -m benchmarks.sharded [--only ps,latency,forward,sync,torchrec,pipeline,partitioned,log,memory] [--json FILE]
 
 Every figure is a ratio of two things measured in turns in the same run; medians over ``--rounds`` turns.
 """
@@ -313,6 +313,50 @@ def bench_log(args) -> None:
             found["none"] / found["log"],
             ">= 0.5",
         )
+        for client in clients:
+            client.close()
+
+
+def bench_forward(args) -> None:
+    """A training forward of known ids: a read, so a log costs it nothing."""
+    from shoal import nn as snn
+    from shoal.sharded import PsClient, ps_table
+    from shoal.table.protocol import Features, groups_of
+
+    folder = tempfile.mkdtemp(prefix="shoal-bench-", dir=args.dir)
+    kinds = [(0, 1, "none", None), (0, 1, "log", os.path.join(folder, "log"))]
+    with Processes(_serve, kinds) as servers:
+        clients = [PsClient([address]) for address in servers.addresses]
+        tables = [ps_table(c, 16, name="t", optimizer="adagrad") for c in clients]
+        modules = [snn.HashEmbeddingBag(table) for table in tables]
+        ids = torch.randint(0, 200_000, (8192, 10))
+        counts = torch.tensor([ids.numel()])
+        for table in tables:
+            table.assign(torch.arange(200_000), torch.randn(200_000, 16))
+
+        def forward(module):
+            for _ in range(8):
+                module(ids)
+
+        def rows(table):
+            [(group, _)] = groups_of([table])
+            for _ in range(8):
+                found = group.find(ids.view(-1), counts, Features(), missing="initial")
+                group.rows(found, Features(), missing="initial")
+
+        for what, call, of in (("a module", forward, modules), ("a group", rows, tables)):
+            calls = {"none": lambda c=call, o=of: c(o[0]), "log": lambda c=call, o=of: c(o[1])}
+            found = in_turns(calls, 4 * args.rounds)
+            rate = 8 * ids.numel()
+            report(
+                f"training forward through {what}, 8192 x 10 known ids, log",
+                rate / found["log"] / 1e6,
+                "M ids/s",
+                "durability none",
+                rate / found["none"] / 1e6,
+                found["none"] / found["log"],
+                ">= 0.95",
+            )
         for client in clients:
             client.close()
 
@@ -672,8 +716,8 @@ def bench_torchrec(args) -> None:
 
 
 BENCHES = {
-    "latency": bench_latency, "ps": bench_ps, "log": bench_log, "sync": bench_sync, "partitioned": bench_partitioned,
-    "pipeline": bench_pipeline, "torchrec": bench_torchrec, "memory": bench_memory,
+    "latency": bench_latency, "ps": bench_ps, "log": bench_log, "forward": bench_forward, "sync": bench_sync,
+    "partitioned": bench_partitioned, "pipeline": bench_pipeline, "torchrec": bench_torchrec, "memory": bench_memory,
 }  # fmt: skip
 
 

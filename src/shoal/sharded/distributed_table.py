@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from shoal.sharded.devices import home, host_ids, host_rows, place_of
 from shoal.sharded.export import check_writable
-from shoal.sharded.fan_out import fan_out
-from shoal.sharded.route import RouteCache, one_dim, positions_of_shards, split_rows
-from shoal.table.arguments import as_int, as_time
+from shoal.sharded.parts import Lists
+from shoal.sharded.parts_group import PartsGroup
+from shoal.sharded.route import one_dim, positions_of_shards, split_rows
+from shoal.table.arguments import as_int, as_time, check_rates
 from shoal.table.config.entry import HashTableConfigInstance
+from shoal.table.protocol import Features, Found, Part, Step, group_of
+
+ONE = Features()  # of one table, whose rows alone are read
 
 
 class DistributedHashTable:
@@ -36,16 +41,35 @@ class DistributedHashTable:
         self.name = getattr(self._tables[0], "name", "distributed")
         self._dim = one_dim(self._tables, f"table {self.name!r}")
         self._home = home(self._tables[0])
-        self._fan = fan_out(self._tables)
-        self._remote = hasattr(self._fan, "client")
-        self._cache = RouteCache()
+
+    # --- the group that it is -----------------------------------------------------------------------------------------
+
+    def group_key(self) -> Hashable:
+        """Tables whose parts are on the same servers, or all in this process, are one group."""
+        places = [(id(getattr(part, "client", None)), getattr(part, "shard", None)) for part in self._tables]
+        return "parts", tuple(places), self._dim, self._home, self.clocked
+
+    @staticmethod
+    def make_group(tables: tuple[DistributedHashTable, ...]) -> PartsGroup:
+        return PartsGroup(tables, list(zip(*(table.tables for table in tables), strict=True)))
+
+    @functools.cached_property
+    def _group(self) -> PartsGroup:
+        return cast(PartsGroup, group_of([self]))
 
     @property
     def saved_by(self) -> str:
         """What keeps the rows, which are not in the ``state_dict`` of a module."""
-        return (
-            "the servers' checkpoints (PsClient.checkpoint())" if self._remote else "the save of each of table.tables"
-        )
+        return self._group.parts.saved_by
+
+    def rates(self, step: int) -> list[float]:
+        """The learning rates of a step, one per segment."""
+        return check_rates(self.config.call_learning_rate_fns_fewer_ops(step), self.name)
+
+    @property
+    def on_bad_gradient(self) -> str:
+        """What a NaN or infinite gradient does."""
+        return getattr(self._tables[0], "on_bad_gradient", "raise")
 
     @property
     def device(self) -> torch.device:
@@ -71,11 +95,15 @@ class DistributedHashTable:
         insert_missing: bool = False, req_time: Any = None,
     ) -> Tensor:  # fmt: skip
         """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``. The flags only steer speed."""
-        given = ids
+        place = place_of(ids)
         ids = self._ids(ids)
-        route = self._route(given, ids)
-        seconds = self._time(req_time) if insert_missing else 0
-        return route.gather(self._read(route, insert_missing, seconds))[0].to(place_of(given))
+        if insert_missing:
+            return self._group.insert(ids, self._time(req_time)).to(place)
+        return self._group.rows(self._find(ids), ONE, missing="zeros").to(place)
+
+    def _find(self, ids: Tensor) -> Found:
+        counts = torch.tensor([ids.numel()], dtype=torch.int64, device="cpu")
+        return self._group.find(ids, counts, ONE, missing="zeros")
 
     @property
     def clocked(self) -> bool:
@@ -91,31 +119,6 @@ class DistributedHashTable:
     def _rows(self, values: Any, n: int, what: str) -> Tensor:
         return host_rows(values, n, self._dim, self.name, what, self._home).view(-1, self._dim)
 
-    def _route(self, given: Any, ids: Tensor) -> Any:
-        key = (
-            given if isinstance(given, Tensor) and given.is_cpu and given.dim() == 1 and given.is_contiguous() else ids
-        )
-        return self._cache.route((), [key], len(self._tables), [self._dim])
-
-    def _read(self, route: Any, insert_missing: bool, seconds: int) -> list[Tensor]:
-        more = {"insert_missing": True, "req_time": seconds} if insert_missing else {}
-        if not self._remote:
-            pairs = zip(self._tables, route.ids, strict=True)
-            return [part.lookup(ids.to(self._home), **more).reshape(-1).cpu() for part, ids in pairs]
-        from shoal.sharded.ps.protocol import Op, as_tensor
-
-        op = Op.INSERT if insert_missing else Op.LOOKUP
-        requests = {
-            i: part.request(op, route.ids[i], req_time=seconds)
-            for i, part in enumerate(self._tables)
-            if route.ids[i].numel()
-        }
-        replies = self._fan.client.read(requests)
-        empty = torch.empty(0, device="cpu")
-        return [
-            as_tensor(replies[i].payload[0], torch.float32) if i in replies else empty for i in range(len(self._tables))
-        ]
-
     def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> DistributedHashTable:
         """The last of equal ids wins."""
         return self._write("assign", ids, values, req_time)
@@ -130,14 +133,8 @@ class DistributedHashTable:
         values = self._rows(values, ids.numel(), "values")
         seconds = self._time(req_time)
         id_parts, value_parts = split_rows(ids, values, len(self._tables))
-        if not self._remote:
-            for part, i, v in zip(self._tables, id_parts, value_parts, strict=True):
-                getattr(part, verb)(i.to(self._home), v.to(self._home), req_time=seconds)
-            return self
-        from shoal.sharded.ps.protocol import Op
-
-        parts = enumerate(zip(self._tables, id_parts, value_parts, strict=True))
-        self._fan.client.write({s: t.request(Op[verb.upper()], i, v, req_time=seconds) for s, (t, i, v) in parts})
+        lists = [Lists(names, [i.numel()], i) for names, i in zip(self._group.names, id_parts, strict=True)]
+        self._group.parts.write(verb, lists, [v.reshape(-1) for v in value_parts], seconds)
         return self
 
     def apply_gradients(
@@ -146,29 +143,10 @@ class DistributedHashTable:
     ) -> DistributedHashTable:  # fmt: skip
         """One optimizer step per distinct id with the sum of its gradients, whatever ``enable_dedup`` says."""
         check_writable("apply_gradients")
-        given = ids
         ids = self._ids(ids)
         grads = self._rows(grads, ids.numel(), "grads")
-        step, seconds = as_int(global_step, self.name, "global_step"), self._time(req_time)
-        route = self._route(given, ids)
-        flat = route.scatter([grads])
-        if not self._remote:
-            for part, i, floats in zip(self._tables, route.ids, route.floats, strict=True):
-                rows = flat[floats].view(-1, self._dim).to(self._home)
-                part.apply_gradients(i.to(self._home), rows, step, enable_dedup=False, req_time=seconds)
-            return self
-        from shoal.sharded.ps.protocol import Op
-
-        rates = self._tables[0].rates([self._tables[0].name], step)
-        versions = self._fan.client.versions
-        requests = {
-            i: part.request(
-                Op.APPLY, route.ids[i], flat[route.floats[i]], req_time=seconds, global_step=step, rates=rates,
-                read_version=versions[i],
-            )
-            for i, part in enumerate(self._tables)
-        }  # fmt: skip
-        self._fan.client.write(requests, wait=False)
+        step = Step(as_int(global_step, self.name, "global_step"), self._time(req_time))
+        self._group.update([Part(self._find(ids), ONE, grads)], step=step)
         return self
 
     def contains(self, ids: Tensor) -> Tensor:
@@ -186,6 +164,19 @@ class DistributedHashTable:
         for part, at in zip(self._tables, positions_of_shards(ids, len(self._tables)), strict=True):
             out[at] = call(part, ids[at].to(self._home)).cpu()
         return out
+
+    def erase(self, ids: Tensor) -> int:
+        """Removes ids; returns how many there were."""
+        check_writable("erase")
+        id_parts, _ = split_rows(self._ids(ids), None, len(self._tables))
+        return sum(part.erase(i.to(self._home)) for part, i in zip(self._tables, id_parts, strict=True))
+
+    def clear(self) -> DistributedHashTable:
+        """Removes all rows of all parts."""
+        check_writable("clear")
+        for part in self._tables:
+            part.clear()
+        return self
 
     def size(self) -> int:
         """Rows of all parts."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.buffers import empty_flat, empty_rows
+from shoal.buffers import empty_flat, empty_of, empty_rows
 from shoal.errors import ConfigError
 from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
 from shoal.ops.reorder import fused_reorder_by_indices
@@ -63,6 +63,55 @@ class Route:
         return scatter_rows(self.size, grads, self._offsets, self.dims)
 
 
+class RowRoute:
+    """One batch of ids of K tables of one dim over S shards, as one int64 tensor that autograd can keep (``packed``).
+
+    ``ids[s]`` holds the distinct ids of shard ``s``, table after table in first-seen order; ``counts[s][k]`` of them
+    are of table ``k``. Their rows, shard after shard, make one flat buffer, of which shard ``s`` has the floats
+    ``edges[s]`` to ``edges[s + 1]``. ``offsets``, int32, says for every id of the batch where its row begins; -1: it
+    has none.
+    """
+
+    def __init__(self, packed: Tensor, n: int, num_shards: int, num_tables: int, dim: int) -> None:
+        head = _head(num_shards, num_tables)
+        distinct = packed.numel() - head - _words(n)
+        sizes = packed[:head].view(torch.int32).tolist()
+        k = num_tables
+        self.packed = packed
+        self.counts = [sizes[s * k : (s + 1) * k] for s in range(num_shards)]
+        of_shards = [sum(counts) for counts in self.counts]
+        self.ids = list(packed[head : head + distinct].split(of_shards))
+        self.edges = [0, *itertools.accumulate(size * dim for size in of_shards)]
+        self.offsets = packed[head + distinct :].view(torch.int32)[:n]
+
+    @classmethod
+    def of(
+        cls, id_lists: Sequence[Tensor], num_shards: int, dim: int, n: int, positions: Tensor | None = None
+    ) -> RowRoute:
+        """Routes the ids of each table. They are those of a batch of ``n`` one after another, or at ``positions``."""
+        lengths, k = [ids.numel() for ids in id_lists], len(id_lists)
+        work = _core.FusedReorder([ids.data_ptr() for ids in id_lists], lengths, num_shards, 0, [dim] * k)
+        head = _head(num_shards, k)
+        packed = empty_of(head + work.size + _words(n), torch.int64)
+        sizes = packed.data_ptr()
+        route = packed[head + work.size :].view(torch.int32)[:n]
+        offsets = route if positions is None else torch.empty(sum(lengths), dtype=torch.int32, device="cpu")
+        work.finish(sizes + 8 * head, sizes + 4 * num_shards * k, sizes, offsets.data_ptr())
+        if positions is not None:
+            route.fill_(-1).index_copy_(0, positions, offsets)
+        return cls(packed, n, num_shards, k, dim)
+
+
+def _words(numbers: int) -> int:
+    """int64s that hold so many int32s."""
+    return (numbers + 1) // 2
+
+
+def _head(num_shards: int, num_tables: int) -> int:
+    """int64s before the ids: the number of ids of every shard and table, then of every shard."""
+    return _words(num_shards * num_tables + num_shards)
+
+
 def gather_rows(flat: Tensor, offsets: Tensor, dim: int) -> Tensor:
     """``[n, dim]``: the rows that start at int32 ``offsets`` of a flat float32 buffer, on the buffer's device."""
     if flat.is_cuda:
@@ -111,22 +160,6 @@ class Seen:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-class RouteCache:
-    """The last route, for the backward pass of the same ids. Threads may share it; the last one wins."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Seen, tuple[Any, ...], Route] | None = None
-
-    def route(self, keys: tuple[Any, ...], id_lists: Sequence[Tensor], num_shards: int, dims: Sequence[int]) -> Route:
-        """A route of these very tensors, unless one of them has changed since."""
-        last = self._last
-        if last is not None and last[1] == keys and last[0].are(id_lists):
-            return last[2]
-        route = Route(id_lists, num_shards, dims)
-        self._last = (Seen(id_lists), keys, route)
-        return route
 
 
 def split_rows(ids: Tensor, values: Tensor | None, num_shards: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -65,6 +65,8 @@ class HashTable(TableBase):
             always are.
     """
 
+    accepts = frozenset({"req_time", "enable_dedup"})
+
     def __init__(
         self,
         dim: int,

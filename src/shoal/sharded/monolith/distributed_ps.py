@@ -12,8 +12,8 @@ from shoal.host import as_tensor
 from shoal.sharded import export
 from shoal.sharded.devices import home, host_ids, host_rows, place_of
 from shoal.sharded.distributed_table import DistributedHashTable
-from shoal.sharded.fan_out import fan_out
-from shoal.sharded.route import RouteCache, check_slots, positions_of_shards, split_rows
+from shoal.sharded.parts import Lists, parts_of
+from shoal.sharded.route import Route, check_slots, positions_of_shards, split_rows
 from shoal.table.arguments import as_int, as_time
 from shoal.table.config.entry import HashTableConfigInstance, infer_dim_size
 from shoal.table.export_mode import is_exporting_distributed
@@ -22,6 +22,11 @@ __all__ = ["DistributedHashTable", "DistributedMultiTypeHashTable"]
 
 RAW_METHODS = ("raw_lookup", "raw_apply_gradients", "raw_assign")
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
+_NO_ROWS = torch.empty(0, device="cpu")
+
+
+def _lists(names: list[str], route: Route) -> list[Lists]:
+    return [Lists(names, counts, ids) for counts, ids in zip(route.counts, route.ids, strict=True)]
 
 
 class DistributedMultiTypeHashTable:
@@ -53,8 +58,7 @@ class DistributedMultiTypeHashTable:
         self.native = all(hasattr(part, method) for part in self._tables for method in RAW_METHODS)
         self._raw = self.native and not transfer_float16
         self._home = home(self._tables[0])
-        self._fan = fan_out(self._tables)
-        self._cache = RouteCache()
+        self._parts = parts_of(self._tables, self._dims, raw=self._raw)
         if is_exporting_distributed():
             export.export_parts(self._tables, self._dims, native=self.native)
 
@@ -83,12 +87,12 @@ class DistributedMultiTypeHashTable:
         if is_exporting_distributed():
             parts = export.remote_lookup(self, route, names, model_native=self._raw)
         else:
-            float16 = self.transfer_float16
-            parts = self._fan.lookup(route, names, raw=self._raw, float16=float16)
+            found = self._parts.lookup(_lists(names, route), float16=self.transfer_float16)
+            parts = [rows.cpu() for rows in found]
         rows = dict(zip(names, route.gather(parts), strict=True))
         return {slot: rows[slot].to(place_of(slot_to_id[slot])) for slot in known}
 
-    def _route(self, slot_to_id: Mapping[str, Tensor]) -> tuple[list[str], Any]:
+    def _route(self, slot_to_id: Mapping[str, Tensor]) -> tuple[list[str], Route]:
         names = list(self._dims) if self._raw else sorted(slot_to_id)
         lists = []
         for name in names:
@@ -99,7 +103,7 @@ class DistributedMultiTypeHashTable:
                 flat = host_ids(ids, name, self._home)
                 lists.append(flat if flat.dim() == 1 else flat.view(-1))
         dims = [self._dims[name] for name in names]
-        return names, self._cache.route(tuple(names), lists, len(self._tables), dims)
+        return names, Route(lists, len(self._tables), dims)
 
     def assign(
         self, slot_to_id_and_value: Mapping[str, tuple[Tensor, Tensor]], req_time: Any = None
@@ -119,15 +123,19 @@ class DistributedMultiTypeHashTable:
         check_slots(writes, self._dims)
         export.check_writable(verb)
         seconds = as_time(req_time, "slots")
-        per_part: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in self._tables]
-        for slot in sorted(writes):
-            ids = host_ids(writes[slot][0], slot, self._home).view(-1)
-            values = host_rows(writes[slot][1], ids.numel(), self._dims[slot], slot, "values", self._home)
-            values = values.view(-1, self._dims[slot])
-            id_parts, value_parts = split_rows(ids, values, len(self._tables))
-            for pairs, i, v in zip(per_part, id_parts, value_parts, strict=True):
-                pairs[slot] = (i, v)
-        self._fan.write(verb, per_part, seconds)
+        names = list(self._dims) if self.native else sorted(writes)  # a native table is written to as a whole
+        split = []
+        for name in names:
+            ids, rows = writes.get(name, (_NO_IDS, ()))
+            ids = host_ids(ids, name, self._home).view(-1)
+            values = host_rows(rows, ids.numel(), self._dims[name], name, "values", self._home)
+            split.append(split_rows(ids, values.view(-1, self._dims[name]), len(self._tables)))
+        lists, flats = [], []
+        for part in range(len(self._tables)):
+            ids = [id_parts[part] for id_parts, _ in split]
+            lists.append(Lists(names, [i.numel() for i in ids], torch.cat([_NO_IDS, *ids])))
+            flats.append(torch.cat([_NO_ROWS, *(value_parts[part].reshape(-1) for _, value_parts in split)]))
+        self._parts.write(verb, lists, flats, seconds)
         return self
 
     def apply_gradients(
@@ -145,7 +153,8 @@ class DistributedMultiTypeHashTable:
             ids, rows = slot_to_id_and_grad.get(name, (_NO_IDS, ()))
             grads.append(host_rows(rows, as_tensor(ids).numel(), self._dims[name], name, "grads", self._home))
         flat = route.scatter([g.view(-1, self._dims[n]) for g, n in zip(grads, names, strict=True)])
-        self._fan.apply(route, names, flat, step, seconds, raw=self._raw, float16=self.transfer_float16)
+        grads_of_parts = [flat[floats] for floats in route.floats]
+        self._parts.apply(_lists(names, route), grads_of_parts, step, seconds, float16=self.transfer_float16)
         return self
 
     def reinitialize(self, slot: str, ids: Tensor) -> tuple[DistributedMultiTypeHashTable, Tensor]:

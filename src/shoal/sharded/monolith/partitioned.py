@@ -12,7 +12,7 @@ from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.sharded.export import check_writable, export_parts
-from shoal.sharded.fan_out import fan_out
+from shoal.sharded.monolith import list_parts
 from shoal.sharded.monolith.batch_bundle import (
     OFFSETS,
     SIZES,
@@ -25,7 +25,6 @@ from shoal.sharded.monolith.batch_bundle import (
 )
 from shoal.sharded.monolith.gpu_embedding import AllToAllLists
 from shoal.sharded.monolith.layout_config import PREFIX, ParserCtx, get_default_parser_ctx, params_of
-from shoal.sharded.monolith.list_parts import exported_lookup, local_apply, local_lookup, remote_apply, remote_lookup
 from shoal.sharded.monolith.pooling import Pooling
 from shoal.sharded.monolith.prefetch_queue import (
     AsyncFunctionMgr,
@@ -33,6 +32,7 @@ from shoal.sharded.monolith.prefetch_queue import (
     enqueue_dicts_with_queue_return,
     queue_capacities,
 )
+from shoal.sharded.parts import parts_of
 from shoal.table.arguments import as_int, as_time
 from shoal.table.config.entry import infer_dim_size
 from shoal.table.export_mode import is_exporting, is_exporting_distributed
@@ -83,7 +83,7 @@ class PartitionedHashTable:
             self._tables = [self._exchange.table]
         else:
             self._tables = [table_factory(i, subs) for i in range(self._shards)]
-            self._fan = fan_out(self._tables)
+            self._parts = parts_of(self._tables, self._dims, raw=self._native)
         self._home = home(self._tables[0])
         if is_exporting_distributed():
             export_parts(self._tables, self._dims, native=self._native)
@@ -150,10 +150,10 @@ class PartitionedHashTable:
         lists = pop_shards(bundle, self._tables_of_lists, self._shards)
         if is_exporting_distributed():
             deadline = self.max_rpc_deadline_millis
-            rows = exported_lookup(lists, self._native, self._features, self._dims, deadline)
+            rows = list_parts.exported_lookup(lists, self._native, self._features, self._dims, deadline)
         else:
-            look = remote_lookup if hasattr(self._fan, "client") else local_lookup
-            rows = look(self._fan, lists, self._native, self._features, self._params.transfer_float16)
+            float16 = self._params.transfer_float16
+            rows = list_parts.lookup(self._parts, lists, self._native, self._features, self._dims, float16)
         keep_rows(bundle, lists, rows, fids=not is_exporting(), native=self._native)
 
     def _rows(self, bundle: Mapping[str, Any]) -> tuple[list[Tensor], Tensor | None]:
@@ -212,8 +212,8 @@ class PartitionedHashTable:
         return self
 
     def _push(self, lists: list[dict[str, Any]], step: int, seconds: int) -> None:
-        push = remote_apply if hasattr(self._fan, "client") else local_apply
-        push(self._fan, lists, self._native, self._features, self._dims, step, seconds, self._params.transfer_float16)
+        float16 = self._params.transfer_float16
+        list_parts.apply(self._parts, lists, self._native, self._features, step, seconds, float16)
 
     # --- direct access --------------------------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
-"""What a parameter server counts, in the text form that Prometheus reads. Counting is cheap: plain additions."""
+"""What a parameter server counts, for Prometheus. Counting is cheap: plain additions."""
 
 from __future__ import annotations
 
 import bisect
-import threading
+import itertools
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -28,13 +29,10 @@ class Histogram:
         self.count += 1
         self.sum += value
 
-    def lines(self, name: str, labels: str) -> list[str]:
-        result, total = [], 0
-        for bound, n in zip((*self.bounds, "+Inf"), self.buckets, strict=True):
-            total += n
-            result.append(f'{name}_bucket{{{labels}{"," if labels else ""}le="{bound}"}} {total}')
-        tags = f"{{{labels}}}" if labels else ""
-        return [*result, f"{name}_count{tags} {total}", f"{name}_sum{tags} {self.sum}"]
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, values up to it), as Prometheus counts."""
+        bounds = [*map(str, self.bounds), "+Inf"]
+        return list(zip(bounds, itertools.accumulate(self.buckets), strict=True))
 
 
 class Metrics:
@@ -49,54 +47,64 @@ class Metrics:
         self.bytes_in = 0
         self.bytes_out = 0
         self.bad_messages = 0
-        self._lock = threading.Lock()
 
     def done(self, op: str, status: str, seconds: float) -> None:
         self.requests[op, status] += 1
         self.seconds[op].add(seconds)
 
     def text(self, gauges: dict[str, Any], tables: dict[str, dict[str, Any]]) -> str:
-        """The exposition format, version 0.0.4."""
-        lines = []
+        """What Prometheus reads: these counters, ``gauges`` by name (counters, if it ends with ``_total``) and what is
+        known of each table."""
+        import prometheus_client
 
-        def family(name: str, kind: str, text: str, samples: list[str]) -> None:
-            lines.extend([f"# HELP {name} {text}", f"# TYPE {name} {kind}", *samples])
+        registry = prometheus_client.CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(self, gauges, tables))
+        return prometheus_client.generate_latest(registry).decode()
 
-        family(
-            "shoal_ps_requests_total", "counter", "Requests answered, by operation and outcome.",
-            [f'shoal_ps_requests_total{{op="{op}",status="{status}"}} {n}'
-             for (op, status), n in sorted(self.requests.copy().items())],
-        )  # fmt: skip
-        seconds = [h.lines("shoal_ps_request_seconds", f'op="{op}"') for op, h in sorted(self.seconds.copy().items())]
-        family(
-            "shoal_ps_request_seconds",
-            "histogram",
-            "From the arrival of a request to its reply.",
-            [line for lines_of in seconds for line in lines_of],
+
+class _Collector:
+    """The metrics of one moment."""
+
+    def __init__(self, metrics: Metrics, gauges: dict[str, Any], tables: dict[str, dict[str, Any]]) -> None:
+        self._metrics, self._gauges, self._tables = metrics, gauges, tables
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        metrics = self._metrics
+        requests = CounterMetricFamily(
+            "shoal_ps_requests", "Requests answered, by operation and outcome.", labels=("op", "status")
         )
-        family(
-            "shoal_ps_log_sync_seconds", "histogram", "Waits for the disk, one per group of writes.",
-            self.sync_seconds.lines("shoal_ps_log_sync_seconds", ""),
-        )  # fmt: skip
-        family(
-            "shoal_ps_staleness_updates", "histogram",
-            "Updates of the shard between the lookup behind an update and the update.",
-            self.staleness.lines("shoal_ps_staleness_updates", ""),
-        )  # fmt: skip
-        for name, value in {
-            "received_bytes_total": self.bytes_in,
-            "sent_bytes_total": self.bytes_out,
-            "bad_messages_total": self.bad_messages,
-        }.items():
-            family(f"shoal_ps_{name}", "counter", name.replace("_", " "), [f"shoal_ps_{name} {value}"])
-        for name, value in gauges.items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            family(f"shoal_ps_{name}", kind, name.replace("_", " "), [f"shoal_ps_{name} {value}"])
+        for (op, status), count in sorted(metrics.requests.copy().items()):
+            requests.add_metric((op, status), count)
+        yield requests
+        seconds = HistogramMetricFamily(
+            "shoal_ps_request_seconds", "From the arrival of a request to its reply.", labels=("op",)
+        )
+        for op, histogram in sorted(metrics.seconds.copy().items()):
+            seconds.add_metric((op,), histogram.cumulative(), histogram.sum)
+        yield seconds
+        for name, text, histogram in (
+            ("log_sync_seconds", "Waits for the disk, one per group of writes.", metrics.sync_seconds),
+            (
+                "staleness_updates",
+                "Updates of the shard between the lookup behind an update and the update.",
+                metrics.staleness,
+            ),
+        ):
+            yield HistogramMetricFamily(
+                f"shoal_ps_{name}", text, buckets=histogram.cumulative(), sum_value=histogram.sum
+            )
+        own = {
+            "received_bytes_total": metrics.bytes_in,
+            "sent_bytes_total": metrics.bytes_out,
+            "bad_messages_total": metrics.bad_messages,
+        }
+        for name, value in (own | self._gauges).items():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(f"shoal_ps_{name}", name.replace("_", " "), value=value)
         for field in ("rows", "bytes"):
-            samples = [f'shoal_ps_table_{field}{{table="{_escape(t)}"}} {v[field]}' for t, v in tables.items()]
-            family(f"shoal_ps_table_{field}", "gauge", f"{field} of a table", samples)
-        return "\n".join(lines) + "\n"
-
-
-def _escape(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            gauge = GaugeMetricFamily(f"shoal_ps_table_{field}", f"{field} of a table", labels=("table",))
+            for table, known in self._tables.items():
+                gauge.add_metric((table,), known[field])
+            yield gauge

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class Op(IntEnum):
     ENTRIES = 4
     SIZES = 5
     CHECKPOINT = 7
+    FIND_INITIAL = 8
+    """LOOKUP that answers an unknown id with its initial row, zeros while an admission filter is active."""
     ASSIGN = 32
     ASSIGN_ADD = 33
     APPLY = 34
@@ -59,8 +61,14 @@ class Op(IntEnum):
 
 
 WITH_IDS = frozenset(
-    (Op.LOOKUP, Op.CONTAINS, Op.ENTRIES, Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY, Op.REINITIALIZE, Op.INSERT, Op.ERASE)
-)  # the ids frame holds the ids that the header counts
+    {
+        Op.LOOKUP, Op.CONTAINS, Op.ENTRIES, Op.FIND_INITIAL, Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY, Op.REINITIALIZE,
+        Op.INSERT, Op.ERASE,
+    }
+)  # fmt: skip
+"""Their ids frame holds the ids that the header counts."""
+ALWAYS = frozenset(Op) - {Op.FIND_INITIAL}
+"""What a server knows that does not tell its operations: one of version 0.1."""
 
 
 class Status(IntEnum):
@@ -137,18 +145,27 @@ class Request:
         return as_tensor(self.values, torch.float32)
 
 
-def plain_lookup(header: memoryview) -> tuple[int, int, bytes] | None:
-    """Request number, number of ids and table of the commonest request, a lookup in one table; None for any other."""
+class PlainLookup(NamedTuple):
+    """The commonest request: rows of one table."""
+
+    request: int
+    op: Op
+    n: int
+    table: bytes
+
+
+_PLAIN = {int(op): op for op in (Op.LOOKUP, Op.FIND_INITIAL)}
+
+
+def plain_lookup(header: memoryview) -> PlainLookup | None:
+    """A lookup in one table, as its header says; None for any other request."""
     if header.nbytes < _REQUEST.size + 9:
         return None
     magic, version, op, flags, request, _, _, _, _, _, _, _, k, r = _REQUEST.unpack_from(header)
-    if magic != MAGIC or version != VERSION or op != 2 or flags or k != 1 or r:
+    if magic != MAGIC or version != VERSION or op not in _PLAIN or flags or k != 1 or r:
         return None
-    return (
-        request,
-        int.from_bytes(header[_REQUEST.size : _REQUEST.size + 8], "little"),
-        bytes(header[_REQUEST.size + 8 :]),
-    )
+    n = int.from_bytes(header[_REQUEST.size : _REQUEST.size + 8], "little")
+    return PlainLookup(request, _PLAIN[op], n, bytes(header[_REQUEST.size + 8 :]))
 
 
 def reply_header(request: int, version: int) -> bytes:

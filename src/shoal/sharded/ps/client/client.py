@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence, Set
 from datetime import timedelta
 from typing import Any
 
-from shoal.errors import ConfigError, PeerError
+from shoal.errors import ConfigError, PeerError, UnsupportedError
 from shoal.sharded.ps.client.line import CLOSED, UNORDERED, Call, Line
 from shoal.sharded.ps.limits import check_duration
 from shoal.sharded.ps.metrics import STEPS, Histogram
-from shoal.sharded.ps.protocol import Op, Reply, Request, nbytes_of
+from shoal.sharded.ps.protocol import ALWAYS, Op, Reply, Request, nbytes_of
 from shoal.sharded.ps.security import ClientKeys, zmq_module
 
 
@@ -74,6 +74,7 @@ class PsClient:
         """The version that each shard had when it was last read."""
         self._verified = False
         self._max_frame_bytes = 0
+        self._operations: list[Set[str]] = []
         try:
             self._writers = self._open(uuid.uuid4().bytes)
         except BaseException:
@@ -133,8 +134,21 @@ class PsClient:
     def read(self, requests: dict[int, Request], deadline: timedelta | None = None) -> dict[int, Reply]:
         """Asks shards in parallel, one round trip each; replies by shard."""
         self.verify(deadline)
+        self._check_operations(requests, deadline)
         self._check_sizes(requests)
         return self._read(requests, deadline)
+
+    def _check_operations(self, requests: dict[int, Request], deadline: timedelta | None) -> None:
+        """Refuses what a server of an older version does not know; one that was replaced meanwhile is asked again."""
+        if all(request.op.name in self._operations[shard] for shard, request in requests.items()):
+            return
+        self._take_infos(self.info(deadline))
+        for shard, request in requests.items():
+            if request.op.name not in self._operations[shard]:
+                raise UnsupportedError(
+                    f"parameter server {shard} ({self.addresses[shard]}) does not know {request.op.name.lower()}: it "
+                    "is of an older version than this worker; upgrade the servers first"
+                )
 
     def _read(self, requests: dict[int, Request], deadline: timedelta | None = None) -> dict[int, Reply]:
         seconds = self._seconds(deadline)
@@ -203,7 +217,10 @@ class PsClient:
         """Checks once that address ``i`` is shard ``i`` of as many as there are addresses."""
         if self._verified:
             return
-        infos = self.info(deadline)
+        self._take_infos(self.info(deadline))
+        self._verified = True
+
+    def _take_infos(self, infos: Sequence[dict[str, Any]]) -> None:
         for shard, info in enumerate(infos):
             if (info["shard"], info["of"]) != (shard, self.num_ps):
                 raise ConfigError(
@@ -211,7 +228,8 @@ class PsClient:
                     f"of {self.num_ps} addresses; list all servers in the order of their shards"
                 )
         self._max_frame_bytes = min(info["max_message_bytes"] for info in infos)
-        self._verified = True
+        without = [op.name for op in ALWAYS]
+        self._operations = [frozenset(info.get("operations", without)) for info in infos]
 
     def checkpoint(
         self, deadline: timedelta | None = None, *, keep_as: str = "", others: Sequence[str] = ()

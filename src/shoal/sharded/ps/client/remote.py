@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.ragged import Ragged
+from shoal.sharded.parts_group import PartsGroup
 from shoal.sharded.ps.client.client import PsClient
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, NOW, Op, Reply, Request, as_tensor
 from shoal.table.arguments import as_flat, as_ids, as_int, as_rows, as_time, check_rates
@@ -67,9 +68,13 @@ class RemoteTables:
         self.configs = {name: configs[name] for name in sorted(configs)}
         self.dims = {name: infer_dim_size(config.table_config) for name, config in self.configs.items()}
 
-    def rates(self, names: Sequence[str], step: int) -> list[float]:
-        """The worker's step decides the rates, so that all servers use the same."""
-        return [rate for n in names for rate in check_rates(self.configs[n].call_learning_rate_fns_fewer_ops(step), n)]
+    def rates_of(self, names: Sequence[str], step: int, scales: Sequence[float] | None = None) -> list[float]:
+        """The worker's step decides the rates, so that all servers use the same. ``scales``: a factor per table."""
+        return [
+            rate * scale
+            for name, scale in zip(names, scales or [1.0] * len(names), strict=True)
+            for rate in check_rates(self.configs[name].call_learning_rate_fns_fewer_ops(step), name)
+        ]
 
     def _read(self, request: Request, deadline: timedelta | None = None) -> Reply:
         return self.client.read({self.shard: request}, deadline)[self.shard]
@@ -95,6 +100,7 @@ class RemoteHashTable(RemoteTables):
         self.clocked = clocked
         """Whether a write without ``req_time`` takes the server's time; False: 0."""
         self.name, self.config, self.dim_size = name, config, self.dims[name]
+        self.on_bad_gradient = on_bad_gradient
         self.hash_filter = dict(filters) if filters and filters.get("type") != "no_filter" else None
         """What the server's admission filter is made from."""
         if create:
@@ -106,6 +112,17 @@ class RemoteHashTable(RemoteTables):
     def request(self, op: Op, ids: Tensor, values: Any = b"", *, flags: int = 0, **fields: Any) -> Request:
         flags |= _time_flag(fields.get("req_time", 0))
         return Request(op, flags=flags, counts=[ids.numel()], names=(self.name,), ids=ids, values=values, **fields)
+
+    def rates(self, step: int) -> list[float]:
+        """The learning rates of a step, one per segment."""
+        return self.rates_of([self.name], step)
+
+    def group_key(self) -> Hashable:
+        return "remote table", id(self.client), self.shard, self.dim_size, self.clocked
+
+    @staticmethod
+    def make_group(tables: tuple[RemoteHashTable, ...]) -> PartsGroup:
+        return PartsGroup(tables, [list(tables)])
 
     def _time(self, req_time: Any) -> int:
         return as_time(req_time, self.name, clocked=self.clocked)
@@ -143,7 +160,7 @@ class RemoteHashTable(RemoteTables):
     ) -> RemoteHashTable:  # fmt: skip
         step = as_int(global_step, self.name, "global_step")
         return self._write_rows(
-            Op.APPLY, ids, grads, req_time=req_time, global_step=step, rates=self.rates([self.name], step),
+            Op.APPLY, ids, grads, req_time=req_time, global_step=step, rates=self.rates(step),
             flags=DEDUP if enable_dedup else 0,
         )  # fmt: skip
 
@@ -188,15 +205,22 @@ class RemoteMultiTypeHashTable(RemoteTables):
     def get_table_dim_sizes(self) -> list[int]:
         return list(self.dims.values())
 
-    def lookup_request(self, names: Sequence[str], counts: Sequence[int], ids: Tensor, *, float16: bool) -> Request:
+    def lookup_request(
+        self, names: Sequence[str], counts: Sequence[int], ids: Tensor, *, float16: bool = False, op: Op = Op.LOOKUP
+    ) -> Request:
+        """``op``: how unknown ids are answered, LOOKUP or FIND_INITIAL."""
         flags = (FLOAT16 if float16 else 0) | (NATIVE if self.native else 0)
-        return Request(Op.LOOKUP, flags=flags, counts=counts, names=tuple(names), ids=ids)
+        return Request(op, flags=flags, counts=counts, names=tuple(names), ids=ids)
+
+    def insert_request(self, names: Sequence[str], counts: Sequence[int], ids: Tensor, *, seconds: int) -> Request:
+        flags = _time_flag(seconds)
+        return Request(Op.INSERT, flags=flags, counts=counts, names=tuple(names), ids=ids, req_time=seconds)
 
     def write_request(
         self, op: Op, names: Sequence[str], counts: Sequence[int], ids: Tensor, values: Tensor, *, step: int = 0,
-        seconds: int = 0, float16: bool = False,
+        seconds: int = 0, float16: bool = False, scales: Sequence[float] | None = None,
     ) -> Request:  # fmt: skip
-        rates = self.rates(names, step) if op == Op.APPLY else ()
+        rates = self.rates_of(names, step, scales) if op == Op.APPLY else ()
         return Request(
             op, flags=(FLOAT16 if float16 else 0) | _time_flag(seconds), counts=counts, names=tuple(names), ids=ids,
             values=values.half() if float16 else values, global_step=step, req_time=seconds, rates=rates,

@@ -36,15 +36,16 @@ class Reads:
         """The answer to a small lookup in one table, without ceremony; None for everything else."""
         begin = time.perf_counter()
         plain = plain_lookup(frames[0])
-        if plain is None or plain[1] > min(self._limits.inline_ids, self._limits.max_ids):
+        if plain is None or plain.n > min(self._limits.inline_ids, self._limits.max_ids):
             return None
-        rows = self._shard.lookup_one(plain[2], frames[1], plain[1])
+        initial = plain.op == Op.FIND_INITIAL
+        rows = self._shard.lookup_one(plain.table, frames[1], plain.n, initial=initial)
         if rows is None:
             return None
-        self._metrics.bytes_in += 8 * plain[1]
+        self._metrics.bytes_in += 8 * plain.n
         self._metrics.bytes_out += rows.nbytes
-        self._metrics.done("LOOKUP", "OK", time.perf_counter() - begin)
-        return [reply_header(plain[0], self._shard.version), rows.numpy()]
+        self._metrics.done(plain.op.name, "OK", time.perf_counter() - begin)
+        return [reply_header(plain.request, self._shard.version), rows.numpy()]
 
     def now(self, request: Request) -> Reply:
         """The answer to a request that is `at_once`, counted."""

@@ -12,7 +12,7 @@ from typing import Any
 from shoal.errors import ConfigError, ShoalError
 from shoal.sharded.ps.limits import Limits, check_duration
 from shoal.sharded.ps.metrics import Metrics
-from shoal.sharded.ps.protocol import VERSION, Request
+from shoal.sharded.ps.protocol import VERSION, Op, Request
 from shoal.sharded.ps.security import ServerKeys, check_bind, check_clients, check_port, zmq_module
 from shoal.sharded.ps.server.backlog import Backlog
 from shoal.sharded.ps.server.engine import Engine
@@ -199,7 +199,7 @@ class ParameterServer:
         return {
             "protocol": VERSION, "shard": shard.index, "of": shard.of, "version": shard.version, "tables": dims,
             "durability": self.engine.durability.value, "max_ids": self.limits.max_ids,
-            "max_message_bytes": self.limits.max_message_bytes,
+            "max_message_bytes": self.limits.max_message_bytes, "operations": [op.name for op in Op],
         }  # fmt: skip
 
     def _health(self) -> tuple[bool, dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, NOW, Op, Request, Status, as_tensor
+from shoal.sharded.ps.server.initial import InitialRows
 from shoal.sharded.ps.server.table_spec import build_table, change_table, check_change, parse_spec
 from shoal.table.arguments import MAX_TIME, as_time
 from shoal.table.clock import Now
@@ -63,6 +64,7 @@ class Shard:
         """What each table was created from, for checkpoints: its configuration in hex and its options."""
         self.version = 0
         """Writes applied so far."""
+        self._initial = InitialRows()
         self.max_reply_bytes = 2 << 30
         """Rows in one reply; more are refused."""
 
@@ -70,7 +72,7 @@ class Shard:
 
     def read(self, request: Request) -> list[Any]:
         """The payload of the reply to a request that changes nothing."""
-        if request.op == Op.LOOKUP:
+        if request.op in (Op.LOOKUP, Op.FIND_INITIAL):
             return [self._lookup(request)]
         if request.op == Op.CONTAINS:
             parts = [table.contains(ids) for table, ids in self._with_ids(request)]
@@ -81,30 +83,35 @@ class Shard:
             return [json.dumps({name: table.size() for name, table in list(self.tables.items())}).encode()]
         raise DataError(f"{request.op.name} is not a read of this server")
 
-    def lookup_one(self, name: bytes, ids: Any, n: int) -> Tensor | None:
+    def lookup_one(self, name: bytes, ids: Any, n: int, *, initial: bool = False) -> Tensor | None:
         """The rows of ids in one table, without ceremony; None where anything is not as it should be."""
         table = self._by_bytes.get(name)
         if table is None or len(ids) != 8 * n or 4 * n * table.dim_size > self.max_reply_bytes:
             return None
         tensor = as_tensor(ids, torch.int64)
+        if initial:
+            return self._initial.rows([table], [n], tensor)
         rows = torch.empty(n * table.dim_size, dtype=torch.float32, device="cpu")
         table._native.lookup(tensor.data_ptr(), n, rows.data_ptr(), 0)
         return rows
 
     def _lookup(self, request: Request) -> Tensor:
         ids, counts = request.ids_tensor(), request.counts
-        tables = self._find(request.names, missing_ok=bool(request.flags & NATIVE))
+        initial = request.op == Op.FIND_INITIAL
+        tables = self._find(request.names, missing_ok=bool(request.flags & NATIVE) and not initial)
         sizes = [n * table.dim_size if table is not None else 0 for n, table in zip(counts, tables, strict=True)]
         self._check_reply(sum(sizes))
-        if len(tables) > 1 and None not in tables:
+        if initial:
+            flat = self._initial.rows(tables, counts, ids)
+        elif len(tables) > 1 and None not in tables:
             flat = lookup_blocks(tables, ids, torch.tensor(counts, dtype=torch.int64, device="cpu"), 1, sum(sizes))
-            return flat.half() if request.flags & FLOAT16 else flat
-        flat = empty_flat(sum(sizes))
-        at_id = at = 0
-        for table, n, size in zip(tables, counts, sizes, strict=True):
-            if n and table is not None:
-                table._native.lookup(ids.data_ptr() + 8 * at_id, n, flat.data_ptr() + 4 * at, 0)
-            at_id, at = at_id + n, at + size
+        else:
+            flat = empty_flat(sum(sizes))
+            at_id = at = 0
+            for table, n, size in zip(tables, counts, sizes, strict=True):
+                if n and table is not None:
+                    table._native.lookup(ids.data_ptr() + 8 * at_id, n, flat.data_ptr() + 4 * at, 0)
+                at_id, at = at_id + n, at + size
         return flat.half() if request.flags & FLOAT16 else flat
 
     def _check_reply(self, floats: int) -> None:
@@ -253,6 +260,7 @@ class Shard:
     def replace(self, name: str, table: HashTable) -> None:
         """Puts another table in the place of one that is here; whoever reads the old one reads it to the end."""
         self.add(self.specs[name], table)
+        self._initial.forget()
         self.version += 1
 
     def _find(self, names: Sequence[str], missing_ok: bool = False) -> list[Any]:

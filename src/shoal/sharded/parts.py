@@ -1,0 +1,211 @@
+"""The parts of tables, called together: one after another in this process, all at once on parameter servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.ragged import Ragged
+from shoal.sharded.devices import home
+from shoal.sharded.metrics import lookup_timer
+from shoal.table.protocol import CPU, Features, Missing, Part, Step, groups_of
+
+Each = Literal["sum", "occurrence"]
+
+
+class Lists(NamedTuple):
+    """What one part is asked: ``counts[i]`` of ``ids`` belong to the table ``names[i]``, in that order."""
+
+    names: Sequence[Any]
+    counts: Sequence[int]
+    ids: Tensor
+
+
+class Parts(Protocol):
+    """All parts of some tables. Calls have a `Lists` per part; rows and gradients are flat float32 tensors.
+
+    Ids and gradients are taken from the CPU; rows come out where a part has them.
+    """
+
+    remote: bool
+    saved_by: str
+    """What keeps the rows, which are not in the ``state_dict`` of a module."""
+
+    def lookup(self, lists: Sequence[Lists], *, missing: Missing = "zeros", float16: bool = False) -> list[Tensor]: ...
+    def insert(self, lists: Sequence[Lists], seconds: int) -> list[Tensor]: ...
+    def apply(
+        self, lists: Sequence[Lists], grads: Sequence[Tensor], step: int, seconds: int, *, float16: bool = False,
+        scales: Sequence[float] | None = None, each: Each = "sum",
+    ) -> None: ...  # fmt: skip
+    def write(self, verb: str, lists: Sequence[Lists], values: Sequence[Tensor], seconds: int) -> None: ...
+
+
+def parts_of(parts: Sequence[Any], dims: Mapping[str, int], *, raw: bool = False) -> Parts:
+    """Of tables that hold others by name. ``raw``: local ones are called for all their tables at once."""
+    if _client([[part] for part in parts]) is None:
+        return LocalParts([NamedTables(part, dims, raw) for part in parts])
+    from shoal.sharded.ps.client.parts import RemoteParts
+
+    return RemoteParts(parts)
+
+
+def parts_of_tables(columns: Sequence[Sequence[Any]]) -> tuple[Parts, list[list[Any]]]:
+    """Of single tables, of which ``columns[s]`` are those of part ``s``; and what a `Lists` calls them."""
+    client = _client(columns)
+    if client is None:
+        return LocalParts([Tables(column) for column in columns]), [list(range(len(column))) for column in columns]
+    from shoal.sharded.ps.client.parts import RemoteParts
+    from shoal.sharded.ps.client.remote import RemoteMultiTypeHashTable
+
+    remote = [
+        RemoteMultiTypeHashTable(client, column[0].shard, {t.name: t.config for t in column}, create=False)
+        for column in columns
+    ]
+    return RemoteParts(remote), [[table.name for table in column] for column in columns]
+
+
+def _client(columns: Sequence[Sequence[Any]]) -> Any:
+    """The client that all tables are reached by, each column on a server of its own; None where there is none."""
+    client = getattr(columns[0][0], "client", None)
+    for column in columns:
+        if any(
+            getattr(t, "client", None) is not client or client is None or t.shard != column[0].shard for t in column
+        ):
+            return None
+    return client if len({column[0].shard for column in columns}) == len(columns) else None
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+class LocalParts:
+    """Parts in this process. Native work inside each is spread over threads already."""
+
+    remote = False
+    saved_by = "the save of each of table.tables"
+
+    def __init__(self, parts: Sequence[Tables | NamedTables]) -> None:
+        self._parts = parts
+
+    def lookup(self, lists: Sequence[Lists], *, missing: Missing = "zeros", float16: bool = False) -> list[Tensor]:
+        result = []
+        for number, (part, asked) in enumerate(zip(self._parts, lists, strict=True)):
+            begin = time.perf_counter()
+            found = part.lookup(asked, missing)
+            result.append(found.half().float() if float16 else found)
+            lookup_timer(number, time.perf_counter() - begin)
+        return result
+
+    def insert(self, lists: Sequence[Lists], seconds: int) -> list[Tensor]:
+        return [part.insert(asked, seconds) for part, asked in zip(self._parts, lists, strict=True)]
+
+    def apply(
+        self, lists: Sequence[Lists], grads: Sequence[Tensor], step: int, seconds: int, *, float16: bool = False,
+        scales: Sequence[float] | None = None, each: Each = "sum",
+    ) -> None:  # fmt: skip
+        for part, asked, flat in zip(self._parts, lists, grads, strict=True):
+            part.apply(asked, flat.half().float() if float16 else flat, Step(step, seconds, scales), each)
+
+    def write(self, verb: str, lists: Sequence[Lists], values: Sequence[Tensor], seconds: int) -> None:
+        for part, asked, flat in zip(self._parts, lists, values, strict=True):
+            part.write(verb, asked, flat, seconds)
+
+
+class Tables:
+    """Single tables, through their groups. A `Lists` names them by their positions."""
+
+    def __init__(self, tables: Sequence[Any]) -> None:
+        self._tables = tables
+        self._groups = groups_of(tables)
+
+    def lookup(self, asked: Lists, missing: Missing) -> Tensor:
+        if not asked.names:
+            return torch.empty(0, device=CPU)
+        rows: list[Tensor] = [asked.ids] * len(asked.names)
+        for group, places, features, counts, ids in self._work(asked):
+            found = group.find(ids, counts, features, missing=missing)
+            blocks = torch.split(group.rows(found, features, missing=missing), counts.tolist())
+            for place, block in zip(places, blocks, strict=True):
+                rows[place] = block.reshape(-1)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def insert(self, asked: Lists, seconds: int) -> Tensor:
+        rows = [
+            self._tables[name].lookup(ids.to(home(self._tables[name])), insert_missing=True, req_time=seconds)
+            for name, ids in zip(asked.names, torch.split(asked.ids, list(asked.counts)), strict=True)
+        ]
+        return torch.cat([r.reshape(-1) for r in rows])
+
+    def apply(self, asked: Lists, flat: Tensor, step: Step, each: Each) -> None:
+        for group, places, features, counts, ids in self._work(asked):
+            rows = _blocks(flat.view(-1, group.dim), asked.counts, places).to(group.traits.device)
+            scales = None
+            if step.lr_scale is not None:  # in the order of ``asked.names``
+                given = {table: float(step.lr_scale[at]) for table, at in zip(features.tables, places, strict=True)}
+                scales = [given.get(table, 1.0) for table in range(len(group.tables))]
+            found = group.find(ids, counts, features, missing="initial")
+            group.update([Part(found, features, rows)], step=Step(step.number, step.time_s, scales), each=each)
+
+    def write(self, verb: str, asked: Lists, flat: Tensor, seconds: int) -> None:
+        at = 0
+        for name, ids in zip(asked.names, torch.split(asked.ids, list(asked.counts)), strict=True):
+            table = self._tables[name]
+            rows = flat[at : at + ids.numel() * table.dim_size].view(-1, table.dim_size)
+            at += rows.numel()
+            getattr(table, verb)(ids.to(home(table)), rows.to(home(table)), req_time=seconds)
+
+    def _work(self, asked: Lists) -> Any:
+        """Per group: itself, the places of its tables in ``asked``, and the arguments of its ``find``."""
+        for group, own in self._groups:
+            places = [place for place, name in enumerate(asked.names) if name in own]
+            if places:
+                features = Features(tables=tuple(own.index(asked.names[place]) for place in places))
+                counts = torch.tensor([asked.counts[place] for place in places], dtype=torch.int64, device=CPU)
+                yield group, places, features, counts, _blocks(asked.ids, asked.counts, places).to(group.traits.device)
+
+
+def _blocks(flat: Tensor, counts: Sequence[int], places: Sequence[int]) -> Tensor:
+    """The blocks at ``places`` of a tensor that is made of blocks of so many rows."""
+    if len(places) == len(counts):
+        return flat
+    blocks = torch.split(flat, list(counts))
+    return torch.cat([blocks[place] for place in places])
+
+
+class NamedTables:
+    """A table that holds others by name: a `MultiTypeHashTable`, or with ``raw`` a `MultiHashTable`."""
+
+    def __init__(self, part: Any, dims: Mapping[str, int], raw: bool) -> None:
+        self._part, self._dims, self._raw = part, dims, raw
+
+    def lookup(self, asked: Lists, missing: Missing) -> Tensor:
+        ids = asked.ids.to(home(self._part))
+        if self._raw:
+            return self._part.raw_lookup(Ragged.from_row_lengths(ids, asked.counts))
+        rows = self._part.lookup(dict(zip(asked.names, torch.split(ids, list(asked.counts)), strict=True)))
+        return torch.cat([rows[name].reshape(-1) for name in asked.names]) if rows else torch.empty(0, device=CPU)
+
+    def insert(self, asked: Lists, seconds: int) -> Tensor:
+        raise NotImplementedError("tables by name are not asked to insert")
+
+    def apply(self, asked: Lists, flat: Tensor, step: Step, each: Each) -> None:
+        if self._raw:
+            ragged = Ragged.from_row_lengths(asked.ids.to(home(self._part)), asked.counts)
+            self._part.raw_apply_gradients(ragged, flat.to(home(self._part)), step.number, step.time_s)
+        elif asked.names:
+            self._part.apply_gradients(self._pairs(asked, flat), step.number, req_time=step.time_s)
+
+    def write(self, verb: str, asked: Lists, flat: Tensor, seconds: int) -> None:
+        getattr(self._part, verb)(self._pairs(asked, flat), req_time=seconds)
+
+    def _pairs(self, asked: Lists, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        there, at, pairs = home(self._part), 0, {}
+        for name, ids in zip(asked.names, torch.split(asked.ids, list(asked.counts)), strict=True):
+            rows = flat[at : at + ids.numel() * self._dims[name]].view(-1, self._dims[name])
+            at += rows.numel()
+            pairs[name] = ids.to(there), rows.to(there)
+        return pairs

@@ -1,0 +1,236 @@
+"""`PartsGroup`: tables whose rows are dealt out to parts by ``id mod parts``, as one group of the table protocol."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shoal import _core
+from shoal.buffers import empty_rows
+from shoal.errors import ConfigError
+from shoal.sharded.devices import home
+from shoal.sharded.export import check_writable
+from shoal.sharded.parts import Lists, parts_of_tables
+from shoal.sharded.route import RowRoute, scatter_rows
+from shoal.table.adapter import bag_of_ids, row_gradients
+from shoal.table.arguments import as_int, as_time
+from shoal.table.protocol import CPU, MEAN, SQRTN, Features, Found, Missing, Part, Step, Traits
+
+
+class PartsGroup:
+    """Tables of one ``dim`` in the same parts; ``columns[s]`` are the tables of part ``s``.
+
+    `find` de-duplicates the ids of each table and deals them out; a read is one request per part for all tables, and an
+    update one write per part with the sum of the gradients of each distinct id.
+    """
+
+    def __init__(self, tables: Sequence[Any], columns: Sequence[Sequence[Any]]) -> None:
+        self.tables = tuple(tables)
+        self.dim = int(tables[0].dim_size)
+        self.parts, self.names = parts_of_tables(columns)  # what a `Lists` calls each table of each part
+        self._shards = len(columns)
+        self._clocked = bool(tables[0].clocked)
+        self.traits = Traits(device=home(tables[0]), remote=self.parts.remote)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
+        known = None if features.padding is None else (ids != features.padding).to(CPU)
+        route = self._deal(ids.to(CPU), counts.tolist(), features.tables, known)
+        return Found(ids, counts, route.packed, ids.new_empty(0))
+
+    def rows(self, found: Found, features: Features, *, missing: Missing) -> Tensor:
+        route = self._route(found)
+        read = self._read(route, missing)
+        return self._gather(route, read, features).to(self.traits.device)
+
+    def pooled(
+        self,
+        found: Found,
+        features: Features,
+        offsets: Tensor,
+        weights: Tensor | None,
+        out: Tensor,
+        *,
+        missing: Missing,
+    ) -> None:
+        route = self._route(found)
+        read = self._read(route, missing)
+        rows = torch.cat([*read, torch.zeros(self.dim, device=CPU)]).view(-1, self.dim)  # the last one is padding's
+        places = route.offsets.div(self.dim, rounding_mode="floor")
+        if features.padding is not None:
+            places = torch.where(places < 0, rows.shape[0] - 1, places)
+        offsets = offsets.to(CPU)
+        sums = functional.embedding_bag(
+            places,
+            rows,
+            offsets.int(),
+            mode="sum",
+            include_last_offset=True,
+            per_sample_weights=None if weights is None else weights.detach().to(CPU),
+        ).view(len(features.columns), out.shape[0], self.dim)
+        divisors = _divisors(route, features, offsets)
+        for number, column in enumerate(features.columns):
+            bags = sums[number]
+            if number in divisors:
+                bags = bags / divisors[number][:, None]
+            out[:, column : column + self.dim] = bags.to(out.device)
+
+    def insert(self, ids: Tensor, seconds: int) -> Tensor:
+        """The rows of ids of the first table; unknown ones are made, which is a write."""
+        route = self._deal(ids, [ids.numel()], (0,), None)
+        return self._gather(route, [r.to(CPU) for r in self.parts.insert(self._lists(route), seconds)], Features())
+
+    def _read(self, route: RowRoute, missing: Missing) -> list[Tensor]:
+        rows = [part.to(CPU) for part in self.parts.lookup(self._lists(route, skip_empty=True), missing=missing)]
+        for number, (part, ids) in enumerate(zip(rows, route.ids, strict=True)):
+            if part.numel() != ids.numel() * self.dim:
+                raise ConfigError(
+                    f"part {number} of table {self.tables[0].name!r} gave {part.numel()} floats for {ids.numel()} rows "
+                    f"of {self.dim}"
+                )
+        return rows
+
+    def _gather(self, route: RowRoute, read: list[Tensor], features: Features) -> Tensor:
+        offsets, known = route.offsets, None
+        if features.padding is not None:
+            known = offsets >= 0
+            offsets = offsets[known]
+        n = offsets.numel()
+        rows = empty_rows(n, self.dim)
+        if n:
+            addresses = [part.data_ptr() for part in read]
+            _core.gather_from_parts(addresses, route.edges, offsets.data_ptr(), n, self.dim, rows.data_ptr())
+        if known is None:
+            return rows
+        return rows.new_zeros(known.numel(), self.dim).masked_scatter_(known[:, None], rows)
+
+    # --- updating -----------------------------------------------------------------------------------------------------
+
+    def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
+        if not parts:
+            return
+        check_writable("update")
+        name = self.tables[0].name
+        number, seconds = as_int(step.number, name, "step"), self._seconds(step)
+        grads = [row_gradients(part, self.dim).to(CPU) for part in parts]
+        if each == "sum":
+            lists, flats = self._summed(parts, grads)
+        else:
+            lists, flats = self._in_order(parts, grads)
+        used = sorted({table for part in parts for table in part.features.tables})
+        lists = [
+            Lists([one.names[t] for t in used], [one.counts[t] for t in used], one.ids) for one in lists
+        ]  # tables that no part is of are not written to
+        scales = None if step.lr_scale is None else [float(step.lr_scale[table]) for table in used]
+        self._check_finite(flats, used)
+        self.parts.apply(lists, flats, number, seconds, scales=scales, each=each)
+
+    def _seconds(self, step: Step) -> int:
+        return as_time(step.time_s, self.tables[0].name, "time_s", clocked=self._clocked)
+
+    def _summed(self, parts: Sequence[Part], grads: Sequence[Tensor]) -> tuple[list[Lists], list[Tensor]]:
+        """What each part of the tables gets: distinct ids, and the sum of the gradients of each."""
+        routes = [self._route(part.found) for part in parts]
+        route, offsets = routes[0], [each.offsets for each in routes]
+        if len(routes) > 1:  # what is distinct in each is dealt out again, as if each of its blocks were a feature
+            tables = tuple(range(len(self.tables))) * (self._shards * len(routes))
+            counts = [n for each in routes for sizes in each.counts for n in sizes]
+            route = self._deal(torch.cat([ids for each in routes for ids in each.ids]), counts, tables, None)
+            begin = 0
+            for number, each in enumerate(routes):
+                distinct = each.edges[-1] // self.dim
+                places = offsets[number].div(self.dim, rounding_mode="floor")
+                moved = route.offsets[begin : begin + distinct]
+                offsets[number] = torch.where(places < 0, -1, moved[places.clamp(min=0)]) if distinct else places
+                begin += distinct
+        kept = []
+        for part, grad, at in zip(parts, grads, offsets, strict=True):
+            known = slice(None) if part.features.padding is None else at >= 0
+            kept.append((grad[known], at[known]))
+        flat = scatter_rows(route.edges[-1], [g for g, _ in kept], [o for _, o in kept], [self.dim] * len(kept))
+        return self._lists(route), [flat[a:b] for a, b in itertools.pairwise(route.edges)]
+
+    def _in_order(self, parts: Sequence[Part], grads: Sequence[Tensor]) -> tuple[list[Lists], list[Tensor]]:
+        """The same with every occurrence, table after table in the order of all parts."""
+        ids: list[list[Tensor]] = [[] for _ in self.tables]
+        rows: list[list[Tensor]] = [[] for _ in self.tables]
+        for part, grad in zip(parts, grads, strict=True):
+            counts = part.found.counts.tolist()
+            split = zip(part.features.tables, part.found.ids.to(CPU).split(counts), grad.split(counts), strict=True)
+            for table, own, block in split:
+                known = slice(None) if part.features.padding is None else own != part.features.padding
+                ids[table].append(own[known])
+                rows[table].append(block[known])
+        none = torch.empty(0, dtype=torch.int64, device=CPU), torch.empty(0, self.dim, device=CPU)
+        by_table = [(torch.cat([none[0], *i]), torch.cat([none[1], *r])) for i, r in zip(ids, rows, strict=True)]
+        lists, flats = [], []
+        for shard in range(self._shards):
+            here = [own.remainder(self._shards) == shard for own, _ in by_table]
+            counts = [int(h.sum()) for h in here]
+            own = torch.cat([i[h] for (i, _), h in zip(by_table, here, strict=True)])
+            lists.append(Lists(self.names[shard], counts, own))
+            flats.append(torch.cat([r[h] for (_, r), h in zip(by_table, here, strict=True)]).view(-1))
+        return lists, flats
+
+    def _check_finite(self, flats: Sequence[Tensor], used: Sequence[int]) -> None:
+        """Refuses a bad gradient before one part has taken its share and another refuses the rest."""
+        raising = [self.tables[t].name for t in used if getattr(self.tables[t], "on_bad_gradient", "") == "raise"]
+        if (self.parts.remote and len(flats) < 2) or not raising:
+            return
+        if not all(math.isfinite(float(flat.sum())) or bool(flat.isfinite().all()) for flat in flats):
+            raise ConfigError(
+                f"table {', '.join(map(repr, raising))}: a gradient holds NaN or infinity; nothing was applied. "
+                "Clip it, or set on_bad_gradient='skip'"
+            )
+
+    # --- routes -------------------------------------------------------------------------------------------------------
+
+    def _deal(self, ids: Tensor, counts: Sequence[int], tables: Sequence[int], known: Tensor | None) -> RowRoute:
+        """Routes the ids of features: each feature's table, and which ids count at all."""
+        k, n = len(self.tables), ids.numel()
+        order: Tensor | None = None
+        if known is not None or any(a > b for a, b in itertools.pairwise(tables)):
+            blocks = torch.split(torch.arange(n, device=CPU), list(counts))
+            order = torch.cat([blocks[f] for f in sorted(range(len(tables)), key=lambda f: tables[f])])
+            of_table = torch.tensor(tables, device=CPU).repeat_interleave(torch.tensor(counts, device=CPU))[order]
+            if known is not None:
+                order, of_table = order[known[order]], of_table[known[order]]
+            sizes = torch.bincount(of_table, minlength=k).tolist()
+            ids = ids[order]
+        else:
+            sizes = [0] * k
+            for table, count in zip(tables, counts, strict=True):
+                sizes[table] += count
+        return RowRoute.of(ids.split(sizes), self._shards, self.dim, n, order)
+
+    def _route(self, found: Found) -> RowRoute:
+        return RowRoute(found.where, found.ids.numel(), self._shards, len(self.tables), self.dim)
+
+    def _lists(self, route: RowRoute, *, skip_empty: bool = False) -> list[Lists]:
+        lists = []
+        for names, counts, ids in zip(self.names, route.counts, route.ids, strict=True):
+            if skip_empty and not all(counts):
+                some = [table for table, count in enumerate(counts) if count]
+                names, counts = [names[t] for t in some], [counts[t] for t in some]
+            lists.append(Lists(names, counts, ids))
+        return lists
+
+
+def _divisors(route: RowRoute, features: Features, offsets: Tensor) -> dict[int, Tensor]:
+    """Per feature that divides its sums: what each of its bags is divided by."""
+    divided = [f for f, combiner in enumerate(features.combiners) if combiner in (MEAN, SQRTN)]
+    if not divided:
+        return {}
+    count = offsets.diff().float()
+    if features.padding is not None:
+        kept = (route.offsets >= 0).float()
+        count = torch.zeros_like(count).index_add_(0, bag_of_ids(offsets, kept.numel()), kept)
+    count = count.clamp_(min=1).view(len(features.combiners), -1)
+    return {f: count[f] if features.combiners[f] == MEAN else count[f].sqrt() for f in divided}
