@@ -88,7 +88,10 @@ __all__, __getattr__, __dir__ = exports(
             "SyncBackend",
             "refresh_sync_config",
         ),
-        "shoal.serving.cluster.directory": ("DirectoryClient",),
+        "shoal.serving.cluster.directory": (
+            "DirectoryClient",
+            "DirectoryRegistry",
+        ),
         "shoal.serving.cluster.discovery.base": (
             "ServiceDiscovery",
             "ServiceDiscoveryType",
@@ -110,6 +113,10 @@ __all__, __getattr__, __dir__ = exports(
             "ContainerServiceInfo",
             "SavedModel",
             "SavedModelDeployConfig",
+        ),
+        "shoal.serving.cluster.registry": (
+            "Registry",
+            "open_registry",
         ),
         "shoal.serving.cluster.replica_manager": (
             "ReplicaManager",
@@ -136,6 +143,7 @@ __all__, __getattr__, __dir__ = exports(
         ),
         "shoal.serving.cluster.serving_agent": ("ServingAgent",),
         "shoal.serving.cluster.zk_backend": ("ZKBackend",),
+        "shoal.serving.cluster.zookeeper": ("KazooRegistry",),
         "shoal.serving.export.exporter": ("ModelExporter",),
         "shoal.serving.export.manifest": ("Manifest",),
         "shoal.serving.export.plan": ("plan_export",),
