@@ -12,10 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.serving.predict import decode_request, decode_response, encode_request, encode_response, model_spec
+from shoal.serving.predict import (
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
+    join_calls,
+    model_spec,
+    split_answers,
+)
 from shoal.serving.server import batching
 from shoal.serving.server.batching import PROBE, Batcher, Pace
-from shoal.serving.server.joining import join_calls, split_answers
 from shoal.serving.tensors import decode_tensor, encode_content, encode_tensor
 
 

@@ -132,7 +132,7 @@ def test_registrations_are_seen_changed_and_removed(registry):  # noqa: F811
         one.register("ps", 1, "b:1")
         eventually(lambda: two.query("ps") == {1: "b:1"})
         registry.expire(clients[0])
-        eventually(lambda: clients[1].exists(f"/monolith/{job}/ps.1") and two.query("ps") == {1: "b:1"})
+        eventually(lambda: clients[1].get(f"/monolith/{job}/ps.1") and two.query("ps") == {1: "b:1"})
         eventually(lambda: two.query("worker") == {0: "w:1"})
     finally:
         one.close()

@@ -31,7 +31,7 @@ from shoal.serving import (
     refresh_sync_config,
 )
 from shoal.serving.cluster import replica_manager
-from shoal.serving.cluster.zk_types import KazooState
+from shoal.serving.cluster.zookeeper import KazooState
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
 
@@ -158,10 +158,7 @@ def cluster(registry):  # noqa: F811
         def put(self, path, record):
             path = f"/{self.bzid}/service/movie_ctr/{path}"
             value = record.serialize() if record is not None else b""
-            if self.client.exists(path):
-                self.client.set(path, value)
-            else:
-                self.client.create(path, value, ephemeral=True, makepath=True)
+            self.client.put(path, value, ephemeral=True)
 
         def delete(self, path):
             self.client.delete(f"/{self.bzid}/service/movie_ctr/{path}")
@@ -230,8 +227,10 @@ def test_a_lost_session_of_the_watcher_does_not_blind_it(cluster, registry):  # 
     watcher = cluster.watcher(zk)
     cluster.put("ps:0/1", meta(1))
     eventually(lambda: watcher.get_replicas(ServerType.PS, 0))
+    states = []
+    zk.listen(lambda state: states.append(state) and None)
     cluster.expire(zk)
-    eventually(lambda: zk.connected)
+    eventually(lambda: states and states[-1] == KazooState.CONNECTED)
     cluster.put("ps:0/2", meta(2))
     eventually(lambda: len(watcher.get_replicas(ServerType.PS, 0)) == 2)
 

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.serving import Manifest, ModelServer
+from shoal.serving.server.hand_over import hand_over
 from shoal.serving.server.push_log import PushLog
-from shoal.serving.server.servable import Servable
+from shoal.serving.server.servable import Servable, TableView
 from shoal.serving.server.table_signatures import table_signatures
-from shoal.serving.server.table_view import TableView
-from shoal.serving.sync.push import PushClient
-from shoal.serving.sync.push_info import PushInfo
+from shoal.serving.sync.push import PushClient, PushInfo
 from shoal.serving.sync.split import Delta, DeltaBatch
 from shoal.table import MultiHashTable, test_hash_table
 from tests.serving.test_server import Client, config_of, export
@@ -80,7 +79,7 @@ def fates(metrics):
 
 
 def rows(servable, ids, name="T"):
-    return servable.tables[name].lookup_sub(0, torch.tensor(ids))[:, 0].tolist()
+    return servable.tables[name].lookups[0](torch.tensor(ids))[:, 0].tolist()
 
 
 def test_any_number_of_pushed_rows_is_carried_over(metrics):
@@ -89,10 +88,10 @@ def test_any_number_of_pushed_rows_is_carried_over(metrics):
     for begin in range(0, total, 300_000):
         ids = torch.arange(begin, min(begin + 300_000, total))
         old.tables["T"].assign_sub(0, ids, ids.float()[:, None] % 1000, 30.0)
-    old.hand_over_to(new)
+    hand_over(old, new)
     assert new.tables["T"].rows() == total
     ids = torch.arange(0, total, 997)
-    assert torch.equal(new.tables["T"].lookup_sub(0, ids)[:, 0], ids.float() % 1000)
+    assert torch.equal(new.tables["T"].lookups[0](ids)[:, 0], ids.float() % 1000)
     assert fates(metrics) == {"carried": total}
 
 
@@ -102,7 +101,7 @@ def test_rows_are_told_apart_by_when_they_were_read(metrics, caplog):
     old.tables["T"].assign_sub(0, torch.tensor([1, 2, 4]), torch.full((3, 1), 5.0), 19.9)
     old.tables["T"].assign_sub(0, torch.tensor([2, 5]), torch.full((2, 1), 6.0), 20.0)
     with caplog.at_level(logging.INFO):
-        old.hand_over_to(new)
+        hand_over(old, new)
     assert rows(new, [1, 2, 3, 4, 5]) == [7.0, 6.0, 7.0, 0.0, 6.0]
     assert fates(metrics) == {"carried": 2, "superseded": 2}
     assert "2 rows that were pushed after the export are kept, 2 from before it are not" in caplog.text
@@ -111,9 +110,9 @@ def test_rows_are_told_apart_by_when_they_were_read(metrics, caplog):
 def test_rows_that_were_carried_keep_their_time_for_the_next_switch():
     first, second = servable_of(rows_read_at=10.0), servable_of(rows_read_at=20.0)
     first.tables["T"].assign_sub(0, torch.tensor([1, 2]), torch.full((2, 1), 5.0), np.array([25.0, 35.0]))
-    first.hand_over_to(second)
+    hand_over(first, second)
     third = servable_of(rows_read_at=30.0)
-    second.hand_over_to(third)
+    hand_over(second, third)
     assert rows(second, [1, 2]) == [5.0, 5.0]
     assert rows(third, [1, 2]) == [0.0, 5.0]
 
@@ -133,12 +132,12 @@ def test_pushes_that_come_during_a_hand_over_end_up_in_both_versions():
     thread = threading.Thread(target=push)
     thread.start()
     try:
-        old.hand_over_to(new)
+        hand_over(old, new)
     finally:
         done.set()
         thread.join(60)
     assert len(pushes) >= 10
-    assert torch.equal(new.tables["T"].lookup_sub(0, ids), view.lookup_sub(0, ids))
+    assert torch.equal(new.tables["T"].lookups[0](ids), view.lookups[0](ids))
     carried, times, older = new.tables["T"].push_logs[0].since(0.0)
     expected, pushed_at, _ = view.push_logs[0].since(0.0)
     assert (older, carried.tolist()) == (0, expected.tolist())
@@ -148,7 +147,7 @@ def test_pushes_that_come_during_a_hand_over_end_up_in_both_versions():
 def test_an_export_that_does_not_say_its_time_is_counted_and_logged(metrics, caplog):
     old, new = servable_of(), servable_of()
     old.tables["T"].assign_sub(0, torch.tensor([1]), torch.ones(1, 1), 5.0)
-    old.hand_over_to(new)
+    hand_over(old, new)
     assert rows(new, [1]) == [1.0]
     assert fates(metrics) == {"undecided": 1}
     assert "does not say when its rows were read" in caplog.text
@@ -158,7 +157,7 @@ def test_an_export_that_does_not_say_its_time_is_counted_and_logged(metrics, cap
 def test_rows_that_fit_nowhere_are_counted_and_logged(metrics, caplog, other):
     old, new = servable_of(), servable_of(rows_read_at=1.0, **other)
     old.tables["T"].assign_sub(0, torch.tensor([1, 2]), torch.ones(2, 1), 5.0)
-    old.hand_over_to(new)
+    hand_over(old, new)
     assert fates(metrics) == {"dropped": 2}
     assert "the next version has no table T of dim 1; 2 pushed rows are dropped" in caplog.text
 
@@ -172,9 +171,9 @@ def test_sub_tables_are_matched_by_name(metrics):
     old, new = multi("a", "b"), multi("b", "c")
     for number in (0, 1):
         old.tables["M"].assign_sub(number, torch.tensor([number]), torch.full((1, 2), number + 1.0), 5.0)
-    old.hand_over_to(new)
+    hand_over(old, new)
     assert new.tables["M"].sub_rows() == [1, 0]
-    assert new.tables["M"].lookup_sub(0, torch.tensor([1])).tolist() == [[2.0, 2.0]]
+    assert new.tables["M"].lookups[0](torch.tensor([1])).tolist() == [[2.0, 2.0]]
     assert fates(metrics) == {"carried": 1, "dropped": 1}
 
 
@@ -187,7 +186,7 @@ def test_a_hand_over_that_fails_leaves_the_old_version_on_its_own():
 
     new.tables["T"].assign_sub = full
     with pytest.raises(MemoryError):
-        old.hand_over_to(new)
+        hand_over(old, new)
     assert old.successor is None
 
 

@@ -18,7 +18,7 @@ from shoal.serving import (
     map_model_to_layout,
     refresh_sync_config,
 )
-from shoal.serving.cluster.zk_types import ConnectionClosedError
+from shoal.serving.cluster.zookeeper import ConnectionClosedError
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
 
@@ -36,7 +36,7 @@ def backends(registry):  # noqa: F811
         made.append(backend)
         return backend
 
-    make.expire = lambda backend: registry.expire(backend._zk)
+    make.expire = lambda backend: registry.expire(backend._registry)
     make.client = registry
     make.bzid = registry.root[1:]
     yield make

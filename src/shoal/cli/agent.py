@@ -122,21 +122,20 @@ def _unified(options: Options, config, stop: threading.Event) -> int:
 
 
 def _one_model(options: Options, config, stop: threading.Event) -> int:
+    from shoal.serving.cluster.registry import open_registry
     from shoal.serving.cluster.serving_agent import ServingAgent
-    from shoal.serving.cluster.zk_types import make_zk_client
     from shoal.serving.net_utils import concat_ip_and_port
 
     if not config.base_name:
         raise ConfigError(f"{options.config}: base_name is missing")
-    zk = make_zk_client(config.zk_servers)
-    zk.start()
+    registry = open_registry(config.zk_servers)
+    registry.start()
     try:
-        agent = ServingAgent(config, zk, agent_address=concat_ip_and_port(options.host, config.agent_port))
+        agent = ServingAgent(config, registry, agent_address=concat_ip_and_port(options.host, config.agent_port))
         print(
             json.dumps({"agent": config.agent_port}) if options.json else f"agent on port {config.agent_port}",
             flush=True,
         )
         return agent.run(stop)
     finally:
-        zk.stop()
-        zk.close()
+        registry.stop()

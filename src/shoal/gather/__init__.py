@@ -3,7 +3,6 @@
 from shoal.errors import ConfigError
 from shoal.gather.artifact.reader import ArtifactReader
 from shoal.gather.artifact.writer import write_artifact
-from shoal.gather.config import GatherConfig
 from shoal.gather.errors import (
     AlreadyApplied,
     BudgetTooSmall,
@@ -34,7 +33,7 @@ from shoal.gather.payload.validate import PayloadInfo, payload_digest, validate_
 from shoal.gather.protocol.gather import agather, gather
 from shoal.gather.protocol.merge import GatherResult, Manifest, as_partials, merge, merge_reports
 from shoal.gather.protocol.partial import PartialGatherResult, RankReport
-from shoal.gather.protocol.plan import GatherPlan, assign, chunk_ranges, select_reserves
+from shoal.gather.protocol.plan import GatherConfig, GatherPlan, assign, chunk_ranges, select_reserves
 from shoal.gather.protocol.window import WindowReport, run_window
 from shoal.gather.stores import BucketRef, LocalDirStore, MemoryObject, MemoryStore, ObjectInfo, PayloadStore, S3Store
 from shoal.gather.update.outer import UpdateReport, outer_update

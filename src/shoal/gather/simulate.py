@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError, DeadlineError
-from shoal.gather.config import GatherConfig
 from shoal.gather.payload.compress import compress
 from shoal.gather.payload.container import dump_payload
 from shoal.gather.payload.spec import GradientSpec
-from shoal.gather.protocol.plan import GatherPlan
+from shoal.gather.protocol.plan import GatherConfig, GatherPlan
 from shoal.gather.protocol.window import run_window
 from shoal.gather.stores.memory import MemoryObject, MemoryStore
 

@@ -3,129 +3,22 @@
 import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from shoal.serving.cluster.zk_types import (
+from shoal.serving.cluster.directory_store import normal
+from shoal.serving.cluster.zookeeper import (
     ConnectionClosedError,
     EventType,
     KazooState,
     NodeExistsError,
-    NodeStat,
     NoNodeError,
     NotEmptyError,
-    StateListeners,
-    WatchedEvent,
-    Watching,
-    call_watch,
-    normal,
-    parent_of,
 )
+from shoal.testing.fake_zk_tree import FakeTree, FakeWatch, NodeStat, parent_of
 
 
-@dataclass(slots=True)
-class _Node:
-    value: bytes = b""
-    owner: int = 0
-    version: int = 0
-    children: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _Watch:
-    """A watch of one client. It rests while its client is away and catches up when that is back, as kazoo's do."""
-
-    client: "FakeKazooClient"
-    path: str
-    func: Callable
-    live: bool = True
-    wants_event: bool = False
-    seen: Any = None
-    """What the function was last told of."""
-
-    @property
-    def awake(self) -> bool:
-        return self.live and self.client.connected
-
-
-class FakeTree:
-    """The nodes that clients share."""
-
-    def __init__(self) -> None:
-        self.nodes: dict[str, _Node] = {"/": _Node()}
-        self.lock = threading.RLock()
-        self.data_watches: list[_Watch] = []
-        self.child_watches: list[_Watch] = []
-        self.counters: dict[str, itertools.count] = {}
-        self.elections: dict[str, threading.Lock] = {}
-        self.sessions = itertools.count(1)
-
-    def children(self, path: str) -> list[str]:
-        if path not in self.nodes:
-            raise NoNodeError(path)
-        return list(self.nodes[path].children)
-
-    def stat(self, path: str) -> NodeStat:
-        node = self.nodes[path]
-        return NodeStat(node.version, node.owner, len(node.children), len(node.value))
-
-    def add(self, path: str, value: bytes, owner: int) -> None:
-        parent = self.nodes[parent_of(path)]
-        self.nodes[path] = _Node(value, owner)
-        parent.children.append(path.rpartition("/")[2])
-        self.fire_data(path, EventType.CREATED)
-        self.fire_children(parent_of(path))
-
-    def remove(self, path: str) -> None:
-        del self.nodes[path]
-        self.nodes[parent_of(path)].children.remove(path.rpartition("/")[2])
-        self.fire_data(path, EventType.DELETED)
-        for watch in self.child_watches:
-            if watch.path == path and watch.awake:
-                watch.live = False  # as in ZooKeeper: a children watch ends with its node
-        self.fire_children(parent_of(path))
-
-    def fire_data(self, path: str, kind: str) -> None:
-        for watch in list(self.data_watches):
-            if watch.awake and watch.path == path:
-                self.tell_data(watch, WatchedEvent(kind, KazooState.CONNECTED, path))
-        self.data_watches = [watch for watch in self.data_watches if watch.live]
-
-    def fire_children(self, path: str) -> None:
-        for watch in list(self.child_watches):
-            if watch.awake and watch.path == path and path in self.nodes:
-                self.tell_children(watch, WatchedEvent(EventType.CHILD, KazooState.CONNECTED, path))
-        self.child_watches = [watch for watch in self.child_watches if watch.live]
-
-    def data_now(self, path: str) -> Any:
-        """What a data watch compares: the node itself and how often it was written."""
-        node = self.nodes.get(path)
-        return (id(node), node.version) if node is not None else None
-
-    def tell_data(self, watch: _Watch, event: Any) -> None:
-        node = self.nodes.get(watch.path)
-        watch.seen = self.data_now(watch.path)
-        args = (node.value, self.stat(watch.path)) if node is not None else (None, None)
-        watch.live = call_watch(watch.func, args, event)
-
-    def tell_children(self, watch: _Watch, event: Any) -> None:
-        watch.seen = self.children(watch.path)
-        args = (list(watch.seen), event) if watch.wants_event else (list(watch.seen),)
-        watch.live = watch.func(*args) is not False
-
-    def catch_up(self, client: "FakeKazooClient") -> None:
-        """Tells a client that is back what it missed."""
-        for watch in [each for each in self.child_watches if each.client is client]:
-            if watch.path not in self.nodes:
-                watch.live = False
-            elif watch.awake and self.children(watch.path) != watch.seen:
-                self.tell_children(watch, None)
-        for watch in [each for each in self.data_watches if each.client is client]:
-            if watch.awake and self.data_now(watch.path) != watch.seen:
-                self.tell_data(watch, None)
-
-
-class FakeKazooClient(StateListeners):
+class FakeKazooClient:
     """The part of kazoo's client that serving uses, in memory.
 
     Clients that are given the same ``tree`` see each other's nodes; closing one removes its ephemeral nodes.
@@ -136,7 +29,7 @@ class FakeKazooClient(StateListeners):
         self.tree = tree if tree is not None else FakeTree()
         self.connected = False
         self._session = 0
-        super().__init__()
+        self._listeners: list[Callable[[str], Any]] = []
 
     # --- session ----------------------------------------------------------------------------------------------------
 
@@ -160,6 +53,21 @@ class FakeKazooClient(StateListeners):
     def restart(self) -> None:
         self.stop()
         self.start()
+
+    def add_listener(self, listener: Callable[[str], Any]) -> None:
+        self._listeners.append(listener)
+
+    def remove_listener(self, listener: Callable[[str], Any]) -> None:
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    def retry(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    def _tell(self, state: str) -> None:
+        for listener in list(self._listeners):
+            if listener(state) is True:
+                self.remove_listener(listener)
 
     def set_state(self, state: str) -> None:
         """Drives the listeners to LOST, SUSPENDED or CONNECTED without touching the nodes."""
@@ -271,20 +179,24 @@ class FakeKazooClient(StateListeners):
 
     # --- watches ----------------------------------------------------------------------------------------------------
 
-    def DataWatch(self, path: str, func: Callable | None = None) -> Watching:
+    def DataWatch(self, path: str, func: Callable | None = None) -> Callable:
         """Calls ``func(data, stat[, event])`` at once if the node exists, then on create, change and delete."""
-        return Watching(self._watch_data, path, func)
+        if func is not None:
+            self._watch_data(path, func)
+        return partial(self.DataWatch, path)
 
     def ChildrenWatch(
         self, path: str, func: Callable | None = None, allow_session_lost: bool = True, send_event: bool = False
-    ) -> Watching:
+    ) -> Callable:
         """Calls ``func(children)`` at once, then on every change; ends at once on a missing node."""
-        return Watching(lambda where, what: self._watch_children(where, what, send_event), path, func)
+        if func is not None:
+            self._watch_children(path, func, send_event)
+        return lambda func: self.ChildrenWatch(path, func, send_event=send_event)
 
     def _watch_data(self, path: str, func: Callable) -> None:
         path = normal(path)
         with self.tree.lock:
-            watch = _Watch(self, path, func)
+            watch = FakeWatch(self, path, func)
             if path in self.tree.nodes:
                 self.tree.tell_data(watch, None)
             if watch.live:
@@ -295,7 +207,7 @@ class FakeKazooClient(StateListeners):
         with self.tree.lock:
             if path not in self.tree.nodes:
                 return
-            watch = _Watch(self, path, func, wants_event=send_event)
+            watch = FakeWatch(self, path, func, wants_event=send_event)
             self.tree.tell_children(watch, None)
             if watch.live:
                 self.tree.child_watches.append(watch)

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.gather.config import GatherConfig
 from shoal.gather.errors import ObjectChanged, PayloadRejected, StoreError
 from shoal.gather.payload.container import SUFFIXES, load_payload, save_payload
 from shoal.gather.payload.payload_ref import PayloadRef
 from shoal.gather.payload.spec import GradientSpec
 from shoal.gather.payload.validate import PayloadInfo, checked_state, validate_payload
-from shoal.gather.protocol.plan import GatherPlan
+from shoal.gather.protocol.plan import GatherConfig, GatherPlan
 from shoal.gather.protocol.spill import Landing, Spill
 from shoal.gather.stores.base import ObjectInfo, PayloadStore
 

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError
-from shoal.gather.config import GatherConfig
 from shoal.gather.errors import GatherDivergence, PlanMismatch
 from shoal.gather.payload.spec import GradientSpec, canonical_json
 from shoal.gather.protocol.control import Control
 from shoal.gather.protocol.fetch import Accepted, Fetcher
 from shoal.gather.protocol.merge import APPLY, SKIP, GatherResult, Manifest, merge_reports
 from shoal.gather.protocol.partial import PartialGatherResult, RankReport
-from shoal.gather.protocol.plan import GatherPlan, assign, select_reserves
+from shoal.gather.protocol.plan import GatherConfig, GatherPlan, assign, select_reserves
 from shoal.gather.stores.base import PayloadStore
 
 log = logging.getLogger("shoal.gather")

@@ -7,12 +7,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from shoal.gather.config import GatherConfig
 from shoal.gather.errors import PayloadRejected
-from shoal.gather.folder import Folder
 from shoal.gather.payload.spec import GradientSpec, canonical_json
-from shoal.gather.protocol.plan import GatherPlan
-from shoal.gather.stores.base import ObjectInfo
+from shoal.gather.protocol.plan import GatherConfig, GatherPlan
+from shoal.gather.stores.base import Folder, ObjectInfo
 
 
 class Landing:

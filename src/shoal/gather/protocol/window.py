@@ -13,17 +13,15 @@ import torch
 import torch.distributed as dist
 
 from shoal.gather.artifact.writer import write_artifact
-from shoal.gather.config import GatherConfig
 from shoal.gather.errors import AlreadyApplied, GatherError, PayloadsUnreadable, StoreError
-from shoal.gather.folder import Folder
 from shoal.gather.metrics import Sink, emit
 from shoal.gather.payload.overlap import OverlapReport, index_overlap
 from shoal.gather.payload.spec import GradientSpec, canonical_json
 from shoal.gather.protocol.control import Control
 from shoal.gather.protocol.gather import gather
 from shoal.gather.protocol.merge import APPLY, SKIP, GatherResult
-from shoal.gather.protocol.plan import GatherPlan
-from shoal.gather.stores.base import PayloadStore, artifact_name
+from shoal.gather.protocol.plan import GatherConfig, GatherPlan
+from shoal.gather.stores.base import Folder, PayloadStore, artifact_name
 from shoal.gather.update.outer import UpdateReport, outer_update
 from shoal.gather.update.tiles import UpdateLedger
 

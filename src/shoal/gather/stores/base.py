@@ -1,8 +1,12 @@
 """The store protocol, and the names under which objects lie."""
 
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.gather.protocol.plan import check_name, check_uid, check_window
@@ -55,3 +59,11 @@ def payload_name(window: int, uid: int, version: str, key: str) -> str:
 
 def artifact_name(window: int, version: str) -> str:
     return f"aggregator-{check_window(window)}-v{check_name('version', version)}.pga"
+
+
+class Folder:
+    """``path`` exists until ``remove`` is called or nobody holds this object any more."""
+
+    def __init__(self, prefix: str) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        self.remove = weakref.finalize(self, shutil.rmtree, str(self.path), ignore_errors=True)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, missing_extra
 from shoal.gather.errors import ObjectChanged, StoreError
-from shoal.gather.folder import Folder
-from shoal.gather.stores.base import EXTENSIONS, ObjectInfo, artifact_name, payload_name
+from shoal.gather.stores.base import EXTENSIONS, Folder, ObjectInfo, artifact_name, payload_name
 
 if TYPE_CHECKING:
     from shoal.gather.artifact.reader import ArtifactReader

@@ -1,5 +1,6 @@
 """The outer update: accepted payloads, streamed in one fixed order inside a byte budget, one parameter at a time."""
 
+import copy
 import logging
 import math
 import time
@@ -23,8 +24,29 @@ from shoal.gather.protocol.merge import APPLY, SKIP, Source
 from shoal.gather.update.accumulate import REDUCTIONS
 from shoal.gather.update.param_sum import ParamSum, Summing
 from shoal.gather.update.ready import Layout, get_ready
-from shoal.gather.update.snapshot import Snapshot
 from shoal.gather.update.tiles import UpdateLedger, clip_factors
+
+
+class Snapshot:
+    """Parameters and their optimizer state as they were before each was stepped."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.saved: list[tuple[Tensor, Tensor, Any]] = []
+
+    def keep(self, p: Tensor) -> None:
+        value = p.detach().clone() if hasattr(p, "placements") else p.detach().to("cpu", copy=True)
+        self.saved.append((p, value, copy.deepcopy(self.optimizer.state.get(p))))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for p, value, state in self.saved:
+            p.copy_(value)
+            if state is None:
+                self.optimizer.state.pop(p, None)
+            else:
+                self.optimizer.state[p] = state
+
 
 log = logging.getLogger("shoal.gather")
 

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from shoal.serving.cluster.zk_types import NodeStat, NoNodeError
-
 _DATA, _OWNER, _COUNTER = "=data", "=owner", "=counter"
 
 
@@ -102,53 +100,52 @@ class DirectoryStore:
     def is_ephemeral(self, path: str) -> bool:
         return (self._folder(path) / _OWNER).exists()
 
-    def make(self, path: str, value: bytes, owner: str = "") -> None:
-        """A node; with an ``owner`` it goes when that session does."""
+    def put(self, path: str, value: bytes, owner: str = "") -> None:
+        """Writes a value; one with an ``owner`` is removed when that session ends."""
         folder = self._folder(path)
         folder.mkdir(parents=True, exist_ok=True)
         if owner:
             _write(folder, _OWNER, owner.encode())
         _write(folder, _DATA, value)
 
-    def set(self, path: str, value: bytes) -> None:
-        _write(self._folder(path), _DATA, value)
-
-    def get(self, path: str) -> tuple[bytes, tuple[int, int]]:
-        """(a node's value, what changes whenever it is written)."""
+    def get(self, path: str) -> tuple[bytes, tuple[int, int]] | None:
+        """(a node's value, a stamp that changes whenever it is written), or None."""
         data = self._folder(path) / _DATA
         try:
             stamp = data.stat()
             return data.read_bytes(), (stamp.st_mtime_ns, stamp.st_ino)
         except FileNotFoundError:
-            raise NoNodeError(path) from None
+            return None
 
     def remove(self, path: str) -> None:
-        shutil.rmtree(self._folder(path))
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._folder(path))
 
     def next_number(self, path: str) -> int:
-        """Counts up for every child of a node that is named by a sequence."""
+        """Counts up for every numbered child of a node."""
         file = self._folder(path) / _COUNTER
         number = int(file.read_text()) if file.exists() else 0
         _write(file.parent, _COUNTER, str(number + 1).encode())
         return number
 
-    def stat(self, path: str) -> NodeStat:
+    def children(self, path: str) -> list[str] | None:
+        """Names in order, or None where there is no such node."""
         folder = self._folder(path)
-        data, owner = folder / _DATA, folder / _OWNER
-        try:
-            info = data.stat() if path != "/" else None
-            session = int(owner.read_text()[:15], 16) if owner.exists() else 0
-        except FileNotFoundError:
-            raise NoNodeError(path) from None
-        return NodeStat(info.st_mtime_ns if info else 0, session, len(self.children(path)), info.st_size if info else 0)
-
-    def children(self, path: str) -> list[str]:
-        folder = self._folder(path)
+        if not self.is_node(path):
+            return None
         try:
             names = [entry.name for entry in os.scandir(folder) if not entry.name.startswith("=")]
         except FileNotFoundError:
-            raise NoNodeError(path) from None
+            return None
         return sorted(unquote(name) for name in names if (folder / name / _DATA).exists())
+
+
+def normal(path: str) -> str:
+    """An absolute path without a slash at its end."""
+    parts = [part for part in path.split("/") if part]
+    if any(part in (".", "..") for part in parts):
+        raise ValueError(f"registry path {path!r} must not contain '.' or '..'")
+    return "/" + "/".join(parts)
 
 
 def _write(folder: Path, name: str, value: bytes) -> None:

@@ -2,13 +2,15 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shoal.proto.serving.agent_service_pb2 import ServerType
 from shoal.serving.cluster.agent_config import AgentConfig
+from shoal.serving.cluster.registry import registry_of
 from shoal.serving.cluster.replica_updater import ReplicaUpdater
 from shoal.serving.cluster.replica_watcher import ReplicaWatcher
-from shoal.serving.cluster.zk_types import KazooState
+from shoal.serving.cluster.zookeeper import KazooState
 
 
 class ZKListener:
@@ -54,22 +56,23 @@ class ReplicaManager:
 
     def __init__(self, zk: Any, config: AgentConfig) -> None:
         self.config = config
-        self._zk = zk
-        self.watcher = ReplicaWatcher(zk, config)
-        self.updater = ReplicaUpdater(zk, config)
+        self._registry = registry = registry_of(zk)
+        self.watcher = ReplicaWatcher(registry, config)
+        self.updater = ReplicaUpdater(registry, config)
         self.watcher.own_registrations = lambda: self.updater.registrations
         self.watcher.follows_session = False  # polling resumes after the nodes of this process are back
         self._listener = ZKListener(self.watcher, self.updater)
+        self._unlisten: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Registers, watches, and starts to follow the local model server."""
-        self._zk.add_listener(self._listener)
+        self._unlisten = self._registry.listen(self._listener)
         self.updater.register()
         self.watcher.watch_data()
         self.updater.start()
 
     def stop(self) -> None:
-        self._zk.remove_listener(self._listener)
+        self._unlisten()
         self.updater.stop()
         self.watcher.stop()
 

@@ -1,6 +1,5 @@
 """`ReplicaUpdater`: registers a process's sub-models and keeps their published states true."""
 
-import contextlib
 import logging
 import os
 import socket
@@ -16,8 +15,8 @@ from shoal.metrics import emit_store
 from shoal.proto.serving.tf_serving_pb2 import GetModelStatusRequest, GetModelStatusResponse, ModelVersionStatus
 from shoal.serving.cluster.agent_config import AgentConfig, DeployType
 from shoal.serving.cluster.agent_utils import parse_sub_model_name
+from shoal.serving.cluster.registry import registry_of
 from shoal.serving.cluster.replica_meta import ModelState, ReplicaMeta
-from shoal.serving.cluster.zk_types import NodeExistsError, NoNodeError
 from shoal.serving.net_utils import resolve
 from shoal.serving.predict import GET_MODEL_STATUS
 from shoal.serving.security import open_channel
@@ -43,7 +42,7 @@ class ReplicaUpdater:
     """Runs beside a model server. ``register()`` makes one ephemeral node per sub-model, ``start()`` follows states."""
 
     def __init__(self, zk_client: Any, config: AgentConfig) -> None:
-        self._zk = zk_client
+        self._registry = registry_of(zk_client)
         self.config = config
         self._lock = threading.RLock()
         self._meta: dict[str, ReplicaMeta] = {}  # sub-model -> what is published
@@ -89,17 +88,13 @@ class ReplicaUpdater:
             replica = self.config.replica_id
             base = f"{self.config.path_prefix}/{kind}:{task}"
             if kind == "entry" and replica == -1:
-                path = self._paths.get(name)
-                if path is None or not self._zk.exists(path):
-                    path = self._zk.create(f"{base}/0", meta.serialize(), ephemeral=True, makepath=True, sequence=True)
-                    self.config.replica_id = int(path.rpartition("/")[2])
-                else:
-                    self._zk.set(path, meta.serialize())
+                path = self._registry.put(f"{base}/0", meta.serialize(), ephemeral=True, numbered=True)
+                self.config.replica_id = int(path.rpartition("/")[2])
             else:
                 if replica == -1:
                     log.error("%s has no replica id; processes without one overwrite each other at %s/-1", name, base)
                 path = f"{base}/{replica:011d}" if kind == "entry" else f"{base}/{replica}"
-                self._write(name, path, meta.serialize())
+                self._registry.put(path, meta.serialize(), ephemeral=True)
             self._meta[name], self._paths[name] = meta, path
 
     def _new_meta(self, kind: str) -> ReplicaMeta:
@@ -115,25 +110,10 @@ class ReplicaUpdater:
             archon_address_ipv6=f"[{v6}]:{archon}",
         )
 
-    def _write(self, name: str, path: str, value: bytes) -> None:
-        try:
-            self._zk.create(path, value, ephemeral=True, makepath=True)
-            return
-        except NodeExistsError:
-            pass
-        if self._paths.get(name) == path:
-            self._zk.set(path, value)
-            return
-        # Left by an earlier session: it would vanish with that session, so it is made anew under this one.
-        with contextlib.suppress(NoNodeError):
-            self._zk.delete(path)
-        self._zk.create(path, value, ephemeral=True, makepath=True)
-
     def forget_nodes(self) -> None:
         """The session is lost and its nodes with it; metadata is kept for the next :meth:`register`."""
         with self._lock:
-            entry = self._paths.get("entry")
-            self._paths = {"entry": entry} if entry is not None and self.config.replica_id == -1 else {}
+            self._paths = {}
 
     # --- following states -------------------------------------------------------------------------------------------
 
@@ -230,10 +210,7 @@ class ReplicaUpdater:
         if path is None:
             self._register(name, meta)
             return
-        try:
-            self._zk.set(path, meta.serialize())
-        except NoNodeError:
-            self._zk.create(path, meta.serialize(), ephemeral=True, makepath=True)
+        self._registry.put(path, meta.serialize(), ephemeral=True)
         self._meta[name] = meta
 
     def _emit(self, name: str, what: str, value: float) -> None:

@@ -11,8 +11,9 @@ from shoal.proto.serving.agent_service_pb2 import ServerType
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig
 from shoal.serving.cluster.agent_config import AgentConfig
 from shoal.serving.cluster.backends import SyncBackend
+from shoal.serving.cluster.registry import registry_of
 from shoal.serving.cluster.replica_meta import ModelState, ReplicaMeta, ZKPath, type_name
-from shoal.serving.cluster.zk_types import EventType, KazooState, NoNodeError
+from shoal.serving.cluster.zookeeper import EventType, KazooState
 from shoal.serving.net_utils import resolve
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ class ReplicaWatcher:
     def __init__(
         self, zk_client: Any, config: AgentConfig, use_archon: bool = False, zk_watch_address_family: str = "ipv4"
     ) -> None:
-        self._zk = zk_client
+        self._registry = registry_of(zk_client)
+        self._unlisten: Callable[[], None] = lambda: None
         self.config = config
         self._use_archon = use_archon
         self._family = "ipv6" if is_ipv6_only() else str(zk_watch_address_family)
@@ -72,8 +74,7 @@ class ReplicaWatcher:
         """Starts the watches, whose first calls fill the map, and the poll that heals what they missed."""
         self._stop.clear()
         if self.follows_session:
-            self._zk.add_listener(self._on_state)
-        self._zk.ensure_path(self.base)
+            self._unlisten = self._registry.listen(self._on_state)
         token = self._watched[self.base] = object()
         self._watch_children(self.base, token, self._watch_location if self.config.dc_aware else self._watch_task)
         self._thread = threading.Thread(target=self._poll_loop, name="shoal-replica-watcher", daemon=True)
@@ -82,7 +83,7 @@ class ReplicaWatcher:
     def stop(self) -> None:
         """Ends the poll and clears the map."""
         self._stop.set()
-        self._zk.remove_listener(self._on_state)
+        self._unlisten()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         with self._lock:
@@ -121,7 +122,7 @@ class ReplicaWatcher:
                 watch_child(child, its_token)
             return None
 
-        self._zk.ChildrenWatch(path, changed)
+        self._registry.watch_children(path, changed, ensure=path == self.base)
 
     def _watch_location(self, path: str, token: object) -> None:
         self._watch_children(path, token, self._watch_task)
@@ -137,16 +138,15 @@ class ReplicaWatcher:
             log.error("replica %s is not named by a number; it is ignored", path)
             return
 
-        def changed(data: bytes | None, stat: Any, event: Any = None) -> bool | None:
-            kind = event.type if event is not None else None
+        def changed(data: bytes | None, event: str | None) -> bool | None:
             if not self._is_live(path, token):
-                if kind == EventType.DELETED and path not in self._watched and not self._stop.is_set():
-                    self._on_data(task, replica, data, kind)  # its parent told first that it is gone
+                if event == EventType.DELETED and path not in self._watched and not self._stop.is_set():
+                    self._on_data(task, replica, data, event)  # its parent told first that it is gone
                 return False
-            self._on_data(task, replica, data, kind)
+            self._on_data(task, replica, data, event)
             return None
 
-        self._zk.DataWatch(path, changed)
+        self._registry.watch(path, changed)
 
     def _on_data(self, task: str, replica: str, data: bytes | None, event: str | None) -> None:
         meta = _parse(f"{task}/{replica}", data) if data else None
@@ -179,9 +179,9 @@ class ReplicaWatcher:
             fresh: Replicas = {}
             places = [self.base]
             if self.config.dc_aware:
-                places = [f"{self.base}/{child}" for child in self._zk.get_children(self.base)]
+                places = [f"{self.base}/{child}" for child in self._registry.children(self.base)]
             for place in places:
-                for task in self._list(place):
+                for task in self._registry.children(place):
                     found = self._read_task(f"{place}/{task}")
                     if found:
                         fresh[f"{place}/{task}"] = found
@@ -192,20 +192,14 @@ class ReplicaWatcher:
         except Exception:
             log.exception("the replicas of %s could not be polled", self.base)
 
-    def _list(self, path: str) -> list[str]:
-        try:
-            return self._zk.get_children(path)
-        except NoNodeError:
-            return []
-
     def _read_task(self, path: str) -> dict[str, ReplicaMeta]:
         found: dict[str, ReplicaMeta] = {}
-        for name in self._list(path):
+        for name in self._registry.children(path):
             try:
-                data = self._zk.get(f"{path}/{name}")[0]
                 replica = str(int(name))
-            except (NoNodeError, ValueError):
+            except ValueError:
                 continue
+            data = self._registry.get(f"{path}/{name}")
             meta = _parse(f"{path}/{name}", data) if data else None
             if meta is not None:
                 found[replica] = meta
@@ -213,9 +207,9 @@ class ReplicaWatcher:
 
     def _restore_own(self) -> None:
         for path, value in self.own_registrations().items():
-            if not self._zk.exists(path):
+            if self._registry.get(path) is None:
                 log.warning("own registration %s vanished; it is made again", path)
-                self._zk.create(path, value, ephemeral=True, makepath=True)
+                self._registry.put(path, value, ephemeral=True)
 
     # --- queries ----------------------------------------------------------------------------------------------------
 

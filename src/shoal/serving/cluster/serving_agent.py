@@ -14,6 +14,7 @@ from shoal.errors import ConfigError, DeadlineError
 from shoal.serving.cluster.agent_config import AgentConfig, DeployType
 from shoal.serving.cluster.agent_service import AgentService
 from shoal.serving.cluster.agent_utils import parse_sub_model_name
+from shoal.serving.cluster.registry import registry_of
 from shoal.serving.cluster.replica_manager import ReplicaManager, ZKListener
 from shoal.serving.cluster.replica_updater import ReplicaUpdater
 from shoal.serving.net_utils import find_free_port, is_open
@@ -64,13 +65,13 @@ class ServingAgent:
         if not config.base_path:
             raise ConfigError("an agent needs base_path, the directory of exported_models")
         self.config = config
-        self._zk = zk
-        self.replicas = ReplicaManager(zk, replace(config, dense_alone=False))
+        self._registry = registry = registry_of(zk)
+        self.replicas = ReplicaManager(registry, replace(config, dense_alone=False))
         self.dense: list[ReplicaUpdater] = []
         if config.dense_alone and config.deploy_type in (DeployType.DENSE, DeployType.MIXED):
-            self.dense = [ReplicaUpdater(zk, each) for each in dense_configs(config)]
+            self.dense = [ReplicaUpdater(registry, each) for each in dense_configs(config)]
         self.replicas.watcher.own_registrations = self._registrations
-        self._listeners = [ZKListener(None, updater) for updater in self.dense]
+        self._unlisten: list[Callable[[], None]] = []
         self._agent = AgentService(self.replicas.watcher, config, address=agent_address)
         self._children: dict[str, subprocess.Popen] = {}
 
@@ -98,7 +99,9 @@ class ServingAgent:
         """The model server of ``ps``, ``dense`` or ``entry``."""
         conf = config if config is not None else self.config
         names = [
-            name for name in ReplicaUpdater(self._zk, conf).model_names if parse_sub_model_name(name)[0] == server_type
+            name
+            for name in ReplicaUpdater(self._registry, conf).model_names
+            if parse_sub_model_name(name)[0] == server_type
         ]
         poll = conf.file_system_poll_wait_seconds_ps if server_type == "ps" else conf.file_system_poll_wait_seconds
         command = [sys.executable, "-m", "shoal", "serve", str(conf.base_path)]
@@ -112,8 +115,8 @@ class ServingAgent:
         self._agent.start()
         try:
             self.replicas.start()
-            for updater, listener in zip(self.dense, self._listeners, strict=True):
-                self._zk.add_listener(listener)
+            for updater in self.dense:
+                self._unlisten.append(self._registry.listen(ZKListener(None, updater)))
                 updater.register()
                 updater.start()
             for server in self.servers():
@@ -158,8 +161,9 @@ class ServingAgent:
                 child.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(timeout=15)
-        for updater, listener in zip(self.dense, self._listeners, strict=True):
-            self._zk.remove_listener(listener)
+        for unlisten in self._unlisten:
+            unlisten()
+        for updater in self.dense:
             updater.stop()
         self.replicas.stop()
         self._agent.stop()

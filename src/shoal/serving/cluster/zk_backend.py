@@ -1,6 +1,5 @@
 """`ZKBackend`: the registry of unified clusters, for containers, operators and trainers at once."""
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -9,7 +8,8 @@ from typing import Any
 from shoal.serving.cluster.agent_config import layout_path as layout_path_of
 from shoal.serving.cluster.backends import AgentBackend, CtrlBackend, SyncBackend
 from shoal.serving.cluster.records import Container, ContainerServiceInfo, SavedModel, SavedModelDeployConfig
-from shoal.serving.cluster.zk_types import KazooException, KazooState, NodeExistsError, NoNodeError, make_zk_client
+from shoal.serving.cluster.registry import open_registry, registry_of
+from shoal.serving.cluster.zookeeper import KazooException, KazooState
 
 log = logging.getLogger(__name__)
 
@@ -25,39 +25,34 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
 
     def __init__(self, bzid: str, zk_servers: str | None = None, zk_client: Any = None) -> None:
         self.bzid = bzid
-        self._owns_client = zk_client is None
-        self._zk = make_zk_client(zk_servers) if zk_client is None else zk_client
+        self._registry = open_registry(zk_servers) if zk_client is None else registry_of(zk_client)
         self._lock = threading.RLock()
         self._restarting = threading.Lock()
         self._lost = threading.Event()
-        self._own: set[str] = set()  # ephemeral nodes of this session
         self._available: set[SavedModel] = set()
         self._subscribed: set[str] = set()  # models whose bindings are watched
         self._watched: set[str] = set()  # paths with a live watch
         self._bindings: dict[str, dict[str, list[Container]]] = {}
         self._infos: dict[Container, ContainerServiceInfo] = {}  # last seen, for when the registry cannot be asked
         self._model: str | None = None
+        self._unlisten: Callable[[], None] = lambda: None
 
     # --- session ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._zk.add_listener(self._on_state)
-        self._zk.start()
+        self._unlisten = self._registry.listen(self._on_state)
+        self._registry.start()
 
     def stop(self) -> None:
-        self._zk.remove_listener(self._on_state)
-        self._zk.stop()
-        if self._owns_client:
-            self._zk.close()
+        self._unlisten()
+        self._registry.stop()
         with self._lock:  # the nodes of this session are gone; a second start writes them again
             self._available = set()
-        self._own.clear()
         self._lost.clear()
 
     def _on_state(self, state: str) -> None:
         if state == KazooState.LOST:
             self._lost.set()
-            self._own.clear()
 
     def _restart(self) -> None:
         """A new session, in which nothing that was written as ephemeral exists.
@@ -66,7 +61,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         """
         with self._restarting:
             if self._lost.is_set():
-                self._zk.restart()
+                self._registry.restart()
                 with self._lock:
                     self._available = set()
                 self._lost.clear()
@@ -76,48 +71,19 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
     def _put(self, path: str, value: bytes, ephemeral: bool) -> bool:
         """Creates a node or overwrites it; False, with a log line, when it could not be written."""
         try:
-            self._zk.retry(self._put_once, path, value, ephemeral)
+            self._registry.put(path, value, ephemeral=ephemeral)
         except Exception as error:
             log.error("cannot write %s: %r", path, error)
             return False
         return True
 
-    def _put_once(self, path: str, value: bytes, ephemeral: bool) -> None:
-        try:
-            self._zk.create(path, value, ephemeral=ephemeral, makepath=True)
-        except NodeExistsError:
-            if not ephemeral or path in self._own:
-                self._zk.set(path, value)
-                return
-            # A node of an earlier session would vanish with that session, so it must become ours.
-            with contextlib.suppress(NoNodeError):
-                self._zk.delete(path)
-            self._zk.create(path, value, ephemeral=True, makepath=True)
-        if ephemeral:
-            self._own.add(path)
-
     def _remove(self, path: str) -> bool:
         try:
-            self._zk.retry(self._zk.delete, path)
-        except NoNodeError:
-            pass
+            self._registry.delete(path)
         except Exception as error:
             log.error("cannot delete %s: %r", path, error)
             return False
-        self._own.discard(path)
         return True
-
-    def _read(self, path: str) -> bytes | None:
-        try:
-            return self._zk.get(path)[0]
-        except NoNodeError:
-            return None
-
-    def _children(self, path: str) -> list[str]:
-        try:
-            return list(self._zk.get_children(path))
-        except NoNodeError:
-            return []
 
     def _binding_path(self, container: Container, model: SavedModel) -> str:
         return f"/{self.bzid}/binding/{model.model_name}/{model.sub_graph}:{container}"
@@ -151,13 +117,12 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         ``layout_path``: a path, or the name of a layout of this business. Returning False from it ends the watch.
         """
         path = layout_path_of(self.bzid, layout_path)
-        self._zk.ensure_path(path)
 
         def changed(children: list[str]) -> bool | None:
             models = []
             for child in children:
                 name, colon, sub_graph = child.partition(":")
-                data = self._read(f"/{self.bzid}/saved_models/{name}/{sub_graph}") if colon else None
+                data = self._registry.get(f"/{self.bzid}/saved_models/{name}/{sub_graph}") if colon else None
                 try:
                     deploy = SavedModelDeployConfig.deserialize(data or b"")
                 except ValueError:
@@ -167,7 +132,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
             self._subscribe({model.model_name for model, _ in models})
             return callback(models)
 
-        self._zk.ChildrenWatch(path, changed)
+        self._registry.watch_children(path, changed, ensure=True)
 
     def _subscribe(self, models: set[str]) -> None:
         with self._lock:
@@ -180,12 +145,11 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
 
     def _watch_bindings(self, model: str) -> None:
         path = f"/{self.bzid}/binding/{model}"
-        self._zk.ensure_path(path)
         with self._lock:
             live = path in self._watched
             self._watched.add(path)
         if live:  # its watch goes on; what it saw before may have been dropped
-            self._on_bindings(model, self._children(path))
+            self._on_bindings(model, self._registry.children(path))
             return
 
         def changed(children: list[str]) -> bool | None:
@@ -196,7 +160,12 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
             self._on_bindings(model, children)
             return None
 
-        self._zk.ChildrenWatch(path, changed)
+        try:
+            self._registry.watch_children(path, changed, ensure=True)
+        except BaseException:
+            with self._lock:
+                self._watched.discard(path)
+            raise
 
     def _on_bindings(self, model: str, children: list[str]) -> None:
         subs: dict[str, list[Container]] = {}
@@ -234,7 +203,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
 
     def get_service_info(self, container: Container) -> ContainerServiceInfo | None:
         try:
-            data = self._read(f"/{self.bzid}/container_service/{container}")
+            data = self._registry.get(f"/{self.bzid}/container_service/{container}")
         except (KazooException, TimeoutError, OSError) as error:
             log.warning("cannot ask for container %s (%r); its last known addresses are used", container, error)
             return self._infos.get(container)
@@ -256,7 +225,9 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         self._put(path, deploy_config.serialize(), False)
 
     def list_saved_models(self, model_name: str) -> list[SavedModel]:
-        return [SavedModel(model_name, sub) for sub in self._children(f"/{self.bzid}/saved_models/{model_name}")]
+        return [
+            SavedModel(model_name, sub) for sub in self._registry.children(f"/{self.bzid}/saved_models/{model_name}")
+        ]
 
     def add_to_layout(self, layout: str, saved_model: SavedModel) -> None:
         self._put(f"{layout_path_of(self.bzid, layout)}/{saved_model}", b"", False)
@@ -269,18 +240,18 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         models: dict[str, dict[str, Any]] = {}
         containers: dict[str, dict[str, dict[str, Any]]] = {}
         root = f"/{self.bzid}"
-        for child in self._children(f"{root}/container_service"):
+        for child in self._registry.children(f"{root}/container_service"):
             cluster, _, ident = child.partition(":")
-            text = (self._read(f"{root}/container_service/{child}") or b"").decode()
+            text = (self._registry.get(f"{root}/container_service/{child}") or b"").decode()
             containers.setdefault(cluster, {}).setdefault(ident, {})["service_info"] = text
-        for model in self._children(f"{root}/saved_models"):
-            for sub in self._children(f"{root}/saved_models/{model}"):
+        for model in self._registry.children(f"{root}/saved_models"):
+            for sub in self._registry.children(f"{root}/saved_models/{model}"):
                 info = models.setdefault(model, {})
                 info["sub_graphs_total"] = info.get("sub_graphs_total", 0) + 1
-                text = (self._read(f"{root}/saved_models/{model}/{sub}") or b"").decode()
+                text = (self._registry.get(f"{root}/saved_models/{model}/{sub}") or b"").decode()
                 info.setdefault(sub, {})["deploy_config"] = text
-        for model in self._children(f"{root}/binding"):
-            for child in self._children(f"{root}/binding/{model}"):
+        for model in self._registry.children(f"{root}/binding"):
+            for child in self._registry.children(f"{root}/binding/{model}"):
                 sub, cluster, ident = (*child.split(":", 2), "", "")[:3]
                 entry = models.setdefault(model, {}).setdefault(sub, {})
                 if "bindings" not in entry:
@@ -289,7 +260,8 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
                 container = containers.setdefault(cluster, {}).setdefault(ident, {})
                 container.setdefault("saved_models", []).append(f"{model}:{sub}")
         layouts = {
-            layout: sorted(self._children(f"{root}/layouts/{layout}")) for layout in self._children(f"{root}/layouts")
+            layout: sorted(self._registry.children(f"{root}/layouts/{layout}"))
+            for layout in self._registry.children(f"{root}/layouts")
         }
         return {"model_info": models, "container_info": containers, "layout_info": layouts}
 

@@ -17,9 +17,8 @@ from shoal.serving.export.retention import add_export, delete_old_exports
 from shoal.serving.export.tables import export_ps, export_tables, manifest_of, named_apart
 from shoal.serving.export.trace import describe, example_inputs, export_program, input_specs, pooled_specs
 from shoal.serving.server.program import REMOTE_NET, Feature
-from shoal.serving.server.servable import Servable
+from shoal.serving.server.servable import Servable, TableView, as_views
 from shoal.serving.server.table_signatures import table_signatures
-from shoal.serving.server.table_view import TableView, as_views
 from shoal.table.config.messages import FloatCompressorConfig
 from shoal.table.export_mode import ExportMode
 

@@ -11,9 +11,8 @@ from shoal.durable import file_bases
 from shoal.errors import ConfigError
 from shoal.serving.export.manifest import Manifest, SignatureSpec, TableSpec
 from shoal.serving.export.plan import write_version
-from shoal.serving.server.servable import Servable
+from shoal.serving.server.servable import Servable, TableView, as_views
 from shoal.serving.server.table_signatures import table_signatures
-from shoal.serving.server.table_view import TableView, as_views
 from shoal.table.checkpoint.assets import base_in
 from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig, FloatCompressorConfig
 

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from shoal.serving.export.manifest import TensorSpec
-from shoal.serving.predict import PredictCall
-from shoal.serving.server.joining import join_calls, split_answers
+from shoal.serving.predict import PredictCall, join_calls, split_answers
 from shoal.serving.status import Code, StatusError
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,9 @@ copied. So a replica that switches answers like one that starts with the export 
 """
 
 import logging
-from typing import Any
 
 from shoal.metrics import emit_counter
-from shoal.serving.server.table_view import TableView
+from shoal.serving.server.servable import Servable, TableView
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +24,8 @@ DROPPED = "dropped"
 """Pushed after, but the successor has no such table, or one of another dim."""
 
 
-def hand_over(old: Any, new: Any) -> None:
-    """Makes ``new`` the servable that gets what is pushed to ``old``, and copies what was pushed before.
+def hand_over(old: Servable, new: Servable) -> None:
+    """From now on ``new`` gets what is pushed to ``old``, too; rows pushed before are copied where they are newer.
 
     Rows are counted in ``serving_handed_over_rows`` by table and fate: carried, superseded, undecided or dropped.
     """
@@ -42,7 +41,7 @@ def hand_over(old: Any, new: Any) -> None:
         raise
 
 
-def _hand_over_rows(old: Any, new: Any, view: TableView, number: int, sub_table: str) -> None:
+def _hand_over_rows(old: Servable, new: Servable, view: TableView, number: int, sub_table: str) -> None:
     since = new.rows_read_at
     ids, times, superseded = view.push_logs[number].since(float("-inf") if since is None else since)
     count_rows(view.name, SUPERSEDED, superseded)
@@ -56,7 +55,7 @@ def _hand_over_rows(old: Any, new: Any, view: TableView, number: int, sub_table:
     for begin in range(0, len(ids), CHUNK_ROWS):
         part = ids[begin : begin + CHUNK_ROWS]
         with old.push_lock:
-            into.assign_sub(where, part, view.lookup_sub(number, part), times[begin : begin + CHUNK_ROWS])
+            into.assign_sub(where, part, view.lookups[number](part), times[begin : begin + CHUNK_ROWS])
     if since is None and len(ids):
         log.warning("table %s: the next version does not say when its rows were read, so %d pushed rows are kept "
                     "although it may have newer ones; export it again with this version of shoal",
@@ -67,7 +66,7 @@ def _hand_over_rows(old: Any, new: Any, view: TableView, number: int, sub_table:
     count_rows(view.name, UNDECIDED if since is None else CARRIED, len(ids))
 
 
-def place_of(servable: Any, view: TableView, number: int) -> tuple[int, TableView | None]:
+def place_of(servable: Servable, view: TableView, number: int) -> tuple[int, TableView | None]:
     """(number, table) that rows of a sub-table go to in another servable; None where it has none that fits."""
     other = servable.tables.get(view.name)
     found = other.number_of(view.sub_tables[number], view.dims[number]) if other is not None else None

@@ -9,9 +9,8 @@ from shoal.durable.replace import digests_known
 from shoal.errors import DataError
 from shoal.serving.export.manifest import Manifest, TableSpec, inside
 from shoal.serving.server.program import load_program
-from shoal.serving.server.servable import Servable
+from shoal.serving.server.servable import Servable, TableView
 from shoal.serving.server.table_signatures import table_signatures
-from shoal.serving.server.table_view import TableView
 from shoal.table import HashTable, HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig
 from shoal.table.multi import MultiHashTable, convert_to_cached_config

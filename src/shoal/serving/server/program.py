@@ -12,8 +12,7 @@ from shoal.errors import ConfigError, DataError
 from shoal.serving.client.sub_graphs import SubGraphs
 from shoal.serving.export.manifest import SignatureSpec, inside
 from shoal.serving.export.program_file import load_exported
-from shoal.serving.server.servable import Signature, Tensors
-from shoal.serving.server.table_view import TableView
+from shoal.serving.server.servable import Signature, TableView, Tensors
 from shoal.serving.tensors import dtype_code, torch_dtype
 
 COMBINERS = ("sum", "mean", "none")
@@ -61,23 +60,26 @@ Lookup = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
     """Rows from tables of this process; with shards, table ``<name>_<shard>`` holds the ids of its shard."""
-    places: dict[str, list[tuple[TableView, int]]] = {}
+    places: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
+    dims: dict[str, int] = {}
     for view in views.values():
         for alias, sub in view.slots.items():
-            places.setdefault(alias, []).append((view, view.sub_tables.index(sub)))
+            number = view.sub_tables.index(sub)
+            places.setdefault(alias, []).append(view.lookups[number])
+            dims[alias] = view.dims[number]
 
     def lookup(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found = {}
         for slot, ids in wanted.items():
             parts = places[slot]
             if len(parts) == 1:
-                found[slot] = parts[0][0].lookup_sub(parts[0][1], ids)
+                found[slot] = parts[0](ids)
                 continue
-            rows = torch.empty(len(ids), parts[0][0].dims[parts[0][1]], device="cpu")
+            rows = torch.empty(len(ids), dims[slot], device="cpu")
             owner = torch.remainder(ids, shards)
-            for shard, (view, number) in enumerate(parts):
+            for shard, part in enumerate(parts):
                 chosen = owner == shard
-                rows[chosen] = view.lookup_sub(number, ids[chosen])
+                rows[chosen] = part(ids[chosen])
             found[slot] = rows
         return found
 

@@ -30,14 +30,13 @@ from shoal.serving.client.remote import ONE_VERSION, ROWS_PUSHED, set_request_de
 from shoal.serving.grpc_server import add_async_health_and_reflection, unary
 from shoal.serving.predict import Asked, PredictCall, decode_request, encode_response
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
-from shoal.serving.server.answering import Answerer
+from shoal.serving.server.answering import Answerer, Traffic
 from shoal.serving.server.loop import serving_loop
 from shoal.serving.server.servable import Tensors
 from shoal.serving.server.served import ServedModels
-from shoal.serving.server.traffic import Traffic
 from shoal.serving.server.versions import check_base_path
 from shoal.serving.status import Code, StatusError, invalid_argument
-from shoal.serving.sync.push_info import INSTANCE, PushInfo, push_info
+from shoal.serving.sync.push import INSTANCE, PushInfo, push_info
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +80,7 @@ class ModelServer(ServedModels):
         super().__init__(model_root)
         self.poll_wait_seconds = poll_wait_seconds
         self.security = security if security is not None else ServerSecurity()
+        self._authenticates = self.security.authenticates
         self.max_message_bytes = max_message_bytes
         self.started_at = time.time()
         self.instance = uuid.uuid4().hex
@@ -289,7 +289,7 @@ class ModelServer(ServedModels):
         return unary(handle, None, response)
 
     def _identify(self, context: Any) -> str:
-        if not self.security.authenticates:
+        if not self._authenticates:
             return ""
         identity = caller(context, self.security)
         if identity is None:

@@ -8,10 +8,9 @@ import torch
 
 from shoal.serving.export.manifest import SignatureSpec, TensorSpec
 from shoal.serving.server.hand_over import DROPPED, count_rows, place_of
-from shoal.serving.server.servable import Servable, Signature, Tensors
-from shoal.serving.server.table_view import TableView, as_views
+from shoal.serving.server.servable import Servable, Signature, TableView, Tensors, as_views
 from shoal.serving.status import invalid_argument
-from shoal.serving.sync.push_info import push_info
+from shoal.serving.sync.push import push_info
 from shoal.serving.sync.quantise import asked, asked_multi, check_codecs, decode, decode_multi, multi_bytes, wire_dtype
 from shoal.table.config.messages import EntryConfig
 
@@ -29,7 +28,7 @@ def table_signatures(views: Sequence[TableView], owner: Callable[[], Servable]) 
         )
 
         def lookup(inputs: Tensors) -> Tensors:
-            return {alias: view.lookup_sub(number, inputs[alias]) for alias, (view, number) in slots.items()}
+            return {alias: view.lookups[number](inputs[alias]) for alias, (view, number) in slots.items()}
 
         signatures["lookup"] = Signature(spec, lookup)
     if singles := [view for view in views if not view.multi]:

@@ -12,6 +12,7 @@ from shoal.errors import ConfigError
 from shoal.proto.serving.tf_serving_pb2 import ModelConfig, ModelSpec, ModelVersionStatus
 from shoal.serving.export.manifest import FILE
 from shoal.serving.server.batching import Batcher, Pace
+from shoal.serving.server.hand_over import hand_over
 from shoal.serving.server.loader import load_servable
 from shoal.serving.server.servable import Servable, Signature
 from shoal.serving.status import Code, StatusError, not_found, unavailable
@@ -202,7 +203,7 @@ class Model:
                 self._wait(version, servable, reason)
                 return
             if old is not None and old.servable is not None:
-                old.servable.hand_over_to(servable)
+                hand_over(old.servable, servable)
         except Exception as error:
             log.exception("model %s: version %d could not be loaded", self.name, number)
             with self._lock:

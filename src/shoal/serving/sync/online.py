@@ -12,9 +12,9 @@ from shoal.comm.horovod.hooks import SessionRunHook
 from shoal.errors import ConfigError
 from shoal.serving.cluster.agent_config import AgentConfig
 from shoal.serving.cluster.backends import SyncBackend, refresh_sync_config
+from shoal.serving.cluster.registry import open_registry, registry_of
 from shoal.serving.cluster.replica_watcher import ReplicaWatcher
 from shoal.serving.cluster.zk_backend import ZKBackend
-from shoal.serving.cluster.zk_types import make_zk_client
 from shoal.serving.sync.client import ParameterSyncClient, create_parameter_sync_clients
 from shoal.serving.sync.handle import SyncClientHandle
 
@@ -86,8 +86,7 @@ class _WatcherBackend(SyncBackend):
     """The replica watcher's wrapper together with the client that it made."""
 
     def __init__(self, config: OnlineTrainingConfig, zk_client: Any) -> None:
-        self._owns_client = zk_client is None
-        self._zk = zk_client = make_zk_client(config.zk_server) if zk_client is None else zk_client
+        self._registry = open_registry(config.zk_server) if zk_client is None else registry_of(zk_client)
         agent = AgentConfig(
             bzid=config.bzid,
             base_name=config.base_name,
@@ -96,7 +95,7 @@ class _WatcherBackend(SyncBackend):
             dc_aware=config.dc_aware,
             zk_servers=config.zk_server,
         )
-        watcher = ReplicaWatcher(zk_client, agent, zk_watch_address_family=config.zk_watch_address_family)
+        watcher = ReplicaWatcher(self._registry, agent, zk_watch_address_family=config.zk_watch_address_family)
         self._wrapper = watcher.to_sync_wrapper()
 
     def subscribe_model(self, model_name: str) -> None:
@@ -106,14 +105,12 @@ class _WatcherBackend(SyncBackend):
         return self._wrapper.get_sync_targets(sub_graph)
 
     def start(self) -> None:
-        self._zk.start()
+        self._registry.start()
         self._wrapper.start()
 
     def stop(self) -> None:
         self._wrapper.stop()
-        self._zk.stop()
-        if self._owns_client:
-            self._zk.close()
+        self._registry.stop()
 
 
 def create_sync_backend(config: OnlineTrainingConfig, zk_client: Any = None) -> SyncBackend:

@@ -1,13 +1,13 @@
 """Discovery in ZooKeeper, or in a directory of files by the same interface."""
 
-import contextlib
 import logging
 import threading
 import time
 from typing import Any
 
 from shoal.serving.cluster.discovery.base import ServiceDiscovery
-from shoal.serving.cluster.zk_types import KazooState, NodeExistsError, NoNodeError, make_zk_client
+from shoal.serving.cluster.registry import open_registry, registry_of
+from shoal.serving.cluster.zookeeper import KazooState
 
 log = logging.getLogger(__name__)
 
@@ -33,26 +33,23 @@ class ZKServiceDiscovery(ServiceDiscovery):
     ) -> None:
         self._path = f"/monolith/{job_name}"
         self._max_tries, self._delay = max(1, max_tries), delay
-        self._zk = zk_client if zk_client is not None else make_zk_client(zk_server)
+        self._registry = open_registry(zk_server) if zk_client is None else registry_of(zk_client)
         self._lock = threading.RLock()
         self._cache: dict[str, dict[int, str]] = {}
         self._watched: set[str] = set()
         self._mine: dict[tuple[str, int], str] = {}
-        self._own: set[str] = set()
         self._again = threading.Event()
         self._lost = False
         self._stop = threading.Event()
-        self._zk.add_listener(self._on_state)
-        self._zk.start()
-        self._zk.ensure_path(self._path)
-        self._zk.ChildrenWatch(self._path, self._on_children)
+        self._unlisten = self._registry.listen(self._on_state)
+        self._registry.start()
+        self._registry.watch_children(self._path, self._on_children, ensure=True)
         self._thread = threading.Thread(target=self._repeat, name="shoal-discovery", daemon=True)
         self._thread.start()
 
     def _on_state(self, state: str) -> None:
         if state == KazooState.LOST:
             self._lost = True
-            self._own.clear()
         elif state == KazooState.CONNECTED and self._lost:
             self._lost = False
             self._again.set()
@@ -67,7 +64,7 @@ class ZKServiceDiscovery(ServiceDiscovery):
             self._mine[name, index] = addr
         for attempt in range(self._max_tries):
             try:
-                self._write(self._node(name, index), addr)
+                self._registry.put(self._node(name, index), addr.encode(), ephemeral=True)
                 return
             except Exception as error:
                 if attempt + 1 == self._max_tries:
@@ -75,27 +72,12 @@ class ZKServiceDiscovery(ServiceDiscovery):
                 log.warning("%s.%d could not be registered (%r); trying again", name, index, error)
                 self._stop.wait(self._delay)
 
-    def _write(self, path: str, addr: str) -> None:
-        value = addr.encode()
-        try:
-            self._zk.create(path, value, ephemeral=True, makepath=True)
-        except NodeExistsError:
-            if path in self._own:
-                self._zk.set(path, value)
-                return
-            with contextlib.suppress(NoNodeError):  # of an earlier session, which would take the node with it
-                self._zk.delete(path)
-            self._zk.create(path, value, ephemeral=True, makepath=True)
-        self._own.add(path)
-
     def deregister(self, name: str, index: int, addr: str) -> None:
         """Removes a registration; one that is not known is ignored."""
         with self._lock:
             if self._mine.pop((name, index), None) is None:
                 return
-        self._own.discard(self._node(name, index))
-        with contextlib.suppress(NoNodeError):
-            self._zk.delete(self._node(name, index))
+        self._registry.delete(self._node(name, index))
 
     def _repeat(self) -> None:
         last = time.monotonic()
@@ -109,7 +91,7 @@ class ZKServiceDiscovery(ServiceDiscovery):
                 mine = dict(self._mine)
             for (name, index), addr in mine.items():
                 try:
-                    self._write(self._node(name, index), addr)
+                    self._registry.put(self._node(name, index), addr.encode(), ephemeral=True)
                 except Exception as error:
                     log.error("%s.%d could not be registered again: %r", name, index, error)
                     self._again.set()
@@ -133,7 +115,7 @@ class ZKServiceDiscovery(ServiceDiscovery):
             log.error("%s/%s is not <name>.<index>; it is ignored", self._path, child)
             return
 
-        def changed(data: bytes | None, stat: Any) -> bool | None:
+        def changed(data: bytes | None, event: str | None) -> bool | None:
             if self._stop.is_set():
                 return False
             with self._lock:
@@ -144,7 +126,7 @@ class ZKServiceDiscovery(ServiceDiscovery):
                     group.pop(int(number), None)
             return None
 
-        self._zk.DataWatch(f"{self._path}/{child}", changed)
+        self._registry.watch(f"{self._path}/{child}", changed)
 
     def query(self, name: str) -> dict[int, str]:
         with self._lock:
@@ -153,7 +135,6 @@ class ZKServiceDiscovery(ServiceDiscovery):
     def close(self) -> None:
         self._stop.set()
         self._again.set()
-        self._zk.remove_listener(self._on_state)
+        self._unlisten()
         self._thread.join(timeout=5)
-        self._zk.stop()
-        self._zk.close()
+        self._registry.stop()

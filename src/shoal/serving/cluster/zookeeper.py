@@ -1,0 +1,124 @@
+"""`KazooRegistry`: a registry in ZooKeeper, by a client with the methods of kazoo's; and the words of such a client.
+
+The words are kazoo's own where it is installed, equal ones where it is not.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+try:
+    from kazoo.exceptions import ConnectionClosedError, KazooException, NodeExistsError, NoNodeError, NotEmptyError
+    from kazoo.protocol.states import EventType, KazooState, WatchedEvent
+except ImportError:
+
+    class KazooException(Exception):  # type: ignore[no-redef]
+        """Base of the registry's errors."""
+
+    class NoNodeError(KazooException):  # type: ignore[no-redef]
+        """The node does not exist."""
+
+    class NodeExistsError(KazooException):  # type: ignore[no-redef]
+        """The node exists already."""
+
+    class NotEmptyError(KazooException):  # type: ignore[no-redef]
+        """The node has children."""
+
+    class ConnectionClosedError(KazooException):  # type: ignore[no-redef]
+        """The client is not started."""
+
+    class KazooState:  # type: ignore[no-redef]
+        SUSPENDED = "SUSPENDED"
+        CONNECTED = "CONNECTED"
+        LOST = "LOST"
+
+    class EventType:  # type: ignore[no-redef]
+        CREATED = "CREATED"
+        DELETED = "DELETED"
+        CHANGED = "CHANGED"
+        CHILD = "CHILD"
+        NONE = "NONE"
+
+    class WatchedEvent(NamedTuple):  # type: ignore[no-redef]
+        type: str
+        state: str
+        path: str
+
+
+class KazooRegistry:
+    """A :class:`~shoal.serving.cluster.registry.Registry` over a kazoo client or one that behaves like it."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self._own: set[str] = set()  # ephemeral nodes of this session
+        client.add_listener(self._on_state)
+
+    def _on_state(self, state: str) -> None:
+        if state == KazooState.LOST:
+            self._own.clear()
+
+    def start(self) -> None:
+        self.client.start()
+
+    def stop(self) -> None:
+        self.client.stop()
+        self.client.close()
+
+    def restart(self) -> None:
+        self.client.restart()
+
+    def listen(self, func: Callable[[str], Any]) -> Callable[[], None]:
+        self.client.add_listener(func)
+        return lambda: self.client.remove_listener(func)
+
+    def get(self, path: str) -> bytes | None:
+        try:
+            return self.client.get(path)[0]
+        except NoNodeError:
+            return None
+
+    def put(self, path: str, value: bytes, *, ephemeral: bool = False, numbered: bool = False) -> str:
+        if numbered:
+            path = self.client.create(path, value, ephemeral=ephemeral, makepath=True, sequence=True)
+        else:
+            self.client.retry(self._put, path, value, ephemeral)
+        if ephemeral:
+            self._own.add(path)
+        return path
+
+    def _put(self, path: str, value: bytes, ephemeral: bool) -> None:
+        if not ephemeral or path in self._own:
+            with contextlib.suppress(NoNodeError):
+                self.client.set(path, value)
+                return
+        try:
+            self.client.create(path, value, ephemeral=ephemeral, makepath=True)
+        except NodeExistsError:
+            if not ephemeral:
+                self.client.set(path, value)
+                return
+            with contextlib.suppress(NoNodeError):  # of an earlier session, which would take the node with it
+                self.client.delete(path)
+            self.client.create(path, value, ephemeral=True, makepath=True)
+
+    def delete(self, path: str) -> None:
+        with contextlib.suppress(NoNodeError):
+            self.client.retry(self.client.delete, path)
+        self._own.discard(path)
+
+    def children(self, path: str) -> list[str]:
+        try:
+            return list(self.client.get_children(path))
+        except NoNodeError:
+            return []
+
+    def watch(self, path: str, func: Callable[[bytes | None, str | None], Any]) -> None:
+        def changed(data: bytes | None, stat: Any, event: Any = None) -> Any:
+            return func(data, event.type if event is not None else None)
+
+        self.client.DataWatch(path, changed)
+
+    def watch_children(self, path: str, func: Callable[[list[str]], Any], *, ensure: bool = False) -> None:
+        if ensure:
+            self.client.ensure_path(path)
+        self.client.ChildrenWatch(path, func)
