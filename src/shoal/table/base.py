@@ -140,8 +140,11 @@ class TableBase(ABC):
 
     # --- what every update asks ---------------------------------------------------------------------------------------
 
-    def _rates(self, step: int) -> list[float]:
+    def rates(self, step: int) -> list[float]:
+        """The learning rate of each segment at a global step."""
         return check_rates(self.config.call_learning_rate_fns_fewer_ops(step), self.name)
+
+    _rates = rates
 
     def _count_skipped(self, occurrences: int) -> None:
         if occurrences:
