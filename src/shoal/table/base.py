@@ -138,8 +138,11 @@ class TableBase(ABC):
 
     # --- what every update asks ---------------------------------------------------------------------------------------
 
-    def _rates(self, step: int) -> list[float]:
+    def rates(self, step: int) -> list[float]:
+        """The learning rates at a step, one per segment."""
         return check_rates(self.config.call_learning_rate_fns_fewer_ops(step), self.name)
+
+    _rates = rates
 
     def _count_skipped(self, occurrences: int) -> None:
         if occurrences:

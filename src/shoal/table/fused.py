@@ -280,7 +280,7 @@ def extract_slot_from_entry(entries: Sequence[bytes], fid_v2: bool = True) -> Te
 def concatenated_rates(tables: list[HashTable], global_step: Any) -> list[float]:
     """The learning rates of the tables' segments, table after table."""
     step = as_int(global_step, table_names(tables), "global_step")
-    return [rate for table in tables for rate in table._rates(step)]
+    return [rate for table in tables for rate in table.rates(step)]
 
 
 class FusedCalls:

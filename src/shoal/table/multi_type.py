@@ -135,7 +135,7 @@ def check_gradients(table: Any, grads: Tensor, global_step: Any) -> None:
     step = as_int(global_step, table.name, "global_step")
     table._check_trains("apply_gradients")
     table._check_step(step)
-    table._rates(step)
+    table.rates(step)
     if table.on_bad_gradient == "raise" and not bool(torch.isfinite(grads).all()):
         raise ConfigError(f"table {table.name!r}: a gradient holds NaN or infinity; nothing was applied")
 

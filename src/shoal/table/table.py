@@ -235,7 +235,7 @@ class HashTable(TableBase):
         self._check_trains("apply_gradients")
         ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")
         step = as_int(global_step, self.name, "global_step")
-        self._apply(ids, grads, self._rates(step), step, enable_dedup, seconds)
+        self._apply(ids, grads, self.rates(step), step, enable_dedup, seconds)
         return self
 
     def _apply(self, ids: Tensor, grads: Tensor, rates: Sequence[float], step: int, dedup: bool, seconds: int) -> None:
