@@ -29,6 +29,7 @@ void ops(nb::module_& m);
 void filter(nb::module_& m);
 void table(nb::module_& m);
 void fused(nb::module_& m);
+void update(nb::module_& m);
 void gather(nb::module_& m);
 void serving(nb::module_& m);
 void io(nb::module_& m);

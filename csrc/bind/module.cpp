@@ -38,6 +38,7 @@ NB_MODULE(_core, m) {
   shoal::bind::filter(m);  // before table, which takes filters
   shoal::bind::table(m);
   shoal::bind::fused(m);
+  shoal::bind::update(m);
   shoal::bind::gather(m);
   shoal::bind::serving(m);
   shoal::bind::io(m);

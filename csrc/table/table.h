@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "core/at_fork.h"
@@ -21,8 +22,10 @@
 
 namespace shoal {
 
-struct Slot;
+struct Gradients;
 struct Resolved;
+struct Slot;
+struct Update;
 
 // Rows copied out of a table, or on their way in: row i is rows[i * stride .. + row_bytes).
 struct Rows {
@@ -60,6 +63,7 @@ using UseRows = FunctionRef<void(int64_t first, int64_t n, const float* const* r
 struct NonFinite {
   int64_t position;
   int64_t id;
+  int64_t update = 0;  // of several: its number
 };
 
 class Table {
@@ -87,6 +91,9 @@ class Table {
   // NonFinite before any effect.
   int64_t apply_gradients(const int64_t* ids, int64_t n, const float* grads, const float* rates, int64_t global_step,
                           Stamp time, bool dedup, BadGradient bad);
+  // The same for several tables in one call (table/gradients.h), each table in at most one update. NonFinite is thrown
+  // before any effect on any of them.
+  static void apply(std::span<Update> updates);
   void reinitialize(const int64_t* ids, int64_t n, Stamp now, int32_t* existed);
   // Which positions the filter drops; empty: none. It counts them. A table whose rows live elsewhere (on a GPU) asks
   // with the ids that have no row there.
@@ -157,7 +164,9 @@ class Table {
   void read_row(const char* row, float* out) const;
   void fresh_row(int64_t id, char* row) const;
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
-  void write(const Write& write);
+  void write(Write write);
+  static void write_all(std::span<const Write> writes);
+  void write_task(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
   template <Kind kKind>
   void write_part(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
   template <Kind kKind>
@@ -167,7 +176,9 @@ class Table {
   void stamp(Slot slot, Stamp time);
   void forget(int stripe, int64_t id, uint32_t row);
   bool erase_row(int stripe, uint64_t hash, int64_t id);
-  std::vector<uint8_t> nonfinite(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const;
+  std::vector<uint8_t> nonfinite(const Gradients& gradients, BadGradient bad) const;
+  std::vector<uint8_t> dropped(const Update& update, std::vector<uint8_t> skip);
+  void note_touched(const Gradients& gradients, const std::vector<uint8_t>& drop);
   void update_scales(int64_t global_step);
 
   Layout layout_;

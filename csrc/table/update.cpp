@@ -34,6 +34,10 @@ struct Groups {
   std::vector<uint32_t> group, first, count;
 };
 
+Gradients rows_of(const int64_t* ids, int64_t n, const float* rows, int64_t dim) {
+  return {.ids = ids, .n = n, .rows = rows, .stride = dim};
+}
+
 }  // namespace
 
 // Which positions the filter drops. Empty: none. With dedup an id is asked about once, with its number of occurrences;
@@ -64,19 +68,35 @@ std::vector<uint8_t> Table::filtered(const int64_t* ids, int64_t n, bool dedup, 
   return drop;
 }
 
-// Which rows of gradients or values hold NaN or infinity. Empty: none.
-std::vector<uint8_t> Table::nonfinite(const int64_t* ids, int64_t n, const float* grads, BadGradient bad) const {
+// Which gradients (or values) hold NaN or infinity. Empty: none.
+std::vector<uint8_t> Table::nonfinite(const Gradients& gradients, BadGradient bad) const {
   if (bad == BadGradient::ignore) return {};
-  const int64_t dim = layout_.dim;
+  const int64_t dim = layout_.dim, n = gradients.n;
+  const bool dense = !gradients.each && !gradients.factors && gradients.stride == dim;
   std::atomic<bool> clean{true};
+  if (dense) {
+    parallel_for(n, std::max<int64_t>(1, 65536 / dim), [&](int64_t begin, int64_t end) {
+      if (!SHOAL_DISPATCH(all_finite)(gradients.rows + begin * dim, (end - begin) * dim)) clean = false;
+    });
+    if (clean) return {};
+  }
+  std::vector<uint8_t> drop(static_cast<size_t>(n));
   parallel_for(n, std::max<int64_t>(1, 65536 / dim), [&](int64_t begin, int64_t end) {
-    if (!SHOAL_DISPATCH(all_finite)(grads + begin * dim, (end - begin) * dim)) clean = false;
+    std::vector<float> product(static_cast<size_t>(gradients.factors ? dim : 0));
+    for (int64_t i = begin; i < end; ++i) {
+      const float* grads = gradients.at(i);
+      if (gradients.factors) {
+        SHOAL_DISPATCH(scaled)(grads, gradients.factors[i], dim, product.data());
+        grads = product.data();
+      }
+      drop[i] = !SHOAL_DISPATCH(all_finite)(grads, dim);
+      if (drop[i]) clean = false;
+    }
   });
-  if (clean) return {};
-  std::vector<uint8_t> drop(static_cast<size_t>(n), 0);
-  for (int64_t i = 0; i < n; ++i) {
-    drop[i] = !SHOAL_DISPATCH(all_finite)(grads + i * dim, dim);
-    if (drop[i] && bad == BadGradient::raise) throw NonFinite{i, ids[i]};
+  if (!dense && clean) return {};
+  if (bad == BadGradient::raise) {
+    const int64_t first = std::find(drop.begin(), drop.end(), 1) - drop.begin();
+    throw NonFinite{first, gradients.ids[first]};
   }
   return drop;
 }
@@ -91,7 +111,7 @@ void Table::update_scales(int64_t global_step) {
 }
 
 void Table::assign(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite) {
-  if (finite) nonfinite(ids, n, values, BadGradient::raise);
+  if (finite) nonfinite(rows_of(ids, n, values, layout_.dim), BadGradient::raise);
   raise_max_update_time(time.seconds);
   auto drop = filtered(ids, n, false, false);
   write({.kind = Kind::assign,
@@ -103,7 +123,7 @@ void Table::assign(const int64_t* ids, int64_t n, const float* values, Stamp tim
 }
 
 void Table::assign_add(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite) {
-  if (finite) nonfinite(ids, n, values, BadGradient::raise);
+  if (finite) nonfinite(rows_of(ids, n, values, layout_.dim), BadGradient::raise);
   raise_max_update_time(time.seconds);
   auto drop = filtered(ids, n, false, true);
   write({.kind = Kind::assign_add,
@@ -116,46 +136,77 @@ void Table::assign_add(const int64_t* ids, int64_t n, const float* values, Stamp
 
 int64_t Table::apply_gradients(const int64_t* ids, int64_t n, const float* grads, const float* rates,
                                int64_t global_step, Stamp time, bool dedup, BadGradient bad) {
-  auto skip = nonfinite(ids, n, grads, bad);
-  const int64_t skipped = std::count(skip.begin(), skip.end(), 1);
-  raise_max_update_time(time.seconds);
+  Update update{this, rows_of(ids, n, grads, layout_.dim), rates, global_step, time, dedup, bad};
+  apply({&update, 1});
+  return update.skipped;
+}
+
+// Which gradients do not reach a row: those to skip, and those of ids that the filter keeps out. Empty: none.
+std::vector<uint8_t> Table::dropped(const Update& update, std::vector<uint8_t> skip) {
+  const Gradients& gradients = update.gradients;
+  if (!has_filter()) return skip;
+  if (skip.empty()) return filtered(gradients.ids, gradients.n, update.dedup, false);
   std::vector<int64_t> good;  // a skipped occurrence does not reach the filter
-  std::vector<uint8_t> drop;
-  if (skipped == 0) {
-    drop = filtered(ids, n, dedup, false);
-  } else {
-    for (int64_t i = 0; i < n; ++i)
-      if (!skip[i]) good.push_back(ids[i]);
-    auto of_good = filtered(good.data(), static_cast<int64_t>(good.size()), dedup, false);
-    drop = std::move(skip);
-    if (!of_good.empty())
-      for (int64_t i = 0, k = 0; i < n; ++i)
-        if (!drop[i]) drop[i] = of_good[k++];
+  for (int64_t i = 0; i < gradients.n; ++i)
+    if (!skip[i]) good.push_back(gradients.ids[i]);
+  const auto of_good = filtered(good.data(), static_cast<int64_t>(good.size()), update.dedup, false);
+  if (!of_good.empty())
+    for (int64_t i = 0, k = 0; i < gradients.n; ++i)
+      if (!skip[i]) skip[i] = of_good[k++];
+  return skip;
+}
+
+void Table::note_touched(const Gradients& gradients, const std::vector<uint8_t>& drop) {
+  if (!touched_) return;
+  if (drop.empty()) {
+    touched_->insert(gradients.ids, gradients.n, touched_number_);
+    return;
   }
-  const int64_t dropped = std::count(drop.begin(), drop.end(), 1);
-  if (dropped == n) return skipped;
-  update_scales(global_step);
-  write({.kind = Kind::gradients,
-         .ids = ids,
-         .n = n,
-         .values = grads,
-         .time = time,
-         .drop = dropped ? drop.data() : nullptr,
-         .rates = rates,
-         .global_step = global_step,
-         .dedup = dedup,
-         .noise = hash_id(seed_ + calls_.fetch_add(1))});
-  if (touched_) {
-    if (!dropped) {
-      touched_->insert(ids, n, touched_number_);
-    } else {
-      std::vector<int64_t> passed;
-      for (int64_t i = 0; i < n; ++i)
-        if (!drop[i]) passed.push_back(ids[i]);
-      touched_->insert(passed.data(), static_cast<int64_t>(passed.size()), touched_number_);
+  std::vector<int64_t> passed;
+  for (int64_t i = 0; i < gradients.n; ++i)
+    if (!drop[i]) passed.push_back(gradients.ids[i]);
+  touched_->insert(passed.data(), static_cast<int64_t>(passed.size()), touched_number_);
+}
+
+void Table::apply(std::span<Update> updates) {
+  for (const Update& u : updates) check_number(u.gradients.n);
+  std::vector<std::vector<uint8_t>> drops(updates.size());
+  for (size_t k = 0; k < updates.size(); ++k) {
+    Update& u = updates[k];
+    if (u.clean) continue;
+    try {
+      drops[k] = u.table->nonfinite(u.gradients, u.bad);
+    } catch (NonFinite& e) {
+      e.update = static_cast<int64_t>(k);
+      throw;
     }
+    u.skipped = std::count(drops[k].begin(), drops[k].end(), 1);
   }
-  return skipped;
+  std::vector<Write> writes;
+  writes.reserve(updates.size());
+  for (size_t k = 0; k < updates.size(); ++k) {
+    const Update& u = updates[k];
+    Table& table = *u.table;
+    table.raise_max_update_time(u.time.seconds);
+    drops[k] = table.dropped(u, std::move(drops[k]));
+    const int64_t dropped = std::count(drops[k].begin(), drops[k].end(), 1);
+    if (dropped == u.gradients.n) continue;
+    if (!dropped) drops[k].clear();
+    table.update_scales(u.global_step);
+    writes.push_back({.kind = Kind::gradients,
+                      .ids = u.gradients.ids,
+                      .n = u.gradients.n,
+                      .time = u.time,
+                      .drop = dropped ? drops[k].data() : nullptr,
+                      .rates = u.rates,
+                      .global_step = u.global_step,
+                      .dedup = u.dedup,
+                      .noise = hash_id(table.seed_ + table.calls_.fetch_add(1)),
+                      .gradients = u.gradients,
+                      .table = &table});
+  }
+  write_all(writes);
+  for (size_t k = 0; k < updates.size(); ++k) updates[k].table->note_touched(updates[k].gradients, drops[k]);
 }
 
 void Table::reinitialize(const int64_t* ids, int64_t n, Stamp now, int32_t* existed) {

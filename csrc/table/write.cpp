@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <stdexcept>
 
 #include "core/hash.h"
 #include "core/thread_pool.h"
@@ -96,8 +95,15 @@ void Table::write_row(const Write& write, int64_t position, char* row, bool crea
   auto* w = reinterpret_cast<float*>(row);
   if constexpr (kKind == Kind::assign) std::memcpy(w, value, 4 * static_cast<size_t>(dim));
   if constexpr (kKind == Kind::assign_add) SHOAL_DISPATCH(add)(value, dim, w);
-  if constexpr (kKind == Kind::gradients)
+  if constexpr (kKind == Kind::gradients) {
+    const Gradients& gradients = write.gradients;
+    value = gradients.at(position);
+    if (gradients.factors) {
+      SHOAL_DISPATCH(scaled)(value, gradients.factors[position], dim, scratch + dim);
+      value = scratch + dim;
+    }
     step_row(write, row, value, write.noise ^ hash_id(static_cast<uint64_t>(position)), scratch);
+  }
   if constexpr (kKind == Kind::insert) read_row(row, write.out + position * dim);
 }
 
@@ -105,14 +111,18 @@ void Table::write_row(const Write& write, int64_t position, char* row, bool crea
 template <Table::Kind kKind>
 void Table::write_part(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned) {
   const bool erase_zeros = kKind == Kind::assign && layout_.skip_zero;
-  std::vector<float> scratch(static_cast<size_t>(layout_.dim));
+  std::vector<float> scratch(static_cast<size_t>(2 * layout_.dim));
   for (int64_t chunk = 0; chunk < n; chunk += kWriteChunk) {
     const int64_t size = std::min(n - chunk, kWriteChunk);
     auto position = [&](int64_t i) { return positions ? int64_t{positions[chunk + i]} : chunk + i; };
     auto time = [&](int64_t at) { return kKind == Kind::load ? Stamp(write.rows->times[at]) : write.time; };
     auto probed = [&](int64_t i, Slot slot, bool there) {
       const int64_t at = position(i);
-      if (write.values) prefetch(write.values + at * layout_.dim, 4 * layout_.dim);
+      if constexpr (kKind == Kind::gradients) {
+        prefetch(write.gradients.at(at), 4 * layout_.dim);
+      } else if (write.values) {
+        prefetch(write.values + at * layout_.dim, 4 * layout_.dim);
+      }
       if (erase_zeros || (write.drop && write.drop[at])) return false;
       if (there) stamp(slot, time(at));
       if constexpr (kKind == Kind::reinitialize) write.existed[at] = 1;
@@ -140,115 +150,244 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
   }
 }
 
+namespace {
+
+// The distinct ids of a batch in the order of their first occurrences, and the occurrences of each, chained in order.
+class Distinct {
+ public:
+  // position(k) is the place in `ids` of the k-th of n occurrences, which takes part unless drop[position(k)].
+  template <class Position>
+  void find(const int64_t* ids, int64_t n, const uint8_t* drop, Position position) {
+    const size_t mask = std::bit_ceil(static_cast<size_t>(2 * n + 1)) - 1;
+    // An entry is a group's number + 1 under as many bits of the hash as there is room for.
+    const int bits = std::bit_width(static_cast<uint64_t>(n));
+    const uint32_t low = static_cast<uint32_t>((uint64_t{1} << bits) - 1);
+    entries_.assign(mask + 1, 0);
+    if (next_.size() < static_cast<size_t>(n)) {
+      for (auto* array : {&next_, &first_, &last_}) array->resize(static_cast<size_t>(n));
+      ids_.resize(static_cast<size_t>(n));
+    }
+    size_ = 0;
+    for (int64_t k = 0; k < n; ++k) {
+      const int64_t at = position(k);
+      if (drop && drop[at]) continue;
+      const int64_t id = ids[at];
+      const uint64_t hash = hash_of(id);
+      const auto tag = static_cast<uint32_t>(hash >> 22) & ~low;
+      size_t slot = hash & mask;
+      uint32_t entry;
+      while ((entry = entries_[slot]) && ((entry & ~low) != tag || ids_[(entry & low) - 1] != id))
+        slot = (slot + 1) & mask;
+      next_[k] = kNone;
+      if (entry) {
+        const uint32_t group = (entry & low) - 1;
+        next_[last_[group]] = static_cast<uint32_t>(k);
+        last_[group] = static_cast<uint32_t>(k);
+      } else {
+        ids_[size_] = id;
+        first_[size_] = last_[size_] = static_cast<uint32_t>(k);
+        entries_[slot] = tag | static_cast<uint32_t>(++size_);
+      }
+    }
+  }
+
+  static constexpr uint32_t kNone = 0xFFFFFFFFu;
+  int64_t size() const { return size_; }
+  const int64_t* ids() const { return ids_.data(); }
+  uint32_t first(int64_t group) const { return first_[group]; }
+  uint32_t next(uint32_t k) const { return next_[k]; }
+
+  // Gives memory back that only a much larger batch needs.
+  void trim() {
+    if (next_.size() > kKept) *this = Distinct();
+  }
+
+ private:
+  static constexpr size_t kKept = size_t{1} << 18;
+  std::vector<uint32_t> entries_, next_, first_, last_;
+  std::vector<int64_t> ids_;
+  int64_t size_ = 0;
+};
+
+}  // namespace
+
 // Gradients with dedup: those of equal ids are summed in input order and stepped once.
 void Table::write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned) {
   const int32_t dim = layout_.dim;
-  // group_of[k] is the group of the k-th position that is not dropped; groups are numbered by first occurrence.
-  std::vector<uint32_t> kept, group_of, first, count;
-  kept.reserve(static_cast<size_t>(n));
-  group_of.reserve(static_cast<size_t>(n));
-  size_t mask = std::bit_ceil(static_cast<size_t>(2 * n + 1)) - 1;
-  std::vector<uint32_t> table(mask + 1, 0);  // group number + 1
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t position = positions ? positions[i] : static_cast<uint32_t>(i);
-    if (write.drop && write.drop[position]) continue;
-    const int64_t id = write.ids[position];
-    size_t slot = hash_of(id) & mask;
-    while (table[slot] && write.ids[first[table[slot] - 1]] != id) slot = (slot + 1) & mask;
-    if (!table[slot]) {
-      first.push_back(position);
-      count.push_back(0);
-      table[slot] = static_cast<uint32_t>(first.size());
-    }
-    kept.push_back(position);
-    group_of.push_back(table[slot] - 1);
-    ++count[table[slot] - 1];
-  }
-  const int64_t groups = static_cast<int64_t>(first.size());
-  std::vector<uint32_t> start(static_cast<size_t>(groups) + 1, 0);
-  for (int64_t g = 0; g < groups; ++g) start[g + 1] = start[g] + count[g];
-  std::vector<uint32_t> members(kept.size()), fill(start.begin(), start.end() - 1);
-  for (size_t k = 0; k < kept.size(); ++k) members[fill[group_of[k]]++] = kept[k];
+  const Gradients& gradients = write.gradients;
+  auto position = [&](int64_t k) { return positions ? int64_t{positions[k]} : k; };
+  thread_local Distinct distinct;
+  distinct.find(write.ids, n, write.drop, position);
 
-  std::vector<float> scratch(static_cast<size_t>(dim)), sum(static_cast<size_t>(dim));
-  for (int64_t chunk = 0; chunk < groups; chunk += kWriteChunk) {
-    const int64_t size = std::min(groups - chunk, kWriteChunk);
-    auto id = [&](int64_t i) { return write.ids[first[chunk + i]]; };
-    Locks<true> lock(*this, stripes_of(write.ids, first.data() + chunk, size, owned));
+  std::vector<float> scratch(static_cast<size_t>(3 * dim));
+  float *sum = scratch.data() + dim, *product = sum + dim;
+  auto value = [&](uint32_t k, float* out) {  // of one occurrence; `out` is used where it is a product
+    const int64_t at = position(k);
+    if (!gradients.factors) return gradients.at(at);
+    SHOAL_DISPATCH(scaled)(gradients.at(at), gradients.factors[at], dim, out);
+    return static_cast<const float*>(out);
+  };
+  for (int64_t chunk = 0; chunk < distinct.size(); chunk += kWriteChunk) {
+    const int64_t size = std::min(distinct.size() - chunk, kWriteChunk);
+    const int64_t* ids = distinct.ids() + chunk;
+    Locks<true> lock(*this, stripes_of(ids, nullptr, size, owned));
     in_rounds(
-        *contents_, size, layout_.row_bytes, id,
+        *contents_, size, layout_.row_bytes, [&](int64_t i) { return ids[i]; },
         [&](int64_t i, Slot slot, bool there) {
-          prefetch(write.values + int64_t{first[chunk + i]} * dim, 4 * dim);
+          prefetch(gradients.at(position(distinct.first(chunk + i))), 4 * dim);
           if (there) stamp(slot, write.time);
           return true;
         },
-        [&](int64_t i, uint64_t hash) { return find_or_insert(hash, id(i), write.time); },
+        [&](int64_t i, uint64_t hash) { return find_or_insert(hash, ids[i], write.time); },
         [&](int64_t i, char* row, bool created) {
-          const int64_t g = chunk + i;
-          const float* grads = write.values + int64_t{first[g]} * dim;
-          if (count[g] > 1) {
-            std::memcpy(sum.data(), grads, 4 * static_cast<size_t>(dim));
-            for (uint32_t k = start[g] + 1; k < start[g + 1]; ++k)
-              SHOAL_DISPATCH(add)(write.values + int64_t{members[k]} * dim, dim, sum.data());
-            grads = sum.data();
+          const uint32_t first = distinct.first(chunk + i);
+          const float* grads = value(first, sum);
+          if (uint32_t k = distinct.next(first); k != Distinct::kNone) {
+            if (grads != sum) std::memcpy(sum, grads, 4 * static_cast<size_t>(dim));
+            for (; k != Distinct::kNone; k = distinct.next(k)) SHOAL_DISPATCH(add)(value(k, product), dim, sum);
+            grads = sum;
           }
-          if (created) fresh_row(id(i), row);
-          step_row(write, row, grads, write.noise ^ hash_id(first[g]), scratch.data());
+          if (created) fresh_row(ids[i], row);
+          const auto at = static_cast<uint64_t>(position(first));
+          step_row(write, row, grads, write.noise ^ hash_id(at), scratch.data());
         });
+  }
+  distinct.trim();
+}
+
+void Table::write_task(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned) {
+  switch (write.kind) {
+    case Kind::assign:
+      return write_part<Kind::assign>(write, positions, n, owned);
+    case Kind::assign_add:
+      return write_part<Kind::assign_add>(write, positions, n, owned);
+    case Kind::gradients:
+      return write.dedup ? write_groups(write, positions, n, owned)
+                         : write_part<Kind::gradients>(write, positions, n, owned);
+    case Kind::reinitialize:
+      return write_part<Kind::reinitialize>(write, positions, n, owned);
+    case Kind::load:
+      return write_part<Kind::load>(write, positions, n, owned);
+    case Kind::insert:
+      return write_part<Kind::insert>(write, positions, n, owned);
   }
 }
 
-void Table::write(const Write& write) {
-  if (write.n > (int64_t{1} << 31)) throw std::invalid_argument("one call takes at most 2147483648 ids");
-  auto part = [&](const uint32_t* positions, int64_t n, uint64_t owned) {
-    switch (write.kind) {
-      case Kind::assign:
-        return write_part<Kind::assign>(write, positions, n, owned);
-      case Kind::assign_add:
-        return write_part<Kind::assign_add>(write, positions, n, owned);
-      case Kind::gradients:
-        return write.dedup ? write_groups(write, positions, n, owned)
-                           : write_part<Kind::gradients>(write, positions, n, owned);
-      case Kind::reinitialize:
-        return write_part<Kind::reinitialize>(write, positions, n, owned);
-      case Kind::load:
-        return write_part<Kind::load>(write, positions, n, owned);
-      case Kind::insert:
-        return write_part<Kind::insert>(write, positions, n, owned);
-    }
-  };
-  const int threads = num_threads();
-  if (threads == 1 || write.n < 4096) return part(nullptr, write.n, kAllStripes);
+void Table::write(Write write) {
+  check_number(write.n);
+  write.table = this;
+  write_all({&write, 1});
+}
 
-  // Stable partition of the positions by stripe: blocks of the input count first, then write where they know they may.
-  const int parts = std::min(threads, kStripes);
-  // Neighbouring stripes with about equal shares of the ids.
-  uint8_t part_of_cell[Stripes::kCells];
-  std::vector<uint64_t> owned(static_cast<size_t>(parts), 0);
-  for (int cell = 0; cell < Stripes::kCells; ++cell) {
-    part_of_cell[cell] = static_cast<uint8_t>(kStripesOfCells.part(cell, parts));
-    owned[part_of_cell[cell]] |= uint64_t{1} << kStripesOfCells.of_cell[cell];
+namespace {
+
+// The positions of a batch by the part that owns their stripe, those of a part in input order.
+class Partition {
+ public:
+  Partition(const int64_t* ids, int64_t n, int parts)
+      : ids_(ids),
+        n_(n),
+        owned(static_cast<size_t>(parts), 0),
+        begins(static_cast<size_t>(parts) + 1, 0),
+        positions_(static_cast<size_t>(n) * sizeof(uint32_t)) {
+    // Neighbouring stripes with about equal shares of the ids.
+    for (int cell = 0; cell < Stripes::kCells; ++cell) {
+      part_of_cell_[cell] = static_cast<uint8_t>(kStripesOfCells.part(cell, parts));
+      owned[part_of_cell_[cell]] |= uint64_t{1} << kStripesOfCells.of_cell[cell];
+    }
+    offsets_.resize(static_cast<size_t>(blocks() * parts));
   }
-  auto part_of = [&](int64_t i) { return part_of_cell[hash_of(write.ids[i]) >> (64 - Index::kStripeBits)]; };
-  const int64_t blocks = std::min<int64_t>(4 * threads, (write.n + 4095) / 4096);
-  std::vector<int64_t> offsets(static_cast<size_t>(blocks * parts));
-  auto range = [&](int64_t block) { return write.n / blocks * block + std::min(block, write.n % blocks); };
-  parallel_parts(blocks, [&](int64_t block) {
-    int64_t* counts = &offsets[block * parts];
-    for (int64_t i = range(block); i < range(block + 1); ++i) ++counts[part_of(i)];
-  });
-  std::vector<int64_t> begins(static_cast<size_t>(parts) + 1, 0);
-  for (int p = 0; p < parts; ++p) {
-    int64_t at = begins[p];
-    for (int64_t block = 0; block < blocks; ++block) at += std::exchange(offsets[block * parts + p], at);
-    begins[p + 1] = at;
+
+  // Blocks of the input count first, then write where they know they may.
+  int64_t blocks() const { return (n_ + kBlock - 1) / kBlock; }
+  void count(int64_t block) {
+    int64_t* counts = &offsets_[static_cast<size_t>(block) * owned.size()];
+    for (int64_t i = block * kBlock; i < std::min(n_, (block + 1) * kBlock); ++i) ++counts[part_of(i)];
   }
-  std::unique_ptr<uint32_t[]> positions(new uint32_t[static_cast<size_t>(write.n)]);
-  parallel_parts(blocks, [&](int64_t block) {
-    int64_t* next = &offsets[block * parts];
-    for (int64_t i = range(block); i < range(block + 1); ++i) positions[next[part_of(i)]++] = static_cast<uint32_t>(i);
+  void place() {
+    for (size_t p = 0; p < owned.size(); ++p) {
+      int64_t at = begins[p];
+      for (int64_t block = 0; block < blocks(); ++block)
+        at += std::exchange(offsets_[static_cast<size_t>(block) * owned.size() + p], at);
+      begins[p + 1] = at;
+    }
+  }
+  void fill(int64_t block) {
+    int64_t* next = &offsets_[static_cast<size_t>(block) * owned.size()];
+    uint32_t* positions = positions_.as<uint32_t>();
+    for (int64_t i = block * kBlock; i < std::min(n_, (block + 1) * kBlock); ++i)
+      positions[next[part_of(i)]++] = static_cast<uint32_t>(i);
+  }
+
+  const uint32_t* positions(size_t part) const { return positions_.as<uint32_t>() + begins[part]; }
+
+ private:
+  static constexpr int64_t kBlock = 16384;
+  int part_of(int64_t i) const { return part_of_cell_[hash_of(ids_[i]) >> (64 - Index::kStripeBits)]; }
+
+  const int64_t* ids_;
+  int64_t n_;
+  uint8_t part_of_cell_[Stripes::kCells];
+  std::vector<int64_t> offsets_;
+
+ public:
+  std::vector<uint64_t> owned;  // the stripes of each part
+  std::vector<int64_t> begins;  // where its positions begin
+
+ private:
+  Scratch positions_;
+};
+
+}  // namespace
+
+// Threads share the tables, and a large batch of one table is cut into parts that own disjoint stripes.
+void Table::write_all(std::span<const Write> writes) {
+  const int threads = num_threads();
+  int64_t total = 0;
+  for (const Write& write : writes) total += write.n;
+  if (threads == 1 || total < 4096) {
+    for (const Write& write : writes) write.table->write_task(write, nullptr, write.n, kAllStripes);
+    return;
+  }
+  struct Task {
+    const Write* write;
+    const uint32_t* positions;
+    int64_t n;
+    uint64_t owned;
+  };
+  std::vector<Task> tasks;
+  std::vector<std::unique_ptr<Partition>> partitions;
+  std::vector<const Write*> of_partition;
+  for (const Write& write : writes) {
+    // A table with most of the ids is shared by all threads, one of many is done by one.
+    const auto parts = static_cast<int>(std::min<int64_t>(kStripes, (write.n * threads * 2 + total - 1) / total));
+    if (write.n < 4096 || parts < 2) {
+      tasks.push_back({&write, nullptr, write.n, kAllStripes});
+    } else {
+      partitions.push_back(std::make_unique<Partition>(write.ids, write.n, parts));
+      of_partition.push_back(&write);
+    }
+  }
+  if (!partitions.empty()) {
+    std::vector<std::pair<Partition*, int64_t>> blocks;
+    for (auto& partition : partitions)
+      for (int64_t block = 0; block < partition->blocks(); ++block) blocks.emplace_back(partition.get(), block);
+    const auto count = static_cast<int64_t>(blocks.size());
+    parallel_parts(count, [&](int64_t i) { blocks[i].first->count(blocks[i].second); });
+    for (auto& partition : partitions) partition->place();
+    parallel_parts(count, [&](int64_t i) { blocks[i].first->fill(blocks[i].second); });
+    for (size_t k = 0; k < partitions.size(); ++k) {
+      const Partition& partition = *partitions[k];
+      for (size_t p = 0; p < partition.owned.size(); ++p)
+        tasks.push_back({of_partition[k], partition.positions(p), partition.begins[p + 1] - partition.begins[p],
+                         partition.owned[p]});
+    }
+  }
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.n > b.n; });
+  parallel_parts(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+    const Task& task = tasks[i];
+    task.write->table->write_task(*task.write, task.positions, task.n, task.owned);
   });
-  parallel_parts(parts, [&](int64_t p) { part(positions.get() + begins[p], begins[p + 1] - begins[p], owned[p]); });
 }
 
 }  // namespace shoal

@@ -1,8 +1,15 @@
 // One batch of writes, as the operations of a table describe it.
 #pragma once
+#include <stdexcept>
+
+#include "table/gradients.h"
 #include "table/table.h"
 
 namespace shoal {
+
+inline void check_number(int64_t ids) {
+  if (ids > (int64_t{1} << 31)) throw std::invalid_argument("one call takes at most 2147483648 ids");
+}
 
 struct Table::Write {
   Kind kind;
@@ -18,6 +25,8 @@ struct Table::Write {
   int32_t* existed = nullptr;
   float* out = nullptr;
   uint64_t noise = 0;
+  Gradients gradients = {};  // of the kind that has them, in place of values
+  Table* table = nullptr;
 };
 
 }  // namespace shoal

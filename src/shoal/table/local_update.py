@@ -1,44 +1,152 @@
-"""The update of a group of CPU tables."""
+"""One update of several tables in this process: gradients of rows and of bags, in one native call.
+
+Gradients of bags stay as they came: the native code reads a bag's gradient for each of its ids, times the id's factor.
+What it means is `shoal.table.adapter.row_gradients`, followed by ``apply_gradients`` on every table.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from shoal import _core
 from shoal.errors import ConfigError
-from shoal.table.adapter import row_gradients
-from shoal.table.arguments import as_time
-from shoal.table.protocol import Part, Step
+from shoal.table.arguments import as_int, as_time, check_rates
+from shoal.table.clock import Now
+from shoal.table.protocol import Features, Part, Step
 
-if TYPE_CHECKING:
-    from shoal.table.local import LocalGroup
+_EACH = ("sum", "occurrence")
 
 
-def update(group: LocalGroup, parts: Sequence[Part], step: Step, each: Literal["sum", "occurrence"]) -> None:
-    """`shoal.table.protocol.Group.update`, table by table."""
-    ids: list[list[Tensor]] = [[] for _ in group.tables]
-    grads: list[list[Tensor]] = [[] for _ in group.tables]
-    for part in parts:
-        sizes = part.found.counts.tolist()
-        rows = row_gradients(part, group.dim)
-        for table, own, grad in zip(part.features.tables, part.found.ids.split(sizes), rows.split(sizes), strict=True):
-            if part.features.padding is not None:
-                keep = own != part.features.padding
-                own, grad = own[keep], grad[keep]
-            ids[table].append(own)
-            grads[table].append(grad)
-    for table, of_table in zip(group.tables, grads, strict=True):
-        if table.on_bad_gradient == "raise" and not all(bool(torch.isfinite(grad).all()) for grad in of_table):
-            raise ConfigError(f"table {table.name!r}: a gradient holds NaN or infinity; nothing was applied")
-    for place, table in enumerate(group.tables):
-        if not ids[place]:
-            continue
-        number = int(step.number)
-        scale = 1.0 if step.lr_scale is None else float(step.lr_scale[place])
-        rates = [rate * scale for rate in table.rates(number)]
-        time = as_time(step.time_s, table.name, clocked=table.clocked)
-        own, grad = torch.cat(ids[place]), torch.cat(grads[place]).contiguous()
-        table._apply(own, grad, rates, number, each == "sum", time)
+def update(group: Any, parts: Sequence[Part], step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
+    """`Group.update` of a group of `HashTable`s on the CPU (its ``tables``, of one ``dim``).
+
+    Everything is checked, in all tables, before the first effect. Safe to call from several threads.
+    """
+    updater = _updaters.get(group)
+    if updater is None:
+        updater = _updaters[group] = _Updater(group.tables)
+    updater.update(parts, step, each)
+
+
+_updaters: weakref.WeakKeyDictionary[Any, _Updater] = weakref.WeakKeyDictionary()
+
+
+class _Updater:
+    """What is the same in all updates of a group."""
+
+    def __init__(self, tables: Sequence[Any]) -> None:
+        self._tables = tuple(tables)
+        self._names = ", ".join(repr(table.name) for table in self._tables)
+        self._native = _core.UpdateGroup(
+            [table._native for table in self._tables], [repr(table.name) for table in self._tables]
+        )
+        self._dim = self._tables[0].dim_size
+
+    def update(self, parts: Sequence[Part], step: Step, each: str) -> None:
+        tables = self._tables
+        if each not in _EACH:
+            raise ConfigError(f"each must be one of {list(_EACH)}, got {each!r}")
+        first = tables[0].name
+        number = as_int(step.number, first, "Step.number")
+        clocked = [table.clocked for table in tables]
+        by_clock = next((table.name for table in tables if table.clocked), None)
+        seconds = as_time(step.time_s, by_clock or first, "Step.time_s", clocked=by_clock is not None)
+        for table in tables:
+            table._check_trains("update")
+            table._check_step(number)
+        rates = self._rates(number, step.lr_scale)
+        features: list[_core.FeatureMap] = []
+        numbers: list[int] = []
+        kept: list[Tensor] = []  # tensors made here, which live until the call is over
+        for part in parts:
+            features.append(_feature_map(part.features))
+            numbers += self._numbers(part, kept)
+        try:
+            skipped = self._native.apply(
+                features,
+                numbers,
+                rates,
+                number,
+                seconds,
+                isinstance(seconds, Now),
+                step.time_s is not None,
+                each == "sum",
+                [table._bad_gradient for table in tables],
+                clocked,
+            )
+        except ValueError as error:
+            raise ConfigError(self._message(str(error))) from None
+        for table, count in zip(tables, skipped, strict=False):
+            table._count_skipped(count)
+
+    def _message(self, error: str) -> str:
+        return error if error.startswith("table ") else f"tables {self._names}: {error}; nothing was applied"
+
+    def _rates(self, number: int, lr_scale: Sequence[float] | Tensor | None) -> list[float]:
+        if lr_scale is None:
+            return [rate for table in self._tables for rate in table.rates(number)]
+        scales = lr_scale.tolist() if isinstance(lr_scale, Tensor) else list(lr_scale)
+        if len(scales) != len(self._tables):
+            raise ConfigError(
+                f"tables {self._names}: lr_scale must have a factor for each of {len(self._tables)} tables, "
+                f"got {len(scales)}"
+            )
+        rates = []
+        for table, scale in zip(self._tables, scales, strict=True):
+            rates += check_rates([rate * float(scale) for rate in table.rates(number)], table.name)
+        return rates
+
+    def _numbers(self, part: Part, kept: list[Tensor]) -> tuple[int, ...]:
+        """What `UpdateGroup.apply` takes of a part: addresses and sizes of tensors that were checked."""
+        found, features, offsets, weights = part.found, part.features, part.offsets, part.weights
+        n, tables = found.ids.numel(), len(features.tables)
+        _check("ids", found.ids, torch.int64, n)
+        _check("counts", found.counts, torch.int64, tables)
+        grad, bags = part.grad, 0
+        if offsets is None:
+            shape = (n, self._dim)
+        else:
+            bags = (offsets.numel() - 1) // max(1, tables)
+            _check("offsets", offsets, torch.int64, tables * bags + 1)
+            shape = (bags, features.width)
+        if grad.shape != shape or grad.dtype != torch.float32 or grad.device.type != "cpu":
+            raise ConfigError(
+                f"tables {self._names}: the gradient must be {list(shape)}, float32 on the CPU, "
+                f"got {list(grad.shape)}, {grad.dtype} on {grad.device}"
+            )
+        if grad.stride(1) != 1 or grad.is_neg():
+            grad = grad.resolve_neg().contiguous()
+            kept.append(grad)
+        if weights is not None:
+            _check("weights", weights, torch.float32, n)
+        return (
+            found.ids.data_ptr(),
+            found.counts.data_ptr(),
+            grad.data_ptr(),
+            0 if offsets is None else offsets.data_ptr(),
+            0 if weights is None else weights.data_ptr(),
+            n,
+            bags,
+            grad.stride(0),
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _feature_map(features: Features) -> _core.FeatureMap:
+    return _core.FeatureMap(
+        list(features.tables), list(features.combiners), list(features.columns), features.width, features.padding
+    )
+
+
+def _check(what: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
+    if tensor.dtype != dtype or tensor.numel() != n or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ConfigError(
+            f"{what} must be {n} contiguous {dtype} on the CPU, got {tensor.numel()} of {tensor.dtype} "
+            f"on {tensor.device}, {'contiguous' if tensor.is_contiguous() else 'strided'}"
+        )

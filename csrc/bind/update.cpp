@@ -1,0 +1,137 @@
+// One update of several tables of one dim.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "bind/bind.h"
+#include "table/gradients.h"
+
+namespace shoal::bind {
+namespace {
+
+// Tables that are updated together. Python keeps them alive.
+struct UpdateGroup {
+  std::vector<Table*> tables;  // the distinct ones
+  std::vector<int32_t> place;  // of each table that was given, among them
+  std::vector<std::string> names;
+  int64_t dim = 0;
+
+  UpdateGroup(const std::vector<Table*>& given, const std::vector<std::string>& given_names) {
+    if (given.empty() || given.size() != given_names.size())
+      throw std::invalid_argument("a group has tables, and a name for each");
+    for (size_t k = 0; k < given.size(); ++k) {
+      const auto at = std::find(tables.begin(), tables.end(), given[k]) - tables.begin();
+      place.push_back(static_cast<int32_t>(at));
+      if (at < static_cast<int64_t>(tables.size())) continue;
+      if (given[k]->layout().dim != given[0]->layout().dim)
+        throw std::invalid_argument("the tables of a group have one dim");
+      tables.push_back(given[k]);
+      names.push_back(given_names[k]);
+    }
+    dim = given[0]->layout().dim;
+  }
+
+  // Per given table: rates of its segments (table after table), the policy for bad gradients, whether it goes by the
+  // clock. Returns the occurrences skipped per given table; none: empty.
+  std::vector<int64_t> apply(std::vector<GradientPart>& parts, const std::vector<float>& rates, int64_t step,
+                             uint32_t time, bool at_least, bool given_time, bool dedup, const std::vector<int>& bad,
+                             const std::vector<bool>& clocked) const {
+    // Features name the tables that were given; what is joined is of the distinct ones.
+    std::vector<FeatureMap> maps;
+    if (tables.size() < place.size()) {
+      maps.reserve(parts.size());
+      for (GradientPart& part : parts) {
+        FeatureMap& map = maps.emplace_back(*part.features);
+        for (int32_t& table : map.tables)
+          if (table >= 0 && table < static_cast<int32_t>(place.size())) table = place[table];
+        part.features = &map;
+      }
+    }
+    const JoinedParts joined(parts, static_cast<int64_t>(tables.size()), dim);
+    std::vector<Update> updates;
+    std::vector<size_t> table_of;
+    updates.reserve(tables.size());
+    size_t rate = 0, seen = 0;
+    bool checks = false;
+    for (size_t k = 0; k < place.size(); ++k) {
+      Table* table = tables[place[k]];
+      const float* own = rates.data() + rate;
+      rate += table->layout().segments.size();
+      if (rate > rates.size()) break;
+      if (static_cast<size_t>(place[k]) != seen) continue;
+      ++seen;
+      if (!joined.named(place[k])) continue;
+      updates.push_back({table, joined.of(place[k]), own, step,
+                         given_time || clocked[k] ? Stamp(time, at_least) : Stamp(0), dedup,
+                         static_cast<BadGradient>(bad[k])});
+      table_of.push_back(k);
+      checks |= updates.back().bad != BadGradient::ignore;
+    }
+    if (rate != rates.size()) throw std::invalid_argument("one learning rate per segment of each table is needed");
+    const bool clean = !checks || joined.clean();
+    for (Update& update : updates) update.clean = clean;
+    try {
+      Table::apply(updates);
+    } catch (const NonFinite& e) {
+      throw std::invalid_argument(
+          "table " + names[place[table_of[e.update]]] + ": the gradient of id " + std::to_string(e.id) + " (row " +
+          std::to_string(e.position) +
+          ") holds NaN or infinity; nothing was applied. Clip it, or set on_bad_gradient='skip'");
+    }
+    std::vector<int64_t> skipped;
+    for (size_t i = 0; i < updates.size(); ++i) {
+      if (!updates[i].skipped) continue;
+      skipped.resize(place.size(), 0);
+      skipped[table_of[i]] = updates[i].skipped;
+    }
+    return skipped;
+  }
+};
+
+}  // namespace
+
+void update(nb::module_& m) {
+  nb::class_<FeatureMap>(m, "FeatureMap")
+      .def(
+          "__init__",
+          [](FeatureMap* self, std::vector<int32_t> tables, std::vector<int32_t> combiners,
+             std::vector<int64_t> columns, int64_t width, std::optional<int64_t> padding) {
+            new (self) FeatureMap{std::move(tables),   std::move(combiners), std::move(columns), width,
+                                  padding.has_value(), padding.value_or(0)};
+          },
+          nb::arg("tables"), nb::arg("combiners"), nb::arg("columns"), nb::arg("width"), nb::arg("padding").none());
+
+  nb::class_<UpdateGroup>(m, "UpdateGroup")
+      .def(nb::init<const std::vector<Table*>&, const std::vector<std::string>&>(), nb::arg("tables"), nb::arg("names"))
+      .def("apply",
+           // `numbers` of each part: addresses of ids, counts, grad, offsets and weights (0: none), then the numbers of
+           // ids and of bags, and the floats from one row of grad to the next.
+           [](const UpdateGroup& group, const std::vector<const FeatureMap*>& features,
+              const std::vector<int64_t>& numbers, const std::vector<float>& rates, int64_t step, uint32_t time,
+              bool at_least, bool given_time, bool dedup, const std::vector<int>& bad,
+              const std::vector<bool>& clocked) {
+             constexpr size_t kNumbers = 8;
+             if (numbers.size() != kNumbers * features.size() || bad.size() != group.place.size() ||
+                 clocked.size() != group.place.size())
+               throw std::invalid_argument("an update takes eight numbers per part, and settings for every table");
+             std::vector<GradientPart> parts;
+             for (size_t k = 0; k < features.size(); ++k) {
+               const int64_t* of = numbers.data() + kNumbers * k;
+               const int64_t n = of[5], bags = of[6];
+               parts.push_back(
+                   {features[k], ptr<int64_t>(static_cast<uintptr_t>(of[0]), n), n,
+                    ptr<int64_t>(static_cast<uintptr_t>(of[1]), static_cast<int64_t>(features[k]->tables.size())),
+                    ptr<float>(static_cast<uintptr_t>(of[2]), n), of[7], ptr<int64_t>(static_cast<uintptr_t>(of[3])),
+                    bags, ptr<float>(static_cast<uintptr_t>(of[4]))});
+             }
+             nb::gil_scoped_release release;
+             return group.apply(parts, rates, step, time, at_least, given_time, dedup, bad, clocked);
+           });
+}
+
+}  // namespace shoal::bind
