@@ -24,7 +24,7 @@ class Judge:
         self._checking = threading.Lock()
 
     def judge(self, grads: Tensor, dim: int, how: str, what: str = "gradients") -> tuple[Tensor | None, Tensor | None]:
-        """Gate and drop for `Group.insert`; ``what`` they are, for the message."""
+        """Gate and drop for `Storage.insert`; ``what`` they are, for the message."""
         n = grads.numel() // dim
         if how == "ignore" or n == 0:
             return None, None

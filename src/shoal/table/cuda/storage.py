@@ -1,6 +1,6 @@
-"""`Group`: the index and the rows of one or several tables of equal layout, in GPU memory.
+"""`Storage`: the index and the rows of one or several tables of equal layout, in GPU memory.
 
-Tables of a group share one arena of rows and so one row number space, which lets one launch serve all of them. Numbers
+Tables of a storage share one arena of rows and so one row number space, so that one launch serves all of them. Numbers
 that kernels read (how many buckets, how many rows are given out) are in device memory, and memory grows in place: a
 captured CUDA graph stays good when the tables grow between its replays.
 """
@@ -33,7 +33,7 @@ FRESH = ik.FRESH.value
 _SCANNED = 1 << 24  # slots of the index that are looked through at once
 
 
-class Group:
+class Storage:
     """Ids and rows of ``tables`` tables. Ids are int64 tensors on ``device``, distinct only where said so.
 
     ``table`` arguments are the number of one table, or an int32 tensor with that of each id.
@@ -60,7 +60,7 @@ class Group:
         self.untracked_graph = False
         """Whether a CUDA graph was captured that writes rows without their epoch."""
         self.captured: list[Any] = []
-        """What captured graphs read, beside the group itself."""
+        """What captured graphs read, beside the storage itself."""
         self.replayed = False
         """Whether there is a captured graph that inserts ids, which the host does not count."""
         self._lock = threading.RLock()
@@ -75,10 +75,10 @@ class Group:
         assert self.keys.stride == self.rows.stride
         assert self.stash_keys.stride == self.stash_rows.stride
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> Storage:
         """One call at a time, from any thread and stream: the stream waits for that of the call before.
 
-        The group's device is the current one inside.
+        The storage's device is the current one inside.
         """
         self._lock.acquire()
         if self.device.type == "cuda":
@@ -133,7 +133,7 @@ class Group:
     # --- growth -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """An empty group."""
+        """An empty storage."""
         self.counts.start()
         self.counts.set(c.ROOM, self.arena.room)
         for table in range(self.tables):
@@ -147,7 +147,7 @@ class Group:
         """Makes sure that so many new ids of each table fit. Waits for the device only when they might not.
 
         Raises:
-            CapacityError: the GPU is full; the group is as it was.
+            CapacityError: the GPU is full; the storage is as it was.
         """
         if capturing(self.device):
             return
@@ -301,7 +301,7 @@ class Group:
         a row's own time.
 
         Raises:
-            CapacityError: the GPU is full; the group is as it was.
+            CapacityError: the GPU is full; the storage is as it was.
         """
         if time and not self.arena.timed:
             if capturing(self.device):  # each replay would forget the times
@@ -432,17 +432,17 @@ class Group:
         self._new_index(table, 16 if interpreted() else 1024)
         self._recycle(rows, counts, table, gone.numel())
 
-    def swap(self, other: Group) -> None:
-        """Takes the contents of another group of the same layout, which gets this one's."""
+    def swap(self, other: Storage) -> None:
+        """Takes the contents of another storage of the same layout, which gets this one's."""
         if other.layout.words != self.layout.words or other.tables != self.tables:
-            raise ConfigError("groups of different layouts cannot be exchanged")
+            raise ConfigError("storages of different layouts cannot be exchanged")
         kept = ("_lock", "_stream", "stream", "_former", "epoch", "untracked_graph", "captured", "replayed")
         mine = {name: value for name, value in self.__dict__.items() if name not in kept}
         theirs = {name: value for name, value in other.__dict__.items() if name not in kept}
-        for group, old, new in ((self, mine, theirs), (other, theirs, mine)):
+        for storage, old, new in ((self, mine, theirs), (other, theirs, mine)):
             for name in old.keys() - new.keys():
-                del group.__dict__[name]
-            group.__dict__.update(new)
+                del storage.__dict__[name]
+            storage.__dict__.update(new)
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
@@ -456,7 +456,7 @@ class Group:
 
 def most_slots(tables: int) -> tuple[int, int]:
     """Slots and cells of the stash that each of so many tables may ever have: those of `MAX_ROWS` ids, while addresses
-    of a group take an eighth of the 47 bits that there are."""
+    of a storage take an eighth of the 47 bits that there are."""
     slots = min(4 * MAX_ROWS, max(1 << 26, (1 << 39) >> (tables - 1).bit_length()))
     return slots, slots >> 3
 
