@@ -7,6 +7,7 @@ captured CUDA graph stays good when the tables grow between its replays.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from shoal.table.cuda.shapes import find_shape, insert_shape
 EMPTY = ik.EMPTY.value
 ROW = ik.ROW.value
 FRESH = ik.FRESH.value
+_serials = itertools.count()
 _SCANNED = 1 << 24  # slots of the index that are looked through at once
 
 
@@ -63,6 +65,9 @@ class Storage:
         """What captured graphs read, beside the storage itself."""
         self.replayed = False
         """Whether there is a captured graph that inserts ids, which the host does not count."""
+        self.serial = next(_serials)
+        """Locks of several storages are taken in this order."""
+        self._window = 0  # ids that may come before the host has to look how many there are
         self._lock = threading.RLock()
         self._former: list[int] = []  # current devices before each entrance
         self._stream: torch.cuda.Stream | None = None
@@ -83,11 +88,22 @@ class Storage:
         self._lock.acquire()
         if self.device.type == "cuda":
             try:
-                self._enter_stream()
+                former = torch.cuda.current_device()
+                if former != self.device.index:
+                    torch.cuda.set_device(self.device.index)
+                self.follow(torch._C._cuda_getCurrentRawStream(self.device.index))
+                self._former.append(former)
             except BaseException:
                 self._lock.release()
                 raise
         return self
+
+    def lock(self) -> None:
+        """Keeps other threads out; a call of several storages then has each of them `follow` its stream."""
+        self._lock.acquire()
+
+    def unlock(self) -> None:
+        self._lock.release()
 
     def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
@@ -96,22 +112,18 @@ class Storage:
                 torch.cuda.set_device(former)
         self._lock.release()
 
-    def _enter_stream(self) -> None:
-        index = self.device.index
-        former = torch.cuda.current_device()
-        if former != index:
-            torch.cuda.set_device(index)
-        handle = torch._C._cuda_getCurrentRawStream(index)
-        if handle != self.stream and not capturing(self.device):
-            stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None:
-                stream.wait_stream(self._stream)
-            # Memory that torch gave on one stream is used on another: it must not be given away too early.
-            for tensor in (self.counts.words, self.spare, *self.kept.values()):
-                if isinstance(tensor, Tensor):
-                    tensor.record_stream(stream)
-            self._stream, self.stream = stream, handle
-        self._former.append(former)
+    def follow(self, handle: int) -> None:
+        """Has the current stream, which CUDA names so, wait for that of the call before."""
+        if handle == self.stream or capturing(self.device):
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        # Memory that torch gave on one stream is used on another: it must not be given away too early.
+        for tensor in (self.counts.words, self.spare, *self.kept.values()):
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(stream)
+        self._stream, self.stream = stream, handle
 
     def keep(self, key: Any, make: Any, limit: int = 64) -> Any:
         """``make()``, or what it gave for the same key before; ``limit`` things in all."""
@@ -134,6 +146,7 @@ class Storage:
 
     def _start(self) -> None:
         """An empty storage."""
+        self._window = 0
         self.counts.start()
         self.counts.set(c.ROOM, self.arena.room)
         for table in range(self.tables):
@@ -163,6 +176,37 @@ class Storage:
                 self._grow(counts)
             except torch.OutOfMemoryError as error:
                 raise CapacityError(str(error).partition("\n")[0]) from None
+
+    def expect(self, counts: list[int]) -> None:
+        """`make_room`, and so many ids more are under way. Mostly a comparison: the host looks now and then.
+
+        Raises:
+            CapacityError: the GPU is full; the storage is as it was.
+        """
+        if capturing(self.device):
+            self.replayed = True
+            if not self.arena.tracked:
+                self.untracked_graph = True
+            return
+        total = sum(counts)
+        if total > self._window or self.replayed:
+            self.make_room(counts)
+            self.counts.add(counts, self.arena.room)
+            self._window = self._sure() // 2
+            return
+        self._window -= total
+        for table, count in enumerate(counts):
+            if count:
+                self.counts.expect(table, count)
+
+    def _sure(self) -> int:
+        """Ids that fit, whatever they are."""
+        none = [0] * self.tables
+        left = [
+            self._capacity(buckets) - size
+            for size, buckets in zip(self.counts.sizes_needed(none), self._buckets, strict=True)
+        ]
+        return max(0, min(self.arena.room - self.counts.rows_needed(), *left))
 
     def _fits(self, counts: list[int]) -> bool:
         return self.counts.rows_needed(counts) <= self.arena.room and all(
@@ -311,6 +355,7 @@ class Storage:
         out = self._insert(ids, table, time=time, only_new=only_new, drop=drop, gate=gate)
         if not capturing(self.device):
             self.counts.add(counts, self.arena.room)
+            self._window = 0
             return out
         self.replayed = True
         if not self.arena.tracked:
@@ -392,7 +437,9 @@ class Storage:
         self.counts.set(c.FREE, rows.numel())
         self.counts.set(c.TAKEN, 0)
         self.counts.of(table)[ik.SIZE.value].sub_(removed)
+        self.counts.rows_freed()
         self.counts.look_anew()
+        self._window = 0
 
     def chunks(self, table: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """All ids of a table, some at a time: ids, their rows, and their slots for `erase_slots`. Waits."""
@@ -436,13 +483,16 @@ class Storage:
         """Takes the contents of another storage of the same layout, which gets this one's."""
         if other.layout.words != self.layout.words or other.tables != self.tables:
             raise ConfigError("storages of different layouts cannot be exchanged")
-        kept = ("_lock", "_stream", "stream", "_former", "epoch", "untracked_graph", "captured", "replayed")
+        kept = ("_lock", "serial", "_stream", "stream", "_former", "epoch", "untracked_graph", "captured", "replayed")
         mine = {name: value for name, value in self.__dict__.items() if name not in kept}
         theirs = {name: value for name, value in other.__dict__.items() if name not in kept}
         for storage, old, new in ((self, mine, theirs), (other, theirs, mine)):
             for name in old.keys() - new.keys():
                 del storage.__dict__[name]
             storage.__dict__.update(new)
+        self.arena.watchers, other.arena.watchers = other.arena.watchers, self.arena.watchers
+        self.arena.tell()
+        other.arena.tell()
 
     # --- changes ------------------------------------------------------------------------------------------------------
 

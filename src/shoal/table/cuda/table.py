@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from shoal import _core
 from shoal.errors import UnsupportedError
 from shoal.table.arguments import as_int
 from shoal.table.clock import now
-from shoal.table.cuda import bridge, compiled
+from shoal.table.cuda import bridge, compiled, groups
 from shoal.table.cuda.backend import capturing
 from shoal.table.cuda.storage import FRESH, ROW
 from shoal.table.cuda.stored import StoredTable, hash_id, in_turn
@@ -65,6 +65,23 @@ class CudaHashTable(StoredTable):
         out = torch.empty(ids.numel(), self.dim_size, dtype=torch.float32, device=self.device)
         self._storage.arena.start_fresh(rows, ids, self._seed, out=out)
         return self._read(self._storage.arena.gather(rows, self.dim_size, out))
+
+    def group_key(self) -> Hashable:
+        """As `shoal.table.protocol` asks: tables with equal keys can be one group."""
+        return groups.group_key(self)
+
+    @staticmethod
+    def make_group(tables: tuple[Any, ...]) -> Any:
+        """The group of tables with equal keys."""
+        return groups.make_group(tables)
+
+    def read(self, ids: Tensor, *, initial: bool) -> Tensor:
+        """`lookup`, where an unknown id may give its initial row: zeros while a filter decides which ids get one."""
+        rows = self._lookup(ids, False, 0)
+        if not initial or self.serving or self._host.has_filter() or ids.numel() == 0:
+            return rows
+        unknown = ~self.contains(ids)
+        return torch.where(unknown[:, None], self._read(self._storage.arena.first_rows(ids, self._seed)), rows)
 
     def _read(self, weights: Tensor) -> Tensor:
         """Raw weights as lookups show them."""
