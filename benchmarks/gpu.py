@@ -73,7 +73,7 @@ def make(dim: int, optimizer: Any, **options: Any) -> Any:
 
 def fill(table: Any, load: float, slots: int = SLOTS) -> torch.Tensor:
     """Puts random ids into a table of so many slots; the ids."""
-    group = table._group
+    group = table._storage
     group.max_load = 0.999
     group._grow_index(0, slots // 8, empty=True)
     count = int(slots * load)
@@ -106,7 +106,7 @@ def find() -> None:
             ms = milliseconds(lambda i, t=table, a=asked: t.lookup(a[i % 4]))
             goal = f">= {goals[dim]} G/s" if dim in goals else ">= 70 % of the roof"
             report(f"find, dim {dim}, load {load}", ms=ms, bytes_per_id=8 * dim + 72, goal=goal)
-            rows = table._group.find(asked[0], 0, "rows")
+            rows = table._storage.find(asked[0], 0, "rows")
             assert int(rows.min()) > 0
             del table, ids, asked, rows
 
@@ -116,9 +116,9 @@ def find_or_insert() -> None:
     for load, begin, goal in ((0.5, 0.47, 4.0), (0.95, 0.92, 2.5)):  # each call adds 0.3 % of the slots
         table = make(32, "sgd")
         ids = fill(table, begin)
-        table._group.max_load = 2.0  # it would grow
+        table._storage.max_load = 2.0  # it would grow
         calls, repeats = 6, 3
-        table._group._grow_rows(ids.numel() + (calls * repeats + 5) * N)
+        table._storage._grow_rows(ids.numel() + (calls * repeats + 5) * N)
         known = [a.clone() for a in sample(ids, 4)]
         batches = []
         for i in range(calls * repeats + 3):
@@ -143,8 +143,8 @@ def insert() -> None:
             torch.cuda.synchronize()
             begin = time.perf_counter()
             for batch in batches:
-                rows = table._group.insert(batch, 0, counts=[N])
-                table._group.arena.start_fresh(rows, batch, 1)
+                rows = table._storage.insert(batch, 0, counts=[N])
+                table._storage.arena.start_fresh(rows, batch, 1)
             torch.cuda.synchronize()
             best.append((time.perf_counter() - begin) * 1e3 / count)
             del table, batches
@@ -159,7 +159,7 @@ def update() -> None:
         ids = fill(table, 0.5, SLOTS // 4)
         sets = distinct(ids)
         grads = torch.randn(N, 64, device="cuda")
-        table._group.arena.start_fresh(table._group.find(ids, 0, "rows"), ids, 1, every=True)
+        table._storage.arena.start_fresh(table._storage.find(ids, 0, "rows"), ids, 1, every=True)
         ms = milliseconds(lambda i, t=table, s=sets, g=grads: t.apply_gradients(s[i % 4], g, i, distinct=True))
         # Gradient read, weights and states read and written, and the line of the index.
         needed = 4 * 64 * (1 + 2 * (1 + words)) + 72 + (16 if name == "adam" else 0)

@@ -224,7 +224,7 @@ def test_the_memory_of_a_cache_goes_with_its_last_user(device):
         cached.prefetch(torch.arange(2, device=device))
         cached.lookup(torch.arange(2, device=device))
         cached.close()
-        group = weakref.ref(cached.group)
+        group = weakref.ref(cached.storage)
         del cached
         assert group() is None
     finally:

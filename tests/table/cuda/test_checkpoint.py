@@ -75,7 +75,7 @@ def test_iteration_sees_every_row_once(device):
     seen = []
     iterate_table_and_apply(gpu, lambda entries: seen.extend(EntryDump.FromString(e).id for e in entries), 16, 3)
     assert len(seen) == len(set(seen)) == 70
-    ids, _ = gpu._group.entries(0)
+    ids, _ = gpu._storage.entries(0)
     assert set(seen) == set(ids.tolist())
 
 
@@ -83,9 +83,9 @@ def test_a_table_that_adopted_rows_has_all_that_it_had_before(device, tmp_path):
     table = shoal.HashTable(2, optimizer="sgd", initializer="zeros", lr=1.0, device="cuda", name="adopts")
     ids = torch.arange(50, device=device)
     table.assign(ids, torch.ones(50, 2, device=device))
-    before = set(vars(table._group))
+    before = set(vars(table._storage))
     table.adopt(table.staged()._native)
-    assert set(vars(table._group)) == before
+    assert set(vars(table._storage)) == before
     table.apply_gradients(ids, torch.ones(50, 2, device=device))
     assert table.lookup(ids).abs().sum() == 0
     assert len(table) == 50
@@ -95,7 +95,7 @@ def test_a_save_takes_few_rows_at_a_time_and_leaves_out_what_is_gone_by_then(dev
     _, gpu = filled(device, "adam")
     monkeypatch.setattr(bridge, "SAVED_BYTES", 4 * 14 * 2)  # two rows of 14 words
     taken, take = [], bridge.RowSource.take
-    ids = gpu._group.entries(0)[0]
+    ids = gpu._storage.entries(0)[0]
     gone = ids[[0, -1]]
 
     def watched(self, part):
@@ -183,7 +183,7 @@ def test_a_delta_is_refused_when_what_changed_is_not_known(removal, device, tmp_
         gpu.save(str(tmp_path / "t"))
         gpu.restore(str(tmp_path / "t"))
     else:
-        gpu._group.untracked_graph = True
+        gpu._storage.untracked_graph = True
     with pytest.raises(ConfigError, match="is not known here"):
         save_incremental(gpu, tmp_path / "c", first)
     assert save_incremental(gpu, tmp_path / "c").kind == "full"

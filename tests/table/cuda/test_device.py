@@ -115,12 +115,12 @@ def test_a_graph_that_outruns_its_reserve_is_told_of():
     table.lookup(ids[:10], insert_missing=True)
     table.lookup(ids.clone())
     table.apply_gradients(ids[:0], torch.zeros(0, 8, device="cuda"))
-    room = table._group.arena.room
+    room = table._storage.arena.room
     graph = torch.cuda.CUDAGraph()
     batch = torch.zeros(60_000, dtype=torch.int64, device="cuda")
     table.lookup(batch, insert_missing=True)
     torch.cuda.synchronize()
-    table._group.counts.set(3, 100)  # as if there were room for so many rows
+    table._storage.counts.set(3, 100)  # as if there were room for so many rows
     with torch.cuda.graph(graph):
         table.lookup(batch, insert_missing=True)
     batch.copy_(ids + 1_000_000)
@@ -238,7 +238,7 @@ def test_ids_that_replays_brought_count_when_there_must_be_room():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         table.lookup(ids, insert_missing=True)
-    room = table._group.arena.room
+    room = table._storage.arena.room
     for round_ in range(1, 4):
         ids.copy_(torch.arange(1000) + 1000 * round_)
         graph.replay()
@@ -270,7 +270,7 @@ def test_a_captured_step_of_several_tables_outlives_the_plans_and_rates_that_it_
     with torch.cuda.graph(graph):
         step([32, 32])
     for i in range(64):
-        many.tables["a"]._group.keep(("other", i), lambda: torch.full((2,), 9.0, device="cuda"))
+        many.tables["a"]._storage.keep(("other", i), lambda: torch.full((2,), 9.0, device="cuda"))
         step([i, 64 - i])
     before = many.fused_lookup(ids, torch.tensor([32, 32]), 1)[0].clone()
     graph.replay()

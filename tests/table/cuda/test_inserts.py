@@ -41,20 +41,20 @@ def test_changes_are_tracked(device):
     epoch = gpu.changes.begin_epoch()
     gpu.lookup(ids + 5, insert_missing=True)
     gpu.apply_gradients(ids[:2], torch.ones(2, 2, device=device))
-    found, rows = gpu._group.entries(0)
-    written = found[gpu._group.arena.written_since(rows, epoch)]
+    found, rows = gpu._storage.entries(0)
+    written = found[gpu._storage.arena.written_since(rows, epoch)]
     assert sorted(written.tolist()) == [0, 1, *range(10, 15)]
 
 
 def test_ids_beyond_two_buckets_go_to_the_stash(device):
     table = shoal.HashTable(1, optimizer="sgd", device="cuda")
-    table._group.max_load = 2.0
-    count = table._group._buckets[0] * 8 + 40
+    table._storage.max_load = 2.0
+    count = table._storage._buckets[0] * 8 + 40
     ids = torch.randperm(count, device=device)
     for part in ids.split(count // 3):
         batch = torch.cat([part, part[:9]])
         assert torch.equal(table.lookup(batch, insert_missing=True), table.lookup(batch))
-    rows = table._group.find(ids, 0, "rows")
+    rows = table._storage.find(ids, 0, "rows")
     assert table.size() == rows.unique().numel() == count
     assert int(rows.min()) > 0
 

@@ -59,9 +59,9 @@ def writes(device, names="abcd", n=9):
 def test_tables_of_equal_rows_share_a_group(device):
     _, gpu = both()
     a, b, c, d = gpu.tables.values()
-    assert a._group is c._group
-    assert a._group is not b._group
-    assert d._group.tables == 1
+    assert a._storage is c._storage
+    assert a._storage is not b._storage
+    assert d._storage.tables == 1
 
 
 def test_calls_by_name(device):

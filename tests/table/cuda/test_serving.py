@@ -161,7 +161,7 @@ def test_serving_tables_of_equal_rows_share_a_launch(device):
             {"a": (ids.to(d), torch.full((8, 2), 0.3, device=d)), "c": (ids[:3].to(d), torch.ones(3, 2, device=d))}
         )
     cpu, gpu = multis
-    assert gpu.tables["a"]._group is gpu.tables["c"]._group
+    assert gpu.tables["a"]._storage is gpu.tables["c"]._storage
     splits = torch.tensor([0, 4, 6, 8])
     assert torch.equal(gpu.raw_lookup((ids.to(device), splits)).cpu(), cpu.raw_lookup((ids, splits)))
     reset_registry()

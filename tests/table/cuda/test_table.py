@@ -27,7 +27,7 @@ from shoal.table import (
     create_hash_filter,
     fused_apply_gradient,
 )
-from shoal.table.cuda.group import most_slots, stash_cells
+from shoal.table.cuda.storage import most_slots, stash_cells
 
 
 def test_worked_example(device):
@@ -139,19 +139,19 @@ def test_it_grows_and_keeps_every_row(device):
 
 def test_full_buckets_overflow_and_lose_nothing(device):
     table = shoal.HashTable(1, optimizer="sgd", initializer="zeros", device="cuda")
-    table._group.max_load = 0.99
+    table._storage.max_load = 0.99
     table.reserve(700)
-    buckets = table._group._buckets[0]
+    buckets = table._storage._buckets[0]
     ids = torch.arange(1, 1 + int(buckets * 8 * 0.97), device=device)
     table.assign(ids, ids.float().view(-1, 1))
-    assert table._group._buckets[0] == buckets
-    cells = table._group.stash_keys.tensor[0, : stash_cells(buckets)]
+    assert table._storage._buckets[0] == buckets
+    cells = table._storage.stash_keys.tensor[0, : stash_cells(buckets)]
     assert int((cells != MIN).sum()) > 0  # some are in the stash
     assert torch.equal(table.lookup(ids).view(-1), ids.float())
     assert table.erase(ids[1::2]) == ids.numel() // 2
     assert torch.equal(table.lookup(ids[::2]).view(-1), ids[::2].float())
     assert not table.contains(ids[1::2]).any()
-    table._group.max_load = 0.5
+    table._storage.max_load = 0.5
     table.assign(ids[1::2], ids[1::2].float().view(-1, 1))
     assert torch.equal(table.lookup(ids).view(-1), ids.float())
     assert table.size() == ids.numel()
@@ -166,7 +166,7 @@ def test_a_full_device_is_a_clear_error_and_leaves_the_table_as_it_was(device, m
         raise CapacityError("0 of 1 MiB free")
 
     many = torch.arange(40, 60_000 if device.type == "cpu" else 40_000_000, device=device)
-    group = table._group
+    group = table._storage
     for store in (group.arena.words, group.keys, group.rows, group.stash_keys, group.stash_rows):
         monkeypatch.setattr(store, "grow", refuse)
         with pytest.raises(CapacityError, match=r"'items'.*0 of 1 MiB free.*nothing was changed"):
@@ -333,7 +333,7 @@ def test_its_memory_goes_with_its_last_user(device):
         ids = torch.arange(4, device=device)
         fused_apply_gradient([table], ids, None, [4], torch.ones(8, device=device), None, None, [0.1], 5, 0, 1)
         table.changes.begin_epoch()
-        group = weakref.ref(table._group)
+        group = weakref.ref(table._storage)
         del table
         assert group() is None
     finally:
@@ -399,8 +399,8 @@ def test_the_last_rows_take_no_more_memory_than_they_need(device, monkeypatch):
     if device.type == "cuda":
         pytest.skip("a device grows by pages, which are larger than this table")
     table = shoal.HashTable(2, optimizer="sgd", initializer="zeros", device="cuda")
-    words, asked = table._group.arena.words, []
-    stride, grow = table._group.layout.stride, words.grow
+    words, asked = table._storage.arena.words, []
+    stride, grow = table._storage.layout.stride, words.grow
 
     def nearly_full(part, elements):
         asked.append(elements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ class Arena:
         """Whether any write so far had a time other than 0; until then no row's time is stored."""
         self.tracked = False
         """Whether the epoch of the last write of each row is stored."""
+        self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Who is told, by a call of ``changed()``, that there are more rows, times or epochs than before."""
+
+    def tell(self) -> None:
+        """Has the watchers look again."""
+        for watcher in list(self.watchers):
+            watcher.changed()
 
     @property
     def tensor(self) -> Tensor:
@@ -69,6 +77,7 @@ class Arena:
                 store.grow(0, room)
                 store.tensor[0, had : store.size(0)].zero_()
         self.room = room
+        self.tell()
         return room
 
     def shrink(self) -> None:
@@ -76,12 +85,14 @@ class Arena:
         for store in self._stores():
             store.shrink()
         self.room, self.timed, self.tracked = 1, False, False
+        self.tell()
 
     def keep_times(self) -> None:
         """From now on rows have times; until now all were 0."""
         if not self.timed:
             self._zeros(self.times)
             self.timed = True
+            self.tell()
 
     def track(self) -> None:
         """From now on writes leave their epoch; until now it is 0."""
@@ -89,6 +100,7 @@ class Arena:
             self.epochs = self.epochs or make_store(1, torch.int32, self.device, MAX_ROWS)
             self._zeros(self.epochs)
             self.tracked = True
+            self.tell()
 
     def _zeros(self, store: Store) -> None:
         store.grow(0, self.room)
@@ -120,6 +132,18 @@ class Arena:
                 STATE=s.state, VECTORS=s.vectors, TAIL=s.tail, DIM=self.layout.dim, ALL=every, OUT=out is not None,
                 CLEAN=out is None and i == len(self.layout.segments) - 1, BLOCK=block, SPAN=span, num_warps=warps,
             )  # fmt: skip
+
+    def first_rows(self, ids: Tensor, seed: int) -> Tensor:
+        """float32 ``[n, dim]``: the weights that rows of ids start with."""
+        n = ids.numel()
+        out = torch.empty(n, self.layout.dim, dtype=torch.float32, device=self.device)
+        for s in self.layout.segments:
+            block, warps = row_shape(s.width)
+            launch(
+                rk.first, cdiv(n, block), ids, out, n, signed(seed), *s.first, INIT=s.init, INDEX=s.index, D=s.dim,
+                WIDTH=s.width, WEIGHT=s.weight, DIM=self.layout.dim, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+        return out
 
     def gather(self, rows: Tensor, words: int, out: Tensor | None = None) -> Tensor:
         """The first ``words`` words of rows as float32 ``[n, words]``; zeros for row -1.

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.table.cuda.group import ROW, Group
+from shoal.table.cuda.storage import ROW, Storage
 
 CHUNK_BYTES = 256 << 20
 SAVED_BYTES = 32 << 20  # of rows that a save takes at once; as many lie in host memory as it has writers, and two more
 
 
-def to_host(group: Group, ids: Tensor, rows: Tensor, native: _core.Table) -> None:
+def to_host(storage: Storage, ids: Tensor, rows: Tensor, native: _core.Table) -> None:
     """Copies rows of distinct ids into a CPU table, a chunk at a time."""
-    layout = group.layout
+    layout = storage.layout
     chunk = max(1, CHUNK_BYTES // (4 * layout.words))
     for begin in range(0, ids.numel(), chunk):
         part = slice(begin, begin + chunk)
-        words = group.arena.gather(rows[part], layout.words).cpu()
-        times = group.arena.row_times(rows[part]).cpu()
+        words = storage.arena.gather(rows[part], layout.words).cpu()
+        times = storage.arena.row_times(rows[part]).cpu()
         if layout.serving:
             import_parts(native, ids[part].cpu(), times, layout.to_native(words), words[:, :0])
             continue
@@ -79,27 +79,27 @@ def from_device(tensor: Tensor) -> Tensor:
     return home
 
 
-def to_device(group: Group, table: int, native: _core.Table) -> None:
+def to_device(storage: Storage, table: int, native: _core.Table) -> None:
     """Inserts or replaces the rows of a CPU table, a chunk at a time.
 
     Raises:
         CapacityError: the GPU has no room for them; nothing has changed.
     """
-    size, layout = native.size(), group.layout
-    counts = [0] * group.tables
+    size, layout = native.size(), storage.layout
+    counts = [0] * storage.tables
     counts[table] = size
-    group.make_room(counts)
+    storage.make_room(counts)
     chunk = max(1, CHUNK_BYTES // (4 * layout.words))
     for stripe in range(_core.Table.num_stripes) if size > chunk else (-1,):
         ids, times, words = copy_of(native, stripe)
         words = layout.from_native(words) if layout.serving else words
         for begin in range(0, ids.numel(), chunk):
             part = slice(begin, begin + chunk)
-            there = ids[part].to(group.device)
+            there = ids[part].to(storage.device)
             counts[table] = there.numel()
-            rows = group.insert(there, table, counts=counts) & ROW
-            group.arena.scatter(rows, words[part].to(group.device))
-            group.arena.set_times(rows, times[part].to(group.device))
+            rows = storage.insert(there, table, counts=counts) & ROW
+            storage.arena.scatter(rows, words[part].to(storage.device))
+            storage.arena.set_times(rows, times[part].to(storage.device))
 
 
 class RowSource:
@@ -110,17 +110,17 @@ class RowSource:
 
     def __init__(self, table: Any, since: int) -> None:
         self._table = table
-        with table._group as group:
-            self._ids = self._list(group, table._number, since)
+        with table._storage as storage:
+            self._ids = self._list(storage, table._number, since)
         bytes_ = self._ids.numel() * 4 * table._layout.words
         self.parts = max(_core.Table.num_stripes, -(-bytes_ // SAVED_BYTES))
         self._taken: tuple[Tensor, ...] = ()
 
     @staticmethod
-    def _list(group: Group, number: int, since: int) -> Tensor:
+    def _list(storage: Storage, number: int, since: int) -> Tensor:
         home = []
-        for ids, rows, _ in group.chunks(number):
-            chosen = ids[group.arena.written_since(rows, since)] if since else ids
+        for ids, rows, _ in storage.chunks(number):
+            chosen = ids[storage.arena.written_since(rows, since)] if since else ids
             home.append(chosen.cpu())
         return torch.cat(home)
 
@@ -131,10 +131,10 @@ class RowSource:
         if ids.numel() == 0:
             return 0, 0, 0, 0
         table = self._table
-        with table._group as group:
-            rows = group.find(ids.to(group.device), table._number, "rows")
-            words = group.arena.gather(rows, group.layout.words)
-            copies = [rows, group.arena.row_times(rows.clamp(min=0)), words]
+        with table._storage as storage:
+            rows = storage.find(ids.to(storage.device), table._number, "rows")
+            words = storage.arena.gather(rows, storage.layout.words)
+            copies = [rows, storage.arena.row_times(rows.clamp(min=0)), words]
             rows, times, words = map(from_device, copies)
         there = rows >= 0
         if not bool(there.all()):

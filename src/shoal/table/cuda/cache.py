@@ -16,8 +16,8 @@ from torch import Tensor
 from shoal import _core
 from shoal.errors import ConfigError
 from shoal.table.cuda import bridge
-from shoal.table.cuda.group import ROW, Group
 from shoal.table.cuda.prefetch import Piece, Prefetcher
+from shoal.table.cuda.storage import ROW, Storage
 from shoal.table.cuda.table import CudaHashTable
 from shoal.table.table import HashTable
 
@@ -80,7 +80,7 @@ class CachedHashTable(CudaHashTable):
         self._host.raise_max_update_time(table.max_update_time)
         self._host.set_scales(table._native.scales())
         self._host.set_calls(table._native.calls())
-        self._group.reserve([self.cache_rows])
+        self._storage.reserve([self.cache_rows])
         self._used = torch.zeros(self.cache_rows + 1, dtype=torch.int64, device=self.device)
         self._dirty = torch.zeros(self.cache_rows + 1, dtype=torch.bool, device=self.device)
 
@@ -93,13 +93,13 @@ class CachedHashTable(CudaHashTable):
             if ids is not None:
                 self._prefetcher.wait_for(ids)
             self._prefetcher.join()
-            with self._group:
+            with self._storage:
                 yield
 
     @property
-    def group(self) -> Group:
+    def storage(self) -> Storage:
         """Index and rows of what is resident."""
-        return self._group
+        return self._storage
 
     def _bring(self, ids: Tensor, create: bool) -> None:
         """Brings the rows of ids that the CPU table has; with ``create`` also makes room for the others."""
@@ -113,7 +113,7 @@ class CachedHashTable(CudaHashTable):
 
     def find_rows(self, ids: Tensor) -> Tensor:
         """Rows of ids in the cache, -1 for one that is not resident."""
-        return self._group.find(ids, 0, "rows")
+        return self._storage.find(ids, 0, "rows")
 
     def note(self, ids: Tensor) -> Tensor:
         """Marks resident rows as used now; the distinct ids that are not resident."""
@@ -152,9 +152,9 @@ class CachedHashTable(CudaHashTable):
         there, words = ids.to(self.device), torch.cat([heads, states], 1)
         if good is not None:
             there, times, words = there[good], times[good], words[good]
-        rows = self._group.insert(there, 0, counts=[there.numel()]) & ROW
-        self._group.arena.scatter(rows, words)
-        self._group.arena.set_times(rows, times)
+        rows = self._storage.insert(there, 0, counts=[there.numel()]) & ROW
+        self._storage.arena.scatter(rows, words)
+        self._storage.arena.set_times(rows, times)
         at = rows.long()
         self._used[at] = self._tick
         self._dirty[at] = False
@@ -162,11 +162,11 @@ class CachedHashTable(CudaHashTable):
 
     def make_room(self, need: int) -> None:
         """Lets the least recently used rows go until ``need`` more fit; never one of the current batch."""
-        resident = self._group.counts.sizes()[0]
+        resident = self._storage.counts.sizes()[0]
         excess = resident + need - self.cache_rows
         if excess <= 0:
             return
-        ids, rows = self._group.entries(0)
+        ids, rows = self._storage.entries(0)
         used = self._used[rows.long()]
         idle = int((used < self._tick).sum())
         if excess > idle:
@@ -177,7 +177,7 @@ class CachedHashTable(CudaHashTable):
         leave = min(idle, max(excess, self.cache_rows // 16))  # some more, so that not every batch has to
         chosen = torch.topk(used, leave, largest=False, sorted=False).indices
         self._write_back(ids[chosen], rows[chosen])
-        self._group.erase(ids[chosen], 0)
+        self._storage.erase(ids[chosen], 0)
 
     def _write_back(self, ids: Tensor, rows: Tensor) -> None:
         """Writes those of the rows that were changed to the CPU table."""
@@ -186,8 +186,8 @@ class CachedHashTable(CudaHashTable):
         n = ids.numel()
         if n == 0:
             return
-        dim, words = self._layout.dim, self._group.arena.gather(rows, self._layout.words)
-        copies = [ids, self._group.arena.row_times(rows), words[:, :dim].contiguous(), words[:, dim:].contiguous()]
+        dim, words = self._layout.dim, self._storage.arena.gather(rows, self._layout.words)
+        copies = [ids, self._storage.arena.row_times(rows), words[:, :dim].contiguous(), words[:, dim:].contiguous()]
         home, times, heads, states = map(bridge.from_device, copies)
         size = max(1024, -(-n // _FETCHERS))
         parts = [slice(begin, begin + size) for begin in range(0, n, size)]
@@ -202,7 +202,7 @@ class CachedHashTable(CudaHashTable):
         """Writes every changed row back to the CPU table; the rows stay in the cache."""
         with self._alone():
             self._judge.check(wait=True)
-            self._write_back(*self._group.entries(0))
+            self._write_back(*self._storage.entries(0))
             below = self.below._native
             below.raise_max_update_time(self._host.max_update_time())
             below.set_scales(self._host.scales())
@@ -212,8 +212,8 @@ class CachedHashTable(CudaHashTable):
     def _drop(self) -> None:
         """Forgets all rows of the cache, and those that are on their way."""
         self._prefetcher.taint_all()
-        self._group.clear(0)
-        self._group.reserve([self.cache_rows])
+        self._storage.clear(0)
+        self._storage.reserve([self.cache_rows])
         self._dirty.zero_()
         self._version += 1
 

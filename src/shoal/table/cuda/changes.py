@@ -12,7 +12,7 @@ from torch import Tensor
 class Changes:
     """Epochs of a table. Rows carry that of their last write, in device memory; ids that were removed are kept here.
 
-    Tables of one group share the counting of epochs, not the past that each can tell of.
+    Tables of one storage share the counting of epochs, not the past that each can tell of.
     """
 
     def __init__(self, table: Any) -> None:
@@ -26,15 +26,15 @@ class Changes:
 
     def begin_epoch(self) -> int:
         """Starts a new epoch and returns it. Rows written from now on carry it; ids removed are remembered."""
-        with self._table._group as group:
-            epoch = group.begin_epoch()
+        with self._table._storage as storage:
+            epoch = storage.begin_epoch()
             self._oldest = self._oldest or epoch
             return epoch
 
     def oldest_epoch(self) -> int:
         """The first epoch that changes are known since; 0 while nothing is tracked."""
-        group = self._table._group
-        return group.epoch + 1 if group.untracked_graph else self._oldest
+        storage = self._table._storage
+        return storage.epoch + 1 if storage.untracked_graph else self._oldest
 
     def removed_since(self, since: int) -> list[int]:
         """Ids removed in ``since`` or later and not in the table now, sorted."""
@@ -52,7 +52,7 @@ class Changes:
     def remove(self, ids: Tensor) -> None:
         """These ids were removed."""
         if self.tracked and ids.numel():
-            self._removed.append((self._table._group.epoch, ids.cpu()))
+            self._removed.append((self._table._storage.epoch, ids.cpu()))
 
     def start_over(self) -> None:
         """All rows were replaced: what was before is not known."""

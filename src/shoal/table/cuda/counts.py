@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from shoal.table.cuda.kernels import index as ik
 
 COMMON, WORDS = ik.COMMON_WORDS.value, ik.TABLE_WORDS.value
 TAKEN, FREE, NEXT, ROOM, LOST = (x.value for x in (ik.TAKEN, ik.FREE, ik.NEXT, ik.ROOM, ik.LOST))
+_moves = itertools.count(1)
 
 
 class Counts:
@@ -34,11 +37,16 @@ class Counts:
         self.set(NEXT, 1)  # row 0 is nobody's
         for word in (TAKEN, FREE, LOST):
             self.set(word, 0)
+        self.rows_freed()
         for table in range(self.tables):
             self.set_of(table, ik.SIZE.value, 0)
         self._pending = [0] * self.tables
         self._known = [0] * self.words.numel()
         self._known[NEXT] = 1
+
+    def rows_freed(self) -> None:
+        """Row numbers that somebody was told before may be others' from now on."""
+        self.set(ik.MOVED.value, next(_moves))
 
     def set(self, word: int, value: int) -> None:
         self.words[word].fill_(value)
@@ -67,6 +75,10 @@ class Counts:
     def is_empty(self, table: int) -> bool:
         """Whether the host is sure that a table has no id."""
         return self.sure_sizes()[table] == 0 and not self._pending[table]
+
+    def expect(self, table: int, count: int) -> None:
+        """Ids of a table are about to be inserted, some of them new."""
+        self._pending[table] += count
 
     def add(self, counts: list[int], room: int) -> None:
         """Ids were inserted, some of them new."""

@@ -13,6 +13,26 @@ from shoal.table.cuda.backend import capturing
 from shoal.table.cuda.updates import count_bad
 
 
+class Told:
+    """Bad gradients that kernels count in host memory, so that nothing is sent and nobody waits."""
+
+    def __init__(self, whose: str, device: torch.device) -> None:
+        self._whose, self._device = whose, device
+        self.count = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self._now = self.count.numpy()
+        self._known = 0
+        self._lock = threading.Lock()
+
+    def check(self, wait: bool = False) -> None:
+        """Raises for gradients of an update before that turned out to be bad."""
+        if wait and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if self._now[0] != self._known:
+            with self._lock:
+                bad, self._known = int(self._now[0]) - self._known, int(self._now[0])
+            _refuse_if(bad, self._whose, "gradients")
+
+
 class Judge:
     """What becomes of the bad gradients and values of one table."""
 
@@ -21,17 +41,19 @@ class Judge:
         self._told: deque[tuple[Tensor, torch.cuda.Event, str, str]] = deque()
         self._skipped = 0
         self._skipped_there: Tensor | None = None
+        self.listens: list[Told] = []
+        """What groups that this table is in were told."""
         self._checking = threading.Lock()
 
     def judge(self, grads: Tensor, dim: int, how: str, what: str = "gradients") -> tuple[Tensor | None, Tensor | None]:
-        """Gate and drop for `Group.insert`; ``what`` they are, for the message."""
+        """Gate and drop for `Storage.insert`; ``what`` they are, for the message."""
         n = grads.numel() // dim
         if how == "ignore" or n == 0:
             return None, None
         if how == "skip":
             drop = torch.empty(n, dtype=torch.uint8, device=self._device)
             bad = count_bad(grads, dim, drop)
-            self._skipped_there = bad if self._skipped_there is None else self._skipped_there + bad
+            self.skip_counter().add_(bad)
             return None, drop
         bad = count_bad(grads, dim, None)
         self.tell(bad, what=what)
@@ -51,7 +73,11 @@ class Judge:
 
     def check(self, wait: bool = False) -> None:
         """Raises for the gradients or values of a call before that turned out to be bad."""
-        if not self._told or capturing(self._device):
+        if capturing(self._device):
+            return
+        for told in self.listens:
+            told.check(wait)
+        if not self._told:
             return
         with self._checking:
             while self._told:
@@ -63,17 +89,25 @@ class Judge:
                 self._told.popleft()
                 _refuse_if(int(told), whose, what)
 
+    def skip_counter(self) -> Tensor:
+        """int64 on the device: occurrences passed over since the host last knew. Where it is does not change."""
+        if self._skipped_there is None:
+            self._skipped_there = torch.zeros(1, dtype=torch.int64, device=self._device)
+        return self._skipped_there
+
     @property
     def skipped(self) -> int:
         """Occurrences passed over so far. Waits."""
         if self._skipped_there is not None:
             self._skipped += int(self._skipped_there)
-            self._skipped_there = None
+            self._skipped_there.zero_()
         return self._skipped
 
     @skipped.setter
     def skipped(self, count: int) -> None:
-        self._skipped, self._skipped_there = count, None
+        self._skipped = count
+        if self._skipped_there is not None:
+            self._skipped_there.zero_()
 
 
 def _refuse_if(bad: int, whose: str, what: str) -> None:

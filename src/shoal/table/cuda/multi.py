@@ -1,4 +1,4 @@
-"""Several GPU tables in one launch: tables of equal layout share a `Group`, which takes the ids of all of them."""
+"""Several GPU tables in one launch: tables of equal layout share a `Storage`, which takes the ids of all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.errors import CapacityError
 from shoal.table.cuda.backend import capturing
-from shoal.table.cuda.group import Group
+from shoal.table.cuda.storage import Storage
 from shoal.table.cuda.table import CudaHashTable
 from shoal.table.cuda.updates import Update, count_bad, update_rows
 
@@ -20,7 +20,7 @@ _PLANS = 16  # of batches that are cut differently, which are kept
 
 
 def share(tables: Sequence[CudaHashTable]) -> None:
-    """Puts tables of equal rows into one group each.
+    """Puts tables of equal rows into one storage each.
 
     Not those whose steps depend on numbers of their own table beside the rates: scales, and the noise of rounding.
     """
@@ -32,25 +32,25 @@ def share(tables: Sequence[CudaHashTable]) -> None:
             alike[key].append(table)
     for members in alike.values():
         if len(members) > 1:
-            group = Group(members[0]._layout, members[0].device, len(members))
+            storage = Storage(members[0]._layout, members[0].device, len(members))
             for number, table in enumerate(members):
-                table.join(group, number)
+                table.join(storage, number)
 
 
 class _Part:
-    """The blocks of one source that belong to one group, and where they lie among all.
+    """The blocks of one source that belong to one storage, and where they lie among all.
 
-    It knows tables by their place in the call and their number in the group, so that it keeps none of them alive.
+    It knows tables by their place in the call and their number in the storage, so that it keeps none of them alive.
     """
 
-    def __init__(self, group: Group, blocks: list[tuple[int, int, slice, slice]]) -> None:
-        self.group = group
+    def __init__(self, storage: Storage, blocks: list[tuple[int, int, slice, slice]]) -> None:
+        self.storage = storage
         self.places = [block[0] for block in blocks]
         self.numbers = [block[1] for block in blocks]
         self.ids = [block[2] for block in blocks]
         self.floats = [block[3] for block in blocks]
         self.size = sum(ids.stop - ids.start for ids in self.ids)
-        self.counts = [0] * group.tables
+        self.counts = [0] * storage.tables
         for number, ids in zip(self.numbers, self.ids, strict=True):
             self.counts[number] += ids.stop - ids.start
         self._joined_ids, self.joined_floats = _joined(self.ids), _joined(self.floats)
@@ -59,18 +59,18 @@ class _Part:
         self._made_on: int | None = None
 
     def table_of(self) -> int | Tensor:
-        """The table of every id: one number, or an int32 tensor. Inside the group alone."""
+        """The table of every id: one number, or an int32 tensor. Inside the storage alone."""
         if self._table_of is None:
             sizes = [ids.stop - ids.start for ids in self.ids]
-            home = torch.tensor([self.numbers, sizes], device="cpu", pin_memory=self.group.device.type == "cuda")
-            both = self.group.hold(home).to(self.group.device, non_blocking=True)
+            home = torch.tensor([self.numbers, sizes], device="cpu", pin_memory=self.storage.device.type == "cuda")
+            both = self.storage.hold(home).to(self.storage.device, non_blocking=True)
             made = torch.repeat_interleave(both[0].int(), both[1], output_size=self.size)
-            if capturing(self.group.device):  # nothing is in it before the graph runs
+            if capturing(self.storage.device):  # nothing is in it before the graph runs
                 return made
-            self._table_of, self._made_on = made, self.group.stream
-        elif self._made_on != self.group.stream and isinstance(self._table_of, Tensor):
-            self._table_of.record_stream(torch.cuda.current_stream(self.group.device))
-        return self.group.hold(self._table_of)
+            self._table_of, self._made_on = made, self.storage.stream
+        elif self._made_on != self.storage.stream and isinstance(self._table_of, Tensor):
+            self._table_of.record_stream(torch.cuda.current_stream(self.storage.device))
+        return self.storage.hold(self._table_of)
 
     def ids_of(self, ids: Tensor) -> Tensor:
         return _take(ids, self._joined_ids, self.ids)
@@ -91,35 +91,35 @@ def _take(flat: Tensor, joined: slice | None, ranges: list[slice]) -> Tensor:
 
 
 class _Plan:
-    """How the blocks of a call are shared among groups."""
+    """How the blocks of a call are shared among storages."""
 
     def __init__(self, tables: Sequence[CudaHashTable], sizes: Sequence[int], sources: int) -> None:
-        self.members = [(table._group, table._number) for table in tables]
+        self.members = [(table._storage, table._number) for table in tables]
         self.parts: list[_Part] = []
         at = floats = 0
         for source in range(sources):
             blocks: dict[int, list[Any]] = {}
-            for k, (group, number) in enumerate(self.members):
+            for k, (storage, number) in enumerate(self.members):
                 end = at + sizes[source * len(tables) + k]
-                floats_end = floats + (end - at) * group.layout.dim
-                blocks.setdefault(id(group), []).append((k, number, slice(at, end), slice(floats, floats_end)))
+                floats_end = floats + (end - at) * storage.layout.dim
+                blocks.setdefault(id(storage), []).append((k, number, slice(at, end), slice(floats, floats_end)))
                 at, floats = end, floats_end
             self.parts += [_Part(self.members[of_group[0][0]][0], of_group) for of_group in blocks.values()]
-        segments = [0, *itertools.accumulate(len(group.layout.segments) for group, _ in self.members)]
+        segments = [0, *itertools.accumulate(len(storage.layout.segments) for storage, _ in self.members)]
         self.rates = [slice(begin, end) for begin, end in itertools.pairwise(segments)]
         """Where each table's learning rates lie among all."""
-        self.needed: dict[int, tuple[Group, list[int]]] = {}
-        """Of each group: the ids that a call of several parts may bring."""
+        self.needed: dict[int, tuple[Storage, list[int]]] = {}
+        """Of each storage: the ids that a call of several parts may bring."""
         for part in self.parts if len(self.parts) > 1 else ():  # a single one makes room for itself
             if not tables[part.places[0]].grows:
                 continue
-            _, counts = self.needed.setdefault(id(part.group), (part.group, [0] * part.group.tables))
+            _, counts = self.needed.setdefault(id(part.storage), (part.storage, [0] * part.storage.tables))
             counts[:] = map(sum, zip(counts, part.counts, strict=True))
 
     def fits(self, tables: Sequence[CudaHashTable]) -> bool:
         return len(tables) == len(self.members) and all(
-            table._shared is group and table._number == number
-            for table, (group, number) in zip(tables, self.members, strict=True)
+            table._shared is storage and table._number == number
+            for table, (storage, number) in zip(tables, self.members, strict=True)
         )
 
 
@@ -143,8 +143,8 @@ def lookup_blocks(tables: Sequence[Any], ids: Tensor, sizes: Tensor, sources: in
         if part.alone:
             rows = tables[part.places[0]]._lookup(own, False, 0)
         else:
-            with part.group:
-                rows = part.group.find(own, part.table_of(), "weights")
+            with part.storage:
+                rows = part.storage.find(own, part.table_of(), "weights")
         pieces.append((part, rows.view(-1)))
     if len(pieces) == 1:
         return pieces[0][1]
@@ -178,7 +178,7 @@ def apply_blocks(
         table._judge.check()
         table._check_marks()
     _make_room(plan, tables)
-    with tables[0]._group:
+    with tables[0]._storage:
         gate = _gate(tables, plan.parts, grads)
     for part in plan.parts:
         own = [tables[place] for place in part.places]
@@ -206,15 +206,15 @@ def _apply_part(
     gate: Tensor | None,
 ) -> None:
     """One launch for several tables."""
-    group, first = part.group, tables[0]
-    every_rate = [[0.0] * len(group.layout.segments)] * group.tables
+    storage, first = part.storage, tables[0]
+    every_rate = [[0.0] * len(storage.layout.segments)] * storage.tables
     for number, of_table in zip(part.numbers, rates, strict=True):
         every_rate[number] = of_table
     update = Update(every_rate, first._host.scales(), step, 0, first._seed)
-    with group:
+    with storage:
         where = part.table_of()
-        rows = group.insert(ids, where, counts=part.counts, time=seconds, gate=gate)
-        update_rows(group, ids, rows, where, grads, update, dedup, False, first.deterministic)
+        rows = storage.insert(ids, where, counts=part.counts, time=seconds, gate=gate)
+        update_rows(storage, ids, rows, where, grads, update, dedup, False, first.deterministic)
         begin = 0
         for table, at in zip(tables, part.ids, strict=True):
             end = begin + at.stop - at.start
@@ -225,12 +225,12 @@ def _apply_part(
 
 def _make_room(plan: _Plan, tables: Sequence[CudaHashTable]) -> None:
     """Takes memory for all ids of a call before the first of them changes anything."""
-    for group, counts in plan.needed.values():
-        with group:
+    for storage, counts in plan.needed.values():
+        with storage:
             try:
-                group.make_room(counts)
+                storage.make_room(counts)
             except CapacityError as error:
-                names = ", ".join(repr(table.name) for table in tables if table._group is group)
+                names = ", ".join(repr(table.name) for table in tables if table._storage is storage)
                 raise CapacityError(
                     f"tables {names}: no room for {sum(counts)} ids more: {error}; nothing was changed. Evict rows, or "
                     "use a narrower optimizer state"
@@ -241,7 +241,7 @@ def _gate(tables: Sequence[CudaHashTable], parts: Sequence[_Part], grads: Tensor
     """Not 0 when gradients of a table that raises hold NaN or infinity; the first table tells of it later."""
     bad = None
     for part in parts:
-        dim, wanted = part.group.layout.dim, [tables[place].on_bad_gradient == "raise" for place in part.places]
+        dim, wanted = part.storage.layout.dim, [tables[place].on_bad_gradient == "raise" for place in part.places]
         if not any(wanted) or not part.size:
             continue
         whole = part.joined_floats if all(wanted) else None

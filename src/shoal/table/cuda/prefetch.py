@@ -68,7 +68,7 @@ class Prefetcher:
     def wait_for(self, ids: Tensor) -> None:
         """Waits for a job of the same tensor, without the lock; raises what went wrong there.
 
-        The caller holds the cache's lock once, and not that of its group: other calls go on meanwhile.
+        The caller holds the cache's lock once, and not that of its storage: other calls go on meanwhile.
         """
         job = self._jobs.pop(_key(ids), None)
         if job is None:
@@ -109,7 +109,7 @@ class Prefetcher:
         with contextlib.ExitStack() as stack:
             if self._stream is not None:
                 stack.enter_context(torch.cuda.stream(self._stream))
-            with cache.lock, cache.group:
+            with cache.lock, cache.storage:
                 self._follow(main)
                 asked = cache.note(ids).cpu()
                 if asked.numel() == 0:
@@ -123,7 +123,7 @@ class Prefetcher:
                 with cache.lock:
                     self._landed()
                 raise
-            with cache.lock, cache.group:
+            with cache.lock, cache.storage:
                 self._follow(main)
                 tainted = torch.cat(self._tainted) if self._tainted else None
                 self._landed()

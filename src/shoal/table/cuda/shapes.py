@@ -53,3 +53,22 @@ def crossing_shape(width: int) -> tuple[int, int, int]:
         return 4, 4, 1
     warps = 4 if width > 32 else 1
     return max(1, min(32, 256 * warps // width)), max(2, min(64, 4096 // width)), warps
+
+
+def pool_shape(width: int) -> tuple[int, int]:
+    """Bags of one program of `pool`, and its warps."""
+    if interpreted():
+        return max(1, min(64, 8192 // width)), 1
+    return max(1, min(64, 1024 // width)), 4
+
+
+def claim_shape() -> tuple[int, int, int | None]:
+    """Ids of one program of `claim`, its warps, and registers of a thread."""
+    return insert_shape()
+
+
+def start_shape(width: int) -> tuple[int, int, int]:
+    """Rows that a program of `start` makes at once, its warps, and the most programs there are."""
+    if interpreted():
+        return 64, 1, 2
+    return max(1, min(64, 2048 // width)), 4, 1056

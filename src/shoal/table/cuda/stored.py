@@ -16,10 +16,10 @@ from shoal.table.arguments import as_ids, as_int, as_rows
 from shoal.table.cuda import bridge, compiled
 from shoal.table.cuda.backend import as_device
 from shoal.table.cuda.changes import Changes
-from shoal.table.cuda.group import Group
 from shoal.table.cuda.judge import Judge
 from shoal.table.cuda.layout import row_layout
 from shoal.table.cuda.marks import Marks
+from shoal.table.cuda.storage import Storage
 from shoal.table.table import HashTable
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -36,18 +36,18 @@ def hash_id(x: int) -> int:
 
 
 def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps other threads out of the table's group while a call enqueues its work."""
+    """Keeps other threads out of the table's storage while a call enqueues its work."""
 
     @functools.wraps(method)
     def call(self: StoredTable, *args: Any, **kwargs: Any) -> Any:
-        with self._group:
+        with self._storage:
             return method(self, *args, **kwargs)
 
     return call
 
 
 class StoredTable(HashTable):
-    """A table whose index and rows are in a `Group`, of its own or shared with tables like it."""
+    """A table whose index and rows are in a `Storage`, of its own or shared with tables like it."""
 
     # --- building -----------------------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class StoredTable(HashTable):
         self._layout = row_layout(self.table_config)
         self._seed = hash_id(self.seed + _GOLDEN)
         self._rounds = any(s.native.stochastic_rounding for s in self._layout.segments)
-        self._shared: Group | None = None
+        self._shared: Storage | None = None
         self._making = threading.Lock()
         self._number = 0
         self._host = _core.Table(layout, self.seed)  # has no rows: the filter, the clock and the scales
@@ -76,19 +76,19 @@ class StoredTable(HashTable):
     """Whether a call of several tables makes room for its ids first; a cache makes its own."""
 
     @property
-    def _group(self) -> Group:
+    def _storage(self) -> Storage:
         """Index and rows, made when they are first needed."""
         if self._shared is None:
             with self._making:
                 if self._shared is None:
-                    self._shared = Group(self._layout, self.device)
+                    self._shared = Storage(self._layout, self.device)
         return self._shared
 
-    def join(self, group: Group, number: int) -> None:
-        """Makes this table, which has no rows yet, number ``number`` of a group."""
+    def join(self, storage: Storage, number: int) -> None:
+        """Makes this table, which has no rows yet, number ``number`` of a storage."""
         if self._shared is not None:
             raise ConfigError(f"table {self.name!r} has rows of its own already")
-        self._shared, self._number = group, number
+        self._shared, self._number = storage, number
 
     @property
     def _native(self) -> _core.Table:  # type: ignore[bad-override]
@@ -113,13 +113,13 @@ class StoredTable(HashTable):
         return ids, rows, self._time(req_time)
 
     def _counts(self, n: int) -> list[int]:
-        counts = [0] * self._group.tables
+        counts = [0] * self._storage.tables
         counts[self._number] = n
         return counts
 
     def _insert(self, ids: Tensor, **options: Any) -> Tensor:
         try:
-            return self._group.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
+            return self._storage.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
         except CapacityError as error:
             raise CapacityError(
                 f"table {self.name!r}: no room for {ids.numel()} ids more: {error}; nothing was changed. "
@@ -132,11 +132,11 @@ class StoredTable(HashTable):
     def size(self) -> int:
         """How many ids have a row. Waits for the device."""
         self._judge.check(wait=True)
-        return self._group.counts.sizes()[self._number]
+        return self._storage.counts.sizes()[self._number]
 
     def memory_bytes(self) -> int:
         """Bytes of GPU memory for index and rows (of all tables of a `MultiHashTable` that share them)."""
-        return self._group.bytes()
+        return self._storage.bytes()
 
     @property
     def max_update_time(self) -> int:
@@ -155,10 +155,10 @@ class StoredTable(HashTable):
     @in_turn
     def reserve(self, rows: int) -> HashTable:
         """Takes memory for so many ids in all, so that no call waits or takes memory before there are as many."""
-        counts = [0] * self._group.tables
+        counts = [0] * self._storage.tables
         counts[self._number] = as_int(rows, self.name, "rows")
         try:
-            self._group.reserve(counts)
+            self._storage.reserve(counts)
         except CapacityError as error:
             raise CapacityError(f"table {self.name!r}: no room for {rows} rows: {error}; nothing was changed") from None
         return self
@@ -172,8 +172,8 @@ class StoredTable(HashTable):
     def staged(self) -> bridge.Staged:
         """All rows in a CPU table: a snapshot in host memory."""
         self._judge.check(wait=True)
-        native = _core.Table(self._group.layout.native, 0)
-        bridge.to_host(self._group, *self._group.entries(self._number), native)
+        native = _core.Table(self._storage.layout.native, 0)
+        bridge.to_host(self._storage, *self._storage.entries(self._number), native)
         return bridge.Staged(self, native)
 
     def staging(self) -> bridge.Staged:
@@ -194,24 +194,24 @@ class StoredTable(HashTable):
     @in_turn
     def adopt(self, native: _core.Table) -> None:
         """Replaces all rows with those of a CPU table, and takes its clock and scales."""
-        group = self._group
+        storage = self._storage
         try:
-            if group.tables == 1:
-                fresh = Group(group.layout, self.device)
+            if storage.tables == 1:
+                fresh = Storage(storage.layout, self.device)
                 bridge.to_device(fresh, 0, native)
-                group.swap(fresh)
+                storage.swap(fresh)
             else:
-                group.make_room(self._counts(native.size()))
-                group.clear(self._number)
-                bridge.to_device(group, self._number, native)
+                storage.make_room(self._counts(native.size()))
+                storage.clear(self._number)
+                bridge.to_device(storage, self._number, native)
         except CapacityError as error:
             raise CapacityError(
                 f"table {self.name!r}: no room for {native.size()} rows beside those it has: {error}; nothing was "
                 "changed. Restore into an empty table, or put a CachedHashTable over a CPU table"
             ) from None
         self._version += 1
-        if group.epoch:
-            group.begin_epoch()  # of other tables' changes, too
+        if storage.epoch:
+            storage.begin_epoch()  # of other tables' changes, too
         self._changes.start_over()
         self._host.raise_max_update_time(native.max_update_time())
         self._host.set_scales(native.scales())
@@ -228,14 +228,14 @@ class StoredTable(HashTable):
         if offset < 0:
             raise ConfigError(f"table {self.name!r}: offset is 0 or what the call before returned, got {offset}")
         if self._walked is None or self._walked[0] != self._version:
-            self._walked = self._version, *self._group.entries(self._number)
+            self._walked = self._version, *self._storage.entries(self._number)
         _, ids, rows = self._walked
         begin = ids.numel() * shard_idx // num_shards + offset
         end = min(begin + limit, ids.numel() * (shard_idx + 1) // num_shards)
         if begin >= end:
             return offset, []
-        native = _core.Table(self._group.layout.native, 0)
-        bridge.to_host(self._group, ids[begin:end], rows[begin:end], native)
+        native = _core.Table(self._storage.layout.native, 0)
+        bridge.to_host(self._storage, ids[begin:end], rows[begin:end], native)
         entries: list[bytes] = []
         for stripe in range(_core.Table.num_stripes):
             entries += _core.walk_entries(native, stripe, 0, end - begin)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from shoal import _core
 from shoal.errors import UnsupportedError
 from shoal.table.arguments import as_int
 from shoal.table.clock import now
-from shoal.table.cuda import bridge, compiled
+from shoal.table.cuda import bridge, compiled, groups
 from shoal.table.cuda.backend import capturing
-from shoal.table.cuda.group import FRESH, ROW
+from shoal.table.cuda.storage import FRESH, ROW
 from shoal.table.cuda.stored import StoredTable, hash_id, in_turn
 from shoal.table.cuda.updates import Update, update_rows
 from shoal.table.table import HashTable
@@ -57,18 +57,35 @@ class CudaHashTable(StoredTable):
     @in_turn
     def _lookup(self, ids: Tensor, insert_missing: bool, seconds: int) -> Tensor:
         if not insert_missing:
-            return self._read(self._group.find(ids, self._number, "weights"))
+            return self._read(self._storage.find(ids, self._number, "weights"))
         drop = self._filtered(ids, dedup=False, remember=True)
         rows = self._insert(ids, time=seconds, only_new=True, drop=drop)
         self._host.raise_max_update_time(seconds)
         self._version += 1
         out = torch.empty(ids.numel(), self.dim_size, dtype=torch.float32, device=self.device)
-        self._group.arena.start_fresh(rows, ids, self._seed, out=out)
-        return self._read(self._group.arena.gather(rows, self.dim_size, out))
+        self._storage.arena.start_fresh(rows, ids, self._seed, out=out)
+        return self._read(self._storage.arena.gather(rows, self.dim_size, out))
+
+    def group_key(self) -> Hashable:
+        """As `shoal.table.protocol` asks: tables with equal keys can be one group."""
+        return groups.group_key(self)
+
+    @staticmethod
+    def make_group(tables: tuple[Any, ...]) -> Any:
+        """The group of tables with equal keys."""
+        return groups.make_group(tables)
+
+    def read(self, ids: Tensor, *, initial: bool) -> Tensor:
+        """`lookup`, where an unknown id may give its initial row: zeros while a filter decides which ids get one."""
+        rows = self._lookup(ids, False, 0)
+        if not initial or self.serving or self._host.has_filter() or ids.numel() == 0:
+            return rows
+        unknown = ~self.contains(ids)
+        return torch.where(unknown[:, None], self._read(self._storage.arena.first_rows(ids, self._seed)), rows)
 
     def _read(self, weights: Tensor) -> Tensor:
         """Raw weights as lookups show them."""
-        layout = self._group.layout
+        layout = self._storage.layout
         if layout.plain:
             return weights
         scales = self._host.scales()
@@ -85,17 +102,17 @@ class CudaHashTable(StoredTable):
     @in_turn
     def contains(self, ids: Tensor) -> Tensor:
         """bool ``[n]``: which ids have a row."""
-        return self._group.find(self._ids(ids), self._number, "rows") >= 0
+        return self._storage.find(self._ids(ids), self._number, "rows") >= 0
 
     @in_turn
     def lookup_entry(self, ids: Tensor) -> list[bytes]:
         """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
         self._check_trains("lookup_entry")
         ids = self._ids(ids)
-        rows = self._group.find(ids, self._number, "rows")
+        rows = self._storage.find(ids, self._number, "rows")
         known = rows >= 0
-        staged = _core.Table(self._group.layout.native, 0)
-        bridge.to_host(self._group, ids[known], rows[known], staged)
+        staged = _core.Table(self._storage.layout.native, 0)
+        bridge.to_host(self._storage, ids[known], rows[known], staged)
         return _core.lookup_entry(staged, ids.tolist())
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -122,8 +139,8 @@ class CudaHashTable(StoredTable):
         rows = self._insert(ids, time=seconds, drop=drop, gate=gate)
         self._host.raise_max_update_time(seconds)
         self._version += 1
-        self._group.arena.start_fresh(rows, ids, self._seed)
-        self._group.arena.assign(rows, values, add)
+        self._storage.arena.start_fresh(rows, ids, self._seed)
+        self._storage.arena.assign(rows, values, add)
         return self
 
     def _without_zeros(self, ids: Tensor, values: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor, None]:
@@ -200,7 +217,7 @@ class CudaHashTable(StoredTable):
         self._version += 1
         self._move_scales(step)
         every_rate = [[]] * self._number + [list(rates)]
-        update_rows(self._group, ids, rows, self._number, grads, self._update(every_rate, step), dedup, distinct,
+        update_rows(self._storage, ids, rows, self._number, grads, self._update(every_rate, step), dedup, distinct,
                     self.deterministic)  # fmt: skip
         self._mark(ids, rows)
 
@@ -212,10 +229,10 @@ class CudaHashTable(StoredTable):
 
     def _move_scales(self, step: int) -> None:
         """`Table::update_scales` of the native core."""
-        if self._group.layout.plain or step < 0:
+        if self._storage.layout.plain or step < 0:
             return
         scales = self._host.scales()
-        for s in self._group.layout.segments:
+        for s in self._storage.layout.segments:
             if s.codec == "one_bit" and s.native.step_size > 0 and step % s.native.step_size == 0:
                 scales[s.index] = min(s.native.init_scale * (1 + 0.005 * step) ** 0.5, s.native.max_scale)
         self._host.set_scales(scales)
@@ -236,7 +253,7 @@ class CudaHashTable(StoredTable):
         """uint8: which ids the filter, or ``skip``, keeps out; None: none. Waits for the device if it has a filter."""
         if not self._host.has_filter() or ids.numel() == 0:
             return skip
-        unknown = self._group.find(ids, self._number, "rows") < 0
+        unknown = self._storage.find(ids, self._number, "rows") < 0
         if skip is not None:
             unknown &= skip == 0
         asked = ids[unknown].cpu()
@@ -277,7 +294,7 @@ class CudaHashTable(StoredTable):
             new = torch.zeros(distinct.numel(), dtype=torch.bool, device=self.device)
             new[group[fresh]] = True
             existed[first[new]] = 0
-        self._group.arena.start_fresh(rows, ids, self._seed, every=True)
+        self._storage.arena.start_fresh(rows, ids, self._seed, every=True)
         self._mark(ids, rows)
         return self, existed
 
@@ -287,9 +304,9 @@ class CudaHashTable(StoredTable):
         ids = self._ids(ids)
         self._version += 1
         if self._changes.tracked:
-            there = torch.unique(ids[self._group.find(ids, self._number, "rows") >= 0])
+            there = torch.unique(ids[self._storage.find(ids, self._number, "rows") >= 0])
             self._changes.remove(there)
-        return self._group.erase(ids, self._number)
+        return self._storage.erase(ids, self._number)
 
     @in_turn
     def evict(self, max_update_time: Any = None) -> int:
@@ -300,17 +317,17 @@ class CudaHashTable(StoredTable):
         for item in config.slot_expire_times:
             days[item.slot] = item.expire_time
         days, stale_slots = days.to(self.device), []
-        for ids, rows, slots in self._group.chunks(self._number):
-            stale = now - self._group.arena.row_times(rows) >= days[(ids >> 48) & 0x7FFF] * 86400
+        for ids, rows, slots in self._storage.chunks(self._number):
+            stale = now - self._storage.arena.row_times(rows) >= days[(ids >> 48) & 0x7FFF] * 86400
             stale_slots.append(slots[stale])
             self._changes.remove(ids[stale])
         self._version += 1
-        return self._group.erase_slots(torch.cat(stale_slots), self._number)
+        return self._storage.erase_slots(torch.cat(stale_slots), self._number)
 
     @in_turn
     def clear(self) -> HashTable:
         """Removes all rows and gives their memory back (a table of a `MultiHashTable`: to the others)."""
         self._version += 1
-        self._group.clear(self._number)
+        self._storage.clear(self._number)
         self._changes.start_over()
         return self

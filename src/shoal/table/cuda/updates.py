@@ -1,4 +1,4 @@
-"""Gradients into the rows of a `Group`: launches of the optimizer kernels, one for each segment."""
+"""Gradients into the rows of a `Storage`: launches of the optimizer kernels, one for each segment."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from shoal.table.cuda.backend import interpreted
-from shoal.table.cuda.group import Group
 from shoal.table.cuda.kernels import optimizers as ok
 from shoal.table.cuda.launch import Bound, cdiv, power_of_2, signed
 from shoal.table.cuda.layout import Segment
 from shoal.table.cuda.shapes import crossing_shape, distinct_shape, each_shape, row_shape, summed_shape
+from shoal.table.cuda.storage import Storage
 
 _AS_WRITTEN = ("ftrl", "group_ftrl")  # a difference of roots: without fused multiply-adds
 
@@ -24,7 +24,7 @@ class Update:
     """What a batch of gradients comes with, besides ids and gradients."""
 
     rates: Sequence[Sequence[float]]
-    """Learning rate of each segment, for each table of the group."""
+    """Learning rate of each segment, for each table of the storage."""
     scales: Sequence[float]
     """Of one_bit segments, one for each segment."""
     step: int
@@ -33,7 +33,7 @@ class Update:
 
 
 def update_rows(
-    group: Group,
+    storage: Storage,
     ids: Tensor,
     rows: Tensor,
     table: int | Tensor,
@@ -43,39 +43,39 @@ def update_rows(
     distinct: bool,
     deterministic: bool,
 ) -> None:
-    """Gradients of ids into their ``rows``, which `Group.insert` gave."""
+    """Gradients of ids into their ``rows``, which `Storage.insert` gave."""
     if distinct:
-        return _apply_distinct(group, rows, ids, table, grads, update)
-    group.arena.start_fresh(rows, ids, update.seed)
+        return _apply_distinct(storage, rows, ids, table, grads, update)
+    storage.arena.start_fresh(rows, ids, update.seed)
     if deterministic:
         # Sorted by id, so that equal batches are cut alike whatever rows their ids have.
         order = torch.sort(ids, stable=True)[1]
         if isinstance(table, Tensor):
             order = order[torch.sort(table[order], stable=True)[1]]
-        order = order[torch.sort(rows[order] < 0, stable=True)[1]]  # what is passed over splits no group
+        order = order[torch.sort(rows[order] < 0, stable=True)[1]]  # what is passed over splits no storage
         ordered = rows[order]
     else:
         ordered, order = torch.sort(rows, stable=True)
     apply: Callable[..., None] = _apply_summed if dedup else _apply_each
-    return apply(group, ordered, order, table, grads, update)
+    return apply(storage, ordered, order, table, grads, update)
 
 
-def _multi(group: Group, s: Segment, update: Update, table: int | Tensor) -> tuple[float, Tensor | None]:
+def _multi(storage: Storage, s: Segment, update: Update, table: int | Tensor) -> tuple[float, Tensor | None]:
     """The rate of all rows, or the rates of the tables on the device."""
     if not isinstance(table, Tensor):
         return update.rates[table][s.index], None
     rates = tuple(of_table[s.index] for of_table in update.rates)
     if rates.count(rates[0]) == len(rates):
         return rates[0], None
-    return 0.0, group.keep(("rates", rates), lambda: _sent(group, rates))
+    return 0.0, storage.keep(("rates", rates), lambda: _sent(storage, rates))
 
 
-def _sent(group: Group, rates: tuple[float, ...]) -> Tensor:
-    home = torch.tensor(rates, dtype=torch.float32, device="cpu", pin_memory=group.device.type == "cuda")
-    return group.hold(home).to(group.device, non_blocking=True)  # a graph that it is captured in copies it anew
+def _sent(storage: Storage, rates: tuple[float, ...]) -> Tensor:
+    home = torch.tensor(rates, dtype=torch.float32, device="cpu", pin_memory=storage.device.type == "cuda")
+    return storage.hold(home).to(storage.device, non_blocking=True)  # a graph that it is captured in copies it anew
 
 
-def _kernel(group: Group, fn: Any, s: Segment, multi: bool, warps: int, **further: Any) -> Bound:
+def _kernel(storage: Storage, fn: Any, s: Segment, multi: bool, warps: int, **further: Any) -> Bound:
     """An optimizer kernel for a segment."""
 
     def make() -> Bound:
@@ -85,63 +85,65 @@ def _kernel(group: Group, fn: Any, s: Segment, multi: bool, warps: int, **furthe
         return Bound.of(
             fn, OPT=s.native.opt, NESTEROV=s.native.nesterov, DECOUPLED=s.native.decoupled,
             ROUND=s.native.stochastic_rounding, ONE_BIT=s.codec == "one_bit", INDEX=s.index, D=s.dim, WIDTH=s.width,
-            STRIDE=group.layout.stride, WEIGHT=s.weight, STATE=s.state, DIM=group.layout.dim, MULTI=multi,
+            STRIDE=storage.layout.stride, WEIGHT=s.weight, STATE=s.state, DIM=storage.layout.dim, MULTI=multi,
             **further, **options,
         )  # fmt: skip
 
-    return group.keep((fn, s.index, multi), make)
+    return storage.keep((fn, s.index, multi), make)
 
 
 def _apply_distinct(
-    group: Group, rows: Tensor, ids: Tensor, table: int | Tensor, grads: Tensor, update: Update
+    storage: Storage, rows: Tensor, ids: Tensor, table: int | Tensor, grads: Tensor, update: Update
 ) -> None:
     """A step for each row; no two are equal. Rows may be marked FRESH."""
     n = rows.numel()
-    for s in group.layout.segments:
+    for s in storage.layout.segments:
         block, warps = distinct_shape(s.width)
-        lr, rates = _multi(group, s, update, table)
+        lr, rates = _multi(storage, s, update, table)
         tables = (rows, grads) if rates is None else (table, rates)
-        _kernel(group, ok.update_distinct, s, rates is not None, warps, INIT=s.init, BLOCK=block)(
-            cdiv(n, block), rows, ids, *tables, grads, group.arena.tensor, n, signed(update.seed), s.first,
+        _kernel(storage, ok.update_distinct, s, rates is not None, warps, INIT=s.init, BLOCK=block)(
+            cdiv(n, block), rows, ids, *tables, grads, storage.arena.tensor, n, signed(update.seed), s.first,
             s.numbers(lr, update.scales[s.index]), update.step, signed(update.noise),
         )  # fmt: skip
 
 
-def _apply_each(group: Group, rows: Tensor, order: Tensor, table: int | Tensor, grads: Tensor, update: Update) -> None:
+def _apply_each(
+    storage: Storage, rows: Tensor, order: Tensor, table: int | Tensor, grads: Tensor, update: Update
+) -> None:
     """A step for every occurrence in input order; ``rows`` are sorted, -1 first, with their positions in ``order``."""
     n = rows.numel()
-    for s in group.layout.segments:
+    for s in storage.layout.segments:
         block, warps = each_shape(s.width)
-        lr, rates = _multi(group, s, update, table)
+        lr, rates = _multi(storage, s, update, table)
         tables = (rows, grads) if rates is None else (table, rates)
-        _kernel(group, ok.update_each, s, rates is not None, warps, BLOCK=block)(
-            cdiv(n, block), rows, order, *tables, grads, group.arena.tensor, n,
+        _kernel(storage, ok.update_each, s, rates is not None, warps, BLOCK=block)(
+            cdiv(n, block), rows, order, *tables, grads, storage.arena.tensor, n,
             s.numbers(lr, update.scales[s.index]), update.step, signed(update.noise),
         )  # fmt: skip
 
 
 def _apply_summed(
-    group: Group, rows: Tensor, order: Tensor, table: int | Tensor, grads: Tensor, update: Update
+    storage: Storage, rows: Tensor, order: Tensor, table: int | Tensor, grads: Tensor, update: Update
 ) -> None:
     """One step for each row with the sum of its gradients, added up in a fixed order; ``rows`` as for `_apply_each`."""
     n = rows.numel()
-    for s in group.layout.segments:
+    for s in storage.layout.segments:
         tile, warps = summed_shape(s.width)
         at_once, span, crossing_warps = crossing_shape(s.width)
         tiles = cdiv(n, tile)
-        lr, rates = _multi(group, s, update, table)
+        lr, rates = _multi(storage, s, update, table)
         tables = (rows, grads) if rates is None else (table, rates)
         room = (tiles * s.width + 3) & ~3  # both begin at 16 bytes
-        opened, closed = torch.empty(2, room, dtype=torch.float32, device=group.device).unbind()
+        opened, closed = torch.empty(2, room, dtype=torch.float32, device=storage.device).unbind()
         rest = (n, s.numbers(lr, update.scales[s.index]), update.step, signed(update.noise))
         held = 0 if interpreted() else s.held
         ahead = {"HELD": held, "LINES": power_of_2(cdiv(max(held, s.dim), 32) + 1)}
-        _kernel(group, ok.update_summed, s, rates is not None, warps, **ahead, BLOCK=tile)(
-            tiles, rows, order, *tables, grads, group.arena.tensor, opened, closed, *rest
+        _kernel(storage, ok.update_summed, s, rates is not None, warps, **ahead, BLOCK=tile)(
+            tiles, rows, order, *tables, grads, storage.arena.tensor, opened, closed, *rest
         )
         crossing = {**ahead, "TILE": tile, "TILES": at_once, "SPAN": span}
-        _kernel(group, ok.update_crossing, s, rates is not None, crossing_warps, **crossing)(
-            cdiv(tiles, at_once), rows, order, *tables, opened, closed, group.arena.tensor, *rest
+        _kernel(storage, ok.update_crossing, s, rates is not None, crossing_warps, **crossing)(
+            cdiv(tiles, at_once), rows, order, *tables, opened, closed, storage.arena.tensor, *rest
         )
 
 

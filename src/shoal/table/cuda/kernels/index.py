@@ -24,6 +24,7 @@ FREE = tl.constexpr(1)  # rows in that list
 NEXT = tl.constexpr(2)  # first row that was never used, when the list was made
 ROOM = tl.constexpr(3)  # rows there is memory for
 LOST = tl.constexpr(4)  # ids that found no room: only a captured graph that outran its reserve makes any
+MOVED = tl.constexpr(5)  # another number whenever rows became free since: row numbers from before may be others' now
 EPOCH = tl.constexpr(6)  # what rows that are written now carry, while changes are tracked
 COMMON_WORDS = tl.constexpr(8)
 BUCKETS = tl.constexpr(0)

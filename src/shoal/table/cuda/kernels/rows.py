@@ -95,6 +95,19 @@ def fresh(
                 tl.store(rows + o, code & ROW, mask=here)
 
 
+@triton.jit(do_not_specialize=["n", "seed"])
+def first(
+    ids, out, n, seed, low, high, last,
+    INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A segment of the weights that rows of ids start with, to ``out [n, DIM]``."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, WIDTH)
+    w = first_weights(tl.load(ids + o, mask=o < n, other=0), d, seed, low, high, last, INIT, INDEX)
+    tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=(o < n)[:, None] & (d < D)[None, :])
+
+
 @triton.jit(do_not_specialize=["n"])
 def gather(
     rows, arena, out, n,

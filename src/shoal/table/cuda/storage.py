@@ -1,12 +1,13 @@
-"""`Group`: the index and the rows of one or several tables of equal layout, in GPU memory.
+"""`Storage`: the index and the rows of one or several tables of equal layout, in GPU memory.
 
-Tables of a group share one arena of rows and so one row number space, which lets one launch serve all of them. Numbers
+Tables of a storage share one arena of rows and so one row number space, so that one launch serves all of them. Numbers
 that kernels read (how many buckets, how many rows are given out) are in device memory, and memory grows in place: a
 captured CUDA graph stays good when the tables grow between its replays.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 from collections.abc import Iterator
@@ -30,10 +31,11 @@ from shoal.table.cuda.shapes import find_shape, insert_shape
 EMPTY = ik.EMPTY.value
 ROW = ik.ROW.value
 FRESH = ik.FRESH.value
+_serials = itertools.count()
 _SCANNED = 1 << 24  # slots of the index that are looked through at once
 
 
-class Group:
+class Storage:
     """Ids and rows of ``tables`` tables. Ids are int64 tensors on ``device``, distinct only where said so.
 
     ``table`` arguments are the number of one table, or an int32 tensor with that of each id.
@@ -60,9 +62,12 @@ class Group:
         self.untracked_graph = False
         """Whether a CUDA graph was captured that writes rows without their epoch."""
         self.captured: list[Any] = []
-        """What captured graphs read, beside the group itself."""
+        """What captured graphs read, beside the storage itself."""
         self.replayed = False
         """Whether there is a captured graph that inserts ids, which the host does not count."""
+        self.serial = next(_serials)
+        """Locks of several storages are taken in this order."""
+        self._window = 0  # ids that may come before the host has to look how many there are
         self._lock = threading.RLock()
         self._former: list[int] = []  # current devices before each entrance
         self._stream: torch.cuda.Stream | None = None
@@ -75,19 +80,30 @@ class Group:
         assert self.keys.stride == self.rows.stride
         assert self.stash_keys.stride == self.stash_rows.stride
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> Storage:
         """One call at a time, from any thread and stream: the stream waits for that of the call before.
 
-        The group's device is the current one inside.
+        The storage's device is the current one inside.
         """
         self._lock.acquire()
         if self.device.type == "cuda":
             try:
-                self._enter_stream()
+                former = torch.cuda.current_device()
+                if former != self.device.index:
+                    torch.cuda.set_device(self.device.index)
+                self.follow(torch._C._cuda_getCurrentRawStream(self.device.index))
+                self._former.append(former)
             except BaseException:
                 self._lock.release()
                 raise
         return self
+
+    def lock(self) -> None:
+        """Keeps other threads out; a call of several storages then has each of them `follow` its stream."""
+        self._lock.acquire()
+
+    def unlock(self) -> None:
+        self._lock.release()
 
     def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
@@ -96,22 +112,18 @@ class Group:
                 torch.cuda.set_device(former)
         self._lock.release()
 
-    def _enter_stream(self) -> None:
-        index = self.device.index
-        former = torch.cuda.current_device()
-        if former != index:
-            torch.cuda.set_device(index)
-        handle = torch._C._cuda_getCurrentRawStream(index)
-        if handle != self.stream and not capturing(self.device):
-            stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None:
-                stream.wait_stream(self._stream)
-            # Memory that torch gave on one stream is used on another: it must not be given away too early.
-            for tensor in (self.counts.words, self.spare, *self.kept.values()):
-                if isinstance(tensor, Tensor):
-                    tensor.record_stream(stream)
-            self._stream, self.stream = stream, handle
-        self._former.append(former)
+    def follow(self, handle: int) -> None:
+        """Has the current stream, which CUDA names so, wait for that of the call before."""
+        if handle == self.stream or capturing(self.device):
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        # Memory that torch gave on one stream is used on another: it must not be given away too early.
+        for tensor in (self.counts.words, self.spare, *self.kept.values()):
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(stream)
+        self._stream, self.stream = stream, handle
 
     def keep(self, key: Any, make: Any, limit: int = 64) -> Any:
         """``make()``, or what it gave for the same key before; ``limit`` things in all."""
@@ -133,7 +145,8 @@ class Group:
     # --- growth -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """An empty group."""
+        """An empty storage."""
+        self._window = 0
         self.counts.start()
         self.counts.set(c.ROOM, self.arena.room)
         for table in range(self.tables):
@@ -147,7 +160,7 @@ class Group:
         """Makes sure that so many new ids of each table fit. Waits for the device only when they might not.
 
         Raises:
-            CapacityError: the GPU is full; the group is as it was.
+            CapacityError: the GPU is full; the storage is as it was.
         """
         if capturing(self.device):
             return
@@ -163,6 +176,37 @@ class Group:
                 self._grow(counts)
             except torch.OutOfMemoryError as error:
                 raise CapacityError(str(error).partition("\n")[0]) from None
+
+    def expect(self, counts: list[int]) -> None:
+        """`make_room`, and so many ids more are under way. Mostly a comparison: the host looks now and then.
+
+        Raises:
+            CapacityError: the GPU is full; the storage is as it was.
+        """
+        if capturing(self.device):
+            self.replayed = True
+            if not self.arena.tracked:
+                self.untracked_graph = True
+            return
+        total = sum(counts)
+        if total > self._window or self.replayed:
+            self.make_room(counts)
+            self.counts.add(counts, self.arena.room)
+            self._window = self._sure() // 2
+            return
+        self._window -= total
+        for table, count in enumerate(counts):
+            if count:
+                self.counts.expect(table, count)
+
+    def _sure(self) -> int:
+        """Ids that fit, whatever they are."""
+        none = [0] * self.tables
+        left = [
+            self._capacity(buckets) - size
+            for size, buckets in zip(self.counts.sizes_needed(none), self._buckets, strict=True)
+        ]
+        return max(0, min(self.arena.room - self.counts.rows_needed(), *left))
 
     def _fits(self, counts: list[int]) -> bool:
         return self.counts.rows_needed(counts) <= self.arena.room and all(
@@ -301,7 +345,7 @@ class Group:
         a row's own time.
 
         Raises:
-            CapacityError: the GPU is full; the group is as it was.
+            CapacityError: the GPU is full; the storage is as it was.
         """
         if time and not self.arena.timed:
             if capturing(self.device):  # each replay would forget the times
@@ -311,6 +355,7 @@ class Group:
         out = self._insert(ids, table, time=time, only_new=only_new, drop=drop, gate=gate)
         if not capturing(self.device):
             self.counts.add(counts, self.arena.room)
+            self._window = 0
             return out
         self.replayed = True
         if not self.arena.tracked:
@@ -392,7 +437,9 @@ class Group:
         self.counts.set(c.FREE, rows.numel())
         self.counts.set(c.TAKEN, 0)
         self.counts.of(table)[ik.SIZE.value].sub_(removed)
+        self.counts.rows_freed()
         self.counts.look_anew()
+        self._window = 0
 
     def chunks(self, table: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """All ids of a table, some at a time: ids, their rows, and their slots for `erase_slots`. Waits."""
@@ -432,17 +479,20 @@ class Group:
         self._new_index(table, 16 if interpreted() else 1024)
         self._recycle(rows, counts, table, gone.numel())
 
-    def swap(self, other: Group) -> None:
-        """Takes the contents of another group of the same layout, which gets this one's."""
+    def swap(self, other: Storage) -> None:
+        """Takes the contents of another storage of the same layout, which gets this one's."""
         if other.layout.words != self.layout.words or other.tables != self.tables:
-            raise ConfigError("groups of different layouts cannot be exchanged")
-        kept = ("_lock", "_stream", "stream", "_former", "epoch", "untracked_graph", "captured", "replayed")
+            raise ConfigError("storages of different layouts cannot be exchanged")
+        kept = ("_lock", "serial", "_stream", "stream", "_former", "epoch", "untracked_graph", "captured", "replayed")
         mine = {name: value for name, value in self.__dict__.items() if name not in kept}
         theirs = {name: value for name, value in other.__dict__.items() if name not in kept}
-        for group, old, new in ((self, mine, theirs), (other, theirs, mine)):
+        for storage, old, new in ((self, mine, theirs), (other, theirs, mine)):
             for name in old.keys() - new.keys():
-                del group.__dict__[name]
-            group.__dict__.update(new)
+                del storage.__dict__[name]
+            storage.__dict__.update(new)
+        self.arena.watchers, other.arena.watchers = other.arena.watchers, self.arena.watchers
+        self.arena.tell()
+        other.arena.tell()
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
@@ -456,7 +506,7 @@ class Group:
 
 def most_slots(tables: int) -> tuple[int, int]:
     """Slots and cells of the stash that each of so many tables may ever have: those of `MAX_ROWS` ids, while addresses
-    of a group take an eighth of the 47 bits that there are."""
+    of a storage take an eighth of the 47 bits that there are."""
     slots = min(4 * MAX_ROWS, max(1 << 26, (1 << 39) >> (tables - 1).bit_length()))
     return slots, slots >> 3
 

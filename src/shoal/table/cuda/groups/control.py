@@ -1,0 +1,145 @@
+"""`Control`: step, times and learning rates of an update in device memory, where a captured graph reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError, UnsupportedError
+from shoal.table.clock import Now, now
+from shoal.table.config.learning_rate import PolynomialDecay
+from shoal.table.cuda.backend import capturing
+from shoal.table.cuda.kernels import changed as ck
+from shoal.table.protocol import Step
+
+if TYPE_CHECKING:
+    from shoal.table.cuda.table import CudaHashTable
+
+_TABLES_AT = ck.TABLES_AT.value
+_STEPPED = ("dynamic_wd_adagrad", "batch_softmax")  # whose rows hold the step
+
+
+class Control:
+    """What the kernels of updates read. It is sent when it has changed, which for most updates it has not."""
+
+    def __init__(self, tables: tuple[CudaHashTable, ...]) -> None:
+        self._tables, self._device = tables, tables[0].device
+        segments = tables[0]._layout.segments
+        self.segments = len(segments)
+        self._steps = any(s.kind in _STEPPED for s in segments)
+        ends = _TABLES_AT + 2 * len(tables)
+        size = ends + (len(tables) * self.segments + 1) // 2
+        self.words = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self.rates = self.words[ends:].view(torch.float32)[: len(tables) * self.segments]
+        self._number = self.words[:1]
+        self._times = self.words[_TABLES_AT:ends].view(-1, 2)
+        self._ends = ends
+        self._functions = [list(table.config.learning_rate_fns) for table in tables]
+        self._constant = None
+        if all(isinstance(fn, Real) and not isinstance(fn, bool) for of in self._functions for fn in of):
+            self._constant = [float(fn) for of in self._functions for fn in of]
+        self._clocked = [table.clocked for table in tables]
+        self._sent: Any = None
+        self._last_time = -1
+
+    def forget(self) -> None:
+        """Has the next `set` look at the tables again, and send everything."""
+        self._sent, self._last_time = None, -1
+
+    def set(self, step: Step) -> None:
+        """Makes the next update, or the next run of a captured one, that of ``step``."""
+        number, time, scale = step.number, step.time_s, step.lr_scale
+        if not isinstance(number, Tensor) and number < 0:
+            for table in self._tables:
+                table._check_step(number)
+        captured = capturing(self._device)
+        if not captured:
+            self._send(number, time, scale)
+        if isinstance(number, Tensor):
+            self._number.copy_(number.reshape(1))
+            if self._constant is None:
+                self.rates.copy_(self._schedules(number))
+            elif isinstance(scale, Tensor):
+                self._send_rates()
+        if isinstance(scale, Tensor):
+            self.rates.view(-1, self.segments).mul_(scale.view(-1, 1))
+            self._sent = None
+        if isinstance(time, Tensor):
+            self._times[:, 0].copy_(time.reshape(1))
+            self._times[:, 1].zero_()
+            self._sent = None
+
+    def _send(self, number: Any, time: Any, scale: Any) -> None:
+        if isinstance(number, Tensor):
+            step, rates = 0, self._constant or [0.0] * (len(self._tables) * self.segments)
+        else:
+            step = number if self._steps else 0
+            rates = self._constant or self._rates_at(number)
+        if scale is not None and not isinstance(scale, Tensor):
+            rates = self._scaled(rates, scale)
+        given = isinstance(time, Tensor)
+        seconds = now() if time is None else 0 if given else time
+        key = (step, int(seconds), time is None, rates, given)
+        if key == self._sent:
+            return
+        if not given and seconds != self._last_time:
+            seconds = self._checked(time, seconds)
+            self._last_time = seconds
+        home = torch.zeros(self.words.numel(), dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
+        words = home.numpy()
+        words[0] = step
+        for place, clocked in enumerate(self._clocked):
+            words[_TABLES_AT + 2 * place] = int(seconds) if clocked or time is not None else 0
+            words[_TABLES_AT + 2 * place + 1] = clocked and isinstance(seconds, Now)
+        words[self._ends :].view("float32")[: len(rates)] = rates
+        self.words.copy_(home, non_blocking=True)
+        self._sent = key
+
+    def _checked(self, time: Any, seconds: int) -> int:
+        """The seconds, which every table accepts and remembers as the latest."""
+        for table in self._tables:
+            own = table._time(time) if time is not None else seconds if table.clocked else 0
+            if own and not table._storage.arena.timed:
+                if capturing(self._device):  # each replay would forget the times
+                    raise UnsupportedError(
+                        "the first write that has a time cannot be captured; run the step once before"
+                    )
+                table._storage.arena.keep_times()
+            table._host.raise_max_update_time(int(own))
+        return seconds
+
+    def _rates_at(self, number: int) -> list[float]:
+        return [rate for table in self._tables for rate in table._rates(number)]
+
+    def _scaled(self, rates: list[float], scale: Sequence[float]) -> list[float]:
+        if len(scale) != len(self._tables):
+            raise ConfigError(f"step.lr_scale must have a factor for each of {len(self._tables)} tables, got {len(scale)}")
+        return [rate * float(scale[place // self.segments]) for place, rate in enumerate(rates)]
+
+    def _send_rates(self) -> None:
+        """The constant rates anew, which a factor in device memory is about to multiply."""
+        home = torch.tensor(self._constant, dtype=torch.float32, device="cpu", pin_memory=self._device.type == "cuda")
+        self._home = home  # a captured copy reads it at replay
+        self.rates.copy_(home, non_blocking=True)
+
+    def _schedules(self, number: Tensor) -> Tensor:
+        """Rates at a step in device memory, computed there."""
+        step, made = number.reshape(()).double(), []
+        for of in self._functions:
+            for fn in of:
+                if isinstance(fn, Real):
+                    made.append(torch.full_like(step, float(fn)))
+                elif type(fn) is PolynomialDecay and not fn.cycle:
+                    start, end = float(fn.initial_learning_rate), float(fn.end_learning_rate)
+                    part = step.clamp(max=float(fn.decay_steps)) / float(fn.decay_steps)
+                    made.append((start - end) * (1.0 - part) ** float(fn.power) + end)
+                else:
+                    raise UnsupportedError(
+                        f"a learning rate {type(fn).__name__} cannot be computed on {self._device}; give the step as a "
+                        "number, and call set_step before each replay of a captured graph"
+                    )
+        return torch.stack(made).float()

@@ -1,0 +1,90 @@
+"""`Described`: where the index and the rows of each table are, in device memory, for kernels of several tables."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import CapacityError
+from shoal.table.cuda.backend import interpreted
+from shoal.table.cuda.kernels import located as lk
+from shoal.table.cuda.launch import power_of_2, signed
+
+if TYPE_CHECKING:
+    from shoal.table.cuda.table import CudaHashTable
+
+_WORDS = lk.DESCRIBED.value
+
+
+class Described:
+    """Descriptions of tables. They stay where they are, so that captured graphs see what they say later."""
+
+    def __init__(self, tables: tuple[CudaHashTable, ...]) -> None:
+        self._tables = tables
+        device = tables[0].device
+        self.origin = torch.zeros(1 << 16, dtype=torch.int64, device=device)
+        """What places are counted from; and cells that hold 0 for lanes that have nothing to compare."""
+        self._count = power_of_2(len(tables))
+        self._all = torch.zeros(self._count * _WORDS + self._count, dtype=torch.int64, device=device)
+        self.words, self.bases = self._all[: self._count * _WORDS], self._all[self._count * _WORDS :]
+        self.wide = False
+        """Whether the rows of all tables have numbers beyond 32 bits."""
+        self.captured = False
+        """Whether a captured graph reads this."""
+        self._stale = True
+        self._lock = threading.Lock()
+        for table in tables:
+            table._storage.arena.watchers.add(self)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the tables are no longer as described; in the interpreter memory moves whenever it grows."""
+        return self._stale or interpreted()
+
+    def changed(self) -> None:
+        """Something that is described has changed. A graph may run before the next call of the group."""
+        self._stale = True
+        if self.captured:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Describes the tables as they are now."""
+        if not self.stale:
+            return
+        with self._lock:
+            self._stale = False
+            words, base = np.zeros((self._count, _WORDS), np.int64), 0
+            bases = np.full(self._count, (1 << 62), np.int64)
+            for number, table in enumerate(self._tables):
+                words[number] = self._of(table, base)
+                bases[number] = base
+                base += table._storage.arena.room
+            words[len(self._tables) :] = words[0]
+            if base >= 1 << 31 and not self.wide:
+                if self.captured:
+                    raise CapacityError(
+                        f"the {len(self._tables)} tables of a captured graph have {base} rows by now; capture it again"
+                    )
+                self.wide = True
+            flat = np.concatenate([words.reshape(-1), bases])
+            home = torch.empty(flat.size, dtype=torch.int64, device="cpu", pin_memory=self._all.is_cuda)
+            home.numpy()[:] = flat
+            self._all.copy_(home, non_blocking=True)
+
+    def _of(self, table: CudaHashTable, base: int) -> list[int]:
+        storage, number = table._storage, table._number
+        arena = storage.arena
+        stores: list[Any] = [storage.keys, storage.rows, storage.stash_keys, storage.stash_rows]
+        places: list[Tensor] = [store.tensor[number] for store in stores]
+        places += [storage.counts.of(number), storage.counts.words, storage.free_rows.tensor, arena.tensor]
+        places += [arena.times.tensor, arena.times.tensor if arena.epochs is None else arena.epochs.tensor]
+        places.append(table._judge.skip_counter())
+        begin = self.origin.data_ptr()
+        return [
+            *((place.data_ptr() - begin) // 16 for place in places),
+            signed(storage.salt), signed(table._seed), int(arena.timed), int(arena.tracked), base,
+        ]  # fmt: skip

@@ -1,0 +1,289 @@
+"""`FusedGroup`: GPU tables of equal rows that are found, read and updated together, whether they share memory or not.
+
+One launch finds the ids of all tables, one pools their rows into the output, and a short sequence updates them. Nothing
+waits for the device, and nothing that a captured graph reads moves: see `Described` and `Control`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoal.errors import CapacityError, ConfigError, UnsupportedError
+from shoal.table.cuda.backend import capturing
+from shoal.table.cuda.groups.control import Control
+from shoal.table.cuda.groups.described import Described
+from shoal.table.cuda.groups.plan import Plan
+from shoal.table.cuda.groups.single import SingleGroup
+from shoal.table.cuda.groups.sums import Sums
+from shoal.table.cuda.judge import Told
+from shoal.table.cuda.kernels import located as lk
+from shoal.table.cuda.launch import Bound, cdiv, power_of_2
+from shoal.table.cuda.shapes import find_shape, pool_shape, row_shape
+from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
+
+if TYPE_CHECKING:
+    from shoal.table.cuda.table import CudaHashTable
+
+_PLANS = 64
+
+
+class FusedGroup:
+    """Tables with equal `group_key`: one layout and optimizer; seeds, rates and schedules are each table's own."""
+
+    def __init__(self, tables: tuple[CudaHashTable, ...]) -> None:
+        self.tables = tables
+        self.device, self.layout = tables[0].device, tables[0]._layout
+        self.dim = self.layout.dim
+        cuda = self.device.type == "cuda"
+        self.traits = Traits(device=self.device, capturable=cuda, local_state=True)
+        storages = {id(table._storage): table._storage for table in tables}
+        self._storages = sorted(storages.values(), key=lambda storage: storage.serial)
+        self._places = [(self._storages.index(table._storage), table._number) for table in tables]
+        self.described, self.control = Described(tables), Control(tables)
+        names = [table.name for table in tables]
+        whose = f"table {names[0]!r}" if len(names) == 1 else f"tables {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+        self._names = whose
+        self.told = Told(whose, self.device)
+        for table in tables:
+            table._judge.listens.append(self.told)
+        self._versions = power_of_2(len(tables))
+        self._plans: dict[Features, Plan] = {}
+        self._kernels: dict[Any, Bound] = {}
+        self._sums = Sums(self)
+        self._one_by_one = SingleGroup(tables)
+        self._stream: int | None = None
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> int:
+        """One call at a time for each of the tables; the current stream waits for those of the calls before."""
+        for storage in self._storages:
+            storage.lock()
+        if self.device.type != "cuda":
+            return -1
+        try:
+            former = torch._C._cuda_getDevice()
+            if former != self.device.index:
+                torch.cuda.set_device(self.device.index)
+            handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+            for storage in self._storages:
+                if storage.stream != handle:
+                    storage.follow(handle)
+            if handle != self._stream and not capturing(self.device):
+                self._stream = handle
+                stream = torch.cuda.current_stream(self.device)
+                for tensor in (self.described.origin, self.described.words, self.control.words, self._sums.tally):
+                    tensor.record_stream(stream)
+        except BaseException:
+            self.__exit__()
+            raise
+        self._former = former
+        return former
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda" and getattr(self, "_former", self.device.index) != self.device.index:
+            torch.cuda.set_device(self._former)
+        for storage in self._storages:
+            storage.unlock()
+
+    def describe(self) -> None:
+        """Has the kernels see the tables as they are now."""
+        if capturing(self.device):
+            self.described.captured = True
+            if self.described.stale:
+                raise UnsupportedError(f"{self._names}: run the step once, without capturing it, before it is captured")
+            return
+        if self.described.stale:
+            self.described.refresh()
+
+    def plan(self, features: Features) -> Plan:
+        found = self._plans.get(features)
+        if found is None:
+            if len(self._plans) >= _PLANS and not self.described.captured:
+                self._plans.clear()
+            found = self._plans[features] = Plan(features, len(self.tables), self.dim, self.device)
+        return found
+
+    def kernel(self, key: Any, fn: Any, constants: dict[str, Any]) -> Bound:
+        """A kernel with constants that follow from the key."""
+        made = self._kernels[key] = Bound.of(fn, **constants)
+        return made
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
+        """As `Group.find`: row numbers, and which rows were free by then."""
+        plan = self.plan(features)
+        n = self._check_ids(ids)
+        where = torch.empty(n, dtype=torch.int32, device=self.device)
+        versions = torch.empty(self._versions, dtype=torch.int64, device=self.device)
+        if n == 0:
+            return Found(ids, counts, where, versions)
+        with self:
+            self.describe()
+            begins = ids if plan.alone else plan.begins(counts, n)
+            padding = features.padding
+            key = ("find", plan.alone, padding is not None)
+            kernel = self._kernels.get(key)
+            block, warps = find_shape(1)
+            if kernel is None:
+                kernel = self.kernel(key, lk.find, {"SINGLE": plan.alone, "PAD": padding is not None,
+                                                    "TABLES": self._versions, "BLOCK": block, "num_warps": warps})  # fmt: skip
+            described = self.described
+            kernel(
+                cdiv(n, block), ids, begins, plan.tables, described.words, described.origin, where, versions, n,
+                plan.only, plan.features, plan.jump, 0 if padding is None else padding,
+            )  # fmt: skip
+        return Found(ids, counts, where, versions)
+
+    def rows(self, found: Found, features: Features, *, missing: Missing) -> Tensor:
+        """As `Group.rows`."""
+        plan, ids = self.plan(features), found.ids
+        n = self._check_ids(ids)
+        out = torch.empty(n, self.dim, dtype=torch.float32, device=self.device)
+        if n == 0:
+            return out
+        with self:
+            self.describe()
+            begins = ids if plan.alone else plan.begins(found.counts, n)
+            described = self.described
+            for s in self.layout.segments:
+                block, warps = row_shape(s.width)
+                initial = missing == "initial" and s.init != 0
+                key = ("rows", plan.alone, initial, s.index)
+                kernel = self._kernels.get(key) or self.kernel(key, lk.read, {
+                    "SINGLE": plan.alone, "INITIAL": initial, "INIT": s.init, "INDEX": s.index, "D": s.dim,
+                    "WIDTH": s.width, "STRIDE": self.layout.stride, "WEIGHT": s.weight, "DIM": self.dim, "BLOCK": block,
+                    "num_warps": warps,
+                })  # fmt: skip
+                kernel(
+                    cdiv(n, block), ids, begins, plan.tables, described.words, described.origin, found.where,
+                    found.came, out, n, plan.only, plan.features, plan.jump, *s.first,
+                )  # fmt: skip
+        return out
+
+    def pooled(
+        self,
+        found: Found,
+        features: Features,
+        offsets: Tensor,
+        weights: Tensor | None,
+        out: Tensor,
+        *,
+        missing: Missing,
+    ) -> None:
+        """As `Group.pooled`: one launch for each segment of a row."""
+        plan, ids = self.plan(features), found.ids
+        n = self._check_ids(ids)
+        bags = self._check_bags(plan, offsets, weights, out, "out", n)
+        if bags == 0:
+            return
+        width = out.stride(0)
+        unit = plan.unit if width % plan.unit == 0 else 1
+        with self:
+            self.describe()
+            described = self.described
+            for s in self.layout.segments:
+                initial = missing == "initial" and s.init != 0
+                key = ("pooled", plan.alone, weights is not None, initial, plan.kind, unit, s.index)
+                kernel = self._kernels.get(key)
+                block, warps = pool_shape(s.width)
+                if kernel is None:
+                    kernel = self.kernel(key, lk.pool, {
+                        "SINGLE": plan.alone, "WEIGHTED": weights is not None, "INITIAL": initial, "LOCATE": False,
+                        "PAD": features.padding is not None, "KIND": plan.kind, "INIT": s.init, "INDEX": s.index,
+                        "D": s.dim, "WIDTH": s.width, "STRIDE": self.layout.stride, "WEIGHT": s.weight, "UNIT": unit,
+                        "BAGS": block, "num_warps": warps,
+                    })  # fmt: skip
+                kernel(
+                    cdiv(bags, block), ids, offsets, ids if weights is None else weights, plan.tables,
+                    plan.columns[unit], plan.combiners, described.words, described.origin, found.where, found.came,
+                    out, bags, bags // plan.features, plan.only, width // unit, 0, *s.first,
+                )  # fmt: skip
+
+    # --- updating -----------------------------------------------------------------------------------------------------
+
+    def set_step(self, step: Step) -> None:
+        """Gives captured updates the step, time and learning rates that they read when their graph runs next."""
+        with self:
+            self.control.set(step)
+            self.described.refresh()
+
+    def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
+        """As `Group.update`. A captured one follows the last `set_step`, or the tensors of ``step``."""
+        if not capturing(self.device):
+            self.told.check()
+        parts = [part for part in parts if part.found.ids.numel()]
+        if not parts:
+            return
+        marked = False
+        for table in self.tables:
+            table._check_marks()
+            table._version += 1
+            marked = marked or table._marks is not None
+        if each != "sum" or marked:
+            self._one_by_one.update(parts, step=step, each=each)
+            return
+        with self:
+            if self.described.stale:
+                self.control.forget()
+            self.control.set(step)
+            self._expect(parts)
+            self.describe()
+            self._sums.update(parts)
+
+    def _expect(self, parts: Sequence[Part]) -> None:
+        """Makes room for what may be new."""
+        counts = [[0] * storage.tables for storage in self._storages]
+        for part in parts:
+            n = part.found.ids.numel()
+            for table, count in self.plan(part.features).expected(part.found.counts, n):
+                storage, number = self._places[table]
+                counts[storage][number] += count
+        for storage, own in zip(self._storages, counts, strict=True):
+            try:
+                storage.expect(own)
+            except CapacityError as error:
+                raise CapacityError(
+                    f"{self._names}: no room for {sum(own)} ids more: {error}; nothing was changed. Evict rows, or use "
+                    "a narrower optimizer state"
+                ) from None
+
+    # --- arguments ----------------------------------------------------------------------------------------------------
+
+    def _check_ids(self, ids: Tensor) -> int:
+        if ids.dtype != torch.int64 or ids.device != self.device or not ids.is_contiguous():
+            raise ConfigError(
+                f"{self._names}: ids must be contiguous int64 on {self.device}, got {ids.dtype} on {ids.device}"
+            )
+        return ids.numel()
+
+    def _check_bags(
+        self, plan: Plan, offsets: Tensor, weights: Tensor | None, rows: Tensor, what: str, n: int
+    ) -> int:
+        """How many bags there are."""
+        bags = offsets.numel() - 1
+        if bags % plan.features or bags < 0:
+            raise ConfigError(
+                f"{self._names}: offsets must have an element more than a multiple of {plan.features} features, got "
+                f"{offsets.numel()}"
+            )
+        if offsets.dtype != torch.int64 or offsets.device != self.device:
+            raise ConfigError(
+                f"{self._names}: offsets must be int64 on {self.device}, got {offsets.dtype} on {offsets.device}"
+            )
+        if rows.dtype != torch.float32 or rows.shape != (bags // plan.features, plan.width) or rows.stride(1) != 1:
+            raise ConfigError(
+                f"{self._names}: {what} must be float32 [{bags // plan.features}, {plan.width}], got {rows.dtype} "
+                f"{list(rows.shape)}"
+            )
+        if weights is not None and (weights.dtype != torch.float32 or weights.numel() != n):
+            raise ConfigError(
+                f"{self._names}: weights must be {n} float32 numbers, got {weights.numel()} of {weights.dtype}"
+            )
+        return bags
+

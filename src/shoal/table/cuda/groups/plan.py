@@ -1,0 +1,90 @@
+"""`Plan`: what kernels have to know of the features of a batch, in device memory, made once."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.table.cuda.backend import capturing
+from shoal.table.protocol import FUSED, SUM, Features
+
+_KEPT = 64  # of cuts of batches
+
+
+def jump_of(count: int) -> int:
+    """The largest power of two below ``count``: the first step of a search through so many numbers."""
+    return 1 << (count - 1).bit_length() - 1 if count > 1 else 0
+
+
+class Plan:
+    """Features over the tables of a group."""
+
+    def __init__(self, features: Features, tables: int, dim: int, device: torch.device) -> None:
+        self._check(features, tables, dim)
+        self._tables_of, self._device = features.tables, device
+        self.features, self.width = len(features.tables), features.width
+        self.jump = jump_of(self.features)
+        self.alone = len(set(features.tables)) == 1
+        """Whether all of them read one table, ``only``."""
+        self.only = features.tables[0] if features.tables else 0
+        kinds = set(features.combiners)
+        self.kind = SUM if not kinds else kinds.pop() if len(kinds) == 1 else -1
+        """The combiner of all of them; -1 when they differ."""
+        self.unit = 4 if all(column % 4 == 0 for column in features.columns) else 1
+        """Floats that columns begin at multiples of."""
+        self.tables, self.combiners, columns = (
+            self._sent(values, torch.int32)
+            for values in (features.tables, features.combiners or (0,), features.columns or (0,))
+        )
+        self.columns = {1: columns, 4: columns // 4}
+        self._begins: dict[tuple[int, ...], Tensor] = {}
+        self._held: list[Tensor] = []
+
+    @staticmethod
+    def _check(features: Features, tables: int, dim: int) -> None:
+        if not features.tables or any(not 0 <= table < tables for table in features.tables):
+            raise ConfigError(f"features.tables must be numbers of {tables} tables, got {features.tables}")
+        unknown = set(features.combiners) - FUSED
+        if unknown:
+            raise ConfigError(f"features.combiners must be of {sorted(FUSED)}, got {sorted(unknown)}")
+        for column in features.columns:
+            if not 0 <= column <= features.width - dim:
+                raise ConfigError(
+                    f"features.columns must leave {dim} columns of the {features.width} there are, got {column}"
+                )
+
+    def _sent(self, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        home = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
+        return home.to(self._device, non_blocking=True)
+
+    def begins(self, counts: Tensor, n: int) -> Tensor:
+        """int64 on the device: the first id of each feature."""
+        if counts.device == self._device and self._device.type == "cuda":
+            return counts.cumsum(0) - counts
+        sizes = tuple(counts.tolist())
+        made = self._begins.get(sizes)
+        if made is None:
+            if len(sizes) != self.features or sum(sizes) != n:
+                raise ConfigError(f"counts must be those of {self.features} features and {n} ids, got {list(sizes)}")
+            firsts = tuple(itertools.accumulate((0, *sizes[:-1])))
+            if capturing(self._device):  # nothing is in it before the graph runs, which copies it anew
+                home = torch.tensor(firsts, dtype=torch.int64, device="cpu", pin_memory=True)
+                self._held.append(home)
+                return home.to(self._device, non_blocking=True)
+            if len(self._begins) >= _KEPT:
+                self._begins.clear()
+            made = self._begins[sizes] = self._sent(firsts, torch.int64)
+        if capturing(self._device):
+            self._held.append(made)
+        return made
+
+    def expected(self, counts: Tensor, n: int) -> list[tuple[int, int]]:
+        """How many ids each table may get of a batch; a table may come several times."""
+        if self.alone:
+            return [(self.only, n)]
+        if counts.device.type == "cuda":  # which the host does not know
+            return [(table, n) for table in set(self._tables_of)]
+        return list(zip(self._tables_of, counts.tolist(), strict=True))

@@ -1,0 +1,86 @@
+"""`SingleGroup`: a GPU table by its own calls, for rows that the fused kernels do not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoal.table.adapter import pool_columns, row_gradients
+from shoal.table.arguments import as_int
+from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
+
+if TYPE_CHECKING:
+    from shoal.table.cuda.table import CudaHashTable
+
+
+class SingleGroup:
+    """Tables with an admission filter, with rounded, quantised or served rows, and caches. Waits for the device."""
+
+    def __init__(self, tables: tuple[Any, ...]) -> None:
+        self.tables: tuple[CudaHashTable, ...] = tables
+        self.dim = tables[0].dim_size
+        self.traits = Traits(device=tables[0].device, trains=not tables[0].serving, local_state=True)
+
+    def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
+        """The ids themselves: rows are looked up when they are read."""
+        return Found(ids, counts, ids.new_empty(0), ids.new_empty(0))
+
+    def rows(self, found: Found, features: Features, *, missing: Missing) -> Tensor:
+        """As `Group.rows`."""
+        sizes = self._sizes(found)
+        out = []
+        for number, ids in zip(features.tables, found.ids.split(sizes), strict=True):
+            keep = None if features.padding is None else ids != features.padding
+            table = self.tables[number]
+            own = ids if keep is None else ids[keep]
+            got = table.read(own, initial=missing == "initial")
+            if keep is not None:
+                rows = torch.zeros(ids.numel(), self.dim, device=ids.device)
+                rows[keep] = got
+                got = rows
+            out.append(got)
+        return torch.cat(out)
+
+    def pooled(
+        self,
+        found: Found,
+        features: Features,
+        offsets: Tensor,
+        weights: Tensor | None,
+        out: Tensor,
+        *,
+        missing: Missing,
+    ) -> None:
+        """As `Group.pooled`."""
+        pool_columns(self.rows(found, features, missing=missing), found, features, offsets, weights, out)
+
+    def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
+        """As `Group.update`."""
+        ids: list[list[Tensor]] = [[] for _ in self.tables]
+        grads: list[list[Tensor]] = [[] for _ in self.tables]
+        for part in parts:
+            sizes = self._sizes(part.found)
+            rows = row_gradients(part, self.dim)
+            for number, own, grad in zip(
+                part.features.tables, part.found.ids.split(sizes), rows.split(sizes), strict=True
+            ):
+                if part.features.padding is not None:
+                    keep = own != part.features.padding
+                    own, grad = own[keep], grad[keep]
+                ids[number].append(own)
+                grads[number].append(grad)
+        scales = [1.0] * len(self.tables) if step.lr_scale is None else [float(x) for x in step.lr_scale]
+        for table, own, grad, scale in zip(self.tables, ids, grads, scales, strict=True):
+            if own:
+                number = as_int(step.number, table.name, "step.number")
+                time = step.time_s if step.time_s is None else as_int(step.time_s, table.name, "step.time_s")
+                rates = [scale * rate for rate in table._rates(number)]
+                table._apply(
+                    torch.cat(own), torch.cat(grad), rates, number, each == "sum", table._time(time)
+                )
+
+    def _sizes(self, found: Found) -> list[int]:
+        return found.counts.tolist()

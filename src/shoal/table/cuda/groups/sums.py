@@ -1,0 +1,259 @@
+"""`Sums`: the launches that bring the gradients of bags and rows into the rows of a group's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.table.cuda.backend import capturing, interpreted
+from shoal.table.cuda.groups.plan import Plan, jump_of
+from shoal.table.cuda.kernels import changed as ck
+from shoal.table.cuda.launch import cdiv, power_of_2
+from shoal.table.cuda.layout import Segment
+from shoal.table.cuda.shapes import claim_shape, crossing_shape, row_shape, start_shape, summed_shape
+from shoal.table.protocol import SUM, Part
+
+if TYPE_CHECKING:
+    from shoal.table.cuda.groups.fused import FusedGroup
+
+_JUDGES = {"raise": ck.RAISE.value, "skip": ck.SKIP.value, "ignore": -1}
+_AS_WRITTEN = ("ftrl", "group_ftrl")  # a difference of roots: without fused multiply-adds
+
+
+class _Source:
+    """A part, and where its gradients lie."""
+
+    __slots__ = ("bags", "each", "features", "grad", "kind", "n", "offsets", "part", "plan", "width")
+
+    def __init__(self, group: FusedGroup, part: Part) -> None:
+        self.part, self.plan = part, group.plan(part.features)
+        self.n = group._check_ids(part.found.ids)
+        grad = part.grad if part.grad.stride(-1) == 1 and part.grad.stride(0) >= part.grad.shape[1] else None
+        self.grad: Tensor = part.grad.contiguous() if grad is None else grad
+        if part.offsets is None:
+            if self.grad.dtype != torch.float32 or self.grad.shape != (self.n, group.dim):
+                raise ConfigError(
+                    f"{group._names}: gradients of rows must be float32 [{self.n}, {group.dim}], got {part.grad.dtype} "
+                    f"{list(part.grad.shape)}"
+                )
+            self.bags, self.each, self.kind = self.n, self.n, SUM
+        else:
+            self.bags = group._check_bags(self.plan, part.offsets, part.weights, self.grad, "gradients", self.n)
+            self.each, self.kind = max(1, self.bags // self.plan.features), self.plan.kind
+        self.offsets = part.offsets
+        self.width = self.grad.stride(0)
+
+    @property
+    def unit(self) -> int:
+        return 4 if self.width % 4 == 0 and (self.offsets is None or self.plan.unit == 4) else 1
+
+
+class Sums:
+    """Updates of a group. What kernels count is in ``tally``, which the last of them makes ready for the next."""
+
+    def __init__(self, group: FusedGroup) -> None:
+        self._group = group
+        self.tally = torch.zeros(4, dtype=torch.int64, device=group.device)
+        table = group.tables[0]
+        self._how = _JUDGES[table.on_bad_gradient]
+        self._deterministic = table.deterministic
+        self._single = len(group.tables) == 1
+        self._jump = jump_of(len(group.tables))
+        segments = group.layout.segments
+        self._adds = all(s.kind == "sgd" for s in segments) and not self._deterministic
+
+    def update(self, parts: Sequence[Part]) -> None:
+        """One step of every distinct row."""
+        group = self._group
+        sources = [_Source(group, part) for part in parts]
+        n = sum(source.n for source in sources)
+        base = sources[0].grad
+        unit = min(source.unit for source in sources)
+        if any((source.grad.data_ptr() - base.data_ptr()) % (4 * unit) for source in sources):
+            unit = 1
+        tiles = max(cdiv(n, summed_shape(s.width)[0]) * s.width for s in group.layout.segments)
+        room = (n + 15) & ~15
+        words = 4 * room + (0 if self._adds else tiles)
+        workspace = torch.empty(words, dtype=torch.int64, device=group.device)
+        keys = torch.empty(n, dtype=torch.int64 if group.described.wide else torch.int32, device=group.device)
+        try:
+            self._launch(sources, workspace, keys, base, unit, n, room)
+        except BaseException:
+            if not capturing(group.device):
+                self.tally[:2].zero_()
+            raise
+
+    def _launch(
+        self, sources: list[_Source], workspace: Tensor, keys: Tensor, base: Tensor, unit: int, n: int, room: int
+    ) -> None:
+        seen = [self._survey(source) for source in sources]
+        start = 0
+        for source, of in zip(sources, seen, strict=True):
+            self._claim(source, of, workspace, keys, base, unit, start, room)
+            start += source.n
+        for s in self._group.layout.segments:
+            self._start(s, workspace, n, room)
+        factored = any(source.kind != SUM or source.part.weights is not None for source in sources)
+        if factored and len(sources) > 1:
+            self._plain_factors(sources, workspace, room)
+        if self._adds:
+            for s in self._group.layout.segments:
+                self._add(s, keys, workspace, base, unit, n, room, factored)
+            return
+        ordered, order = torch.sort(keys, stable=True) if not self._deterministic else self._by_id(sources, keys)
+        for s in self._group.layout.segments:
+            self._step(s, ordered, order, workspace, base, unit, n, room, factored)
+
+    def _plain_factors(self, sources: list[_Source], workspace: Tensor, room: int) -> None:
+        """Factors of 1 for the parts that have none of their own, since others have."""
+        factors, start = workspace[3 * room : 4 * room].view(torch.float32), 0
+        for source in sources:
+            if source.kind == SUM and source.part.weights is None:
+                factors[start : start + source.n].fill_(1.0)
+            start += source.n
+
+    def _by_id(self, sources: list[_Source], keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Sorted by table and id, so that equal batches are cut alike whatever rows their ids have."""
+        ids = torch.cat([source.part.found.ids for source in sources])
+        order = torch.sort(ids, stable=True)[1]
+        bases = self._group.described.bases[: len(self._group.tables)]
+        table = torch.searchsorted(bases, keys[order].long(), right=True)  # 0 for what is passed over, which comes first
+        order = order[torch.sort(table, stable=True)[1]]
+        return keys[order], order
+
+    # --- kernels ------------------------------------------------------------------------------------------------------
+
+    def _survey(self, source: _Source) -> Tensor:
+        """What `ck.survey` says of the bags of a part; nothing when nobody wants to know."""
+        group, part, how = self._group, source.part, self._how
+        judge = how >= 0
+        if not judge and source.kind == SUM:
+            return part.found.where
+        seen = torch.empty(2 * source.bags, dtype=torch.float32, device=group.device)
+        width = power_of_2(group.dim)
+        block, warps = row_shape(width)
+        rows, pad = source.offsets is None, part.features.padding is not None
+        count = how == ck.RAISE.value and part.weights is None
+        unit = source.unit
+        key = ("survey", rows, pad, source.kind, judge, count, unit)
+        kernel = group._kernels.get(key) or group.kernel(key, ck.survey, {
+            "ROWS_": rows, "PAD": pad, "KIND": source.kind, "JUDGE": judge, "COUNT": count, "D": group.dim,
+            "WIDTH": width, "UNIT": unit, "BAGS": block, "num_warps": warps,
+        })  # fmt: skip
+        plan, where = source.plan, part.found.where
+        kernel(
+            cdiv(source.bags, block), source.grad, where if rows else source.offsets, where, plan.columns[unit],
+            plan.combiners, seen, self.tally, source.bags, source.each, source.width // unit,
+        )  # fmt: skip
+        if part.weights is not None and how == ck.RAISE.value and not rows:
+            block, warps = claim_shape()[:2]
+            key = ("weigh", pad, source.kind)
+            kernel = group._kernels.get(key) or group.kernel(
+                key, ck.weigh, {"PAD": pad, "KIND": source.kind, "BLOCK": block, "num_warps": warps}
+            )
+            kernel(
+                cdiv(source.n, block), source.offsets, where, part.weights, seen, self.tally, source.n, source.bags,
+                jump_of(source.bags),
+            )  # fmt: skip
+        return seen
+
+    def _claim(
+        self, source: _Source, seen: Tensor, workspace: Tensor, keys: Tensor, base: Tensor, unit: int, start: int,
+        room: int,
+    ) -> None:  # fmt: skip
+        group, part, plan = self._group, source.part, source.plan
+        found, rows = part.found, source.offsets is None
+        weighted = part.weights is not None and not rows
+        block, warps, registers = claim_shape()
+        key = ("claim", plan.alone, rows, weighted, source.kind, unit)
+        kernel = group._kernels.get(key) or group.kernel(key, ck.claim, {
+            "SINGLE": plan.alone, "ROWS_": rows, "WEIGHTED": weighted, "KIND": source.kind, "JUDGE": self._how,
+            "STAMP": self._adds, "UNIT": unit, "BLOCK": block, "num_warps": warps, "maxnreg": registers,
+        })  # fmt: skip
+        if not rows:
+            places, jump = source.offsets, jump_of(source.bags)
+        else:
+            places, jump = (found.ids if plan.alone else plan.begins(found.counts, source.n)), plan.jump
+        described = group.described
+        begins_at = (source.grad.data_ptr() - base.data_ptr()) // (4 * unit)
+        kernel(
+            cdiv(source.n, block), found.ids, places, found.where, found.came, part.weights if weighted else found.ids,
+            seen, plan.tables, plan.columns[unit], described.words, described.origin, group.control.words,
+            described.origin, workspace, keys, self.tally, source.n, start, room, plan.only, plan.features, source.bags,
+            source.each, jump, source.width // unit, begins_at,
+        )  # fmt: skip
+
+    def _start(self, s: Segment, workspace: Tensor, n: int, room: int) -> None:
+        group = self._group
+        block, warps, most = start_shape(s.width)
+        key = ("start", s.index)
+        kernel = group._kernels.get(key) or group.kernel(key, ck.start, {
+            "INIT": s.init, "INDEX": s.index, "D": s.dim, "WIDTH": s.width, "STRIDE": group.layout.stride,
+            "WEIGHT": s.weight, "STATE_": s.state, "VECTORS": s.vectors, "TAIL": s.tail, "BLOCK": block,
+            "num_warps": warps,
+        })  # fmt: skip
+        kernel(
+            min(most, cdiv(n, block)), workspace, self.tally, group.described.words, group.described.origin, room,
+            *s.first, s.accumulator, s.native.beta1, s.native.beta2,
+        )  # fmt: skip
+
+    def _last(self, s: Segment) -> bool:
+        return s.index == len(self._group.layout.segments) - 1
+
+    def _add(
+        self, s: Segment, keys: Tensor, workspace: Tensor, base: Tensor, unit: int, n: int, room: int, factored: bool
+    ) -> None:
+        group, described = self._group, self._group.described
+        block, warps = row_shape(s.width)
+        key = ("add", described.wide, factored, unit, s.index)
+        kernel = group._kernels.get(key) or group.kernel(key, ck.add, {
+            "SINGLE": self._single, "FACTOR": factored, "LAST": self._last(s), "INDEX": s.index, "D": s.dim,
+            "WIDTH": s.width, "STRIDE": group.layout.stride, "WEIGHT": s.weight, "UNIT": unit, "BLOCK": block,
+            "num_warps": warps,
+        })  # fmt: skip
+        kernel(
+            cdiv(n, block), keys, workspace, base, described.bases, described.words, described.origin,
+            group.control.rates, self.tally, group.told.count, n, room, len(group.tables), self._jump,
+            group.control.segments,
+        )  # fmt: skip
+
+    def _step(
+        self, s: Segment, keys: Tensor, order: Tensor, workspace: Tensor, base: Tensor, unit: int, n: int, room: int,
+        factored: bool,
+    ) -> None:  # fmt: skip
+        group, described, control = self._group, self._group.described, self._group.control
+        tile, warps = summed_shape(s.width)
+        at_once, span, crossing_warps = crossing_shape(s.width)
+        tiles = cdiv(n, tile)
+        key = ("step", described.wide, factored, unit, s.index)
+        within, across = group._kernels.get((*key, 0)), group._kernels.get((*key, 1))
+        if within is None or across is None:
+            held = 0 if interpreted() else s.held
+            shared: dict[str, Any] = {
+                "SINGLE": self._single, "STAMP": s.index == 0, "OPT": s.native.opt, "NESTEROV": s.native.nesterov,
+                "DECOUPLED": s.native.decoupled, "INDEX": s.index, "D": s.dim, "WIDTH": s.width,
+                "STRIDE": group.layout.stride, "WEIGHT": s.weight, "STATE_": s.state, "HELD": held,
+                "LINES": power_of_2(cdiv(max(held, s.dim), 32) + 1), "enable_fp_fusion": s.kind not in _AS_WRITTEN,
+            }  # fmt: skip
+            within = group.kernel(
+                (*key, 0), ck.step_within,
+                {**shared, "FACTOR": factored, "UNIT": unit, "BLOCK": tile, "num_warps": warps},
+            )  # fmt: skip
+            across = group.kernel((*key, 1), ck.step_across, {
+                **shared, "LAST": self._last(s), "TILE": tile, "TILES": at_once, "SPAN": span,
+                "num_warps": crossing_warps,
+            })  # fmt: skip
+        numbers = s.numbers(0.0, 1.0)
+        which = (n, room, len(group.tables), self._jump, control.segments, numbers)
+        within(
+            tiles, keys, order, workspace, base, described.bases, described.words, described.origin, control.words,
+            control.rates, *which,
+        )  # fmt: skip
+        across(
+            cdiv(tiles, at_once), keys, workspace, described.bases, described.words, described.origin, control.words,
+            control.rates, self.tally, group.told.count, *which,
+        )  # fmt: skip

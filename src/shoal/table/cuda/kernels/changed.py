@@ -1,0 +1,471 @@
+# pyrefly: ignore-errors
+"""Updates of several tables in one launch sequence: gradients are judged, ids get rows, equal rows' gradients are summed.
+
+A gradient is that of a bag, read where it lies and multiplied by the factor of each of its rows. Between the kernels
+lies a workspace of int64 words, ``room`` for each of: where a gradient begins, a new row's id, the table and number of
+a new row, and the factor of a gradient.
+"""
+
+import triton
+import triton.language as tl
+
+from shoal.table.cuda.kernels.index import EMPTY, EPOCH, FREE, LOST, NEXT, ROOM, SIZE, TAKEN, _places
+from shoal.table.cuda.kernels.located import (
+    ARENA,
+    BASE,
+    DESCRIBED,
+    EPOCHS,
+    FREE_ROWS,
+    KEYS,
+    MOVED,
+    PADDING,
+    ROWS,
+    SALT,
+    SEED,
+    SKIPPED,
+    STASH_KEYS,
+    STASH_ROWS,
+    STATE,
+    TIMED,
+    TIMES,
+    TRACKED,
+    WORDS,
+    column,
+    divisor,
+    ints,
+    last_not_above,
+    longs,
+)
+from shoal.table.cuda.kernels.optimizers import _fetch_ahead, _join, _rest_of, _step
+from shoal.table.cuda.kernels.rows import _start_rows, first_weights
+
+# Words of a group's tally.
+BAD = tl.constexpr(0)  # gradients of this update that hold NaN or infinity
+FRESH = tl.constexpr(1)  # rows that this update made
+TOLD = tl.constexpr(2)  # bad gradients of all updates so far
+
+# Words of a group's control block: common ones, then two for each table.
+STEP = tl.constexpr(0)
+TABLES_AT = tl.constexpr(8)
+
+RAISE = tl.constexpr(0)
+SKIP = tl.constexpr(1)
+
+
+@triton.jit(do_not_specialize=["bags", "each", "width"])
+def survey(
+    grads, offsets, where, columns, combiners, seen, tally, bags, each, width,
+    ROWS_: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr, JUDGE: tl.constexpr, COUNT: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BAGS: tl.constexpr,
+):  # fmt: skip
+    """What is to be known of each bag: the factor of its rows and its largest gradient, ``seen [2, bags]``.
+
+    JUDGE looks at gradients at all; COUNT counts the rows of bags with NaN or infinity as bad. ROWS_: each row is a bag.
+    """
+    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
+    m = bag < bags
+    feature = tl.where(m, bag // each, 0)
+    if ROWS_:
+        count = m.to(tl.int64)
+        if PAD:
+            count = (tl.load(where + bag, mask=m, other=PADDING) != PADDING).to(tl.int64)
+    else:
+        begin = tl.load(offsets + bag, mask=m, other=0)
+        end = tl.load(offsets + bag + 1, mask=m, other=0)
+        count = end - begin
+        if PAD:
+            longest = tl.max(count, axis=0)
+            k = longest * 0
+            while k < longest:
+                none = tl.load(where + begin + k, mask=m & (begin + k < end), other=0) == PADDING
+                count -= none.to(tl.int64)
+                k += 1
+    if KIND != 0:
+        by = divisor(count.to(tl.int32), combiners, feature, KIND)
+        tl.store(seen + bag, tl.div_rn(1.0 + by * 0, by), mask=m)
+    if JUDGE:
+        d = tl.arange(0, WIDTH)
+        if ROWS_:
+            at = bag.to(tl.int64) * width
+        else:
+            at = (bag % each).to(tl.int64) * width + tl.load(columns + feature)
+        g = tl.load(grads + at[:, None] * UNIT + d[None, :], mask=m[:, None] & (d < D)[None, :], other=0.0)
+        size = tl.abs(g)
+        largest = tl.max(tl.where(size < float("inf"), size, float("inf")), axis=1)
+        tl.store(seen + bags + bag, largest, mask=m)
+        if COUNT:
+            wrong = tl.sum(tl.where(m & (largest == float("inf")), count, 0), axis=0)
+            if wrong > 0:
+                tl.atomic_add(tally + BAD, wrong, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["n", "bags", "jump"])
+def weigh(
+    offsets, where, weights, seen, tally, n, bags, jump, PAD: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Counts gradients that are bad once they have their weights."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = o < n
+    bag = last_not_above(offsets, bags, jump, o, m)
+    if PAD:
+        m = m & (tl.load(where + o, mask=m, other=PADDING) != PADDING)
+    factor = tl.load(weights + o, mask=m, other=0.0)
+    if KIND != 0:
+        factor *= tl.load(seen + bag, mask=m, other=0.0)
+    size = tl.abs(factor) * tl.load(seen + bags + bag, mask=m, other=0.0)
+    wrong = tl.sum((m & ((size < float("inf")) == 0)).to(tl.int64), axis=0)
+    if wrong > 0:
+        tl.atomic_add(tally + BAD, wrong, sem="relaxed")
+
+
+@triton.jit
+def _new_rows(won, count, of, origin, SINGLE: tl.constexpr):
+    """Rows for the ``count`` lanes that have won a slot, freed ones first; row 0, nobody's, where no room is."""
+    state = longs(origin, of, STATE)
+    words = longs(origin, of, WORDS)
+    if SINGLE:
+        taken = tl.atomic_add(state + TAKEN, count.to(tl.int64), sem="relaxed")
+        rank = taken + tl.cumsum(won.to(tl.int32), axis=0) - 1
+        tl.atomic_add(words + SIZE, count.to(tl.int64), sem="relaxed")
+    else:
+        one = won.to(tl.int64)
+        rank = tl.atomic_add(state + TAKEN, one, mask=won, sem="relaxed")
+        tl.atomic_add(words + SIZE, one, mask=won, sem="relaxed")
+    free_count = tl.load(state + FREE)
+    again = won & (rank < free_count)
+    reused = tl.load(ints(origin, of, FREE_ROWS) + rank, mask=again, other=0).to(tl.int64)
+    new = tl.where(again, reused, tl.load(state + NEXT) + rank - free_count)
+    lost = won & (new >= tl.load(state + ROOM))
+    if tl.max(lost.to(tl.int32), axis=0) > 0:
+        tl.atomic_add(state + LOST + won.to(tl.int64) * 0, lost.to(tl.int64), mask=lost, sem="relaxed")
+    return tl.where(lost, 0, new).to(tl.int32)
+
+
+@triton.jit
+def _take(id, of, m, o, origin, spare, SINGLE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of ids, and which of them were made; as `insert` of the index does it."""
+    keys = longs(origin, of, KEYS)
+    rows = ints(origin, of, ROWS)
+    stash_keys = longs(origin, of, STASH_KEYS)
+    stash_rows = ints(origin, of, STASH_ROWS)
+    key, first, second, home, stash_mask = _places(id, longs(origin, of, WORDS), 0, tl.load(of + SALT), False)
+    lane = tl.arange(0, 8)[None, :]
+    held = tl.load(column(keys, SINGLE) + first[:, None] * 8 + lane, mask=m[:, None], other=EMPTY)
+    slot = tl.min(tl.where(held == key[:, None], lane, 8), axis=1)
+    free = tl.min(tl.where(held == EMPTY, lane, 8), axis=1)
+    where = first * 8 + slot
+    row = tl.load(rows + where, mask=m & (slot < 8), other=-1)
+    todo = m & (slot == 8)
+    won = m & (o < 0)
+    in_stash = m & (o < 0)
+    if tl.max(todo.to(tl.int32), axis=0) > 0:
+        held = tl.load(column(keys, SINGLE) + second[:, None] * 8 + lane, mask=todo[:, None], other=EMPTY)
+        slot2 = tl.min(tl.where(held == key[:, None], lane, 8), axis=1)
+        free2 = tl.min(tl.where(held == EMPTY, lane, 8), axis=1)
+        hit2 = todo & (slot2 < 8)
+        where = tl.where(hit2, second * 8 + slot2, where)
+        row = tl.where(hit2, tl.load(rows + where, mask=hit2, other=-1), row)
+        todo = todo & (slot2 == 8)
+        step = tl.where(free < 8, free, 8 + free2).to(tl.int64)  # place in the id's order; 16 and on: the stash
+        while tl.max(todo.to(tl.int32), axis=0) > 0:
+            main = step < 16
+            place = tl.where(step < 8, first * 8 + step, second * 8 + step - 8)
+            stash_at = (home + step - 16) & stash_mask
+            cell = tl.where(main, keys + place, stash_keys + stash_at)
+            # A lane with nothing to do compares a spare cell, which holds 0, with -1.
+            cell = tl.where(todo, cell, spare + (o & 65535))
+            wanted = tl.where(todo, tl.full([BLOCK], EMPTY, tl.int64), tl.full([BLOCK], -1, tl.int64))
+            old = tl.atomic_cas(cell, wanted, key, sem="relaxed")
+            mine = todo & (old == EMPTY)
+            done = mine | (todo & (old == key))
+            won = won | mine
+            in_stash = tl.where(done, main == 0, in_stash)
+            where = tl.where(done, tl.where(main, place, stash_at), where)
+            todo = todo & (done == 0)
+            step += 1
+        count = tl.sum(won.to(tl.int32), axis=0)
+        if count > 0:
+            row = tl.where(won, _new_rows(won, count, of, origin, SINGLE), row)
+            tl.store(rows + where, row, mask=won & (in_stash == 0))
+            tl.store(stash_rows + where, row, mask=won & in_stash)
+    wait = m & (row < 0)  # for another program, which has the slot and is about to write the row there
+    while tl.max(wait.to(tl.int32), axis=0) > 0:
+        cell = tl.where(in_stash, stash_rows + where, rows + where)
+        now = tl.atomic_add(cell, 0, mask=wait, sem="relaxed")
+        row = tl.where(wait, now, row)
+        wait = wait & (now < 0)
+    return row, won
+
+
+@triton.jit
+def stamp(row, table, of, m, origin, control):
+    """The time of the update, and the epoch, to rows; where a table goes by the clock a later time stays."""
+    timed = m & (tl.load(of + TIMED) != 0)
+    if tl.max(timed.to(tl.int32), axis=0) > 0:
+        at = ints(origin, of, TIMES) + row
+        last = tl.load(at, mask=timed, other=0)
+        time = (tl.load(control + TABLES_AT + table * 2) + row.to(tl.int64) * 0).to(tl.int32)
+        later = tl.load(control + TABLES_AT + table * 2 + 1) != 0
+        keep = later & (last.to(tl.uint32, bitcast=True) > time.to(tl.uint32, bitcast=True))
+        tl.store(at, time, mask=timed & (keep == 0) & (last != time))
+    tracked = m & (tl.load(of + TRACKED) != 0)
+    if tl.max(tracked.to(tl.int32), axis=0) > 0:
+        epoch = tl.load(longs(origin, of, STATE) + EPOCH)
+        tl.store(ints(origin, of, EPOCHS) + row, (epoch + row.to(tl.int64) * 0).to(tl.int32), mask=tracked)
+
+
+@triton.jit(do_not_specialize=["n", "start", "room", "only", "features", "bags", "each", "jump", "width", "begins_at"])
+def claim(
+    ids, places, where, versions, weights, seen, tables, columns, described, origin, control, spare, workspace, keys,
+    tally, n, start, room, only, features, bags, each, jump, width, begins_at,
+    SINGLE: tl.constexpr, ROWS_: tl.constexpr, WEIGHTED: tl.constexpr, KIND: tl.constexpr,
+    JUDGE: tl.constexpr, STAMP: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row for each id, in ``keys`` from ``start`` on, and where its gradient is; -1 for an id that is passed over.
+
+    ``places`` are the offsets of bags or, with ROWS_, the first ids of features. ``begins_at`` is where gradients begin.
+    """
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = o < n
+    if ROWS_:
+        bag = o
+        source = begins_at + o * width
+        feature = o * 0
+        if SINGLE == 0:
+            feature = last_not_above(places, features, jump, o, m)
+    else:
+        bag = last_not_above(places, bags, jump, o, m)
+        feature = bag // each
+        source = begins_at + (bag % each) * width + tl.load(columns + feature, mask=m, other=0)
+    tl.store(workspace + start + o, source, mask=m)
+    row = tl.load(where + o, mask=m, other=PADDING)
+    here = m & (row != PADDING)
+    if JUDGE == RAISE:
+        here = here & (tl.load(tally + BAD) == 0)
+    if SINGLE:
+        table = only
+    else:
+        table = tl.load(tables + feature, mask=m, other=0)
+    of = described + table * DESCRIBED
+    if WEIGHTED or KIND != 0:
+        factor = here.to(tl.float32)
+        if WEIGHTED:
+            factor = tl.load(weights + o, mask=here, other=0.0)
+        if KIND != 0:
+            factor *= tl.load(seen + bag, mask=here, other=0.0)
+        tl.store((workspace + 3 * room).to(tl.pointer_type(tl.float32)) + start + o, factor, mask=m)
+    if JUDGE == SKIP:
+        size = tl.load(seen + bags + bag, mask=here, other=0.0)
+        if WEIGHTED or KIND != 0:
+            size *= tl.abs(factor)
+        good = size < float("inf")
+        wrong = here & (good == 0)
+        if tl.max(wrong.to(tl.int32), axis=0) > 0:
+            tl.atomic_add(longs(origin, of, SKIPPED) + o * 0, wrong.to(tl.int64), mask=wrong, sem="relaxed")
+        here = here & good
+    now = tl.load(longs(origin, of, STATE) + MOVED)
+    moved = tl.load(versions + table) != now
+    look = here & ((row < 0) | moved)
+    if tl.max(look.to(tl.int32), axis=0) > 0:
+        id = tl.load(ids + o, mask=look, other=0)
+        taken, won = _take(id, of, look, o, origin, spare, SINGLE, BLOCK)
+        row = tl.where(look, taken, row)
+        made = tl.sum(won.to(tl.int32), axis=0)
+        if made > 0:
+            at = tl.atomic_add(tally + FRESH, made.to(tl.int64), sem="relaxed")
+            at += tl.cumsum(won.to(tl.int32), axis=0) - 1
+            tl.store(workspace + room + at, id, mask=won)
+            packed = ((row.to(tl.int64) * 0 + table) << 32) | row.to(tl.int64)
+            tl.store(workspace + 2 * room + at, packed, mask=won)
+    if STAMP:
+        stamp(row, table, of, here, origin, control)
+    key = row.to(tl.int64) + tl.load(of + BASE)
+    tl.store(keys + start + o, tl.where(here, key, -1).to(keys.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["room"])
+def start(
+    workspace, tally, described, origin, room, low, high, last, accumulator, beta1, beta2,
+    INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    WEIGHT: tl.constexpr, STATE_: tl.constexpr, VECTORS: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A segment of the rows that `claim` made, as new ones have it."""
+    count = tl.load(tally + FRESH)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    words = origin.to(tl.pointer_type(tl.float32))
+    d = tl.arange(0, WIDTH)
+    while begin < count:
+        o = begin + tl.arange(0, BLOCK)
+        here = o < count
+        id = tl.load(workspace + room + o, mask=here, other=0)
+        packed = tl.load(workspace + 2 * room + o, mask=here, other=0)
+        of = described + (packed >> 32) * DESCRIBED
+        at = (packed & 0x7FFFFFFF) * STRIDE + tl.load(of + ARENA) * 4
+        w = first_weights(id, d, tl.load(of + SEED), low, high, last, INIT, INDEX)
+        _start_rows(words, at, w, here, d, accumulator, beta1, beta2, D, WIDTH, WEIGHT, STATE_, VECTORS, TAIL, BLOCK)
+        begin += tl.num_programs(0).to(tl.int64) * BLOCK
+
+
+@triton.jit
+def _home(key, m, bases, described, tables, jump, SINGLE: tl.constexpr):
+    """The table of rows, and the row's number in it."""
+    if SINGLE:
+        table = 0
+        row = key
+    else:
+        table = last_not_above(bases, tables, jump, key.to(tl.int64), m)
+        row = (key - tl.load(bases + table)).to(tl.int32)
+    return table, described + table * DESCRIBED, row
+
+
+@triton.jit
+def _gradients(grads, workspace, room, position, here, d, inside, FACTOR: tl.constexpr, UNIT: tl.constexpr):
+    source = tl.load(workspace + position, mask=here, other=0)
+    g = tl.load(grads + source[:, None] * UNIT + d[None, :], mask=here[:, None] & inside, other=0.0)
+    if FACTOR:
+        at = (workspace + 3 * room).to(tl.pointer_type(tl.float32))
+        g *= tl.load(at + position, mask=here, other=0.0)[:, None]
+    return g
+
+
+@triton.jit
+def close(tally, told):
+    """Makes the tally ready for the next update, and tells the host of bad gradients."""
+    if tl.program_id(0) == 0:
+        bad = tl.load(tally + BAD)
+        if bad > 0:
+            total = tl.load(tally + TOLD) + bad
+            tl.debug_barrier()
+            tl.store(tally + TOLD, total)
+            tl.store(told, total)
+            tl.store(tally + BAD, bad * 0)
+        tl.store(tally + FRESH, bad * 0)
+
+
+@triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
+def add(
+    keys, workspace, grads, bases, described, origin, rates, tally, told, n, room, tables, jump, segments,
+    SINGLE: tl.constexpr, FACTOR: tl.constexpr, LAST: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A step of SGD: every gradient is taken off its row as it comes, since the sum is the same in any order."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys + o, mask=o < n, other=-1)
+    here = key >= 0
+    d = tl.arange(0, WIDTH)
+    inside = (d < D)[None, :]
+    table, of, row = _home(key, here, bases, described, tables, jump, SINGLE)
+    at = row.to(tl.int64) * STRIDE + tl.load(of + ARENA) * 4
+    g = _gradients(grads + WEIGHT, workspace, room, o, here, d, inside, FACTOR, UNIT)
+    rate = tl.load(rates + table * segments + INDEX) + row.to(tl.float32) * 0
+    words = origin.to(tl.pointer_type(tl.float32))
+    m = here[:, None] & inside
+    tl.atomic_add(words + at[:, None] + WEIGHT + d[None, :], -rate[:, None] * g, mask=m, sem="relaxed")
+    if LAST:
+        close(tally, told)
+
+
+@triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
+def step_within(
+    keys, order, workspace, grads, bases, described, origin, control, rates, n, room, tables, jump, segments, numbers,
+    SINGLE: tl.constexpr, FACTOR: tl.constexpr, STAMP: tl.constexpr, OPT: tl.constexpr, NESTEROV: tl.constexpr,
+    DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums the gradients of equal rows in order and steps each row once, for rows whose gradients lie in one block.
+
+    ``keys`` are sorted, ``order`` has their positions. The sum of a row that goes on in the next block is left in
+    the workspace, and what a block adds to a row from the block before; `step_across` does the rest.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    o = tile * BLOCK + i
+    key = tl.load(keys + o, mask=o < n, other=-1)
+    before = tl.load(keys + o - 1, mask=(o > 0) & (o < n), other=-1)
+    after = tl.load(keys + o + 1, mask=o + 1 < n, other=-1)
+    position = tl.load(order + o, mask=o < n, other=0)
+    here = key >= 0
+    head = (before != key).to(tl.int32)
+    begun = tl.cumsum(head, axis=0) > 0
+    tail = here & (after != key)
+    alone = tail & begun
+    table, of, row = _home(key, alone, bases, described, tables, jump, SINGLE)
+    at = tl.where(alone, row, 0).to(tl.int64) * STRIDE + tl.load(of + ARENA) * 4
+    d = tl.arange(0, WIDTH)
+    inside = (d < D)[None, :]
+    words = origin.to(tl.pointer_type(tl.float32))
+    g = _gradients(grads + WEIGHT, workspace, room, position, here, d, inside, FACTOR, UNIT)
+    _fetch_ahead(words + at + STATE_, alone, HELD, LINES)
+    if HELD > 0:
+        _fetch_ahead(words + at + WEIGHT, alone, D, LINES)
+    heads = head[:, None] + tl.zeros([BLOCK, WIDTH], tl.int32)
+    _, total = tl.associative_scan((heads, g), 0, _join)
+    partial = tile * WIDTH + d[None, :] + tl.zeros([BLOCK, 1], tl.int64)
+    opened = (workspace + 4 * room).to(tl.pointer_type(tl.float32))
+    closed = opened + tl.num_programs(0).to(tl.int64) * WIDTH
+    tl.store(opened + partial, total, mask=(here & (after == key) & (i == BLOCK - 1))[:, None] & inside)
+    tl.store(closed + partial, total, mask=(tail & (begun == 0))[:, None] & inside)
+    w = tl.load(words + at[:, None] + WEIGHT + d[None, :], mask=alone[:, None] & inside, other=0.0)
+    rate = tl.load(rates + table * segments + INDEX) + row.to(tl.float32) * 0
+    if STAMP:
+        stamp(row, table, of, alone, origin, control)
+    _step(
+        w, total, at, words, alone, alone, inside, d, position, rate, rate[:, None], numbers, tl.load(control + STEP),
+        0, OPT, NESTEROV, DECOUPLED, False, False, INDEX, D, WEIGHT, STATE_,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
+def step_across(
+    keys, workspace, bases, described, origin, control, rates, tally, told, n, room, tables, jump, segments, numbers,
+    SINGLE: tl.constexpr, STAMP: tl.constexpr, LAST: tl.constexpr, OPT: tl.constexpr, NESTEROV: tl.constexpr,
+    DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Steps the rows whose gradients lie in several blocks of `step_within`; a program looks at TILES blocks."""
+    each = tl.arange(0, TILES)
+    tile = tl.program_id(0).to(tl.int64) * TILES + each
+    begin = tile * TILE
+    end = begin + TILE
+    key = tl.load(keys + end - 1, mask=end < n, other=-1)
+    goes_on = tl.load(keys + end, mask=end < n, other=-1) == key
+    before = tl.load(keys + begin - 1, mask=(begin > 0) & (end < n), other=-1)
+    mine = (key >= 0) & goes_on & (before != key)
+    if tl.max(mine.to(tl.int32), axis=0) > 0:
+        d = tl.arange(0, WIDTH)
+        inside = (d < D)[None, :]
+        words = origin.to(tl.pointer_type(tl.float32))
+        opened = (workspace + 4 * room).to(tl.pointer_type(tl.float32))
+        closed = opened + tl.cdiv(n, TILE).to(tl.int64) * WIDTH
+        table, of, row = _home(key, mine, bases, described, tables, jump, SINGLE)
+        at = tl.where(mine, row, 0).to(tl.int64) * STRIDE + tl.load(of + ARENA) * 4
+        _fetch_ahead(words + at + STATE_, mine, HELD, LINES)
+        w = tl.load(words + at[:, None] + WEIGHT + d[None, :], mask=mine[:, None] & inside, other=0.0)
+        total = tl.load(opened + tile[:, None] * WIDTH + d[None, :], mask=mine[:, None] & inside, other=0.0)
+        further = mine
+        k = tile + 1
+        for _ in tl.static_range(2):
+            here = further
+            further = here & (tl.load(keys + (k + 1) * TILE, mask=here & ((k + 1) * TILE < n), other=-1) == key)
+            part = tl.where(further, opened + k * WIDTH, closed + k * WIDTH)
+            total += tl.load(part[:, None] + d[None, :], mask=here[:, None] & inside, other=0.0)
+            k += 1
+        if tl.max(further.to(tl.int32), axis=0) > 0:
+            for which in range(TILES):
+                own = further & (each == which)
+                if tl.max(own.to(tl.int32), axis=0) > 0:
+                    the_key = tl.max(tl.where(own, key, -1), axis=0)
+                    first = tl.max(tl.where(own, k, 0), axis=0)
+                    rest = _rest_of(the_key, first, keys, opened, closed, n, d, inside, WIDTH, TILE, SPAN)
+                    total += tl.where(own[:, None], rest, 0.0)
+        rate = tl.load(rates + table * segments + INDEX) + row.to(tl.float32) * 0
+        if STAMP:
+            stamp(row, table, of, mine, origin, control)
+        _step(
+            w, total, at, words, mine, mine, inside, d, tile, rate, rate[:, None], numbers, tl.load(control + STEP), 0,
+            OPT, NESTEROV, DECOUPLED, False, False, INDEX, D, WEIGHT, STATE_,
+        )  # fmt: skip
+    if LAST:
+        close(tally, told)

@@ -1,0 +1,253 @@
+# pyrefly: ignore-errors
+"""Reads of several tables in one launch: where ids are, their rows, and bags of rows pooled into columns.
+
+Each table has a description in device memory: where its index and its rows begin, in units of 16 bytes from ``origin``,
+a pointer to anywhere. Units, and not addresses, so that the compiler knows how reads are aligned.
+"""
+
+import triton
+import triton.language as tl
+
+from shoal.table.cuda.kernels.index import EMPTY, MOVED, _places
+from shoal.table.cuda.kernels.rows import first_weights
+
+# Words of a description.
+KEYS = tl.constexpr(0)
+ROWS = tl.constexpr(1)
+STASH_KEYS = tl.constexpr(2)
+STASH_ROWS = tl.constexpr(3)
+WORDS = tl.constexpr(4)
+STATE = tl.constexpr(5)
+FREE_ROWS = tl.constexpr(6)
+ARENA = tl.constexpr(7)
+TIMES = tl.constexpr(8)
+EPOCHS = tl.constexpr(9)
+SKIPPED = tl.constexpr(10)
+SALT = tl.constexpr(11)
+SEED = tl.constexpr(12)
+TIMED = tl.constexpr(13)
+TRACKED = tl.constexpr(14)
+BASE = tl.constexpr(15)  # of its rows among those of all tables
+DESCRIBED = tl.constexpr(16)
+
+UNKNOWN = tl.constexpr(-1)
+PADDING = tl.constexpr(-2)  # where an id is that stands for none
+
+SUM_, MEAN_, SQRTN_ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3)
+
+
+@triton.jit
+def longs(origin, of, FIELD: tl.constexpr):
+    """A table's int64 words of a kind."""
+    return origin + tl.load(of + FIELD) * 2
+
+
+@triton.jit
+def ints(origin, of, FIELD: tl.constexpr):
+    """A table's int32 words of a kind."""
+    return origin.to(tl.pointer_type(tl.int32)) + tl.load(of + FIELD) * 4
+
+
+@triton.jit
+def column(x, SINGLE: tl.constexpr):
+    """``[B, 1]`` of what each lane has; what all have in common as it is."""
+    if SINGLE:
+        return x
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def last_not_above(ordered, count, jump, value, m):
+    """The last place of ``count`` ordered numbers, the first of which is not above, that holds none above ``value``.
+
+    ``jump`` is the largest power of two below ``count``.
+    """
+    at = value * 0
+    while jump > 0:
+        further = at + jump
+        inside = m & (further < count)
+        held = tl.load(ordered + further, mask=inside, other=0)
+        at = tl.where(inside & (held <= value), further, at)
+        jump = jump >> 1
+    return at
+
+
+@triton.jit
+def locate(id, of, m, origin, SINGLE: tl.constexpr):
+    """Rows of ids, `UNKNOWN` for one that has none; ``of`` points to the description of its table."""
+    keys = column(longs(origin, of, KEYS), SINGLE)
+    rows = column(ints(origin, of, ROWS), SINGLE)
+    key, first, second, home, stash_mask = _places(id, longs(origin, of, WORDS), 0, tl.load(of + SALT), False)
+    lane = tl.arange(0, 8)[None, :]
+    at = first[:, None] * 8 + lane
+    held = tl.load(keys + at, mask=m[:, None], other=EMPTY)
+    held_rows = tl.load(rows + at, mask=m[:, None], other=-1)
+    row = tl.max(tl.where(held == key[:, None], held_rows, -1), axis=1)
+    full = tl.min((held != EMPTY).to(tl.int32), axis=1) != 0
+    todo = m & (row < 0)
+    if tl.max(todo.to(tl.int32), axis=0) > 0:
+        at = second[:, None] * 8 + lane
+        held = tl.load(keys + at, mask=todo[:, None], other=EMPTY)
+        held_rows = tl.load(rows + at, mask=todo[:, None], other=-1)
+        row2 = tl.max(tl.where(held == key[:, None], held_rows, -1), axis=1)
+        row = tl.where(todo, row2, row)
+        todo = todo & (row2 < 0) & full & (tl.min((held != EMPTY).to(tl.int32), axis=1) != 0)
+        stash_keys = longs(origin, of, STASH_KEYS)
+        stash_rows = ints(origin, of, STASH_ROWS)
+        place = home
+        while tl.max(todo.to(tl.int32), axis=0) > 0:
+            one = tl.load(stash_keys + place, mask=todo, other=EMPTY)
+            same = todo & (one == key)
+            row = tl.where(same, tl.load(stash_rows + place, mask=same, other=-1), row)
+            todo = todo & (one != key) & (one != EMPTY)
+            place = (place + 1) & stash_mask
+    return tl.where(m, row, -1)
+
+
+@triton.jit
+def still(row, id_at, versions, table, of, m, origin, SINGLE: tl.constexpr):
+    """Rows that were found, as they are now: looked for again where they were unknown, or rows became free since."""
+    now = tl.load(longs(origin, of, STATE) + MOVED)
+    moved = tl.load(versions + table) != now
+    look = m & ((row == UNKNOWN) | ((row >= 0) & moved))
+    if tl.max(look.to(tl.int32), axis=0) > 0:
+        id = tl.load(id_at, mask=look, other=0)
+        row = tl.where(look, locate(id, of, look, origin, SINGLE), row)
+    return row
+
+
+@triton.jit(do_not_specialize=["n", "only", "features", "jump", "padding"])
+def find(
+    ids, begins, tables, described, origin, where, versions, n, only, features, jump, padding,
+    SINGLE: tl.constexpr, PAD: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where ids are; ids of feature ``f`` begin at ``begins[f]``. SINGLE: all are of the table ``only``."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = o < n
+    id = tl.load(ids + o, mask=m, other=0)
+    if SINGLE:
+        of = described + only * DESCRIBED
+    else:
+        feature = last_not_above(begins, features, jump, o, m)
+        of = described + tl.load(tables + feature, mask=m, other=0) * DESCRIBED
+    wanted = m
+    if PAD:
+        wanted = m & (id != padding)
+    row = locate(id, of, wanted, origin, SINGLE)
+    if PAD:
+        row = tl.where(m & (id == padding), PADDING, row)
+    tl.store(where + o, row, mask=m)
+    if tl.program_id(0) == 0:
+        t = tl.arange(0, TABLES)  # a power of two: descriptions beyond the last are those of the first
+        now = tl.load(longs(origin, described + t * DESCRIBED, STATE) + MOVED)
+        tl.store(versions + t, now)
+
+
+@triton.jit(do_not_specialize=["n", "only", "features", "jump"])
+def read(
+    ids, begins, tables, described, origin, where, versions, out, n, only, features, jump, low, high, last,
+    SINGLE: tl.constexpr, INITIAL: tl.constexpr, INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A segment of the rows that were found, into ``out [n, DIM]``; INITIAL: of an unknown id its first one."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = o < n
+    row = tl.load(where + o, mask=m, other=PADDING)
+    table = o * 0 + only
+    if SINGLE:
+        of = described + only * DESCRIBED
+        row = still(row, ids + o, versions, only, of, m, origin, True)
+    else:
+        table = tl.load(tables + last_not_above(begins, features, jump, o, m), mask=m, other=0)
+        of = described + table * DESCRIBED
+        row = still(row, ids + o, versions, table, of, m, origin, False)
+    d = tl.arange(0, WIDTH)
+    inside = m[:, None] & (d < D)[None, :]
+    at = row.to(tl.int64) * STRIDE + tl.load(of + ARENA) * 4
+    words = origin.to(tl.pointer_type(tl.float32))
+    w = tl.load(words + at[:, None] + WEIGHT + d[None, :], mask=inside & (row >= 0)[:, None], other=0.0)
+    if INITIAL:
+        new = m & (row == UNKNOWN)
+        if tl.max(new.to(tl.int32), axis=0) > 0:
+            id = tl.load(ids + o, mask=new, other=0)
+            first = first_weights(id, d, tl.load(of + SEED), low, high, last, INIT, INDEX)
+            w = tl.where(new[:, None], first, w)
+    tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=inside)
+
+
+@triton.jit(do_not_specialize=["bags", "each", "only", "width", "padding"])
+def pool(
+    ids, offsets, weights, tables, columns, combiners, described, origin, where, versions, out, bags, each, only,
+    width, padding, low, high, last,
+    SINGLE: tl.constexpr, WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, LOCATE: tl.constexpr, PAD: tl.constexpr,
+    KIND: tl.constexpr, INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr, BAGS: tl.constexpr,
+):  # fmt: skip
+    """A segment of the pooled rows of bags, into the features' columns of ``out``.
+
+    ``columns`` and ``width`` are in units of UNIT floats. KIND is the combiner of all features, -1 when they differ.
+    LOCATE: nobody has looked where ids are; else it is in ``where``.
+    """
+    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
+    m = bag < bags
+    begin = tl.load(offsets + bag, mask=m, other=0)
+    end = tl.load(offsets + bag + 1, mask=m, other=0)
+    feature = tl.where(m, bag // each, 0)
+    if SINGLE:
+        table = only
+    else:
+        table = tl.load(tables + feature)
+    of = described + table * DESCRIBED
+    arena = tl.load(of + ARENA) * 4
+    d = tl.arange(0, WIDTH)
+    inside = (d < D)[None, :]
+    words = origin.to(tl.pointer_type(tl.float32))
+    total = tl.zeros([BAGS, WIDTH], tl.float32)
+    count = tl.zeros([BAGS], tl.int32)
+    longest = tl.max(end - begin, axis=0)
+    k = longest * 0
+    while k < longest:
+        p = begin + k
+        here = m & (p < end)
+        if LOCATE:
+            id = tl.load(ids + p, mask=here, other=0)
+            wanted = here
+            if PAD:
+                wanted = here & (id != padding)
+            row = locate(id, of, wanted, origin, SINGLE)
+            row = tl.where(wanted, row, PADDING)
+        else:
+            row = tl.load(where + p, mask=here, other=PADDING)
+            row = still(row, ids + p, versions, table, of, here, origin, SINGLE)
+        count += (row != PADDING).to(tl.int32)
+        at = row.to(tl.int64) * STRIDE + arena
+        w = tl.load(words + at[:, None] + WEIGHT + d[None, :], mask=(row >= 0)[:, None] & inside, other=0.0)
+        if INITIAL:
+            new = here & (row == UNKNOWN)
+            if tl.max(new.to(tl.int32), axis=0) > 0:
+                id = tl.load(ids + p, mask=new, other=0)
+                first = first_weights(id, d, tl.load(of + SEED), low, high, last, INIT, INDEX)
+                w = tl.where(new[:, None], first, w)
+        if WEIGHTED:
+            w *= tl.load(weights + p, mask=here, other=0.0)[:, None]
+        total += w
+        k += 1
+    if KIND != SUM_:
+        total = tl.div_rn(total, divisor(count, combiners, feature, KIND)[:, None] + tl.zeros_like(total))
+    at = (bag % each).to(tl.int64) * width + tl.load(columns + feature)
+    tl.store(out + at[:, None] * UNIT + WEIGHT + d[None, :], total, mask=m[:, None] & inside)
+
+
+@triton.jit
+def divisor(count, combiners, feature, KIND: tl.constexpr):
+    """What the sum of a bag of ``count`` rows is divided by."""
+    rows = tl.maximum(count, 1).to(tl.float32)
+    if KIND == MEAN_:
+        by = rows
+    elif KIND == SQRTN_:
+        by = tl.sqrt_rn(rows)
+    else:
+        kind = tl.load(combiners + feature)
+        by = tl.where(kind == MEAN_, rows, tl.where(kind == SQRTN_, tl.sqrt_rn(rows), 1.0))
+    return by
