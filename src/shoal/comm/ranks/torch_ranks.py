@@ -58,7 +58,7 @@ class ProcessGroup(Ranks):
         flat: Tensor,
         send: Sequence[int],
         recv: Sequence[int],
-        head: Sequence[int],
+        head: Sequence[int] | None,
         out: Tensor | None = None,
     ) -> tuple[Tensor | None, Heads]:
         if sum(send) != flat.numel():
@@ -71,29 +71,33 @@ class ProcessGroup(Ranks):
             if self._broken:
                 raise PeerError(f"rank {self.rank}: an earlier exchange failed ({self._broken}); start the ranks again")
             try:
-                same, heads = self._carry(to, sent, recv, send, padded(head))
+                same, heads = self._carry(to, sent, recv, send, None if head is None else padded(head))
             except BaseException as error:
                 self._broken = f"{type(error).__name__}: {error}"
                 raise
-        if not same or not one_call(heads):
+        if not same or (head is not None and not one_call(heads)):
             return None, heads
         if out is not None and to is not out:
             return out.copy_(to), heads
         return to.to(flat.device), heads
 
     def _carry(
-        self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: list[int]
+        self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: list[int] | None
     ) -> tuple[bool, Heads]:
         """Fills ``out``; whether all lengths were those awaited, and the heads."""
         if self.world_size == 1:
             if list(send) == list(recv):
                 out.copy_(flat)
-            return list(send) == list(recv), [head]
+            return list(send) == list(recv), [head or []]
         if flat.is_cpu and self._messages:
             rings = self._rings_of()
             if rings is not None:
-                return rings.exchange(out, flat, recv, send, head)
-            return self._by_messages(out, flat, recv, send, head)
+                return rings.exchange(out, flat, recv, send, head or [])
+            if head is not None:
+                return self._by_messages(out, flat, recv, send, head)
+        if head is None:
+            dist.all_to_all_single(out, flat, list(recv), list(send), group=self.group)
+            return True, []
         fronts = torch.tensor([[n, *head] for n in send], device=flat.device)
         told = torch.empty_like(fronts)
         dist.all_to_all_single(told, fronts, group=self.group)
