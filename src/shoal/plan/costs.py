@@ -153,9 +153,12 @@ def _tables() -> dict[str, float]:
     import shoal
     from shoal.sharded import AllToAllHashTable
     from shoal.sharded.all_to_all.backend import SingleRank
+    from shoal.sharded.all_to_all.group import AllToAllGroup
+    from shoal.table.protocol import Features, Part, Step
 
     of: dict[str, dict[int, float]] = {"lookup": {}, "update": {}, "pool": {}, "route": {}}
     overhead = 0.0
+    counts, features = torch.tensor([_BATCH], device="cpu"), Features()
     for dim in _DIMS:
         table = shoal.HashTable(dim, optimizer=shoal.Adagrad(lr=0.01), name=f"plan_{dim}")
         ids = torch.randperm(_ROWS, device="cpu")[:_BATCH] * 982451653
@@ -173,11 +176,12 @@ def _tables() -> dict[str, float]:
 
         pool = _usual(step)
         whole = AllToAllHashTable(backend=SingleRank(), factory=lambda _, table=table: table)
+        group = AllToAllGroup((whole,))
 
-        def routed(whole: Any = whole, ids: Any = ids, grads: Any = grads) -> None:
-            again = ids.clone()
-            whole.lookup(again)
-            whole.apply_gradients(again, grads)
+        def routed(group: Any = group, ids: Any = ids, grads: Any = grads) -> None:
+            found = group.find(ids, counts, features, missing="zeros")
+            group.rows(found, features, missing="zeros")
+            group.update([Part(found, features, grads)], step=Step())
 
         route = _usual(routed)
         scale = 1e9 / _BATCH
