@@ -247,17 +247,18 @@ def _servers() -> dict[str, float]:
 
 def _exchange(rank: int, world: int) -> list[float]:
     import torch
-    import torch.distributed as dist
+
+    from shoal.comm.ranks import collectives
 
     torch.set_num_threads(1)
     large = torch.zeros(1 << 20, device="cpu")
     small = torch.zeros(world, device="cpu")
     out = torch.empty_like(large)
     calls = [
-        lambda: dist.all_to_all_single(out[:world], small),
-        lambda: dist.all_to_all_single(out, large),
-        lambda: dist.all_reduce(small),
-        lambda: dist.all_reduce(large),
+        lambda: collectives.all_to_all(out[:world], small),
+        lambda: collectives.all_to_all(out, large),
+        lambda: collectives.all_reduce(small),
+        lambda: collectives.all_reduce(large),
     ]
     times = []
     for call in calls:
