@@ -67,7 +67,7 @@ class InProcessRanks(Ranks):
         flat: Tensor,
         send: Sequence[int],
         recv: Sequence[int],
-        head: Sequence[int],
+        head: Sequence[int] | None,
         out: Tensor | None = None,
     ) -> tuple[Tensor | None, Heads]:
         if sum(send) != flat.numel():
@@ -76,7 +76,7 @@ class InProcessRanks(Ranks):
         with self.turn, shared.changed:
             number, self.exchanges = self.exchanges, self.exchanges + 1
             this = shared.rounds.setdefault(number, _Round())
-            this.given[self.rank] = flat.clone(), list(send), padded(head)
+            this.given[self.rank] = flat.clone(), list(send), padded(head or [])
             shared.changed.notify_all()
             self._wait(this, Deadline(self.timeout_s))
             this.taken += 1

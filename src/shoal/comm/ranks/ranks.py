@@ -59,7 +59,7 @@ class Ranks(ABC):
         flat: Tensor,
         send: Sequence[int],
         recv: Sequence[int],
-        head: Sequence[int],
+        head: Sequence[int] | None,
         out: Tensor | None = None,
     ) -> tuple[Tensor | None, Heads]:
         """``send[r]`` elements of ``flat`` go to rank ``r``, and ``recv[r]`` of them are awaited from it.
@@ -68,7 +68,8 @@ class Ranks(ABC):
             flat: one tensor for all ranks, the part of rank 0 first.
             send: elements for each rank.
             recv: elements awaited from each rank.
-            head: at most `HEAD_WORDS` ints, which every rank gets.
+            head: at most `HEAD_WORDS` ints, which every rank gets. None: the ranks have just agreed on call and lengths
+                in another exchange, in the same ``turn``; nothing is checked, and no heads are returned.
             out: where to put what comes; a new tensor unless given.
 
         Returns:
@@ -145,12 +146,13 @@ class SingleRank(Ranks):
         flat: Tensor,
         send: Sequence[int],
         recv: Sequence[int],
-        head: Sequence[int],
+        head: Sequence[int] | None,
         out: Tensor | None = None,
     ) -> tuple[Tensor | None, Heads]:
+        heads = [] if head is None else [padded(head)]
         if list(send) != list(recv):
-            return None, [padded(head)]
-        return flat if out is None else out.copy_(flat), [padded(head)]
+            return None, heads
+        return flat if out is None else out.copy_(flat), heads
 
 
 class Carried(Ranks):
@@ -166,16 +168,18 @@ class Carried(Ranks):
         flat: Tensor,
         send: Sequence[int],
         recv: Sequence[int],
-        head: Sequence[int],
+        head: Sequence[int] | None,
         out: Tensor | None = None,
     ) -> tuple[Tensor | None, Heads]:
+        heads: Heads = []
         with self.turn:
-            fronts = torch.tensor([[n, *padded(head)] for n in send], device="cpu")
-            each = [HEAD_WORDS + 1] * self.world_size
-            told = self._backend.all_to_all(fronts.view(-1), each, each).view(self.world_size, -1).tolist()
-            heads = [words for _, *words in told]
-            if not one_call(heads) or [n for n, *_ in told] != list(recv):
-                return None, heads
+            if head is not None:
+                fronts = torch.tensor([[n, *padded(head)] for n in send], device="cpu")
+                each = [HEAD_WORDS + 1] * self.world_size
+                told = self._backend.all_to_all(fronts.view(-1), each, each).view(self.world_size, -1).tolist()
+                heads = [words for _, *words in told]
+                if not one_call(heads) or [n for n, *_ in told] != list(recv):
+                    return None, heads
             came = self._backend.all_to_all(flat, send, recv)
         return came if out is None else out.copy_(came), heads
 

@@ -9,10 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.buffers import empty_of
+from shoal.comm.ranks import collectives
 from shoal.comm.ranks.ranks import DEFAULT_TIMEOUT_S, HEAD_WORDS, Heads, Ranks, SingleRank, one_call, padded
 from shoal.comm.ranks.same_host import Rings, open_rings
 from shoal.errors import ConfigError, DeadlineError, PeerError
@@ -34,14 +34,14 @@ class ProcessGroup(Ranks):
     sent.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        if not dist.is_initialized():
+    def __init__(self, group: collectives.Group = None) -> None:
+        if not collectives.is_started():
             raise ConfigError("a synchronous table needs a process group; call torch.distributed.init_process_group()")
-        members: Any = dist.group.WORLD if group is None else group
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), _timeout_s(members))
+        members: Any = collectives.group_of(group)
+        super().__init__(collectives.rank_in(group), collectives.size_of(group), _timeout_s(members))
         self.group = group
         self.key = members
-        backends = str(dist.get_backend_config(group))
+        backends = collectives.backends(group)
         self._gpu = "nccl" in backends
         self._host = "gloo" in backends or "mpi" in backends
         self._messages = "gloo" in backends
@@ -58,7 +58,7 @@ class ProcessGroup(Ranks):
         flat: Tensor,
         send: Sequence[int],
         recv: Sequence[int],
-        head: Sequence[int],
+        head: Sequence[int] | None,
         out: Tensor | None = None,
     ) -> tuple[Tensor | None, Heads]:
         if sum(send) != flat.numel():
@@ -71,37 +71,41 @@ class ProcessGroup(Ranks):
             if self._broken:
                 raise PeerError(f"rank {self.rank}: an earlier exchange failed ({self._broken}); start the ranks again")
             try:
-                same, heads = self._carry(to, sent, recv, send, padded(head))
+                same, heads = self._carry(to, sent, recv, send, None if head is None else padded(head))
             except BaseException as error:
                 self._broken = f"{type(error).__name__}: {error}"
                 raise
-        if not same or not one_call(heads):
+        if not same or (head is not None and not one_call(heads)):
             return None, heads
         if out is not None and to is not out:
             return out.copy_(to), heads
         return to.to(flat.device), heads
 
     def _carry(
-        self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: list[int]
+        self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: list[int] | None
     ) -> tuple[bool, Heads]:
         """Fills ``out``; whether all lengths were those awaited, and the heads."""
         if self.world_size == 1:
             if list(send) == list(recv):
                 out.copy_(flat)
-            return list(send) == list(recv), [head]
+            return list(send) == list(recv), [head or []]
         if flat.is_cpu and self._messages:
             rings = self._rings_of()
             if rings is not None:
-                return rings.exchange(out, flat, recv, send, head)
-            return self._by_messages(out, flat, recv, send, head)
+                return rings.exchange(out, flat, recv, send, head or [])
+            if head is not None:
+                return self._by_messages(out, flat, recv, send, head)
+        if head is None:
+            collectives.all_to_all(out, flat, recv, send, self.group)
+            return True, []
         fronts = torch.tensor([[n, *head] for n in send], device=flat.device)
         told = torch.empty_like(fronts)
-        dist.all_to_all_single(told, fronts, group=self.group)
+        collectives.all_to_all(told, fronts, group=self.group)
         words = told.tolist()
         heads = [head for _, *head in words]
         same = [n for n, *_ in words] == list(recv)
         if same and one_call(heads):
-            dist.all_to_all_single(out, flat, list(recv), list(send), group=self.group)
+            collectives.all_to_all(out, flat, recv, send, self.group)
         return same, heads
 
     def _rings_of(self) -> Rings | None:
@@ -113,7 +117,7 @@ class ProcessGroup(Ranks):
     def _all_gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, device="cpu")
         found = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(found, mine, group=self.group)
+        collectives.all_gather(found, mine, self.group)
         return [each.tolist() for each in found]
 
     def _by_messages(
@@ -174,9 +178,9 @@ class ProcessGroup(Ranks):
 
 def default_ranks(group: Any = None) -> Ranks:
     """The process group where there is one, else a single rank; the same object for the same group."""
-    if group is None and not (dist.is_available() and dist.is_initialized()):
+    if group is None and not collectives.is_started():
         return SingleRank()
-    key: Any = dist.group.WORLD if group is None else group
+    key = collectives.group_of(group)
     found = _ranks.get(id(key))  # it keeps its group, so that this number is not another group's by now
     if found is None:
         found = _ranks[id(key)] = ProcessGroup(group)

@@ -13,10 +13,8 @@ from shoal.comm.ranks.ranks import AllToAll, Heads, Ranks, as_ranks
 from shoal.comm.ranks.telemetry import TELEMETRY
 from shoal.errors import PeerError
 
-FIND, IDS, ROWS, UPDATE, VALUES = range(1, 6)
-_CALLS = {
-    FIND: "find", IDS: "the ids of find", ROWS: "the rows of find", UPDATE: "the update of find", VALUES: "write",
-}  # fmt: skip
+FIND, ROWS, UPDATE, WRITE = range(1, 5)
+_CALLS = {FIND: "find", ROWS: "the rows of find", UPDATE: "the update of find", WRITE: "write"}
 _NAME_BYTES = 24
 
 
@@ -77,14 +75,24 @@ class Exchange:
         self.fake_cast = fake_cast
 
     def send(
-        self, name: str, call: Call, flat: Tensor, send: Sequence[int], recv: Sequence[int], out: Tensor | None = None
+        self,
+        name: str,
+        call: Call | None,
+        flat: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
     ) -> Tensor:
-        """``send[r]`` elements to rank ``r``; what came, by rank, once every rank was found to be in the same call."""
+        """``send[r]`` elements to rank ``r``; what came, by rank, once every rank was found to be in the same call.
+
+        ``call`` None: the ranks have just told each other in the same turn.
+        """
+        rank = self.ranks.rank
         with TELEMETRY.timed(f"alltoall.{name}"):
-            came, heads = self.ranks.exchange(flat, send, recv, call.head(), out)
-        call.check(heads, self.ranks.rank)
-        if came is None and not call.failed:
-            raise PeerError(f"rank {self.ranks.rank}, {_told(heads[self.ranks.rank])}: another rank sent more or less")
+            came, heads = self.ranks.exchange(flat, send, recv, None if call is None else call.head())
+        if call is not None:
+            call.check(heads, rank)
+        if came is None and (call is None or not call.failed):
+            raise PeerError(f"rank {rank}, {name} of {call}: another rank sent more or less than the {recv} awaited")
         return flat if came is None else came
 
     def ids(self, call: Call, all_fids: Tensor, sharded_slot_sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -93,17 +101,18 @@ class Exchange:
             return all_fids, sharded_slot_sizes
         with self.ranks.turn:
             came = self.counts(call, sharded_slot_sizes, k)
-            return self.counted_ids(call, all_fids, sharded_slot_sizes, came, k), came
+            return self.counted_ids(all_fids, sharded_slot_sizes, came, k), came
 
     def counts(self, call: Call, sharded_slot_sizes: Tensor, k: int) -> Tensor:
         """Every rank's counts for this one."""
         each = [k] * self.ranks.world_size
         return self.send("id_sizes", call, sharded_slot_sizes, each, each)
 
-    def counted_ids(self, call: Call, all_fids: Tensor, sharded_slot_sizes: Tensor, came: Tensor, k: int) -> Tensor:
+    def counted_ids(self, all_fids: Tensor, sharded_slot_sizes: Tensor, came: Tensor, k: int) -> Tensor:
+        """The ids that those counts are of, in the same turn."""
         n = self.ranks.world_size
         send, recv = (sizes.view(n, k).sum(1).tolist() for sizes in (sharded_slot_sizes, came))
-        return self.send("ids", Call(IDS, call.number, call.names), all_fids, send, recv)
+        return self.send("ids", None, all_fids, send, recv)
 
     def rows(self, call: Call, rows: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         if self.ranks.world_size == 1:

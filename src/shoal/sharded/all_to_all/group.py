@@ -60,7 +60,7 @@ class AllToAllGroup:
             sizes = self._exchange.counts(call, dealt.sizes, k)
             if refused is not None:
                 raise refused
-            came = self._exchange.counted_ids(call, dealt.ids, dealt.sizes, sizes, k)
+            came = self._exchange.counted_ids(dealt.ids, dealt.sizes, sizes, k)
         came = came.to(self._local.device)
         asked, served = dealt.sizes.tolist(), sizes.tolist()
         for place, table in enumerate(self.tables):

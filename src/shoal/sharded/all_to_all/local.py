@@ -18,6 +18,7 @@ class Local:
 
     def __init__(self, tables: Sequence[Any], ranks: int) -> None:
         self._groups = groups_of(tables)
+        self._features = [Features(tuple(range(len(places))) * ranks) for _, places in self._groups]
         self._count, self._ranks = len(tables), ranks
         self.dim: int = self._groups[0][0].dim
         self.device = self._groups[0][0].traits.device
@@ -26,17 +27,17 @@ class Local:
     def find(self, ids: Tensor, counts: Sequence[int], *, missing: Missing) -> list[Tensor]:
         """What the groups keep of these ids."""
         kept: list[Tensor] = []
-        for group, places in self._groups:
+        for (group, places), features in zip(self._groups, self._features, strict=True):
             own, sizes = self._blocks(ids, counts, places)
-            found = group.find(own, sizes, self._features(places), missing=missing)
+            found = group.find(own, sizes, features, missing=missing)
             kept += [found.where, found.came]
         return kept
 
     def rows(self, ids: Tensor, counts: Sequence[int], kept: Sequence[Tensor], *, missing: Missing) -> Tensor:
         """Flat float32: the rows of the blocks, in order."""
         parts = [
-            (places, group.rows(found, self._features(places), missing=missing))
-            for group, places, found in self._founds(ids, counts, kept)
+            (places, group.rows(found, features, missing=missing))
+            for group, places, features, found in self._founds(ids, counts, kept)
         ]
         if len(parts) == 1:
             return parts[0][1].reshape(-1)
@@ -49,9 +50,9 @@ class Local:
 
     def update(self, ids: Tensor, counts: Sequence[int], kept: Sequence[Tensor], flat: Tensor, step: Step) -> None:
         """A step for each id of each block; equal ids of several ranks make several, rank 0's first."""
-        for group, places, found in self._founds(ids, counts, kept):
+        for group, places, features, found in self._founds(ids, counts, kept):
             grads = flat if len(self._groups) == 1 else torch.cat(self._views(flat, counts, places))
-            part = Part(found, self._features(places), grads.view(-1, self.dim))
+            part = Part(found, features, grads.view(-1, self.dim))
             group.update([part], step=_of(step, places), each="occurrence")
 
     def update_sums(self, finds: Sequence[tuple[Tensor, Sequence[int], Tensor]], step: Step) -> None:
@@ -69,14 +70,11 @@ class Local:
                 parts.append(Part(found, features, grads))
             group.update(parts, step=_of(step, places))
 
-    def _features(self, places: Sequence[int]) -> Features:
-        return Features(tuple(range(len(places))) * self._ranks)
-
     def _founds(
         self, ids: Tensor, counts: Sequence[int], kept: Sequence[Tensor]
-    ) -> list[tuple[Group, list[int], Found]]:
+    ) -> list[tuple[Group, list[int], Features, Found]]:
         return [
-            (group, places, Found(*self._blocks(ids, counts, places), *kept[2 * g : 2 * g + 2]))
+            (group, places, self._features[g], Found(*self._blocks(ids, counts, places), *kept[2 * g : 2 * g + 2]))
             for g, (group, places) in enumerate(self._groups)
         ]
 

@@ -17,7 +17,7 @@ from shoal.durable import MANIFEST, Saved, digests_below, read_saved, replace_fi
 from shoal.errors import DataError, PeerError
 from shoal.sharded import environment as env
 from shoal.sharded.all_to_all.backend import default_backend
-from shoal.sharded.all_to_all.exchange import VALUES, Call, Exchange
+from shoal.sharded.all_to_all.exchange import WRITE, Call, Exchange
 from shoal.sharded.all_to_all.group import make_group
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
@@ -192,15 +192,15 @@ class AllToAllHashTable:
         shards = self.owner(ids)
         order = torch.argsort(shards, stable=True)
         counts = torch.bincount(shards, minlength=self.world_size)
-        call = Call(VALUES, next(self._writes), (self.name,), failed=refused is not None)
+        call = Call(WRITE, next(self._writes), (self.name,), failed=refused is not None)
         each, send = [1] * self.world_size, counts.tolist()
         with self.exchange.ranks.turn:
             recv = self.exchange.send("id_sizes", call, counts, each, each).tolist()
             if refused is not None:
                 raise refused
-            came = self.exchange.send("ids", call, ids[order], send, recv)
+            came = self.exchange.send("ids", None, ids[order], send, recv)
             send, recv = ([n * self.dim_size for n in sizes] for sizes in (send, recv))
-            rows = self.exchange.send("values", call, values.view(-1, self.dim_size)[order].view(-1), send, recv)
+            rows = self.exchange.send("values", None, values.view(-1, self.dim_size)[order].view(-1), send, recv)
         getattr(self.table, verb)(came, rows, req_time=seconds)
         return self
 
