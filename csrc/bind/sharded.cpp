@@ -39,6 +39,17 @@ void sharded(nb::module_& m) {
         gather_from_parts(pointers, edges, ptr<const int32_t>(offsets), n, width, ptr<float>(rows));
       },
       NoGil());
+  m.def(
+      "add_bag_gradients",
+      [](uintptr_t grad, int64_t width, int64_t bags, int64_t dim, const std::vector<int64_t>& columns,
+         uintptr_t offsets, uintptr_t factors, uintptr_t weights, uintptr_t places, int64_t n, uintptr_t out,
+         int64_t size) {
+        const BagGradients gradients{
+            ptr<const float>(grad),   width, bags, dim, columns, ptr<const int64_t>(offsets), ptr<const float>(factors),
+            ptr<const float>(weights)};
+        add_bag_gradients(gradients, ptr<const int32_t>(places), n, ptr<float>(out), size);
+      },
+      NoGil());
 
   m.def(
       "pool_at",

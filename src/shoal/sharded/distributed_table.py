@@ -12,13 +12,11 @@ from torch import Tensor
 from shoal.sharded.devices import home, host_ids, host_rows, place_of
 from shoal.sharded.export import check_writable
 from shoal.sharded.parts import Lists
-from shoal.sharded.parts_group import PartsGroup
+from shoal.sharded.parts_group import ONE, PartsGroup
 from shoal.sharded.route import one_dim, positions_of_shards, split_rows
 from shoal.table.arguments import as_int, as_time, check_rates
 from shoal.table.config.entry import HashTableConfigInstance
-from shoal.table.protocol import Features, Found, Part, Step, group_of
-
-ONE = Features()  # of one table, whose rows alone are read
+from shoal.table.protocol import Part, Step, group_of
 
 
 class DistributedHashTable:
@@ -97,13 +95,8 @@ class DistributedHashTable:
         """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``. The flags only steer speed."""
         place = place_of(ids)
         ids = self._ids(ids)
-        if insert_missing:
-            return self._group.insert(ids, self._time(req_time)).to(place)
-        return self._group.rows(self._find(ids), ONE, missing="zeros").to(place)
-
-    def _find(self, ids: Tensor) -> Found:
-        counts = torch.tensor([ids.numel()], dtype=torch.int64, device="cpu")
-        return self._group.find(ids, counts, ONE, missing="zeros")
+        rows = self._group.insert(ids, self._time(req_time)) if insert_missing else self._group.lookup(ids)
+        return rows.to(place)
 
     @property
     def clocked(self) -> bool:
@@ -146,7 +139,9 @@ class DistributedHashTable:
         ids = self._ids(ids)
         grads = self._rows(grads, ids.numel(), "grads")
         step = Step(as_int(global_step, self.name, "global_step"), self._time(req_time))
-        self._group.update([Part(self._find(ids), ONE, grads)], step=step)
+        counts = torch.tensor([ids.numel()], dtype=torch.int64, device="cpu")
+        found = self._group.find(ids, counts, ONE, missing="initial")
+        self._group.update([Part(found, ONE, grads)], step=step)
         return self
 
     def contains(self, ids: Tensor) -> Tensor:

@@ -125,13 +125,13 @@ class Tables:
     def lookup(self, asked: Lists, missing: Missing) -> Tensor:
         if not asked.names:
             return torch.empty(0, device=CPU)
-        rows: list[Tensor] = [asked.ids] * len(asked.names)
+        blocks: dict[int, Tensor] = {}
         for group, places, features, counts, ids in self._work(asked):
-            found = group.find(ids, counts, features, missing=missing)
-            blocks = torch.split(group.rows(found, features, missing=missing), counts.tolist())
-            for place, block in zip(places, blocks, strict=True):
-                rows[place] = block.reshape(-1)
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+            rows = group.rows(group.find(ids, counts, features, missing=missing), features, missing=missing)
+            if len(places) == len(asked.names):
+                return rows.view(-1)
+            blocks.update(zip(places, torch.split(rows, counts.tolist()), strict=True))
+        return torch.cat([blocks[place].reshape(-1) for place in range(len(asked.names))])
 
     def insert(self, asked: Lists, seconds: int) -> Tensor:
         rows = [

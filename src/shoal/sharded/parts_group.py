@@ -14,13 +14,16 @@ from torch.nn import functional
 from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
+from shoal.sharded.bag_gradients import bag_divisors, sum_gradients
 from shoal.sharded.devices import home
 from shoal.sharded.export import check_writable
 from shoal.sharded.parts import Lists, parts_of_tables
-from shoal.sharded.route import RowRoute, scatter_rows
-from shoal.table.adapter import bag_of_ids, row_gradients
+from shoal.sharded.route import RowRoute
+from shoal.table.adapter import row_gradients
 from shoal.table.arguments import as_int, as_time
-from shoal.table.protocol import CPU, MEAN, SQRTN, Features, Found, Missing, Part, Step, Traits
+from shoal.table.protocol import CPU, Features, Found, Missing, Part, Step, Traits
+
+ONE = Features()  # of one table, whose rows alone are read
 
 
 class PartsGroup:
@@ -75,17 +78,21 @@ class PartsGroup:
             include_last_offset=True,
             per_sample_weights=None if weights is None else weights.detach().to(CPU),
         ).view(len(features.columns), out.shape[0], self.dim)
-        divisors = _divisors(route, features, offsets)
-        for number, column in enumerate(features.columns):
-            bags = sums[number]
-            if number in divisors:
-                bags = bags / divisors[number][:, None]
+        divisors = bag_divisors(route.offsets, features, offsets)
+        if divisors is not None:
+            sums /= divisors.view(len(features.columns), -1, 1)
+        for column, bags in zip(features.columns, sums, strict=True):
             out[:, column : column + self.dim] = bags.to(out.device)
 
-    def insert(self, ids: Tensor, seconds: int) -> Tensor:
-        """The rows of ids of the first table; unknown ones are made, which is a write."""
+    def lookup(self, ids: Tensor) -> Tensor:
+        """`find` and `rows` of ids of the first table, on the CPU, where unknown ones give zeros."""
         route = self._deal(ids, [ids.numel()], (0,), None)
-        return self._gather(route, [r.to(CPU) for r in self.parts.insert(self._lists(route), seconds)], Features())
+        return self._gather(route, self._read(route, "zeros"), ONE)
+
+    def insert(self, ids: Tensor, seconds: int) -> Tensor:
+        """The same, where unknown ids get rows, which is a write."""
+        route = self._deal(ids, [ids.numel()], (0,), None)
+        return self._gather(route, [r.to(CPU) for r in self.parts.insert(self._lists(route), seconds)], ONE)
 
     def _read(self, route: RowRoute, missing: Missing) -> list[Tensor]:
         rows = [part.to(CPU) for part in self.parts.lookup(self._lists(route, skip_empty=True), missing=missing)]
@@ -119,11 +126,7 @@ class PartsGroup:
         check_writable("update")
         name = self.tables[0].name
         number, seconds = as_int(step.number, name, "step"), self._seconds(step)
-        grads = [row_gradients(part, self.dim).to(CPU) for part in parts]
-        if each == "sum":
-            lists, flats = self._summed(parts, grads)
-        else:
-            lists, flats = self._in_order(parts, grads)
+        lists, flats = self._summed(parts) if each == "sum" else self._in_order(parts)
         used = sorted({table for part in parts for table in part.features.tables})
         lists = [
             Lists([one.names[t] for t in used], [one.counts[t] for t in used], one.ids) for one in lists
@@ -135,7 +138,7 @@ class PartsGroup:
     def _seconds(self, step: Step) -> int:
         return as_time(step.time_s, self.tables[0].name, "time_s", clocked=self._clocked)
 
-    def _summed(self, parts: Sequence[Part], grads: Sequence[Tensor]) -> tuple[list[Lists], list[Tensor]]:
+    def _summed(self, parts: Sequence[Part]) -> tuple[list[Lists], list[Tensor]]:
         """What each part of the tables gets: distinct ids, and the sum of the gradients of each."""
         routes = [self._route(part.found) for part in parts]
         route, offsets = routes[0], [each.offsets for each in routes]
@@ -150,19 +153,15 @@ class PartsGroup:
                 moved = route.offsets[begin : begin + distinct]
                 offsets[number] = torch.where(places < 0, -1, moved[places.clamp(min=0)]) if distinct else places
                 begin += distinct
-        kept = []
-        for part, grad, at in zip(parts, grads, offsets, strict=True):
-            known = slice(None) if part.features.padding is None else at >= 0
-            kept.append((grad[known], at[known]))
-        flat = scatter_rows(route.edges[-1], [g for g, _ in kept], [o for _, o in kept], [self.dim] * len(kept))
+        flat = sum_gradients(route.edges[-1], parts, offsets, self.dim)
         return self._lists(route), [flat[a:b] for a, b in itertools.pairwise(route.edges)]
 
-    def _in_order(self, parts: Sequence[Part], grads: Sequence[Tensor]) -> tuple[list[Lists], list[Tensor]]:
+    def _in_order(self, parts: Sequence[Part]) -> tuple[list[Lists], list[Tensor]]:
         """The same with every occurrence, table after table in the order of all parts."""
         ids: list[list[Tensor]] = [[] for _ in self.tables]
         rows: list[list[Tensor]] = [[] for _ in self.tables]
-        for part, grad in zip(parts, grads, strict=True):
-            counts = part.found.counts.tolist()
+        for part in parts:
+            counts, grad = part.found.counts.tolist(), row_gradients(part, self.dim).to(CPU)
             split = zip(part.features.tables, part.found.ids.to(CPU).split(counts), grad.split(counts), strict=True)
             for table, own, block in split:
                 known = slice(None) if part.features.padding is None else own != part.features.padding
@@ -208,7 +207,7 @@ class PartsGroup:
             sizes = [0] * k
             for table, count in zip(tables, counts, strict=True):
                 sizes[table] += count
-        return RowRoute.of(ids.split(sizes), self._shards, self.dim, n, order)
+        return RowRoute.of(ids.split(sizes) if k > 1 else [ids], self._shards, self.dim, n, order)
 
     def _route(self, found: Found) -> RowRoute:
         return RowRoute(found.where, found.ids.numel(), self._shards, len(self.tables), self.dim)
@@ -221,16 +220,3 @@ class PartsGroup:
                 names, counts = [names[t] for t in some], [counts[t] for t in some]
             lists.append(Lists(names, counts, ids))
         return lists
-
-
-def _divisors(route: RowRoute, features: Features, offsets: Tensor) -> dict[int, Tensor]:
-    """Per feature that divides its sums: what each of its bags is divided by."""
-    divided = [f for f, combiner in enumerate(features.combiners) if combiner in (MEAN, SQRTN)]
-    if not divided:
-        return {}
-    count = offsets.diff().float()
-    if features.padding is not None:
-        kept = (route.offsets >= 0).float()
-        count = torch.zeros_like(count).index_add_(0, bag_of_ids(offsets, kept.numel()), kept)
-    count = count.clamp_(min=1).view(len(features.combiners), -1)
-    return {f: count[f] if features.combiners[f] == MEAN else count[f].sqrt() for f in divided}

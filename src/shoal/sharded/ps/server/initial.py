@@ -18,15 +18,15 @@ class InitialRows:
     """Reads tables through their groups, which change nothing. Threads may share it."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, ...], tuple[Sequence[HashTable], Tables]] = {}
+        self._kept: dict[tuple[str, ...], tuple[Sequence[HashTable], Tables]] = {}
 
     def rows(self, tables: Sequence[HashTable], counts: Sequence[int], ids: Tensor) -> Tensor:
         """The rows of ``counts[i]`` ids of ``tables[i]``, one after another, flat."""
         if not hasattr(HashTable, "group_key"):
             return _rows(tables, counts, ids)
-        key = tuple(map(id, tables))
-        kept = self._kept.get(key)  # it holds its tables, so that none of these numbers is another's
-        if kept is None:
+        key = tuple(table.name for table in tables)
+        kept = self._kept.get(key)
+        if kept is None or any(old is not new for old, new in zip(kept[0], tables, strict=True)):
             if len(self._kept) >= MOST:
                 self._kept.clear()
             kept = self._kept[key] = (tables, Tables(tables))
