@@ -60,6 +60,10 @@ class Index {
   // Where a probe for the hash begins: prefetch it.
   [[gnu::always_inline]] Bucket* home(uint64_t hash) const { return segment(hash) + start(hash, buckets_); }
 
+  // Asks for what leads to the buckets, unless it is long: for a reader who comes from other tables.
+  void ask_for_directory() const {
+    if (depth_ <= 3) __builtin_prefetch(directory_);
+  }
   // The bucket that a probe for the hash looks at after another one.
   [[gnu::always_inline]] Bucket* behind(uint64_t hash, const Bucket* bucket) const {
     Bucket* first = segment(hash);

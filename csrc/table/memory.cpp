@@ -39,7 +39,7 @@ uint32_t RowArena::allocate(uint32_t count) {
   if (next_ + count > 0xFFFFFFF0u) throw std::length_error("a table holds at most 4294967280 rows; shard it");
   uint64_t last = (next_ + count - 1) >> shift_;
   while (mapped_ <= last) {
-    // The first 2 MiB stay on small pages, so that a small table is small.
+    // The first 2 MiB are on small pages until they are full, so that a small table is small.
     auto* slab = static_cast<char*>(map_pages(slab_bytes(), mapped_ > 0));
     if (mapped_ == 0 && slab_bytes() > kHuge) advise_huge(slab + kHuge, slab_bytes() - kHuge);
     slabs_[mapped_].store(slab);
@@ -53,6 +53,8 @@ uint32_t RowArena::allocate(uint32_t count) {
   }
   uint32_t first = static_cast<uint32_t>(next_);
   next_ += count;
+  if (first * size_t(stride_) <= kHuge && next_ * stride_ > kHuge && slab_bytes() >= kHuge)
+    make_huge(slabs_[0].load(), kHuge);
   return first;
 }
 
@@ -81,7 +83,9 @@ void* BlockArena::allocate(size_t bytes) {
     // A slab is an eighth of what there is: few mappings in a large table, little waste in a small one.
     size_t slab = std::clamp(used_ / 8, size_t{2} << 20, size_t{64} << 20);
     slab = (slab + kHuge - 1) & ~(kHuge - 1);
-    huge_ = used_ >= (size_t{4} << 20);
+    // Slabs of a smaller table are on small pages until they are full, so that it is small.
+    if (!huge_ && !slabs_.empty()) make_huge(slabs_.back().first, slabs_.back().second);
+    huge_ = used_ >= (size_t{8} << 20);
     next_ = static_cast<char*>(map_pages(slab, huge_));
     left_ = slab;
     slabs_.emplace_back(next_, slab);

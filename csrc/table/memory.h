@@ -1,4 +1,4 @@
-// Memory for rows and index segments: large slabs, advised to huge pages once a table is no longer small.
+// Memory for rows and index segments: large slabs, on huge pages once a table is no longer small.
 #pragma once
 #include <atomic>
 #include <cstdint>
