@@ -39,8 +39,10 @@ uint32_t RowArena::allocate(uint32_t count) {
   if (next_ + count > 0xFFFFFFF0u) throw std::length_error("a table holds at most 4294967280 rows; shard it");
   uint64_t last = (next_ + count - 1) >> shift_;
   while (mapped_ <= last) {
-    // The first slab stays on small pages, so that a small table is small.
-    slabs_[mapped_].store(static_cast<char*>(map_pages(slab_bytes(), mapped_ > 0)));
+    // The first 2 MiB are on small pages until they are full, so that a small table is small.
+    auto* slab = static_cast<char*>(map_pages(slab_bytes(), mapped_ > 0));
+    if (mapped_ == 0 && slab_bytes() > kHuge) advise_huge(slab + kHuge, slab_bytes() - kHuge);
+    slabs_[mapped_].store(slab);
     ++mapped_;
   }
   if (tracking_) {
@@ -51,6 +53,8 @@ uint32_t RowArena::allocate(uint32_t count) {
   }
   uint32_t first = static_cast<uint32_t>(next_);
   next_ += count;
+  if (first * size_t(stride_) <= kHuge && next_ * stride_ > kHuge && slab_bytes() >= kHuge)
+    make_huge(slabs_[0].load(), kHuge);
   return first;
 }
 
@@ -65,7 +69,7 @@ void RowArena::track() {
 int64_t RowArena::bytes() const {
   std::lock_guard lock(mutex_);
   int64_t touched = static_cast<int64_t>(next_) * stride_;
-  if (mapped_ > 1) touched = (touched + kHuge - 1) / kHuge * kHuge;
+  if (touched > static_cast<int64_t>(kHuge)) touched = (touched + kHuge - 1) / kHuge * kHuge;
   return touched + (tracking_ ? static_cast<int64_t>(next_) * 4 : 0) + static_cast<int64_t>(mapped_) * 8;
 }
 
@@ -79,6 +83,8 @@ void* BlockArena::allocate(size_t bytes) {
     // A slab is an eighth of what there is: few mappings in a large table, little waste in a small one.
     size_t slab = std::clamp(used_ / 8, size_t{2} << 20, size_t{64} << 20);
     slab = (slab + kHuge - 1) & ~(kHuge - 1);
+    // Slabs of a smaller table are on small pages until they are full, so that it is small.
+    if (!huge_ && !slabs_.empty()) make_huge(slabs_.back().first, slabs_.back().second);
     huge_ = used_ >= (size_t{8} << 20);
     next_ = static_cast<char*>(map_pages(slab, huge_));
     left_ = slab;

@@ -1,4 +1,4 @@
-// Memory for rows and index segments: large slabs, advised to huge pages once a table is no longer small.
+// Memory for rows and index segments: large slabs, on huge pages once a table is no longer small.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -17,8 +17,12 @@ class RowArena {
   RowArena(const RowArena&) = delete;
   RowArena& operator=(const RowArena&) = delete;
 
-  char* row(uint32_t number) const {
+  [[gnu::always_inline]] char* row(uint32_t number) const {
     return slabs_[number >> shift_].load(std::memory_order_relaxed) + size_t(number & mask_) * stride_;
+  }
+  // Whether the first so many bytes of every row are in one cache line.
+  [[gnu::always_inline]] bool in_one_line(int32_t bytes) const {
+    return bytes <= 64 && (stride_ % 64 == 0 || 64 % stride_ == 0);
   }
   // The first of `count` fresh consecutive rows; they may lie in two slabs.
   uint32_t allocate(uint32_t count);

@@ -19,84 +19,29 @@ namespace {
 
 constexpr int64_t kReadChunk = 8192;        // ids between two chances for a writer
 constexpr int64_t kStreamBytes = 16 << 20;  // results larger than this do not stay in any cache
-constexpr int kRound = 32;                  // ids that go through a stage together
 constexpr size_t kLargeScratch = 1 << 20;   // floats that a thread does not keep
 
-// What is known of a round of ids.
-struct Round {
-  uint64_t hash[kRound];
-  Bucket* home[kRound];
-  uint32_t number[kRound];
-  char* row[kRound];  // null: there is none
-  int64_t open;       // ids that were not at home
-};
-
-// The stages of finding a round; see rounds.h. With kAsk they ask for the memory that the next stage needs.
-template <bool kAsk, class Contents>
-struct Stages {
-  const Contents& contents;
-  const int64_t* ids;
-  int32_t row_bytes;
-
-  void start(Round& round, int64_t first, int64_t n) const {
-    SHOAL_DISPATCH(hash_ids)(ids + first, n, kIndexSalt, round.hash);
-    for (int64_t i = 0; i < n; ++i) {
-      const uint64_t hash = round.hash[i];
-      round.home[i] = contents.stripes[stripe_of(hash)].index.home(hash);
-      if (kAsk) __builtin_prefetch(round.home[i], 0, 2);
-    }
-  }
-  void probe(Round& round, int64_t first, int64_t n) const {
-    round.open = SHOAL_DISPATCH(probe_homes)(round.home, ids + first, n, round.number);
-    for (int64_t i = 0; i < n; ++i) {
-      round.row[i] = contents.rows.row(round.number[i]);
-      if (kAsk) prefetch(round.row[i], row_bytes);
-    }
-    if (!kAsk || !round.open) return;
-    for (int64_t i = 0; i < n; ++i)
-      if (!round.number[i]) contents.stripes[stripe_of(round.hash[i])].index.ask_beyond(round.hash[i], round.home[i]);
-  }
-  // Probes on for the few ids that were not at home. Returns whether all are found.
-  void resolve(Round& round, int64_t first, int64_t n) const {
-    if (!round.open) return;
-    round.open = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      if (round.number[i]) continue;
-      const uint64_t hash = round.hash[i];
-      const Slot slot = contents.stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[first + i]));
-      round.row[i] = slot ? contents.rows.row(slot.row()) : nullptr;
-      round.open += !slot;
-      if (kAsk && slot) prefetch(round.row[i], row_bytes);
-    }
-  }
-};
-
-// finish(first, n, rows, unknown) for every round, in order; `unknown` of the rows are null. Memory works for four
-// rounds at once, or, where all of it is `near`, one round is done after the other.
+// finish(first, n, rows, unknown) for every round, in order; `unknown` of the rows are null. As in rounds.h, four
+// rounds are on their way while memory works for them. Where all of it is in a cache already that costs nothing: a path
+// without it measured no faster at any size.
 template <class Contents, class Finish>
-void find_rounds(const Contents& contents, const int64_t* ids, int64_t n, int32_t row_bytes, bool near, Finish finish) {
+void find_rounds(const Contents& contents, const int64_t* ids, int64_t n, int32_t row_bytes, Finish finish) {
   const int64_t size = std::clamp(16384 / (row_bytes + 1), 4, kRound);
   const int64_t rounds = (n + size - 1) / size;
   auto first = [&](int64_t round) { return round * size; };
   auto count = [&](int64_t round) { return std::min(size, n - round * size); };
-  if (near) {
-    const Stages<false, Contents> stages{contents, ids, row_bytes};
-    Round round;
-    for (int64_t r = 0; r < rounds; ++r) {
-      stages.start(round, first(r), count(r));
-      stages.probe(round, first(r), count(r));
-      stages.resolve(round, first(r), count(r));
-      finish(first(r), count(r), round.row, round.open);
-    }
-    return;
-  }
-  const Stages<true, Contents> stages{contents, ids, row_bytes};
+  const Homes homes{kStripesOfCells.of_cell, reinterpret_cast<const char*>(&contents.stripes[0].index),
+                    sizeof(contents.stripes[0])};
+  if (n >= 256)
+    for (const auto& stripe : contents.stripes) stripe.index.ask_for_directory();
   Round ring[4];
   for (int64_t step = 0; step < rounds + 3; ++step) {
-    if (int64_t r = step - 3; r >= 0) finish(first(r), count(r), ring[r % 4].row, ring[r % 4].open);
-    if (int64_t r = step - 1; r >= 0 && r < rounds) stages.probe(ring[r % 4], first(r), count(r));
-    if (int64_t r = step - 2; r >= 0 && r < rounds) stages.resolve(ring[r % 4], first(r), count(r));
-    if (step < rounds) stages.start(ring[step % 4], first(step), count(step));
+    if (int64_t r = step - 3; r >= 0) finish(first(r), count(r), ring[r % 4].row, ring[r % 4].opens);
+    if (int64_t r = step - 1; r >= 0 && r < rounds)
+      SHOAL_DISPATCH(probe_round)(homes, contents.rows, ids + first(r), count(r), row_bytes, ring[r % 4]);
+    if (int64_t r = step - 2; r >= 0 && r < rounds)
+      SHOAL_DISPATCH(resolve_round)(homes, contents.rows, ids + first(r), row_bytes, ring[r % 4]);
+    if (step < rounds) SHOAL_DISPATCH(start_round)(homes, ids + first(step), count(step), ring[step % 4]);
   }
 }
 
@@ -128,7 +73,7 @@ void Table::read(const int64_t* ids, int64_t n, Missing missing, const int64_t* 
   for (int64_t at = 0; at < n; at += kReadChunk) {
     const int64_t size = std::min(n - at, kReadChunk);
     Locks<false> lock(*this, ids + at, size);
-    find_rounds(*contents_, ids + at, size, bytes, near(),
+    find_rounds(*contents_, ids + at, size, bytes,
                 [&](int64_t first, int64_t count, char* const* found, int64_t unknown) {
                   const auto* rows = reinterpret_cast<const float* const*>(found);
                   const float* read[kRound];
@@ -160,8 +105,6 @@ void Table::read(const int64_t* ids, int64_t n, Missing missing, const int64_t* 
   if (scratch.size() > kLargeScratch) scratch = {};
 }
 
-bool Table::near() const { return false; }
-
 void Table::lookup(const int64_t* ids, int64_t n, float* out, uint8_t* found) const {
   const int64_t dim = layout_.dim;
   const bool stream = n * dim * 4 > kStreamBytes && reinterpret_cast<uintptr_t>(out) % 16 == 0;
@@ -182,7 +125,7 @@ void Table::contains(const int64_t* ids, int64_t n, uint8_t* out) const {
     for (int64_t at = begin; at < end; at += kReadChunk) {
       const int64_t size = std::min(end - at, kReadChunk);
       Locks<false> lock(*this, ids + at, size);
-      find_rounds(*contents_, ids + at, size, 0, near(), [&](int64_t first, int64_t count, char* const* rows, int64_t) {
+      find_rounds(*contents_, ids + at, size, 0, [&](int64_t first, int64_t count, char* const* rows, int64_t) {
         for (int64_t i = 0; i < count; ++i) out[at + first + i] = rows[i] != nullptr;
       });
     }

@@ -21,14 +21,43 @@ inline uint32_t number_in(const Bucket& bucket, int64_t id) {
   const __mmask8 lanes =
       _mm256_mask_cmpeq_epi64_mask(_mm_cmpge_epu32_mask(rows, _mm_set1_epi32(kFirstRow)), ids, _mm256_set1_epi64x(id));
   return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_maskz_compress_epi32(lanes, rows)));
+#elif defined(__AVX2__)
+  const __m256i ids = _mm256_load_si256(reinterpret_cast<const __m256i*>(bucket.id));
+  const __m128i rows = _mm_load_si128(reinterpret_cast<const __m128i*>(bucket.row));
+  const __m128i used = _mm_cmpeq_epi32(_mm_max_epu32(rows, _mm_set1_epi32(kFirstRow)), rows);
+  const int lanes = _mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(ids, _mm256_set1_epi64x(id)))) &
+                    _mm_movemask_ps(_mm_castsi128_ps(used));
+  return bucket.row[__builtin_ctz(static_cast<unsigned>(lanes) | 8)] & (lanes ? ~uint32_t{0} : 0);
 #else
   uint32_t number = 0;
   for (int lane = 0; lane < 4; ++lane) {
-    const bool here = bucket.id[lane] == static_cast<uint64_t>(id) && bucket.row[lane] >= kFirstRow;
+    const bool here = (bucket.id[lane] == static_cast<uint64_t>(id)) & (bucket.row[lane] >= kFirstRow);
     number |= here ? bucket.row[lane] : 0;
   }
   return number;
 #endif
+}
+
+// Whether a probe ends here: ids go into the first slot that is free.
+inline bool has_free(const Bucket& bucket) {
+  const uint32_t* rows = bucket.row;
+  return (rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow);
+}
+
+inline const Index& index_of(const Homes& homes, uint64_t hash) {
+  const size_t stripe = homes.stripe_of_cell[hash >> (64 - Index::kStripeBits)];
+  return *reinterpret_cast<const Index*>(homes.first_index + stripe * homes.stride);
+}
+
+// Asks for memory, into the second-level cache: more requests can wait there than at the first level, which is worth a
+// third of a lookup's time.
+inline void ask_for(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+inline void ask_for_row(const char* row, int32_t bytes, bool one_line) {
+  if (one_line) return ask_for(row);
+  const auto begin = reinterpret_cast<uintptr_t>(row);
+  for (uintptr_t line = begin & ~uintptr_t{63}; line < begin + static_cast<uintptr_t>(bytes); line += 64)
+    ask_for(reinterpret_cast<const void*>(line));
 }
 
 // kDim: of the rows, or 0 for any.
@@ -53,17 +82,49 @@ void copy(const float* const* rows, int64_t n, int64_t dim, bool stream, float* 
 
 }  // namespace
 
-void hash_ids(const int64_t* ids, int64_t n, uint64_t salt, uint64_t* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = hash_id(static_cast<uint64_t>(ids[i]) ^ salt);
+void start_round(const Homes& homes, const int64_t* ids, int64_t n, Round& round) {
+  for (int64_t i = 0; i < n; ++i) round.hash[i] = hash_id(static_cast<uint64_t>(ids[i]) ^ kIndexSalt);
+  for (int64_t i = 0; i < n; ++i) {
+    round.home[i] = index_of(homes, round.hash[i]).home(round.hash[i]);
+    ask_for(round.home[i]);
+  }
 }
 
-int64_t probe_homes(const Bucket* const* homes, const int64_t* ids, int64_t n, uint32_t* numbers) {
-  int64_t missing = 0;
+void probe_round(const Homes& homes, const RowArena& rows, const int64_t* ids, int64_t n, int32_t row_bytes,
+                 Round& round) {
+  int64_t opens = 0;
+  const bool one_line = rows.in_one_line(row_bytes);
   for (int64_t i = 0; i < n; ++i) {
-    numbers[i] = number_in(*homes[i], ids[i]);
-    missing += numbers[i] == 0;
+    const uint32_t number = number_in(*round.home[i], ids[i]);
+    round.row[i] = rows.row(number);
+    round.open[opens] = static_cast<uint8_t>(i);
+    opens += number == 0;
+    ask_for_row(round.row[i], row_bytes, one_line);
   }
-  return missing;
+  round.opens = opens;
+  for (int64_t k = 0; k < opens; ++k) {
+    Bucket*& home = round.home[round.open[k]];
+    const uint64_t hash = round.hash[round.open[k]];
+    home = has_free(*home) ? nullptr : index_of(homes, hash).behind(hash, home);
+    ask_for(home);
+  }
+}
+
+void resolve_round(const Homes& homes, const RowArena& rows, const int64_t* ids, int32_t row_bytes, Round& round) {
+  const bool one_line = rows.in_one_line(row_bytes);
+  int64_t unknown = 0;
+  for (int64_t k = 0; k < round.opens; ++k) {
+    const uint8_t i = round.open[k];
+    const uint64_t hash = round.hash[i];
+    uint32_t number = 0;
+    for (const Bucket* bucket = round.home[i]; bucket; bucket = index_of(homes, hash).behind(hash, bucket))
+      if ((number = number_in(*bucket, ids[i])) || has_free(*bucket)) break;
+    round.row[i] = number ? rows.row(number) : nullptr;
+    if (number) ask_for_row(round.row[i], row_bytes, one_line);
+    round.open[unknown] = i;
+    unknown += number == 0;
+  }
+  round.opens = unknown;
 }
 
 void copy_rows(const float* const* rows, int64_t n, int64_t dim, bool stream, float* out) {

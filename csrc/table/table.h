@@ -56,7 +56,7 @@ enum class BadGradient : int32_t { raise, skip, ignore };
 // filter decides when it gets one).
 enum class Missing : int32_t { none, zeros, initial };
 
-// Gets the embeddings of ids [first, first + n), n <= 32, while nobody writes them. A null row is nothing.
+// Gets the embeddings of ids [first, first + n), some at a time, while nobody writes them. A null row is nothing.
 using UseRows = FunctionRef<void(int64_t first, int64_t n, const float* const* rows)>;
 
 // A gradient or a value that holds NaN or infinity, where that is refused.
@@ -160,7 +160,6 @@ class Table {
   class Locks;
   enum class Kind { assign, assign_add, gradients, reinitialize, load, insert };
 
-  bool near() const;
   void read_row(const char* row, float* out) const;
   void fresh_row(int64_t id, char* row) const;
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
