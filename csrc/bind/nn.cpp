@@ -1,3 +1,6 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -6,6 +9,7 @@
 #include "bind/bind.h"
 #include "nn/bag.h"
 #include "nn/fm.h"
+#include "nn/wiring.h"
 #include "table/table.h"
 
 namespace shoal::bind {
@@ -75,6 +79,39 @@ void nn(nb::module_& m) {
         return sum_by_id(ptr<int64_t>(ids), n, ptr<float>(rows), dim, ptr<int64_t>(out_ids), ptr<float>(out_rows));
       },
       NoGil());
+
+  nb::class_<Wiring>(m, "Wiring")
+      .def(
+          "__init__",
+          [](Wiring* self, const std::vector<Table*>& tables, const std::vector<int32_t>& pools,
+             const std::vector<int64_t>& columns, int64_t width, std::optional<int64_t> padding) {
+            std::vector<Feature> features;
+            for (size_t f = 0; f < tables.size(); ++f) {
+              Feature feature{tables[f]};
+              if (!pools.empty()) feature.pool = static_cast<Pool>(pools.at(f));
+              if (!columns.empty()) feature.column = columns.at(f);
+              if (feature.pool != Pool::sum && feature.pool != Pool::mean && feature.pool != Pool::sqrtn)
+                throw std::invalid_argument("only sum, mean and sqrtn are pooled while rows are read");
+              features.push_back(feature);
+            }
+            new (self) Wiring(std::move(features), width, padding);
+          },
+          nb::arg("tables"), nb::arg("pools"), nb::arg("columns"), nb::arg("width"), nb::arg("padding").none())
+      .def(
+          "rows",
+          [](const Wiring& w, uintptr_t ids, int64_t n, uintptr_t counts, bool initial, uintptr_t out) {
+            w.rows(ptr<int64_t>(ids, n), n, ptr<int64_t>(counts, 1), initial ? Missing::initial : Missing::zeros,
+                   ptr<float>(out, n));
+          },
+          NoGil())
+      .def(
+          "pooled",
+          [](const Wiring& w, uintptr_t ids, int64_t n, uintptr_t offsets, int64_t bags, uintptr_t weights,
+             bool initial, uintptr_t out) {
+            w.pooled(ptr<int64_t>(ids, n), n, ptr<int64_t>(offsets, 1), bags, ptr<float>(weights),
+                     initial ? Missing::initial : Missing::zeros, ptr<float>(out, bags));
+          },
+          NoGil());
 
   nb::class_<RowsCopy>(m, "RowsCopy")
       .def("__len__", [](const RowsCopy& c) { return c.rows.size(); })

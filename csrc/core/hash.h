@@ -4,7 +4,7 @@
 
 namespace shoal {
 
-inline uint64_t hash_id(uint64_t x) {
+[[gnu::always_inline]] inline uint64_t hash_id(uint64_t x) {
   x ^= x >> 32;
   x *= 0xd6e8feb86659fd93ULL;
   x ^= x >> 32;

@@ -9,6 +9,8 @@ namespace shoal {
 
 static constexpr size_t kHuge = size_t{2} << 20;
 
+void advise_huge(void* pages, size_t bytes) { madvise(pages, bytes, MADV_HUGEPAGE); }
+
 void* map_pages(size_t bytes, bool huge) {
   size_t extra = bytes >= kHuge ? kHuge : 0;  // mmap aligns to 4 KiB only: take more and cut both ends off
   void* raw = mmap(nullptr, bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -20,7 +22,7 @@ void* map_pages(size_t bytes, bool huge) {
     uintptr_t tail = (aligned + bytes + 4095) & ~uintptr_t{4095};
     if (tail < begin + bytes + extra) munmap(reinterpret_cast<void*>(tail), begin + bytes + extra - tail);
   }
-  if (huge) madvise(reinterpret_cast<void*>(aligned), bytes, MADV_HUGEPAGE);
+  if (huge) advise_huge(reinterpret_cast<void*>(aligned), bytes);
   return reinterpret_cast<void*>(aligned);
 }
 

@@ -13,7 +13,7 @@ namespace shoal {
 
 void Bags::check(int64_t rows) const {
   auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
-  if (pool != Pool::sum && pool != Pool::mean && pool != Pool::firstn) refuse("unknown pooling");
+  if (pool < Pool::sum || pool > Pool::max) refuse("unknown pooling");
   if (pool == Pool::firstn && length < 1) refuse("firstn needs a length of at least 1, got " + std::to_string(length));
   if (bags < 0) refuse("offsets have at least one element");
   if (offsets[0] != 0) refuse("offsets start at 0, got " + std::to_string(offsets[0]));
@@ -42,8 +42,18 @@ void pool(const Bags& bags, const float* rows, float* out) {
 
 void lookup_pool(Table& table, const int64_t* ids, const Bags& bags, bool create, Stamp time, float* out) {
   constexpr int64_t kPiece = 2048;  // ids; one such lookup runs on the calling thread
+  const bool fused = !create && (bags.pool == Pool::sum || bags.pool == Pool::mean || bags.pool == Pool::sqrtn);
   const int64_t per_bag = bags.bags ? bags.offsets[bags.bags] / bags.bags + 1 : 1;
   parallel_for(bags.bags, std::max<int64_t>(1, kPiece / per_bag), [&](int64_t begin, int64_t end) {
+    if (fused) {
+      const int64_t before = bags.offsets[begin];
+      BagCursor at{begin, end};
+      table.read(ids + before, bags.offsets[end] - before, Missing::zeros, nullptr,
+                 [&](int64_t first, int64_t n, const float* const* rows) {
+                   SHOAL_DISPATCH(pool_some)(bags, at, before + first, n, rows, out);
+                 });
+      return SHOAL_DISPATCH(pool_some)(bags, at, bags.offsets[end], 0, nullptr, out);  // empty bags at the end
+    }
     thread_local std::vector<float> rows;
     for (int64_t next; begin < end; begin = next) {
       const int64_t first = bags.offsets[begin];

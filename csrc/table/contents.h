@@ -93,27 +93,44 @@ struct Table::Contents {
   }
 };
 
-// The locks of a set of stripes, taken in rising order, so that two holders never wait for each other.
+// The locks of a set of stripes, taken in rising order, so that two holders never wait for each other. Readers need
+// none of them where no writer was lately.
 template <bool kExclusive>
 class Table::Locks {
  public:
-  Locks(const Table& table, uint64_t stripes) : locks_(table.locks_), stripes_(stripes) {
-    for (uint64_t s = stripes_; s; s &= s - 1) {
-      RwLock& lock = locks_[std::countr_zero(s)];
-      kExclusive ? lock.lock() : lock.lock_shared();
-    }
+  Locks(const Table& table, uint64_t stripes) : table_(table) {
+    if (kExclusive || !(place_ = table.readers_.enter(stripes))) take(stripes);
+  }
+  // The stripes of some ids, for reading.
+  Locks(const Table& table, const int64_t* ids, int64_t n)
+    requires(!kExclusive)
+      : table_(table) {
+    if ((place_ = table.readers_.enter(kAllStripes))) return;
+    const uint64_t stripes = stripes_of(ids, nullptr, n, kAllStripes);
+    if (!(place_ = table.readers_.enter(stripes))) take(stripes);
   }
   ~Locks() {
+    if (place_) Readers::leave(place_);
     for (uint64_t s = stripes_; s; s &= s - 1) {
-      RwLock& lock = locks_[std::countr_zero(s)];
+      RwLock& lock = table_.locks_[std::countr_zero(s)];
       kExclusive ? lock.unlock() : lock.unlock_shared();
     }
   }
   Locks(const Locks&) = delete;
 
  private:
-  RwLock* locks_;
-  uint64_t stripes_;
+  void take(uint64_t stripes) {
+    stripes_ = stripes;
+    for (uint64_t s = stripes; s; s &= s - 1) {
+      RwLock& lock = table_.locks_[std::countr_zero(s)];
+      kExclusive ? lock.lock() : lock.lock_shared();
+    }
+    kExclusive ? table_.readers_.exclude(stripes) : table_.readers_.admit(stripes);
+  }
+
+  const Table& table_;
+  Readers::Place* place_ = nullptr;  // of a reader without locks
+  uint64_t stripes_ = 0;
 };
 
 }  // namespace shoal

@@ -58,7 +58,13 @@ class Index {
   int64_t bytes() const;  // what it takes outside the block arena
 
   // Where a probe for the hash begins: prefetch it.
-  Bucket* home(uint64_t hash) const { return segment(hash) + start(hash, buckets_); }
+  [[gnu::always_inline]] Bucket* home(uint64_t hash) const { return segment(hash) + start(hash, buckets_); }
+
+  // The bucket that a probe for the hash looks at after another one.
+  [[gnu::always_inline]] Bucket* behind(uint64_t hash, const Bucket* bucket) const {
+    Bucket* first = segment(hash);
+    return first + next(static_cast<uint32_t>(bucket - first), buckets_);
+  }
 
   Slot find(uint64_t hash, uint64_t id) const {
     Bucket* first = segment(hash);
@@ -185,13 +191,17 @@ class Index {
            uint32_t{ids[3] == id} << 3;
   }
   // The bucket that a hash wants among so many, and the one behind a bucket: a segment is a ring.
-  static uint32_t start(uint64_t hash, uint32_t buckets) {
+  [[gnu::always_inline]] static uint32_t start(uint64_t hash, uint32_t buckets) {
     return static_cast<uint32_t>((hash & 0xFFFFFFFFu) * buckets >> 32);
   }
-  static uint32_t next(uint32_t bucket, uint32_t buckets) { return bucket + 1 == buckets ? 0 : bucket + 1; }
+  [[gnu::always_inline]] static uint32_t next(uint32_t bucket, uint32_t buckets) {
+    return bucket + 1 == buckets ? 0 : bucket + 1;
+  }
   static Head& head(Bucket* first) { return *reinterpret_cast<Head*>(first - 1); }
   uint64_t first_entry(Bucket* first) const { return head(first).prefix << (depth_ - head(first).depth); }
-  Bucket* segment(uint64_t hash) const { return directory_[((hash << kStripeBits) >> 1) >> (63 - depth_)]; }
+  [[gnu::always_inline]] Bucket* segment(uint64_t hash) const {
+    return directory_[((hash << kStripeBits) >> 1) >> (63 - depth_)];
+  }
   uint32_t limit() const { return static_cast<uint32_t>(uint64_t{4} * buckets_ * 80 / 100); }
 
   struct Entry {

@@ -41,17 +41,21 @@ RowArena::~RowArena() {
 
 void RowArena::map_slabs(uint64_t last) {
   while (mapped_ <= last) {
-    // The first slab stays on small pages, so that a small table is small.
-    slabs_[mapped_].store(static_cast<char*>(map_pages(slab_bytes(), mapped_ > 0)));
+    // The first 2 MiB stay on small pages, so that a small table is small.
+    auto* slab = static_cast<char*>(map_pages(slab_bytes(), mapped_ > 0));
+    if (mapped_ == 0 && slab_bytes() > kHuge) advise_huge(slab + kHuge, slab_bytes() - kHuge);
+    slabs_[mapped_].store(slab);
     ++mapped_;
   }
 }
 
-// Has pages made that rows will need soon, and those of the first slab that are full gathered on huge ones.
+// Has pages made that rows will need soon, and the small ones gathered on a huge one once they are full.
 void RowArena::make_ready() {
   const size_t used = next_ * static_cast<size_t>(stride_);
-  for (; gathered_ + kHuge <= std::min(used, slab_bytes()); gathered_ += kHuge)
-    ahead_.gather(slabs_[0].load() + gathered_);
+  if (!gathered_ && kHuge <= std::min(used, slab_bytes())) {
+    ahead_.gather(slabs_[0].load());
+    gathered_ = true;
+  }
   const size_t ahead = ahead_of(used);
   if (used < kSmall || (ready_ > next_ && (ready_ - next_) * stride_ > ahead / 2)) return;
   uint64_t row = std::max(ready_, next_);
@@ -92,7 +96,7 @@ void RowArena::track() {
 int64_t RowArena::bytes() const {
   std::lock_guard lock(mutex_);
   int64_t touched = static_cast<int64_t>(std::max(next_, ready_)) * stride_;
-  if (mapped_ > 1) touched = (touched + kHuge - 1) / kHuge * kHuge;
+  if (touched > static_cast<int64_t>(kHuge)) touched = (touched + kHuge - 1) / kHuge * kHuge;
   return touched + (tracking_ ? static_cast<int64_t>(next_) * 4 : 0) + static_cast<int64_t>(mapped_) * 8;
 }
 
@@ -108,7 +112,7 @@ void* BlockArena::allocate(size_t bytes) {
     // A slab is an eighth of what there is: few mappings in a large table, little waste in a small one.
     size_t slab = std::clamp(used_ / 8, size_t{2} << 20, size_t{64} << 20);
     slab = (slab + kHuge - 1) & ~(kHuge - 1);
-    huge_ = used_ >= (size_t{8} << 20);
+    huge_ = used_ >= (size_t{4} << 20);
     next_ = static_cast<char*>(map_pages(slab, huge_));
     left_ = slab;
     ready_ = 0;

@@ -18,8 +18,12 @@ class RowArena {
   RowArena(const RowArena&) = delete;
   RowArena& operator=(const RowArena&) = delete;
 
-  char* row(uint32_t number) const {
+  [[gnu::always_inline]] char* row(uint32_t number) const {
     return slabs_[number >> shift_].load(std::memory_order_relaxed) + size_t(number & mask_) * stride_;
+  }
+  // Whether the first so many bytes of every row are in one cache line.
+  [[gnu::always_inline]] bool in_one_line(int32_t bytes) const {
+    return bytes <= 64 && (stride_ % 64 == 0 || 64 % stride_ == 0);
   }
   // The first of `count` fresh consecutive rows; they may lie in two slabs.
   uint32_t allocate(uint32_t count);
@@ -50,7 +54,7 @@ class RowArena {
   uint64_t next_ = 2;   // rows handed out; 0 and 1 mean something else in the index
   uint64_t ready_ = 0;  // rows whose pages were asked for, of a table that is no longer small
   uint32_t mapped_ = 0;
-  size_t gathered_ = 0;  // bytes of the first slab, which begins on small pages
+  bool gathered_ = false;  // the first 2 MiB, which begin on small pages
   bool tracking_ = false;
   Ahead ahead_;
 };

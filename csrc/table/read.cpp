@@ -1,6 +1,9 @@
 // Reading: rows out of the table, any number of readers at a time.
+#include "table/read.h"
+
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -16,13 +19,31 @@ namespace {
 
 constexpr int64_t kReadChunk = 8192;        // ids between two chances for a writer
 constexpr int64_t kStreamBytes = 16 << 20;  // results larger than this do not stay in any cache
+constexpr size_t kLargeScratch = 1 << 20;   // floats that a thread does not keep
+
+// finish(first, n, rows, unknown) for every round, in order; `unknown` of the rows are null. As in rounds.h, four
+// rounds are on their way while memory works for them. Where all of it is in a cache already that costs nothing: a path
+// without it measured no faster at any size.
+template <class Contents, class Finish>
+void find_rounds(const Contents& contents, const int64_t* ids, int64_t n, int32_t row_bytes, Finish finish) {
+  const int64_t size = std::clamp(16384 / (row_bytes + 1), 4, kRound);
+  const int64_t rounds = (n + size - 1) / size;
+  auto first = [&](int64_t round) { return round * size; };
+  auto count = [&](int64_t round) { return std::min(size, n - round * size); };
+  const Homes homes{kStripesOfCells.of_cell, reinterpret_cast<const char*>(&contents.stripes[0].index),
+                    sizeof(contents.stripes[0])};
+  Round ring[4];
+  for (int64_t step = 0; step < rounds + 3; ++step) {
+    if (int64_t r = step - 3; r >= 0) finish(first(r), count(r), ring[r % 4].row, ring[r % 4].opens);
+    if (int64_t r = step - 1; r >= 0 && r < rounds)
+      SHOAL_DISPATCH(probe_round)(homes, contents.rows, ids + first(r), count(r), row_bytes, ring[r % 4]);
+    if (int64_t r = step - 2; r >= 0 && r < rounds)
+      SHOAL_DISPATCH(resolve_round)(homes, contents.rows, ids + first(r), row_bytes, ring[r % 4]);
+    if (step < rounds) SHOAL_DISPATCH(start_round)(homes, ids + first(step), count(step), ring[step % 4]);
+  }
+}
 
 }  // namespace
-
-char* Table::find_row(uint64_t hash, int64_t id) const {
-  Slot slot = contents_->stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(id));
-  return slot ? contents_->rows.row(slot.row()) : nullptr;
-}
 
 void Table::read_row(const char* row, float* out) const {
   if (layout_.serving) return decode_row(layout_, row, out);
@@ -36,77 +57,64 @@ void Table::read_row(const char* row, float* out) const {
   }
 }
 
-namespace {
-
-// Copies whole rows past the cache when the result is too large to be in it anyway.
-template <int kDim>
-void copy_row(float* to, const char* row, bool stream) {
-#if defined(__SSE2__)
-  if (kDim % 4 == 0 && stream) {
-    for (int i = 0; i < kDim; i += 4)
-      _mm_stream_ps(to + i, row ? _mm_loadu_ps(reinterpret_cast<const float*>(row) + i) : _mm_setzero_ps());
-    return;
+void Table::read(const int64_t* ids, int64_t n, Missing missing, const int64_t* padding, UseRows use) const {
+  const size_t dim = static_cast<size_t>(layout_.dim);
+  const int32_t bytes = layout_.serving ? layout_.row_bytes : 4 * layout_.dim;
+  // A filter decides when an id gets a row: until then it has none.
+  if (missing == Missing::initial && (layout_.serving || has_filter())) missing = Missing::zeros;
+  thread_local std::vector<float> scratch;  // rows that are not what memory holds
+  thread_local std::vector<char> fresh;
+  auto place = [&](int64_t i) {
+    if (scratch.size() < kRound * dim) scratch.resize(kRound * dim);
+    return scratch.data() + static_cast<size_t>(i) * dim;
+  };
+  for (int64_t at = 0; at < n; at += kReadChunk) {
+    const int64_t size = std::min(n - at, kReadChunk);
+    Locks<false> lock(*this, ids + at, size);
+    find_rounds(*contents_, ids + at, size, bytes,
+                [&](int64_t first, int64_t count, char* const* found, int64_t unknown) {
+                  const auto* rows = reinterpret_cast<const float* const*>(found);
+                  const float* read[kRound];
+                  if (!plain_ || padding || (unknown && missing != Missing::none)) {
+                    const int64_t* asked = ids + at + first;
+                    for (int64_t i = 0; i < count; ++i) {
+                      read[i] = rows[i];
+                      if (padding && asked[i] == *padding) {
+                        read[i] = nullptr;
+                      } else if (found[i]) {
+                        if (plain_) continue;
+                        read_row(found[i], place(i));
+                        read[i] = place(i);
+                      } else if (missing == Missing::initial) {
+                        fresh.resize(static_cast<size_t>(layout_.stride));
+                        fresh_row(asked[i], fresh.data());
+                        read_row(fresh.data(), place(i));
+                        read[i] = place(i);
+                      } else if (missing == Missing::zeros) {
+                        std::memset(place(i), 0, 4 * dim);
+                        read[i] = place(i);
+                      }
+                    }
+                    rows = read;
+                  }
+                  use(at + first, count, rows);
+                });
   }
-#endif
-  if (row) {
-    std::memcpy(to, row, 4 * kDim);
-  } else {
-    std::memset(to, 0, 4 * kDim);
-  }
-}
-
-}  // namespace
-
-// kDim > 0: rows are copies of that many floats. kDim = 0: any row.
-template <int kDim>
-void Table::copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const {
-  const int32_t dim = kDim ? kDim : layout_.dim;
-  const int32_t bytes = kDim ? kDim * 4 : layout_.serving ? layout_.row_bytes : 4 * layout_.dim;
-  in_rounds(
-      *contents_, n, bytes, [&](int64_t i) { return ids[i]; }, [](int64_t, Slot, bool) { return true; },
-      [&](int64_t i, uint64_t hash) { return Resolved{find_row(hash, ids[i]), false}; },
-      [&](int64_t i, const char* row, bool) {
-        float* to = out + i * dim;
-        if (found) found[i] = row != nullptr;
-        if constexpr (kDim > 0) {
-          copy_row<kDim>(to, row, stream);
-        } else if (row) {
-          read_row(row, to);
-        } else {
-          std::memset(to, 0, 4 * static_cast<size_t>(dim));
-        }
-      });
-#if defined(__SSE2__)
-  if (stream) _mm_sfence();
-#endif
-}
-
-void Table::find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const {
-  Locks<false> lock(*this, stripes_of(ids, nullptr, n, kAllStripes));
-  switch (plain_ ? layout_.dim : 0) {
-    case 4:
-      return copy_chunk<4>(ids, n, out, found, stream);
-    case 8:
-      return copy_chunk<8>(ids, n, out, found, stream);
-    case 16:
-      return copy_chunk<16>(ids, n, out, found, stream);
-    case 32:
-      return copy_chunk<32>(ids, n, out, found, stream);
-    case 64:
-      return copy_chunk<64>(ids, n, out, found, stream);
-    case 128:
-      return copy_chunk<128>(ids, n, out, found, stream);
-    default:
-      return copy_chunk<0>(ids, n, out, found, stream);
-  }
+  if (scratch.size() > kLargeScratch) scratch = {};
 }
 
 void Table::lookup(const int64_t* ids, int64_t n, float* out, uint8_t* found) const {
   const int64_t dim = layout_.dim;
   const bool stream = n * dim * 4 > kStreamBytes && reinterpret_cast<uintptr_t>(out) % 16 == 0;
   parallel_for(n, 2048, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += kReadChunk)
-      find_chunk(ids + at, std::min(kReadChunk, end - at), out + at * dim, found ? found + at : nullptr, stream);
+    read(ids + begin, end - begin, Missing::none, nullptr, [&](int64_t first, int64_t count, const float* const* rows) {
+      SHOAL_DISPATCH(copy_rows)(rows, count, dim, stream, out + (begin + first) * dim);
+      if (found)
+        for (int64_t i = 0; i < count; ++i) found[begin + first + i] = rows[i] != nullptr;
+    });
+#if defined(__SSE2__)
+    if (stream) _mm_sfence();
+#endif
   });
 }
 
@@ -114,11 +122,10 @@ void Table::contains(const int64_t* ids, int64_t n, uint8_t* out) const {
   parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += kReadChunk) {
       const int64_t size = std::min(end - at, kReadChunk);
-      Locks<false> lock(*this, stripes_of(ids + at, nullptr, size, kAllStripes));
-      in_rounds(
-          *contents_, size, 0, [&](int64_t i) { return ids[at + i]; }, [](int64_t, Slot, bool) { return true; },
-          [&](int64_t i, uint64_t hash) { return Resolved{find_row(hash, ids[at + i]), false}; },
-          [&](int64_t i, const char* row, bool) { out[at + i] = row != nullptr; });
+      Locks<false> lock(*this, ids + at, size);
+      find_rounds(*contents_, ids + at, size, 0, [&](int64_t first, int64_t count, char* const* rows, int64_t) {
+        for (int64_t i = 0; i < count; ++i) out[at + first + i] = rows[i] != nullptr;
+      });
     }
   });
 }

@@ -9,19 +9,36 @@
 
 namespace shoal {
 
+template <class Done>
+void spin_until(Done done) {
+  for (int spins = 0; !done(); ++spins) {
+    if (spins < 128) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    } else if (spins < 160) {
+      sched_yield();
+    } else {
+      // More threads than cores: let the holder run, since yielding only trades places with other waiters.
+      const timespec nap{0, 50'000};
+      nanosleep(&nap, nullptr);
+    }
+  }
+}
+
 class RwLock {
  public:
   void lock_shared() {
     uint32_t writer = readers_in_.fetch_add(kReader, std::memory_order_acquire) & kWriterBits;
-    if (writer) wait([&] { return (readers_in_.load(std::memory_order_acquire) & kWriterBits) != writer; });
+    if (writer) spin_until([&] { return (readers_in_.load(std::memory_order_acquire) & kWriterBits) != writer; });
   }
   void unlock_shared() { readers_out_.fetch_add(kReader, std::memory_order_release); }
 
   void lock() {
     uint32_t ticket = writers_in_.fetch_add(1, std::memory_order_acquire);
-    wait([&] { return writers_out_.load(std::memory_order_acquire) == ticket; });
+    spin_until([&] { return writers_out_.load(std::memory_order_acquire) == ticket; });
     uint32_t readers = readers_in_.fetch_add(kPresent | (ticket & kPhase), std::memory_order_acquire) & ~kWriterBits;
-    wait([&] { return readers_out_.load(std::memory_order_acquire) == readers; });
+    spin_until([&] { return readers_out_.load(std::memory_order_acquire) == readers; });
   }
   void unlock() {
     readers_in_.fetch_and(~kWriterBits, std::memory_order_release);
@@ -35,23 +52,6 @@ class RwLock {
 
  private:
   static constexpr uint32_t kReader = 4, kPresent = 2, kPhase = 1, kWriterBits = 3;
-
-  template <class Done>
-  static void wait(Done done) {
-    for (int spins = 0; !done(); ++spins) {
-      if (spins < 128) {
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#endif
-      } else if (spins < 160) {
-        sched_yield();
-      } else {
-        // More threads than cores: let the holder run, since yielding only trades places with other waiters.
-        const timespec nap{0, 50'000};
-        nanosleep(&nap, nullptr);
-      }
-    }
-  }
 
   std::atomic<uint32_t> readers_in_{0}, readers_out_{0}, writers_in_{0}, writers_out_{0};
 };

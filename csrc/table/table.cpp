@@ -37,6 +37,8 @@ void Table::at_fork(Fork phase) {
     if (phase == Fork::parent) lock.unlock();
     if (phase == Fork::child) lock.reset();
   }
+  if (phase == Fork::prepare) readers_.exclude(kAllStripes);
+  if (phase == Fork::child) readers_.reset();
 }
 
 int Table::stripe_of_id(int64_t id) { return stripe_of(hash_of(id)); }

@@ -12,9 +12,11 @@
 #include <vector>
 
 #include "core/at_fork.h"
+#include "core/function_ref.h"
 #include "table/filter.h"
 #include "table/layout.h"
 #include "table/optimizers.h"
+#include "table/readers.h"
 #include "table/rwlock.h"
 #include "table/touched.h"
 
@@ -50,6 +52,13 @@ struct Stamp {
 // What to do with a gradient that holds NaN or infinity.
 enum class BadGradient : int32_t { raise, skip, ignore };
 
+// What is read for an id without a row: nothing, zeros, or the row that its first write would start from (zeros where a
+// filter decides when it gets one).
+enum class Missing : int32_t { none, zeros, initial };
+
+// Gets the embeddings of ids [first, first + n), some at a time, while nobody writes them. A null row is nothing.
+using UseRows = FunctionRef<void(int64_t first, int64_t n, const float* const* rows)>;
+
 // A gradient or a value that holds NaN or infinity, where that is refused.
 struct NonFinite {
   int64_t position;
@@ -70,6 +79,8 @@ class Table {
 
   // Unknown ids give zeros and, if `found` is given, 0 there.
   void lookup(const int64_t* ids, int64_t n, float* out, uint8_t* found = nullptr) const;
+  // Hands the embeddings of the ids to `use`, in order, on the calling thread; nothing for the id `padding`, if given.
+  void read(const int64_t* ids, int64_t n, Missing missing, const int64_t* padding, UseRows use) const;
   // Unknown ids get a row from the initializer; those that are filtered give zeros.
   void lookup_or_insert(const int64_t* ids, int64_t n, Stamp time, float* out);
   void contains(const int64_t* ids, int64_t n, uint8_t* out) const;
@@ -149,9 +160,6 @@ class Table {
   class Locks;
   enum class Kind { assign, assign_add, gradients, reinitialize, load, insert };
 
-  void find_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const;
-  template <int kDim>
-  void copy_chunk(const int64_t* ids, int64_t n, float* out, uint8_t* found, bool stream) const;
   void read_row(const char* row, float* out) const;
   void fresh_row(int64_t id, char* row) const;
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
@@ -163,7 +171,6 @@ class Table {
   template <Kind kKind>
   void write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const;
   void write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
-  char* find_row(uint64_t hash, int64_t id) const;
   Resolved find_or_insert(uint64_t hash, int64_t id, Stamp time);
   void stamp(Slot slot, Stamp time);
   void forget(int stripe, int64_t id, uint32_t row);
@@ -179,6 +186,7 @@ class Table {
   std::vector<StepFn> steps_;
   bool plain_;  // lookups are copies of the weights
   mutable RwLock locks_[kStripes];
+  mutable Readers readers_;
   std::unique_ptr<Contents> contents_;  // replaced only while every lock is held
   std::atomic<int64_t> max_update_time_{0};
   std::atomic<uint64_t> calls_{0};

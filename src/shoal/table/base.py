@@ -139,7 +139,7 @@ class TableBase(ABC):
     # --- what every update asks ---------------------------------------------------------------------------------------
 
     def rates(self, step: int) -> list[float]:
-        """The learning rates at a step, one per segment."""
+        """The learning rate of each segment at a global step."""
         return check_rates(self.config.call_learning_rate_fns_fewer_ops(step), self.name)
 
     _rates = rates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,11 +14,14 @@ from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import registry
+from shoal.table.adapter import AdapterGroup
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.base import TableBase
 from shoal.table.clock import Now, now
 from shoal.table.config.entry import HashTableConfigInstance, LearningRate
 from shoal.table.config.options import config_of_options
+from shoal.table.local import LocalGroup
+from shoal.table.protocol import Group
 
 # Methods that take addresses are called on the class: torch.compile, which leaves them to the interpreter, loses the
 # object of a bound one.
@@ -141,6 +144,19 @@ class HashTable(TableBase):
             clocked=clocked,
         )
         return table
+
+    # --- as a group (shoal.table.protocol) ----------------------------------------------------------------------------
+
+    def group_key(self) -> Hashable:
+        """Tables with equal keys can be served in one call."""
+        return ("local", self.dim_size, self.serving) if not self.on_gpu else ("adapter", id(self))
+
+    @staticmethod
+    def make_group(tables: tuple[Any, ...]) -> Group:
+        """The group of tables with equal keys."""
+        if tables[0].on_gpu:
+            return AdapterGroup(tables)
+        return LocalGroup(tables)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -164,7 +164,7 @@ class CudaHashTable(StoredTable):
             return self
         ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")
         step = as_int(global_step, self.name, "global_step")
-        self._apply(ids, grads, self._rates(step), step, enable_dedup, seconds, distinct=distinct)
+        self._apply(ids, grads, self.rates(step), step, enable_dedup, seconds, distinct=distinct)
         return self
 
     @in_turn
