@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/ahead.h"
 #include "core/pages.h"
 
 namespace shoal {
@@ -40,6 +41,8 @@ class RowArena {
 
  private:
   size_t slab_bytes() const { return (size_t(mask_) + 1) * stride_; }
+  void map_slabs(uint64_t last);
+  void make_ready();
 
   const int32_t stride_;
   int shift_;
@@ -48,9 +51,12 @@ class RowArena {
   std::atomic<char*>* slabs_;  // lazily backed arrays of slab_count_ pointers
   std::atomic<uint32_t*>* epochs_;
   mutable std::mutex mutex_;
-  uint64_t next_ = 2;  // rows handed out; 0 and 1 mean something else in the index
+  uint64_t next_ = 2;   // rows handed out; 0 and 1 mean something else in the index
+  uint64_t ready_ = 0;  // rows whose pages were asked for, of a table that is no longer small
   uint32_t mapped_ = 0;
+  bool gathered_ = false;  // the first 2 MiB, which begin on small pages
   bool tracking_ = false;
+  Ahead ahead_;
 };
 
 // Blocks for full index segments, zeroed and aligned to a cache line, of at most 2 MiB.
@@ -69,7 +75,9 @@ class BlockArena {
   char* next_ = nullptr;
   size_t left_ = 0;
   size_t used_ = 0;
+  size_t ready_ = 0;   // bytes of what is left whose pages were asked for
   bool huge_ = false;  // the last slab is on huge pages
+  Ahead ahead_;
 };
 
 }  // namespace shoal

@@ -42,6 +42,8 @@ class _Updater:
 
     def __init__(self, tables: Sequence[Any]) -> None:
         self._tables = tuple(tables)
+        for table in self._tables:
+            table._check_trains("update")
         self._names = ", ".join(repr(table.name) for table in self._tables)
         self._native = _core.UpdateGroup(
             [table._native for table in self._tables], [repr(table.name) for table in self._tables]
@@ -49,17 +51,17 @@ class _Updater:
         self._dim = self._tables[0].dim_size
 
     def update(self, parts: Sequence[Part], step: Step, each: str) -> None:
-        tables = self._tables
         if each not in _EACH:
             raise ConfigError(f"each must be one of {list(_EACH)}, got {each!r}")
-        first = tables[0].name
-        number = as_int(step.number, first, "Step.number")
+        tables = self._tables
+        number = as_int(step.number, tables[0].name, "Step.number")
+        if number < 0:
+            for table in tables:
+                table._check_step(number)
+        # A table's settings may have been changed since the last update.
         clocked = [table.clocked for table in tables]
-        by_clock = next((table.name for table in tables if table.clocked), None)
-        seconds = as_time(step.time_s, by_clock or first, "Step.time_s", clocked=by_clock is not None)
-        for table in tables:
-            table._check_trains("update")
-            table._check_step(number)
+        by_clock = tables[clocked.index(True)] if True in clocked else None
+        seconds = as_time(step.time_s, (by_clock or tables[0]).name, "Step.time_s", clocked=by_clock is not None)
         rates = self._rates(number, step.lr_scale)
         features: list[_core.FeatureMap] = []
         numbers: list[int] = []
@@ -115,7 +117,7 @@ class _Updater:
             bags = (offsets.numel() - 1) // max(1, tables)
             _check("offsets", offsets, torch.int64, tables * bags + 1)
             shape = (bags, features.width)
-        if grad.shape != shape or grad.dtype != torch.float32 or grad.device.type != "cpu":
+        if grad.shape != shape or grad.dtype != torch.float32 or not grad.is_cpu:
             raise ConfigError(
                 f"tables {self._names}: the gradient must be {list(shape)}, float32 on the CPU, "
                 f"got {list(grad.shape)}, {grad.dtype} on {grad.device}"
@@ -145,7 +147,7 @@ def _feature_map(features: Features) -> _core.FeatureMap:
 
 
 def _check(what: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
-    if tensor.dtype != dtype or tensor.numel() != n or tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if tensor.dtype != dtype or tensor.numel() != n or not tensor.is_cpu or not tensor.is_contiguous():
         raise ConfigError(
             f"{what} must be {n} contiguous {dtype} on the CPU, got {tensor.numel()} of {tensor.dtype} "
             f"on {tensor.device}, {'contiguous' if tensor.is_contiguous() else 'strided'}"
