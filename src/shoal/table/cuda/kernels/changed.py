@@ -1,5 +1,5 @@
 # pyrefly: ignore-errors
-"""Updates of several tables in one launch sequence: gradients are judged, ids get rows, equal rows' gradients are summed.
+"""Updates of several tables in one launch sequence: judge gradients, give ids rows, sum what equal rows get, step.
 
 A gradient is that of a bag, read where it lies and multiplied by the factor of each of its rows. Between the kernels
 lies a workspace of int64 words, ``room`` for each of: where a gradient begins, a new row's id, the table and number of
@@ -60,7 +60,8 @@ def survey(
 ):  # fmt: skip
     """What is to be known of each bag: the factor of its rows and its largest gradient, ``seen [2, bags]``.
 
-    JUDGE looks at gradients at all; COUNT counts the rows of bags with NaN or infinity as bad. ROWS_: each row is a bag.
+    JUDGE looks at gradients at all; COUNT counts the rows of bags with NaN or infinity as bad.
+    ROWS_: each row is a bag.
     """
     bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
     m = bag < bags
@@ -223,7 +224,7 @@ def claim(
 ):  # fmt: skip
     """A row for each id, in ``keys`` from ``start`` on, and where its gradient is; -1 for an id that is passed over.
 
-    ``places`` are the offsets of bags or, with ROWS_, the first ids of features. ``begins_at`` is where gradients begin.
+    ``places`` are the offsets of bags or, with ROWS_, the first ids of features. Gradients begin at ``begins_at``.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n

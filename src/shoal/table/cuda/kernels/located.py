@@ -53,7 +53,7 @@ def column(x, SINGLE: tl.constexpr):
     """``[B, 1]`` of what each lane has; what all have in common as it is."""
     if SINGLE:
         return x
-    else:
+    else:  # noqa: RET505 - what follows a return is compiled, too
         return x[:, None]
 
 
@@ -176,18 +176,17 @@ def read(
     tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=inside)
 
 
-@triton.jit(do_not_specialize=["bags", "each", "only", "width", "padding"])
+@triton.jit(do_not_specialize=["bags", "each", "only", "width"])
 def pool(
     ids, offsets, weights, tables, columns, combiners, described, origin, where, versions, out, bags, each, only,
-    width, padding, low, high, last,
-    SINGLE: tl.constexpr, WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, LOCATE: tl.constexpr, PAD: tl.constexpr,
-    KIND: tl.constexpr, INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr, BAGS: tl.constexpr,
+    width, low, high, last,
+    SINGLE: tl.constexpr, WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, KIND: tl.constexpr, INIT: tl.constexpr,
+    INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr,
+    UNIT: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
     """A segment of the pooled rows of bags, into the features' columns of ``out``.
 
     ``columns`` and ``width`` are in units of UNIT floats. KIND is the combiner of all features, -1 when they differ.
-    LOCATE: nobody has looked where ids are; else it is in ``where``.
     """
     bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
     m = bag < bags
@@ -210,16 +209,8 @@ def pool(
     while k < longest:
         p = begin + k
         here = m & (p < end)
-        if LOCATE:
-            id = tl.load(ids + p, mask=here, other=0)
-            wanted = here
-            if PAD:
-                wanted = here & (id != padding)
-            row = locate(id, of, wanted, origin, SINGLE)
-            row = tl.where(wanted, row, PADDING)
-        else:
-            row = tl.load(where + p, mask=here, other=PADDING)
-            row = still(row, ids + p, versions, table, of, here, origin, SINGLE)
+        row = tl.load(where + p, mask=here, other=PADDING)
+        row = still(row, ids + p, versions, table, of, here, origin, SINGLE)
         count += (row != PADDING).to(tl.int32)
         at = row.to(tl.int64) * STRIDE + arena
         w = tl.load(words + at[:, None] + WEIGHT + d[None, :], mask=(row >= 0)[:, None] & inside, other=0.0)
