@@ -100,9 +100,9 @@ def captured(ours: Ours, batch: Tensor, offsets: Tensor) -> Callable[[Tensor], N
 def made(kind: str, rows: int) -> tuple[Any, list[Any]]:
     optimizer = {"sgd": shoal.Sgd, "adagrad": shoal.Adagrad}[kind]
     one, *many = (shoal.HashTable(DIM, optimizer=optimizer(lr=0.01), device="cuda") for _ in range(FEATURES + 1))
-    one.reserve(rows * FEATURES + (4 << 20))
+    one.reserve(rows * FEATURES + (32 << 20))
     for k, table in enumerate(many):
-        table.reserve(rows + (1 << 20))
+        table.reserve(rows + (2 << 20))
         ids = torch.arange(k * rows, (k + 1) * rows, device="cuda")
         table.lookup(ids - k * rows, insert_missing=True)
         one.lookup(ids, insert_missing=True)

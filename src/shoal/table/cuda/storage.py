@@ -165,7 +165,10 @@ class Storage:
         if self.replayed:
             self.counts.look_anew()
         self.counts.look()
-        if self._fits(counts):
+        while not self._fits(counts):  # waits no longer than for calls before the last ones, if that is enough
+            if not self.counts.wait_for_one():
+                break
+        else:
             return
         self.counts.look(wait=True)
         self.counts.check_lost()
@@ -193,7 +196,9 @@ class Storage:
             for table, count in own:
                 counts[table] += count
             self.make_room(counts)
-            self.counts.add(counts, self.arena.room)
+            self.counts.watch_if_near(self.arena.room)  # which counts the calls before this one
+            for table, count in own:
+                self.counts.expect(table, count)
             self._window = self._sure() // 2
 
     def expect_replays(self) -> None:
