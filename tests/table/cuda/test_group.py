@@ -269,6 +269,31 @@ def test_wrong_arguments_are_refused_and_nothing_changes(device):
     assert table.size() == 0
 
 
+@pytest.mark.parametrize("offsets", [[0, 9, 3], [1, 2, 3], [0, 2, 2], [0, -5, 3], [0, 2, 1 << 40]])
+def test_wrong_offsets_are_told_of_later(offsets, device):
+    table = shoal.HashTable(4, device="cuda")
+    ((group, _),) = groups_of([table])
+    features = Features((0,), (SUM,), (0,), 4)
+    found = group.find(torch.arange(3, device=device), torch.tensor([3]), features, missing="initial")
+    out, wrong = torch.empty(2, 4, device=device), torch.tensor(offsets, device=device)
+    group.pooled(found, features, wrong, None, out, missing="initial")
+    with pytest.raises(ConfigError, match="offsets must rise from 0"):
+        table.as_op()
+    table.as_op()
+
+
+def test_counts_that_do_not_fit_the_offsets_read_no_other_rows(device):
+    tables = [shoal.HashTable(4, device="cuda", initializer="zeros") for _ in range(2)]
+    ((group, _),) = groups_of(tables)
+    tables[1].assign(torch.arange(5000, device=device), torch.ones(5000, 4, device=device))
+    features = Features((0, 1), (SUM, SUM), (0, 4), 8)
+    ids, offsets = torch.arange(4000, 4004, device=device), torch.tensor([0, 4, 4], device=device)
+    found = group.find(ids, torch.tensor([0, 4]), features, missing="zeros")
+    out = torch.empty(1, 8, device=device)
+    group.pooled(found, features, offsets, None, out, missing="zeros")
+    assert not out.any()
+
+
 # --- on a device alone ------------------------------------------------------------------------------------------------
 
 

@@ -16,24 +16,32 @@ from shoal.table.cuda.updates import count_bad
 
 
 class Told:
-    """Bad gradients that kernels count in host memory, so that nothing is sent and nobody waits."""
+    """What kernels find out about the arguments of a group's calls, written to host memory: nobody waits for it.
+
+    Two numbers: the bad gradients of all updates so far, and whether there were offsets that are none.
+    """
 
     def __init__(self, whose: str, group: Any) -> None:
         self._whose, self._device, self._group = whose, group.device, weakref.ref(group)
         device = self._device
-        self.count = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self.count = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._now = self.count.numpy()
         self._known = 0
         self._lock = threading.Lock()
 
     def check(self, wait: bool = False) -> None:
-        """Raises for gradients of an update before that turned out to be bad."""
+        """Raises for arguments of a call before that turned out to be bad."""
         if wait and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._now[0] != self._known:
             with self._lock:
                 bad, self._known = int(self._now[0]) - self._known, int(self._now[0])
             refuse_if(bad, self._whose, "gradients")
+        if self._now[1]:
+            self._now[1] = 0
+            raise ConfigError(
+                f"{self._whose}: offsets must rise from 0 to the number of ids; a batch before had others"
+            )
 
     def over(self) -> bool:
         """Whether nothing will be told any more, of a group that is gone."""

@@ -40,9 +40,8 @@ class Control:
         self._times = self.words[_TABLES_AT:ends].view(-1, 2)
         self._ends, self._room = ends, room
         self._functions = [list(table.config.learning_rate_fns) for table in tables]
-        self._constant = None
-        if all(isinstance(fn, Real) and not isinstance(fn, bool) for of in self._functions for fn in of):
-            self._constant = [float(fn) for of in self._functions for fn in of]
+        constant = [float(fn) for of in self._functions for fn in of if isinstance(fn, Real)]
+        self._constant = constant if len(constant) == len(tables) * self.segments else None
         self._clocked = [table.clocked for table in tables]
         self._sent: Any = None
         self._last_time = -1

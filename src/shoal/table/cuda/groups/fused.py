@@ -111,6 +111,8 @@ class FusedGroup:
     def plan(self, features: Features) -> Plan:
         found = self._plans.get(features)
         if found is None:
+            if capturing(self.device):
+                raise UnsupportedError(f"{self._names}: run the step once, without capturing it, before it is captured")
             if len(self._plans) >= _PLANS and not self.described.captured:
                 self._plans.clear()
             found = self._plans[features] = Plan(features, len(self.tables), self.dim, self.device)
@@ -124,7 +126,11 @@ class FusedGroup:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
-        """As `Group.find`: row numbers, and which rows were free by then."""
+        """As `Group.find`: row numbers, and when rows of each storage became free last.
+
+        Raises what kernels have found out about the arguments of calls before.
+        """
+        self.told.check()
         plan = self.plan(features)
         n = self._check_ids(ids)
         where = torch.empty(n, dtype=torch.int32, device=self.device)
@@ -211,7 +217,7 @@ class FusedGroup:
                 kernel(
                     cdiv(bags, block), ids, offsets, ids if weights is None else weights, plan.tables,
                     plan.columns[unit], plan.combiners, described.words, described.origin, found.where, found.came,
-                    out, bags, bags // plan.features, plan.only, width // unit, *s.first,
+                    out, self.told.count, bags, bags // plan.features, n, plan.only, width // unit, *s.first,
                 )  # fmt: skip
 
     # --- updating -----------------------------------------------------------------------------------------------------

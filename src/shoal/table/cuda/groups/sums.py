@@ -171,7 +171,7 @@ class Sums:
         plan, where = source.plan, part.found.where
         kernel(
             cdiv(source.bags, block), source.grad, where if rows else source.offsets, where, plan.columns[unit],
-            plan.combiners, seen, self.tally, source.bags, source.each, source.width // unit,
+            plan.combiners, seen, self.tally, source.n, source.bags, source.each, source.width // unit,
         )  # fmt: skip
         if part.weights is not None and how == ck.RAISE.value and not rows:
             block, warps = claim_shape()[:2]

@@ -52,9 +52,9 @@ RAISE = tl.constexpr(0)
 SKIP = tl.constexpr(1)
 
 
-@triton.jit(do_not_specialize=["bags", "each", "width"])
+@triton.jit(do_not_specialize=["n", "bags", "each", "width"])
 def survey(
-    grads, offsets, where, columns, combiners, seen, tally, bags, each, width,
+    grads, offsets, where, columns, combiners, seen, tally, n, bags, each, width,
     ROWS_: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr, JUDGE: tl.constexpr, COUNT: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
@@ -72,8 +72,9 @@ def survey(
             count = (tl.load(where + bag, mask=m, other=PADDING) != PADDING).to(tl.int64)
     else:
         begin = tl.load(offsets + bag, mask=m, other=0)
-        end = tl.load(offsets + bag + 1, mask=m, other=0)
-        count = end - begin
+        begin = tl.maximum(begin, 0)
+        end = tl.minimum(tl.load(offsets + bag + 1, mask=m, other=0), n)
+        count = tl.maximum(end - begin, 0)
         if PAD:
             longest = tl.max(count, axis=0)
             k = longest * 0
@@ -264,9 +265,9 @@ def claim(
         if tl.max(wrong.to(tl.int32), axis=0) > 0:
             tl.atomic_add(longs(origin, of, SKIPPED) + o * 0, wrong.to(tl.int64), mask=wrong, sem="relaxed")
         here = here & good
-    now = tl.load(longs(origin, of, STATE) + MOVED)
-    moved = tl.load(versions + table) != now
-    look = here & ((row < 0) | moved)
+    state = longs(origin, of, STATE)
+    moved = tl.load(versions + table) != tl.load(state + MOVED)
+    look = here & ((row < 0) | moved | (row >= tl.load(state + ROOM)))
     if tl.max(look.to(tl.int32), axis=0) > 0:
         id = tl.load(ids + o, mask=look, other=0)
         taken, won = _take(id, of, look, o, origin, spare, SINGLE, BLOCK)

@@ -8,7 +8,7 @@ a pointer to anywhere. Units, and not addresses, so that the compiler knows how 
 import triton
 import triton.language as tl
 
-from shoal.table.cuda.kernels.index import EMPTY, MOVED, _places
+from shoal.table.cuda.kernels.index import EMPTY, MOVED, ROOM, _places
 from shoal.table.cuda.kernels.rows import first_weights
 
 # Words of a description.
@@ -107,10 +107,13 @@ def locate(id, of, m, origin, SINGLE: tl.constexpr):
 
 @triton.jit
 def still(row, id_at, versions, table, of, m, origin, SINGLE: tl.constexpr):
-    """Rows that were found, as they are now: looked for again where they were unknown, or rows became free since."""
-    now = tl.load(longs(origin, of, STATE) + MOVED)
-    moved = tl.load(versions + table) != now
-    look = m & ((row == UNKNOWN) | ((row >= 0) & moved))
+    """Rows that were found, as they are now: looked for again where they were unknown, or rows became free since.
+
+    And where no table has so many rows: counts of features that do not fit the offsets make one table's rows another's.
+    """
+    state = longs(origin, of, STATE)
+    moved = tl.load(versions + table) != tl.load(state + MOVED)
+    look = m & ((row == UNKNOWN) | ((row >= 0) & moved) | (row >= tl.load(state + ROOM)))
     if tl.max(look.to(tl.int32), axis=0) > 0:
         id = tl.load(id_at, mask=look, other=0)
         row = tl.where(look, locate(id, of, look, origin, SINGLE), row)
@@ -176,10 +179,10 @@ def read(
     tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=inside)
 
 
-@triton.jit(do_not_specialize=["bags", "each", "only", "width"])
+@triton.jit(do_not_specialize=["bags", "each", "n", "only", "width"])
 def pool(
-    ids, offsets, weights, tables, columns, combiners, described, origin, where, versions, out, bags, each, only,
-    width, low, high, last,
+    ids, offsets, weights, tables, columns, combiners, described, origin, where, versions, out, told, bags, each, n,
+    only, width, low, high, last,
     SINGLE: tl.constexpr, WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, KIND: tl.constexpr, INIT: tl.constexpr,
     INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr,
     UNIT: tl.constexpr, BAGS: tl.constexpr,
@@ -187,11 +190,17 @@ def pool(
     """A segment of the pooled rows of bags, into the features' columns of ``out``.
 
     ``columns`` and ``width`` are in units of UNIT floats. KIND is the combiner of all features, -1 when they differ.
+    ``told`` is where the host learns of offsets that are none.
     """
     bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
     m = bag < bags
     begin = tl.load(offsets + bag, mask=m, other=0)
     end = tl.load(offsets + bag + 1, mask=m, other=0)
+    wrong = (begin < 0) | (end < begin) | (end > n) | ((bag == 0) & (begin != 0)) | ((bag == bags - 1) & (end != n))
+    if tl.max((m & wrong).to(tl.int32), axis=0) > 0:
+        begin = tl.minimum(tl.maximum(begin, 0), n)
+        end = tl.minimum(end, n)
+        tl.store(told + 1, 1)
     feature = tl.where(m, bag // each, 0)
     if SINGLE:
         table = only
