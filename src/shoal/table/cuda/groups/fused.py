@@ -205,19 +205,20 @@ class FusedGroup:
             described = self.described
             for s in self.layout.segments:
                 initial = missing == "initial" and s.init != 0
-                key = ("pooled", plan.alone, weights is not None, initial, plan.kind, unit, s.index)
+                key = ("pooled", weights is not None, initial, plan.kind, unit, s.index)
                 kernel = self._kernels.get(key)
                 block, warps = pool_shape(s.width)
                 if kernel is None:
                     kernel = self.kernel(key, lk.pool, {
-                        "SINGLE": plan.alone, "WEIGHTED": weights is not None, "INITIAL": initial, "KIND": plan.kind,
+                        "WEIGHTED": weights is not None, "INITIAL": initial, "KIND": plan.kind,
                         "INIT": s.init, "INDEX": s.index, "D": s.dim, "WIDTH": s.width, "STRIDE": self.layout.stride,
                         "WEIGHT": s.weight, "UNIT": unit, "BAGS": block, "num_warps": warps,
                     })  # fmt: skip
+                each = bags // plan.features
                 kernel(
-                    cdiv(bags, block), ids, offsets, ids if weights is None else weights, plan.tables,
+                    plan.features * cdiv(each, block), ids, offsets, ids if weights is None else weights, plan.tables,
                     plan.columns[unit], plan.combiners, described.words, described.origin, found.where, found.came,
-                    out, self.told.count, bags, bags // plan.features, n, plan.only, width // unit, *s.first,
+                    out, self.told.count, n, plan.features, each, width // unit, *s.first,
                 )  # fmt: skip
 
     # --- updating -----------------------------------------------------------------------------------------------------
@@ -300,10 +301,10 @@ class FusedGroup:
     def _check_bags(self, plan: Plan, offsets: Tensor, weights: Tensor | None, rows: Tensor, what: str, n: int) -> int:
         """How many bags there are."""
         bags = offsets.numel() - 1
-        if bags % plan.features or bags < 0:
+        if bags % plan.features or bags < 0 or (n and not bags):
             raise ConfigError(
-                f"{self._names}: offsets must have an element more than a multiple of {plan.features} features, got "
-                f"{offsets.numel()}"
+                f"{self._names}: offsets must have an element more than a multiple of {plan.features} features for "
+                f"{n} ids, got {offsets.numel()}"
             )
         if offsets.dtype != torch.int64 or offsets.device != self.device:
             raise ConfigError(

@@ -43,7 +43,7 @@ class _Source:
             self.bags, self.each, self.kind = self.n, self.n, SUM
         else:
             self.bags = group._check_bags(self.plan, part.offsets, part.weights, self.grad, "gradients", self.n)
-            self.each, self.kind = max(1, self.bags // self.plan.features), self.plan.kind
+            self.each, self.kind = self.bags // self.plan.features, self.plan.kind
         self.offsets = part.offsets
         self.width = self.grad.stride(0)
 
@@ -169,9 +169,10 @@ class Sums:
             "WIDTH": width, "UNIT": unit, "BAGS": block, "num_warps": warps,
         })  # fmt: skip
         plan, where = source.plan, part.found.where
+        features = 1 if rows else plan.features
         kernel(
-            cdiv(source.bags, block), source.grad, where if rows else source.offsets, where, plan.columns[unit],
-            plan.combiners, seen, self.tally, source.n, source.bags, source.each, source.width // unit,
+            features * cdiv(source.each, block), source.grad, where if rows else source.offsets, where,
+            plan.columns[unit], plan.combiners, seen, self.tally, source.n, features, source.each, source.width // unit,
         )  # fmt: skip
         if part.weights is not None and how == ck.RAISE.value and not rows:
             block, warps = claim_shape()[:2]

@@ -52,20 +52,22 @@ RAISE = tl.constexpr(0)
 SKIP = tl.constexpr(1)
 
 
-@triton.jit(do_not_specialize=["n", "bags", "each", "width"])
+@triton.jit(do_not_specialize=["n", "features", "each", "width"])
 def survey(
-    grads, offsets, where, columns, combiners, seen, tally, n, bags, each, width,
+    grads, offsets, where, columns, combiners, seen, tally, n, features, each, width,
     ROWS_: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr, JUDGE: tl.constexpr, COUNT: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
     """What is to be known of each bag: the factor of its rows and its largest gradient, ``seen [2, bags]``.
 
     JUDGE looks at gradients at all; COUNT counts the rows of bags with NaN or infinity as bad.
-    ROWS_: each row is a bag.
+    ROWS_: each row is a bag, of one feature. Programs have bags as those of `pool` do.
     """
-    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
-    m = bag < bags
-    feature = tl.where(m, bag // each, 0)
+    feature = tl.program_id(0) % features
+    place = (tl.program_id(0) // features) * BAGS + tl.arange(0, BAGS)
+    m = place < each
+    bag = feature * each + place
+    bags = features * each
     if ROWS_:
         count = m.to(tl.int64)
         if PAD:
@@ -87,10 +89,9 @@ def survey(
         tl.store(seen + bag, tl.div_rn(1.0 + by * 0, by), mask=m)
     if JUDGE:
         d = tl.arange(0, WIDTH)
-        if ROWS_:
-            at = bag.to(tl.int64) * width
-        else:
-            at = (bag % each).to(tl.int64) * width + tl.load(columns + feature)
+        at = place.to(tl.int64) * width
+        if ROWS_ == 0:
+            at += tl.load(columns + feature)
         g = tl.load(grads + at[:, None] * UNIT + d[None, :], mask=m[:, None] & (d < D)[None, :], other=0.0)
         size = tl.abs(g)
         largest = tl.max(tl.where(size < float("inf"), size, float("inf")), axis=1)

@@ -179,33 +179,34 @@ def read(
     tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=inside)
 
 
-@triton.jit(do_not_specialize=["bags", "each", "n", "only", "width"])
+@triton.jit(do_not_specialize=["n", "features", "each", "width"])
 def pool(
-    ids, offsets, weights, tables, columns, combiners, described, origin, where, versions, out, told, bags, each, n,
-    only, width, low, high, last,
-    SINGLE: tl.constexpr, WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, KIND: tl.constexpr, INIT: tl.constexpr,
-    INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr,
-    UNIT: tl.constexpr, BAGS: tl.constexpr,
+    ids, offsets, weights, tables, columns, combiners, described, origin, where, versions, out, told, n, features,
+    each, width, low, high, last,
+    WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, KIND: tl.constexpr, INIT: tl.constexpr, INDEX: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
+    BAGS: tl.constexpr,
 ):  # fmt: skip
-    """A segment of the pooled rows of bags, into the features' columns of ``out``.
+    """A segment of the pooled rows of bags, ``each`` of every feature, into the features' columns of ``out``.
 
+    A program has BAGS bags of one feature, and its neighbours the same bags of others: they write side by side.
     ``columns`` and ``width`` are in units of UNIT floats. KIND is the combiner of all features, -1 when they differ.
     ``told`` is where the host learns of offsets that are none.
     """
-    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
-    m = bag < bags
+    feature = tl.program_id(0) % features
+    place = (tl.program_id(0) // features) * BAGS + tl.arange(0, BAGS)
+    m = place < each
+    bag = feature * each + place
     begin = tl.load(offsets + bag, mask=m, other=0)
     end = tl.load(offsets + bag + 1, mask=m, other=0)
-    wrong = (begin < 0) | (end < begin) | (end > n) | ((bag == 0) & (begin != 0)) | ((bag == bags - 1) & (end != n))
+    first_wrong = (bag == 0) & (begin != 0)
+    last_wrong = (bag == features * each - 1) & (end != n)
+    wrong = (begin < 0) | (end < begin) | (end > n) | first_wrong | last_wrong
     if tl.max((m & wrong).to(tl.int32), axis=0) > 0:
         begin = tl.minimum(tl.maximum(begin, 0), n)
         end = tl.minimum(end, n)
         tl.store(told + 1, 1)
-    feature = tl.where(m, bag // each, 0)
-    if SINGLE:
-        table = only
-    else:
-        table = tl.load(tables + feature)
+    table = tl.load(tables + feature)
     of = described + table * DESCRIBED
     arena = tl.load(of + ARENA) * 4
     d = tl.arange(0, WIDTH)
@@ -219,7 +220,7 @@ def pool(
         p = begin + k
         here = m & (p < end)
         row = tl.load(where + p, mask=here, other=PADDING)
-        row = still(row, ids + p, versions, table, of, here, origin, SINGLE)
+        row = still(row, ids + p, versions, table, of, here, origin, True)
         count += (row != PADDING).to(tl.int32)
         at = row.to(tl.int64) * STRIDE + arena
         w = tl.load(words + at[:, None] + WEIGHT + d[None, :], mask=(row >= 0)[:, None] & inside, other=0.0)
@@ -235,7 +236,7 @@ def pool(
         k += 1
     if KIND != SUM_:
         total = tl.div_rn(total, divisor(count, combiners, feature, KIND)[:, None] + tl.zeros_like(total))
-    at = (bag % each).to(tl.int64) * width + tl.load(columns + feature)
+    at = place.to(tl.int64) * width + tl.load(columns + feature)
     tl.store(out + at[:, None] * UNIT + WEIGHT + d[None, :], total, mask=m[:, None] & inside)
 
 
