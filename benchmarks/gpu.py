@@ -293,7 +293,15 @@ def cached() -> None:
     table.close()
 
 
+def groups() -> None:
+    """Whole steps through a group of tables, against `nn.EmbeddingBag`."""
+    from benchmarks.gpu_groups import groups as measured
+
+    ROWS.extend(measured())
+
+
 BENCHMARKS: dict[str, Callable[[], None]] = {
+    "groups": groups,
     "find": find,
     "find_or_insert": find_or_insert,
     "insert": insert,

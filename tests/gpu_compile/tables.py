@@ -24,7 +24,9 @@ from shoal.table import (
 )
 from shoal.table.config.native import OPTIMIZERS
 from shoal.table.cuda import backend, launch, stored
+from shoal.table.cuda.kernels import changed as changed_kernels
 from shoal.table.cuda.kernels import index as index_kernels
+from shoal.table.protocol import MEAN, SUM, Features, Part, Step, groups_of
 
 
 def compile_only(bound, programs, *arguments):
@@ -33,6 +35,9 @@ def compile_only(bound, programs, *arguments):
         # Of two reads of one row number, which others are writing, the first might have none and the second one.
         # These are that of the first bucket, of the second, and of a free row; and, with LATER, of a row's time.
         reads = 3 + bool(bound._constants["LATER"] and bound._constants["STAMP"])
+        assert len(re.findall(r"tt\.load .*tensor<128x!tt\.ptr<i32>", made.asm["ttgir"])) == reads
+    if bound._fn is changed_kernels.claim and bound._constants["SINGLE"] and bound._constants["ROWS_"]:
+        reads = 4 + bound._constants["STAMP"]  # the same three, where the id was found, and a row's time
         assert len(re.findall(r"tt\.load .*tensor<128x!tt\.ptr<i32>", made.asm["ttgir"])) == reads
 
 
@@ -70,9 +75,9 @@ made.lookup(ids, insert_missing=True, req_time=7)
 made.lookup(ids)
 made.assign(ids, torch.ones(64, 128))
 made.assign_add(ids, torch.ones(64, 128))
-made._group.erase_slots(torch.tensor([8, 9]), 0)
+made._storage.erase_slots(torch.tensor([8, 9]), 0)
 made.reserve(100_000)  # grows by splitting buckets
-made._group.arena.scatter(ids.int(), torch.ones(64, 128))
+made._storage.arena.scatter(ids.int(), torch.ones(64, 128))
 many = MultiHashTable.from_configs({name: of_segments([(6, uniform, SgdOptimizer())]) for name in "ab"}, device="cuda")
 many.lookup(dict.fromkeys("ab", ids))
 many.apply_gradients(dict.fromkeys("ab", (ids, torch.ones(64, 6))))
@@ -82,4 +87,18 @@ for codec in (Fp32Compressor(), Fp16Compressor(), FixedR8Compressor(), OneBitCom
     made.assign(ids, torch.ones(64, 6))
     made.assign_add(ids, torch.ones(64, 6))
     made.lookup(ids)
+for optimizer in ("sgd", "adagrad", "adam"):
+    for tables in (1, 2):
+        kind = {"optimizer": optimizer, "device": "cuda", "on_bad_gradient": "raise" if tables == 1 else "skip"}
+        ((group, _),) = groups_of([shoal.HashTable(6, seed=number, **kind) for number in range(tables)])
+        features = Features((0, tables - 1), (SUM, MEAN) if tables == 2 else (SUM, SUM), (0, 6), 12, padding=3)
+        found = group.find(ids, torch.tensor([32, 32]), features, missing="initial")
+        group.rows(found, features, missing="initial")
+        offsets, out = torch.arange(0, 65, 8), torch.zeros(4, 12)
+        for weights in (None, torch.ones(64)):
+            group.pooled(found, features, offsets, weights, out, missing="initial")
+            group.update([Part(found, features, out, offsets, weights)], step=Step())
+        group.update([Part(found, features, torch.zeros(64, 6))], step=Step())
+rounded = HashTable.from_config(of_segments([(3, uniform, rounded)]), name="first", device="cuda")
+rounded.read(ids, initial=True)
 print(*sorted(offline.COMPILED))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +16,36 @@ from shoal.table.cuda.updates import count_bad
 
 
 class Told:
-    """Bad gradients that kernels count in host memory, so that nothing is sent and nobody waits."""
+    """What kernels find out about the arguments of a group's calls, written to host memory: nobody waits for it.
 
-    def __init__(self, whose: str, device: torch.device) -> None:
-        self._whose, self._device = whose, device
-        self.count = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    Two numbers: the bad gradients of all updates so far, and whether there were offsets that are none.
+    """
+
+    def __init__(self, whose: str, group: Any) -> None:
+        self._whose, self._device, self._group = whose, group.device, weakref.ref(group)
+        device = self._device
+        self.count = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._now = self.count.numpy()
         self._known = 0
         self._lock = threading.Lock()
 
     def check(self, wait: bool = False) -> None:
-        """Raises for gradients of an update before that turned out to be bad."""
+        """Raises for arguments of a call before that turned out to be bad."""
         if wait and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._now[0] != self._known:
             with self._lock:
                 bad, self._known = int(self._now[0]) - self._known, int(self._now[0])
-            _refuse_if(bad, self._whose, "gradients")
+            refuse_if(bad, self._whose, "gradients")
+        if self._now[1]:
+            self._now[1] = 0
+            raise ConfigError(
+                f"{self._whose}: offsets must rise from 0 to the number of ids; a batch before had others"
+            )
+
+    def over(self) -> bool:
+        """Whether nothing will be told any more, of a group that is gone."""
+        return self._group() is None
 
 
 class Judge:
@@ -63,7 +78,7 @@ class Judge:
         """Has the host told how many rows are bad, of this table or of others; `check` raises once it knows."""
         whose = whose or f"table {self._name!r}"
         if self._device.type != "cuda":
-            _refuse_if(int(bad), whose, what)
+            refuse_if(int(bad), whose, what)
         elif not capturing(self._device):
             told = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
             told.copy_(bad, non_blocking=True)
@@ -77,6 +92,8 @@ class Judge:
             return
         for told in self.listens:
             told.check(wait)
+        if wait:
+            self.listens = [told for told in self.listens if not told.over()]
         if not self._told:
             return
         with self._checking:
@@ -87,7 +104,7 @@ class Judge:
                 elif not event.query():
                     return
                 self._told.popleft()
-                _refuse_if(int(told), whose, what)
+                refuse_if(int(told), whose, what)
 
     def skip_counter(self) -> Tensor:
         """int64 on the device: occurrences passed over since the host last knew. Where it is does not change."""
@@ -110,7 +127,8 @@ class Judge:
             self._skipped_there.zero_()
 
 
-def _refuse_if(bad: int, whose: str, what: str) -> None:
+def refuse_if(bad: int, whose: str, what: str) -> None:
+    """Raises when rows are bad."""
     if bad:
         rows = f"1 row of the {what} holds" if bad == 1 else f"{bad} rows of the {what} hold"
         hint = " Clip them, or set on_bad_gradient='skip'" if what == "gradients" else ""

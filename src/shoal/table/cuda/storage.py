@@ -98,12 +98,10 @@ class Storage:
                 raise
         return self
 
-    def lock(self) -> None:
-        """Keeps other threads out; a call of several storages then has each of them `follow` its stream."""
-        self._lock.acquire()
-
-    def unlock(self) -> None:
-        self._lock.release()
+    @property
+    def turn(self) -> Any:
+        """The lock that keeps other threads out; who takes that of several storages has each `follow` its stream."""
+        return self._lock
 
     def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
@@ -167,7 +165,10 @@ class Storage:
         if self.replayed:
             self.counts.look_anew()
         self.counts.look()
-        if self._fits(counts):
+        while not self._fits(counts):  # waits no longer than for calls before the last ones, if that is enough
+            if not self.counts.wait_for_one():
+                break
+        else:
             return
         self.counts.look(wait=True)
         self.counts.check_lost()
@@ -177,27 +178,34 @@ class Storage:
             except torch.OutOfMemoryError as error:
                 raise CapacityError(str(error).partition("\n")[0]) from None
 
-    def expect(self, counts: list[int]) -> None:
-        """`make_room`, and so many ids more are under way. Mostly a comparison: the host looks now and then.
+    def expect(self, own: list[tuple[int, int]], total: int) -> None:
+        """`make_room` for ids that are under way, not in a graph: ``total`` of pairs of a table and a count.
+
+        Mostly a comparison: the host looks how many ids there are when half of what was room for may be taken. The
+        other half is left to captured graphs, which it does not count.
 
         Raises:
             CapacityError: the GPU is full; the storage is as it was.
         """
-        if capturing(self.device):
-            self.replayed = True
-            if not self.arena.tracked:
-                self.untracked_graph = True
-            return
-        total = sum(counts)
-        if total > self._window or self.replayed:
-            self.make_room(counts)
-            self.counts.add(counts, self.arena.room)
-            self._window = self._sure() // 2
-            return
-        self._window -= total
-        for table, count in enumerate(counts):
-            if count:
+        if total <= self._window:
+            self._window -= total
+            for table, count in own:
                 self.counts.expect(table, count)
+        else:
+            counts = [0] * self.tables
+            for table, count in own:
+                counts[table] += count
+            self.make_room(counts)
+            self.counts.watch_if_near(self.arena.room)  # which counts the calls before this one
+            for table, count in own:
+                self.counts.expect(table, count)
+            self._window = self._sure() // 2
+
+    def expect_replays(self) -> None:
+        """A graph that inserts ids is being captured."""
+        self.replayed = True
+        if not self.arena.tracked:
+            self.untracked_graph = True
 
     def _sure(self) -> int:
         """Ids that fit, whatever they are."""
@@ -289,6 +297,7 @@ class Storage:
     def reserve(self, counts: list[int]) -> None:
         """Takes memory for so many ids in all of each table, so that no later call takes any before they are there."""
         self.counts.look(wait=True)
+        self._window = 0
         self.make_room([max(0, count - size) for count, size in zip(counts, self.counts.sure_sizes(), strict=True)])
 
     # --- ids ----------------------------------------------------------------------------------------------------------
@@ -357,9 +366,7 @@ class Storage:
             self.counts.add(counts, self.arena.room)
             self._window = 0
             return out
-        self.replayed = True
-        if not self.arena.tracked:
-            self.untracked_graph = True
+        self.expect_replays()
         return out
 
     def _insert(

@@ -81,7 +81,9 @@ class CudaHashTable(StoredTable):
         if not initial or self.serving or self._host.has_filter() or ids.numel() == 0:
             return rows
         unknown = ~self.contains(ids)
-        return torch.where(unknown[:, None], self._read(self._storage.arena.first_rows(ids, self._seed)), rows)
+        with self._storage as storage:
+            first = self._read(storage.arena.first_rows(ids, self._seed))
+        return torch.where(unknown[:, None], first, rows)
 
     def _read(self, weights: Tensor) -> Tensor:
         """Raw weights as lookups show them."""

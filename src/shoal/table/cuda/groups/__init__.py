@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def group_key(table: CudaHashTable) -> Hashable:
     """Tables with equal keys can be one group: equal rows and optimizers, while seeds and learning rates may differ."""
     if not _fusable(table):
-        return ("cuda", id(table))
+        return ("cuda", table.device, type(table), table.dim_size, table.serving, table.on_bad_gradient)
     segments = tuple(
         (s.dim, s.native.opt, s.native.nesterov, s.native.decoupled, s.init, s.first, s.accumulator, s.numbers(0, 0))
         for s in table._layout.segments

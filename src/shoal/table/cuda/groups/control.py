@@ -32,16 +32,16 @@ class Control:
         self.segments = len(segments)
         self._steps = any(s.kind in _STEPPED for s in segments)
         ends = _TABLES_AT + 2 * len(tables)
-        size = ends + (len(tables) * self.segments + 1) // 2
-        self.words = torch.zeros(size, dtype=torch.int64, device=self._device)
-        self.rates = self.words[ends:].view(torch.float32)[: len(tables) * self.segments]
+        room = (len(tables) * self.segments + 3) // 4 * 2
+        self.words = torch.zeros(ends + 2 * room, dtype=torch.int64, device=self._device)
+        self.rates = self.words[ends : ends + room].view(torch.float32)[: len(tables) * self.segments]
+        self._unscaled = self.words[ends + room :].view(torch.float32)[: len(tables) * self.segments]
         self._number = self.words[:1]
         self._times = self.words[_TABLES_AT:ends].view(-1, 2)
-        self._ends = ends
+        self._ends, self._room = ends, room
         self._functions = [list(table.config.learning_rate_fns) for table in tables]
-        self._constant = None
-        if all(isinstance(fn, Real) and not isinstance(fn, bool) for of in self._functions for fn in of):
-            self._constant = [float(fn) for of in self._functions for fn in of]
+        constant = [float(fn) for of in self._functions for fn in of if isinstance(fn, Real)]
+        self._constant = constant if len(constant) == len(tables) * self.segments else None
         self._clocked = [table.clocked for table in tables]
         self._sent: Any = None
         self._last_time = -1
@@ -50,25 +50,28 @@ class Control:
         """Has the next `set` look at the tables again, and send everything."""
         self._sent, self._last_time = None, -1
 
-    def set(self, step: Step) -> None:
-        """Makes the next update, or the next run of a captured one, that of ``step``."""
+    def set(self, step: Step, captured: bool) -> None:
+        """Makes the next update, or the next run of a captured one, that of ``step``.
+
+        ``captured``: numbers stay as they were set last, since a graph would not read them again; tensors are read.
+        """
         number, time, scale = step.number, step.time_s, step.lr_scale
         if not isinstance(number, Tensor) and number < 0:
             for table in self._tables:
                 table._check_step(number)
-        captured = capturing(self._device)
         if not captured:
             self._send(number, time, scale)
         if isinstance(number, Tensor):
             self._number.copy_(number.reshape(1))
             if self._constant is None:
-                self.rates.copy_(self._schedules(number))
-            elif isinstance(scale, Tensor):
-                self._send_rates()
+                self._unscaled.copy_(self._schedules(number))
+                self.rates.copy_(self._unscaled)
         if isinstance(scale, Tensor):
-            self.rates.view(-1, self.segments).mul_(scale.view(-1, 1))
+            torch.mul(self._unscaled.view(-1, self.segments), scale.view(-1, 1), out=self.rates.view(-1, self.segments))
             self._sent = None
         if isinstance(time, Tensor):
+            for table in self._tables:
+                self._keep_times(table)
             self._times[:, 0].copy_(time.reshape(1))
             self._times[:, 1].zero_()
             self._sent = None
@@ -79,11 +82,10 @@ class Control:
         else:
             step = number if self._steps else 0
             rates = self._constant or self._rates_at(number)
-        if scale is not None and not isinstance(scale, Tensor):
-            rates = self._scaled(rates, scale)
+        scaled = rates if scale is None or isinstance(scale, Tensor) else self._scaled(rates, scale)
         given = isinstance(time, Tensor)
         seconds = now() if time is None else 0 if given else time
-        key = (step, int(seconds), time is None, rates, given)
+        key = (step, int(seconds), time is None, rates, scaled, given)
         if key == self._sent:
             return
         if not given and seconds != self._last_time:
@@ -95,7 +97,8 @@ class Control:
         for place, clocked in enumerate(self._clocked):
             words[_TABLES_AT + 2 * place] = int(seconds) if clocked or time is not None else 0
             words[_TABLES_AT + 2 * place + 1] = clocked and isinstance(seconds, Now)
-        words[self._ends :].view("float32")[: len(rates)] = rates
+        for at, values in ((self._ends, scaled), (self._ends + self._room, rates)):
+            words[at : at + self._room].view("float32")[: len(values)] = values
         self.words.copy_(home, non_blocking=True)
         self._sent = key
 
@@ -103,28 +106,27 @@ class Control:
         """The seconds, which every table accepts and remembers as the latest."""
         for table in self._tables:
             own = table._time(time) if time is not None else seconds if table.clocked else 0
-            if own and not table._storage.arena.timed:
-                if capturing(self._device):  # each replay would forget the times
-                    raise UnsupportedError(
-                        "the first write that has a time cannot be captured; run the step once before"
-                    )
-                table._storage.arena.keep_times()
+            if own:
+                self._keep_times(table)
             table._host.raise_max_update_time(int(own))
         return seconds
+
+    def _keep_times(self, table: CudaHashTable) -> None:
+        arena = table._storage.arena
+        if not arena.timed:
+            if capturing(self._device):  # each replay would forget the times
+                raise UnsupportedError("the first write that has a time cannot be captured; run the step once before")
+            arena.keep_times()
 
     def _rates_at(self, number: int) -> list[float]:
         return [rate for table in self._tables for rate in table._rates(number)]
 
     def _scaled(self, rates: list[float], scale: Sequence[float]) -> list[float]:
         if len(scale) != len(self._tables):
-            raise ConfigError(f"step.lr_scale must have a factor for each of {len(self._tables)} tables, got {len(scale)}")
+            raise ConfigError(
+                f"step.lr_scale must have a factor for each of {len(self._tables)} tables, got {len(scale)}"
+            )
         return [rate * float(scale[place // self.segments]) for place, rate in enumerate(rates)]
-
-    def _send_rates(self) -> None:
-        """The constant rates anew, which a factor in device memory is about to multiply."""
-        home = torch.tensor(self._constant, dtype=torch.float32, device="cpu", pin_memory=self._device.type == "cuda")
-        self._home = home  # a captured copy reads it at replay
-        self.rates.copy_(home, non_blocking=True)
 
     def _schedules(self, number: Tensor) -> Tensor:
         """Rates at a step in device memory, computed there."""

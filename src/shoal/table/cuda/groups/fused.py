@@ -6,6 +6,7 @@ waits for the device, and nothing that a captured graph reads moves: see `Descri
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,12 +43,16 @@ class FusedGroup:
         self.traits = Traits(device=self.device, capturable=cuda, local_state=True)
         storages = {id(table._storage): table._storage for table in tables}
         self._storages = sorted(storages.values(), key=lambda storage: storage.serial)
+        self._acquires = [storage.turn.acquire for storage in self._storages]
+        self._releases = [storage.turn.release for storage in self._storages]
         self._places = [(self._storages.index(table._storage), table._number) for table in tables]
         self.described, self.control = Described(tables), Control(tables)
         names = [table.name for table in tables]
-        whose = f"table {names[0]!r}" if len(names) == 1 else f"tables {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+        whose = (
+            f"table {names[0]!r}" if len(names) == 1 else f"tables {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+        )
         self._names = whose
-        self.told = Told(whose, self.device)
+        self.told = Told(whose, self)
         for table in tables:
             table._judge.listens.append(self.told)
         self._versions = power_of_2(len(tables))
@@ -56,13 +61,15 @@ class FusedGroup:
         self._sums = Sums(self)
         self._one_by_one = SingleGroup(tables)
         self._stream: int | None = None
+        self.capturing = False
+        """Whether the call that has its turn is captured in a CUDA graph."""
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> int:
         """One call at a time for each of the tables; the current stream waits for those of the calls before."""
-        for storage in self._storages:
-            storage.lock()
+        for acquire in self._acquires:
+            acquire()
         if self.device.type != "cuda":
             return -1
         try:
@@ -73,7 +80,8 @@ class FusedGroup:
             for storage in self._storages:
                 if storage.stream != handle:
                     storage.follow(handle)
-            if handle != self._stream and not capturing(self.device):
+            self.capturing = capturing(self.device)
+            if handle != self._stream and not self.capturing:
                 self._stream = handle
                 stream = torch.cuda.current_stream(self.device)
                 for tensor in (self.described.origin, self.described.words, self.control.words, self._sums.tally):
@@ -87,12 +95,12 @@ class FusedGroup:
     def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda" and getattr(self, "_former", self.device.index) != self.device.index:
             torch.cuda.set_device(self._former)
-        for storage in self._storages:
-            storage.unlock()
+        for release in self._releases:
+            release()
 
     def describe(self) -> None:
         """Has the kernels see the tables as they are now."""
-        if capturing(self.device):
+        if self.capturing:
             self.described.captured = True
             if self.described.stale:
                 raise UnsupportedError(f"{self._names}: run the step once, without capturing it, before it is captured")
@@ -103,6 +111,8 @@ class FusedGroup:
     def plan(self, features: Features) -> Plan:
         found = self._plans.get(features)
         if found is None:
+            if capturing(self.device):
+                raise UnsupportedError(f"{self._names}: run the step once, without capturing it, before it is captured")
             if len(self._plans) >= _PLANS and not self.described.captured:
                 self._plans.clear()
             found = self._plans[features] = Plan(features, len(self.tables), self.dim, self.device)
@@ -116,7 +126,11 @@ class FusedGroup:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
-        """As `Group.find`: row numbers, and which rows were free by then."""
+        """As `Group.find`: row numbers, and when rows of each storage became free last.
+
+        Raises what kernels have found out about the arguments of calls before.
+        """
+        self.told.check()
         plan = self.plan(features)
         n = self._check_ids(ids)
         where = torch.empty(n, dtype=torch.int32, device=self.device)
@@ -125,14 +139,16 @@ class FusedGroup:
             return Found(ids, counts, where, versions)
         with self:
             self.describe()
-            begins = ids if plan.alone else plan.begins(counts, n)
+            begins = ids if plan.alone else plan.begins(counts, n, self.capturing)
             padding = features.padding
             key = ("find", plan.alone, padding is not None)
             kernel = self._kernels.get(key)
             block, warps = find_shape(1)
             if kernel is None:
-                kernel = self.kernel(key, lk.find, {"SINGLE": plan.alone, "PAD": padding is not None,
-                                                    "TABLES": self._versions, "BLOCK": block, "num_warps": warps})  # fmt: skip
+                kernel = self.kernel(key, lk.find, {
+                    "SINGLE": plan.alone, "PAD": padding is not None, "TABLES": self._versions, "BLOCK": block,
+                    "num_warps": warps,
+                })  # fmt: skip
             described = self.described
             kernel(
                 cdiv(n, block), ids, begins, plan.tables, described.words, described.origin, where, versions, n,
@@ -149,7 +165,7 @@ class FusedGroup:
             return out
         with self:
             self.describe()
-            begins = ids if plan.alone else plan.begins(found.counts, n)
+            begins = ids if plan.alone else plan.begins(found.counts, n, self.capturing)
             described = self.described
             for s in self.layout.segments:
                 block, warps = row_shape(s.width)
@@ -189,20 +205,20 @@ class FusedGroup:
             described = self.described
             for s in self.layout.segments:
                 initial = missing == "initial" and s.init != 0
-                key = ("pooled", plan.alone, weights is not None, initial, plan.kind, unit, s.index)
+                key = ("pooled", weights is not None, initial, plan.kind, unit, s.index)
                 kernel = self._kernels.get(key)
                 block, warps = pool_shape(s.width)
                 if kernel is None:
                     kernel = self.kernel(key, lk.pool, {
-                        "SINGLE": plan.alone, "WEIGHTED": weights is not None, "INITIAL": initial, "LOCATE": False,
-                        "PAD": features.padding is not None, "KIND": plan.kind, "INIT": s.init, "INDEX": s.index,
-                        "D": s.dim, "WIDTH": s.width, "STRIDE": self.layout.stride, "WEIGHT": s.weight, "UNIT": unit,
-                        "BAGS": block, "num_warps": warps,
+                        "WEIGHTED": weights is not None, "INITIAL": initial, "KIND": plan.kind,
+                        "INIT": s.init, "INDEX": s.index, "D": s.dim, "WIDTH": s.width, "STRIDE": self.layout.stride,
+                        "WEIGHT": s.weight, "UNIT": unit, "BAGS": block, "num_warps": warps,
                     })  # fmt: skip
+                each = bags // plan.features
                 kernel(
-                    cdiv(bags, block), ids, offsets, ids if weights is None else weights, plan.tables,
+                    plan.features * cdiv(each, block), ids, offsets, ids if weights is None else weights, plan.tables,
                     plan.columns[unit], plan.combiners, described.words, described.origin, found.where, found.came,
-                    out, bags, bags // plan.features, plan.only, width // unit, 0, *s.first,
+                    out, self.told.count, n, plan.features, each, width // unit, *s.first,
                 )  # fmt: skip
 
     # --- updating -----------------------------------------------------------------------------------------------------
@@ -210,48 +226,68 @@ class FusedGroup:
     def set_step(self, step: Step) -> None:
         """Gives captured updates the step, time and learning rates that they read when their graph runs next."""
         with self:
-            self.control.set(step)
+            self.control.set(step, self.capturing)
             self.described.refresh()
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
         """As `Group.update`. A captured one follows the last `set_step`, or the tensors of ``step``."""
-        if not capturing(self.device):
-            self.told.check()
+        self.told.check()
         parts = [part for part in parts if part.found.ids.numel()]
         if not parts:
             return
-        marked = False
         for table in self.tables:
-            table._check_marks()
             table._version += 1
-            marked = marked or table._marks is not None
-        if each != "sum" or marked:
+            if table._marks is not None:
+                table._check_marks()
+        if each != "sum":
             self._one_by_one.update(parts, step=step, each=each)
             return
         with self:
             if self.described.stale:
                 self.control.forget()
-            self.control.set(step)
+            self.control.set(step, self.capturing)
             self._expect(parts)
             self.describe()
-            self._sums.update(parts)
+            self._sums.update(self, parts)
 
     def _expect(self, parts: Sequence[Part]) -> None:
         """Makes room for what may be new."""
-        counts = [[0] * storage.tables for storage in self._storages]
-        for part in parts:
-            n = part.found.ids.numel()
-            for table, count in self.plan(part.features).expected(part.found.counts, n):
-                storage, number = self._places[table]
-                counts[storage][number] += count
-        for storage, own in zip(self._storages, counts, strict=True):
+        if self.capturing:
+            for storage in self._storages:
+                storage.expect_replays()
+            return
+        if len(parts) == 1:
+            needs = self._needs(parts[0])
+        else:
+            merged: dict[int, tuple[list[tuple[int, int]], int]] = {}
+            for place, own, total in itertools.chain.from_iterable(map(self._needs, parts)):
+                before, sum_ = merged.get(place, ([], 0))
+                merged[place] = [*before, *own], sum_ + total
+            needs = [(place, own, total) for place, (own, total) in merged.items()]
+        for place, own, total in needs:
             try:
-                storage.expect(own)
+                self._storages[place].expect(own, total)
             except CapacityError as error:
                 raise CapacityError(
-                    f"{self._names}: no room for {sum(own)} ids more: {error}; nothing was changed. Evict rows, or use "
-                    "a narrower optimizer state"
+                    f"{self._names}: no room for {total} ids more: {error}; nothing was changed. Evict rows, or use a "
+                    "narrower optimizer state"
                 ) from None
+
+    def _needs(self, part: Part) -> list[tuple[int, list[tuple[int, int]], int]]:
+        """Of each storage the ids that a part may bring: its place, counts of its tables, and their sum."""
+        plan, n = self.plan(part.features), part.found.ids.numel()
+        sizes = plan.sizes(part.found.counts, n)
+        found = plan.needs.get(sizes)
+        if found is None:
+            by: dict[int, dict[int, int]] = {}
+            for table, count in zip(plan.tables_of, sizes, strict=True):
+                place, number = self._places[table]
+                of = by.setdefault(place, {})
+                of[number] = of.get(number, 0) + count
+            if len(plan.needs) >= _PLANS:
+                plan.needs.clear()
+            found = plan.needs[sizes] = [(place, list(of.items()), sum(of.values())) for place, of in by.items()]
+        return found
 
     # --- arguments ----------------------------------------------------------------------------------------------------
 
@@ -262,15 +298,13 @@ class FusedGroup:
             )
         return ids.numel()
 
-    def _check_bags(
-        self, plan: Plan, offsets: Tensor, weights: Tensor | None, rows: Tensor, what: str, n: int
-    ) -> int:
+    def _check_bags(self, plan: Plan, offsets: Tensor, weights: Tensor | None, rows: Tensor, what: str, n: int) -> int:
         """How many bags there are."""
         bags = offsets.numel() - 1
-        if bags % plan.features or bags < 0:
+        if bags % plan.features or bags < 0 or (n and not bags):
             raise ConfigError(
-                f"{self._names}: offsets must have an element more than a multiple of {plan.features} features, got "
-                f"{offsets.numel()}"
+                f"{self._names}: offsets must have an element more than a multiple of {plan.features} features for "
+                f"{n} ids, got {offsets.numel()}"
             )
         if offsets.dtype != torch.int64 or offsets.device != self.device:
             raise ConfigError(
@@ -286,4 +320,3 @@ class FusedGroup:
                 f"{self._names}: weights must be {n} float32 numbers, got {weights.numel()} of {weights.dtype}"
             )
         return bags
-

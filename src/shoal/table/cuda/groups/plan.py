@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.table.cuda.backend import capturing
 from shoal.table.protocol import FUSED, SUM, Features
 
 _KEPT = 64  # of cuts of batches
@@ -24,7 +23,7 @@ class Plan:
 
     def __init__(self, features: Features, tables: int, dim: int, device: torch.device) -> None:
         self._check(features, tables, dim)
-        self._tables_of, self._device = features.tables, device
+        self.tables_of, self._device = features.tables, device
         self.features, self.width = len(features.tables), features.width
         self.jump = jump_of(self.features)
         self.alone = len(set(features.tables)) == 1
@@ -40,6 +39,9 @@ class Plan:
             for values in (features.tables, features.combiners or (0,), features.columns or (0,))
         )
         self.columns = {1: columns, 4: columns // 4}
+        self._none = (0,) * (self.features - 1)
+        self.needs: dict[tuple[int, ...], list[tuple[int, list[tuple[int, int]], int]]] = {}
+        """What a group has worked out of the sizes of batches."""
         self._begins: dict[tuple[int, ...], Tensor] = {}
         self._held: list[Tensor] = []
 
@@ -60,7 +62,7 @@ class Plan:
         home = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
         return home.to(self._device, non_blocking=True)
 
-    def begins(self, counts: Tensor, n: int) -> Tensor:
+    def begins(self, counts: Tensor, n: int, captured: bool) -> Tensor:
         """int64 on the device: the first id of each feature."""
         if counts.device == self._device and self._device.type == "cuda":
             return counts.cumsum(0) - counts
@@ -70,21 +72,21 @@ class Plan:
             if len(sizes) != self.features or sum(sizes) != n:
                 raise ConfigError(f"counts must be those of {self.features} features and {n} ids, got {list(sizes)}")
             firsts = tuple(itertools.accumulate((0, *sizes[:-1])))
-            if capturing(self._device):  # nothing is in it before the graph runs, which copies it anew
+            if captured:  # nothing is in it before the graph runs, which copies it anew
                 home = torch.tensor(firsts, dtype=torch.int64, device="cpu", pin_memory=True)
                 self._held.append(home)
                 return home.to(self._device, non_blocking=True)
             if len(self._begins) >= _KEPT:
                 self._begins.clear()
             made = self._begins[sizes] = self._sent(firsts, torch.int64)
-        if capturing(self._device):
+        if captured:
             self._held.append(made)
         return made
 
-    def expected(self, counts: Tensor, n: int) -> list[tuple[int, int]]:
-        """How many ids each table may get of a batch; a table may come several times."""
+    def sizes(self, counts: Tensor, n: int) -> tuple[int, ...]:
+        """How many ids each feature may have in a batch of ``n``."""
         if self.alone:
-            return [(self.only, n)]
+            return (n, *self._none)
         if counts.device.type == "cuda":  # which the host does not know
-            return [(table, n) for table in set(self._tables_of)]
-        return list(zip(self._tables_of, counts.tolist(), strict=True))
+            return (n,) * self.features
+        return tuple(counts.tolist())

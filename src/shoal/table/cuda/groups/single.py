@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from shoal.table.adapter import pool_columns, row_gradients
 from shoal.table.arguments import as_int
+from shoal.table.cuda.judge import refuse_if
 from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ class SingleGroup:
     def __init__(self, tables: tuple[Any, ...]) -> None:
         self.tables: tuple[CudaHashTable, ...] = tables
         self.dim = tables[0].dim_size
+        self._turn = threading.RLock()
         self.traits = Traits(device=tables[0].device, trains=not tables[0].serving, local_state=True)
 
     def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
@@ -36,7 +39,8 @@ class SingleGroup:
             keep = None if features.padding is None else ids != features.padding
             table = self.tables[number]
             own = ids if keep is None else ids[keep]
-            got = table.read(own, initial=missing == "initial")
+            with self._turn:
+                got = table.read(own, initial=missing == "initial")
             if keep is not None:
                 rows = torch.zeros(ids.numel(), self.dim, device=ids.device)
                 rows[keep] = got
@@ -72,15 +76,22 @@ class SingleGroup:
                     own, grad = own[keep], grad[keep]
                 ids[number].append(own)
                 grads[number].append(grad)
+        self._check(grads)
         scales = [1.0] * len(self.tables) if step.lr_scale is None else [float(x) for x in step.lr_scale]
         for table, own, grad, scale in zip(self.tables, ids, grads, scales, strict=True):
-            if own:
+            if not own:
+                continue
+            with self._turn:
                 number = as_int(step.number, table.name, "step.number")
                 time = step.time_s if step.time_s is None else as_int(step.time_s, table.name, "step.time_s")
                 rates = [scale * rate for rate in table._rates(number)]
-                table._apply(
-                    torch.cat(own), torch.cat(grad), rates, number, each == "sum", table._time(time)
-                )
+                table._apply(torch.cat(own), torch.cat(grad), rates, number, each == "sum", table._time(time))
+
+    def _check(self, grads: list[list[Tensor]]) -> None:
+        """Refuses bad gradients of any table before the first of several is written."""
+        if len(self.tables) > 1 and self.tables[0].on_bad_gradient == "raise":
+            bad = sum(int((~torch.isfinite(grad)).any(1).sum()) for of in grads for grad in of)
+            refuse_if(bad, f"tables {', '.join(table.name for table in self.tables[:3])}", "gradients")
 
     def _sizes(self, found: Found) -> list[int]:
         return found.counts.tolist()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.table.cuda.backend import capturing, interpreted
-from shoal.table.cuda.groups.plan import Plan, jump_of
+from shoal.table.cuda.backend import interpreted
+from shoal.table.cuda.groups.plan import jump_of
 from shoal.table.cuda.kernels import changed as ck
 from shoal.table.cuda.launch import cdiv, power_of_2
 from shoal.table.cuda.layout import Segment
@@ -43,7 +43,7 @@ class _Source:
             self.bags, self.each, self.kind = self.n, self.n, SUM
         else:
             self.bags = group._check_bags(self.plan, part.offsets, part.weights, self.grad, "gradients", self.n)
-            self.each, self.kind = max(1, self.bags // self.plan.features), self.plan.kind
+            self.each, self.kind = self.bags // self.plan.features, self.plan.kind
         self.offsets = part.offsets
         self.width = self.grad.stride(0)
 
@@ -56,7 +56,7 @@ class Sums:
     """Updates of a group. What kernels count is in ``tally``, which the last of them makes ready for the next."""
 
     def __init__(self, group: FusedGroup) -> None:
-        self._group = group
+        self._now: FusedGroup | None = None  # during an update alone: the group owns this
         self.tally = torch.zeros(4, dtype=torch.int64, device=group.device)
         table = group.tables[0]
         self._how = _JUDGES[table.on_bad_gradient]
@@ -66,9 +66,14 @@ class Sums:
         segments = group.layout.segments
         self._adds = all(s.kind == "sgd" for s in segments) and not self._deterministic
 
-    def update(self, parts: Sequence[Part]) -> None:
-        """One step of every distinct row."""
-        group = self._group
+    @property
+    def _group(self) -> FusedGroup:
+        assert self._now is not None
+        return self._now
+
+    def update(self, group: FusedGroup, parts: Sequence[Part]) -> None:
+        """One step of every distinct row. Inside the group's turn."""
+        self._now = group
         sources = [_Source(group, part) for part in parts]
         n = sum(source.n for source in sources)
         base = sources[0].grad
@@ -82,10 +87,27 @@ class Sums:
         keys = torch.empty(n, dtype=torch.int64 if group.described.wide else torch.int32, device=group.device)
         try:
             self._launch(sources, workspace, keys, base, unit, n, room)
+            self._mark(sources, keys)
         except BaseException:
-            if not capturing(group.device):
+            if not group.capturing:
                 self.tally[:2].zero_()
             raise
+        finally:
+            self._now = None
+
+    def _mark(self, sources: list[_Source], keys: Tensor) -> None:
+        """Tells sync clients which ids were written."""
+        if all(table._marks is None for table in self._group.tables):
+            return
+        start = 0
+        for source in sources:
+            sizes = source.part.found.counts.tolist()
+            for number, ids, rows in zip(
+                source.plan.tables_of, source.part.found.ids.split(sizes),
+                keys[start : start + source.n].split(sizes), strict=True,
+            ):  # fmt: skip
+                self._group.tables[number]._mark(ids, rows)
+            start += source.n
 
     def _launch(
         self, sources: list[_Source], workspace: Tensor, keys: Tensor, base: Tensor, unit: int, n: int, room: int
@@ -121,7 +143,9 @@ class Sums:
         ids = torch.cat([source.part.found.ids for source in sources])
         order = torch.sort(ids, stable=True)[1]
         bases = self._group.described.bases[: len(self._group.tables)]
-        table = torch.searchsorted(bases, keys[order].long(), right=True)  # 0 for what is passed over, which comes first
+        table = torch.searchsorted(
+            bases, keys[order].long(), right=True
+        )  # 0 for what is passed over, which comes first
         order = order[torch.sort(table, stable=True)[1]]
         return keys[order], order
 
@@ -145,9 +169,10 @@ class Sums:
             "WIDTH": width, "UNIT": unit, "BAGS": block, "num_warps": warps,
         })  # fmt: skip
         plan, where = source.plan, part.found.where
+        features = 1 if rows else plan.features
         kernel(
-            cdiv(source.bags, block), source.grad, where if rows else source.offsets, where, plan.columns[unit],
-            plan.combiners, seen, self.tally, source.bags, source.each, source.width // unit,
+            features * cdiv(source.each, block), source.grad, where if rows else source.offsets, where,
+            plan.columns[unit], plan.combiners, seen, self.tally, source.n, features, source.each, source.width // unit,
         )  # fmt: skip
         if part.weights is not None and how == ck.RAISE.value and not rows:
             block, warps = claim_shape()[:2]
@@ -177,7 +202,10 @@ class Sums:
         if not rows:
             places, jump = source.offsets, jump_of(source.bags)
         else:
-            places, jump = (found.ids if plan.alone else plan.begins(found.counts, source.n)), plan.jump
+            places, jump = (
+                (found.ids if plan.alone else plan.begins(found.counts, source.n, group.capturing)),
+                plan.jump,
+            )
         described = group.described
         begins_at = (source.grad.data_ptr() - base.data_ptr()) // (4 * unit)
         kernel(

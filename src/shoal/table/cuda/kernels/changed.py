@@ -1,5 +1,5 @@
 # pyrefly: ignore-errors
-"""Updates of several tables in one launch sequence: gradients are judged, ids get rows, equal rows' gradients are summed.
+"""Updates of several tables in one launch sequence: judge gradients, give ids rows, sum what equal rows get, step.
 
 A gradient is that of a bag, read where it lies and multiplied by the factor of each of its rows. Between the kernels
 lies a workspace of int64 words, ``room`` for each of: where a gradient begins, a new row's id, the table and number of
@@ -52,27 +52,31 @@ RAISE = tl.constexpr(0)
 SKIP = tl.constexpr(1)
 
 
-@triton.jit(do_not_specialize=["bags", "each", "width"])
+@triton.jit(do_not_specialize=["n", "features", "each", "width"])
 def survey(
-    grads, offsets, where, columns, combiners, seen, tally, bags, each, width,
+    grads, offsets, where, columns, combiners, seen, tally, n, features, each, width,
     ROWS_: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr, JUDGE: tl.constexpr, COUNT: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
     """What is to be known of each bag: the factor of its rows and its largest gradient, ``seen [2, bags]``.
 
-    JUDGE looks at gradients at all; COUNT counts the rows of bags with NaN or infinity as bad. ROWS_: each row is a bag.
+    JUDGE looks at gradients at all; COUNT counts the rows of bags with NaN or infinity as bad.
+    ROWS_: each row is a bag, of one feature. Programs have bags as those of `pool` do.
     """
-    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
-    m = bag < bags
-    feature = tl.where(m, bag // each, 0)
+    feature = tl.program_id(0) % features
+    place = (tl.program_id(0) // features) * BAGS + tl.arange(0, BAGS)
+    m = place < each
+    bag = feature * each + place
+    bags = features * each
     if ROWS_:
         count = m.to(tl.int64)
         if PAD:
             count = (tl.load(where + bag, mask=m, other=PADDING) != PADDING).to(tl.int64)
     else:
         begin = tl.load(offsets + bag, mask=m, other=0)
-        end = tl.load(offsets + bag + 1, mask=m, other=0)
-        count = end - begin
+        begin = tl.maximum(begin, 0)
+        end = tl.minimum(tl.load(offsets + bag + 1, mask=m, other=0), n)
+        count = tl.maximum(end - begin, 0)
         if PAD:
             longest = tl.max(count, axis=0)
             k = longest * 0
@@ -85,10 +89,9 @@ def survey(
         tl.store(seen + bag, tl.div_rn(1.0 + by * 0, by), mask=m)
     if JUDGE:
         d = tl.arange(0, WIDTH)
-        if ROWS_:
-            at = bag.to(tl.int64) * width
-        else:
-            at = (bag % each).to(tl.int64) * width + tl.load(columns + feature)
+        at = place.to(tl.int64) * width
+        if ROWS_ == 0:
+            at += tl.load(columns + feature)
         g = tl.load(grads + at[:, None] * UNIT + d[None, :], mask=m[:, None] & (d < D)[None, :], other=0.0)
         size = tl.abs(g)
         largest = tl.max(tl.where(size < float("inf"), size, float("inf")), axis=1)
@@ -223,7 +226,7 @@ def claim(
 ):  # fmt: skip
     """A row for each id, in ``keys`` from ``start`` on, and where its gradient is; -1 for an id that is passed over.
 
-    ``places`` are the offsets of bags or, with ROWS_, the first ids of features. ``begins_at`` is where gradients begin.
+    ``places`` are the offsets of bags or, with ROWS_, the first ids of features. Gradients begin at ``begins_at``.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
@@ -263,9 +266,9 @@ def claim(
         if tl.max(wrong.to(tl.int32), axis=0) > 0:
             tl.atomic_add(longs(origin, of, SKIPPED) + o * 0, wrong.to(tl.int64), mask=wrong, sem="relaxed")
         here = here & good
-    now = tl.load(longs(origin, of, STATE) + MOVED)
-    moved = tl.load(versions + table) != now
-    look = here & ((row < 0) | moved)
+    state = longs(origin, of, STATE)
+    moved = tl.load(versions + table) != tl.load(state + MOVED)
+    look = here & ((row < 0) | moved | (row >= tl.load(state + ROOM)))
     if tl.max(look.to(tl.int32), axis=0) > 0:
         id = tl.load(ids + o, mask=look, other=0)
         taken, won = _take(id, of, look, o, origin, spare, SINGLE, BLOCK)

@@ -8,7 +8,7 @@ a pointer to anywhere. Units, and not addresses, so that the compiler knows how 
 import triton
 import triton.language as tl
 
-from shoal.table.cuda.kernels.index import EMPTY, MOVED, _places
+from shoal.table.cuda.kernels.index import EMPTY, MOVED, ROOM, _places
 from shoal.table.cuda.kernels.rows import first_weights
 
 # Words of a description.
@@ -53,7 +53,7 @@ def column(x, SINGLE: tl.constexpr):
     """``[B, 1]`` of what each lane has; what all have in common as it is."""
     if SINGLE:
         return x
-    else:
+    else:  # noqa: RET505 - what follows a return is compiled, too
         return x[:, None]
 
 
@@ -107,10 +107,13 @@ def locate(id, of, m, origin, SINGLE: tl.constexpr):
 
 @triton.jit
 def still(row, id_at, versions, table, of, m, origin, SINGLE: tl.constexpr):
-    """Rows that were found, as they are now: looked for again where they were unknown, or rows became free since."""
-    now = tl.load(longs(origin, of, STATE) + MOVED)
-    moved = tl.load(versions + table) != now
-    look = m & ((row == UNKNOWN) | ((row >= 0) & moved))
+    """Rows that were found, as they are now: looked for again where they were unknown, or rows became free since.
+
+    And where no table has so many rows: counts of features that do not fit the offsets make one table's rows another's.
+    """
+    state = longs(origin, of, STATE)
+    moved = tl.load(versions + table) != tl.load(state + MOVED)
+    look = m & ((row == UNKNOWN) | ((row >= 0) & moved) | (row >= tl.load(state + ROOM)))
     if tl.max(look.to(tl.int32), axis=0) > 0:
         id = tl.load(id_at, mask=look, other=0)
         row = tl.where(look, locate(id, of, look, origin, SINGLE), row)
@@ -176,28 +179,34 @@ def read(
     tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=inside)
 
 
-@triton.jit(do_not_specialize=["bags", "each", "only", "width", "padding"])
+@triton.jit(do_not_specialize=["n", "features", "each", "width"])
 def pool(
-    ids, offsets, weights, tables, columns, combiners, described, origin, where, versions, out, bags, each, only,
-    width, padding, low, high, last,
-    SINGLE: tl.constexpr, WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, LOCATE: tl.constexpr, PAD: tl.constexpr,
-    KIND: tl.constexpr, INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr, BAGS: tl.constexpr,
+    ids, offsets, weights, tables, columns, combiners, described, origin, where, versions, out, told, n, features,
+    each, width, low, high, last,
+    WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, KIND: tl.constexpr, INIT: tl.constexpr, INDEX: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
+    BAGS: tl.constexpr,
 ):  # fmt: skip
-    """A segment of the pooled rows of bags, into the features' columns of ``out``.
+    """A segment of the pooled rows of bags, ``each`` of every feature, into the features' columns of ``out``.
 
+    A program has BAGS bags of one feature, and its neighbours the same bags of others: they write side by side.
     ``columns`` and ``width`` are in units of UNIT floats. KIND is the combiner of all features, -1 when they differ.
-    LOCATE: nobody has looked where ids are; else it is in ``where``.
+    ``told`` is where the host learns of offsets that are none.
     """
-    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
-    m = bag < bags
+    feature = tl.program_id(0) % features
+    place = (tl.program_id(0) // features) * BAGS + tl.arange(0, BAGS)
+    m = place < each
+    bag = feature * each + place
     begin = tl.load(offsets + bag, mask=m, other=0)
     end = tl.load(offsets + bag + 1, mask=m, other=0)
-    feature = tl.where(m, bag // each, 0)
-    if SINGLE:
-        table = only
-    else:
-        table = tl.load(tables + feature)
+    first_wrong = (bag == 0) & (begin != 0)
+    last_wrong = (bag == features * each - 1) & (end != n)
+    wrong = (begin < 0) | (end < begin) | (end > n) | first_wrong | last_wrong
+    if tl.max((m & wrong).to(tl.int32), axis=0) > 0:
+        begin = tl.minimum(tl.maximum(begin, 0), n)
+        end = tl.minimum(end, n)
+        tl.store(told + 1, 1)
+    table = tl.load(tables + feature)
     of = described + table * DESCRIBED
     arena = tl.load(of + ARENA) * 4
     d = tl.arange(0, WIDTH)
@@ -210,16 +219,8 @@ def pool(
     while k < longest:
         p = begin + k
         here = m & (p < end)
-        if LOCATE:
-            id = tl.load(ids + p, mask=here, other=0)
-            wanted = here
-            if PAD:
-                wanted = here & (id != padding)
-            row = locate(id, of, wanted, origin, SINGLE)
-            row = tl.where(wanted, row, PADDING)
-        else:
-            row = tl.load(where + p, mask=here, other=PADDING)
-            row = still(row, ids + p, versions, table, of, here, origin, SINGLE)
+        row = tl.load(where + p, mask=here, other=PADDING)
+        row = still(row, ids + p, versions, table, of, here, origin, True)
         count += (row != PADDING).to(tl.int32)
         at = row.to(tl.int64) * STRIDE + arena
         w = tl.load(words + at[:, None] + WEIGHT + d[None, :], mask=(row >= 0)[:, None] & inside, other=0.0)
@@ -235,7 +236,7 @@ def pool(
         k += 1
     if KIND != SUM_:
         total = tl.div_rn(total, divisor(count, combiners, feature, KIND)[:, None] + tl.zeros_like(total))
-    at = (bag % each).to(tl.int64) * width + tl.load(columns + feature)
+    at = place.to(tl.int64) * width + tl.load(columns + feature)
     tl.store(out + at[:, None] * UNIT + WEIGHT + d[None, :], total, mask=m[:, None] & inside)
 
 
