@@ -6,8 +6,10 @@ from torch import nn
 
 import shoal
 from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer
-from shoal.nn.ops import _bag_op, _rows_op
+from shoal.nn.read.ops import _read_op
+from shoal.nn.read.plan import Feature, make_plan
 from shoal.nn.slot import slot_of
+from shoal.table.protocol import MAX, SUM
 
 IDS, OFFSETS = torch.tensor([1, 2, 1, 3]), torch.tensor([0, 2, 2, 4])
 
@@ -25,14 +27,14 @@ def fresh_compiler():
 
 
 def test_opcheck():
-    slot = slot_of(make_table())
-    common = (slot.anchor, slot.tape, slot.handle, 4)
-    slot.hold()
-    slot.table.lookup(IDS, insert_missing=True)
-    torch.library.opcheck(_rows_op, (IDS, *common, True, None))
-    torch.library.opcheck(_bag_op, (IDS, OFFSETS, None, *common, 0, 0, True, None, False))
-    weights = torch.rand(4, requires_grad=True)
-    torch.library.opcheck(_bag_op, (IDS, OFFSETS, weights, *common, 2, 2, True, None, True))
+    tables = [make_table(), make_table()]
+    for table in tables:
+        slot_of(table).hold()
+    for kind in (SUM, MAX, -1):
+        plan = make_plan(tables, [Feature(0, kind), Feature(1, kind)])
+        pooled, weights = ([], []) if kind < 0 else ([OFFSETS, OFFSETS], [torch.rand(4), torch.rand(4)])
+        ids = [IDS, IDS]
+        torch.library.opcheck(_read_op, (ids, pooled, weights, plan.anchor, plan.tape, plan.handle, [4, 4], 3, True))
 
 
 class Model(nn.Module):
@@ -112,5 +114,8 @@ def test_evaluation_compiles_apart_and_creates_nothing():
         assert not compiled(IDS, OFFSETS).any()
     assert len(table) == 0
     bag.train()
-    compiled(IDS, OFFSETS)
+    out = compiled(IDS, OFFSETS)
+    assert out.any()
+    assert len(table) == 0
+    out.sum().backward()
     assert len(table) == 3
