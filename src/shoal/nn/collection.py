@@ -109,7 +109,7 @@ class EmbeddingBagCollection(TableModule):
         if isinstance(ids, Mapping):
             keys = list(ids)
             parts = as_parts(ids if self.include_last_offset else _with_ends(ids), weights)
-            joined = Jagged(torch.empty(0)) if not parts else parts[0]
+            joined = parts[0] if parts else Jagged(torch.empty(0, device="cpu"))
         else:
             keys, joined = as_joined(ids, weights)
         names = [str(key) for key in keys]
