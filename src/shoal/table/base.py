@@ -143,7 +143,7 @@ class TableBase(ABC):
     # --- what every update asks ---------------------------------------------------------------------------------------
 
     def rates(self, step: int) -> list[float]:
-        """The learning rate of each segment at a step."""
+        """The learning rate of each segment at a global step."""
         return check_rates(self.config.call_learning_rate_fns_fewer_ops(step), self.name)
 
     _rates = rates
