@@ -100,18 +100,22 @@ class Waiting:
         self.collective = group.traits.collective
         self.dim = group.dim
         self.slots = slots
-        self.parts: list[Part] = []
+        self.numbered: list[tuple[int, Part]] = []
         self.ids = 0
         self._group = weakref.ref(group)
+
+    def parts(self) -> list[Part]:
+        """In the order of the forwards, whatever that of the backwards was."""
+        return [part for _, part in sorted(self.numbered, key=lambda numbered: numbered[0])]
 
     def unit(self) -> Unit:
         """The update to make, by the group of the forward or, if it is gone with its module, by one like it."""
         group = self._group()
         if group is not None:
-            return Unit(group, self.slots, self.parts)
+            return Unit(group, self.slots, self.parts())
         group = group_of([slot.table for slot in self.slots])
         parts = []
-        for part in self.parts:
+        for part in self.parts():
             found = group.find(part.found.ids, part.found.counts, part.features, missing="zeros")
             parts.append(Part(found, part.features, part.grad, part.offsets, part.weights))
         return Unit(group, self.slots, parts)
@@ -139,8 +143,8 @@ class Pending:
             clear_pending([slot])
 
 
-def add_waiting(group: Group, slots: tuple[TableSlot, ...], part: Part) -> None:
-    """Keeps a part, whose tensors nobody may change afterwards, until a step."""
+def add_waiting(group: Group, slots: tuple[TableSlot, ...], part: Part, number: int) -> None:
+    """Keeps a part of the forward with a number, whose tensors nobody may change afterwards, until a step."""
     key = tuple([slot.handle for slot in slots])
     with _lock:
         waiting = slots[0].pending.waiting.get(key)
@@ -148,7 +152,7 @@ def add_waiting(group: Group, slots: tuple[TableSlot, ...], part: Part) -> None:
             waiting = Waiting(group, slots)
             for slot in slots:
                 slot.pending.waiting[key] = waiting
-        waiting.parts.append(part)
+        waiting.numbered.append((number, part))
         waiting.ids += part.found.ids.numel()
         if waiting.ids > _SUM_ROWS and not waiting.collective:  # a rank must not decide this alone
             _expand_all([waiting])
@@ -205,7 +209,7 @@ def put_back(unit: Unit) -> None:
     """Has an update that was taken wait again."""
     if unit.rows is None:
         for part in unit.parts:
-            add_waiting(unit.group, unit.slots, part)
+            add_waiting(unit.group, unit.slots, part, -1)  # before those that came since, in the order that they have
         return
     for slot, parts in unit.rows.items():
         for ids, grads in parts:
@@ -225,7 +229,7 @@ def _remove(waiting: Waiting) -> None:
 def _expand_all(several: Iterable[Waiting]) -> None:
     for waiting in list(several):
         _remove(waiting)
-        for part in waiting.parts:
+        for part in waiting.parts():
             for table, ids, grads in expand(part, waiting.dim):
                 waiting.slots[table].pending.rows.add(ids, grads)
 

@@ -35,7 +35,7 @@ def hand_over(number: int, given: Sequence[tuple[Call, Part]]) -> None:
     for call, part in given:
         waits = [slot.waits for slot in call.touched]
         if all(waits):
-            add_waiting(call.group, call.slots, detached(part))
+            add_waiting(call.group, call.slots, detached(part), number)
             continue
         if passed is None:
             passed = _pass_of(call)
