@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer
+from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag, SparseOptimizer
 from shoal.nn.read.ops import _read_op
 from shoal.nn.read.plan import Feature, make_plan
 from shoal.nn.slot import slot_of
@@ -119,3 +119,48 @@ def test_evaluation_compiles_apart_and_creates_nothing():
     assert len(table) == 0
     out.sum().backward()
     assert len(table) == 3
+
+
+def collect(combiner, **options):
+    tables = {"u": make_table(), "i": make_table(), "w": shoal.HashTable(3, seed=2, optimizer=shoal.Adagrad(lr=0.1))}
+    features = {"a": "u", "b": "i", "c": "w", "d": "i"}
+    return tables, EmbeddingBagCollection(tables, features, combiner=combiner, **options)
+
+
+@pytest.mark.parametrize("output", ["concat", "dict"])
+@pytest.mark.parametrize("combiner", ["sum", {"a": "mean", "b": "max", "c": "sqrtn", "d": "sum"}], ids=["sum", "mixed"])
+def test_a_compiled_collection_trains_as_the_eager_one(combiner, output):
+    (tables, eager), (others, module) = collect(combiner, output=output), collect(combiner, output=output)
+    compiled = torch.compile(module, fullgraph=True, backend=BACKEND)
+    for n in (4, 4, 6, 9):
+        ids, offsets = torch.arange(n) % 5, torch.tensor([0, 2, 2, n])
+        batch = {"a": (ids, offsets), "b": ids[:3].view(3, 1), "c": (ids + 1, offsets), "d": (ids.flip(0), offsets)}
+        outs = [run(batch) for run in (eager, compiled)]
+        for out in outs:
+            (torch.cat(list(out.values()), 1) if output == "dict" else out).square().sum().backward()
+        torch.testing.assert_close(*outs)
+        for name, table in tables.items():
+            torch.testing.assert_close(table.lookup(torch.arange(9)), others[name].lookup(torch.arange(9)))
+
+
+def test_ids_by_key_compile_over_one_table():
+    table = make_table()
+    bag = HashEmbeddingBag(table)
+    compiled = torch.compile(bag, fullgraph=True, backend=BACKEND)
+    batch = {"a": (IDS, OFFSETS), "b": (IDS + 1, OFFSETS)}
+    torch.testing.assert_close(compiled(batch), bag(batch))
+
+
+def test_reads_around_an_update_are_not_merged():
+    table = make_table()
+    bag = HashEmbeddingBag(table)
+
+    @torch.compile(fullgraph=True, backend=BACKEND)
+    def read(ids, offsets):
+        return bag(ids, offsets)
+
+    first = read(IDS, OFFSETS)
+    first.sum().backward()
+    second = read(IDS, OFFSETS)
+    torch.testing.assert_close(second, bag(IDS, OFFSETS))
+    assert not torch.equal(first, second)

@@ -88,6 +88,12 @@ class HashEmbeddingBag(EmbeddingBagCollection):
         bags = as_bags(as_jagged(ids, offsets, per_sample_weights), tables.distinct[0].name)
         weights = bags.weights
         plan = tables.plan(1, weights is not None and weights.requires_grad and torch.is_grad_enabled())
-        bags = join([bags], plan.device)
+        values, place = bags.values, bags.offsets
+        if (
+            values.device != plan.device
+            or weights is not None
+            or not (values.is_contiguous() and place.is_contiguous())
+        ):
+            bags = join([bags], plan.device)
         out, combined = self._pooled(plan, [bags], [[bags.values.shape[0]]], bags.length >= 0)
         return self._placed(out if plan.fused else combined[0])

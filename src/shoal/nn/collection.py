@@ -104,69 +104,56 @@ class EmbeddingBagCollection(TableModule):
         return self._by_key(ids, per_sample_weights)
 
     def _by_key(self, ids: Any, weights: Any) -> Any:
-        """The results of ids by key, which are read as `Plan` says."""
-        tables, parts = self._tables, None
-        if isinstance(ids, Mapping):
-            keys = list(ids)
+        """The results of ids by key."""
+        tables, one = self._tables, self._tables.one
+        mapped = isinstance(ids, Mapping)
+        if mapped:
+            keys, joined = list(ids), None
             parts = as_parts(ids if self.include_last_offset else _with_ends(ids), weights)
-            joined = parts[0] if parts else Jagged(torch.empty(0, device="cpu"))
         else:
             keys, joined = as_joined(ids, weights)
+            parts = [joined]
         names = [str(key) for key in keys]
         self._check_keys(names)
         if not names:
             return {}
-        by_rows = joined.weights is not None and torch.is_grad_enabled()
-        by_rows = by_rows and any(part.weights.requires_grad for part in parts or [joined])  # pyrefly: ignore
-        if parts is not None and not tables.one:  # one plan for all orders of the keys
+        if mapped and not one:  # one plan for all orders of the keys
             order = sorted(range(len(names)), key=lambda number: tables.place(names[number]))
-            keys, names, parts = ([every[number] for number in order] for every in (keys, names, parts))
-        plan = tables.plan(len(names) if tables.one else tuple(names), by_rows)
-        trusted = not torch.compiler.is_compiling()
-        if parts is None and plan.whole:
-            batch, sizes = [join([joined], plan.device)], [[]]
-            trusted = False
-            if joined.offsets is None or joined.offsets.shape[0] == 1:
-                sizes = [[0] * len(names)]
+            names, parts = [names[number] for number in order], [parts[number] for number in order]
+        plan = tables.plan(len(names) if one else tuple(names), _want_gradients(parts))
+        if joined is not None and plan.whole:
+            known = [[0] * len(names)] if joined.offsets is None or joined.offsets.shape[0] == 1 else [[]]
+            out, combined = self._pooled(plan, [join([joined], plan.device)], known, False)
         else:
-            if trusted:
-                for name, part in (
-                    [(name, joined) for name in names[:1]] if parts is None else zip(names, parts, strict=True)
-                ):
+            checked = not torch.compiler.is_compiling()
+            if checked:  # each part: joined, what one lacks could be what another has too much
+                for name, part in zip(names, parts, strict=False):
                     check_bags(part, name)
-            parts = split_keys(ids, names, joined) if parts is None else parts
+            if joined is not None:
+                parts = split_keys(ids, names, joined)
             batch = [join([parts[place] for place in call.places], call.device) for call in plan.calls]
             sizes = [[parts[place].values.shape[0] for place in call.places] for call in plan.calls]
-        out, combined = self._pooled(plan, batch, sizes, trusted)
+            out, combined = self._pooled(plan, batch, sizes, checked)
         if self.output == "concat":
             return self._side_by_side(plan, out, combined)
-        results = dict(zip(keys, _by_place(plan, out, combined), strict=True))
-        return {key: self._placed(results[key]) for key in (ids if isinstance(ids, Mapping) else keys)}
+        results = dict(zip(names, _by_place(plan, out, combined), strict=True))
+        return {key: self._placed(results[str(key)]) for key in keys}
 
     def _pooled(
         self, plan: Plan, batch: list[Jagged], sizes: list[list[int]], trusted: bool
     ) -> tuple[Any, dict[int, Tensor]]:
         """The pooled rows of features that groups pool, and the combined rows of each other call, by its number."""
-        bags = (batch[0].offsets.shape[0] - 1) // len(plan.calls[0].places)  # pyrefly: ignore[missing-attribute]
-        weights: list[Any] = [] if batch[0].weights is None else [part.weights for part in batch]
-        held = [] if plan.by_rows else weights
-        request = Request(
-            plan,
-            [part.values for part in batch],
-            sizes,
-            [part.offsets for part in batch],  # pyrefly: ignore[bad-argument-type]
-            held,
-            bags,
-            self._missing(),
-            trusted,
-        )
-        outputs = read(request)
+        offsets: list[Any] = [part.offsets for part in batch]
+        weights: list[Any] = [] if batch[0].weights is None or plan.by_rows else [part.weights for part in batch]
+        bags = (offsets[0].shape[0] - 1) // len(plan.calls[0].places)
+        ids = [part.values for part in batch]
+        outputs = read(Request(plan, ids, sizes, offsets, weights, bags, self._missing(), trusted))
         combined = {}
         if not plan.fused:
             for number, (call, part) in enumerate(zip(plan.calls, batch, strict=True)):
                 if not call.fused:
-                    rows = outputs[call.output]
-                    combined[number] = combine(call.of, rows, part.values, part.offsets, part.weights, self.padding_idx)  # pyrefly: ignore[bad-argument-type]
+                    rows, padding = outputs[call.output], self.padding_idx
+                    combined[number] = combine(call.of, rows, part.values, offsets[number], part.weights, padding)
         return outputs[0] if plan.width else None, combined
 
     def _side_by_side(self, plan: Plan, out: Any, combined: dict[int, Tensor]) -> Tensor:
@@ -196,6 +183,10 @@ class EmbeddingBagCollection(TableModule):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, combiner={self.combiner!r}"
+
+
+def _want_gradients(parts: list[Jagged]) -> bool:
+    return torch.is_grad_enabled() and any(part.weights is not None and part.weights.requires_grad for part in parts)
 
 
 def _by_place(plan: Plan, out: Any, combined: dict[int, Tensor]) -> list[Tensor]:

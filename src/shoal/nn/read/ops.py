@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -85,10 +86,16 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
 def _counts(sizes: list[int], offsets: Tensor | None, bags: int) -> Tensor:
     """int64 ``[F]``: on the host if sizes are known, else where the offsets are."""
     if sizes or offsets is None:
-        return torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        return _known_counts(*sizes)
     if not bags:
         raise ConfigError("ids by key without bags need to say how many ids each key has")
     return offsets[::bags].diff()
+
+
+@lru_cache(maxsize=512)
+def _known_counts(*sizes: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
 
 def check_bags(bags: Jagged, name: str) -> None:

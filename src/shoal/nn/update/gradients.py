@@ -244,4 +244,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def is_empty(unit: Unit) -> bool:
     """Whether an update has no ids, and nobody else takes part in it."""
-    return not unit.group.traits.collective and not any(part.found.ids.numel() for part in unit.parts)
+    for part in unit.parts:
+        if part.found.ids.numel():
+            return False
+    return not unit.group.traits.collective
