@@ -88,12 +88,9 @@ class HashEmbeddingBag(EmbeddingBagCollection):
         bags = as_bags(as_jagged(ids, offsets, per_sample_weights), tables.distinct[0].name)
         weights = bags.weights
         plan = tables.plan(1, weights is not None and weights.requires_grad and torch.is_grad_enabled())
-        values, place = bags.values, bags.offsets
-        if (
-            values.device != plan.device
-            or weights is not None
-            or not (values.is_contiguous() and place.is_contiguous())
-        ):
+        values, at = bags.values, bags.offsets
+        straight = values.is_contiguous() and at is not None and at.is_contiguous() and weights is None
+        if not straight or values.device != plan.device:
             bags = join([bags], plan.device)
         out, combined = self._pooled(plan, [bags], [[bags.values.shape[0]]], bags.length >= 0)
         return self._placed(out if plan.fused else combined[0])

@@ -143,7 +143,7 @@ def on(tensor: Tensor, device: torch.device) -> Tensor:
 
 def steps(bags: int, length: int, device: torch.device) -> Tensor:
     """The offsets of bags of equal length, which nobody may change."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.arange(bags + 1, device=device) * length
     return _steps(bags, length, device)
 

@@ -121,7 +121,7 @@ def make_plan(
     for number in order:
         if _fuses(features[number], by_rows):
             columns[number], width = width, width + dims[number]
-    members: dict[Hashable, list[int]] = {}
+    members: dict[tuple[int, Hashable], list[int]] = {}
     for number, feature in enumerate(features):
         group = group_of[feature.table][0]
         alike = None if _fuses(feature, by_rows) else (feature.kind, feature.length, id(feature.combiner))
