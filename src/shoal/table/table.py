@@ -173,11 +173,11 @@ class HashTable(TableBase):
 
     def initial_rows(self, ids: Tensor) -> Tensor:
         """The embeddings that ``ids`` start from: float32 ``[n, dim]``, a function of seed and id. Changes nothing."""
-        ids = as_ids(ids, self.name)
+        ids = as_ids(ids, self.name, device=self.device).cpu()
         out = empty_rows(ids.numel(), self.dim_size)
-        fresh = _core.Table(self._native.layout, self.seed)
+        fresh = _core.Table(self.staging()._native.layout, self.seed)
         _Native.lookup_or_insert(fresh, ids.data_ptr(), ids.numel(), 0, out.data_ptr(), False)
-        return out
+        return out.to(self.device)
 
     def contains(self, ids: Tensor) -> Tensor:
         """bool ``[n]``: which ids have a row."""
