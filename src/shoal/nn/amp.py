@@ -40,7 +40,7 @@ class RowParameter(Tensor):
         self._pending.clear()
 
 
-_scaled: weakref.WeakValueDictionary[int, _ScaledPass] = weakref.WeakValueDictionary()
+_scaled: dict[int, weakref.ref[_ScaledPass]] = {}
 
 
 class _ScaledPass:
@@ -66,7 +66,8 @@ def _mark(loss: Any) -> None:
 def _enter(grad: Tensor) -> None:
     task = torch._C._current_graph_task_id()
     if task >= 0 and task not in _scaled:
-        current = _scaled[task] = _ScaledPass()
+        current = _ScaledPass()
+        _scaled[task] = weakref.ref(current, lambda _: _scaled.pop(task, None))
         # The engine holds the callback, and with it the pass, until backward has ended, or failed.
         torch.autograd.Variable._execution_engine.queue_callback(current.end)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 numbers = itertools.count()
 """Forwards take a number each, so that updates of ranks that work together come in the order of their finds."""
-_passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+_passes: dict[int, weakref.ref[_Pass]] = {}
 _making = threading.Lock()
 _current_task = torch._C._current_graph_task_id
 _queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -89,16 +89,22 @@ def _pass_of(call: Call) -> _Pass:
             "still scaled; nothing was applied. Make a SparseOptimizer over the modules (not fused=True) and call "
             "scaler.step(optimizer), or autocast to bfloat16, which needs no GradScaler"
         )
-    current = _passes.get(task)
+    current = _running(task)
     if current is None:
         with _making:
-            current = _passes.get(task)
+            current = _running(task)
             if current is None:
-                current = _passes[task] = _Pass()
+                current = _Pass()
                 current.queued = True
                 # The engine holds the callback, and with it the pass: a backward that fails drops both.
                 _queue(current.end)
+                _passes[task] = weakref.ref(current, lambda _: _passes.pop(task, None))
     return current
+
+
+def _running(task: int) -> _Pass | None:
+    ref = _passes.get(task)
+    return None if ref is None else ref()
 
 
 def run(unit: Unit) -> None:
