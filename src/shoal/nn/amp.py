@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.nn.gradients import Gradients
+from shoal.nn.update.gradients import Pending
 
 
 class RowParameter(Tensor):
@@ -20,10 +20,10 @@ class RowParameter(Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]
-    _pending: Gradients
+    _pending: Pending
 
     @staticmethod
-    def of(pending: Gradients) -> RowParameter:
+    def of(pending: Pending) -> RowParameter:
         parameter = torch.zeros(0, device="cpu").as_subclass(RowParameter)
         parameter._pending = pending
         return parameter
@@ -40,7 +40,7 @@ class RowParameter(Tensor):
         self._pending.clear()
 
 
-_scaled: weakref.WeakValueDictionary[int, _ScaledPass] = weakref.WeakValueDictionary()
+_scaled: dict[int, weakref.ref[_ScaledPass]] = {}
 
 
 class _ScaledPass:
@@ -66,7 +66,8 @@ def _mark(loss: Any) -> None:
 def _enter(grad: Tensor) -> None:
     task = torch._C._current_graph_task_id()
     if task >= 0 and task not in _scaled:
-        current = _scaled[task] = _ScaledPass()
+        current = _ScaledPass()
+        _scaled[task] = weakref.ref(current, lambda _: _scaled.pop(task, None))
         # The engine holds the callback, and with it the pass, until backward has ended, or failed.
         torch.autograd.Variable._execution_engine.queue_callback(current.end)
 

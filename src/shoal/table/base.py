@@ -28,8 +28,10 @@ class TableBase(ABC):
     """Builds a table from its configuration and keeps what belongs to it; `HashTable` reads and writes its rows."""
 
     on_gpu = False
-    accepts = ("req_time", "enable_dedup")
-    """Keywords of ``apply_gradients`` that modules use."""
+    local_state = True
+    """All rows are in this process, so that the ``state_dict`` of a module holds them."""
+    accepts = frozenset({"req_time", "enable_dedup", "lr_scale"})
+    """What `shoal.table.adapter.AdapterGroup` may ask of an update."""
 
     def _build(
         self,
