@@ -32,14 +32,10 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Private attributes of tables that other packages still reach for. It only shrinks.
 KNOWN = {
-    ("demo", "_native"),
     ("nn", "_native"),
     ("nn", "_rates"),
-    ("plan", "_native"),
-    ("sharded", "_BY_NAME"),
     ("sharded", "_check_trains"),
     ("sharded", "_rates"),
-    ("train", "_BY_NAME"),
 }
 
 

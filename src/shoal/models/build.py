@@ -43,7 +43,9 @@ def build_model(name: str, inputs: Inputs, options: Mapping[str, Any] | None = N
     except (TypeError, RuntimeError) as error:
         if name not in MODELS or isinstance(error, ShoalError):
             raise  # an error in code of the user's is told with its place
-        raise ConfigError(f"model {name!r}: cannot be made with rows of {inputs.dim} and {options} ({error})") from None
+        raise ConfigError(
+            f"model {name!r}: cannot be made with rows of {inputs.dim or inputs.dims} and {options} ({error})"
+        ) from None
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {name!r}: it made a {type(model).__name__}, not an nn.Module")
     return model

@@ -92,15 +92,13 @@ class Saver:
         if self.newest == target and not replace:
             return None
         self._saved_at = time.monotonic()  # one that fails is tried again when the next one is due
-        values = asdict(at) | {"now_s": self.rows.now_s, "sparse_step": self.rows.slot.global_step}
+        values = asdict(at) | {"now_s": self.rows.now_s} | _steps_to_json(self.rows.steps())
         del values["step"]
         snapshot.content = {"identity": self.config.identity(), "progress": values, "files": files}
-        local = self.rows.local
-        if local is None:
+        if self.rows.client is not None:
             snapshot.content["servers"] = self._keep_on_servers(at)
-        elif self.config.table.expire_after is not None:
-            local.evict()
-        checkpoint.save_checkpoint(target, snapshot, local, self.ranks, lambda: self._make_room(at.step))
+        self.rows.evict()
+        checkpoint.save_checkpoint(target, snapshot, self.rows.local, self.ranks, lambda: self._make_room(at.step))
         self.newest = target
         self._saved_at = time.monotonic()
         self._prune(at)
@@ -219,7 +217,7 @@ class Saver:
         content = manifest.content
         values = dict(content["progress"])
         self.rows.now_s = values.pop("now_s")
-        self.rows.slot.global_step = values.pop("sparse_step")
+        self.rows.set_steps(values.get("sparse_steps") or dict.fromkeys(self.rows.tables, values["sparse_step"]))
         known = {one.name for one in fields(Progress)}
         at = Progress(step=manifest.step, **{name: value for name, value in values.items() if name in known})
         if self.rows.client is not None:
@@ -269,6 +267,11 @@ class Saver:
             self.ranks.together(restore)
         else:
             self._note(f"{path} has no rows for these parameter servers: they go on with those that they hold")
+
+
+def _steps_to_json(steps: dict[str, int]) -> dict[str, Any]:
+    """The updates of one table as version 0.1 has them, of several by name."""
+    return {"sparse_step": next(iter(steps.values()))} if len(steps) == 1 else {"sparse_steps": steps}
 
 
 def _servers(manifest: Manifest) -> dict[str, Any] | None:

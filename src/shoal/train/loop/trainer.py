@@ -22,7 +22,7 @@ from shoal.models.inputs import Inputs
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
 from shoal.train.loop.evaluation import evaluate
-from shoal.train.loop.machine import fair_threads, find_device, resident_bytes
+from shoal.train.loop.machine import fair_threads, find_device, find_table_device, resident_bytes
 from shoal.train.loop.metrics import Metrics, merged
 from shoal.train.loop.ranks import GradientBucket, Ranks
 from shoal.train.loop.reading import Epochs, Reading
@@ -66,19 +66,34 @@ class Trainer:
             _core.set_num_threads(threads)
         self.device = find_device(train.device)
         self.schema = config.data.schema()
+        table_device = find_table_device(config, self.device)
         torch.manual_seed(train.seed)
-        inputs = Inputs(dense=self.schema.dense, sparse=self.schema.sparse, dim=config.table.dim)
+        inputs = self._inputs()
         self.model = build_model(config.model.name, inputs, config.model.options).to(self.device)
         fused = self.device.type == "cpu" or train.optimizer != "adagrad"  # torch's Adagrad has no fused step on GPUs
         self.optimizer = _OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=fused)
         own = (train.seed * 1_000_003 + self.ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
         torch.manual_seed(own)
-        self.rows = Rows(config, self.ranks, self.reporter.note).to(self.device)
+        self._expires = config.expires()
+        if table_device != "cpu" and self.device.type == "cpu":
+            self.reporter.note(
+                'the rows are on the GPU and the dense part is on the CPU; [train] device = "cuda" brings them together'
+            )
+        self.rows = Rows(config, self.ranks, table_device, self.reporter.note).to(self.device)
         try:
             self._open(fresh)
         except BaseException:
             self.close()
             raise
+
+    def _inputs(self) -> Inputs:
+        """What the model is told."""
+        config, names = self.config, self.schema.sparse
+        dims = {feature: one.config.dim for one in config.tables() for feature in one.features}
+        return Inputs(
+            dense=self.schema.dense, sparse=names, dim=config.table.dim, dims=tuple(dims[name] for name in names),
+            lengths=tuple(config.table.of_feature(name).length for name in names),
+        )  # fmt: skip
 
     def _open(self, fresh: bool) -> None:
         """Files, metrics and checkpoints."""
@@ -107,6 +122,7 @@ class Trainer:
         self.reporter.start(
             step=self.at.step, resumed=self.resumed, world=self.ranks.world, model=self.config.model.name,
             parameters=parameters, files=len(self.stream.files), batch_size=self.config.train.batch_size,
+            tables=self.rows.describe(),
         )  # fmt: skip
         why = "early_stop" if self._gives_up() else "finished"
         begun, first = time.perf_counter(), self.at.samples
@@ -165,9 +181,10 @@ class Trainer:
         self.bucket.zero()
         samples = batch.samples if batch is not None and len(batch) else None
         if samples is None:
-            self.rows.nothing(learn=True)
+            self.rows.nothing()
         else:
             self._learn(samples)
+        self.rows.update()
         wants_save = self.saver is not None and self.saver.wants(self.at.step + 1)
         numbers = (len(samples) if samples is not None else 0, float(self.stop()), float(wants_save))
         if self.ranks.world > 1:
@@ -183,7 +200,7 @@ class Trainer:
     def _learn(self, samples: Samples) -> None:
         if samples.time is not None:
             self.rows.now_s = max(self.rows.now_s, int(samples.time.max()))
-        elif self.config.table.expire_after is not None:
+        elif self._expires:
             self.rows.now_s = int(time.time())
         else:
             self.rows.now_s = self.at.started_s  # the same however often a run is taken up again
@@ -279,12 +296,18 @@ class Trainer:
         values = merged(self.metrics, self.ranks)
         values.pop("samples")
         bad = self.stream.bad_rows if self._exhausted else self.reader["bad"]  # the last ones are behind the last batch
-        sums = torch.tensor([float(bad), self.rows.memory_bytes(), resident_bytes()], dtype=torch.float64, device="cpu")
-        bad_rows, table_bytes, resident = map(int, self.ranks.sum(sums).tolist())
+        sizes, used = self.rows.sizes(), self.rows.bytes()
+        sums = torch.tensor([float(bad), resident_bytes(), *used.values()], dtype=torch.float64, device="cpu")
+        bad_rows, resident, *used_by_all = map(int, self.ranks.sum(sums).tolist())
+        known = [size for size in sizes.values() if size is not None]
         return {
             "step": self.at.step, "epoch": self.at.epoch, "samples": self.at.samples, **values,
-            "window_auc": self.metrics.window_auc(), "rows": self.rows.size(), "table_bytes": table_bytes,
-            "resident_bytes": resident, "bad_rows": bad_rows,
+            "window_auc": self.metrics.window_auc(), "rows": sum(known) if len(known) == len(sizes) else None,
+            "table_bytes": sum(used_by_all), "resident_bytes": resident, "bad_rows": bad_rows,
+            "tables": {
+                name: {"rows": rows, "bytes": size}
+                for (name, rows), size in zip(sizes.items(), used_by_all, strict=True)
+            },
         }  # fmt: skip
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
