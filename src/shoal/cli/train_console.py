@@ -216,6 +216,7 @@ def summary(values: dict[str, Any]) -> str:
     """The end of a run for people."""
     why = {
         "finished": "finished", "early_stop": "stopped early: no new best", "max_steps": "stopped at max_steps",
+        "stopped": "stopped by a hook",
         "interrupted": "interrupted",
     }[values["why"]]  # fmt: skip
     path = values["checkpoint"]

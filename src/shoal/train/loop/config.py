@@ -104,11 +104,14 @@ class TrainConfig:
     max_steps: int | None = None
     seed: int = 0
     device: str = "cpu"
-    """Where the dense part computes; the rows of this command's table are in host memory."""
+    """Where the dense part computes; ``[table] device`` says where rows are."""
     threads: int | None = None
     """Of torch and of the tables; by default all CPUs."""
     strict: bool = False
     """A bad row ends the run."""
+    hooks: tuple[str, ...] = ()
+    """``package.module:Hook`` …, called around every step: classes (of `shoal.train.SessionRunHook`), or functions that
+    take the `Trainer` and return one."""
     ps: tuple[str, ...] = ()
     """Addresses of parameter servers that hold the rows, all of them in the order of their shards."""
     ps_deadline_s: float = 600.0

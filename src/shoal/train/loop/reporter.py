@@ -36,7 +36,7 @@ class Reporter:
         """Something that a person should know."""
 
     def end(self, **values: Any) -> None:
-        """How it ended: ``why`` is finished, early_stop, max_steps or interrupted.
+        """How it ended: ``why`` is finished, early_stop, max_steps, stopped (by a hook) or interrupted.
 
         ``model_step`` is the step of the model that it ended with, ``kept_step`` that of the best one in a checkpoint.
         """

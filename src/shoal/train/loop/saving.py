@@ -18,6 +18,7 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.train.loop import checkpoint
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
+from shoal.train.loop.hooks import SaveTimer
 from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.tables import Rows
 
@@ -56,11 +57,14 @@ class Progress:
 class Saver:
     """The checkpoints of a run in ``out.dir``. All ranks call it together."""
 
-    def __init__(self, config: Config, ranks: Ranks, rows: Rows, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, ranks: Ranks, rows: Rows, note: Callable[[str], None], timer: SaveTimer | None = None
+    ) -> None:
         assert config.out.dir is not None
         self.directory = config.out.dir
         self.series = checkpoints_of(self.directory)
         self.config, self.ranks, self.rows, self._note = config, ranks, rows, note
+        self.timer = timer or SaveTimer()
         self._saved_at = time.monotonic()
         self._told_inexact = False
         self.newest: str | None = None
@@ -75,22 +79,23 @@ class Saver:
     def wants(self, step: int) -> bool:
         """Whether this rank asks for a checkpoint after a step."""
         out = self.config.out
+        if not self.timer.enabled:
+            return False
         if out.every_steps and step % out.every_steps == 0:
             return True
         return bool(out.every_s) and self.ranks.first and time.monotonic() - self._saved_at > out.every_s
 
-    def save(self, snapshot: Snapshot, at: Progress, files: list[list[Any]], *, replace: bool = False) -> str | None:
-        """Writes a checkpoint; its path, or None where this run has written that of the step already.
+    def has(self, step: int) -> bool:
+        """Whether this run wrote the checkpoint of a step, or goes on from it."""
+        return self.newest == self.series.path(step)
 
-        Args:
-            replace: write it anew even then.
+    def save(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str:
+        """Writes a checkpoint; its path.
 
         Raises:
             OSError: it could not be written, on any rank; older ones are as they were.
         """
         target = self.series.path(at.step)
-        if self.newest == target and not replace:
-            return None
         self._saved_at = time.monotonic()  # one that fails is tried again when the next one is due
         values = asdict(at) | {"now_s": self.rows.now_s} | _steps_to_json(self.rows.steps())
         del values["step"]
