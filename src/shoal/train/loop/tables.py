@@ -46,8 +46,9 @@ class Rows(nn.Module):
         self.dim = self.plan[0].config.dim
         self._equal = len(set(self.dims)) <= 1 and set(self.lengths) <= {1}
         self.tables = self._on_servers(config, note) if config.train.ps else self._here(config, device)
+        clock = lambda: self.now_s  # noqa: E731 (one object: tables of one clock are updated together)
         for slot in self.slots():
-            slot.clock = lambda: self.now_s
+            slot.clock = clock
         self._make_modules(settings)
 
     def _here(self, config: Config, device: str) -> dict[str, Any]:
