@@ -90,7 +90,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(data, tmp_path, tables):
     model = "dcn" if tables else "deepfm"
     config = tmp_path / "run.toml"
     config.write_text(
-        f'[data]\ntrain = ["timed.tsv"]\nformat = "tsv"\nlabel = "label"\ntime = "time"\nshuffle_rows = 1000\nlog_dense = true\n'
+        f'[data]\ntrain = ["timed.tsv"]\nformat = "tsv"\nlabel = "label"\ntime = "time"\nshuffle_rows = 1000\n'
+        "log_dense = true\n"
         f"dense = {json.dumps(names[1:14])}\nsparse = {json.dumps(names[14:40])}\n[table]\ndim = 8\n"
         f'{tables}[model]\nname = "{model}"\nhidden = [16]\ndropout = 0.1\n'
         "[train]\nbatch_size = 64\nthreads = 1\n"
