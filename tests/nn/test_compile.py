@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer
-from shoal.nn.ops import _bag_op, _rows_op
+from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag, SparseOptimizer
+from shoal.nn.read.ops import _read_op
+from shoal.nn.read.plan import Feature, make_plan
 from shoal.nn.slot import slot_of
+from shoal.table.protocol import MAX, SUM
 
 IDS, OFFSETS = torch.tensor([1, 2, 1, 3]), torch.tensor([0, 2, 2, 4])
 
@@ -25,14 +27,14 @@ def fresh_compiler():
 
 
 def test_opcheck():
-    slot = slot_of(make_table())
-    common = (slot.anchor, slot.tape, slot.handle, 4)
-    slot.hold()
-    slot.table.lookup(IDS, insert_missing=True)
-    torch.library.opcheck(_rows_op, (IDS, *common, True, None))
-    torch.library.opcheck(_bag_op, (IDS, OFFSETS, None, *common, 0, 0, True, None, False))
-    weights = torch.rand(4, requires_grad=True)
-    torch.library.opcheck(_bag_op, (IDS, OFFSETS, weights, *common, 2, 2, True, None, True))
+    tables = [make_table(), make_table()]
+    for table in tables:
+        slot_of(table).hold()
+    for kind in (SUM, MAX, -1):
+        plan = make_plan(tables, [Feature(0, kind), Feature(1, kind)])
+        pooled, weights = ([], []) if kind < 0 else ([OFFSETS, OFFSETS], [torch.rand(4), torch.rand(4)])
+        ids = [IDS, IDS]
+        torch.library.opcheck(_read_op, (ids, pooled, weights, plan.anchor, plan.tape, plan.handle, [4, 4], 3, True))
 
 
 class Model(nn.Module):
@@ -112,5 +114,53 @@ def test_evaluation_compiles_apart_and_creates_nothing():
         assert not compiled(IDS, OFFSETS).any()
     assert len(table) == 0
     bag.train()
-    compiled(IDS, OFFSETS)
+    out = compiled(IDS, OFFSETS)
+    assert out.any()
+    assert len(table) == 0
+    out.sum().backward()
     assert len(table) == 3
+
+
+def collect(combiner, **options):
+    tables = {"u": make_table(), "i": make_table(), "w": shoal.HashTable(3, seed=2, optimizer=shoal.Adagrad(lr=0.1))}
+    features = {"a": "u", "b": "i", "c": "w", "d": "i"}
+    return tables, EmbeddingBagCollection(tables, features, combiner=combiner, **options)
+
+
+@pytest.mark.parametrize("output", ["concat", "dict"])
+@pytest.mark.parametrize("combiner", ["sum", {"a": "mean", "b": "max", "c": "sqrtn", "d": "sum"}], ids=["sum", "mixed"])
+def test_a_compiled_collection_trains_as_the_eager_one(combiner, output):
+    (tables, eager), (others, module) = collect(combiner, output=output), collect(combiner, output=output)
+    compiled = torch.compile(module, fullgraph=True, backend=BACKEND)
+    for n in (4, 4, 6, 9):
+        ids, offsets = torch.arange(n) % 5, torch.tensor([0, 2, 2, n])
+        batch = {"a": (ids, offsets), "b": ids[:3].view(3, 1), "c": (ids + 1, offsets), "d": (ids.flip(0), offsets)}
+        outs = [run(batch) for run in (eager, compiled)]
+        for out in outs:
+            (torch.cat(list(out.values()), 1) if output == "dict" else out).square().sum().backward()
+        torch.testing.assert_close(*outs)
+        for name, table in tables.items():
+            torch.testing.assert_close(table.lookup(torch.arange(9)), others[name].lookup(torch.arange(9)))
+
+
+def test_ids_by_key_compile_over_one_table():
+    table = make_table()
+    bag = HashEmbeddingBag(table)
+    compiled = torch.compile(bag, fullgraph=True, backend=BACKEND)
+    batch = {"a": (IDS, OFFSETS), "b": (IDS + 1, OFFSETS)}
+    torch.testing.assert_close(compiled(batch), bag(batch))
+
+
+def test_reads_around_an_update_are_not_merged():
+    table = make_table()
+    bag = HashEmbeddingBag(table)
+
+    @torch.compile(fullgraph=True, backend=BACKEND)
+    def read(ids, offsets):
+        return bag(ids, offsets)
+
+    first = read(IDS, OFFSETS)
+    first.sum().backward()
+    second = read(IDS, OFFSETS)
+    torch.testing.assert_close(second, bag(IDS, OFFSETS))
+    assert not torch.equal(first, second)

@@ -286,7 +286,7 @@ def test_a_table_per_key_needs_ids_by_key():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"combiner": "max"}, "'max'"),
+        ({"combiner": "median"}, "'median'"),
         ({"combiner": "firstn"}, "max_length"),
         ({"combiner": "firstn", "max_length": 0}, "at least 1, got 0"),
         ({"combiner": "sum", "max_length": 3}, "firstn"),

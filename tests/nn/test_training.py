@@ -11,7 +11,9 @@ from torch import nn
 import shoal
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.nn import EmbeddingTable, HashEmbedding, HashEmbeddingBag, SparseOptimizer, clip_grad_norm, clip_grad_value
+from shoal.nn.read.combine import combine_reference
 from shoal.table import SlotOccurrenceThresholdConfig
+from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM
 
 
 def make_table(dim=1, lr=1.0, **options):
@@ -23,34 +25,29 @@ def rows(table, *ids):
     return table.lookup(torch.tensor(ids)).tolist()
 
 
-# --- rows are created in training, never in evaluation ----------------------------------------------------------------
+# --- a forward reads, an update creates -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [HashEmbedding, HashEmbeddingBag])
-def test_training_creates_rows_from_the_initializer_and_evaluation_does_not(kind):
-    table = make_table(4, initializer="uniform")
+def test_an_unknown_id_is_its_initial_row_in_training_and_zeros_in_evaluation(kind):
+    table = make_table(4, initializer="uniform", lr=0.0)
     module = kind(table)
     ids = torch.tensor([[1, 2]])
     module.eval()
     assert not module(ids).any()
-    assert len(table) == 0
     module.train()
-    out = module(ids).detach().clone()
+    out = module(ids)
     assert out.any()
+    with torch.no_grad():
+        assert torch.equal(module(ids), out)
+    assert len(table) == 0
+    out.sum().backward()
     assert len(table) == 2
     module.eval()
     assert module(ids).tolist() == out.tolist()
 
 
-def test_rows_are_created_under_no_grad_in_training_mode_as_running_statistics_are_kept():
-    table = make_table()
-    with torch.no_grad():
-        out = HashEmbedding(table)(torch.tensor([1]))
-    assert not out.requires_grad
-    assert len(table) == 1
-
-
-def test_insert_missing_can_be_turned_off():
+def test_without_insert_missing_an_unknown_id_is_zeros_in_training_too():
     table = make_table(4, initializer="uniform")
     bag = HashEmbeddingBag(table, insert_missing=False)
     out = bag([[5]])
@@ -60,6 +57,23 @@ def test_insert_missing_can_be_turned_off():
     assert len(table) == 1
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_forward_without_backward_changes_nothing(filtered):
+    config = SlotOccurrenceThresholdConfig(default_occurrence_threshold=2)
+    hash_filter = shoal.table.create_hash_filter(1000, 1, config.SerializeToString()) if filtered else None
+    table = make_table(4, initializer="uniform", hash_filter=hash_filter)
+    for _ in range(3):
+        table.assign(torch.tensor([7]), torch.ones(1, 4), 1000)
+    for module in (HashEmbedding(table), HashEmbeddingBag(table), HashEmbeddingBag(table, combiner="max")):
+        for _ in range(4):
+            module(torch.tensor([[7, 8]]))
+    assert len(table) == 1
+    assert table.max_update_time == 1000
+    assert not table.contains(torch.tensor([8])).any()
+    HashEmbeddingBag(table)([[8]]).sum().backward()
+    assert len(table) == (1 if filtered else 2)  # the filter has seen the id once
+
+
 @pytest.mark.parametrize("threshold", [0, 2])
 def test_an_active_filter_counts_updates_once_and_forward_creates_nothing(threshold):
     config = SlotOccurrenceThresholdConfig(default_occurrence_threshold=threshold)
@@ -67,7 +81,7 @@ def test_an_active_filter_counts_updates_once_and_forward_creates_nothing(thresh
     table = make_table(hash_filter=hash_filter)
     bag = HashEmbeddingBag(table)
     out = bag([[1]])
-    assert len(table) == (0 if threshold else 1)
+    assert len(table) == 0
     out.sum().backward()
     assert len(table) == (0 if threshold else 1)
     for _ in range(3):
@@ -205,7 +219,7 @@ def test_fused_false_waits_even_before_there_is_an_optimizer():
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("combiner", ["sum", "mean", "firstn"])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn", "max", "firstn"])
 def test_weights_and_rows_get_the_gradients_of_the_same_model_in_torch(combiner):
     torch.manual_seed(0)
     table = make_table(3, initializer="uniform")
@@ -216,9 +230,8 @@ def test_weights_and_rows_get_the_gradients_of_the_same_model_in_torch(combiner)
     weights = torch.randn(5, requires_grad=True)
     before = table.lookup(torch.arange(4), insert_missing=True).requires_grad_()
     twin = weights.detach().clone().requires_grad_()
-    from shoal.nn.pooling import as_pool, pool_reference
-
-    expected = pool_reference(before[ids], offsets, twin, *as_pool(combiner, length))
+    kind = {"sum": SUM, "mean": MEAN, "sqrtn": SQRTN, "max": MAX, "firstn": FIRSTN}[combiner]
+    expected = combine_reference(before[ids], offsets, twin, kind, length or 0)
     out = bag(ids, offsets, weights)
     torch.testing.assert_close(out, expected)
     grad = torch.randn(out.shape)

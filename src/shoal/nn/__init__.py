@@ -6,6 +6,7 @@ __all__, __getattr__, __dir__ = exports(
     __name__,
     {
         "shoal.nn.bag": ("HashEmbeddingBag",),
+        "shoal.nn.collection": ("EmbeddingBagCollection",),
         "shoal.nn.clip": (
             "clip_grad_norm",
             "clip_grad_value",

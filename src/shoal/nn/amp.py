@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.nn.gradients import Gradients
+from shoal.nn.update.gradients import Pending
 
 
 class RowParameter(Tensor):
@@ -20,10 +20,10 @@ class RowParameter(Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]
-    _pending: Gradients
+    _pending: Pending
 
     @staticmethod
-    def of(pending: Gradients) -> RowParameter:
+    def of(pending: Pending) -> RowParameter:
         parameter = torch.zeros(0, device="cpu").as_subclass(RowParameter)
         parameter._pending = pending
         return parameter

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.nn.jagged import Jagged, as_jagged, as_keyed, is_keyed, split_keys
 from shoal.nn.module import TableModule
-from shoal.nn.ops import hash_rows
 from shoal.nn.protocol import EmbeddingTable
-from shoal.nn.slot import TableSlot
+from shoal.nn.read.jagged import Jagged, as_jagged, as_joined, is_keyed, on, split_keys
+from shoal.nn.read.ops import Request, read
+from shoal.nn.read.plan import Feature
 from shoal.ragged import Ragged
 
 
@@ -25,15 +25,15 @@ class HashEmbedding(TableModule):
     >>> embedding(torch.tensor([[7, 8, 9]])).shape
     torch.Size([1, 3, 2])
 
-    In training mode an unknown id gets a row from the table's initializer (unless the table has an active admission
-    filter, which counts updates); in evaluation mode it gives zeros and the table stays as it was. For how rows are
-    updated see `HashEmbeddingBag`.
+    A forward never writes. In training mode an unknown id gives the row that the table's initializer makes of it (zeros
+    while the table's admission filter is active), in evaluation mode zeros; its first update creates the row. For how
+    rows are updated see `EmbeddingBagCollection`.
 
     Args:
-        table: one table for all ids, or a table per key.
+        table: one table for all ids, or a table per key. Ids by key are found and updated together.
         padding_idx: an id that stands for none: zeros, no row, no gradient.
-        insert_missing: False: never create rows in forward; the first update of an id does.
-        fused: see `HashEmbeddingBag`.
+        insert_missing: False: an unknown id is zeros in training mode, too.
+        fused: see `EmbeddingBagCollection`.
     """
 
     def __init__(
@@ -45,6 +45,8 @@ class HashEmbedding(TableModule):
         fused: bool | None = None,
     ) -> None:
         super().__init__(table, padding_idx=padding_idx, insert_missing=insert_missing, fused=fused)
+        tables = self._tables
+        self._read_features({name: Feature(tables.number(name)) for name in tables.named})
 
     def forward(self, ids: Any, offsets: Tensor | None = None) -> Any:
         """The rows of ids, in the shape that the ids came in.
@@ -53,27 +55,48 @@ class HashEmbedding(TableModule):
         ``(values, offsets)``, lists of lists, `Ragged` and jagged objects give a `Ragged` of rows; ids by key (a
         mapping, or an object shaped like a KeyedJaggedTensor) give a dict of these.
         """
-        if is_keyed(ids):
+        if type(ids) is not Tensor and is_keyed(ids):
             if isinstance(ids, Mapping):
-                return {key: self._embed(self._of_key(key), part, None) for key, part in ids.items()}
-            parts = split_keys(*as_keyed(ids))
-            return {key: self._ragged(self._of_key(key), part) for key, part in parts.items()}
-        return self._embed(self._only(), ids, offsets)
+                return self._by_key({key: (part, _checked(as_jagged(part))) for key, part in ids.items()})
+            keys, joined = as_joined(ids)
+            parts = split_keys(ids, [str(key) for key in keys], joined)
+            return self._by_key({key: (None, _checked(part)) for key, part in zip(keys, parts, strict=True)})
+        self._check_one()
+        jagged = _checked(as_jagged(ids, offsets))
+        plan = self._tables.plan(1)
+        values = on(jagged.values.reshape(-1), plan.device)
+        (rows,) = read(Request(plan, [values], [[values.shape[0]]], [], [], 0, self._missing()))
+        return _shaped(ids, jagged, self._placed(rows))
 
-    def _embed(self, slot: TableSlot, ids: Any, offsets: Any) -> Any:
-        jagged = as_jagged(ids, offsets)
-        if isinstance(ids, Tensor) and ids.is_nested:
-            return torch.nested.nested_tensor_from_jagged(self._rows(slot, jagged.values), jagged.offsets)
-        return self._ragged(slot, jagged)
+    def _by_key(self, parts: dict[Any, tuple[Any, Jagged]]) -> dict[Any, Any]:
+        for key in parts:
+            self._check_key(str(key))
+        if not parts:
+            return {}
+        given = list(parts.values())
+        plan = self._tables.plan(len(given) if self._tables.one else tuple([str(key) for key in parts]))
+        flat = [jagged.values.reshape(-1) for _, jagged in given]
+        ids = [torch.cat([on(flat[place], call.device) for place in call.places]) for call in plan.calls]
+        sizes = [[flat[place].shape[0] for place in call.places] for call in plan.calls]
+        outputs = read(Request(plan, ids, sizes, [], [], 0, self._missing()))
+        rows: list[Any] = [None] * len(given)
+        for call, own in zip(plan.calls, sizes, strict=True):
+            for place, part in zip(call.places, outputs[call.output].split(own), strict=True):
+                rows[place] = self._placed(part)
+        return {key: _shaped(part, jagged, own) for (key, (part, jagged)), own in zip(parts.items(), rows, strict=True)}
 
-    def _ragged(self, slot: TableSlot, jagged: Jagged) -> Any:
-        values, offsets, _ = jagged
-        if offsets is None:
-            return self._rows(slot, values.reshape(-1)).view(*values.shape, slot.dim)
-        checked = Ragged(values, offsets)  # offsets that do not fit are refused before a row is made
-        return Ragged.trusted(self._rows(slot, values), checked.row_splits)
 
-    def _rows(self, slot: TableSlot, values: Tensor) -> Tensor:
-        create = self.training and self.insert_missing
-        ids = values.to(slot.home).contiguous()
-        return self._placed(hash_rows(ids, slot.anchor, slot.tape, slot.handle, slot.dim, create, self.padding_idx))
+def _checked(jagged: Jagged) -> Jagged:
+    """Refuses offsets that do not fit before anything is read."""
+    if jagged.offsets is None:
+        return jagged
+    return Jagged(jagged.values, Ragged(jagged.values, jagged.offsets).row_splits)
+
+
+def _shaped(ids: Any, jagged: Jagged, rows: Tensor) -> Any:
+    """Rows ``[N, D]`` in the form of their ids."""
+    if jagged.offsets is None:
+        return rows.view(*jagged.values.shape, rows.shape[1])
+    if isinstance(ids, Tensor) and ids.is_nested:
+        return torch.nested.nested_tensor_from_jagged(rows, jagged.offsets)
+    return Ragged.trusted(rows, jagged.offsets)

@@ -1,4 +1,4 @@
-"""What `HashEmbedding` and `HashEmbeddingBag` have in common: their tables, where they put results, their state."""
+"""`TableModule`: what modules over tables have in common: their tables, where they put results, their state."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.nn.protocol import EmbeddingTable
-from shoal.nn.slot import TableSlot, slot_of
-from shoal.nn.state import NAMES, load_table_state, table_state
-from shoal.table.table import HashTable
+from shoal.nn.read.plan import Feature
+from shoal.nn.read.tables import Tables
+from shoal.nn.slot import TableSlot
+from shoal.nn.update.gradients import clear_pending
+from shoal.table.checkpoint.tensors import NAMES, has_table_state, load_table_state, table_state
+from shoal.table.protocol import Missing
 
 
 class TableModule(nn.Module):
-    """A module over one table, or over a table per key.
+    """A module over one table, or over tables by name.
 
     It has no parameters: rows belong to the table, and are updated by the table's own optimizer. ``state_dict`` holds
-    the rows of local tables as ``table.ids``, ``table.rows``, … (``tables.<key>.ids`` … with a table per key). Of a
+    the rows of local tables as ``table.ids``, ``table.rows``, … (``tables.<name>.ids`` … with tables by name). Of a
     table over ranks or servers it holds nothing, and a warning says what saves its rows. Rows stay where their table
-    has them; ``.to`` moves and casts what `forward` returns.
+    has them; ``.to`` moves and casts what `forward` returns, which without it is where the rows are.
     """
 
     def __init__(
@@ -36,27 +39,26 @@ class TableModule(nn.Module):
         super().__init__()
         self.padding_idx = padding_idx
         self.insert_missing = insert_missing
-        self._probe = torch.empty(0, device=None)  # follows .to, so that it knows where results go
-        self._slot: TableSlot | None = None
-        self._slots: dict[str, TableSlot] = {}
-        if isinstance(table, Mapping):
-            if not table:
-                raise ConfigError(f"{type(self).__name__}: a mapping of tables has at least one")
-            self._slots = {str(key): slot_of(one) for key, one in table.items()}
-        else:
-            self._slot = slot_of(table)
+        self._tables = Tables(table, type(self).__name__)
+        self._tables.padding = padding_idx
         for slot in self.slots():
             slot.choose(fused)
+
+    def _read_features(self, features: dict[str, Feature]) -> None:
+        """Sets what is read, once the constructor knows."""
+        self._tables.features = features
+        self._probe = torch.empty(0, device=self._tables.device())  # follows .to, so that it knows where results go
 
     @property
     def table(self) -> EmbeddingTable:
         """The one table."""
-        return self._only().table
+        self._check_one()
+        return self._tables.named[""]
 
     @property
     def tables(self) -> dict[str, EmbeddingTable]:
-        """By key; empty if there is one table for everything."""
-        return {key: slot.table for key, slot in self._slots.items()}
+        """By name; empty if there is one table for everything."""
+        return {} if self._tables.one else dict(self._tables.named)
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -73,27 +75,35 @@ class TableModule(nn.Module):
         for slot in self.slots():
             slot.clock = clock
 
+    def refresh_clock(self) -> None:
+        """Tells captured CUDA graphs the current time; call it before a replay.
+
+        A replay counts its steps itself, on the device, but stamps rows with the time of the last call. Without CUDA
+        graphs there is nothing to do: each update asks the clock.
+        """
+        self._tables.refresh_clock()
+
     def slots(self) -> list[TableSlot]:
         """The distinct slots of this module's tables."""
-        return list(dict.fromkeys([self._slot, *self._slots.values()] if self._slot else self._slots.values()))
+        return self._tables.distinct
 
-    def _only(self) -> TableSlot:
-        if self._slot is None:
+    def _check_one(self) -> None:
+        if not self._tables.one:
             raise ConfigError(
-                f"{type(self).__name__} has a table for each of {list(self._slots)}; give it ids by key, too"
+                f"{type(self).__name__} has a table for each of {list(self._tables.named)}; give it ids by key, too"
             )
-        return self._slot
 
-    def _of_key(self, key: str) -> TableSlot:
-        if self._slot is not None:
-            return self._slot
-        if str(key) not in self._slots:
-            raise ConfigError(f"{type(self).__name__} has tables for {list(self._slots)}, none for {key!r}")
-        return self._slots[str(key)]
+    def _check_key(self, key: str) -> None:
+        if not self._tables.one and key not in self._tables.features:
+            raise ConfigError(f"{type(self).__name__} has tables for {list(self._tables.features)}, none for {key!r}")
+
+    def _missing(self) -> Missing:
+        return "initial" if self.training and self.insert_missing else "zeros"
 
     def _placed(self, out: Tensor) -> Tensor:
         """A result where, and as what, the rest of the model wants it."""
-        return out.to(self._probe.device, self._probe.dtype)
+        probe = self._probe
+        return out if out.dtype is probe.dtype and out.device == probe.device else out.to(probe.device, probe.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
         probe = fn(self._probe)
@@ -103,9 +113,7 @@ class TableModule(nn.Module):
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
-        if self._slot is not None:
-            return repr(self._slot.table)
-        return ", ".join(f"{key}: {slot.table!r}" for key, slot in self._slots.items())
+        return repr(self._tables)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -114,15 +122,15 @@ class TableModule(nn.Module):
         # Modules that share a table share its tensors, as tied parameters do.
         done = destination.__dict__.setdefault("_shoal_tables", {}) if hasattr(destination, "__dict__") else {}
         for name, slot in self._named_slots(prefix):
-            if isinstance(slot.table, HashTable):
+            table = slot.table
+            if has_table_state(table):
                 if slot.handle not in done:
-                    done[slot.handle] = table_state(slot.table) | {
-                        "global_step": torch.tensor(slot.global_step, device="cpu")
-                    }
+                    step = torch.tensor(slot.global_step, device="cpu")
+                    done[slot.handle] = table_state(table) | {"global_step": step}
                 destination.update({name + part: tensor for part, tensor in done[slot.handle].items()})
-            elif advice := getattr(slot.table, "saved_by", None):
+            elif advice := getattr(table, "saved_by", None):
                 warnings.warn(
-                    f"{type(self).__name__}: this state_dict holds no rows of table {slot.table.name!r}, which are not "
+                    f"{type(self).__name__}: this state_dict holds no rows of table {slot.name!r}, which are not "
                     f"in this process alone; save them with {advice}",
                     stacklevel=2,
                 )
@@ -144,28 +152,27 @@ class TableModule(nn.Module):
                 key for key in state_dict if key.startswith(prefix) and key not in known and key not in unexpected_keys
             )
         for name, slot in self._named_slots(prefix):
-            table = slot.table
-            if not isinstance(table, HashTable) or any(name + part not in state_dict for part in NAMES):
+            if not has_table_state(slot.table) or any(name + part not in state_dict for part in NAMES):
                 continue
             try:
-                load_table_state(table, {part: state_dict[name + part] for part in NAMES})
+                load_table_state(slot.table, {part: state_dict[name + part] for part in NAMES})
             except DataError as error:
                 error_msgs.append(str(error))
                 continue
-            slot.pending.clear()
+            clear_pending([slot])
             if name + "global_step" in state_dict:
                 slot.global_step = int(state_dict[name + "global_step"])
 
     def _named_slots(self, prefix: str) -> list[tuple[str, TableSlot]]:
-        if self._slot is not None:
-            return [(f"{prefix}table.", self._slot)]
-        return [(f"{prefix}tables.{key}.", slot) for key, slot in self._slots.items()]
+        if self._tables.one:
+            return [(f"{prefix}table.", self._tables.distinct[0])]
+        return [(f"{prefix}tables.{name}.", slot) for name, slot in self._tables.slots.items()]
 
     def state_names(self) -> list[str]:
         """The keys of the tables in this module's own ``state_dict``."""
         return [
             name + part
             for name, slot in self._named_slots("")
-            if isinstance(slot.table, HashTable)
+            if has_table_state(slot.table)
             for part in (*NAMES, "global_step")
         ]

@@ -14,7 +14,10 @@ from shoal.nn.amp import RowParameter
 from shoal.nn.module import TableModule
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.slot import TableSlot, slot_of
+from shoal.nn.update.gradients import clear_pending, is_empty, put_back, take_pending
+from shoal.nn.update.units import by_clock
 from shoal.table.config.entry import check_rate
+from shoal.table.protocol import Step
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -68,6 +71,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Of the next `step`."""
         super().__init__(groups, {"lr": 0.0})
         self._slots = slots
+        self._tables = [slot.table for slot in slots]  # gradients may wait for a table that no module holds any more
         for slot in slots:
             slot.hold()
 
@@ -88,8 +92,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             closure: computes the loss and its gradients first; its result is returned.
 
         Raises:
-            ConfigError: a gradient is NaN or infinite and its table's policy is to raise. That table is as it was and
-                its gradients still wait: clip them or call `zero_grad`. Tables before it have been stepped.
+            ConfigError: a gradient is NaN or infinite and its table's policy is to raise. The tables of its group are
+                as they were and their gradients still wait: clip them or call `zero_grad`. Groups before it have been
+                stepped.
         """
         loss = None
         if callable(global_step):
@@ -98,22 +103,25 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         number = self.global_step if global_step is None else int(global_step)
-        for slot, group in zip(self._slots, self.param_groups, strict=True):
-            taken = slot.pending.take()
-            if taken is None:
-                continue
+        groups = dict(zip(self._slots, self.param_groups, strict=True))
+        units = [one for unit in take_pending(self._slots) for one in (by_clock(unit) if req_time is None else [unit])]
+        for done, unit in enumerate(units):
             try:
-                slot.apply(*taken, global_step=number, req_time=req_time, lr_factor=_factor(group))
+                touched = unit.touched()
+                scales = [_factor(groups[slot]) if slot in touched else 1.0 for slot in unit.slots]
+                if not is_empty(unit):
+                    step = Step(number, touched[0].time(req_time), scales if any(s != 1.0 for s in scales) else None)
+                    unit.group.update(unit.parts, step=step)
             except BaseException:
-                slot.pending.add(*taken)
+                for left in units[done:]:
+                    put_back(left)
                 raise
         self.global_step = number + 1
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that wait."""
-        for slot in self._slots:
-            slot.pending.clear()
+        clear_pending(self._slots)
 
     def gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
         """What waits, by table: distinct ids and their summed gradients. Changing the latter in place counts.

@@ -1,9 +1,7 @@
-"""`EmbeddingTable`: all that the modules ask of a table, so that one that spans processes can stand in its place."""
+"""`EmbeddingTable`: the methods that the modules need of a table, so that a table of your own can take part."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -15,16 +13,16 @@ from shoal.errors import ConfigError
 class EmbeddingTable(Protocol):
     """Rows keyed by int64 ids, with an optimizer of their own.
 
-    Further keywords are used where a table takes them: ``insert_missing`` and ``req_time`` of `lookup`,
-    ``enable_dedup`` and ``req_time`` of `apply_gradients`. A table whose ``apply_gradients`` takes no
-    ``enable_dedup`` gets distinct ids. Both methods may be called from several threads at once.
+    An attribute ``accepts`` names further keywords of `apply_gradients`: ``req_time``, the seconds of the update, and
+    ``enable_dedup``, without which a table gets distinct ids. Both methods may be called from several threads at once.
+    Tables of the library take part through `shoal.table.protocol` instead.
     """
 
     name: str
     dim_size: int
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """float32 ``[n, dim_size]``, zeros for unknown ids; with ``insert_missing=True`` those are created."""
+        """float32 ``[n, dim_size]``, zeros for unknown ids."""
         ...
 
     def apply_gradients(self, ids: Tensor, grads: Tensor, global_step: int = 0) -> Any:
@@ -40,11 +38,3 @@ def check_table(table: Any) -> None:
             f"a table has name, dim_size, lookup and apply_gradients, but {type(table).__name__} "
             f"{table!r} lacks {', '.join(missing)}; shoal.HashTable(dim=16) makes one"
         )
-
-
-def keywords(function: Callable[..., Any], *names: str) -> frozenset[str]:
-    """Which of ``names`` a function can be given by keyword."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return frozenset(names)
-    return frozenset(name for name in names if name in parameters)

@@ -28,6 +28,10 @@ class TableBase(ABC):
     """Builds a table from its configuration and keeps what belongs to it; `HashTable` reads and writes its rows."""
 
     on_gpu = False
+    local_state = True
+    """All rows are in this process, so that the ``state_dict`` of a module holds them."""
+    accepts = frozenset({"req_time", "enable_dedup", "lr_scale"})
+    """What `shoal.table.adapter.AdapterGroup` may ask of an update."""
 
     def _build(
         self,
@@ -157,8 +161,11 @@ class TableBase(ABC):
 
     # --- what every update asks ---------------------------------------------------------------------------------------
 
-    def _rates(self, step: int) -> list[float]:
+    def rates(self, step: int) -> list[float]:
+        """The learning rate of each segment at a global step."""
         return check_rates(self.config.call_learning_rate_fns_fewer_ops(step), self.name)
+
+    _rates = rates
 
     def _count_skipped(self, occurrences: int) -> None:
         if occurrences:

@@ -171,6 +171,14 @@ class HashTable(TableBase):
             _Native.lookup(self._native, ids.data_ptr(), n, out.data_ptr(), 0)
         return out
 
+    def initial_rows(self, ids: Tensor) -> Tensor:
+        """The embeddings that ``ids`` start from: float32 ``[n, dim]``, a function of seed and id. Changes nothing."""
+        ids = as_ids(ids, self.name)
+        out = empty_rows(ids.numel(), self.dim_size)
+        fresh = _core.Table(self._native.layout, self.seed)
+        _Native.lookup_or_insert(fresh, ids.data_ptr(), ids.numel(), 0, out.data_ptr(), False)
+        return out
+
     def contains(self, ids: Tensor) -> Tensor:
         """bool ``[n]``: which ids have a row."""
         ids = as_ids(ids, self.name)
@@ -312,6 +320,13 @@ class HashTable(TableBase):
 
         self._check_trains("save_as_tensor")
         return save_as_tensor(self, shard_idx, num_shards, limit, offset)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HashTable:
+        """A table of its own with the same rows; a filter is shared, a sync client stays with the first."""
+        from shoal.table.checkpoint.tensors import copy_table
+
+        memo[id(self)] = other = copy_table(self)
+        return other
 
     def __repr__(self) -> str:
         return f"HashTable({self.name!r}, dim={self.dim_size}, rows={self.size()})"

@@ -5,7 +5,7 @@ import torch
 from gpu_tables import MIN, config
 
 from shoal.errors import UnsupportedError
-from shoal.nn.state import copy_table, table_state
+from shoal.table.checkpoint.tensors import copy_table, table_state
 from shoal.table import (
     AdagradOptimizer,
     EntryConfig,

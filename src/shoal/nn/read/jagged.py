@@ -7,7 +7,8 @@ is jagged, and keyed if it has ``keys`` too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +26,23 @@ class Jagged(NamedTuple):
     values: Tensor
     offsets: Tensor | None = None
     weights: Tensor | None = None
+    length: int = -1
+    """Of every bag, if all are known to be equally long: then the offsets need no check."""
 
 
 def as_jagged(ids: Any, offsets: Any = None, weights: Any = None) -> Jagged:
     """One feature's ids in any of the forms that the modules take; offsets are checked where they are used."""
-    if isinstance(ids, tuple) and ids and isinstance(ids[0], Tensor) and len(ids) in (2, 3) and ids[0].dim() == 1:
+    if type(ids) is tuple and ids and isinstance(ids[0], Tensor) and len(ids) in (2, 3) and ids[0].dim() == 1:
         if offsets is not None or (weights is not None and len(ids) == 3):
             raise ConfigError("ids came as a tuple (values, offsets[, weights]) and with separate ones, too")
         ids, offsets, *rest = ids
         weights = rest[0] if rest else weights
+    if type(ids) is Tensor and ids.dtype is torch.int64 and weights is None and not ids.is_nested:  # the usual cases
+        if offsets is None:
+            return Jagged(ids)
+        if type(offsets) is Tensor and offsets.dtype is torch.int64 and offsets.dim() == 1 == ids.dim():  # noqa: SIM102
+            if offsets.shape[0] and offsets.device == ids.device:
+                return Jagged(ids, offsets)
     if not isinstance(ids, Tensor):
         ids, offsets, weights = _from_object(ids, offsets, weights)
     elif ids.is_nested:
@@ -54,16 +63,25 @@ def is_keyed(ids: Any) -> bool:
     return not isinstance(ids, Tensor | Ragged | tuple | list) and hasattr(ids, "keys") and hasattr(ids, "values")
 
 
-def as_keyed(ids: Any, weights: Any = None) -> tuple[list[str], Jagged]:
-    """Keys, and the bags of the first key, then those of the second, and so on; each key has equally many."""
-    if isinstance(ids, Mapping):
-        if weights is not None and not isinstance(weights, Mapping):
-            raise ConfigError(f"ids came by key, so weights do, too; got {type(weights).__name__}")
-        weights = weights or {}
-        if weights.keys() - ids.keys():
-            raise ConfigError(f"weights came for {sorted(map(str, weights.keys() - ids.keys()))}, of which no ids came")
-        parts = [_ragged(as_jagged(part, None, weights.get(key)), key) for key, part in ids.items()]
-        return list(ids), _join(list(ids), parts)
+def as_parts(ids: Mapping[Any, Any], weights: Any = None) -> list[Jagged]:
+    """The bags of each key of a mapping; all keys have equally many."""
+    if weights is not None and not isinstance(weights, Mapping):
+        raise ConfigError(f"ids came by key, so weights do, too; got {type(weights).__name__}")
+    if weights and weights.keys() - ids.keys():
+        raise ConfigError(f"weights came for {sorted(map(str, weights.keys() - ids.keys()))}, of which no ids came")
+    weights = weights or {}
+    parts = [as_bags(as_jagged(part, None, weights.get(key)), key) for key, part in ids.items()]
+    sizes = [part.offsets.shape[0] - 1 for part in parts if part.offsets is not None]
+    if any(size != sizes[0] for size in sizes):
+        raise ConfigError(f"every key has equally many bags, got {dict(zip(ids, sizes, strict=True))}")
+    weighted = [part.weights is not None for part in parts]
+    if any(weighted) and not all(weighted):
+        raise ConfigError("either every key has weights or none has")
+    return parts
+
+
+def as_joined(ids: Any, weights: Any = None) -> tuple[list[str], Jagged]:
+    """Keys of something like a KeyedJaggedTensor, and the bags of the first key, of the second, and so on."""
     keys = list(_get(ids, "keys"))
     values, offsets, own = _from_object(ids, None, weights)
     values = as_id_values(values)
@@ -77,20 +95,63 @@ def as_keyed(ids: Any, weights: Any = None) -> tuple[list[str], Jagged]:
     return keys, Jagged(values, offsets, _as_weights(own, values))
 
 
-def split_keys(keys: list[str], joined: Jagged) -> dict[str, Jagged]:
-    """Each key's own bags; the borders are read from the offsets."""
-    values, offsets, weights = joined
+def split_keys(ids: Any, keys: list[str], joined: Jagged) -> list[Jagged]:
+    """Each key's own bags. Where the borders are is asked of ``ids`` (``offset_per_key``), or else read from the
+    offsets, for which the host waits if they are on a GPU."""
+    values, offsets, weights = joined[:3]
     assert offsets is not None
     bags = (offsets.shape[0] - 1) // max(len(keys), 1)
-    borders = offsets[:: max(bags, 1)].tolist() if bags else [0] * (len(keys) + 1)
-    parts = {}
+    borders = _get(ids, "offset_per_key") if offsets.is_cuda else None
+    if borders is None:
+        borders = offsets[:: max(bags, 1)].tolist() if bags else [0] * (len(keys) + 1)
+    parts = []
     for index, key in enumerate(keys):
         begin, end = borders[index], borders[index + 1]
         if not 0 <= begin <= end <= values.shape[0]:
-            raise ConfigError(f"offsets rise from 0 to {values.shape[0]}, but key {key!r} is {begin}..{end}")
+            raise ConfigError(f"offsets must rise from 0 to {values.shape[0]}, but key {key!r} is {begin}..{end}")
         own = offsets[index * bags : (index + 1) * bags + 1] - begin
-        parts[key] = Jagged(values[begin:end], own, None if weights is None else weights[begin:end])
+        parts.append(Jagged(values[begin:end], own, None if weights is None else weights[begin:end]))
     return parts
+
+
+def join(parts: Sequence[Jagged], device: torch.device) -> Jagged:
+    """The bags of the first part, then those of the second, and so on, on a device; parts have equally many."""
+    if len(parts) == 1:
+        values, offsets, weights, length = parts[0]
+        offsets, weights = (None if one is None else on(one, device) for one in (offsets, weights))
+        return Jagged(on(values, device), offsets, weights, length)
+    values = torch.cat([on(part.values, device) for part in parts])
+    weights = None
+    if parts[0].weights is not None:
+        weights = torch.cat([on(part.weights, device) for part in parts if part.weights is not None])
+    length = parts[0].length
+    each = [part.offsets for part in parts if part.offsets is not None]
+    if length >= 0 and all(part.length == length for part in parts):
+        return Jagged(values, steps(len(parts) * (each[0].shape[0] - 1), length, device), weights, length)
+    stacked = torch.stack([on(one, device) for one in each])
+    ends = stacked[:, -1:]
+    starts = ends.cumsum(0) - ends
+    return Jagged(values, torch.cat([(stacked[:, :-1] + starts).reshape(-1), ends.sum().view(1)]), weights)
+
+
+def on(tensor: Tensor, device: torch.device) -> Tensor:
+    """A contiguous tensor on a device."""
+    if tensor.device != device:
+        tensor = tensor.to(device, non_blocking=device.type == "cuda")
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def steps(bags: int, length: int, device: torch.device) -> Tensor:
+    """The offsets of bags of equal length, which nobody may change."""
+    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return torch.arange(bags + 1, device=device) * length
+    return _steps(bags, length, device)
+
+
+@lru_cache(maxsize=16)
+def _steps(bags: int, length: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(bags + 1, device=device) * length
 
 
 def as_id_values(ids: Any) -> Tensor:
@@ -98,39 +159,16 @@ def as_id_values(ids: Any) -> Tensor:
     return as_int64(as_tensor(ids), "ids")
 
 
-def _ragged(part: Jagged, key: str) -> Jagged:
+def as_bags(part: Jagged, key: str) -> Jagged:
     """2-D ids as bags of equal length."""
-    if part.offsets is not None:
+    values, offsets, weights, _ = part
+    if offsets is not None:
         return part
-    if part.values.dim() != 2:
-        raise ConfigError(
-            f"the ids of {key!r} are ragged, or [B, L]; got shape {list(part.values.shape)} without offsets"
-        )
-    bags, length = part.values.shape
-    steps = torch.arange(bags + 1, device=part.values.device) * length
-    weights = None if part.weights is None else part.weights.reshape(-1)
-    return Jagged(part.values.reshape(-1), steps, weights)
-
-
-as_bags = _ragged
-
-
-def _join(keys: list[str], parts: list[Jagged]) -> Jagged:
-    if not parts:
-        return Jagged(torch.empty(0, dtype=torch.int64, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu"))
-    sizes = {key: part.offsets.shape[0] - 1 for key, part in zip(keys, parts, strict=True) if part.offsets is not None}
-    if len(set(sizes.values())) > 1:
-        raise ConfigError(f"every key has equally many bags, got {sizes}")
-    weighted = [part.weights is not None for part in parts]
-    if any(weighted) and not all(weighted):
-        raise ConfigError("either every key has weights or none has")
-    offsets, start = [torch.zeros(1, dtype=torch.int64, device=parts[0].values.device)], 0
-    for part in parts:
-        assert part.offsets is not None
-        offsets.append(part.offsets[1:] + start)
-        start += part.values.shape[0]
-    weights = torch.cat([part.weights for part in parts]) if all(weighted) else None  # pyrefly: ignore
-    return Jagged(torch.cat([part.values for part in parts]), torch.cat(offsets), weights)
+    if values.dim() != 2:
+        raise ConfigError(f"the ids of {key!r} are ragged, or [B, L]; got shape {list(values.shape)} without offsets")
+    bags, length = values.shape
+    weights = None if weights is None else weights.reshape(-1)
+    return Jagged(values.reshape(-1), steps(bags, length, values.device), weights, length)
 
 
 def _from_object(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:

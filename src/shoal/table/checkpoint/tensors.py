@@ -1,6 +1,8 @@
-"""A table as tensors with fixed names, for ``state_dict``, and back."""
+"""A table as tensors with fixed names, for the ``state_dict`` of modules, and back."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,11 @@ from shoal.table.config.messages import EntryConfig
 from shoal.table.table import HashTable
 
 NAMES = ("ids", "rows", "state", "times", "config", "scales")
+
+
+def has_table_state(table: Any) -> bool:
+    """Whether `table_state` holds all rows of a table: not of one over ranks or servers, nor of a user's own."""
+    return bool(getattr(table, "local_state", False))
 
 
 def table_state(table: HashTable) -> dict[str, Tensor]:

@@ -1,0 +1,220 @@
+"""`EmbeddingBagCollection`: the pooled rows of several features over several tables, read and updated together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.nn.module import TableModule
+from shoal.nn.protocol import EmbeddingTable
+from shoal.nn.read.combine import combine, features_of
+from shoal.nn.read.jagged import Jagged, as_joined, as_parts, is_keyed, join, split_keys
+from shoal.nn.read.ops import Request, check_bags, read
+from shoal.nn.read.plan import Plan
+
+
+class EmbeddingBagCollection(TableModule):
+    """Looks up bags of ids of several features, each in its table, and pools the rows of each bag.
+
+    >>> import shoal, torch
+    >>> from shoal.nn import EmbeddingBagCollection
+    >>> tables = {"user": shoal.HashTable(dim=2), "item": shoal.HashTable(dim=4)}
+    >>> features = {"user": "user", "clicked": "item", "shown": "item"}
+    >>> bags = EmbeddingBagCollection(tables, features, combiner={"user": "sum", "clicked": "mean", "shown": "max"})
+    >>> batch = {"user": torch.tensor([[1], [2]]), "clicked": [[7, 8], []], "shown": [[8], [9]]}
+    >>> bags(batch).shape
+    torch.Size([2, 10])
+
+    Tables may differ in dim, optimizer, kind and device. Those that can be served together form a group: a batch is
+    found, pooled and updated in one call per group.
+
+    A forward never writes, neither rows nor stamps nor counts. In training mode an unknown id is answered with the row
+    that its table's initializer gives it (zeros while the table's admission filter is active), in evaluation mode with
+    zeros; its first update creates the row. Where gradients go: into the rows when ``backward`` ends, by each table's
+    own optimizer, one step per pass and id. Once a `SparseOptimizer` holds a table its gradients wait for ``step``.
+
+    Args:
+        tables: by name.
+        features: name of each feature -> name of its table; by default a feature per table, of the same name.
+        combiner: of all features, or by feature: ``"sum"``; ``"mean"`` (over the number of ids); ``"sqrtn"`` (the sum
+            over the root of their number); ``"max"``; ``"firstn"``, the first ``max_length`` rows as a sequence, padded
+            with zeros; or a `Combiner`. One that you derive from `Combiner` with a ``combine`` of its own gets the rows
+            of all ids, and autograd goes through it.
+        output: ``"concat"``: side by side in the order of the features, for which a batch holds every feature. If only
+            some are sequences (firstn), these are flattened. ``"dict"``: by feature; a batch may hold some.
+        padding_idx: an id that stands for none: it does not count, has no row and no gradient.
+        include_last_offset: False if offsets are ``[B]``, the end left out, which is `torch.nn.EmbeddingBag`'s default.
+        insert_missing: False: an unknown id is zeros in training mode, too.
+        fused: True: rows are updated in backward, always; a `SparseOptimizer` over the model leaves the tables out.
+            False: gradients wait for a `SparseOptimizer`, always. All modules of a table agree.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, EmbeddingTable],
+        features: Mapping[str, str] | None = None,
+        *,
+        combiner: Any = "sum",
+        max_length: int | None = None,
+        output: Literal["concat", "dict"] = "concat",
+        padding_idx: int | None = None,
+        include_last_offset: bool = True,
+        insert_missing: bool = True,
+        fused: bool | None = None,
+    ) -> None:
+        who = type(self).__name__
+        if output not in ("concat", "dict"):
+            raise ConfigError(f"{who}: output is 'concat' or 'dict', got {output!r}")
+        super().__init__(tables, padding_idx=padding_idx, insert_missing=insert_missing, fused=fused)
+        own = self._tables
+        named = {name: name for name in own.named} if features is None else features
+        named = {str(feature): str(table) for feature, table in named.items()}
+        if not named:
+            raise ConfigError(f"{who}: features must name at least one feature")
+        unknown = sorted({table for table in named.values() if table not in own.named})
+        if unknown:
+            raise ConfigError(f"{who} has tables {list(own.named)}, but features name {unknown}")
+        numbers = {feature: own.number(table) for feature, table in named.items()}
+        self._read_features(features_of(who, numbers, combiner, max_length))
+        self.output = output
+        self.combiner = combiner
+        self.include_last_offset = include_last_offset
+
+    def forward(self, ids: Any, per_sample_weights: Any = None) -> Any:
+        """The pooled rows of each bag: ``[B, total width]``, or a dict of them by feature.
+
+        ``ids`` are a mapping of feature to ``(values, offsets)``, lists of lists, a `Ragged`, a ``torch.nested`` jagged
+        tensor, a dense ``[B, L]`` tensor or an object shaped like a JaggedTensor; or one object shaped like a
+        KeyedJaggedTensor. ``per_sample_weights``, by feature and shaped like the ids, multiply their rows and get
+        gradients.
+
+        Raises:
+            ConfigError: a feature is missing, or offsets do not rise from 0 to the number of ids. Offsets on a GPU are
+                checked there, once per shape, and the error comes with a later call.
+        """
+        if not is_keyed(ids):
+            raise ConfigError(
+                f"{type(self).__name__} has features {list(self._tables.features)}; give it ids by key, "
+                f"got {type(ids).__name__}"
+            )
+        return self._by_key(ids, per_sample_weights)
+
+    def _by_key(self, ids: Any, weights: Any) -> Any:
+        """The results of ids by key."""
+        tables, one = self._tables, self._tables.one
+        mapped = isinstance(ids, Mapping)
+        if mapped:
+            keys, joined = list(ids), None
+            parts = as_parts(ids if self.include_last_offset else _with_ends(ids), weights)
+        else:
+            keys, joined = as_joined(ids, weights)
+            parts = [joined]
+        names = [str(key) for key in keys]
+        self._check_keys(names)
+        if not names:
+            return {}
+        if mapped and not one:  # one plan for all orders of the keys
+            order = sorted(range(len(names)), key=lambda number: tables.place(names[number]))
+            names, parts = [names[number] for number in order], [parts[number] for number in order]
+        plan = tables.plan(len(names) if one else tuple(names), _want_gradients(parts))
+        if joined is not None and plan.whole:
+            known = [[0] * len(names)] if joined.offsets is None or joined.offsets.shape[0] == 1 else [[]]
+            out, combined = self._pooled(plan, [join([joined], plan.device)], known, False)
+        else:
+            checked = not torch.compiler.is_compiling()
+            if checked:  # each part: joined, what one lacks could be what another has too much
+                for name, part in zip(names, parts, strict=False):
+                    check_bags(part, name)
+            if joined is not None:
+                parts = split_keys(ids, names, joined)
+            batch = [join([parts[place] for place in call.places], call.device) for call in plan.calls]
+            sizes = [[parts[place].values.shape[0] for place in call.places] for call in plan.calls]
+            out, combined = self._pooled(plan, batch, sizes, checked)
+        if self.output == "concat":
+            return self._side_by_side(plan, out, combined)
+        results = dict(zip(names, _by_place(plan, out, combined), strict=True))
+        return {key: self._placed(results[str(key)]) for key in keys}
+
+    def _pooled(
+        self, plan: Plan, batch: list[Jagged], sizes: list[list[int]], trusted: bool
+    ) -> tuple[Any, dict[int, Tensor]]:
+        """The pooled rows of features that groups pool, and the combined rows of each other call, by its number."""
+        offsets: list[Any] = [part.offsets for part in batch]
+        weights: list[Any] = [] if batch[0].weights is None or plan.by_rows else [part.weights for part in batch]
+        bags = (offsets[0].shape[0] - 1) // len(plan.calls[0].places)
+        ids = [part.values for part in batch]
+        outputs = read(Request(plan, ids, sizes, offsets, weights, bags, self._missing(), trusted))
+        combined = {}
+        if not plan.fused:
+            for number, (call, part) in enumerate(zip(plan.calls, batch, strict=True)):
+                if not call.fused:
+                    rows, padding = outputs[call.output], self.padding_idx
+                    combined[number] = combine(call.of, rows, part.values, offsets[number], part.weights, padding)
+        return outputs[0] if plan.width else None, combined
+
+    def _side_by_side(self, plan: Plan, out: Any, combined: dict[int, Tensor]) -> Tensor:
+        if plan.fused:
+            return self._placed(out)
+        parts = _by_place(plan, out, combined)
+        parts = [self._placed(parts[number]) for number in plan.order]
+        if len({part.dim() for part in parts}) > 1:
+            parts = [part.flatten(1) for part in parts]
+        return torch.cat(parts, dim=-1)
+
+    def _check_keys(self, names: list[str]) -> None:
+        """Side by side none may be missing: else columns would be taken for others."""
+        who, one, features = type(self).__name__, self._tables.one, self._tables.features
+        for name in names:
+            self._check_key(name)
+        if self.output == "dict":
+            return
+        missing = [] if one else [name for name in features if name not in names]
+        if missing:
+            raise ConfigError(
+                f"{who} puts {list(features)} side by side, but the batch lacks {missing}; give it empty bags for "
+                "them, or use output='dict'"
+            )
+        if not names:
+            raise ConfigError(f"{who}: there are no keys, so there is nothing to put side by side")
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, combiner={self.combiner!r}"
+
+
+def _want_gradients(parts: list[Jagged]) -> bool:
+    return torch.is_grad_enabled() and any(part.weights is not None and part.weights.requires_grad for part in parts)
+
+
+def _by_place(plan: Plan, out: Any, combined: dict[int, Tensor]) -> list[Tensor]:
+    """The result of each feature, in the order of the batch; those that groups pooled are views of one tensor."""
+    columns = {}
+    if out is not None:
+        pooled = [number for number in plan.order if plan.places[number].call < 0]
+        widths = [plan.places[number].width for number in pooled]
+        columns = dict(zip(pooled, out.split(widths, 1), strict=True))
+    parts = []
+    for number, place in enumerate(plan.places):
+        if place.call < 0:
+            parts.append(columns[number])
+        else:
+            every, share = combined[place.call], len(plan.calls[place.call].places)
+            parts.append(every.view(share, -1 if every.shape[0] else 0, *every.shape[1:])[place.index])
+    return parts
+
+
+def _with_ends(ids: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Offsets that come in pairs with values, with their ends."""
+    return {
+        key: (part[0], with_end(part[0], part[1]), *part[2:]) if isinstance(part, tuple) and len(part) > 1 else part
+        for key, part in ids.items()
+    }
+
+
+def with_end(ids: Any, offsets: Any) -> Tensor:
+    """Offsets ``[B + 1]`` of offsets ``[B]``."""
+    offsets = torch.as_tensor(offsets, device=ids.device if isinstance(ids, Tensor) else "cpu")
+    return torch.cat([offsets, offsets.new_full((1,), len(ids))])

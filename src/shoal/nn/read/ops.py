@@ -1,0 +1,286 @@
+"""Reading what a plan asks for, with its gradient: as an autograd function, and as an op that compiles.
+
+In plain eager mode a `torch.autograd.Function` runs, since the dispatch of a Python op costs more than a small lookup.
+Under a compiler the same functions are `torch.library` ops: the plan is an integer handle, and the op of backward
+changes the ``tape`` that the op of forward reads, so that the compiler neither drops an update nor moves a read past
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError
+from shoal.nn.read.jagged import Jagged
+from shoal.nn.read.plan import Plan, find_plan
+from shoal.nn.read.watch import watch_offsets
+from shoal.nn.update.passes import hand_over, numbers
+from shoal.table.protocol import Found, Missing, Part
+
+NOTHING: list[Any] = []
+
+
+class Request(NamedTuple):
+    """A batch, as the calls of a plan take it; lists have an element per call, or none."""
+
+    plan: Plan
+    ids: list[Tensor]
+    sizes: list[list[int]]
+    """Ids of each feature of a call; an empty list where only the offsets tell."""
+    offsets: list[Tensor]
+    """int64 ``[F * B + 1]``; empty where rows are not pooled."""
+    weights: list[Tensor]
+    bags: int
+    missing: Missing
+    trusted: bool = False
+    """Whether the offsets need no check."""
+
+
+def read(request: Request) -> list[Tensor]:
+    """The pooled rows ``[B, width]``, if any feature is pooled by its group, then the rows of each other call."""
+    if torch.compiler.is_compiling() or _dispatch_modes():
+        return _read_by_op(request)
+    if torch.is_grad_enabled():
+        out = _Read.apply(request.plan.anchor, request)
+        return [out] if isinstance(out, Tensor) else list(out)
+    return _read(request)[0]
+
+
+def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
+    plan, all_ids, sizes, all_offsets, all_weights, bags, missing, trusted = request
+    outputs: list[Tensor] = []
+    founds: list[Found] = []
+    out: Any = None
+    if all_offsets and not trusted:
+        for call, ids, offsets in zip(plan.calls, all_ids, all_offsets, strict=True):
+            check_bags(Jagged(ids, offsets), call.touched[0].name)
+    if plan.width:
+        out = torch.empty(bags, plan.width, dtype=torch.float32, device=plan.device)
+        outputs.append(out)
+    for i, call in enumerate(plan.calls):
+        ids, features, group = all_ids[i], call.features, call.group
+        found = group.find(
+            ids, _counts(sizes[i], all_offsets[i] if all_offsets else None, bags), features, missing=missing
+        )
+        founds.append(found)
+        if not call.fused:
+            outputs.append(group.rows(found, features, missing=missing))
+            continue
+        offsets, weights = all_offsets[i], all_weights[i] if all_weights else None
+        if ids.device == plan.device:
+            group.pooled(found, features, offsets, weights, out, missing=missing)
+        else:  # a group of another device
+            there = torch.empty(bags, plan.width, dtype=torch.float32, device=ids.device)
+            group.pooled(found, features, offsets, weights, there, missing=missing)
+            for column in features.columns:
+                out[:, column : column + group.dim] = there[:, column : column + group.dim].to(out.device)
+    return outputs, founds
+
+
+def _counts(sizes: list[int], offsets: Tensor | None, bags: int) -> Tensor:
+    """int64 ``[F]``: on the host if sizes are known, else where the offsets are."""
+    if sizes or offsets is None:
+        return _known_counts(*sizes)
+    if not bags:
+        raise ConfigError("ids by key without bags need to say how many ids each key has")
+    return offsets[::bags].diff()
+
+
+@lru_cache(maxsize=512)
+def _known_counts(*sizes: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(sizes, dtype=torch.int64, device="cpu")
+
+
+def check_bags(bags: Jagged, name: str) -> None:
+    """Refuses offsets that do not rise from 0 to the number of ids; those on a GPU may be refused by a later call."""
+    values, offsets, _, length = bags
+    if length >= 0 or offsets is None:
+        return
+    if offsets.is_cuda:
+        watch_offsets(offsets, values.shape[0], name)
+        return
+    try:
+        _core.check_offsets(offsets.data_ptr(), offsets.shape[0] - 1, values.shape[0])
+    except ValueError as error:
+        raise ConfigError(f"table {name!r}: {error}") from None
+
+
+def _parts(
+    plan: Plan, grads: Sequence[Tensor], founds: Sequence[Found], offsets: Sequence[Any], weights: Sequence[Any]
+) -> list[Any]:
+    """The gradients of a read by call."""
+    parts = []
+    for i, call in enumerate(plan.calls):
+        found, grad = founds[i], grads[call.output]
+        if grad.dtype is not torch.float32 or grad.requires_grad or not grad.is_contiguous():
+            grad = grad.detach().float().contiguous()
+        if grad.device != found.ids.device:
+            grad = grad.to(found.ids.device)
+        if call.fused:
+            parts.append((call, Part(found, call.features, grad, offsets[i], weights[i] if weights else None)))
+        else:
+            parts.append((call, Part(found, call.features, grad)))
+    return parts
+
+
+class _Read(torch.autograd.Function):
+    """Its one input that wants a gradient is an empty anchor, by which autograd comes back to us."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, request: Request) -> Any:  # pyrefly: ignore[bad-override]
+        outputs, founds = _read(request)
+        ctx.plan, ctx.number = request.plan, next(numbers)
+        ctx.pooled, ctx.weighted = bool(request.offsets), bool(request.weights)
+        # Found is among the saved tensors: recomputation under activation checkpointing replaces only those.
+        kept: list[Tensor] = []
+        for found in founds:
+            kept += (found.ids, found.counts, found.where, found.came)
+        ctx.save_for_backward(*kept, *request.offsets, *request.weights)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:  # pyrefly: ignore[bad-override]
+        saved, plan = ctx.saved_tensors, ctx.plan
+        n = len(plan.calls)
+        founds = [Found(*saved[4 * i : 4 * i + 4]) for i in range(n)]
+        offsets = saved[4 * n : 5 * n] if ctx.pooled else NOTHING
+        weights = saved[5 * n :] if ctx.weighted else NOTHING
+        hand_over(ctx.number, _parts(plan, grads, founds, offsets, weights))
+        return None, None
+
+
+# --- under a compiler -------------------------------------------------------------------------------------------------
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def _read_by_op(request: Request) -> list[Tensor]:
+    plan, ids, sizes, offsets, weights, bags, missing, _ = request
+    flat = [size for own in sizes for size in own]
+    outputs = _read_op(ids, offsets, weights, plan.anchor, plan.tape, plan.handle, flat, bags, missing == "initial")
+    return outputs[: len(outputs) - 2 * len(plan.calls)]
+
+
+def _request(
+    plan: Plan, ids: list[Tensor], offsets: list[Tensor], weights: list[Tensor], sizes: Sequence[int], bags: int,
+    missing: Missing,
+) -> Request:  # fmt: skip
+    own, rest = [], list(sizes)
+    for call in plan.calls:
+        n = len(call.features.tables) if rest else 0
+        own.append(rest[:n])
+        rest = rest[n:]
+    return Request(plan, ids, own, offsets, weights, bags, missing)
+
+
+@torch.library.custom_op("shoal::read_plan", mutates_args=())
+def _read_op(
+    ids: list[Tensor],
+    offsets: list[Tensor],
+    weights: list[Tensor],
+    anchor: Tensor,
+    tape: Tensor,
+    handle: int,
+    sizes: Sequence[int],
+    bags: int,
+    initial: bool,
+) -> list[Tensor]:
+    """`_read`, then the bytes of ``where`` and ``came`` of what each call found."""
+    plan = find_plan(handle)
+    outputs, founds = _read(_request(plan, ids, offsets, weights, sizes, bags, "initial" if initial else "zeros"))
+    for i, found in enumerate(founds):
+        opaque = (found.where, found.came)
+        plan.opaque[i] = tuple([(one.dtype, one.shape[1:], one.device) for one in opaque])
+        outputs += [one.contiguous().view(torch.uint8).view(-1).to(ids[i].device).clone() for one in opaque]
+    return outputs
+
+
+@_read_op.register_fake
+def _(
+    ids: list[Tensor],
+    offsets: list[Tensor],
+    weights: list[Tensor],
+    anchor: Tensor,
+    tape: Tensor,
+    handle: int,
+    sizes: Sequence[int],
+    bags: int,
+    initial: bool,
+) -> list[Tensor]:
+    plan = find_plan(handle)
+    outputs = [anchor.new_empty(bags, plan.width)] if plan.width else []
+    outputs += [
+        own.new_empty(own.shape[0], call.group.dim, dtype=torch.float32)
+        for own, call in zip(ids, plan.calls, strict=True)
+        if not call.fused
+    ]
+    for own in ids:
+        outputs += [own.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8) for _ in range(2)]
+    return outputs
+
+
+@torch.library.custom_op("shoal::read_plan_gradient", mutates_args=("tape",))
+def _gradient_op(
+    grads: list[Tensor],
+    ids: list[Tensor],
+    opaque: list[Tensor],
+    offsets: list[Tensor],
+    weights: list[Tensor],
+    tape: Tensor,
+    handle: int,
+    sizes: Sequence[int],
+    bags: int,
+) -> Tensor:
+    """Hands the gradients of a read over; returns the (empty) gradient of the anchor."""
+    plan = find_plan(handle)
+    own = _request(plan, ids, offsets, weights, sizes, bags, "zeros").sizes
+    founds = []
+    for i in range(len(plan.calls)):
+        there = zip(opaque[2 * i : 2 * i + 2], plan.opaque[i], strict=True)
+        found = [raw.to(device).view(dtype).view(-1, *tail) for raw, (dtype, tail, device) in there]
+        founds.append(Found(ids[i], _counts(own[i], offsets[i] if offsets else None, bags), *found))
+    hand_over(next(numbers), _parts(plan, grads, founds, offsets, weights))
+    tape.add_(1)
+    return torch.zeros(0, device=tape.device)
+
+
+@_gradient_op.register_fake
+def _(
+    grads: list[Tensor],
+    ids: list[Tensor],
+    opaque: list[Tensor],
+    offsets: list[Tensor],
+    weights: list[Tensor],
+    tape: Tensor,
+    handle: int,
+    sizes: Sequence[int],
+    bags: int,
+) -> Tensor:
+    return tape.new_empty(0, dtype=torch.float32)
+
+
+def _op_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ids, offsets, weights, _, ctx.tape, ctx.handle, ctx.sizes, ctx.bags, _ = inputs
+    plan = ctx.plan = find_plan(ctx.handle)  # a graph keeps its tables alive
+    ctx.n, ctx.given = len(ids), len(output) - 2 * len(plan.calls)
+    ctx.pooled, ctx.weighted = len(offsets), len(weights)
+    ctx.save_for_backward(*ids, *output[ctx.given :], *offsets, *weights)
+
+
+def _op_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    saved, n = list(ctx.saved_tensors), ctx.n
+    ids, opaque, rest = saved[:n], saved[n : 3 * n], saved[3 * n :]
+    offsets, weights = rest[: ctx.pooled], rest[ctx.pooled :]
+    anchor = _gradient_op(grads[: ctx.given], ids, opaque, offsets, weights, ctx.tape, ctx.handle, ctx.sizes, ctx.bags)
+    none = [[None] * n, [None] * ctx.pooled, [None] * ctx.weighted]
+    return *none, anchor, None, None, None, None, None
+
+
+_read_op.register_autograd(_op_backward, setup_context=_op_context)

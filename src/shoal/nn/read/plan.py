@@ -1,0 +1,145 @@
+"""`Plan`: which calls of which groups answer a batch with certain features, and where their results go."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Hashable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UnsupportedError
+from shoal.nn.slot import TableSlot, slot_of
+from shoal.table.protocol import FUSED, Features, Group, groups_of
+
+_handles = itertools.count()
+_plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+
+
+class Feature(NamedTuple):
+    """A feature of a module: the number of its table among the module's, and what becomes of the rows of a bag."""
+
+    table: int
+    kind: int = -1
+    """As in `shoal.table.protocol`; -1: rows are not pooled."""
+    length: int = 0
+    combiner: Any = None
+    """A `Combiner` with a ``combine`` of its own."""
+
+
+class Call:
+    """What a group is asked for in every batch: one find, and pooled rows or rows."""
+
+    __slots__ = ("device", "features", "fused", "group", "of", "output", "places", "slots", "touched")
+
+    def __init__(self, group: Group, of: Feature, places: list[int], features: Features, fused: bool) -> None:
+        self.group = group
+        self.device = group.traits.device
+        self.of = of
+        """One of its features; if it is not fused, all pool alike."""
+        self.places = places
+        """Of its features in the batch."""
+        self.features = features
+        self.fused = fused
+        self.output = 0
+        """Which result of the read holds its rows."""
+        self.slots = tuple([slot_of(table) for table in group.tables])
+        self.touched: list[TableSlot] = [self.slots[place] for place in sorted(set(features.tables))]
+
+
+class Place(NamedTuple):
+    """Where the result of a feature is: in columns of the pooled rows, or in the result of a call."""
+
+    column: int
+    width: int
+    call: int = -1
+    index: int = 0
+
+
+class Plan:
+    """The calls for a batch whose features come in a certain order. Compiled graphs know it by its ``handle``."""
+
+    def __init__(self, calls: list[Call], width: int, places: list[Place], order: list[int], by_rows: bool) -> None:
+        self.calls = calls
+        self.width = width
+        """Columns of the pooled rows."""
+        self.places = places
+        """Of each feature, in the order of the batch."""
+        self.order = order
+        """The numbers of the features in the order of the result."""
+        self.by_rows = by_rows
+        self.fused = all(call.fused for call in calls)
+        self.whole = len(calls) == 1 and calls[0].places == list(range(len(places)))
+        """Whether the batch is the input of the one call as it is."""
+        self.device: torch.device = calls[0].device if calls else torch.device("cpu")
+        self.anchor, self.tape = _marks(self.device)
+        self.handle = next(_handles)
+        self.opaque: dict[int, tuple[Any, ...]] = {}
+        """What `Found.where` and ``came`` of each call look like, for compiled graphs, which see bytes."""
+        outputs = itertools.count(1 if width else 0)
+        for call in calls:
+            call.output = 0 if call.fused else next(outputs)
+        _plans[self.handle] = self
+
+
+@cache
+def _marks(device: torch.device) -> tuple[Tensor, Tensor]:
+    """An empty tensor that asks for gradients, by which autograd comes back to us, and a tape for compiled graphs."""
+    with torch.inference_mode(False):
+        return torch.zeros(0, requires_grad=True, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def find_plan(handle: int) -> Plan:
+    """The plan with that handle."""
+    plan = _plans.get(handle)
+    if plan is None:
+        raise UnsupportedError(f"the plan with handle {handle} is gone; a compiled graph outlived the module it is of")
+    return plan
+
+
+def make_plan(
+    tables: Sequence[Any],
+    features: Sequence[Feature],
+    *,
+    order: Sequence[int] | None = None,
+    padding: int | None = None,
+    by_rows: bool = False,
+) -> Plan:
+    """The plan for features in the order of a batch.
+
+    Args:
+        order: the numbers of the features in the order of the result; that of the batch unless given.
+        by_rows: read rows also where a group could pool them, since the weights want a gradient.
+    """
+    order = list(range(len(features))) if order is None else list(order)
+    group_of = {place: (group, own.index(place)) for group, own in groups_of(tables) for place in own}
+    dims = [group_of[feature.table][0].dim for feature in features]
+    columns, width = [-1] * len(features), 0
+    for number in order:
+        if _fuses(features[number], by_rows):
+            columns[number], width = width, width + dims[number]
+    members: dict[tuple[int, Hashable], list[int]] = {}
+    for number, feature in enumerate(features):
+        group = group_of[feature.table][0]
+        alike = None if _fuses(feature, by_rows) else (feature.kind, feature.length, id(feature.combiner))
+        members.setdefault((id(group), alike), []).append(number)
+    calls, places = [], [Place(column, dim) for column, dim in zip(columns, dims, strict=True)]
+    for (_, alike), own in members.items():
+        group = group_of[features[own[0]].table][0]
+        which = tuple([group_of[features[number].table][1] for number in own])
+        if alike is None:
+            kinds, at = tuple([features[number].kind for number in own]), tuple([columns[number] for number in own])
+            asked = Features(which, kinds, at, width, padding)
+        else:
+            asked = Features(which, padding=padding)
+            for index, number in enumerate(own):
+                places[number] = Place(-1, dims[number], len(calls), index)
+        calls.append(Call(group, features[own[0]], own, asked, alike is None))
+    return Plan(calls, width, places, order, by_rows)
+
+
+def _fuses(feature: Feature, by_rows: bool) -> bool:
+    return feature.kind in FUSED and not by_rows

@@ -1,0 +1,89 @@
+"""`Tables`: the tables of a module, their slots, and the plans of how to read them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from shoal.errors import ConfigError, UnsupportedError
+from shoal.nn.read.plan import Feature, Plan, make_plan
+from shoal.nn.slot import TableSlot, slot_of
+from shoal.nn.update.steps import refresh
+
+
+class Tables:
+    """One table for everything, or tables by name. A deep copy has copies of the tables; nothing is pickled."""
+
+    def __init__(self, given: Any, who: str) -> None:
+        self.one = not isinstance(given, Mapping)
+        self.named: dict[str, Any] = {"": given} if self.one else {str(name): table for name, table in given.items()}
+        if not self.named:
+            raise ConfigError(f"{who}: a mapping of tables has at least one")
+        self.slots: dict[str, TableSlot] = {name: slot_of(table) for name, table in self.named.items()}
+        self.distinct = list(dict.fromkeys(self.slots.values()))
+        self.padding: int | None = None
+        self._plans: dict[tuple[Hashable, bool], Plan] = {}
+
+    @property
+    def features(self) -> dict[str, Feature]:
+        """By name, in the order of the result; with one table for everything, that of all names is ``""``."""
+        return self._features
+
+    @features.setter
+    def features(self, features: dict[str, Feature]) -> None:
+        self._features = features
+        self._places = {name: place for place, name in enumerate(features)}
+
+    def number(self, name: str) -> int:
+        """Of a table among the distinct ones, as `Feature` wants it."""
+        return self.distinct.index(self.slots[name])
+
+    def place(self, name: str) -> int:
+        """Of a feature in the order of the result."""
+        return self._places[name]
+
+    @torch.compiler.assume_constant_result
+    def plan(self, batch: tuple[str, ...] | int, by_rows: bool = False) -> Plan:
+        """The plan for the features of a batch, by their names or, with one table for everything, their number."""
+        plan = self._plans.get((batch, by_rows))
+        if plan is None:
+            if isinstance(batch, int):
+                features, order = [self.features[""]] * batch, range(batch)
+            else:
+                features = [self.features[name] for name in batch]
+                order = sorted(range(len(batch)), key=lambda number: self.place(batch[number]))
+            every = [slot.table for slot in self.distinct]
+            plan = make_plan(every, features, order=order, padding=self.padding, by_rows=by_rows)
+            self._plans[batch, by_rows] = plan
+        return plan
+
+    def refresh_clock(self) -> None:
+        refresh({call.group: call.slots[0] for plan in self._plans.values() for call in plan.calls}.items())
+
+    def device(self) -> torch.device:
+        """Where results come out: where the first table's rows are."""
+        return self.plan((next(iter(self.features)),) if not self.one else 1).device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
+        copies = {name: copy.deepcopy(table, memo) for name, table in self.named.items()}
+        twin = Tables(copies[""] if self.one else copies, "Tables")
+        for slot, other in zip(self.slots.values(), twin.slots.values(), strict=True):
+            other.fused, other.clock, other.global_step = slot.fused, slot.clock, slot.global_step
+            other.waits = slot.fused is False
+        twin.features, twin.padding = copy.deepcopy(self.features, memo), self.padding
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"table {self.distinct[0].name!r} is not pickled; save model.state_dict(), or the table with "
+            "table.save(path)"
+        )
+
+    def __repr__(self) -> str:
+        if self.one:
+            return repr(self.named[""])
+        return ", ".join(f"{name}: {table!r}" for name, table in self.named.items())

@@ -1,0 +1,54 @@
+"""Offsets in GPU memory, checked there: nobody waits for the answer, and a later call tells of it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+
+_SHAPES = 4096  # remembered; then all are forgotten
+
+
+def watch_offsets(offsets: Tensor, n: int, name: str) -> None:
+    """Checks that offsets of ``n`` ids rise from 0 to ``n``, once per shape.
+
+    Raises:
+        ConfigError: those of an earlier batch did not.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        _watch(offsets.device).look(offsets, n, name)
+
+
+class _Watch:
+    def __init__(self, device: torch.device) -> None:
+        self._bad = torch.zeros(1, dtype=torch.bool, device=device)
+        self._told = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
+        self._seen: set[tuple[int, int]] = set()
+        self._name = ""
+
+    def look(self, offsets: Tensor, n: int, name: str) -> None:
+        if self._told.item():
+            self._told.zero_()
+            self._bad.zero_()
+            self._seen.clear()
+            raise ConfigError(
+                f"table {self._name!r}: the offsets of an earlier batch did not rise from 0 to its number of ids; "
+                "what was read and updated with them is undefined"
+            )
+        shape = (offsets.shape[0], n)
+        if shape in self._seen:
+            return
+        if len(self._seen) >= _SHAPES:
+            self._seen.clear()
+        self._seen.add(shape)
+        self._name = name
+        self._bad |= (offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != n)
+        self._told.copy_(self._bad, non_blocking=True)
+
+
+@cache
+def _watch(device: torch.device) -> _Watch:
+    return _Watch(device)

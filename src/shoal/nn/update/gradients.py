@@ -1,0 +1,250 @@
+"""Gradients of rows that wait for a step: as parts of groups, unexpanded, or as sums by id once somebody looks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.nn.update.units import RowsByTable, Unit, expand, row_units
+from shoal.table.protocol import Found, Group, Part, group_of
+
+if TYPE_CHECKING:
+    from shoal.nn.slot import TableSlot
+
+# Rows are summed by id once there are so many of them and twice what the last sum left, so that a long accumulation
+# takes the memory of its distinct ids.
+_SUM_ROWS = 1 << 20
+_lock = threading.RLock()
+
+
+class Gradients:
+    """``(ids, grads)`` of one table; an id may occur often. Safe to use from several threads."""
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        self._rows = 0
+        self._sum_at = _SUM_ROWS
+        self._summed = True  # no id is there twice
+        self.came = False
+        """Whether there is a gradient, be it of no ids."""
+
+    def add(self, ids: Tensor, grads: Tensor) -> None:
+        """Keeps both tensors, which nobody may change afterwards."""
+        with _lock:
+            self.came = True
+            if not ids.numel():
+                return
+            self._parts.append((ids, grads))
+            self._rows += ids.numel()
+            self._summed = False
+            if self._rows > self._sum_at:
+                self._sum()
+                self._sum_at = max(_SUM_ROWS, 2 * self._rows)
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """Everything there is, which is gone from here; None if no gradient came. Equal ids are not summed yet."""
+        with _lock:
+            parts, self._parts, self._rows = self._parts, [], 0
+            came, self.came = self.came, False
+            self._sum_at, self._summed = _SUM_ROWS, True
+        return self._joined(parts) if came else None
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Distinct ids and the sums of their gradients, still kept here: what is done to them in place, counts."""
+        with _lock:
+            self._sum()
+            return self._joined(self._parts)
+
+    def __len__(self) -> int:
+        """Rows waiting, equal ids counted each."""
+        return self._rows
+
+    def _sum(self) -> None:
+        if not self._summed:
+            self._parts = [sum_by_id(*self._joined(self._parts))]
+            self._rows = self._parts[0][0].numel()
+            self._summed = True
+
+    def _joined(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if not parts:
+            return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, self._dim, device="cpu")
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([ids for ids, _ in parts]), torch.cat([grads for _, grads in parts])
+
+
+def sum_by_id(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct ids, by first occurrence, and the sums of their rows; always new tensors."""
+    n, dim = grads.shape
+    if ids.is_cuda:
+        distinct, place = torch.unique(ids, return_inverse=True)
+        return distinct, grads.new_zeros(distinct.shape[0], dim).index_add_(0, place, grads)
+    out_ids = torch.empty(n, dtype=torch.int64, device="cpu")
+    out = torch.empty(n, dim, dtype=torch.float32, device="cpu")
+    distinct = _core.sum_by_id(ids.data_ptr(), n, grads.data_ptr(), dim, out_ids.data_ptr(), out.data_ptr())
+    return out_ids[:distinct].clone(), out[:distinct].clone()
+
+
+class Waiting:
+    """The parts of one group that wait, in one place for all its tables."""
+
+    def __init__(self, group: Group, slots: tuple[TableSlot, ...]) -> None:
+        self.collective = group.traits.collective
+        self.dim = group.dim
+        self.slots = slots
+        self.numbered: list[tuple[int, Part]] = []
+        self.ids = 0
+        self._group = weakref.ref(group)
+
+    def parts(self) -> list[Part]:
+        """In the order of the forwards, whatever that of the backwards was."""
+        return [part for _, part in sorted(self.numbered, key=lambda numbered: numbered[0])]
+
+    def unit(self) -> Unit:
+        """The update to make, by the group of the forward or, if it is gone with its module, by one like it."""
+        group = self._group()
+        if group is not None:
+            return Unit(group, self.slots, self.parts())
+        group = group_of([slot.table for slot in self.slots])
+        parts = []
+        for part in self.parts():
+            found = group.find(part.found.ids, part.found.counts, part.features, missing="zeros")
+            parts.append(Part(found, part.features, part.grad, part.offsets, part.weights))
+        return Unit(group, self.slots, parts)
+
+
+class Pending:
+    """The gradients of one table that wait for a step."""
+
+    def __init__(self, slot: TableSlot) -> None:
+        self.rows = Gradients(slot.dim)
+        """What was expanded, since somebody looked or since a group could not be updated as one."""
+        self.waiting: dict[tuple[int, ...], Waiting] = {}
+        self._slot = weakref.ref(slot)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Distinct ids and the sums of their gradients, which still wait: what is done to them in place, counts."""
+        with _lock:
+            _expand_all(self.waiting.values())
+            return self.rows.sums()
+
+    def clear(self) -> None:
+        """Drops what waits for this table."""
+        slot = self._slot()
+        if slot is not None:
+            clear_pending([slot])
+
+
+def add_waiting(group: Group, slots: tuple[TableSlot, ...], part: Part, number: int) -> None:
+    """Keeps a part of the forward with a number, whose tensors nobody may change afterwards, until a step."""
+    key = tuple([slot.handle for slot in slots])
+    with _lock:
+        waiting = slots[0].pending.waiting.get(key)
+        if waiting is None:
+            waiting = Waiting(group, slots)
+            for slot in slots:
+                slot.pending.waiting[key] = waiting
+        waiting.numbered.append((number, part))
+        waiting.ids += part.found.ids.numel()
+        if waiting.ids > _SUM_ROWS and not waiting.collective:  # a rank must not decide this alone
+            _expand_all([waiting])
+
+
+def detached(part: Part) -> Part:
+    """The part with copies of what the user may change before the step."""
+    found = part.found
+    found = Found(found.ids.clone(), found.counts, found.where, found.came)
+    offsets, weights = (None if one is None else one.clone() for one in (part.offsets, part.weights))
+    return Part(found, part.features, part.grad.clone(), offsets, weights)
+
+
+def clear_pending(slots: Sequence[TableSlot]) -> None:
+    """Drops the gradients that wait for some tables; those of others stay."""
+    with _lock:
+        handles = {slot.handle for slot in slots}
+        for waiting in _waiting_of(slots):
+            if all(slot.handle in handles for slot in waiting.slots):
+                _remove(waiting)
+            else:
+                _expand_all([waiting])
+        for slot in slots:
+            slot.pending.rows.take()
+
+
+def take_pending(slots: Sequence[TableSlot]) -> list[Unit]:
+    """The updates that some tables wait for, each table in one of them; nothing waits for them afterwards."""
+    with _lock:
+        handles = {slot.handle for slot in slots}
+        uses = dict.fromkeys(handles, 0)
+        for slot in slots:
+            uses[slot.handle] += slot.pending.rows.came
+        found = _waiting_of(slots)
+        for waiting in found:
+            for slot in waiting.slots:
+                uses[slot.handle] = uses.get(slot.handle, 0) + 1
+        whole = []
+        for waiting in found:
+            if all(slot.handle in handles and uses[slot.handle] == 1 for slot in waiting.slots):
+                whole.append(waiting)
+                _remove(waiting)
+            else:
+                _expand_all([waiting])
+        rows: RowsByTable = {}
+        for slot in slots:
+            taken = slot.pending.rows.take()
+            if taken is not None:
+                rows[slot] = [taken]
+    return [waiting.unit() for waiting in whole] + row_units(rows)
+
+
+def put_back(unit: Unit) -> None:
+    """Has an update that was taken wait again."""
+    if unit.rows is None:
+        for part in unit.parts:
+            add_waiting(unit.group, unit.slots, part, -1)  # before those that came since, in the order that they have
+        return
+    for slot, parts in unit.rows.items():
+        for ids, grads in parts:
+            slot.pending.rows.add(ids, grads)
+
+
+def _waiting_of(slots: Iterable[TableSlot]) -> list[Waiting]:
+    return list({id(waiting): waiting for slot in slots for waiting in slot.pending.waiting.values()}.values())
+
+
+def _remove(waiting: Waiting) -> None:
+    key = tuple([slot.handle for slot in waiting.slots])
+    for slot in waiting.slots:
+        slot.pending.waiting.pop(key, None)
+
+
+def _expand_all(several: Iterable[Waiting]) -> None:
+    for waiting in list(several):
+        _remove(waiting)
+        for part in waiting.parts():
+            for table, ids, grads in expand(part, waiting.dim):
+                waiting.slots[table].pending.rows.add(ids, grads)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # the child does not have the thread that may hold it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def is_empty(unit: Unit) -> bool:
+    """Whether an update has no ids, and nobody else takes part in it."""
+    for part in unit.parts:
+        if part.found.ids.numel():
+            return False
+    return not unit.group.traits.collective

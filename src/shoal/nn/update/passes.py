@@ -1,0 +1,116 @@
+"""A backward pass: its gradients are collected by group and make one update of each table when it ends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.nn.amp import is_scaled
+from shoal.nn.update.gradients import add_waiting, detached, is_empty
+from shoal.nn.update.steps import next_step
+from shoal.nn.update.units import RowsByTable, Unit, by_clock, disjoint, expand, row_units
+from shoal.table.protocol import Part
+
+if TYPE_CHECKING:
+    from shoal.nn.read.plan import Call
+
+numbers = itertools.count()
+"""Forwards take a number each, so that updates of ranks that work together come in the order of their finds."""
+_passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+_making = threading.Lock()
+_current_task = torch._C._current_graph_task_id
+_queue = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def hand_over(number: int, given: Sequence[tuple[Call, Part]]) -> None:
+    """Takes the gradients of one forward from backward: keeps them for a step, or has this pass apply them."""
+    passed: _Pass | None = None
+    for call, part in given:
+        waits = [slot.waits for slot in call.touched]
+        if all(waits):
+            add_waiting(call.group, call.slots, detached(part), number)
+            continue
+        if passed is None:
+            passed = _pass_of(call)
+        if any(waits):  # tables of one group, some of which an optimizer holds
+            kept = detached(part)
+            for table, ids, grads in expand(kept, call.group.dim):
+                slot = call.slots[table]
+                if slot.waits:
+                    slot.pending.rows.add(ids, grads)
+                else:
+                    passed.rows.setdefault(slot, []).append((ids, grads))
+        else:
+            passed.entries.append((number, call, part))
+    if passed is not None and not passed.queued:  # an op called by hand, outside backward
+        passed.end()
+
+
+class _Pass:
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, Call, Part]] = []
+        self.rows: RowsByTable = {}
+        self.queued = False
+
+    def end(self) -> None:
+        entries = self.entries
+        if len(entries) == 1 and not self.rows:
+            _, call, part = entries[0]
+            run(Unit(call.group, call.slots, [part]))
+            return
+        entries.sort(key=lambda entry: entry[0])
+        units: dict[Any, Unit] = {}
+        for _, call, part in entries:
+            unit = units.get(call.group)
+            if unit is None:
+                units[call.group] = Unit(call.group, call.slots, [part])
+            else:
+                unit.parts.append(part)
+        every = [*units.values(), *(row_units(self.rows) if self.rows else ())]
+        for unit in disjoint(every) if len(every) > 1 else every:
+            run(unit)
+
+
+def _pass_of(call: Call) -> _Pass:
+    """The pass that runs now; a new one that ends at once where none does."""
+    task = _current_task()
+    if task < 0:
+        return _Pass()
+    if is_scaled(task):
+        raise ConfigError(
+            f"table {call.touched[0].name!r} updates its rows in backward, where a GradScaler's gradients are "
+            "still scaled; nothing was applied. Make a SparseOptimizer over the modules (not fused=True) and call "
+            "scaler.step(optimizer), or autocast to bfloat16, which needs no GradScaler"
+        )
+    current = _passes.get(task)
+    if current is None:
+        with _making:
+            current = _passes.get(task)
+            if current is None:
+                current = _passes[task] = _Pass()
+                current.queued = True
+                # The engine holds the callback, and with it the pass: a backward that fails drops both.
+                _queue(current.end)
+    return current
+
+
+def run(unit: Unit) -> None:
+    """One step of the tables of a group, in backward."""
+    if not is_empty(unit):
+        for one in by_clock(unit) if len(unit.slots) > 1 else (unit,):
+            one.group.update(one.parts, step=next_step(one.group, one.touched()))
+
+
+def _after_fork() -> None:
+    global _making
+    _making = threading.Lock()  # the child does not have the thread that may hold it
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,119 @@
+"""Which step an update is, and when it happens: numbers, or device tensors that a captured CUDA graph reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal.table.protocol import Group, Step
+
+if TYPE_CHECKING:
+    from shoal.nn.slot import TableSlot
+
+_counting = threading.Lock()
+
+
+class StepCounter:
+    """The number of the next update. On the host, until a CUDA graph captures an update: from then on the device
+    counts, since nobody else sees a replay."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self.counted: Tensor | None = None
+        """int64 ``[1]``: updates since the first capture; None before that."""
+
+    @property
+    def number(self) -> int:
+        return self._number if self.counted is None else self._number + int(self.counted)
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._number = int(number)
+        if self.counted is not None:
+            self.counted.zero_()
+
+    def on_device(self) -> Tensor:
+        """int64 ``[1]``, once `counted` is set."""
+        assert self.counted is not None
+        return self.counted + self._number
+
+
+class GroupClock:
+    """Device tensors of a group whose updates can be captured, made by the first update that is not."""
+
+    def __init__(self, device: torch.device, seconds: int) -> None:
+        self.counted = torch.zeros(1, dtype=torch.int64, device=device)
+        self.seconds = torch.full((1,), int(seconds), dtype=torch.int64, device=device)
+        """What a replay stamps rows with; see `refresh`."""
+
+
+_clocks: weakref.WeakKeyDictionary[Any, GroupClock] = weakref.WeakKeyDictionary()
+
+
+def next_step(group: Group, slots: Sequence[TableSlot]) -> Step:
+    """The step of an update of some tables of a group in backward; counts it.
+
+    Tables that have seen different numbers of updates go on from the largest.
+    """
+    seconds = slots[0].time()
+    if not group.traits.capturable:
+        return Step(_count(slots), seconds)
+    clock = _clocks.get(group)
+    capturing = torch.cuda.is_current_stream_capturing()
+    if clock is None and not capturing:
+        clock = _clocks[group] = GroupClock(group.traits.device, seconds)
+    if not capturing and all(slot.counter.counted is None for slot in slots):
+        return Step(_count(slots), seconds)
+    if clock is None:
+        raise RuntimeError("run one step before it is captured in a CUDA graph; the group has no device tensors yet")
+    counter = _shared(slots, clock)
+    number = counter.on_device()
+    assert counter.counted is not None
+    counter.counted.add_(1)
+    return Step(number, clock.seconds if capturing else seconds)
+
+
+def _count(slots: Sequence[TableSlot]) -> int:
+    with _counting:
+        number = max(slot.counter._number for slot in slots) if len(slots) > 1 else slots[0].counter._number
+        for slot in slots:
+            slot.counter._number = number + 1
+    return number
+
+
+def _shared(slots: Sequence[TableSlot], clock: GroupClock) -> StepCounter:
+    """One counter for the tables, which counts on the device."""
+    counter = slots[0].counter
+    if any(slot.counter is not counter for slot in slots) or counter.counted is None:
+        ready = [slot.counter for slot in slots if slot.counter.counted is not None]
+        if ready:
+            counter = ready[0]
+        else:
+            counter = StepCounter()
+            counter._number = max(slot.counter._number for slot in slots)
+            counter.counted = clock.counted
+        for slot in slots:
+            slot.counter = counter
+    return counter
+
+
+def refresh(groups: Iterable[tuple[Group, TableSlot]]) -> None:
+    """Writes the current time to where the captured updates of groups read it."""
+    for group, slot in groups:
+        clock = _clocks.get(group)
+        if clock is not None:
+            clock.seconds.fill_(int(slot.time()))
+
+
+def _after_fork() -> None:
+    global _counting
+    _counting = threading.Lock()  # the child does not have the thread that may hold it
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,99 @@
+"""`Unit`: an update to make of one group, and how several of them become such that no table is in two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.table.adapter import row_gradients
+from shoal.table.protocol import Features, Group, Part, groups_of
+
+if TYPE_CHECKING:
+    from shoal.nn.slot import TableSlot
+
+RowsByTable = dict["TableSlot", list[tuple[Tensor, Tensor]]]
+"""Ids and gradients of rows, ``[N]`` and ``[N, dim]``, of several tables."""
+
+
+class Unit(NamedTuple):
+    """Gradients that make one step of the tables of a group."""
+
+    group: Group
+    slots: tuple[TableSlot, ...]
+    """Of the group's tables, in their order."""
+    parts: list[Part]
+    rows: RowsByTable | None = None
+    """Where the parts come from, if they are not of a forward."""
+
+    def touched(self) -> list[TableSlot]:
+        """The tables that the parts are of."""
+        if len(self.slots) == 1:
+            return [self.slots[0]]
+        places = {place for part in self.parts for place in part.features.tables}
+        return [self.slots[place] for place in sorted(places)]
+
+
+def expand(part: Part, dim: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The table, ids and row gradients of each feature of a part, without padding. Waits for the device."""
+    sizes = part.found.counts.tolist()
+    rows = row_gradients(part, dim)
+    for table, ids, grads in zip(part.features.tables, part.found.ids.split(sizes), rows.split(sizes), strict=True):
+        if part.features.padding is not None:
+            keep = ids != part.features.padding
+            ids, grads = ids[keep], grads[keep]
+        yield table, ids, grads
+
+
+def disjoint(units: Sequence[Unit]) -> list[Unit]:
+    """The same updates such that each table is in one of them, so that each of its ids makes one step.
+
+    Groups that share a table are updated by rows, all their tables together.
+    """
+    users: dict[TableSlot, int] = {}
+    for unit in units:
+        for slot in unit.touched():
+            users[slot] = users.get(slot, 0) + 1
+    if all(count == 1 for count in users.values()):
+        return list(units)
+    alone, rows = [], {}
+    for unit in units:
+        if all(users[slot] == 1 for slot in unit.touched()):
+            alone.append(unit)
+        else:
+            add_rows(rows, unit)
+    return alone + row_units(rows)
+
+
+def add_rows(rows: RowsByTable, unit: Unit) -> None:
+    """Expands the parts of an update."""
+    for part in unit.parts:
+        for table, ids, grads in expand(part, unit.group.dim):
+            rows.setdefault(unit.slots[table], []).append((ids, grads))
+
+
+def row_units(rows: RowsByTable) -> list[Unit]:
+    """The updates of rows by table, of as few groups as there are."""
+    slots = list(rows)
+    units = []
+    for group, places in groups_of([slot.table for slot in slots]):
+        own = {slots[place]: rows[slots[place]] for place in places}
+        counts = torch.tensor([sum(ids.numel() for ids, _ in parts) for parts in own.values()], device="cpu")
+        ids = torch.cat([ids for parts in own.values() for ids, _ in parts]).to(group.traits.device)
+        grads = torch.cat([grads for parts in own.values() for _, grads in parts]).to(group.traits.device)
+        features = Features(tables=tuple(range(len(places))))
+        found = group.find(ids, counts, features, missing="zeros")
+        units.append(Unit(group, tuple(own), [Part(found, features, grads)], own))
+    return units
+
+
+def by_clock(unit: Unit) -> list[Unit]:
+    """The update as it is or, if the clocks of its tables differ, table by table."""
+    touched = unit.touched()
+    if all(slot.clock is touched[0].clock for slot in touched):
+        return [unit]
+    rows: RowsByTable = {}
+    add_rows(rows, unit)
+    return [one for slot, parts in rows.items() for one in row_units({slot: parts})]
