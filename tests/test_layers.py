@@ -33,7 +33,6 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Private attributes of tables that other packages still reach for. It only shrinks.
 KNOWN = {
     ("sharded", "_check_trains"),
-    ("sharded", "_rates"),
 }
 
 

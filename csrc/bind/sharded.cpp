@@ -1,13 +1,33 @@
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
 #include "bind/digest.h"
 #include "sharded/parts.h"
+#include "sharded/pooled.h"
 #include "sharded/rings.h"
 #include "sharded/snapshot.h"
 
 namespace shoal::bind {
+namespace {
+
+BagsAt bags_at(uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim, int64_t width, int64_t floats,
+               const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns, uintptr_t weights) {
+  return {.at = ptr<const int32_t>(at),
+          .offsets = ptr<const int64_t>(offsets),
+          .ids = ids,
+          .features = static_cast<int64_t>(combiners.size()),
+          .bags = bags,
+          .dim = dim,
+          .width = width,
+          .floats = floats,
+          .combiners = combiners,
+          .columns = columns,
+          .weights = ptr<const float>(weights)};
+}
+
+}  // namespace
 
 void sharded(nb::module_& m) {
   m.def(
@@ -17,6 +37,25 @@ void sharded(nb::module_& m) {
         std::vector<const float*> pointers;
         for (uintptr_t p : parts) pointers.push_back(ptr<const float>(p));
         gather_from_parts(pointers, edges, ptr<const int32_t>(offsets), n, width, ptr<float>(rows));
+      },
+      NoGil());
+
+  m.def(
+      "pool_at",
+      [](uintptr_t flat, int64_t floats, uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim,
+         const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns, uintptr_t weights, uintptr_t out,
+         int64_t width) {
+        pool_at(bags_at(at, ids, offsets, bags, dim, width, floats, combiners, columns, weights),
+                ptr<const float>(flat), ptr<float>(out));
+      },
+      NoGil());
+  m.def(
+      "add_pooled_at",
+      [](uintptr_t flat, int64_t floats, uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim,
+         const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns, uintptr_t weights, uintptr_t grad,
+         int64_t width) {
+        add_pooled_at(bags_at(at, ids, offsets, bags, dim, width, floats, combiners, columns, weights),
+                      ptr<const float>(grad), ptr<float>(flat));
       },
       NoGil());
 
@@ -43,8 +82,17 @@ void sharded(nb::module_& m) {
       .def(
           "start",
           [](Rings& r, uintptr_t data, const std::vector<int64_t>& send, uintptr_t out,
-             const std::vector<int64_t>& recv) { r.start(ptr<const char>(data), send, ptr<char>(out), recv); },
-          NoGil())
+             const std::vector<int64_t>& recv,
+             uintptr_t head) { r.start(ptr<const char>(data), send, ptr<char>(out), recv, ptr<const char>(head)); },
+          nb::arg("data"), nb::arg("send"), nb::arg("out"), nb::arg("recv"), nb::arg("head") = 0, NoGil())
+      .def("differences",
+           [](const Rings& r) {
+             std::vector<std::tuple<int, int64_t, int64_t>> found;
+             for (const Rings::Difference& d : r.differences()) found.emplace_back(d.rank, d.sent, d.awaited);
+             return found;
+           })
+      .def(
+          "heads", [](const Rings& r, uintptr_t out) { r.heads(ptr<char>(out)); }, nb::arg("out"))
       .def("run", &Rings::run, nb::arg("seconds"), NoGil())
       .def("open", &Rings::open);
 }

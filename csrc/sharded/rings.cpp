@@ -18,7 +18,6 @@ namespace shoal {
 namespace {
 
 constexpr int64_t kPiece = 256 << 10;  // bytes that are moved before the other side is told
-constexpr int64_t kHead = 8;           // bytes of a message's length
 constexpr int kSpins = 200;            // looks around before sleeping; a peer in step needs fewer
 
 void sleep_on(std::atomic<uint32_t>& word, uint32_t seen, int milliseconds) {
@@ -57,7 +56,8 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t
 
 namespace {
 constexpr int64_t kRingHead = 128;
-}
+constexpr int64_t kFront = 8 + Rings::kHeadBytes;  // bytes in front of a message
+}  // namespace
 
 int64_t Rings::bytes(int ranks, int64_t ring_bytes) {
   return ranks * int64_t{64} + int64_t{ranks} * ranks * (kRingHead + ring_bytes);
@@ -86,7 +86,8 @@ void Rings::wake(int peer) const {
   if (other.sleeping.load()) wake_all(other.rung);
 }
 
-void Rings::start(const char* data, const std::vector<int64_t>& send, char* out, const std::vector<int64_t>& recv) {
+void Rings::start(const char* data, const std::vector<int64_t>& send, char* out, const std::vector<int64_t>& recv,
+                  const char* head) {
   if (static_cast<int>(send.size()) != ranks_ || static_cast<int>(recv.size()) != ranks_)
     throw std::invalid_argument("one number of bytes per rank is needed");
   for (int p = 0; p < ranks_; ++p) {
@@ -95,9 +96,16 @@ void Rings::start(const char* data, const std::vector<int64_t>& send, char* out,
   if (send[rank_] != recv[rank_]) throw std::invalid_argument("a rank gives itself as much as it takes");
   for (int p = 0; p < ranks_; ++p) {
     Message& m = messages_[p];
-    m = {.data = data, .out = out, .send = send[p] + kHead, .recv = recv[p] + kHead};
-    m.length = static_cast<uint64_t>(send[p]);
+    m = {};
+    m.data = data;
+    m.out = out;
+    m.send = send[p] + kFront;
+    m.recv = recv[p] + kFront;
+    m.awaited = recv[p];
+    m.front_out.length = send[p];
+    if (head) std::memcpy(m.front_out.head, head, kHeadBytes);
     if (p == rank_) {
+      m.front_in = m.front_out;
       if (send[p]) std::memcpy(out, data, static_cast<size_t>(send[p]));
       m.sent = m.send;
       m.received = m.recv;
@@ -116,9 +124,9 @@ bool Rings::push(int peer) {
   if (n <= 0) return false;
   for (int64_t done = 0; done < n;) {
     const int64_t at = static_cast<int64_t>((head + done) % ring_bytes_), behind = m.sent + done;
-    const bool in_head = behind < kHead;
-    const char* from = in_head ? reinterpret_cast<const char*>(&m.length) + behind : m.data + (behind - kHead);
-    const int64_t some = std::min({n - done, ring_bytes_ - at, in_head ? kHead - behind : n});
+    const bool in_front = behind < kFront;
+    const char* from = in_front ? reinterpret_cast<const char*>(&m.front_out) + behind : m.data + (behind - kFront);
+    const int64_t some = std::min({n - done, ring_bytes_ - at, in_front ? kFront - behind : n});
     std::memcpy(r.data + at, from, static_cast<size_t>(some));
     done += some;
   }
@@ -133,19 +141,23 @@ bool Rings::pull(int peer) {
   Ring& r = ring(peer, rank_);
   const uint64_t tail = r.tail.load(std::memory_order_relaxed);
   const int64_t there = static_cast<int64_t>(r.head.load(std::memory_order_acquire) - tail);
-  const int64_t n = std::min({there, m.recv - m.received, kPiece});
+  int64_t n = std::min({there, m.recv - m.received, kPiece});
   if (n <= 0) return false;
   for (int64_t done = 0; done < n;) {
     const int64_t at = static_cast<int64_t>((tail + done) % ring_bytes_), behind = m.received + done;
-    const bool in_head = behind < kHead;
-    char* to = in_head ? reinterpret_cast<char*>(&m.awaited) + behind : m.out + (behind - kHead);
-    const int64_t some = std::min({n - done, ring_bytes_ - at, in_head ? kHead - behind : n});
-    std::memcpy(to, r.data + at, static_cast<size_t>(some));
+    if (behind < kFront) {
+      const int64_t some = std::min({n - done, ring_bytes_ - at, kFront - behind});
+      std::memcpy(reinterpret_cast<char*>(&m.front_in) + behind, r.data + at, static_cast<size_t>(some));
+      done += some;
+      if (behind + some == kFront && m.differs()) {
+        m.recv = m.front_in.length + kFront;
+        n = std::min(n, m.recv - m.received);  // what follows is of the next exchange
+      }
+      continue;
+    }
+    const int64_t some = std::min(n - done, ring_bytes_ - at);
+    if (!m.differs()) std::memcpy(m.out + (behind - kFront), r.data + at, static_cast<size_t>(some));
     done += some;
-    if (behind + some == kHead && static_cast<int64_t>(m.awaited) != m.recv - kHead)
-      throw std::invalid_argument("rank " + std::to_string(peer) + " sends " + std::to_string(m.awaited) +
-                                  " bytes where rank " + std::to_string(rank_) + " awaits " +
-                                  std::to_string(m.recv - kHead));
   }
   m.received += n;
   r.tail.store(tail + n, std::memory_order_release);
@@ -182,6 +194,19 @@ bool Rings::run(double seconds) {
     sleep_on(mine.rung, seen, 50);
     mine.sleeping.store(0);
   }
+}
+
+std::vector<Rings::Difference> Rings::differences() const {
+  std::vector<Difference> found;
+  for (int p = 0; p < ranks_; ++p) {
+    const Message& m = messages_[p];
+    if (m.differs()) found.push_back({p, m.front_in.length, m.awaited});
+  }
+  return found;
+}
+
+void Rings::heads(char* out) const {
+  for (int p = 0; p < ranks_; ++p) std::memcpy(out + p * kHeadBytes, messages_[p].front_in.head, kHeadBytes);
 }
 
 std::vector<int> Rings::open() const {

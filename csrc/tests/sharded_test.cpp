@@ -1,6 +1,7 @@
 // Snapshots of a table that goes on, and rings between threads that stand for processes.
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -10,6 +11,7 @@
 #include <thread>
 
 #include "core/thread_pool.h"
+#include "sharded/pooled.h"
 #include "sharded/rings.h"
 #include "sharded/snapshot.h"
 #include "tests/check.h"
@@ -114,6 +116,87 @@ TEST(rings_carry_messages_of_any_length_between_ranks) {
         });
       }
       for (std::thread& thread : threads) thread.join();
+    }
+  }
+}
+
+TEST(ranks_that_disagree_are_told_and_go_on) {
+  constexpr int64_t kRing = 128;
+  std::vector<char> memory(Rings::bytes(2, kRing) + 64, 0);
+  char* start = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+  auto work = [=](int rank) {
+    Rings rings(start, rank, 2, kRing);
+    for (int round = 0; round < 20; ++round) {
+      const bool differ = round % 2;
+      const int64_t mine = rank ? 1000 : 30, theirs = differ ? 7 : rank ? 30 : 1000;
+      std::vector<int64_t> send(2, 0), recv(2, 0);
+      send[1 - rank] = mine;
+      recv[1 - rank] = theirs;
+      std::string data(mine, static_cast<char>('a' + rank)), out(theirs, '?'), head(Rings::kHeadBytes, 'h');
+      head[0] = static_cast<char>('0' + rank);
+      rings.start(data.data(), send, out.data(), recv, head.data());
+      CHECK(rings.run(60.0));
+      CHECK(out == std::string(theirs, differ ? '?' : static_cast<char>('b' - rank)));
+      CHECK(rings.differences().size() == (differ ? 1u : 0u));
+      if (differ) CHECK(rings.differences()[0].sent == (rank ? 30 : 1000) && rings.differences()[0].awaited == 7);
+      std::string heads(2 * Rings::kHeadBytes, '?');
+      rings.heads(heads.data());
+      CHECK(heads[0] == '0' && heads[Rings::kHeadBytes] == '1' && heads.back() == 'h');
+    }
+  };
+  std::thread other(work, 1);
+  work(0);
+  other.join();
+}
+
+TEST(bags_are_pooled_out_of_a_flat_buffer_and_their_gradients_added_to_it) {
+  for (int64_t dim : {1, 7, 96}) {
+    const int64_t rows = 9, bags = 50, ids = 2 * bags * 3;
+    std::mt19937 random(5);
+    std::vector<float> flat(rows * dim), weights(ids), grad(bags * (2 * dim + 1));
+    for (float& x : flat) x = static_cast<float>(random() % 7);
+    for (float& x : weights) x = static_cast<float>(random() % 3);
+    for (float& x : grad) x = static_cast<float>(random() % 5);
+    std::vector<int32_t> at(ids);
+    for (int32_t& a : at) a = random() % 5 ? static_cast<int32_t>(random() % rows * dim) : -1;
+    std::vector<int64_t> offsets(2 * bags + 1, 0);
+    for (int64_t b = 0; b < 2 * bags; ++b) offsets[b + 1] = b + 1 == 2 * bags ? ids : offsets[b] + random() % 4;
+    for (const bool weighted : {false, true}) {
+      BagsAt given{.at = at.data(),
+                   .offsets = offsets.data(),
+                   .ids = ids,
+                   .features = 2,
+                   .bags = bags,
+                   .dim = dim,
+                   .width = 2 * dim + 1,
+                   .floats = rows * dim,
+                   .combiners = {1, 3},
+                   .columns = {dim + 1, 0},
+                   .weights = weighted ? weights.data() : nullptr};
+      std::vector<float> out(bags * given.width, 9), sums(rows * dim, 0), want(rows * dim, 0);
+      pool_at(given, flat.data(), out.data());
+      add_pooled_at(given, grad.data(), sums.data());
+      for (int64_t bag = 0; bag < 2 * bags; ++bag) {
+        int64_t kept = 0;
+        for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) kept += at[i] >= 0;
+        const float count = static_cast<float>(std::max<int64_t>(1, kept));
+        const float scale = 1 / (bag < bags ? count : std::sqrt(count));
+        const int64_t where = bag % bags * given.width + given.columns[bag / bags];
+        for (int64_t c = 0; c < dim; ++c) {
+          float sum = 0;
+          for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
+            if (at[i] < 0) continue;
+            const float w = weighted ? weights[i] : 1;
+            sum += w * flat[at[i] + c];
+            want[at[i] + c] += scale * w * grad[where + c];
+          }
+          CHECK(std::abs(out[where + c] - sum * scale) < 1e-3f);
+        }
+      }
+      for (int64_t i = 0; i < rows * dim; ++i) CHECK(std::abs(sums[i] - want[i]) < 1e-2f);
+      for (int64_t b = 0; b < bags; ++b) CHECK(out[b * given.width + dim] == 9);
+      given.columns[0] = dim + 2;
+      CHECK_THROWS(pool_at(given, flat.data(), out.data()));
     }
   }
 }

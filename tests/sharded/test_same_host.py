@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shoal import _core
+from shoal.comm.ranks import same_host
 from shoal.errors import PeerError
 from shoal.sharded import AllToAllHashTable, ProcessGroup
-from shoal.sharded.all_to_all import same_host
 from tests.sharded.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -59,13 +59,15 @@ def test_bytes_arrive_in_order_whatever_the_ring_holds(ranks, ring_bytes):
 
 
 def test_ranks_that_disagree_are_told():
-    _memory, (a, b) = rings(2)
+    _memory, (a, b) = rings(2, 256)
     data, out = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
     a.start(data.ctypes.data, [0, 10], out.ctypes.data, [0, 10])
     assert not a.run(0.01)
-    b.start(data.ctypes.data, [10, 0], out.ctypes.data, [11, 0])
-    with pytest.raises(ValueError, match="rank 0 sends 10 bytes where rank 1 awaits 11"):
-        b.run(0.01)
+    b.start(data.ctypes.data, [12, 0], out.ctypes.data, [11, 0])
+    assert b.run(0.01)
+    assert a.run(0.01)
+    assert b.differences() == [(0, 10, 11)]
+    assert a.differences() == [(1, 12, 10)]
     with pytest.raises(ValueError, match="gives itself"):
         a.start(data.ctypes.data, [1, 0], out.ctypes.data, [2, 0])
     with pytest.raises(ValueError, match="multiple of 64"):
@@ -73,8 +75,6 @@ def test_ranks_that_disagree_are_told():
 
 
 def exchange(rank, world, shared):
-    from shoal.sharded.all_to_all.same_host import rings_of
-
     os.environ["SHOAL_SHARED_MEMORY"] = "1" if shared else "0"
     backend = ProcessGroup()
     generator = torch.Generator().manual_seed(7)
@@ -87,7 +87,7 @@ def exchange(rank, world, shared):
         unknown = backend.all_to_all(flat, lengths[rank].tolist())
         assert torch.equal(known, unknown)
         found.append(known)
-    return (rings_of(None) is not None), backend.gather_totals(rank + 5), found
+    return (backend._rings_of() is not None), backend.gather_totals(rank + 5), found
 
 
 def test_shared_memory_and_gloo_give_the_same():
@@ -122,7 +122,7 @@ def test_a_peer_may_end_once_it_has_given_what_the_others_need(monkeypatch, gave
 
     def exchange(rank):
         try:
-            ranks[rank].all_to_all(outs[rank], torch.arange(3) + 10 * rank, [1] * 3, [1] * 3)
+            ranks[rank].exchange(outs[rank], torch.arange(3) + 10 * rank, [1] * 3, [1] * 3, [])
         except PeerError as error:
             raised.append(str(error))
             looked.set()

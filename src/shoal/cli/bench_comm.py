@@ -65,9 +65,8 @@ def main(argv: list[str]) -> int:
         return stop.code if isinstance(stop.code, int) else 2
 
     _check_picture(options.out)
-    import torch.distributed as dist
-
     from shoal.comm.horovod import bench, hvd_lib
+    from shoal.comm.ranks import collectives
 
     over = bench.sizes(parse_size(options.smallest), parse_size(options.largest))
     operations = [op for op in options.ops.split(",") if op]
@@ -92,6 +91,6 @@ def main(argv: list[str]) -> int:
             bench.plot(points, options.out, title)
             if options.json != "-":
                 print(f"picture: {options.out}")
-    dist.barrier()
-    dist.destroy_process_group()
+    collectives.barrier()
+    collectives.stop()
     return 0

@@ -185,11 +185,11 @@ def _group() -> tuple[Any, int]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return None, 0
-    import torch.distributed as dist
+    from shoal.comm.ranks import collectives
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return dist.group.WORLD, dist.get_rank()
+    if not collectives.is_started():
+        collectives.start("gloo")
+    return collectives.group_of(), collectives.rank_in()
 
 
 def _print_json(value: Any) -> None:
@@ -259,9 +259,9 @@ def run(args: Run) -> int:
         else:
             _table(f"window {args.window}", summary)
     if group is not None:
-        import torch.distributed as dist
+        from shoal.comm.ranks import collectives
 
-        dist.destroy_process_group()
+        collectives.stop()
     return 0 if report.decision == "APPLY" else EXIT_SKIPPED
 
 

@@ -49,8 +49,10 @@ from shoal.comm.launch.device_utils import (
     within_placement_context_of,
 )
 from shoal.comm.ranks.in_process import InProcessTransport
+from shoal.comm.ranks.in_process_ranks import InProcessRanks
 from shoal.comm.ranks.mpi import MpiTransport
 from shoal.comm.ranks.process_group import ProcessGroupTransport
+from shoal.comm.ranks.ranks import Ranks
 from shoal.comm.ranks.serialization import deserialize_tensors, serialize_tensors
 from shoal.comm.ranks.transport import Transport
 from shoal.errors import (
@@ -76,10 +78,12 @@ __all__ = [
     "DistributedConfig",
     "DistributedError",
     "GPUOptions",
+    "InProcessRanks",
     "InProcessTransport",
     "MpiTransport",
     "PipelineError",
     "ProcessGroupTransport",
+    "Ranks",
     "RunContext",
     "SerializationError",
     "SessionConfig",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shoal.comm.ranks import collectives
 from shoal.errors import ConfigError, DeadlineError
 from shoal.gather.config import GatherConfig
 from shoal.gather.payload.compress import compress
@@ -92,19 +93,17 @@ def store_of(scenario: Scenario, spec: GradientSpec) -> MemoryStore:
 
 def _rank(rank: int, world: int, folder: str, scenario: Scenario, out: Any) -> None:
     try:
-        import torch.distributed as dist
-
         torch.set_num_threads(1)
         group = None
         if world > 1:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
-            group = dist.group.WORLD
+            collectives.start("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
+            group = collectives.group_of()
         model = model_of(scenario)
         spec = GradientSpec.from_model(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         store = store_of(scenario, spec)
         if group is not None:
-            dist.barrier()
+            collectives.barrier()
         plan = GatherPlan(WINDOW, range(scenario.peers), time_max=TIME_MAX_US)
         config = GatherConfig(retry_interval_s=0.05, max_concurrent_fetches=scenario.concurrent, spill="disk")
         begin = time.perf_counter()
@@ -126,7 +125,7 @@ def _rank(rank: int, world: int, folder: str, scenario: Scenario, out: Any) -> N
         }
         out.put((rank, seconds, phases, report.update.peak_bytes, summary, ""))
         if group is not None:
-            dist.destroy_process_group()
+            collectives.stop()
     except BaseException as error:
         out.put((rank, 0.0, {}, 0, {}, repr(error)))
         raise

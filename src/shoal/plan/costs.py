@@ -153,9 +153,12 @@ def _tables() -> dict[str, float]:
     import shoal
     from shoal.sharded import AllToAllHashTable
     from shoal.sharded.all_to_all.backend import SingleRank
+    from shoal.sharded.all_to_all.group import AllToAllGroup
+    from shoal.table.protocol import Features, Part, Step
 
     of: dict[str, dict[int, float]] = {"lookup": {}, "update": {}, "pool": {}, "route": {}}
     overhead = 0.0
+    counts, features = torch.tensor([_BATCH], device="cpu"), Features()
     for dim in _DIMS:
         table = shoal.HashTable(dim, optimizer=shoal.Adagrad(lr=0.01), name=f"plan_{dim}")
         ids = torch.randperm(_ROWS, device="cpu")[:_BATCH] * 982451653
@@ -173,11 +176,12 @@ def _tables() -> dict[str, float]:
 
         pool = _usual(step)
         whole = AllToAllHashTable(backend=SingleRank(), factory=lambda _, table=table: table)
+        group = AllToAllGroup((whole,))
 
-        def routed(whole: Any = whole, ids: Any = ids, grads: Any = grads) -> None:
-            again = ids.clone()
-            whole.lookup(again)
-            whole.apply_gradients(again, grads)
+        def routed(group: Any = group, ids: Any = ids, grads: Any = grads) -> None:
+            found = group.find(ids, counts, features, missing="zeros")
+            group.rows(found, features, missing="zeros")
+            group.update([Part(found, features, grads)], step=Step())
 
         route = _usual(routed)
         scale = 1e9 / _BATCH
@@ -243,17 +247,18 @@ def _servers() -> dict[str, float]:
 
 def _exchange(rank: int, world: int) -> list[float]:
     import torch
-    import torch.distributed as dist
+
+    from shoal.comm.ranks import collectives
 
     torch.set_num_threads(1)
     large = torch.zeros(1 << 20, device="cpu")
     small = torch.zeros(world, device="cpu")
     out = torch.empty_like(large)
     calls = [
-        lambda: dist.all_to_all_single(out[:world], small),
-        lambda: dist.all_to_all_single(out, large),
-        lambda: dist.all_reduce(small),
-        lambda: dist.all_reduce(large),
+        lambda: collectives.all_to_all(out[:world], small),
+        lambda: collectives.all_to_all(out, large),
+        lambda: collectives.all_reduce(small),
+        lambda: collectives.all_reduce(large),
     ]
     times = []
     for call in calls:

@@ -1,8 +1,140 @@
-"""Collectives under the names that torch has given them since 2.13, whichever torch this is."""
+"""torch's process groups and their collectives, for the whole library: who talks to `torch.distributed` does it here.
 
-from typing import Any
+Ranks are those of the group (the default group where it is None), never those of the world. ``later=True`` starts a
+collective and returns its handle, whose ``wait(timeout)`` ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
+Group = Any
+"""A ``torch.distributed.ProcessGroup``, or None for the default one."""
+GradBucket = dist.GradBucket
+"""What a communication hook of ``DistributedDataParallel`` gets."""
+Op = Literal["sum", "min", "max"]
+
+# Under the names that torch has given them since 2.13, whichever torch this is.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def is_started() -> bool:
+    """Whether this process has a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def start(backend: str = "gloo", **options: Any) -> None:
+    """Makes the default group, with the options of ``init_process_group``."""
+    dist.init_process_group(backend, **options)
+
+
+def stop() -> None:
+    """Ends the default group."""
+    dist.destroy_process_group()
+
+
+def group_of(group: Group = None) -> Any:
+    """The group itself."""
+    return dist.group.WORLD if group is None else group
+
+
+def rank_in(group: Group = None) -> int:
+    return dist.get_rank(group)
+
+
+def size_of(group: Group = None) -> int:
+    return dist.get_world_size(group)
+
+
+def members(group: Group = None) -> list[int]:
+    """The ranks of the world that are in the group, by their rank in it."""
+    return dist.get_process_group_ranks(group_of(group))
+
+
+def backends(group: Group = None) -> str:
+    """What carries the tensors of each device, such as ``cpu:gloo,cuda:nccl``."""
+    return str(dist.get_backend_config(group))
+
+
+def gloo_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> Any:
+    """A gloo group of some ranks of the world, who all call this; of all ranks unless given."""
+    if ranks is None:
+        return dist.new_group(backend="gloo")
+    return dist.new_group(list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True)
+
+
+def store_of(group: Group = None) -> Any:
+    """The store through which a group was made."""
+    if group is None:
+        return dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+def part_of(store: Any, prefix: str) -> Any:
+    """The keys of a store that start with a prefix."""
+    return dist.PrefixStore(prefix, store)
+
+
+def local_store() -> Any:
+    """A store in this process alone."""
+    return dist.HashStore()
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None, *, later: bool = False) -> Any:
+    """In place."""
+    return dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=group, async_op=later)
+
+
+def broadcast(tensor: Tensor, root: int, group: Group = None, *, later: bool = False) -> Any:
+    """In place, from rank ``root`` of the group."""
+    return dist.broadcast(tensor, group=group_of(group), group_src=root, async_op=later)
+
+
+def all_gather(parts: list[Tensor], tensor: Tensor, group: Group = None, *, later: bool = False) -> Any:
+    """Every rank's tensor into ``parts``, by rank."""
+    return dist.all_gather(parts, tensor, group=group, async_op=later)
+
+
+def gather(parts: list[Tensor] | None, tensor: Tensor, root: int, group: Group = None) -> None:
+    """Every rank's tensor into ``parts`` of rank ``root`` of the group; the others give None."""
+    dist.gather(tensor, parts, group=group_of(group), group_dst=root)
+
+
+def all_to_all(
+    out: Tensor,
+    flat: Tensor,
+    recv: Sequence[int] | None = None,
+    send: Sequence[int] | None = None,
+    group: Group = None,
+    *,
+    later: bool = False,
+) -> Any:
+    """``send[r]`` rows of ``flat`` to rank ``r`` and ``recv[r]`` of its rows to ``out``; equal shares unless given."""
+    sizes = (None if counts is None else list(counts) for counts in (recv, send))
+    return dist.all_to_all_single(out, flat, *sizes, group=group, async_op=later)
+
+
+def send(tensor: Tensor, to: int, group: Group = None) -> Any:
+    """Starts to send to a rank of the group."""
+    return dist.isend(tensor, group=group_of(group), group_dst=to)
+
+
+def recv(tensor: Tensor, source: int, group: Group = None) -> Any:
+    """Starts to receive from a rank of the group."""
+    return dist.irecv(tensor, group=group_of(group), group_src=source)
+
+
+def barrier(group: Group = None) -> None:
+    dist.barrier(group)

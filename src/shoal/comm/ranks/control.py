@@ -4,9 +4,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from shoal.comm.ranks.collectives import all_gather_single
+from shoal.comm.ranks import collectives
 
 _group: Any = None
 _group_of: Any = None
@@ -14,21 +13,21 @@ _group_of: Any = None
 
 def world_size() -> int:
     """Ranks of the default process group; 1 when there is none."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return collectives.size_of() if collectives.is_started() else 1
 
 
 def rank() -> int:
-    return dist.get_rank() if world_size() > 1 else 0
+    return collectives.rank_in() if world_size() > 1 else 0
 
 
 def _gloo() -> Any:
     """The default group where it speaks gloo, else a gloo group beside it (made by all ranks in their first call)."""
     global _group, _group_of
-    default: Any = dist.group.WORLD
+    default: Any = collectives.group_of()
     if any(t.type == "cpu" for t in default._device_types):
         return default
     if _group_of is not default:
-        _group, _group_of = dist.new_group(backend="gloo"), default
+        _group, _group_of = collectives.gloo_group(), default
     return _group
 
 
@@ -37,7 +36,7 @@ def broadcast_ints(values: list[int], root_rank: int = 0, timeout_s: float | Non
     if world_size() == 1:
         return values
     data = torch.tensor(values, dtype=torch.int64, device="cpu")
-    work: Any = dist.broadcast(data, group=_gloo(), group_src=root_rank, async_op=True)
+    work = collectives.broadcast(data, root_rank, _gloo(), later=True)
     work.wait(timedelta(seconds=timeout_s)) if timeout_s is not None else work.wait()
     return data.tolist()
 
@@ -48,6 +47,6 @@ def gather_ints(values: list[int], timeout_s: float | None = None) -> list[list[
         return [values]
     mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     everyone = torch.empty(world_size() * len(values), dtype=torch.int64, device="cpu")
-    work = all_gather_single(everyone, mine, group=_gloo(), async_op=True)
+    work = collectives.all_gather_single(everyone, mine, group=_gloo(), async_op=True)
     work.wait(timedelta(seconds=timeout_s)) if timeout_s is not None else work.wait()
     return everyone.reshape(world_size(), -1).tolist()

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from shoal.comm.ranks.buffers import writable_bytes
 from shoal.comm.ranks.transport import Deadline
@@ -40,7 +39,7 @@ _boxes: weakref.WeakSet[Any] = weakref.WeakSet()
 _flushing_pid: int | None = None
 
 
-def _finish(work: "dist.Work", cuda: bool) -> None:
+def _finish(work: Any, cuda: bool) -> None:
     """Waits for one operation without ever timing out; the error of a lost peer comes out of here."""
     if not cuda:
         work.wait(FOREVER)
@@ -100,7 +99,7 @@ class Outbox:
     def __init__(self, transport: "ProcessGroupTransport", dest: int, tag: int) -> None:
         self.transport, self.dest, self.tag = transport, dest, tag
         self.sequence = 0
-        self.pending: deque[tuple[list[dist.Work], list[torch.Tensor], int]] = deque()
+        self.pending: deque[tuple[list[Any], list[torch.Tensor], int]] = deque()
         self.queued_bytes = 0
         self.error: Exception | None = None
         self.changed = threading.Condition()

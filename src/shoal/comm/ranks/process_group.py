@@ -8,8 +8,8 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from shoal.comm.ranks import collectives
 from shoal.comm.ranks.mailboxes import Inbox, Outbox
 from shoal.comm.ranks.transport import DEFAULT_TIMEOUT_S, MAX_MESSAGE_BYTES, BaseTransport, Deadline
 from shoal.errors import ConfigError, TransportError
@@ -33,21 +33,21 @@ class ProcessGroupTransport(BaseTransport):
 
     def __init__(
         self,
-        group: "dist.ProcessGroup | None" = None,
+        group: Any = None,
         device: torch.device | str | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        if not dist.is_initialized():
+        if not collectives.is_started():
             raise ConfigError(
                 "ProcessGroupTransport: no process group exists; call DistributedConfig.init() or init_process_group()"
             )
-        members: Any = dist.group.WORLD if group is None else group
+        members: Any = collectives.group_of(group)
         self.group: Any = members
-        rank = dist.get_rank(members)
+        rank = collectives.rank_in(members)
         if rank < 0:
             raise ConfigError("ProcessGroupTransport: this process is not in the group; make it on the group's members")
-        super().__init__(rank, dist.get_world_size(self.group), default_timeout_s, max_message_bytes)
+        super().__init__(rank, collectives.size_of(self.group), default_timeout_s, max_message_bytes)
         if device is None:
             types = {t.type for t in members._device_types}
             device = "cpu" if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
@@ -69,7 +69,7 @@ class ProcessGroupTransport(BaseTransport):
 
     def _open_store(self, prefix: str) -> Any:
         try:
-            return dist.PrefixStore(prefix, self.group.get_group_store())
+            return collectives.part_of(self.group.get_group_store(), prefix)
         except (RuntimeError, AttributeError):  # a backend without a store, as MPI's
             return None
 
@@ -158,7 +158,7 @@ class ProcessGroupTransport(BaseTransport):
         if self.world_size == 1:
             return
         if self._store is None or self.cuda:
-            dist.barrier(self.group)
+            collectives.barrier(self.group)
             return
         mark = memoryview(generation.to_bytes(8, "little"))
         inboxes = self._barrier_inboxes

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal import _core
@@ -108,7 +107,7 @@ def index_overlap(
     answers = control.all_gather_bytes(trouble.encode())
     if any(answers):
         raise PayloadsUnreadable({rank: answer.decode() for rank, answer in enumerate(answers) if answer})
-    control.reduce_tensor(counts, dist.ReduceOp.SUM)
+    control.reduce_tensor(counts, "sum")
     weights = _weights(holding, chunks, chosen)
     return _report(holding, counts, weights, limit, exact=mode == "exact", sampled=picked if mode == "sampled" else 0)
 

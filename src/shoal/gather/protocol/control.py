@@ -9,9 +9,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.ranks import collectives
 from shoal.gather.errors import RankFailure
 
 log = logging.getLogger("shoal.gather")
@@ -36,9 +36,9 @@ class _Shared:
 def _control_group(group: Any, timeout_s: float) -> _Shared:
     shared, timeout = _groups.get(group), timedelta(seconds=timeout_s)
     if shared is None or shared.broken:  # on every rank alike: ranks must make groups in the same order
-        ranks = dist.get_process_group_ranks(group)
-        pg: Any = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
-        store = dist.distributed_c10d._world.pg_map[pg][1]
+        ranks = collectives.members(group)
+        pg = collectives.gloo_group(ranks, timeout)
+        store = collectives.store_of(pg)
         shared = _groups[group] = _Shared(pg, store)
     else:
         shared.pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
@@ -57,9 +57,8 @@ class Control:
         self.rank, self.world = 0, 1
         self._shared: _Shared | None = None
         if group is not None:
-            self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+            self.rank, self.world = collectives.rank_in(group), collectives.size_of(group)
             if self.world > 1:
-                self._ranks = dist.get_process_group_ranks(group)
                 try:
                     self._shared = _control_group(group, max(timeout_s, 1.0))
                 except Exception as error:
@@ -153,13 +152,12 @@ class Control:
         if self.world == 1:
             return data or b""
         size = torch.tensor([len(data) if data is not None else 0], device="cpu")
-        root = self._ranks[src]
-        self._run("broadcast", lambda: dist.broadcast(size, root, group=self.pg, async_op=True))
+        self._run("broadcast", lambda: collectives.broadcast(size, src, self.pg, later=True))
         buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
         if self.rank == src and data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if len(buffer):
-            self._run("broadcast", lambda: dist.broadcast(buffer, root, group=self.pg, async_op=True))
+            self._run("broadcast", lambda: collectives.broadcast(buffer, src, self.pg, later=True))
         return buffer.numpy().tobytes()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -168,7 +166,7 @@ class Control:
             return [data]
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world)]
         own = torch.tensor([len(data)], device="cpu")
-        self._run("all_gather", lambda: dist.all_gather(sizes, own, group=self.pg, async_op=True))
+        self._run("all_gather", lambda: collectives.all_gather(sizes, own, self.pg, later=True))
         longest = max(int(s) for s in sizes)
         if longest == 0:
             return [b""] * self.world
@@ -176,27 +174,27 @@ class Control:
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.world)]
-        self._run("all_gather", lambda: dist.all_gather(parts, padded, group=self.pg, async_op=True))
+        self._run("all_gather", lambda: collectives.all_gather(parts, padded, self.pg, later=True))
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
-    def reduce_ints(self, values: list[int], op: Any) -> list[int]:
+    def reduce_ints(self, values: list[int], op: collectives.Op) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         self.reduce_tensor(tensor, op)
         return tensor.tolist()
 
-    def reduce_tensor(self, tensor: Tensor, op: Any) -> Tensor:
+    def reduce_tensor(self, tensor: Tensor, op: collectives.Op) -> Tensor:
         """all_reduce in place."""
         if self.world > 1:
-            self._run("all_reduce", lambda: dist.all_reduce(tensor, op, group=self.pg, async_op=True))
+            self._run("all_reduce", lambda: collectives.all_reduce(tensor, op, self.pg, later=True))
         return tensor
 
     def minimum(self, value: int) -> int:
-        return self.reduce_ints([value], dist.ReduceOp.MIN)[0]
+        return self.reduce_ints([value], "min")[0]
 
     def agree(self, value: int) -> bool:
         """Whether all ranks hold the same 63-bit value."""
-        low = self.reduce_ints([value], dist.ReduceOp.MIN)[0]
-        high = self.reduce_ints([value], dist.ReduceOp.MAX)[0]
+        low = self.reduce_ints([value], "min")[0]
+        high = self.reduce_ints([value], "max")[0]
         return low == high
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_splits: list[int], in_splits: list[int]) -> None:
@@ -205,19 +203,19 @@ class Control:
             return
         self._run(
             "all_to_all",
-            lambda: dist.all_to_all_single(out, inp, out_splits, in_splits, group=self.pg, async_op=True),
+            lambda: collectives.all_to_all(out, inp, out_splits, in_splits, self.pg, later=True),
         )
 
     # ---- pieces of larger exchanges: the caller waits, with the same deadline
 
     def start_broadcast(self, tensor: Tensor, src: int) -> Any:
-        return dist.broadcast(tensor, self._ranks[src], group=self.pg, async_op=True)
+        return collectives.broadcast(tensor, src, self.pg, later=True)
 
     def start_send(self, tensor: Tensor, dst: int) -> Any:
-        return dist.isend(tensor, self._ranks[dst], group=self.pg)
+        return collectives.send(tensor, dst, self.pg)
 
     def start_recv(self, tensor: Tensor, src: int) -> Any:
-        return dist.irecv(tensor, self._ranks[src], group=self.pg)
+        return collectives.recv(tensor, src, self.pg)
 
     def wait(self, works: list[Any], what: str, *, sliced: bool = False) -> None:
         """Waits for started pieces; ``sliced`` for broadcasts, not for sends and receives."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shoal.gather.artifact.writer import write_artifact
 from shoal.gather.config import GatherConfig
@@ -127,7 +126,7 @@ def _refuse_replay(plan: GatherPlan | None, ledger: UpdateLedger | None, group: 
     control = Control(group, timeout_s=config.control_timeout(plan))
     window = plan.window if control.rank == 0 and isinstance(plan, GatherPlan) else -1
     if control.world > 1:
-        window = control.reduce_ints([window], dist.ReduceOp.MAX)[0]
+        window = control.reduce_ints([window], "max")[0]
     applied = ledger is not None and window >= 0 and ledger.applied(window)
     if control.minimum(int(not applied)):
         return

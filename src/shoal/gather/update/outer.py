@@ -9,7 +9,6 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import ConfigError
@@ -226,7 +225,7 @@ class _Update:
         if not replicated:
             own = [squares, total] if self.layout.counted[index] else [0.0, 0.0]
             sums = torch.tensor(own, dtype=torch.float64, device="cpu")
-            squares, total = self.control.reduce_tensor(sums, dist.ReduceOp.SUM).tolist()
+            squares, total = self.control.reduce_tensor(sums, "sum").tolist()
         numel = math.prod(param.shape)
         report.param_norms[param.name] = math.sqrt(squares)
         report.param_means[param.name] = total / numel

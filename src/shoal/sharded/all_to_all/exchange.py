@@ -2,13 +2,63 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shoal.comm.ranks.ranks import AllToAll, Heads, Ranks, as_ranks
 from shoal.comm.ranks.telemetry import TELEMETRY
-from shoal.sharded.all_to_all.backend import AllToAll
+from shoal.errors import PeerError
+
+FIND, ROWS, UPDATE, WRITE = range(1, 5)
+_CALLS = {FIND: "find", ROWS: "the rows of find", UPDATE: "the update of find", WRITE: "write"}
+_NAME_BYTES = 24
+
+
+@dataclass(frozen=True)
+class Call:
+    """Which exchange this is, as it is told to the other ranks; all ranks must be in the same one."""
+
+    kind: int
+    number: int
+    names: tuple[str, ...]
+    """Of the tables."""
+    detail: int = 0
+    """What else must be equal on all ranks."""
+    failed: bool = False
+    """This rank cannot do its part; the others are told, since they would wait otherwise."""
+
+    def head(self) -> list[int]:
+        joined = "\0".join(self.names).encode()
+        name = ", ".join(self.names).encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        words = [int.from_bytes(name[i : i + 8], "little", signed=True) for i in range(0, _NAME_BYTES, 8)]
+        return [self.kind, self.number, zlib.crc32(joined), self.detail, int(self.failed), *words]
+
+    def check(self, heads: Heads, rank: int) -> None:
+        """Raises unless every rank is in this exchange and can do its part."""
+        mine = heads[rank]
+        failed = [r for r, head in enumerate(heads) if head[4] and r != rank]
+        if failed and not self.failed:
+            raise PeerError(
+                f"rank {rank}, {_told(mine)}: rank(s) {failed} refused their part; see their logs. Nothing was changed"
+            )
+        other = [r for r, head in enumerate(heads) if head[:4] != mine[:4]]
+        if other and not self.failed:
+            theirs = "; ".join(f"rank {r} is in {_told(heads[r])}" for r in other[:4])
+            raise PeerError(
+                f"rank {rank} is in {_told(mine)}, but {theirs}. All ranks must make the same calls in the same order, "
+                "with the same arguments but for ids and gradients; nothing was changed"
+            )
+
+
+def _told(head: Sequence[int]) -> str:
+    kind, number, _, detail, _, *words = head
+    name = b"".join(word.to_bytes(8, "little", signed=True) for word in words).rstrip(b"\0").decode(errors="replace")
+    more = f" [{detail}]" if detail else ""
+    return f"{_CALLS.get(kind, 'another call')} {number}{more} of table(s) {name!r}"
 
 
 class Exchange:
@@ -20,39 +70,58 @@ class Exchange:
 
     def __init__(self, backend: AllToAll, backward_dtype: torch.dtype, fake_cast: bool = False) -> None:
         self.backend = backend
+        self.ranks: Ranks = as_ranks(backend)
         self.backward_dtype = backward_dtype
         self.fake_cast = fake_cast
 
-    def ids(self, all_fids: Tensor, sharded_slot_sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Ids and their counts by table, ordered by the rank they came from. The counts tell how many ids will come."""
-        if self.backend.world_size == 1:
-            return all_fids, sharded_slot_sizes
-        came = self.counts(sharded_slot_sizes, k)
-        return self.counted_ids(all_fids, sharded_slot_sizes, came, k), came
+    def send(
+        self,
+        name: str,
+        call: Call | None,
+        flat: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+    ) -> Tensor:
+        """``send[r]`` elements to rank ``r``; what came, by rank, once every rank was found to be in the same call.
 
-    def counts(self, sharded_slot_sizes: Tensor, k: int) -> Tensor:
+        ``call`` None: the ranks have just told each other in the same turn.
+        """
+        rank = self.ranks.rank
+        with TELEMETRY.timed(f"alltoall.{name}"):
+            came, heads = self.ranks.exchange(flat, send, recv, None if call is None else call.head())
+        if call is not None:
+            call.check(heads, rank)
+        if came is None and (call is None or not call.failed):
+            raise PeerError(f"rank {rank}, {name} of {call}: another rank sent more or less than the {recv} awaited")
+        return flat if came is None else came
+
+    def ids(self, call: Call, all_fids: Tensor, sharded_slot_sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Ids and their counts by table, ordered by the rank they came from. The counts tell how many ids will come."""
+        if self.ranks.world_size == 1:
+            return all_fids, sharded_slot_sizes
+        with self.ranks.turn:
+            came = self.counts(call, sharded_slot_sizes, k)
+            return self.counted_ids(all_fids, sharded_slot_sizes, came, k), came
+
+    def counts(self, call: Call, sharded_slot_sizes: Tensor, k: int) -> Tensor:
         """Every rank's counts for this one."""
-        n = self.backend.world_size
-        return self.send("id_sizes", sharded_slot_sizes, [k] * n, [k] * n)
+        each = [k] * self.ranks.world_size
+        return self.send("id_sizes", call, sharded_slot_sizes, each, each)
 
     def counted_ids(self, all_fids: Tensor, sharded_slot_sizes: Tensor, came: Tensor, k: int) -> Tensor:
-        n = self.backend.world_size
+        """The ids that those counts are of, in the same turn."""
+        n = self.ranks.world_size
         send, recv = (sizes.view(n, k).sum(1).tolist() for sizes in (sharded_slot_sizes, came))
-        return self.send("ids", all_fids, send, recv)
+        return self.send("ids", None, all_fids, send, recv)
 
-    def rows(self, rows: Tensor, send: Tensor, recv: Tensor, name: str = "embeddings") -> Tensor:
-        if self.backend.world_size == 1:
+    def rows(self, call: Call, rows: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        if self.ranks.world_size == 1:
             return rows
-        return self.send(name, rows, send.tolist(), recv.tolist())
+        return self.send("embeddings", call, rows, send, recv)
 
-    def send(self, name: str, flat: Tensor, send: Sequence[int], recv: Sequence[int] | None = None) -> Tensor:
-        """``send[r]`` elements to rank ``r``; what came, by rank."""
-        with TELEMETRY.timed(f"alltoall.{name}"):
-            return self.backend.all_to_all(flat, send, recv)
-
-    def gradients(self, flat: Tensor, send: Tensor, recv: Tensor) -> Tensor:
+    def gradients(self, call: Call, flat: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """Gradients to the ranks that own the rows, in ``backward_dtype`` on their way and float32 again after it."""
-        received = self.rows(flat, send, recv, "gradients")
+        received = flat if self.ranks.world_size == 1 else self.send("gradients", call, flat, send, recv)
         if received.dtype != torch.float32:
             received = received.float()
             if self.fake_cast:

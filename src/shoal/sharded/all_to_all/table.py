@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.buffers import empty_flat
+from shoal.comm.ranks.ranks import AllToAll
 from shoal.durable import MANIFEST, Saved, digests_below, read_saved, replace_files
 from shoal.errors import DataError, PeerError
-from shoal.ops.reorder import fused_reorder_by_indices
-from shoal.ops.reorder.op import FusedReorder
 from shoal.sharded import environment as env
-from shoal.sharded.all_to_all.backend import AllToAll, default_backend
-from shoal.sharded.all_to_all.exchange import Exchange
+from shoal.sharded.all_to_all.backend import default_backend
+from shoal.sharded.all_to_all.exchange import WRITE, Call, Exchange
+from shoal.sharded.all_to_all.group import make_group
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
-from shoal.sharded.route import Seen, gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
 from shoal.table.checkpoint import restore_table
-from shoal.table.fused import apply_blocks
+from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, group_of
 from shoal.table.table import HashTable
 
-AGAIN = -1  # in place of a count: this rank has the ids it had the last time
+_ONE = Features()
 
 
 class AllToAllHashTable:
@@ -65,107 +64,113 @@ class AllToAllHashTable:
         name: str = "all_to_all",
         **table: Any,
     ) -> None:
-        self._backend = backend or default_backend()
-        self.world_size, self.rank = self._backend.world_size, self._backend.rank
+        self.exchange = Exchange(
+            backend or default_backend(), env.environment.backward_dtype, env.environment.fake_cast
+        )
+        ranks = self.exchange.ranks
+        self.world_size, self.rank = ranks.world_size, ranks.rank
         self.table = factory(self.rank) if factory is not None else HashTable(dim or 1, name=name, **table)
         self.name = self.table.name
         self.dim_size = self.table.dim_size
         self.config = self.table.config
+        self.last_spread: tuple[list[int], list[int]] | None = None
+        """The distinct ids that the last find asked of each rank, and those that each rank asked of this one."""
         self._home = home(self.table)
-        self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
-        self._last: tuple[Seen, tuple[Any, ...]] | None = None
+        self._finds = itertools.count(1)
+        self._writes = itertools.count(1)
+
+    @staticmethod
+    def make_group(tables: tuple[AllToAllHashTable, ...]) -> Group:
+        """One exchange per direction for all of them."""
+        return make_group(tables)
+
+    def group_key(self) -> Hashable:
+        """Tables over the same ranks with rows of one width are one group."""
+        if self.world_size > 1:
+            return "all_to_all", self.exchange.ranks.key, self.dim_size, self._home
+        local = self.table
+        return "one rank", local.group_key() if hasattr(local, "group_key") else ("adapter", id(local))
+
+    def next_find(self) -> int:
+        """The number of the next find of a group whose first table this is; the same on every rank."""
+        return next(self._finds)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's rows are."""
+        return self._home
 
     @property
     def hash_filter(self) -> Any:
-        """The admission filter of this rank's rows; modules then leave it to updates to make rows."""
+        """The admission filter of this rank's rows."""
         return self.table.hash_filter
+
+    @property
+    def clocked(self) -> bool:
+        """Whether a write without ``req_time`` takes the current time; False: 0."""
+        return self.table.clocked
 
     def write_spread(self, global_step: int) -> None:
         """How the ids and rows of the last batch spread over the ranks, to the process's summary writer.
 
         All ranks call it together; `apply_gradients` does while ``FLAGS.enable_alltoall_metrics`` is on. Nothing is
-        written before the first batch.
+        written before the first batch, nor on one rank.
         """
-        if self._last is None:
+        if self.last_spread is None:
             return
-        mine, theirs, _, fused = self._last[1]
-        sizes = fused.sharded_slot_sizes.view(self.world_size, 1)
-        forward_metrics([self.name], sizes, fused.shard_sizes, theirs, fused.output.numel(), global_step)
-        if self.world_size > 1:
-            backward_metrics(self._backend, fused.shard_sizes, mine, theirs, global_step)
-
-    def _route(self, ids: Tensor) -> tuple[Any, ...]:
-        """Where ids go, and which ids came: worked out in the forward pass, used again in the backward pass.
-
-        It is used again where every rank has the ids it had. A rank cannot know that of the others, so they tell.
-        """
-        last = self._last if self._last is not None and self._last[0].are([ids]) else None
-        fused = self._deal_out(ids) if last is None else None
-        if self.world_size > 1:
-            again = torch.full((self.world_size,), AGAIN, dtype=torch.int32, device=ids.device)
-            counts = again if fused is None else fused.sharded_slot_sizes.to(ids.device)
-            sizes = self._exchange.counts(counts, 1).cpu()  # from where the ids are, as the other ranks send theirs
-            if last is not None and bool((sizes == AGAIN).all()):
-                return last[1]
-            fused = self._deal_out(ids) if fused is None else fused
-            if bool((sizes == AGAIN).any()):  # other ranks have new ids
-                sizes = self._exchange.counts(fused.sharded_slot_sizes.to(ids.device), 1).cpu()
-            came = self._exchange.counted_ids(fused.output, fused.sharded_slot_sizes, sizes, 1)
-        elif last is not None:
-            return last[1]
-        else:
-            assert fused is not None
-            came, sizes = fused.output, fused.sharded_slot_sizes.cpu()
-        mine, theirs = fused.shard_sizes.cpu().long() * self.dim_size, sizes.long() * self.dim_size
-        route = mine, theirs, came.to(self._home).contiguous(), fused
-        self._last = Seen([ids]), route
-        return route
-
-    def _deal_out(self, ids: Tensor) -> FusedReorder:
-        return fused_reorder_by_indices([ids.view(-1)], self.world_size, [self.dim_size], rank0_empty_shard=False)
+        asked, served = (torch.tensor(counts, device="cpu") for counts in self.last_spread)
+        served, mine = served * self.dim_size, asked * self.dim_size
+        forward_metrics([self.name], asked.view(-1, 1), asked, served, int(asked.sum()), global_step)
+        backward_metrics(self.exchange.ranks, asked, mine, served, global_step)
 
     def lookup(
         self, ids: Tensor, use_multi_threads: bool = False, enable_dedup: bool = False, *,
         insert_missing: bool = False, req_time: Any = None,
     ) -> Tensor:  # fmt: skip
         """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``."""
-        ids = ids_anywhere(ids, self.name)
-        mine, theirs, came, fused = self._route(ids)
-        if insert_missing:
-            rows = self.table.lookup(came, insert_missing=True, req_time=req_time).view(-1)
-        elif came.is_cpu:
-            rows = empty_flat(came.numel() * self.dim_size)
-            self.table._native.lookup(came.data_ptr(), came.numel(), rows.data_ptr(), 0)
-        else:
-            rows = self.table.lookup(came).view(-1)
-        rows = self._exchange.rows(rows, theirs, mine).to(ids.device)
-        return gather_rows(rows, fused.fused_embedding_offsets, self.dim_size)
+        try:
+            ids = ids_anywhere(ids, self.name).view(-1)
+            seconds = as_time(req_time, self.name, clocked=self.clocked) if insert_missing else 0
+        except Exception as error:
+            raise self._group.refused(error)  # noqa: B904, it is the same
+        if not insert_missing:
+            found = self._find(ids, "zeros")
+            return self._group.rows(found, _ONE, missing="zeros").to(ids.device)
+
+        def create(asked: Tensor) -> Tensor:
+            return self.table.lookup(asked, insert_missing=True, req_time=seconds)
+
+        if self.world_size == 1:
+            return create(ids.to(self._home)).to(ids.device)
+        return self._group.inserted(self._find(ids, "initial"), create)
 
     def apply_gradients(
         self, ids: Tensor, grads: Tensor, global_step: Any = 0, use_multi_threads: bool = False,
         enable_dedup: bool = True, req_time: Any = None,
     ) -> AllToAllHashTable:  # fmt: skip
         """One optimizer step per rank and distinct id with the sum of that rank's gradients."""
-        ids = ids_anywhere(ids, self.name)
-        grads = rows_anywhere(grads, ids.numel(), self.dim_size, self.name, "grads", ids.device)
-        grads = grads.view(-1, self.dim_size)
-        step = as_int(global_step, self.name, "global_step")
-        seconds = as_time(req_time, self.name, clocked=self.table.clocked)
-        mine, theirs, came, fused = self._route(ids)
+        try:
+            ids = ids_anywhere(ids, self.name).view(-1)
+            grads = rows_anywhere(grads, ids.numel(), self.dim_size, self.name, "grads", ids.device)
+            step = as_int(global_step, self.name, "global_step")
+            seconds = as_time(req_time, self.name, clocked=self.clocked)
+        except Exception as error:
+            raise self._group.refused(error)  # noqa: B904, it is the same
+        found = self._find(ids, "initial")
         if flags.enable_alltoall_metrics:
             self.write_spread(step)
-        size = int(mine.sum())
-        flat = scatter_rows(size, [grads], [fused.fused_embedding_offsets], [self.dim_size])
-        flat = self._exchange.gradients(self._exchange.cast(flat), mine, theirs).to(came.device)
-        counts = (theirs // self.dim_size).contiguous()
-        if not came.is_cpu:
-            sizes = counts.tolist()
-            for part, rows in zip(came.split(sizes), flat.view(-1, self.dim_size).split(sizes), strict=True):
-                self.table.apply_gradients(part, rows, step, enable_dedup=False, req_time=seconds)
-            return self
-        rates = self.table._rates(step)
-        apply_blocks([self.table], came, counts, self.world_size, flat, rates, step, seconds, False)
+        grads = grads.view(-1, self.dim_size).to(found.ids.device)
+        self._group.update([Part(found, _ONE, grads)], step=Step(step, seconds))
         return self
+
+    def _find(self, ids: Tensor, missing: Missing) -> Found:
+        if self.world_size == 1:
+            ids = ids.to(self._home)
+        return self._group.find(ids, torch.tensor([ids.numel()], device="cpu"), _ONE, missing=missing)
+
+    @property
+    def _group(self) -> Any:
+        return group_of((self,))
 
     def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> AllToAllHashTable:
         """Every rank's rows, those of rank 0 first; the last of equal ids wins."""
@@ -175,16 +180,28 @@ class AllToAllHashTable:
         return self._write("assign_add", ids, values, req_time)
 
     def _write(self, verb: str, ids: Tensor, values: Tensor, req_time: Any) -> AllToAllHashTable:
-        ids = ids_anywhere(ids, self.name).view(-1).to(self._home)
-        values = rows_anywhere(values, ids.numel(), self.dim_size, self.name, "values", self._home).view(
-            -1, self.dim_size
-        )
+        refused: Exception | None = None
+        try:
+            ids = ids_anywhere(ids, self.name).view(-1).to(self._home)
+            values = rows_anywhere(values, ids.numel(), self.dim_size, self.name, "values", self._home)
+            seconds = as_time(req_time, self.name, clocked=self.clocked)
+        except Exception as error:  # told to the others first, which would wait otherwise
+            refused, seconds = error, 0
+            ids = torch.empty(0, dtype=torch.int64, device=self._home)
+            values = torch.empty(0, device=self._home)
         shards = self.owner(ids)
         order = torch.argsort(shards, stable=True)
         counts = torch.bincount(shards, minlength=self.world_size)
-        came = self._exchange.send("ids", ids[order], counts.tolist())
-        rows = self._exchange.send("values", values[order].view(-1), (counts * self.dim_size).tolist())
-        getattr(self.table, verb)(came, rows, req_time=req_time)
+        call = Call(WRITE, next(self._writes), (self.name,), failed=refused is not None)
+        each, send = [1] * self.world_size, counts.tolist()
+        with self.exchange.ranks.turn:
+            recv = self.exchange.send("id_sizes", call, counts, each, each).tolist()
+            if refused is not None:
+                raise refused
+            came = self.exchange.send("ids", None, ids[order], send, recv)
+            send, recv = ([n * self.dim_size for n in sizes] for sizes in (send, recv))
+            rows = self.exchange.send("values", None, values.view(-1, self.dim_size)[order].view(-1), send, recv)
+        getattr(self.table, verb)(came, rows, req_time=seconds)
         return self
 
     def owner(self, ids: Tensor) -> Tensor:
@@ -193,7 +210,7 @@ class AllToAllHashTable:
 
     def size(self) -> int:
         """Rows of all ranks; all of them call it together."""
-        return sum(self._backend.gather_totals(self.table.size()))
+        return sum(self.exchange.ranks.gather_totals(self.table.size()))
 
     def save(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
         """Writes every rank's rows to a folder that all ranks reach; all of them call it together.
@@ -204,7 +221,7 @@ class AllToAllHashTable:
             PeerError: another rank could not write. The earlier save is as it was, on every rank.
         """
         path = os.fspath(folder)
-        token = self._backend.gather_totals(secrets.randbits(62) if self.rank == 0 else 0)[0]
+        token = self.exchange.ranks.gather_totals(secrets.randbits(62) if self.rank == 0 else 0)[0]
         staging = f".staging-{token:016x}"
         draft = os.path.join(path, staging)
 
@@ -229,7 +246,7 @@ class AllToAllHashTable:
             do()
         except Exception as error:  # told to the others first, which would wait otherwise
             failed = error
-        ranks = [rank for rank, bad in enumerate(self._backend.gather_totals(int(failed is not None))) if bad]
+        ranks = [rank for rank, bad in enumerate(self.exchange.ranks.gather_totals(int(failed is not None))) if bad]
         if failed is not None:
             raise failed
         if ranks:

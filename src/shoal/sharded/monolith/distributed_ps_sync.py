@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.comm.ranks.ranks import AllToAll
 from shoal.errors import ConfigError
 from shoal.host import as_tensor
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.sharded import environment as env
-from shoal.sharded.all_to_all.backend import AllToAll, default_backend
-from shoal.sharded.all_to_all.exchange import Exchange
+from shoal.sharded.all_to_all.backend import default_backend
+from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call, Exchange
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.devices import home
 from shoal.sharded.monolith.prefetch_queue import (
@@ -73,6 +75,7 @@ class DistributedMultiTypeHashTableMpi:
         self._capacity = queue_capacities(queue_configs)
         self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._next_step = 0
+        self._lookups, self._pushes = itertools.count(1), itertools.count(1)
         self._hooks: list[Hook] = []
         self._async: StructureQueue | None = None
         if self._capacity["enable_async_optimize"]:
@@ -120,7 +123,8 @@ class DistributedMultiTypeHashTableMpi:
         bundle: dict[str, Any] = {} if auxiliary_bundle is None else auxiliary_bundle
         all_fids, shard_sizes, sizes, emb_offset_sz, offsets, req_time = early_reorder_indicies_res_pack
         k, n = len(slots), self.shard_num
-        id_flat_t, id_size_flat_t = self._exchange.ids(all_fids, sizes, k)
+        number, names = next(self._lookups), tuple(slots)
+        id_flat_t, id_size_flat_t = self._exchange.ids(Call(FIND, number, names), all_fids, sizes, k)
         id_flat_t, id_size_flat_t = id_flat_t.to(self._home), id_size_flat_t.cpu()
         rows, splits, id_offsets, emb_offsets, indices = self._table.fused_lookup(
             id_flat_t, id_size_flat_t, n, req_time
@@ -145,8 +149,9 @@ class DistributedMultiTypeHashTableMpi:
         )
         bundle = self._through("enable_pipelined_fwda2a", "queue_lookup_to_fusedEmbA2A", bundle)
         bundle["recv_embeddings"] = self._exchange.rows(
-            bundle.pop("fused_embeddings"), bundle["embedding_splits"], bundle["recv_emb_splits"]
-        )
+            Call(ROWS, number, names), bundle.pop("fused_embeddings"), bundle["embedding_splits"].tolist(),
+            bundle["recv_emb_splits"].tolist(),
+        )  # fmt: skip
         bundle = self._through("embedding_prefetch_capacity", "queue_fusedEmbA2A_to_fusedGather", bundle)
         rows = bundle.pop("recv_embeddings")
         offsets = bundle["fused_embedding_offsets"]
@@ -188,7 +193,7 @@ class DistributedMultiTypeHashTableMpi:
         self._next_step = step + 1
         if flags.enable_alltoall_metrics and self.shard_num > 1:
             backward_metrics(
-                self._backend, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"], step
+                self._exchange.ranks, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"], step
             )
         bundle.pop("shard_sizes")
         work = {key: bundle.pop(key) for key in CONSUMED}
@@ -206,9 +211,9 @@ class DistributedMultiTypeHashTableMpi:
         self._push(self._async.dequeue())
 
     def _push(self, work: dict[str, Any]) -> None:
-        work["grad_flat_t"] = self._exchange.gradients(
-            work.pop("grad_flat"), work["recv_emb_splits"], work["embedding_splits"]
-        ).to(self._home)
+        send, recv = work["recv_emb_splits"].tolist(), work["embedding_splits"].tolist()
+        call = Call(UPDATE, next(self._pushes), tuple(sorted(getattr(self._table, "tables", ()))))
+        work["grad_flat_t"] = self._exchange.gradients(call, work.pop("grad_flat"), send, recv).to(self._home)
         work = self._through("enable_pipelined_bwda2a", "queue_fusedEmbGradA2A_to_sparseOptimize", work)
         self._table.fused_apply_gradient(
             work["id_flat_t"], work["indices"], work["id_size_flat_t"], work["grad_flat_t"], work["id_offsets"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from shoal.host import as_tensor
 from shoal.sharded import environment as env
 from shoal.sharded.all_to_all.backend import default_backend
-from shoal.sharded.all_to_all.exchange import Exchange
+from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call, Exchange
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.devices import home
 from shoal.sharded.monolith.prefetch_queue import (
@@ -38,6 +39,7 @@ class AllToAllLists:
         self._dims = torch.tensor(self.table.get_table_dim_sizes(), device="cpu")
         self._names = sorted(subs)
         self._next_step = 0
+        self._lookups, self._pushes = itertools.count(1), itertools.count(1)
         self._exchange = Exchange(backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._capacity = queue_capacities(queue_configs)
         self._prefix = prefix
@@ -67,7 +69,8 @@ class AllToAllLists:
     def read(self, bundle: dict[str, Any]) -> None:
         p, k = self._prefix, self._dims.numel()
         sizes = bundle[p + "shards_table_row_lengths"]
-        ids, came = self._exchange.ids(bundle.pop(p + "shards_value"), sizes, k)
+        number, names = next(self._lookups), tuple(self._names)
+        ids, came = self._exchange.ids(Call(FIND, number, names), bundle.pop(p + "shards_value"), sizes, k)
         ids = ids.to(self._home)
         rows, splits, id_offsets, emb_offsets, indices = self.table.fused_lookup(
             ids, came, self.shards, bundle[p + "req_time"]
@@ -86,7 +89,8 @@ class AllToAllLists:
         if queue is not None:
             bundle.clear()
             bundle.update(passed)
-        self._put(bundle, recv_embeddings=self._exchange.rows(bundle.pop(p + "fused_embeddings"), splits, recv))
+        call, rows = Call(ROWS, number, names), bundle.pop(p + "fused_embeddings")
+        self._put(bundle, recv_embeddings=self._exchange.rows(call, rows, splits.tolist(), recv.tolist()))
 
     def rows(self, bundle: Mapping[str, Any]) -> tuple[list[Tensor], Tensor]:
         """The flat rows that came, and the floats of each list in them."""
@@ -103,7 +107,7 @@ class AllToAllLists:
         self._next_step = step + 1
         if flags.enable_alltoall_metrics and self.shards > 1:
             asked = bundle[self._prefix + "shards_row_lengths"]
-            backward_metrics(self._exchange.backend, asked, work["recv_emb_splits"], work["embedding_splits"], step)
+            backward_metrics(self._exchange.ranks, asked, work["recv_emb_splits"], work["embedding_splits"], step)
         if self._async is None:
             self._push(work)
             return
@@ -112,8 +116,9 @@ class AllToAllLists:
         self._async.enqueue(work)
 
     def _push(self, work: dict[str, Any]) -> None:
-        grads = self._exchange.gradients(work["grad_flat"], work["recv_emb_splits"], work["embedding_splits"])
-        grads = grads.to(self._home)
+        call = Call(UPDATE, next(self._pushes), tuple(self._names))
+        send, recv = work["recv_emb_splits"].tolist(), work["embedding_splits"].tolist()
+        grads = self._exchange.gradients(call, work["grad_flat"], send, recv).to(self._home)
         self.table.fused_apply_gradient(
             work["id_flat_t"], work["indices"], work["id_size_flat_t"], grads, work["id_offsets"], work["emb_offsets"],
             work["global_step"], work["req_time"], self.shards,

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shoal.comm.ranks.collectives import all_gather_single
+from shoal.comm.ranks import collectives
 from shoal.errors import CompressionError, ConfigError, ShapeError
 from shoal.train.aggregation.compressed import pack, unpack
 from shoal.train.aggregation.compression import CompressedGradient, clamped, compress_gradients, compress_with_feedback
@@ -32,7 +31,7 @@ class TopKState:
         ratio: float,
         error_feedback: bool = True,
         decay: float = 1.0,
-        group: "dist.ProcessGroup | None" = None,
+        group: collectives.Group = None,
         start_step: int = 2,
         min_numel: int = 1024,
     ) -> None:
@@ -83,10 +82,10 @@ class TopKState:
         return sent
 
 
-def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def topk_hook(state: TopKState, bucket: collectives.GradBucket) -> torch.futures.Future[Tensor]:
     """The mean over ranks of each gradient's largest values, for ``DistributedDataParallel.register_comm_hook``."""
-    group = state.group or dist.group.WORLD
-    world = dist.get_world_size(group)
+    group = collectives.group_of(state.group)
+    world = collectives.size_of(group)
     flat = bucket.buffer()
     step = state.step
     if bucket.is_last():
@@ -98,17 +97,17 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
         if step >= state.start_step and p.numel() >= state.min_numel
     ]
     if not large:
-        work = dist.all_reduce(divide_(flat, world), group=group, async_op=True)
+        work = collectives.all_reduce(divide_(flat, world), group=group, later=True)
         return work.get_future().then(lambda done: done.value()[0])
     chosen = {id(p) for p, _ in large}
     small = [g for p, g in zip(parameters, gradients, strict=True) if id(p) not in chosen]
     compressed = [state.compress(p, g) for p, g in large]
     mine = pack(compressed)
     everyone = torch.empty(world * len(mine), dtype=torch.uint8, device=mine.device)
-    running = [all_gather_single(everyone, mine, group=group, async_op=True).get_future()]
+    running = [collectives.all_gather_single(everyone, mine, group=group, async_op=True).get_future()]
     if small:
         dense = torch.cat([g.reshape(-1) for g in small])
-        running.append(dist.all_reduce(dense, group=group, async_op=True).get_future())
+        running.append(collectives.all_reduce(dense, group=group, later=True).get_future())
 
     def write_back(done: Any) -> Tensor:
         for future in done.value():
@@ -129,7 +128,9 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
     return torch.futures.collect_all(running).then(write_back)
 
 
-def make_hook(name: str, **kw: Any) -> tuple[Any, Callable[[Any, "dist.GradBucket"], "torch.futures.Future[Tensor]"]]:
+def make_hook(
+    name: str, **kw: Any
+) -> tuple[Any, Callable[[Any, collectives.GradBucket], "torch.futures.Future[Tensor]"]]:
     """``(state, hook)`` for ``register_comm_hook``; ``kw`` are the state's arguments.
 
     ``name`` is one of ``topk``, ``powersgd``, ``fp16``, ``bf16``, ``allreduce``.

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.ranks.collectives import all_gather_single
+from shoal.comm.ranks import collectives
 from shoal.comm.ranks.serialization import DTYPES
 from shoal.errors import AggregationError
 from shoal.train.aggregation.buckets import flatten, make_buckets, unflatten
@@ -21,8 +20,8 @@ NAMES = {str(d).removeprefix("torch."): d for d in DTYPES}
 class GroupExchange(Exchange):
     """Exchanges over a ``torch.distributed`` process group."""
 
-    def __init__(self, group: "dist.ProcessGroup", device: torch.device | None = None) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+    def __init__(self, group: collectives.Group, device: torch.device | None = None) -> None:
+        super().__init__(collectives.rank_in(group), collectives.size_of(group))
         self.group = group
         if device is None:
             types = {t.type for t in group._device_types}
@@ -30,19 +29,19 @@ class GroupExchange(Exchange):
         self.device = device
 
     def _max(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        collectives.all_reduce(tensor, "max", self.group)
 
     def _gather_all(self, everyone: Tensor, mine: Tensor) -> None:
-        all_gather_single(everyone, mine, group=self.group)
+        collectives.all_gather_single(everyone, mine, group=self.group)
 
     def _gather_to(self, owner: int, mine: Tensor, parts: list[Tensor] | None) -> None:
-        dist.gather(mine, parts, group=self.group, group_dst=owner)
+        collectives.gather(parts, mine, owner, self.group)
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        dist.broadcast(tensor, group=self.group, group_src=root)
+        collectives.broadcast(tensor, root, self.group)
 
     def _start_sum(self, flat: Tensor) -> Any:
-        return dist.all_reduce(flat, group=self.group, async_op=True)
+        return collectives.all_reduce(flat, group=self.group, later=True)
 
     def extremes(self, value: int) -> tuple[int, int]:
         both = torch.tensor([value, -value], dtype=torch.int64, device=self.device)

@@ -4,11 +4,10 @@ import struct
 import time
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from shoal.comm.ranks.collectives import all_gather_single, reduce_scatter_single
+from shoal.comm.ranks import collectives
 from shoal.errors import AggregationError, ConfigError
 from shoal.train.aggregation.aggregate import GradientAggregator, accumulator, find_problem, new_stats
 from shoal.train.aggregation.buckets import BUCKET_BYTES, flatten, make_buckets, unflatten
@@ -24,9 +23,7 @@ class HierarchicalAggregator(GradientAggregator):
     (``last_stats["inter_bytes_sent"]``). The result has the same bits on all ranks.
     """
 
-    def __init__(
-        self, intra_group: "dist.ProcessGroup", inter_group: "dist.ProcessGroup", *, average: bool = True
-    ) -> None:
+    def __init__(self, intra_group: collectives.Group, inter_group: collectives.Group, *, average: bool = True) -> None:
         if intra_group is None or inter_group is None:
             raise ConfigError("HierarchicalAggregator: needs two process groups; get them from a 2-d DeviceMesh")
         self.average = average
@@ -40,7 +37,7 @@ class HierarchicalAggregator(GradientAggregator):
 
     def _share(self, value: bytes) -> list[bytes]:
         """Every rank's 8 bytes in the order of global ranks."""
-        mine = struct.pack("<q", dist.get_rank()) + value
+        mine = struct.pack("<q", collectives.rank_in()) + value
         node = b"".join(self._intra.share(mine))
         everyone = b"".join(self._inter.share(node))
         pairs = sorted(struct.unpack_from("<q8s", everyone, at) for at in range(0, len(everyone), 16))
@@ -87,19 +84,19 @@ class HierarchicalAggregator(GradientAggregator):
         padded = functional.pad(flat, (0, -size % local))
         share = padded.new_empty(len(padded) // local)
         with named_errors("reduce_scatter inside the node", intra.rank), intra.waiting():
-            reduce_scatter_single(share, padded, group=intra.group)
+            collectives.reduce_scatter_single(share, padded, group=intra.group)
         if inter.world_size > 1:
             inter.finish(inter.all_reduce(share))
         divide_(share, self.world_size if self.average else None)
         with named_errors("all_gather inside the node", intra.rank), intra.waiting():
-            all_gather_single(padded, share, group=intra.group)
+            collectives.all_gather_single(padded, share, group=intra.group)
         moved = 2 * (local - 1) * share.nbytes
         intra._count(moved, moved, 2)
         return padded[:size]
 
     def _agree(self, gradients: list[Tensor]) -> None:
         problem = find_problem(gradients)
-        mine = -1 - dist.get_rank() if problem else signature(gradients)
+        mine = -1 - collectives.rank_in() if problem else signature(gradients)
         low, high = self._intra.extremes(mine)
         low, _ = self._inter.extremes(low)
         _, high = self._inter.extremes(high)
@@ -108,7 +105,7 @@ class HierarchicalAggregator(GradientAggregator):
         if low != high:
             raise AggregationError(
                 f"HierarchicalAggregator: the ranks disagree on what is reduced (count, shapes, dtypes); rank "
-                f"{dist.get_rank()} has {len(gradients)} tensors. Nothing was reduced."
+                f"{collectives.rank_in()} has {len(gradients)} tensors. Nothing was reduced."
             )
         if self.average and any(not g.is_floating_point() for g in gradients):
             raise AggregationError("HierarchicalAggregator: integers have no mean; use average=False or convert them")

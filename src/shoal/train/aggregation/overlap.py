@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.comm.ranks import collectives
 from shoal.errors import ConfigError, DistributedError
 from shoal.train.aggregation.aggregate import new_stats
 from shoal.train.aggregation.buckets import BUCKET_BYTES, make_buckets
@@ -35,7 +35,7 @@ class OverlappedReducer:
     def __init__(
         self,
         module: nn.Module,
-        group: "dist.ProcessGroup | None" = None,
+        group: collectives.Group = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         hook: Hook | None = None,
@@ -43,11 +43,11 @@ class OverlappedReducer:
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"OverlappedReducer: bucket_bytes must be at least 1, got {bucket_bytes}")
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
+        if group is None and collectives.is_started():
+            group = collectives.group_of()
         self.group = group
-        self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = collectives.size_of(group) if group is not None else 1
+        self.rank = collectives.rank_in(group) if group is not None else 0
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.average = average
         self.hook = hook
@@ -89,7 +89,7 @@ class OverlappedReducer:
             work: Any = self.hook(b, flat)
         elif self.world_size > 1:
             with named_errors(f"all_reduce of bucket {b}", self.rank):
-                work = dist.all_reduce(flat, group=self.group, async_op=True)
+                work = collectives.all_reduce(flat, group=self.group, later=True)
         else:
             work = None
         self._running.append((flat, work))
@@ -112,7 +112,7 @@ class OverlappedReducer:
         if self.world_size > 1 and len(had):
             had = had.to(self.parameters[0].device)
             with named_errors("all_reduce of the bitmap of gradients", self.rank):
-                dist.all_reduce(had, dist.ReduceOp.MAX, group=self.group)
+                collectives.all_reduce(had, "max", self.group)
         present = had.tolist()
         moved = 0
         for bucket, (flat, work) in zip(self.buckets, self._running, strict=True):

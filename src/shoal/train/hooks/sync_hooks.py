@@ -4,9 +4,8 @@ import logging
 import time
 from typing import Any
 
-import torch.distributed as dist
-
 from shoal.comm.horovod.hooks import SessionRunHook
+from shoal.comm.ranks import collectives
 from shoal.errors import DeadlineError
 
 logger = logging.getLogger(__name__)
@@ -33,10 +32,10 @@ class SyncHelper:
 
     def _default_store(self) -> Any:
         global _local_store, _has_chief
-        if dist.is_available() and dist.is_initialized():
-            return dist.distributed_c10d._get_default_store()
+        if collectives.is_started():
+            return collectives.store_of()
         if _local_store is None or (self.is_chief and _has_chief):
-            _local_store, _has_chief = dist.HashStore(), False
+            _local_store, _has_chief = collectives.local_store(), False
         _has_chief = _has_chief or self.is_chief
         return _local_store
 

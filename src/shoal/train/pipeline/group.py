@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.comm.ranks import collectives
 from shoal.errors import ConfigError, PipelineError
 from shoal.train.aggregation.exchange import named_errors
 from shoal.train.aggregation.exchange_group import GroupExchange
@@ -62,13 +62,13 @@ class _Guarded(nn.Module):
 class GroupPipeline:
     """The stages of this rank and the schedule that runs them; made by ``PipelineRunner``."""
 
-    def __init__(self, runner: "PipelineRunner", group: "dist.ProcessGroup", schedule_class: type | None) -> None:
+    def __init__(self, runner: "PipelineRunner", group: collectives.Group, schedule_class: type | None) -> None:
         from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
         self.runner = runner
         self.group = group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.world_size = collectives.rank_in(group), collectives.size_of(group)
         self._exchange = GroupExchange(group)
         config = runner.config
         self.last = config.num_stages - 1

@@ -11,24 +11,19 @@ import contextlib
 import mmap
 import os
 import time
-import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import DeadlineError, PeerError
+from shoal.comm.ranks.ranks import HEAD_WORDS
+from shoal.errors import ConfigError, DeadlineError, PeerError
 from shoal.switches import switch
 
 RING_BYTES = 1 << 20
 MAX_RANKS = 16  # rings of all pairs take ranks² x 1 MiB once they have been used
 TICK_S = 0.5
-
-_rings: weakref.WeakKeyDictionary[Any, Rings | None] = weakref.WeakKeyDictionary()
 
 
 class Rings:
@@ -41,19 +36,32 @@ class Rings:
         self._rank, self._pids, self._timeout_s = rank, list(pids), timeout_s
         self._broken = ""
 
-    def all_to_all(self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int]) -> None:
-        """``send[r]`` elements of ``flat`` go to rank ``r``, ``recv[r]`` of it come to ``out``."""
+    def exchange(
+        self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: Sequence[int]
+    ) -> tuple[bool, list[list[int]]]:
+        """``send[r]`` elements of ``flat`` go to rank ``r``, ``recv[r]`` of it come to ``out``.
+
+        Whether every rank sent what was awaited, and the heads of all ranks.
+        """
         if self._broken:
             raise PeerError(f"rank {self._rank}: an earlier exchange failed ({self._broken}); start the ranks again")
         size = flat.element_size()
+        words = np.zeros(HEAD_WORDS, np.int64)
+        words[: len(head)] = head
+        if send[self._rank] != recv[self._rank]:
+            raise ConfigError(f"rank {self._rank} must give itself what it takes, got {send} and {recv}")
+        sent, awaited = [n * size for n in send], [n * size for n in recv]
         try:
-            self._native.start(flat.data_ptr(), [n * size for n in send], out.data_ptr(), [n * size for n in recv])
+            self._native.start(flat.data_ptr(), sent, out.data_ptr(), awaited, words.ctypes.data)
             until = time.monotonic() + self._timeout_s
             while not self._native.run(TICK_S):
                 self._look(until)
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
+        heads = np.empty((len(self._pids), HEAD_WORDS), np.int64)
+        self._native.heads(heads.ctypes.data)
+        return not self._native.differences(), heads.tolist()
 
     def _look(self, until: float) -> None:
         """Nothing has moved for a tick: is a peer gone that this exchange needs, is it too late?"""
@@ -64,8 +72,8 @@ class Rings:
                 raise PeerError(why)
         if time.monotonic() > until:
             raise DeadlineError(
-                f"rank {self._rank} waited {self._timeout_s:g} s in an exchange; see the other ranks, or raise the "
-                "process group's timeout"
+                f"rank {self._rank} waited {self._timeout_s:g} s for rank(s) {sorted(self._native.open())} in an "
+                "exchange; see their logs, or raise the process group's timeout"
             )
 
 
@@ -79,39 +87,29 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def rings_of(group: dist.ProcessGroup | None) -> Rings | None:
-    """The rings of a group, made on the first call, which all of its ranks make together; None where they cannot be."""
-    key = group if group is not None else dist.group.WORLD
-    if key not in _rings:
-        _rings[key] = _open(group)
-    return _rings[key]
+def open_rings(
+    rank: int, ranks: int, timeout_s: float, all_gather: Callable[[list[int]], list[list[int]]]
+) -> Rings | None:
+    """The rings of some ranks, which all of them open together; None where they cannot be.
 
-
-def _open(group: dist.ProcessGroup | None) -> Rings | None:
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if ranks > MAX_RANKS or dist.get_backend(group) != "gloo":
+    ``all_gather`` gives every rank the numbers of all, by rank.
+    """
+    if ranks > MAX_RANKS:
         return None
     total = _core.Rings.bytes(ranks, RING_BYTES)
     wanted = switch("SHOAL_SHARED_MEMORY", 1) != 0
     fd = _create(total) if rank == 0 and wanted else -1
     try:
-        told = _gather([_host(), os.getpid(), fd, int(wanted)], group)
+        told = all_gather([_host(), os.getpid(), fd, int(wanted)])
         same = all(host == told[0][0] and host >= 0 and yes for host, _, _, yes in told) and told[0][2] >= 0
         memory = _attach(told[0][1], told[0][2], total) if same else None
-        if not all(yes for (yes,) in _gather([int(memory is not None)], group)):
+        if not all(yes for (yes,) in all_gather([int(memory is not None)])):
             return None
         assert memory is not None
-        return Rings(memory, rank, [pid for _, pid, _, _ in told], _timeout_s(group))
+        return Rings(memory, rank, [pid for _, pid, _, _ in told], timeout_s)
     finally:
         if fd >= 0:
             os.close(fd)  # everybody has mapped it by now
-
-
-def _gather(numbers: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:
-    mine = torch.tensor(numbers, device="cpu")
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    return [each.tolist() for each in found]
 
 
 def _host() -> int:
@@ -137,11 +135,3 @@ def _attach(pid: int, fd: int, total: int) -> mmap.mmap | None:
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
         return mmap.mmap(file.fileno(), total)
     return None
-
-
-def _timeout_s(group: dist.ProcessGroup | None) -> float:
-    try:
-        key: Any = group if group is not None else dist.group.WORLD
-        return key._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):
-        return 1800.0

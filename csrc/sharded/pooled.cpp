@@ -1,0 +1,52 @@
+#include "sharded/pooled.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "core/thread_pool.h"
+
+namespace shoal {
+
+void BagsAt::check() const {
+  auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
+  if (dim < 1 || features < 1 || bags < 0) refuse("bags need a feature and rows of at least one float");
+  if (static_cast<int64_t>(combiners.size()) != features || static_cast<int64_t>(columns.size()) != features)
+    refuse("there is a combiner and a column per feature");
+  for (int32_t kind : combiners) {
+    if (kind != 0 && kind != 1 && kind != 3) refuse("combiner " + std::to_string(kind) + " is not sum, mean or sqrtn");
+  }
+  for (int64_t column : columns) {
+    if (column < 0 || column + dim > width) refuse("column " + std::to_string(column) + " does not fit the width");
+  }
+  const int64_t all = features * bags;
+  if (offsets[0] != 0 || offsets[all] != ids) refuse("offsets rise from 0 to the number of ids");
+  for (int64_t b = 0; b < all; ++b) {
+    if (offsets[b] > offsets[b + 1]) refuse("offsets fall at bag " + std::to_string(b));
+  }
+  int32_t last = -1;
+  for (int64_t i = 0; i < ids; ++i) last = std::max(last, at[i]);
+  if (last >= 0 && last + dim > floats)
+    refuse("a row lies outside the buffer of " + std::to_string(floats) + " floats");
+}
+
+void pool_at(const BagsAt& bags, const float* flat, float* out) {
+  bags.check();
+  const int64_t all = bags.features * bags.bags;
+  const int64_t each = std::max<int64_t>(1, (bags.ids + all) * bags.dim / std::max<int64_t>(1, all));  // floats
+  parallel_for(all, std::max<int64_t>(16, (int64_t{32} << 10) / each),
+               [&](int64_t begin, int64_t end) { SHOAL_DISPATCH(pool_some_at)(bags, begin, end, flat, out); });
+}
+
+void add_pooled_at(const BagsAt& bags, const float* grad, float* flat) {
+  bags.check();
+  // Every part owns a range of the buffer's rows and looks at all ids: a row is summed by one thread, in order.
+  const int64_t parts = bags.ids * bags.dim < 1 << 16 ? 1 : std::min(num_threads(), 8);
+  const int64_t rows = bags.floats / bags.dim;
+  parallel_parts(parts, [&](int64_t p) {
+    SHOAL_DISPATCH(add_some_pooled_at)
+    (bags, rows * p / parts * bags.dim, p + 1 == parts ? bags.floats : rows * (p + 1) / parts * bags.dim, grad, flat);
+  });
+}
+
+}  // namespace shoal

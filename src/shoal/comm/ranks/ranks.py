@@ -1,0 +1,201 @@
+"""`Ranks`: the one seam over collectives. What ranks exchange goes through `Ranks.exchange`, whatever carries it."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.errors import PeerError
+
+HEAD_WORDS = 8
+"""int64 words that go with every exchange."""
+CALL_WORDS = 4
+"""The first of them say which call it is: where they differ between ranks, nothing is exchanged."""
+DEFAULT_TIMEOUT_S = 1800.0
+_PLAIN, _GATHER, _BROADCAST, _BARRIER = (-1, -2, -3, -4)  # first words of heads of the calls below
+_CALLS = {_PLAIN: "all_to_all", _GATHER: "gather_ints", _BROADCAST: "broadcast", _BARRIER: "barrier"}
+Heads = list[list[int]]
+
+
+class AllToAll(Protocol):
+    """The least that tables over ranks need: N ranks that exchange parts of flat tensors, all in the same order."""
+
+    rank: int
+    world_size: int
+
+    def all_to_all(self, flat: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None = None) -> Tensor:
+        """Sends ``send_splits[r]`` elements to rank ``r``; what came, rank 0's part first."""
+        ...
+
+    def gather_totals(self, value: int) -> list[int]:
+        """Every rank's value, by rank."""
+        ...
+
+
+class Ranks(ABC):
+    """Ranks that make the same calls in the same order. A subclass writes `exchange`; all else is made of it.
+
+    Every wait ends by ``timeout_s``, with an error that names the ranks that are missing. Calls of several threads do
+    not mix, but their order must be the same on every rank: hold ``turn`` over calls that belong together.
+    """
+
+    rank: int
+    world_size: int
+    key: Any = None
+    """Equal for those that are the same ranks over the same connections."""
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.turn = threading.RLock()
+
+    @abstractmethod
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        head: Sequence[int] | None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor | None, Heads]:
+        """``send[r]`` elements of ``flat`` go to rank ``r``, and ``recv[r]`` of them are awaited from it.
+
+        Args:
+            flat: one tensor for all ranks, the part of rank 0 first.
+            send: elements for each rank.
+            recv: elements awaited from each rank.
+            head: at most `HEAD_WORDS` ints, which every rank gets. None: the ranks have just agreed on call and lengths
+                in another exchange, in the same ``turn``; nothing is checked, and no heads are returned.
+            out: where to put what comes; a new tensor unless given.
+
+        Returns:
+            What came, by rank, where ``flat`` is; None if the ranks make different calls (see `CALL_WORDS`) or one sent
+            another number of elements. What they sent is thrown away then, and the next exchange is possible. And the
+            heads of all ranks, padded with zeros.
+        """
+
+    def all_to_all(self, flat: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None = None) -> Tensor:
+        """Sends ``send_splits[r]`` elements to rank ``r``; what came, rank 0's part first.
+
+        Without ``recv_splits`` the ranks tell each other how much will come, which takes an exchange of its own.
+        """
+        with self.turn:
+            if recv_splits is None:
+                sizes = torch.tensor(send_splits, dtype=torch.int64, device=flat.device)
+                recv_splits = self._told(sizes, [1] * self.world_size, _PLAIN).tolist()
+            out, heads = self.exchange(flat, send_splits, recv_splits, [_PLAIN])
+        self._check(heads, _PLAIN)
+        if out is None:
+            raise PeerError(
+                f"rank {self.rank}: another rank sends more or less than the {recv_splits} awaited elements"
+            )
+        return out
+
+    def gather_ints(self, values: Sequence[int]) -> Heads:
+        """Every rank's values, by rank; all give as many."""
+        mine = torch.tensor(list(values) * self.world_size, dtype=torch.int64, device="cpu")
+        found = self._told(mine, [len(values)] * self.world_size, _GATHER)
+        return found.view(self.world_size, len(values)).tolist()
+
+    def gather_totals(self, value: int) -> list[int]:
+        """Every rank's value, by rank."""
+        return [each for (each,) in self.gather_ints([value])]
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Rank ``root``'s tensor; the others give one of the same shape and type."""
+        n, here = tensor.numel(), self.rank == root
+        flat = tensor.reshape(-1).repeat(self.world_size) if here else tensor.new_empty(0)
+        send = [n if here else 0] * self.world_size
+        recv = [n if rank == root else 0 for rank in range(self.world_size)]
+        return self._told(flat, send, _BROADCAST, recv).view(tensor.shape)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._told(torch.empty(0, dtype=torch.uint8, device="cpu"), [0] * self.world_size, _BARRIER)
+
+    def _told(self, flat: Tensor, send: Sequence[int], call: int, recv: Sequence[int] | None = None) -> Tensor:
+        out, heads = self.exchange(flat, send, send if recv is None else recv, [call])
+        self._check(heads, call)
+        if out is None:
+            raise PeerError(f"rank {self.rank}: another rank calls {_CALLS[call]} with another number of elements")
+        return out
+
+    def _check(self, heads: Heads, call: int) -> None:
+        others = [rank for rank, head in enumerate(heads) if head[0] != call]
+        if others:
+            raise PeerError(
+                f"rank {self.rank} calls {_CALLS[call]} while rank(s) {others} make another call; all ranks must make "
+                "the same calls in the same order"
+            )
+
+
+class SingleRank(Ranks):
+    """No network: one rank that owns everything."""
+
+    key = "alone"
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        head: Sequence[int] | None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor | None, Heads]:
+        heads = [] if head is None else [padded(head)]
+        if list(send) != list(recv):
+            return None, heads
+        return flat if out is None else out.copy_(flat), heads
+
+
+class Carried(Ranks):
+    """`Ranks` over anything with ``all_to_all``, such as a user's own network. Heads are exchanged first."""
+
+    def __init__(self, backend: AllToAll) -> None:
+        super().__init__(backend.rank, backend.world_size)
+        self._backend = backend
+        self.key = ("carried", id(backend))
+
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        head: Sequence[int] | None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor | None, Heads]:
+        heads: Heads = []
+        with self.turn:
+            if head is not None:
+                fronts = torch.tensor([[n, *padded(head)] for n in send], device="cpu")
+                each = [HEAD_WORDS + 1] * self.world_size
+                told = self._backend.all_to_all(fronts.view(-1), each, each).view(self.world_size, -1).tolist()
+                heads = [words for _, *words in told]
+                if not one_call(heads) or [n for n, *_ in told] != list(recv):
+                    return None, heads
+            came = self._backend.all_to_all(flat, send, recv)
+        return came if out is None else out.copy_(came), heads
+
+
+def one_call(heads: Heads) -> bool:
+    """Whether all ranks make the same call."""
+    return all(head[:CALL_WORDS] == heads[0][:CALL_WORDS] for head in heads)
+
+
+def as_ranks(backend: AllToAll) -> Ranks:
+    """``backend`` as it is, or carried."""
+    return backend if isinstance(backend, Ranks) else Carried(backend)
+
+
+def padded(head: Sequence[int]) -> list[int]:
+    """A head of `HEAD_WORDS` words."""
+    if len(head) > HEAD_WORDS:
+        raise ValueError(f"a head must have at most {HEAD_WORDS} words, got {len(head)}")
+    return [*head, *[0] * (HEAD_WORDS - len(head))]

@@ -1,0 +1,194 @@
+"""`ProcessGroup`: `Ranks` over a torch process group."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.buffers import empty_of
+from shoal.comm.ranks import collectives
+from shoal.comm.ranks.ranks import DEFAULT_TIMEOUT_S, HEAD_WORDS, Heads, Ranks, SingleRank, one_call, padded
+from shoal.comm.ranks.same_host import Rings, open_rings
+from shoal.errors import ConfigError, DeadlineError, PeerError
+
+TAG = 0x5344
+FRONT_WORDS = 64  # the length of a message, its head, and all of it if it is short
+INLINE_BYTES = 8 * (FRONT_WORDS - 1 - HEAD_WORDS)
+
+_rings: weakref.WeakKeyDictionary[Any, Rings | None] = weakref.WeakKeyDictionary()
+_ranks: weakref.WeakValueDictionary[int, ProcessGroup] = weakref.WeakValueDictionary()  # by the id of the group
+
+
+class ProcessGroup(Ranks):
+    """A torch process group (the default one unless given): gloo or NCCL, as it was started.
+
+    CPU tensors of gloo's ranks on one machine go through shared memory (`shoal.comm.ranks.same_host`), and between
+    machines as messages. Tensors may be on any device: what the group cannot send from where it is is copied to where
+    it can (NCCL takes the current GPU's memory, gloo the host's), and what came is copied to the device of what was
+    sent.
+    """
+
+    def __init__(self, group: collectives.Group = None) -> None:
+        if not collectives.is_started():
+            raise ConfigError("a synchronous table needs a process group; call torch.distributed.init_process_group()")
+        members: Any = collectives.group_of(group)
+        super().__init__(collectives.rank_in(group), collectives.size_of(group), _timeout_s(members))
+        self.group = group
+        self.key = members
+        backends = collectives.backends(group)
+        self._gpu = "nccl" in backends
+        self._host = "gloo" in backends or "mpi" in backends
+        self._messages = "gloo" in backends
+        self._broken = ""
+
+    def _wire(self, device: torch.device) -> torch.device:
+        """Where tensors of a device are sent from."""
+        if device.type == "cuda":
+            return device if self._gpu else torch.device("cpu")
+        return device if self._host or not self._gpu else torch.device("cuda", torch.cuda.current_device())
+
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        head: Sequence[int] | None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor | None, Heads]:
+        if sum(send) != flat.numel():
+            raise ConfigError(f"send must add up to the {flat.numel()} elements of the tensor, got {sum(send)}")
+        sent = flat.to(self._wire(flat.device)).contiguous()
+        to = out
+        if to is None or to.device != sent.device:
+            to = empty_of(sum(recv), sent.dtype) if sent.is_cpu else sent.new_empty(sum(recv))
+        with self.turn:
+            if self._broken:
+                raise PeerError(f"rank {self.rank}: an earlier exchange failed ({self._broken}); start the ranks again")
+            try:
+                same, heads = self._carry(to, sent, recv, send, None if head is None else padded(head))
+            except BaseException as error:
+                self._broken = f"{type(error).__name__}: {error}"
+                raise
+        if not same or (head is not None and not one_call(heads)):
+            return None, heads
+        if out is not None and to is not out:
+            return out.copy_(to), heads
+        return to.to(flat.device), heads
+
+    def _carry(
+        self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: list[int] | None
+    ) -> tuple[bool, Heads]:
+        """Fills ``out``; whether all lengths were those awaited, and the heads."""
+        if self.world_size == 1:
+            if list(send) == list(recv):
+                out.copy_(flat)
+            return list(send) == list(recv), [head or []]
+        if flat.is_cpu and self._messages:
+            rings = self._rings_of()
+            if rings is not None:
+                return rings.exchange(out, flat, recv, send, head or [])
+            if head is not None:
+                return self._by_messages(out, flat, recv, send, head)
+        if head is None:
+            collectives.all_to_all(out, flat, recv, send, self.group)
+            return True, []
+        fronts = torch.tensor([[n, *head] for n in send], device=flat.device)
+        told = torch.empty_like(fronts)
+        collectives.all_to_all(told, fronts, group=self.group)
+        words = told.tolist()
+        heads = [head for _, *head in words]
+        same = [n for n, *_ in words] == list(recv)
+        if same and one_call(heads):
+            collectives.all_to_all(out, flat, recv, send, self.group)
+        return same, heads
+
+    def _rings_of(self) -> Rings | None:
+        """The rings of this group, made by the first exchange, which all of its ranks make together."""
+        if self.key not in _rings:
+            _rings[self.key] = open_rings(self.rank, self.world_size, self.timeout_s, self._all_gather)
+        return _rings[self.key]
+
+    def _all_gather(self, numbers: list[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, device="cpu")
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        collectives.all_gather(found, mine, self.group)
+        return [each.tolist() for each in found]
+
+    def _by_messages(
+        self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: list[int]
+    ) -> tuple[bool, Heads]:
+        """gloo's point-to-point calls: a front that says what comes, then what comes unless it was in the front."""
+        size = flat.element_size()
+        given, taken = (raw.view(torch.uint8).split([n * size for n in counts]) for raw, counts in
+                        ((flat, send), (out, recv)))  # fmt: skip
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        fronts = torch.zeros(2, self.world_size, FRONT_WORDS, dtype=torch.int64, device="cpu")
+        works: list[Any] = []
+        for peer in peers:
+            front = fronts[0, peer]
+            front[: 1 + HEAD_WORDS] = torch.tensor([given[peer].numel(), *head])
+            short = given[peer].numel() <= INLINE_BYTES
+            if short:
+                front[1 + HEAD_WORDS :].view(torch.uint8)[: given[peer].numel()] = given[peer]
+            works.append(self.key.send([front], peer, TAG))
+            if not short:
+                works.append(self.key.send([given[peer]], peer, TAG))
+        if send[self.rank] == recv[self.rank]:
+            taken[self.rank].copy_(given[self.rank])
+        until = time.monotonic() + self.timeout_s
+        asked = {peer: self.key.recv([fronts[1, peer]], peer, TAG) for peer in peers}
+        self._finish(asked, until)
+        fronts[1, self.rank, : 1 + HEAD_WORDS] = torch.tensor([given[self.rank].numel(), *head])
+        told = fronts[1, :, : 1 + HEAD_WORDS].tolist()
+        asked = {}
+        kept = []
+        for peer in peers:
+            length, awaited = told[peer][0], taken[peer].numel()
+            to = taken[peer] if length == awaited else torch.empty(length, dtype=torch.uint8, device="cpu")
+            kept.append(to)
+            if length <= INLINE_BYTES:
+                to.copy_(fronts[1, peer, 1 + HEAD_WORDS :].view(torch.uint8)[:length])
+            else:
+                asked[peer] = self.key.recv([to], peer, TAG)
+        self._finish(asked, until)
+        self._finish(dict(enumerate(works)), until, "take")
+        same = all(told[rank][0] == taken[rank].numel() for rank in range(self.world_size))
+        return same, [words for _, *words in told]
+
+    def _finish(self, works: dict[int, Any], until: float, what: str = "come") -> None:
+        for peer, work in works.items():
+            try:
+                work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
+            except RuntimeError as error:
+                if time.monotonic() < until:
+                    raise PeerError(f"rank {self.rank}: the connection to another rank failed ({error})") from error
+                missing = sorted(p for p, w in works.items() if p == peer or not w.is_completed())
+                named = f"of rank(s) {missing} " if what == "come" else ""
+                raise DeadlineError(
+                    f"rank {self.rank} waited {self.timeout_s:g} s for what did not {what} {named}in an exchange; see "
+                    "the other ranks, or raise the process group's timeout"
+                ) from error
+
+
+def default_ranks(group: Any = None) -> Ranks:
+    """The process group where there is one, else a single rank; the same object for the same group."""
+    if group is None and not collectives.is_started():
+        return SingleRank()
+    key = collectives.group_of(group)
+    found = _ranks.get(id(key))  # it keeps its group, so that this number is not another group's by now
+    if found is None:
+        found = _ranks[id(key)] = ProcessGroup(group)
+    return found
+
+
+def _timeout_s(group: Any) -> float:
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return DEFAULT_TIMEOUT_S

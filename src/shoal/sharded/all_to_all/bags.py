@@ -1,0 +1,111 @@
+"""Rows and bags out of one flat buffer of rows, and their gradients into one, without a copy per id between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.buffers import empty_flat
+from shoal.errors import ConfigError
+from shoal.sharded.route import gather_rows, scatter_rows
+from shoal.table.adapter import pool_columns, row_gradients
+from shoal.table.protocol import Features, Found, Part
+
+
+def take_rows(flat: Tensor, where: Tensor, dim: int, padding: bool) -> Tensor:
+    """``[N, dim]``: the rows that start at ``where``; zeros where it is negative, which it is for padding alone."""
+    if not padding:
+        return gather_rows(flat, where, dim)
+    keep = where >= 0
+    out = torch.zeros(where.numel(), dim, device=flat.device)
+    out[keep] = gather_rows(flat, where[keep], dim)
+    return out
+
+
+def pool_rows(
+    flat: Tensor, found: Found, features: Features, offsets: Tensor, weights: Tensor | None, out: Tensor, dim: int
+) -> None:
+    """What `Group.pooled` of the rows in ``flat`` is, written to ``out``."""
+    if not (_on_host(flat, found.where, offsets, weights, out) and out.is_contiguous()):
+        rows = take_rows(flat, found.where, dim, features.padding is not None)
+        pool_columns(rows, found, features, offsets, weights, out)
+        return
+    bags, weights = _bags(found, features, offsets, weights)
+    flat, offsets = flat.contiguous(), offsets.contiguous()
+    _core.pool_at(
+        flat.data_ptr(), flat.numel(), found.where.data_ptr(), found.where.numel(), offsets.data_ptr(), bags, dim,
+        list(features.combiners), list(features.columns), _address(weights), out.data_ptr(), out.shape[1],
+    )  # fmt: skip
+
+
+def add_gradients(parts: Sequence[Part], rows: int, dim: int) -> Tensor:
+    """Flat: the summed gradient of each of a find's ``rows`` distinct ids, over all parts."""
+    for part in parts:
+        shape = [part.found.ids.numel(), dim] if part.offsets is None else [_bag_count(part), part.features.width]
+        if part.grad.dtype != torch.float32 or list(part.grad.shape) != shape:
+            raise ConfigError(f"grad must be float32 {shape}, got {part.grad.dtype} {list(part.grad.shape)}")
+    if not all(_on_host(part.grad, part.found.where, part.offsets, part.weights) for part in parts):
+        return _added(parts, rows, dim)
+    plain = [part for part in parts if part.offsets is None and part.features.padding is None]
+    if plain:
+        grads, offsets = [part.grad for part in plain], [part.found.where for part in plain]
+        flat = scatter_rows(rows * dim, grads, offsets, [dim] * len(plain))
+    else:
+        flat = empty_flat(rows * dim).zero_()
+    for part in parts:
+        if part.offsets is not None:
+            _add_bags(part, flat, dim)
+        elif part.features.padding is not None:
+            keep = part.found.where >= 0
+            flat += scatter_rows(rows * dim, [part.grad[keep]], [part.found.where[keep]], [dim])
+    return flat
+
+
+def _add_bags(part: Part, flat: Tensor, dim: int) -> None:
+    assert part.offsets is not None
+    bags, weights = _bags(part.found, part.features, part.offsets, part.weights)
+    grad, where, offsets = part.grad.contiguous(), part.found.where, part.offsets.contiguous()
+    _core.add_pooled_at(
+        flat.data_ptr(), flat.numel(), where.data_ptr(), where.numel(), offsets.data_ptr(), bags, dim,
+        list(part.features.combiners), list(part.features.columns), _address(weights), grad.data_ptr(), grad.shape[1],
+    )  # fmt: skip
+
+
+def _added(parts: Sequence[Part], rows: int, dim: int) -> Tensor:
+    """`add_gradients` in plain torch, on any device."""
+    device = parts[0].grad.device if parts else torch.device("cpu")
+    flat = torch.zeros(rows, dim, device=device)
+    for part in parts:
+        where = part.found.where.to(device)
+        keep = where >= 0
+        flat.index_add_(0, torch.div(where[keep], dim, rounding_mode="floor").long(), row_gradients(part, dim)[keep])
+    return flat.view(-1)
+
+
+def _bag_count(part: Part) -> int:
+    assert part.offsets is not None
+    return (part.offsets.numel() - 1) // max(1, len(part.features.tables))
+
+
+def _bags(found: Found, features: Features, offsets: Tensor, weights: Tensor | None) -> tuple[int, Tensor | None]:
+    """Bags per feature, and weights as native code reads them."""
+    bags, rest = divmod(offsets.numel() - 1, max(1, len(features.tables)))
+    if rest or len(features.combiners) != len(features.tables) or len(features.columns) != len(features.tables):
+        raise ConfigError(
+            f"offsets must be [F * B + 1], with a combiner and a column for each of {len(features.tables)} features, "
+            f"got {offsets.numel()} offsets, {len(features.combiners)} combiners and {len(features.columns)} columns"
+        )
+    if weights is not None and weights.numel() != found.ids.numel():
+        raise ConfigError(f"weights must be one per id, {found.ids.numel()}, got {weights.numel()}")
+    return bags, None if weights is None else weights.float().contiguous()
+
+
+def _on_host(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or tensor.is_cpu for tensor in tensors)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

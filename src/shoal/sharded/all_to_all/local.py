@@ -1,0 +1,104 @@
+"""This rank's part: the rows that other ranks ask of it, read and updated through the groups of the local tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.buffers import empty_flat
+from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, groups_of
+
+
+class Local:
+    """The local tables of a group, as W x K blocks of ids: those of rank 0 by table, then those of rank 1, ..."""
+
+    def __init__(self, tables: Sequence[Any], ranks: int) -> None:
+        self._groups = groups_of(tables)
+        self._count, self._ranks = len(tables), ranks
+        self.dim: int = self._groups[0][0].dim
+        self.device = self._groups[0][0].traits.device
+        self.trains = all(group.traits.trains for group, _ in self._groups)
+
+    def find(self, ids: Tensor, counts: Sequence[int], *, missing: Missing) -> list[Tensor]:
+        """What the groups keep of these ids."""
+        kept: list[Tensor] = []
+        for group, places in self._groups:
+            own, sizes = self._blocks(ids, counts, places)
+            found = group.find(own, sizes, self._features(places), missing=missing)
+            kept += [found.where, found.came]
+        return kept
+
+    def rows(self, ids: Tensor, counts: Sequence[int], kept: Sequence[Tensor], *, missing: Missing) -> Tensor:
+        """Flat float32: the rows of the blocks, in order."""
+        parts = [
+            (places, group.rows(found, self._features(places), missing=missing))
+            for group, places, found in self._founds(ids, counts, kept)
+        ]
+        if len(parts) == 1:
+            return parts[0][1].reshape(-1)
+        out = empty_flat(ids.numel() * self.dim) if self.device.type == "cpu" else None
+        out = torch.empty(ids.numel() * self.dim, device=self.device) if out is None else out
+        for places, rows in parts:
+            for to, part in zip(self._views(out, counts, places), self._split(rows, counts, places), strict=True):
+                to.copy_(part.reshape(-1))
+        return out
+
+    def update(self, ids: Tensor, counts: Sequence[int], kept: Sequence[Tensor], flat: Tensor, step: Step) -> None:
+        """A step for each id of each block; equal ids of several ranks make several, rank 0's first."""
+        for group, places, found in self._founds(ids, counts, kept):
+            grads = flat if len(self._groups) == 1 else torch.cat(self._views(flat, counts, places))
+            part = Part(found, self._features(places), grads.view(-1, self.dim))
+            group.update([part], step=_of(step, places), each="occurrence")
+
+    def update_sums(self, finds: Sequence[tuple[Tensor, Sequence[int], Tensor]], step: Step) -> None:
+        """One step for each distinct id of one rank's blocks in several finds: ids, counts ``[K]`` and gradients."""
+        for group, places in self._groups:
+            features = Features(tuple(range(len(places))))
+            parts = []
+            for ids, counts, flat in finds:
+                begins = [0, *itertools.accumulate(counts)]
+                spans = [slice(begins[k], begins[k + 1]) for k in places]
+                own = torch.cat([ids[span] for span in spans])
+                grads = torch.cat([flat.view(-1, self.dim)[span] for span in spans])
+                sizes = torch.tensor([counts[k] for k in places], dtype=torch.int64, device="cpu")
+                found = group.find(own, sizes, features, missing="initial")
+                parts.append(Part(found, features, grads))
+            group.update(parts, step=_of(step, places))
+
+    def _features(self, places: Sequence[int]) -> Features:
+        return Features(tuple(range(len(places))) * self._ranks)
+
+    def _founds(
+        self, ids: Tensor, counts: Sequence[int], kept: Sequence[Tensor]
+    ) -> list[tuple[Group, list[int], Found]]:
+        return [
+            (group, places, Found(*self._blocks(ids, counts, places), *kept[2 * g : 2 * g + 2]))
+            for g, (group, places) in enumerate(self._groups)
+        ]
+
+    def _blocks(self, ids: Tensor, counts: Sequence[int], places: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The ids of some tables, and how many there are in each block."""
+        sizes = [counts[r * self._count + k] for r in range(self._ranks) for k in places]
+        own = ids if len(self._groups) == 1 else torch.cat(self._views(ids, counts, places, width=1))
+        return own, torch.tensor(sizes, dtype=torch.int64, device="cpu")
+
+    def _views(self, flat: Tensor, counts: Sequence[int], places: Sequence[int], width: int = 0) -> list[Tensor]:
+        """The blocks of some tables in a buffer of all blocks."""
+        width = width or self.dim
+        begins = [0, *itertools.accumulate(counts)]
+        blocks = (r * self._count + k for r in range(self._ranks) for k in places)
+        return [flat[begins[b] * width : begins[b + 1] * width] for b in blocks]
+
+    def _split(self, rows: Tensor, counts: Sequence[int], places: Sequence[int]) -> tuple[Tensor, ...]:
+        return rows.split([counts[r * self._count + k] for r in range(self._ranks) for k in places])
+
+
+def _of(step: Step, places: Sequence[int]) -> Step:
+    """The step of some of the tables."""
+    if step.lr_scale is None:
+        return step
+    return Step(step.number, step.time_s, [float(step.lr_scale[k]) for k in places])
