@@ -35,7 +35,7 @@ def evaluate(
             while number != max_batches:
                 batch = next(each, None)
                 if batch is None:
-                    rows.nothing()
+                    rows.nothing(learn=False)
                 else:
                     metrics.add(logits(batch.samples).cpu().numpy(), batch.samples.label.numpy())
                 if not int(ranks.sum(torch.tensor([0 if batch is None else 1], device="cpu"))):

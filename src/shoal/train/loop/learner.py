@@ -71,8 +71,7 @@ class Learner:
         """Gradients of the dense part, and new rows; the loss, which is NaN without samples."""
         self.bucket.zero()
         if samples is None:
-            self.rows.nothing()
-            self.rows.update()
+            self.rows.nothing(learn=True)
             return math.nan
         logits = self.logits(samples)
         label = samples.label.to(self.device)
@@ -83,7 +82,6 @@ class Learner:
         else:  # which computes meanwhile; its tables refuse gradients that are not finite
             loss.backward()
             _check_finite(loss, step)
-        self.rows.update()
         self.metrics.add(logits.detach().cpu().numpy(), samples.label.numpy())
         return loss.item()
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from shoal.data.samples import Samples
 from shoal.errors import ConfigError, DeadlineError, UnsupportedError
-from shoal.nn import HashEmbedding, HashEmbeddingBag
+from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag
 from shoal.nn.slot import TableSlot, slot_of
 from shoal.table.table import HashTable
-from shoal.train.loop.bags import Collection, Keyed, pooling
+from shoal.train.loop.bags import Keyed, combiner_of
 from shoal.train.loop.config import Config
 from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.table_config import PlannedTable, TableConfig
@@ -26,7 +26,7 @@ class Rows(nn.Module):
     """Samples to the rows of their ids: ``[B, F, D]``, or ``[B, sum of widths]`` where features differ in width.
 
     The tables are in this process, over all ranks (every rank looks up and updates together), or on parameter servers.
-    Backward updates the rows; over ranks `update` does, which every rank calls after it.
+    Backward updates the rows; over ranks every rank takes part in it, one without samples by `nothing`.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Rows(nn.Module):
         self.now_s = 0
         """What rows are stamped with."""
         self.client: Any = None
+        self._ragged = bool(config.data.make_format().ragged)
         self.together = ranks.world > 1 and not config.train.ps
         settings = {feature: config.table.of_feature(feature) for feature in self.features}
         dims = {feature: one.config.dim for one in self.plan for feature in one.features}
@@ -92,32 +93,35 @@ class Rows(nn.Module):
                 note(f"{str(error).partition(';')[0]}; waiting for it, up to {self.client.deadline}")
 
     def _make_modules(self, settings: Mapping[str, TableConfig]) -> None:
-        """One lookup for all features where one table serves them alike; else one for each table."""
-        fused = not self.together
+        """One lookup for all features: of rows, of bags of one table, or of bags of a collection of tables."""
         kinds = {one.combiner for one in settings.values()}
         table = next(iter(self.tables.values()))
         alike = len(self.tables) == 1 and self._equal
-        self.single = HashEmbedding(table, fused=fused) if alike else None
+        self.single = HashEmbedding(table, fused=True) if alike and not self._ragged else None
         self.bags = self.many = None
+        if self.single is not None:
+            return
         if alike and len(kinds) <= 1:
-            self.bags = HashEmbeddingBag(table, combiner=pooling(next(iter(kinds), "sum")), fused=fused)
+            self.bags = HashEmbeddingBag(table, combiner=next(iter(kinds), "sum"), fused=True)
         else:
             where = {feature: one.config.name for one in self.plan for feature in one.features}
-            self.many = Collection(
+            self.many = EmbeddingBagCollection(
                 self.tables,
                 {feature: where[feature] for feature in self.features},
-                combiner={feature: one.combiner for feature, one in settings.items()},
-                max_length={feature: one.max_length for feature, one in settings.items()},
-                fused=fused,
+                combiner={feature: combiner_of(one) for feature, one in settings.items()},
+                output="concat" if set(self.lengths) <= {1} else "dict",
+                fused=True,
             )
 
     def forward(self, samples: Samples) -> Tensor:
-        if samples.offsets is None and self.single is not None:
+        if self.single is not None:
             return self.single(samples.ids)
         if self.bags is not None:
             return self.bags(samples.ids, samples.offsets).view(len(samples), len(self.features), self.dim)
         assert self.many is not None
         flat = self.many(Keyed.of(samples, self.features))
+        if isinstance(flat, dict):
+            flat = torch.cat([flat[feature].flatten(1) for feature in self.features], 1)
         return flat.view(len(samples), len(self.features), self.dim) if self._equal else flat
 
     def slots(self) -> list[TableSlot]:
@@ -126,21 +130,12 @@ class Rows(nn.Module):
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 
-    def nothing(self) -> None:
-        """The part of a rank without samples in a lookup of all ranks."""
+    def nothing(self, *, learn: bool) -> None:
+        """The part of a rank without samples in a step of all ranks."""
         if self.together:
-            with torch.no_grad():
-                ragged = self.single is None
-                self(Samples.empty(0, len(self.features), ragged=ragged))
-
-    def update(self) -> None:
-        """Applies what backward left for tables over ranks; every rank calls it, also one without gradients."""
-        if not self.together:
-            return
-        for slot in self.slots():
-            ids, grads = slot.pending.take() or (_no_ids(), torch.empty(0, slot.dim, device="cpu"))
-            step, slot.global_step = slot.global_step, slot.global_step + 1
-            slot.apply(ids, grads, global_step=step)
+            rows = self(Samples.empty(0, len(self.features), ragged=self._ragged))
+            if learn:
+                rows.sum().backward()
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
@@ -215,10 +210,6 @@ class Rows(nn.Module):
 def _about(one: PlannedTable) -> dict[str, Any]:
     config = one.config
     return {"name": config.name, "features": list(one.features), "dim": config.dim, "optimizer": config.optimizer}
-
-
-def _no_ids() -> Tensor:
-    return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _filter(given: TableConfig) -> Any:
