@@ -32,11 +32,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Private attributes of tables that other packages still reach for. It only shrinks.
 KNOWN = {
-    ("demo", "_native"),
-    ("plan", "_native"),
-    ("sharded", "_BY_NAME"),
     ("sharded", "_check_trains"),
-    ("train", "_BY_NAME"),
 }
 
 

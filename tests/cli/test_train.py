@@ -73,18 +73,28 @@ def test_equal_runs_end_in_equal_bits_and_so_do_those_that_were_interrupted(caps
         assert (a / name).read_bytes() == (b / name).read_bytes() == (c / name).read_bytes()
 
 
+SEVERAL = (
+    '[table.features.C3]\ndim = 4\noptimizer = "adam"\nexpire_after = "30d"\n[table.features.C4]\ntable = "C3"\n'
+    "[table.features.C7]\nadmit_after = 1\nadmit_capacity = 1000\n"
+)
+
+
 @pytest.mark.timeout(900)
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(data, tmp_path):
+@pytest.mark.parametrize("tables", ["", SEVERAL], ids=["one table", "several"])
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(data, tmp_path, tables):
     """kill -9 at a random moment between two checkpoints, or within one; rows are stamped with a time of the data."""
     lines = (data / "train.tsv").read_text().splitlines()
     timed = tmp_path / "timed.tsv"
     names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)), "time"]
     timed.write_text("\n".join(["\t".join(names), *(f"{line}\t{1_700_000_000 + i}" for i, line in enumerate(lines))]))
+    model = "dcn" if tables else "deepfm"
     config = tmp_path / "run.toml"
     config.write_text(
         f'[data]\ntrain = ["timed.tsv"]\nformat = "tsv"\nlabel = "label"\ntime = "time"\nshuffle_rows = 1000\n'
+        "log_dense = true\n"
         f"dense = {json.dumps(names[1:14])}\nsparse = {json.dumps(names[14:40])}\n[table]\ndim = 8\n"
-        "[model]\nhidden = [16]\ndropout = 0.1\n[train]\nbatch_size = 64\nthreads = 1\n"
+        f'{tables}[model]\nname = "{model}"\nhidden = [16]\ndropout = 0.1\n'
+        "[train]\nbatch_size = 64\nthreads = 1\n"
         "[out]\nevery_steps = 10\nlog_steps = 1\n"
     )
     assert main(["train", str(config), "--out", str(tmp_path / "whole"), "--json"]) == 0
@@ -110,6 +120,23 @@ def test_ctrl_c_leaves_a_checkpoint_and_ends_with_130(data, tmp_path):
     assert "Traceback" not in err
     assert "\x1b" not in out + err  # colour is for terminals
     assert newest(tmp_path / "run").exists()
+
+
+def test_a_run_of_several_tables_says_what_they_are_and_hold(capsys, data, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[data]\ntrain = ["{data / "train.tsv"}"]\n[table]\ndim = 8\n{SEVERAL}[model]\nname = "dcn"\nhidden = [16]\n'
+        "[train]\nbatch_size = 256\nthreads = 1\nmax_steps = 2\n"
+    )
+    assert main(["train", str(config)]) == 0
+    said = capsys.readouterr()
+    assert "table features: 23 features, C1 to C26, dim 8, adagrad, 0 rows\n" in said.err
+    assert "table features.C3: C3, C4, dim 4, adam, 0 rows\n" in said.err
+    assert re.search(r"\ntables: features [\d,]+ rows \d+ MiB; features.C3 [\d,]+ rows \d+ MiB; features.C7", said.out)
+    assert main(["train", str(config), "--model", "deepfm"]) == 2
+    assert "dim 4: C3, C4; dim 8: C1, C2, C5" in capsys.readouterr().err
+    assert main(["train", str(config), "--set", "train.hooks=my_missing:Hook"]) == 2
+    assert "[train] hooks: there is no module 'my_missing'" in capsys.readouterr().err
 
 
 def test_bad_rows_are_counted_shown_once_and_stop_a_strict_run(capsys, data, tmp_path):

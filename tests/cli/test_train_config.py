@@ -147,6 +147,12 @@ def test_streaming_metrics_agree_with_exact_ones_and_survive_a_checkpoint():
     assert again.values() == values
 
 
+def test_huge_logits_are_counted_without_a_warning():
+    metrics = Metrics()
+    metrics.add(np.array([-2000.0, 2000.0], np.float32), np.array([0.0, 1.0], np.float32))
+    assert metrics.values() == {"auc": 1.0, "window_auc": 1.0, "logloss": 0.0, "calibration": 1.0}
+
+
 def test_metrics_of_nothing_are_nan():
     assert all(math.isnan(value) for value in Metrics().values().values())
     empty = Metrics()

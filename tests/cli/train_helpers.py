@@ -54,8 +54,8 @@ def kill_after(shell, event, step, pause_s=0.0):
 
 
 def rows_of(checkpoint):
-    """The records of all rows, in an order of their own."""
-    files = sorted(checkpoint.glob("features-*-of-*"))
+    """The records of all rows of all tables, in an order of their own."""
+    files = sorted(checkpoint.glob("features*-of-*"))
     assert files
     return sorted(record for file in files for record in _core.read_records(str(file)))
 

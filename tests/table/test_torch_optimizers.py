@@ -77,7 +77,7 @@ def test_every_short_spelling_is_compared_with_torch_or_is_not_in_torch():
         optim.RowwiseAdagrad, optim.Lamb, optim.RmsPropV2, optim.Ftrl, optim.GroupFtrl, optim.GroupAdagrad,
         optim.MovingAverage, optim.BatchSoftmax,
     }  # fmt: skip
-    assert compared | alone == set(optim._BY_NAME.values())
+    assert compared | alone == set(optim.ROW_OPTIMIZERS.values())
 
 
 def test_a_model_learns_as_well_with_rows_as_with_a_dense_table():

@@ -40,10 +40,11 @@ def ids(data):
 
 def state(one, ids):
     """Everything that a checkpoint brings back, as bytes."""
-    tensors = [*one.model.state_dict().values(), one.rows.table.lookup(ids), torch.get_rng_state()]
+    rows = [table.lookup(ids) for table in one.rows.tables.values()]
+    tensors = [*one.model.state_dict().values(), *rows, torch.get_rng_state()]
     for _, values in sorted(one.optimizer.state_dict()["state"].items()):
         tensors += [torch.as_tensor(value) for _, value in sorted(values.items())]
-    sliding = one.rows.local.hash_filter
+    sliding = one.rows.local[0].hash_filter
     counts = [sliding.get_block(block).cells.tobytes() for block in range(sliding.split_num)]
     metrics = [array.tobytes() for _, array in sorted(one.metrics.state().items())]
     return [t.detach().numpy().tobytes() for t in tensors], counts, metrics, one.reader, one.at, one.rows.size()

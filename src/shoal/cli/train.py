@@ -31,6 +31,12 @@ On your data, on two ranks, against parameter servers:
 
   shoal train my.toml --ps 10.0.0.1:7100 10.0.0.2:7100
 
+A feature with a table of its own, wider and with another optimizer; rows in GPU memory:
+
+  shoal train my.toml --set table.features.user.dim=64 table.features.user.optimizer=adam
+
+  shoal train my.toml --device cuda --set table.device=cuda
+
 Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 130 interrupted, or
 143 by SIGTERM (a checkpoint was written if there is an --out)."""
 
@@ -62,7 +68,7 @@ class Flags:
     seed: int | None = None
     """Of weights, rows and order."""
     device: str | None = None
-    """Where the dense part computes: cpu, cuda, cuda:1."""
+    """Where the dense part computes: cpu, cuda, cuda:1; rows are where --set table.device=… says."""
     threads: int | None = None
     """Of torch and of the tables; by default all CPUs."""
     ps: tuple[str, ...] | None = None
@@ -222,6 +228,11 @@ shuffle_rows = 65536
 dim = 16
 optimizer = "adagrad"
 lr = 0.02
+# device = "cuda"            # rows in GPU memory; with device = "cuda" in [train], too
+
+# [table.features.C3]        # a table of its own for one feature; what is not set is as in [table]
+# optimizer = "adam"         # also dim, lr, combiner, initializer, expire_after, admit_after, table
+# lr = 0.002
 
 [model]
 name = "deepfm"              # or dlrm, dcn, two_tower, package.module:Class

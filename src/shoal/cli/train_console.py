@@ -13,6 +13,8 @@ from typing import Any, TextIO
 from shoal.train.loop.config import Config
 from shoal.train.loop.reporter import Reporter
 
+_LISTED = 6
+
 
 @contextmanager
 def make_reporter(config: Config, rank: int, *, as_json: bool) -> Iterator[Reporter]:
@@ -80,6 +82,8 @@ class PlainReporter(Reporter):
             f"{values['model']}, {values['parameters']:,} dense parameters, {files}, "
             f"batches of {values['batch_size']:,}{ranks}"
         )
+        for one in values["tables"]:
+            self.say(_table_line(one))
         if values["resumed"]:
             self.say(f"goes on from {values['resumed']} at step {values['step']:,}")
 
@@ -178,6 +182,25 @@ class LiveReporter(PlainReporter):
         super().end(**values)
 
 
+def _table_line(one: dict[str, Any]) -> str:
+    """A table of a run: ``table features.user: user, dim 32, adam, 0 rows``."""
+    names = one["features"]
+    features = ", ".join(names) if len(names) <= _LISTED else f"{len(names)} features, {names[0]} to {names[-1]}"
+    rows = "" if one["rows"] is None else f", {one['rows']:,} rows"
+    return f"table {one['name']}: {features or 'no features'}, dim {one['dim']}, {one['optimizer']}{rows}"
+
+
+def _tables(values: dict[str, Any]) -> str:
+    """Rows and memory of each of several tables."""
+    if len(values["tables"]) < 2:
+        return ""
+    told = (
+        f"{name} {'' if one['rows'] is None else format(one['rows'], ',') + ' rows'} {one['bytes'] / 2**20:,.0f} MiB"
+        for name, one in values["tables"].items()
+    )
+    return f"\ntables: {'; '.join(told)}"
+
+
 def _line(values: dict[str, Any]) -> str:
     rows = "" if values["rows"] is None else f", {values['rows']:,} rows"
     bad = f", {values['bad_rows']:,} bad rows" if values["bad_rows"] else ""
@@ -193,6 +216,7 @@ def summary(values: dict[str, Any]) -> str:
     """The end of a run for people."""
     why = {
         "finished": "finished", "early_stop": "stopped early: no new best", "max_steps": "stopped at max_steps",
+        "stopped": "stopped by a hook",
         "interrupted": "interrupted",
     }[values["why"]]  # fmt: skip
     path = values["checkpoint"]
@@ -200,7 +224,7 @@ def summary(values: dict[str, Any]) -> str:
         why += "; nothing was kept, since there is no --out" if path is None else (
             "; run the same command to resume from the checkpoint"
         )  # fmt: skip
-    return f"{why} after {values['seconds']:.1f} s; {_line(values)}{_which(values)}"
+    return f"{why} after {values['seconds']:.1f} s; {_line(values)}{_which(values)}{_tables(values)}"
 
 
 def _which(values: dict[str, Any]) -> str:

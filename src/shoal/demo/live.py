@@ -76,9 +76,7 @@ def run_live(
     torch.manual_seed(config.seed)
     table = Collisionless(EXPIRE_DAYS, config.seed)
     handle = SyncClientHandle("demo")
-    attached = handle.attach_table(table.table.name, table.table.dim_size, table.table.lookup)
-    assert attached is not None
-    table.table._native.set_touched(*attached)
+    table.table.attach(handle)
     model = DeepFm(table.bag)
     dense = torch.optim.Adam(model.deep.parameters(), lr=0.001)
     batches = stream(config)

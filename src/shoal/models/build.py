@@ -43,7 +43,9 @@ def build_model(name: str, inputs: Inputs, options: Mapping[str, Any] | None = N
     except (TypeError, RuntimeError) as error:
         if name not in MODELS or isinstance(error, ShoalError):
             raise  # an error in code of the user's is told with its place
-        raise ConfigError(f"model {name!r}: cannot be made with rows of {inputs.dim} and {options} ({error})") from None
+        raise ConfigError(
+            f"model {name!r}: cannot be made with rows of {inputs.dim or inputs.dims} and {options} ({error})"
+        ) from None
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {name!r}: it made a {type(model).__name__}, not an nn.Module")
     return model
@@ -51,18 +53,23 @@ def build_model(name: str, inputs: Inputs, options: Mapping[str, Any] | None = N
 
 def find_model(name: str) -> Any:
     """The class or function that makes the model."""
-    path = MODELS.get(name, name)
+    forms = f"one of {', '.join(MODELS)} or package.module:Class"
+    return find_object(MODELS.get(name, name), f"model {name!r}:", forms, did_you_mean(name, MODELS))
+
+
+def find_object(path: str, where: str, forms: str = "package.module:Name", hint: str = "") -> Any:
+    """What ``package.module:Name`` names; ``where`` begins every error."""
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
-        hint = did_you_mean(name, MODELS)
-        raise ConfigError(f"model: name is one of {', '.join(MODELS)} or package.module:Class, got {name!r}{hint}")
+        raise ConfigError(f"{where} name is {forms}, got {path!r}{hint}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does: a module beside the configuration is found
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"model {name!r}: there is no module {error.name!r} on Python's path") from None
+        raise ConfigError(f"{where} there is no module {error.name!r} on Python's path") from None
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise ConfigError(f"model {name!r}: module {module_name!r} has no {attribute!r}") from None
+        close = did_you_mean(attribute, dir(module))
+        raise ConfigError(f"{where} module {module_name!r} has no {attribute!r}{close}") from None

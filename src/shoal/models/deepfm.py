@@ -22,7 +22,7 @@ class DeepFm(nn.Module):
     def __init__(self, inputs: Inputs, *, hidden: Sequence[int] = (256, 128), dropout: float = 0.0) -> None:
         super().__init__()
         self.linear = nn.Linear(len(inputs.dense), 1) if inputs.dense else None
-        self.deep = Mlp([len(inputs.dense), len(inputs.sparse) * inputs.dim], hidden, 1, dropout)
+        self.deep = Mlp([len(inputs.dense), len(inputs.sparse) * inputs.one_dim("deepfm")], hidden, 1, dropout)
 
     def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
         """``[B]`` logits."""

@@ -24,9 +24,10 @@ class Dlrm(nn.Module):
         self, inputs: Inputs, *, bottom: Sequence[int] = (64,), top: Sequence[int] = (256, 128), dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.bottom = Mlp(len(inputs.dense), [*bottom, inputs.dim], dropout=dropout) if inputs.dense else None
+        dim = inputs.one_dim("dlrm")
+        self.bottom = Mlp(len(inputs.dense), [*bottom, dim], dropout=dropout) if inputs.dense else None
         rows = len(inputs.sparse) + bool(inputs.dense)
-        self.top = Mlp([inputs.dim if inputs.dense else 0, rows * (rows - 1) // 2], top, 1, dropout)
+        self.top = Mlp([dim if inputs.dense else 0, rows * (rows - 1) // 2], top, 1, dropout)
 
     def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
         """``[B]`` logits."""

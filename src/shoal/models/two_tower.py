@@ -58,11 +58,13 @@ class _Tower(nn.Module):
             what = f"there is no feature {unknown[0]!r}" if unknown else "it has no feature"
             raise ConfigError(f"model: the {which} tower: {what}; features are {[*inputs.dense, *inputs.sparse]}")
         self.dense = [inputs.dense.index(name) for name in names if name in inputs.dense]
-        self.rows = [inputs.sparse.index(name) for name in names if name in inputs.sparse]
+        self.columns = [inputs.columns(name) for name in names if name in inputs.sparse]
+        width = sum(one.stop - one.start for one in self.columns)
         hidden = list(hidden)
         if not hidden:
             raise ConfigError("model: hidden has at least one width, that of the towers' vectors")
-        self.net = Mlp([len(self.dense), len(self.rows) * inputs.dim], hidden[:-1], hidden[-1], dropout)
+        self.net = Mlp([len(self.dense), width], hidden[:-1], hidden[-1], dropout)
 
     def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
-        return self.net(dense[:, self.dense], rows[:, self.rows].flatten(1))
+        flat = rows.flatten(1)
+        return self.net(dense[:, self.dense], torch.cat([flat[:, :0], *(flat[:, one] for one in self.columns)], 1))

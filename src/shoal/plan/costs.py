@@ -164,7 +164,7 @@ def _tables() -> dict[str, float]:
         ids = torch.randperm(_ROWS, device="cpu")[:_BATCH] * 982451653
         every = torch.arange(_ROWS, device="cpu") * 982451653
         table.assign(every, torch.zeros(_ROWS, dim, device="cpu"))
-        overhead = max(overhead, table._native.bytes() / _ROWS - 8 * dim) if dim == _DIMS[0] else overhead
+        overhead = max(overhead, table.memory_bytes() / _ROWS - 8 * dim) if dim == _DIMS[0] else overhead
         grads = torch.ones(_BATCH, dim, device="cpu")
         lookup = _usual(lambda table=table, ids=ids: table.lookup(ids))
         update = _usual(lambda table=table, ids=ids, grads=grads: table.apply_gradients(ids, grads, enable_dedup=False))

@@ -92,9 +92,7 @@ class TableBase(ABC):
         if native_filter is not None:
             host.set_filter(native_filter)
         if client is not None:
-            attached = client.attach_table(name, self.dim_size, self._client_lookup)
-            if attached is not None:
-                self._set_touched(*attached)
+            self.attach(client)
         self._eviction: BackgroundEviction | None = None
         if message.enable_feature_eviction:
             self._eviction = BackgroundEviction(self, timedelta(hours=message.feature_evict_every_n_hours))
@@ -133,12 +131,33 @@ class TableBase(ABC):
         self._native.raise_max_update_time(native.max_update_time())
         self._native.set_scales(native.scales())
 
+    def attach(self, sync_client: Any) -> None:
+        """Has a sync client, or its handle, take the rows that change from now on, as ``sync_client=`` does."""
+        attached = sync_handle(sync_client, self.name).attach_table(self.name, self.dim_size, self._client_lookup)
+        if attached is not None:
+            self._set_touched(*attached)
+
     def _set_touched(self, touched: Any, number: int) -> None:
         self._native.set_touched(touched, number)
 
     @abstractmethod
     def _client_lookup(self, ids: Tensor) -> Tensor:
         """The rows of ``ids`` for a sync client, on CPU tensors."""
+
+    def training_state(self) -> dict[str, Any]:
+        """What a table has besides its rows that its next updates depend on, as JSON: its clock, counts and scales."""
+        host = self._host
+        return {"max_update_time": host.max_update_time(), "calls": host.calls(), "scales": host.scales()}
+
+    def set_training_state(self, state: dict[str, Any]) -> None:
+        """Takes what `training_state` gave; what is not in ``state`` stays."""
+        host = self._host
+        if "calls" in state:
+            host.set_calls(state["calls"])
+        if "max_update_time" in state:
+            host.raise_max_update_time(state["max_update_time"])
+        if "scales" in state:
+            host.set_scales(state["scales"])
 
     # --- what every update asks ---------------------------------------------------------------------------------------
 

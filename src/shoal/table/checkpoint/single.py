@@ -153,6 +153,24 @@ def restore_table(
     return None
 
 
+def restore_files(
+    table: HashTable, files: Sequence[naming.Shards], before_commit: Callable[[], None] = lambda: None
+) -> None:
+    """Replaces all rows of ``table`` with those of the files; ``before_commit`` may still raise, and nothing changes.
+
+    Raises:
+        DataError: a file is damaged or of a table of another shape, or an id comes twice. The table is as it was.
+    """
+    target: Any = table.staging()
+    with naming_table(table.name):
+        load = begin_load(target)
+        check_distinct(load, read_shards(load, files))
+        before_commit()
+        load.commit()
+    if table.on_gpu:
+        table.adopt(target._native)
+
+
 def begin_load(table: HashTable, strict: bool = True, shard: Sequence[int] | None = None) -> _core.Load:
     """A load of rows that ``table`` will have; see `restore_table`.
 

@@ -262,7 +262,8 @@ class BatchSoftmax(RowOptimizer):
     lr: LearningRate = 0.1
 
 
-_BY_NAME = {cls._kind: cls for cls in RowOptimizer.__subclasses__()} | {"amsgrad": Amsgrad}
+ROW_OPTIMIZERS = {cls._kind: cls for cls in RowOptimizer.__subclasses__()} | {"amsgrad": Amsgrad}
+"""Name -> class of every row optimizer."""
 
 
 def as_row_optimizer(optimizer: Any, lr: LearningRate | None = None) -> tuple[OptimizerConfig, LearningRate]:
@@ -273,9 +274,9 @@ def as_row_optimizer(optimizer: Any, lr: LearningRate | None = None) -> tuple[Op
     overrides.
     """
     if isinstance(optimizer, str):
-        if optimizer not in _BY_NAME:
-            raise ConfigError(f"unknown optimizer {optimizer!r}; there are {', '.join(sorted(_BY_NAME))}")
-        optimizer = _BY_NAME[optimizer]()
+        if optimizer not in ROW_OPTIMIZERS:
+            raise ConfigError(f"unknown optimizer {optimizer!r}; there are {', '.join(sorted(ROW_OPTIMIZERS))}")
+        optimizer = ROW_OPTIMIZERS[optimizer]()
     config = as_optimizer_config(optimizer)
     if lr is None:
         kind = config.WhichOneof("type")

@@ -1,13 +1,13 @@
 """Checkpoints of a run: a folder with rows, dense tensors, positions and metrics, which is there when it is whole.
 
-``<dir>/ckpt-<step>/`` holds the table's record files (one set for all ranks, readable by `shoal.table`),
+``<dir>/ckpt-<step>/`` holds the tables' record files (one set per table for all ranks, readable by `shoal.table`),
 ``dense.safetensors``, ``rank-00000.safetensors`` … and ``manifest.json``, written last, with a digest of every file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from shoal import _core
-from shoal.durable import Draft, Saved, temporary_path
+from shoal.durable import Draft, Saved, file_bases, temporary_path
 from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.host import as_tensor
 from shoal.table.checkpoint import naming, restore_table
 from shoal.table.checkpoint.filters import restore_hash_filter, save_hash_filter
 from shoal.table.checkpoint.incremental import expiry_to_json
 from shoal.table.checkpoint.manifest import Manifest
-from shoal.table.checkpoint.single import begin_load, check_distinct, naming_table, read_shards
+from shoal.table.checkpoint.single import restore_files
 from shoal.table.table import HashTable
 from shoal.train.loop.ranks import Ranks
 
 _DENSE = "dense.safetensors"
+_FEATURES = "table.features."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,18 +47,21 @@ class Snapshot:
 
 
 def save_checkpoint(
-    target: str, snapshot: Snapshot, table: HashTable | None, ranks: Ranks, make_room: Callable[[], None]
+    target: str, snapshot: Snapshot, tables: Sequence[HashTable], ranks: Ranks, make_room: Callable[[], None]
 ) -> None:
     """Writes the folder ``target``; all ranks together.
 
     Args:
+        tables: the rows of this process, the same tables in the same order on every rank.
         target: does not exist, or ``make_room``, called by the first rank when the new folder is complete, removes it.
 
     Raises:
         OSError: a rank could not write; every rank raises, and nothing is left of the new folder.
     """
     draft = Draft(target, ranks.from_first(os.urandom(8).hex()))
-    each = 0 if table is None else max(ranks.gather(naming.shard_count(-1, table.size())))
+    counts = ranks.gather([naming.shard_count(-1, table.size()) for table in tables])
+    files = [max(each) for each in zip(*counts, strict=True)]
+    bases = file_bases(table.name for table in tables)
 
     def begin() -> None:
         if ranks.first:
@@ -66,16 +70,17 @@ def save_checkpoint(
     def write() -> dict[str, Any]:
         path = os.path.join(draft.path, _rank_file(ranks.rank))
         _write_tensors(path, _rank_tensors(snapshot))
-        return {"reader": snapshot.reader, "rows": None if table is None else _write_rows(draft, table, ranks, each)}
+        rows = [_write_rows(draft, one, bases, ranks, each) for one, each in zip(tables, files, strict=True)]
+        return {"reader": snapshot.reader, "rows": rows}
 
     def publish() -> None:
         if ranks.first:
             _write_tensors(os.path.join(draft.path, _DENSE), _dense_tensors(snapshot))
-            written = [part["rows"] for part in parts]
-            described = [] if table is None else [_describe(table, written)]
+            written = list(zip(*(part["rows"] for part in parts), strict=True))  # by table, then by rank
+            described = [_describe(table, bases[table.name], each) for table, each in zip(tables, written, strict=True)]
             content = {"tables": described, **snapshot.content, "world": ranks.world}
             content["readers"] = [part["reader"] for part in parts]
-            digests = {name: digest for part in written if part for name, digest in part["files"].items()}
+            digests = {name: digest for each in written for part in each for name, digest in part["files"].items()}
             draft.seal(Manifest(kind="full", step=snapshot.step, content=content).fields(), digests)
             make_room()
             draft.publish()
@@ -90,7 +95,7 @@ def save_checkpoint(
         raise
 
 
-def load_checkpoint(saved: Saved, snapshot: Snapshot, table: HashTable | None, ranks: Ranks) -> Manifest:
+def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable], ranks: Ranks) -> Manifest:
     """Fills model, optimizer and rows from a folder; ``snapshot`` gets this rank's position and metrics.
 
     On another number of ranks the rows are shared out anew; positions do not fit then and ``reader`` stays empty, and
@@ -106,7 +111,7 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, table: HashTable | None, r
         dense = _read_tensors(saved, _DENSE)
         of_rank = _read_tensors(saved, _rank_file(ranks.rank)) if same else {}
         reader = content["readers"][ranks.rank] if same else {}
-        if table is not None:
+        for table in tables:
             _load_rows(saved, content["tables"], table, ranks, same)
     except (KeyError, IndexError, TypeError) as error:  # only a manifest without a digest can be changed unnoticed
         raise DataError(f"{saved.manifest} is not what `shoal train` writes ({error!r})") from error
@@ -125,52 +130,59 @@ def check_identity(saved: Saved, wanted: dict[str, Any]) -> None:
     if not isinstance(had, dict):
         raise DataError(f"checkpoint {saved.folder} was not written by `shoal train`")
     was, now = dict(_flat(had)), dict(_flat(wanted))
-    for name in sorted(was.keys() | now.keys()):
-        if was.get(name) != now.get(name):
-            raise ConfigError(
-                f"checkpoint {saved.folder} was made with {name} = {was.get(name)!r}, the configuration has "
-                f"{now.get(name)!r}; set it back, or begin anew with --fresh (which moves the checkpoints aside) or in "
-                "another folder"
-            )
+    name = next((name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)), None)
+    if name is None:
+        return
+    then, wants = (f"{one[name]!r}" if name in one else "not set" for one in (was, now))
+    if name.startswith(_FEATURES):  # of a feature that has settings of its own in one of both alone
+        feature = name.removeprefix(_FEATURES).rpartition(".")[0]
+        theirs, ours = (any(key.startswith(f"{_FEATURES}{feature}.") for key in one) for one in (was, now))
+        if theirs != ours:
+            name = f"{_FEATURES}{feature}"
+            then, wants = ("settings of its own" if there else "not set" for there in (theirs, ours))
+    raise ConfigError(
+        f"checkpoint {saved.folder} was made with {name} = {then}, the configuration has {wants}; set it back, or "
+        "begin anew with --fresh (which moves the checkpoints aside) or in another folder"
+    )
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _write_rows(draft: Draft, table: HashTable, ranks: Ranks, each: int) -> dict[str, Any]:
+def _write_rows(draft: Draft, table: HashTable, bases: dict[str, str], ranks: Ranks, each: int) -> dict[str, Any]:
     """Every rank writes ``each`` files; together they are the files of one table."""
-    base = os.path.join(draft.path, naming.file_base(table.name))
+    file = bases[table.name]
+    base = os.path.join(draft.path, file)
     paths = [naming.shard_path(base, ranks.rank * each + i, each * ranks.world) for i in range(each)]
     written = _core.save([table.source(stale=True)], [temporary_path(path) for path in paths], paths, False, 0, None)
-    save_hash_filter(table.hash_filter, _filter_base(draft.path, ranks), True)
-    native = table._native
+    save_hash_filter(table.hash_filter, _filter_base(draft.path, file, len(bases), ranks), True)
     return {
         "files": {os.path.basename(path): digest for path, (_, digest) in zip(paths, written, strict=True)},
         "rows": sum(sum(rows) for rows, _ in written),
-        "max_update_time": table.max_update_time,
-        "calls": native.calls(),
+        **table.training_state(),
     }
 
 
-def _describe(table: HashTable, parts: list[Any]) -> dict[str, Any]:
+def _describe(table: HashTable, file: str, parts: Sequence[Any]) -> dict[str, Any]:
     """The table's part of the manifest."""
     return {
         "name": table.name,
-        "file": naming.file_base(table.name),
+        "file": file,
         "shards": sum(len(part["files"]) for part in parts),
         "rows": sum(part["rows"] for part in parts),
         "removed": 0,
         "dim": table.dim_size,
         "max_update_time": max(part["max_update_time"] for part in parts),
-        "scales": table._native.scales(),
+        "scales": table.training_state()["scales"],
         "expiry": expiry_to_json(table.table_config.slot_expire_time_config),
         "calls": [part["calls"] for part in parts],
         "empty_rank0": False,
     }
 
 
-def _filter_base(folder: str, ranks: Ranks) -> str:
-    return os.path.join(folder, f"filter-{ranks.rank:05d}")
+def _filter_base(folder: str, file: str, tables: int, ranks: Ranks) -> str:
+    """Where the counts of a table's filter are; in a checkpoint of one table they have no name."""
+    return os.path.join(folder, f"filter-{file}-{ranks.rank:05d}" if tables > 1 else f"filter-{ranks.rank:05d}")
 
 
 def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ranks: Ranks, same: bool) -> None:
@@ -186,19 +198,17 @@ def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ran
         each = len(files.paths) // ranks.world
         mine = slice(ranks.rank * each, (ranks.rank + 1) * each)
         own = naming.Shards(files.paths[mine], files.names[mine], saved)
-        calls = described["calls"][ranks.rank]
-        with naming_table(table.name):
-            load = begin_load(table)
-            check_distinct(load, read_shards(load, [own]))
-            counts = _filter_base(saved.folder, ranks)
+        counts = _filter_base(saved.folder, described["file"], len(tables), ranks)
+
+        def restore_counts() -> None:
             saved.verify({f"{os.path.basename(counts)}.manifest"} & saved.files.keys())  # which has those of the counts
             restore_hash_filter(table.hash_filter, counts, True)
-            load.commit()
-        table._native.set_calls(calls)
+
+        restore_files(table, [own], restore_counts)
+        table.set_training_state({"calls": described["calls"][ranks.rank]})
     else:
         restore_table(table, base, shard=(ranks.rank, ranks.world), saved=saved)
-    table._native.raise_max_update_time(described["max_update_time"])
-    table._native.set_scales(described["scales"])
+    table.set_training_state({"max_update_time": described["max_update_time"], "scales": described["scales"]})
 
 
 # --- dense tensors ----------------------------------------------------------------------------------------------------

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from shoal import _core
 from shoal.data.schema import CRITEO, Schema
 from shoal.errors import ConfigError, did_you_mean
-
-
-def _at_least(section: str, values: object, **limits: float) -> None:
-    for name, least in limits.items():
-        value = getattr(values, name)
-        if value is not None and not least <= value < math.inf:
-            raise ConfigError(f"[{section}] {name} is at least {least:g}, got {value}")
+from shoal.train.loop.table_config import (
+    PlannedTable,
+    TableConfig,
+    at_least,
+    check_features,
+    owner,
+    plan_tables,
+    shared_slots,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class DataConfig:
     """Of the format: columns, delimiter, quote, separator, max_line_bytes, part_bytes; lists."""
 
     def __post_init__(self) -> None:
-        _at_least("data", self, shuffle_rows=0, prefetch=0)
+        at_least("data", self, shuffle_rows=0, prefetch=0)
         if not self.train:
             raise ConfigError("[data] train names the files to learn from, got none")
         self.make_format()
@@ -82,82 +82,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableConfig:
-    """``[table]``: one table holds the rows of all features."""
-
-    name: str = "features"
-    dim: int = 16
-    optimizer: str = "adagrad"
-    """adagrad, adam, sgd, ftrl, rowwise_adagrad, …: any of the row optimizers."""
-    lr: float = 0.05
-    optimizer_options: dict[str, Any] = field(default_factory=dict)
-    """Further settings of the optimizer, such as ``betas``."""
-    init_scale: float = 0.01
-    """New rows are uniform in [-init_scale, init_scale)."""
-    combiner: Literal["sum", "mean"] = "sum"
-    """How the rows of a feature with many ids become one."""
-    expire_after: str | None = None
-    """Text such as 30d: rows that were not updated for so long are removed at checkpoints."""
-    admit_after: int = 0
-    """An id gets a row once it was learnt from more often than this, at most 14; before that it counts as zeros. Raise
-    it when rows of ids that come once fill the memory."""
-    admit_capacity: int = 10_000_000
-    """Ids whose occurrences are counted, approximately, in 2.8 bytes each; the oldest are forgotten. On each rank and
-    server."""
-
-    def __post_init__(self) -> None:
-        _at_least("table", self, dim=1, lr=0, init_scale=0, admit_after=0, admit_capacity=1000)
-        if self.admit_after > 14:
-            raise ConfigError(f"[table] admit_after is at most 14, got {self.admit_after}")
-        self.row_optimizer()
-
-    def row_optimizer(self) -> Any:
-        from shoal.table.config import optim
-
-        if self.optimizer not in optim._BY_NAME:
-            known = ", ".join(sorted(optim._BY_NAME))
-            hint = did_you_mean(self.optimizer, optim._BY_NAME)
-            raise ConfigError(f"[table] optimizer is one of {known}, got {self.optimizer!r}{hint}")
-        options = dict(self.optimizer_options)
-        make = optim._BY_NAME[self.optimizer]
-        takes = [name for name in inspect.signature(make).parameters if name != "lr"]
-        unknown = next((name for name in options if name not in takes), None)
-        if unknown is not None:
-            raise ConfigError(
-                f"[table] optimizer_options: {self.optimizer} knows no {unknown!r}{did_you_mean(unknown, takes)}; it "
-                f"knows {', '.join(takes)}"
-            )
-        try:
-            return make(lr=self.lr, **options)
-        except TypeError as error:
-            raise ConfigError(f"[table] optimizer_options {options}: {error}") from None
-
-    def arguments(self) -> dict[str, Any]:
-        """The keywords of `shoal.HashTable`, and of the tables that stand in its place."""
-        from shoal.table.config.initializers import RandomUniformInitializer, ZerosInitializer
-
-        scale = self.init_scale
-        return {
-            "optimizer": self.row_optimizer(),
-            "initializer": RandomUniformInitializer(-scale, scale) if scale else ZerosInitializer(),
-            "expire_after": self.expire_after,
-            "name": self.name,
-        }
-
-    def filter(self) -> dict[str, Any] | None:
-        """The admission filter, as `shoal.sharded.ps_table` takes it."""
-        if not self.admit_after:
-            return None
-        from shoal.table.config.messages import SlotOccurrenceThresholdConfig
-
-        thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=self.admit_after)
-        return {
-            "type": "sliding_hash_filter", "capacity": self.admit_capacity, "split_num": 7,
-            "config": thresholds.SerializeToString().hex(),
-        }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """``[model]``: its name and the options of its class."""
 
@@ -180,11 +104,14 @@ class TrainConfig:
     max_steps: int | None = None
     seed: int = 0
     device: str = "cpu"
-    """Where the dense part computes; the rows of this command's table are in host memory."""
+    """Where the dense part computes; ``[table] device`` says where rows are."""
     threads: int | None = None
     """Of torch and of the tables; by default all CPUs."""
     strict: bool = False
     """A bad row ends the run."""
+    hooks: tuple[str, ...] = ()
+    """``package.module:Hook`` …, called around every step: classes (of `shoal.train.SessionRunHook`), or functions that
+    take the `Trainer` and return one."""
     ps: tuple[str, ...] = ()
     """Addresses of parameter servers that hold the rows, all of them in the order of their shards."""
     ps_deadline_s: float = 600.0
@@ -193,7 +120,7 @@ class TrainConfig:
     """Going on from a checkpoint brings the rows on the servers back to it. Turn it off where other runs share them."""
 
     def __post_init__(self) -> None:
-        _at_least("train", self, epochs=1, batch_size=1, lr=0, max_steps=1, threads=1, ps_deadline_s=0)
+        at_least("train", self, epochs=1, batch_size=1, lr=0, max_steps=1, threads=1, ps_deadline_s=0)
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise ConfigError(f"[train] seed is a 64-bit integer, got {self.seed}")
 
@@ -211,7 +138,7 @@ class EvalConfig:
     max_batches: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least("eval", self, every_steps=0, patience=0, max_batches=1)
+        at_least("eval", self, every_steps=0, patience=0, max_batches=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +161,7 @@ class OutConfig:
     """Folder for TensorBoard's summaries."""
 
     def __post_init__(self) -> None:
-        _at_least("out", self, every_steps=0, every_s=0, keep=1, log_steps=1, auc_window=1)
+        at_least("out", self, every_steps=0, every_s=0, keep=1, log_steps=1, auc_window=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +169,7 @@ class Config:
     """A whole run."""
 
     data: DataConfig
-    table: TableConfig = TableConfig()
+    table: TableConfig = field(default_factory=TableConfig)
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -251,14 +178,44 @@ class Config:
     def __post_init__(self) -> None:
         if self.eval.patience and not self.data.eval:
             raise ConfigError("[eval] patience needs files to evaluate on; name them with [data] eval")
+        if self.table.device == "cuda" and self.train.ps:
+            raise ConfigError(
+                '[table] device is "cuda", but with [train] ps the rows are on the servers; leave one of them out'
+            )
+        if not self.table.features:
+            return
+        schema = self.data.schema()
+        check_features(self.table, schema.sparse, schema.slots, schema.raw)
+        if not schema.raw:
+            slots = shared_slots(self.table, schema.sparse, schema.slots)
+            object.__setattr__(self, "data", replace(self.data, slots=slots))
+
+    def tables(self) -> list[PlannedTable]:
+        """The tables of the run."""
+        return plan_tables(self.table, self.data.schema().sparse)
+
+    def expires(self) -> bool:
+        """Whether rows of some table expire."""
+        return any(one.config.expire_after is not None for one in self.tables())
 
     def identity(self) -> dict[str, Any]:
         """What must be the same where a checkpoint goes on: everything that its tensors and its position depend on."""
         schema = self.data.schema().to_json()
-        free = ("lr", "expire_after", *(() if self.table.admit_after else ("admit_after", "admit_capacity")))
-        table = {name: value for name, value in asdict(self.table).items() if name not in free}
+        table = self.table.identity()
+        if self.table.features:
+            names = {feature: one.config.name for one in self.tables() for feature in one.features}
+            own = [name for name in schema["sparse"] if name in self.table.features]
+            table["features"] = {name: _of_feature(self.table, name, names[name]) for name in own}
         reading = {"batch_size": self.train.batch_size, "shuffle_rows": self.data.shuffle_rows}
         return {
             "schema": schema, "table": table, "model": asdict(self.model), "optimizer": self.train.optimizer,
             "seed": self.train.seed, "format": self.data.format, "reading": reading,
         }  # fmt: skip
+
+
+def _of_feature(table: TableConfig, feature: str, name: str) -> dict[str, Any]:
+    """What a checkpoint depends on for a feature with settings of its own."""
+    lent = owner(table, feature)
+    settings = (table if lent is None else table.of_feature(lent)).identity()
+    own = table.of_feature(feature)
+    return {**settings, "combiner": own.combiner, "max_length": own.max_length, "name": name}

@@ -8,6 +8,7 @@ import torch
 
 from shoal import _core
 from shoal.errors import ConfigError
+from shoal.train.loop.config import Config
 
 
 def resident_bytes() -> int:
@@ -27,6 +28,17 @@ def fair_threads() -> int | None:
     if ranks < 2 or "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, _core.num_threads() // ranks)
+
+
+def find_table_device(config: Config, dense: torch.device) -> str:
+    """Where the rows of this process are: the GPU of the dense part if it has one, else this rank's."""
+    if config.table.device == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError('[table] device is "cuda", but torch finds no GPU here')
+    if dense.type == "cuda":
+        return f"cuda:{dense.index or 0}"
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
 
 
 def find_device(name: str) -> torch.device:

@@ -39,7 +39,7 @@ class Metrics:
         both = np.bincount(bins + BINS * positive, minlength=2 * BINS)
         self.counts += both.reshape(2, BINS)
         loss = np.maximum(wide, 0) - wide * labels + np.log1p(np.exp(-np.abs(wide)))
-        self.sums += (loss.sum(), (1 / (1 + np.exp(-wide))).sum(), labels.sum(dtype=np.float64))
+        self.sums += (loss.sum(), (1 / (1 + np.exp(np.minimum(-wide, 700)))).sum(), labels.sum(dtype=np.float64))
         self._recent.append((logits.copy(), positive))
         self._recent_rows += n
         while self._recent_rows - len(self._recent[0][0]) >= self.window:

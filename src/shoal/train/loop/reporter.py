@@ -9,13 +9,19 @@ class Reporter:
     """Events of a run on the first rank, with plain values. Bad rows may come from another thread."""
 
     def start(self, **values: Any) -> None:
-        """Before the first step: ``step``, ``resumed`` (a path or None), ``world``, ``model``, ``parameters``."""
+        """Before the first step: ``step``, ``resumed`` (a path or None), ``world``, ``model``, ``parameters``, ….
+
+        Each of ``tables`` is a dict: ``name``, ``features``, ``dim``, ``optimizer``, ``rows``.
+        """
 
     def tick(self, *, step: int, epoch: int, samples: int) -> None:
         """After every step; must be cheap."""
 
     def progress(self, **values: Any) -> None:
-        """Every ``log_steps``: step, epoch, samples, samples_per_s, auc, logloss, calibration, rows, memory, …"""
+        """Every ``log_steps``: step, epoch, samples, samples_per_s, auc, logloss, calibration, rows, memory, …
+
+        ``tables`` has ``rows`` and ``bytes`` of each table by name.
+        """
 
     def evaluated(self, **values: Any) -> None:
         """step, auc, logloss, calibration, samples, best."""
@@ -30,7 +36,7 @@ class Reporter:
         """Something that a person should know."""
 
     def end(self, **values: Any) -> None:
-        """How it ended: ``why`` is finished, early_stop, max_steps or interrupted.
+        """How it ended: ``why`` is finished, early_stop, max_steps, stopped (by a hook) or interrupted.
 
         ``model_step`` is the step of the model that it ended with, ``kept_step`` that of the best one in a checkpoint.
         """

@@ -18,6 +18,7 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.train.loop import checkpoint
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
+from shoal.train.loop.hooks import SaveTimer
 from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.tables import Rows
 
@@ -56,11 +57,14 @@ class Progress:
 class Saver:
     """The checkpoints of a run in ``out.dir``. All ranks call it together."""
 
-    def __init__(self, config: Config, ranks: Ranks, rows: Rows, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, ranks: Ranks, rows: Rows, note: Callable[[str], None], timer: SaveTimer | None = None
+    ) -> None:
         assert config.out.dir is not None
         self.directory = config.out.dir
         self.series = checkpoints_of(self.directory)
         self.config, self.ranks, self.rows, self._note = config, ranks, rows, note
+        self.timer = timer or SaveTimer()
         self._saved_at = time.monotonic()
         self._told_inexact = False
         self.newest: str | None = None
@@ -75,32 +79,31 @@ class Saver:
     def wants(self, step: int) -> bool:
         """Whether this rank asks for a checkpoint after a step."""
         out = self.config.out
+        if not self.timer.enabled:
+            return False
         if out.every_steps and step % out.every_steps == 0:
             return True
         return bool(out.every_s) and self.ranks.first and time.monotonic() - self._saved_at > out.every_s
 
-    def save(self, snapshot: Snapshot, at: Progress, files: list[list[Any]], *, replace: bool = False) -> str | None:
-        """Writes a checkpoint; its path, or None where this run has written that of the step already.
+    def has(self, step: int) -> bool:
+        """Whether this run wrote the checkpoint of a step, or goes on from it."""
+        return self.newest == self.series.path(step)
 
-        Args:
-            replace: write it anew even then.
+    def save(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str:
+        """Writes a checkpoint; its path.
 
         Raises:
             OSError: it could not be written, on any rank; older ones are as they were.
         """
         target = self.series.path(at.step)
-        if self.newest == target and not replace:
-            return None
         self._saved_at = time.monotonic()  # one that fails is tried again when the next one is due
-        values = asdict(at) | {"now_s": self.rows.now_s, "sparse_step": self.rows.slot.global_step}
+        values = asdict(at) | {"now_s": self.rows.now_s} | _steps_to_json(self.rows.steps())
         del values["step"]
         snapshot.content = {"identity": self.config.identity(), "progress": values, "files": files}
-        local = self.rows.local
-        if local is None:
+        if self.rows.client is not None:
             snapshot.content["servers"] = self._keep_on_servers(at)
-        elif self.config.table.expire_after is not None:
-            local.evict()
-        checkpoint.save_checkpoint(target, snapshot, local, self.ranks, lambda: self._make_room(at.step))
+        self.rows.evict()
+        checkpoint.save_checkpoint(target, snapshot, self.rows.local, self.ranks, lambda: self._make_room(at.step))
         self.newest = target
         self._saved_at = time.monotonic()
         self._prune(at)
@@ -219,7 +222,7 @@ class Saver:
         content = manifest.content
         values = dict(content["progress"])
         self.rows.now_s = values.pop("now_s")
-        self.rows.slot.global_step = values.pop("sparse_step")
+        self.rows.set_steps(values.get("sparse_steps") or dict.fromkeys(self.rows.tables, values["sparse_step"]))
         known = {one.name for one in fields(Progress)}
         at = Progress(step=manifest.step, **{name: value for name, value in values.items() if name in known})
         if self.rows.client is not None:
@@ -269,6 +272,11 @@ class Saver:
             self.ranks.together(restore)
         else:
             self._note(f"{path} has no rows for these parameter servers: they go on with those that they hold")
+
+
+def _steps_to_json(steps: dict[str, int]) -> dict[str, Any]:
+    """The updates of one table as version 0.1 has them, of several by name."""
+    return {"sparse_step": next(iter(steps.values()))} if len(steps) == 1 else {"sparse_steps": steps}
 
 
 def _servers(manifest: Manifest) -> dict[str, Any] | None:

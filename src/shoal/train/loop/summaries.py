@@ -35,11 +35,16 @@ class Summaries:
             for tag in _TAGS:
                 if values.get(tag) is not None:
                     self._writer.add_scalar(f"train/{tag}", values[tag], step)
+            for name, one in values["tables"].items() if len(values["tables"]) > 1 else ():
+                for tag, value in one.items():
+                    if value is not None:
+                        self._writer.add_scalar(f"train/{tag}/{name}", value, step)
         if rows.together:
             from shoal.sharded import set_alltoall_writer
 
             set_alltoall_writer(self._writer)
-            rows.table.write_spread(step)
+            for table in rows.tables.values():
+                table.write_spread(step)
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
         if self._writer is not None:

@@ -1,60 +1,88 @@
-"""The table of a run, wherever its rows live, and the module that looks batches up in it."""
+"""The tables of a run, wherever their rows live, and the modules that look batches up in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.data.samples import Samples
 from shoal.errors import ConfigError, DeadlineError, UnsupportedError
-from shoal.nn import HashEmbedding, HashEmbeddingBag
+from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag
 from shoal.nn.slot import TableSlot, slot_of
 from shoal.table.table import HashTable
-from shoal.train.loop.config import Config, TableConfig
+from shoal.train.loop.bags import Keyed, combiner_of
+from shoal.train.loop.config import Config
 from shoal.train.loop.ranks import Ranks
+from shoal.train.loop.table_config import PlannedTable, TableConfig
 
 _AT_ONCE = timedelta(seconds=5)
 
 
 class Rows(nn.Module):
-    """Samples to ``[B, F, D]``: the rows of their ids in one lookup for all features; backward updates them.
+    """Samples to the rows of their ids: ``[B, F, D]``, or ``[B, sum of widths]`` where features differ in width.
 
-    The table is in this process, over all ranks (every rank looks up and updates together), or on parameter servers.
+    The tables are in this process, over all ranks (every rank looks up and updates together), or on parameter servers.
+    Backward updates the rows; over ranks every rank takes part in it, one without samples by `nothing`.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, note: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, config: Config, ranks: Ranks, device: str = "cpu", note: Callable[[str], None] = lambda text: None
+    ) -> None:
         super().__init__()
-        given = config.table
-        arguments: dict[str, Any] = {**given.arguments(), "seed": config.train.seed}
-        self.features = len(config.data.schema().sparse)
-        self.dim = given.dim
-        self.client: Any = None
-        if config.train.ps:
-            from shoal.sharded import PsClient, ps_table
-
-            deadline = timedelta(seconds=config.train.ps_deadline_s)
-            self.client = PsClient(config.train.ps, deadline=deadline)
-            try:
-                self._greet(note)
-                self.table: Any = ps_table(self.client, given.dim, filter=given.filter(), **arguments)
-            except BaseException:
-                self.client.close()
-                raise
-        elif ranks.world > 1:
-            from shoal.sharded import AllToAllHashTable
-
-            self.table = AllToAllHashTable(given.dim, hash_filter=_filter(given), **arguments)
-        else:
-            self.table = HashTable(given.dim, hash_filter=_filter(given), **arguments)
-        self.together = ranks.world > 1 and self.client is None
-        self.single = HashEmbedding(self.table, fused=True)
-        self.bags = HashEmbeddingBag(self.table, combiner=given.combiner, fused=True)
+        self.plan = config.tables()
+        self.features = config.data.schema().sparse
         self.now_s = 0
         """What rows are stamped with."""
-        self.slot.clock = lambda: self.now_s
+        self.client: Any = None
+        self._ragged = bool(config.data.make_format().ragged)
+        self.together = ranks.world > 1 and not config.train.ps
+        settings = {feature: config.table.of_feature(feature) for feature in self.features}
+        dims = {feature: one.config.dim for one in self.plan for feature in one.features}
+        self.dims = tuple(dims[feature] for feature in self.features)
+        self.lengths = tuple(settings[feature].length for feature in self.features)
+        self.dim = self.plan[0].config.dim
+        self._equal = len(set(self.dims)) <= 1 and set(self.lengths) <= {1}
+        self.tables = self._on_servers(config, note) if config.train.ps else self._here(config, device)
+        clock = lambda: self.now_s  # noqa: E731 (one object: tables of one clock are updated together)
+        for slot in self.slots():
+            slot.clock = clock
+        self._make_modules(settings)
+
+    def _here(self, config: Config, device: str) -> dict[str, Any]:
+        """In this process, or this process's part."""
+        kind: Any = HashTable
+        if self.together:
+            from shoal.sharded import AllToAllHashTable
+
+            kind = AllToAllHashTable
+        return {
+            one.config.name: kind(
+                one.config.dim, hash_filter=_filter(one.config), seed=config.train.seed, device=device,
+                **one.config.arguments(),
+            )
+            for one in self.plan
+        }  # fmt: skip
+
+    def _on_servers(self, config: Config, note: Callable[[str], None]) -> dict[str, Any]:
+        from shoal.sharded import PsClient, ps_table
+
+        self.client = PsClient(config.train.ps, deadline=timedelta(seconds=config.train.ps_deadline_s))
+        try:
+            self._greet(note)
+            return {
+                one.config.name: ps_table(
+                    self.client, one.config.dim, filter=one.config.filter(), seed=config.train.seed,
+                    **one.config.arguments(),
+                )
+                for one in self.plan
+            }  # fmt: skip
+        except BaseException:
+            self.client.close()
+            raise
 
     def _greet(self, note: Callable[[str], None]) -> None:
         """Says who is waited for, where servers do not answer at once."""
@@ -64,41 +92,94 @@ class Rows(nn.Module):
             if self.client.deadline > _AT_ONCE:
                 note(f"{str(error).partition(';')[0]}; waiting for it, up to {self.client.deadline}")
 
-    @property
-    def slot(self) -> TableSlot:
-        return slot_of(self.table)
-
-    @property
-    def local(self) -> HashTable | None:
-        """The rows of this process; None where they are on servers."""
-        if self.client is not None:
-            return None
-        return self.table.table if self.together else self.table
+    def _make_modules(self, settings: Mapping[str, TableConfig]) -> None:
+        """One lookup for all features: of rows, of bags of one table, or of bags of a collection of tables."""
+        kinds = {one.combiner for one in settings.values()}
+        table = next(iter(self.tables.values()))
+        alike = len(self.tables) == 1 and self._equal
+        self.single = HashEmbedding(table, fused=True) if alike and not self._ragged else None
+        self.bags = self.many = None
+        if self.single is not None:
+            return
+        if alike and len(kinds) <= 1:
+            self.bags = HashEmbeddingBag(table, combiner=next(iter(kinds), "sum"), fused=True)
+        else:
+            where = {feature: one.config.name for one in self.plan for feature in one.features}
+            self.many = EmbeddingBagCollection(
+                self.tables,
+                {feature: where[feature] for feature in self.features},
+                combiner={feature: combiner_of(one) for feature, one in settings.items()},
+                output="concat" if set(self.lengths) <= {1} else "dict",
+                fused=True,
+            )
 
     def forward(self, samples: Samples) -> Tensor:
-        if samples.offsets is None:
+        if self.single is not None:
             return self.single(samples.ids)
-        return self.bags(samples.ids, samples.offsets).view(len(samples), self.features, self.dim)
+        if self.bags is not None:
+            return self.bags(samples.ids, samples.offsets).view(len(samples), len(self.features), self.dim)
+        assert self.many is not None
+        flat = self.many(Keyed.of(samples, self.features))
+        if isinstance(flat, dict):
+            flat = torch.cat([flat[feature].flatten(1) for feature in self.features], 1)
+        return flat.view(len(samples), len(self.features), self.dim) if self._equal else flat
+
+    def slots(self) -> list[TableSlot]:
+        """What modules know of the tables, in their order."""
+        return [slot_of(table) for table in self.tables.values()]
+
+    # --- all ranks together -------------------------------------------------------------------------------------------
 
     def nothing(self, *, learn: bool) -> None:
         """The part of a rank without samples in a step of all ranks."""
-        import torch
-
         if self.together:
-            ids = torch.empty(0, dtype=torch.int64, device="cpu")
-            self.table.lookup(ids, insert_missing=learn)
+            rows = self(Samples.empty(0, len(self.features), ragged=self._ragged))
             if learn:
-                step, self.slot.global_step = self.slot.global_step, self.slot.global_step + 1
-                self.table.apply_gradients(ids, torch.empty(0, self.dim, device="cpu"), step, req_time=self.now_s)
+                rows.sum().backward()
+
+    # --- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def local(self) -> list[HashTable]:
+        """The rows of this process; none where they are on servers."""
+        if self.client is not None:
+            return []
+        return [table.table if self.together else table for table in self.tables.values()]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Name, features, dim and optimizer of every table, and its rows; all ranks ask together."""
+        sizes = self.sizes()
+        return [_about(one) | {"rows": sizes[one.config.name]} for one in self.plan]
+
+    def sizes(self) -> dict[str, int | None]:
+        """Rows of each table on all ranks or servers, which all ranks ask together."""
+        return {name: table.size() if hasattr(table, "size") else None for name, table in self.tables.items()}
 
     def size(self) -> int | None:
-        """Rows of all ranks or servers, which all ranks ask together."""
-        return self.table.size() if hasattr(self.table, "size") else None
+        """Rows of all tables."""
+        sizes = list(self.sizes().values())
+        return None if None in sizes else sum(size for size in sizes if size is not None)
 
-    def memory_bytes(self) -> int:
-        """Of this process's part."""
-        local = self.local
-        return 0 if local is None else local.memory_bytes()
+    def bytes(self) -> dict[str, int]:
+        """Memory of each table in this process."""
+        here = self.local
+        return {name: here[place].memory_bytes() if here else 0 for place, name in enumerate(self.tables)}
+
+    def steps(self) -> dict[str, int]:
+        """Updates of each table so far."""
+        return {name: slot.global_step for name, slot in zip(self.tables, self.slots(), strict=True)}
+
+    def set_steps(self, steps: Mapping[str, int]) -> None:
+        for name, slot in zip(self.tables, self.slots(), strict=True):
+            slot.global_step = steps[name]
+
+    def evict(self) -> None:
+        """Removes this process's rows that have expired."""
+        for one, table in zip(self.plan, self.local, strict=False):
+            if one.config.expire_after is not None:
+                table.evict()
+
+    # --- servers ------------------------------------------------------------------------------------------------------
 
     def keep_on_servers(self, name: str, others: list[str]) -> str | None:
         """Has the servers keep the rows of now under a name, beside those of other names; None if they cannot."""
@@ -112,7 +193,8 @@ class Rows(nn.Module):
     def restore_on_servers(self, name: str) -> None:
         """Brings the rows on the servers back to those that were kept under a name."""
         try:
-            self.client.restore(self.table.name, name)
+            for table in self.tables:
+                self.client.restore(table, name)
         except ConfigError as error:
             raise ConfigError(
                 f"{error}; start the servers with the --dir that they had, or use the rows that they hold with "
@@ -123,6 +205,11 @@ class Rows(nn.Module):
     def close(self) -> None:
         if self.client is not None:
             self.client.close()
+
+
+def _about(one: PlannedTable) -> dict[str, Any]:
+    config = one.config
+    return {"name": config.name, "features": list(one.features), "dim": config.dim, "optimizer": config.optimizer}
 
 
 def _filter(given: TableConfig) -> Any:

@@ -6,13 +6,14 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from shoal.data.formats import FORMAT_OPTIONS
 from shoal.errors import ConfigError, did_you_mean
-from shoal.train.loop.config import Config, DataConfig, EvalConfig, ModelConfig, OutConfig, TableConfig, TrainConfig
+from shoal.train.loop.config import Config, DataConfig, EvalConfig, ModelConfig, OutConfig, TrainConfig
+from shoal.train.loop.table_config import TableConfig
 
 T = TypeVar("T")
 
@@ -80,8 +81,16 @@ def _section(kind: type[T], content: Any, name: str, where: str) -> T:
     for one in fields(kind):  # pyrefly: ignore[bad-argument-type]
         if one.default is MISSING and one.default_factory is MISSING and one.name not in given:
             raise ConfigError(f"{where}: [{name}] {one.name} is missing")
-    values = {key: _convert(value, hints[key], f"{where}: [{name}] {key}") for key, value in given.items()}
-    return kind(**values)
+    return kind(**{key: _field(value, hints[key], name, key, where) for key, value in given.items()})
+
+
+def _field(value: Any, hint: Any, section: str, key: str, where: str) -> Any:
+    """A field of a section; one that maps names to sections has them as [section.key.NAME]."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is dict and is_dataclass(inner[1]):
+        given = _convert(value, hint, f"{where}: [{section}.{key}]")
+        return {name: _section(inner[1], one, f"{section}.{key}.{name}", where) for name, one in given.items()}
+    return _convert(value, hint, f"{where}: [{section}] {key}")
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:

@@ -5,44 +5,36 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from shoal import _core
 from shoal.data.prefetch import Prefetch
 from shoal.data.samples import Samples
 from shoal.data.stream import Batch
-from shoal.errors import ConfigError, DataError
-from shoal.models.build import build_model
-from shoal.models.inputs import Inputs
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
 from shoal.train.loop.evaluation import evaluate
-from shoal.train.loop.machine import fair_threads, find_device, resident_bytes
-from shoal.train.loop.metrics import Metrics, merged
-from shoal.train.loop.ranks import GradientBucket, Ranks
+from shoal.train.loop.hooks import Hooks, SaveTimer, TrainContext, make_hooks
+from shoal.train.loop.learner import Learner
+from shoal.train.loop.machine import fair_threads, resident_bytes
+from shoal.train.loop.metrics import merged
+from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.reading import Epochs, Reading
 from shoal.train.loop.reporter import Reporter
 from shoal.train.loop.saving import Progress, Saver
 from shoal.train.loop.summaries import Summaries
-from shoal.train.loop.tables import Rows
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad,
-    "sgd": torch.optim.SGD,
-}
 
 
 class Trainer:
     """One run on this rank. ``stop`` is asked after every step whether to end early, with a checkpoint.
 
     Args:
+        hooks: called around every step, after those of ``[train] hooks``: objects of `shoal.train.SessionRunHook`, or
+            functions that take the trainer and return one.
         fresh: do not go on from the checkpoints in ``out.dir``; they are moved into a folder of their own there.
     """
 
@@ -54,6 +46,7 @@ class Trainer:
         reporter: Reporter | None = None,
         stop: Callable[[], bool] = lambda: False,
         fresh: bool = False,
+        hooks: Sequence[Any] = (),
     ) -> None:
         self.config, self.ranks = config, ranks or Ranks()
         self.reporter = reporter if reporter is not None and self.ranks.first else Reporter()
@@ -64,39 +57,40 @@ class Trainer:
         if threads is not None:
             torch.set_num_threads(threads)
             _core.set_num_threads(threads)
-        self.device = find_device(train.device)
         self.schema = config.data.schema()
-        torch.manual_seed(train.seed)
-        inputs = Inputs(dense=self.schema.dense, sparse=self.schema.sparse, dim=config.table.dim)
-        self.model = build_model(config.model.name, inputs, config.model.options).to(self.device)
-        fused = self.device.type == "cpu" or train.optimizer != "adagrad"  # torch's Adagrad has no fused step on GPUs
-        self.optimizer = _OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=fused)
-        own = (train.seed * 1_000_003 + self.ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
-        torch.manual_seed(own)
-        self.rows = Rows(config, self.ranks, self.reporter.note).to(self.device)
+        self.learner = Learner(config, self.ranks, self.reporter.note)
+        self.model, self.optimizer, self.rows = self.learner.model, self.learner.optimizer, self.learner.rows
+        self.metrics = self.learner.metrics
+        self._expires = config.expires()
+        self.save_timer = SaveTimer()
         try:
+            self.hooks = Hooks(make_hooks([*train.hooks, *hooks], self), self._context())
+            self.hooks.begin()
             self._open(fresh)
         except BaseException:
             self.close()
             raise
 
+    def _context(self) -> TrainContext:
+        """What hooks see."""
+        tables = self.rows.tables
+        return TrainContext(self.model, dict(zip(tables, self.rows.local or tables.values(), strict=True)))
+
     def _open(self, fresh: bool) -> None:
         """Files, metrics and checkpoints."""
-        config, train = self.config, self.config.train
-        self.bucket = GradientBucket(self.model.parameters(), numbers=3)
-        self.metrics = Metrics(config.out.auc_window)
+        config = self.config
         self.at = Progress()
         self.reading = Reading(config, self.ranks, self.reporter, self._bad_reporter)
         self.stream = self.reading.train
         self.reader: dict[str, Any] = dict(self.stream.state)
         self.summaries = Summaries(config.out.tensorboard, self.ranks)
-        self._scale = 1.0 / (train.batch_size * self.ranks.world)
         self._exhausted = False
+        self._loss = math.nan
         self._files = [[os.path.basename(path), os.path.getsize(path)] for path in self.stream.files]
         self.saver: Saver | None = None
         self.resumed: str | None = None
         if config.out.dir is not None:
-            self.saver = Saver(config, self.ranks, self.rows, self.reporter.note)
+            self.saver = Saver(config, self.ranks, self.rows, self.reporter.note, self.save_timer)
             self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -107,7 +101,9 @@ class Trainer:
         self.reporter.start(
             step=self.at.step, resumed=self.resumed, world=self.ranks.world, model=self.config.model.name,
             parameters=parameters, files=len(self.stream.files), batch_size=self.config.train.batch_size,
+            tables=self.rows.describe(),
         )  # fmt: skip
+        self.hooks.after_create_session(self.at.step)
         why = "early_stop" if self._gives_up() else "finished"
         begun, first = time.perf_counter(), self.at.samples
         if why == "finished":
@@ -125,6 +121,7 @@ class Trainer:
         path = self._save(last=True, replace=replace)
         result = self._values() | self._verdict() | {"why": why, "seconds": seconds, "checkpoint": path}
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
+        self.hooks.end()
         self.summaries.close()
         self.reporter.end(**result)
         return result
@@ -136,7 +133,10 @@ class Trainer:
         while at.epoch < config.train.epochs:
             if config.train.max_steps is not None and at.step >= config.train.max_steps:
                 return "max_steps"
-            total, stop, save = self._step(batches.next_of(at.epoch))
+            batch = batches.next_of(at.epoch)
+            if batch is not None or self.ranks.world > 1:
+                self.hooks.before_run()
+            total, stop, save = self._step(batch)
             if not total:  # no rank has any more of this epoch
                 at.epoch += 1
                 if not config.eval.every_steps and self._evaluate():
@@ -144,6 +144,8 @@ class Trainer:
                 continue
             at.step += 1
             at.samples += total
+            if self.hooks:
+                stop, save = self._after_run(batch, total, stop, save)
             self.reporter.tick(step=at.step, epoch=at.epoch, samples=at.samples)
             if at.step % config.out.log_steps == 0:
                 now = time.perf_counter()
@@ -154,7 +156,7 @@ class Trainer:
             if config.eval.every_steps and at.step % config.eval.every_steps == 0 and self._evaluate():
                 return "early_stop"
             if stop:
-                return "interrupted"
+                return "stopped" if self.hooks.context.stop_requested else "interrupted"
             if save:
                 self._save()
         self._exhausted = True
@@ -162,57 +164,39 @@ class Trainer:
 
     def _step(self, batch: Batch | None) -> tuple[int, bool, bool]:
         """Samples of all ranks, and whether some rank wants to stop or to save."""
-        self.bucket.zero()
         samples = batch.samples if batch is not None and len(batch) else None
-        if samples is None:
-            self.rows.nothing(learn=True)
-        else:
-            self._learn(samples)
+        self._tell_time(samples)
+        self._loss = self.learner.learn(samples, self.at.step + 1)
         wants_save = self.saver is not None and self.saver.wants(self.at.step + 1)
         numbers = (len(samples) if samples is not None else 0, float(self.stop()), float(wants_save))
-        if self.ranks.world > 1:
-            self.bucket.numbers.copy_(torch.tensor(numbers, device="cpu"))
-            self.ranks.sum(self.bucket.flat)
-            numbers = tuple(self.bucket.numbers.tolist())
-        if numbers[0]:  # else it was the end of an epoch, and nobody learnt anything
-            self.optimizer.step()
+        total, stop, save = self.learner.step(numbers)
         if batch is not None:
             self.reader = batch.state
-        return round(numbers[0]), numbers[1] > 0, numbers[2] > 0
+        return round(total), stop > 0, save > 0
 
-    def _learn(self, samples: Samples) -> None:
+    def _tell_time(self, samples: Samples | None) -> None:
+        """What rows of this step are stamped with."""
+        if samples is None:
+            return
         if samples.time is not None:
             self.rows.now_s = max(self.rows.now_s, int(samples.time.max()))
-        elif self.config.table.expire_after is not None:
+        elif self._expires:
             self.rows.now_s = int(time.time())
         else:
             self.rows.now_s = self.at.started_s  # the same however often a run is taken up again
-        logits = self._logits(samples)
-        label = samples.label.to(self.device)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="sum") * self._scale
-        if not math.isfinite(loss.item()):
-            raise DataError(
-                f"step {self.at.step + 1}: the loss is {loss.item()}; lower [table] lr or [train] lr, or look for huge "
-                "numbers in the dense columns (log_dense = true makes them small)"
-            )
-        loss.backward()
-        self.metrics.add(logits.detach().cpu().numpy(), samples.label.numpy())
 
-    def _logits(self, samples: Samples) -> Tensor:
-        least, most = samples.label.aminmax()
-        if least < 0 or most > 1:
-            got = float(least if least < 0 else most)
-            raise ConfigError(
-                f"[data] label {self.schema.label!r}: labels are between 0 and 1, got {got:g}; with positive_above = T "
-                "those above T are 1 and the others 0"
-            )
-        logits = self.model(samples.dense.to(self.device), self.rows(samples))
-        if logits.shape != (len(samples),):
-            raise ConfigError(
-                f"model {self.config.model.name!r}: forward gives logits of shape [{len(samples)}], "
-                f"got {list(logits.shape)}"
-            )
-        return logits
+    def _after_run(self, batch: Batch | None, total: int, stop: bool, save: bool) -> tuple[bool, bool]:
+        """Calls the hooks after a step; whether to stop and to save then, which all ranks agree on."""
+        values: dict[str, Any] = {"loss": self._loss, "samples": total}
+        if batch is not None and batch.samples.time is not None and len(batch):
+            values["req_time"] = int(batch.samples.time.max())
+        self.hooks.after_run(self.at.step, values)
+        timer = self.save_timer
+        wants = [self.hooks.context.stop_requested, timer.asked]
+        timer.asked = False
+        asked_to_stop, asked_to_save = self.ranks.sum(torch.tensor(wants, dtype=torch.int64, device="cpu")).tolist()
+        self.hooks.context.stop_requested = asked_to_stop > 0
+        return stop or asked_to_stop > 0, save or asked_to_save > 0
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +221,7 @@ class Trainer:
         """AUC, logloss and calibration on the evaluation files; no row is made or changed."""
         assert self.reading.eval is not None
         return evaluate(
-            self.reading.eval, self.model, self.rows, self._logits, self.ranks, ahead=self.config.data.ahead(),
+            self.reading.eval, self.model, self.rows, self.learner.logits, self.ranks, ahead=self.config.data.ahead(),
             max_batches=self.config.eval.max_batches,
         )  # fmt: skip
 
@@ -279,12 +263,18 @@ class Trainer:
         values = merged(self.metrics, self.ranks)
         values.pop("samples")
         bad = self.stream.bad_rows if self._exhausted else self.reader["bad"]  # the last ones are behind the last batch
-        sums = torch.tensor([float(bad), self.rows.memory_bytes(), resident_bytes()], dtype=torch.float64, device="cpu")
-        bad_rows, table_bytes, resident = map(int, self.ranks.sum(sums).tolist())
+        sizes, used = self.rows.sizes(), self.rows.bytes()
+        sums = torch.tensor([float(bad), resident_bytes(), *used.values()], dtype=torch.float64, device="cpu")
+        bad_rows, resident, *used_by_all = map(int, self.ranks.sum(sums).tolist())
+        known = [size for size in sizes.values() if size is not None]
         return {
             "step": self.at.step, "epoch": self.at.epoch, "samples": self.at.samples, **values,
-            "window_auc": self.metrics.window_auc(), "rows": self.rows.size(), "table_bytes": table_bytes,
-            "resident_bytes": resident, "bad_rows": bad_rows,
+            "window_auc": self.metrics.window_auc(), "rows": sum(known) if len(known) == len(sizes) else None,
+            "table_bytes": sum(used_by_all), "resident_bytes": resident, "bad_rows": bad_rows,
+            "tables": {
+                name: {"rows": rows, "bytes": size}
+                for (name, rows), size in zip(sizes.items(), used_by_all, strict=True)
+            },
         }  # fmt: skip
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -299,9 +289,12 @@ class Trainer:
         """Writes a checkpoint; its path. If it cannot be written, the next one will be tried; the last one raises."""
         if self.saver is None:
             return None
+        if self.saver.has(self.at.step) and not replace:
+            return self.saver.newest
         begun = time.perf_counter()
+        self.hooks.before_save(self.at.step)
         try:
-            path = self.saver.save(self._snapshot(), self.at, self._files, replace=replace)
+            path = self.saver.save(self._snapshot(), self.at, self._files)
         except OSError as error:
             what = f"the checkpoint of step {self.at.step:,} could not be written ({error})"
             newest = self.saver.newest or "none"
@@ -309,8 +302,8 @@ class Trainer:
                 raise OSError(f"{what}, and it was the last; the newest that there is: {newest}") from error
             self.reporter.note(f"{what}; the run goes on and tries again at the next one. The newest is {newest}")
             return None
-        if path is not None:
-            self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
+        self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
+        self.hooks.after_save(self.at.step)
         return self.saver.newest
 
     def _begin_anew(self, saver: Saver) -> None:

@@ -82,10 +82,12 @@ def _table(where: str, name: str, given: dict[str, Any], seed: int) -> tuple[Has
     optimizer = given.pop("optimizer", "adagrad")
     if isinstance(optimizer, dict):
         kind = optimizer.pop("kind", None)
-        if kind not in optim._BY_NAME:
-            raise ConfigError(f"{where}: optimizer.kind is one of {', '.join(sorted(optim._BY_NAME))}, got {kind!r}")
+        if kind not in optim.ROW_OPTIMIZERS:
+            raise ConfigError(
+                f"{where}: optimizer.kind is one of {', '.join(sorted(optim.ROW_OPTIMIZERS))}, got {kind!r}"
+            )
         try:
-            optimizer = optim._BY_NAME[kind](**optimizer)
+            optimizer = optim.ROW_OPTIMIZERS[kind](**optimizer)
         except TypeError as error:
             raise ConfigError(f"{where}: {error}") from None
     as_row_optimizer(optimizer)

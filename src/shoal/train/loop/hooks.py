@@ -1,0 +1,154 @@
+"""Hooks of a run: found by name, checked, and called around steps and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from shoal.comm.horovod.hooks import RunContext, SessionRunHook
+from shoal.errors import ConfigError
+from shoal.models.build import find_object
+
+_METHODS = ("begin", "after_create_session", "before_run", "after_run", "end")
+
+
+class SaveTimer:
+    """Decides, for hooks, when checkpoints are written: `enable`, `disable`, and `reset` for one after this step."""
+
+    def __init__(self) -> None:
+        self.enabled = True
+        """Whether checkpoints are written by steps and time; the last one of a run always is."""
+        self.asked = False
+        """Whether a checkpoint is wanted after this step."""
+
+    def enable(self) -> None:
+        self.enabled = True
+
+    def disable(self) -> None:
+        self.enabled = False
+
+    def reset(self) -> None:
+        self.asked = True
+
+
+class TrainContext(RunContext):
+    """What hooks see of a run: ``model``, ``global_step``, ``tables`` by name, ``req_time`` and ``request_stop()``.
+
+    ``tables`` are this process's rows, or those on the servers. ``req_time`` is the newest time of the last batch.
+    """
+
+    def __init__(self, model: nn.Module, tables: Mapping[str, Any]) -> None:
+        super().__init__(model)
+        self.tables = dict(tables)
+        self.req_time: int | None = None
+
+
+class Hooks:
+    """Calls hooks in their order; at the end, too. Without hooks every call does nothing."""
+
+    def __init__(self, hooks: Iterable[Any], context: TrainContext) -> None:
+        self._hooks = [_checked(hook) for hook in hooks]
+        self.context = context
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def begin(self) -> None:
+        """Before anything is restored."""
+        for hook in self._hooks:
+            hook.begin()
+
+    def after_create_session(self, step: int) -> None:
+        """When everything is restored, before the first step."""
+        self.context.global_step = step
+        for hook in self._hooks:
+            hook.after_create_session(self.context)
+
+    def before_run(self) -> None:
+        for hook in self._hooks:
+            hook.before_run(self.context)
+
+    def after_run(self, step: int, values: dict[str, Any]) -> None:
+        self.context.global_step, self.context.req_time = step, values.get("req_time")
+        for hook in self._hooks:
+            hook.after_run(self.context, values)
+
+    def before_save(self, step: int) -> None:
+        for hook in self._hooks:
+            hook.before_save(self.context, step)
+
+    def after_save(self, step: int) -> None:
+        for hook in self._hooks:
+            hook.after_save(self.context, step)
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.end(self.context)
+
+
+class _OfListener(SessionRunHook):
+    """A listener of checkpoints alone, such as `shoal.train.SyncTrainingBarrierSaverListener`, as a hook."""
+
+    def __init__(self, listener: Any) -> None:
+        self._listener = listener
+
+    def begin(self) -> None:
+        self._listener.begin()
+
+    def before_save(self, ctx: Any, global_step: int) -> None:
+        self._listener.before_save(ctx, global_step)
+
+    def after_save(self, ctx: Any, global_step: int) -> None:
+        self._listener.after_save(ctx, global_step)
+
+    def end(self, ctx: Any) -> None:
+        self._listener.end(ctx, ctx.global_step)
+
+
+class _OfMethods(SessionRunHook):
+    """An object with a hook's methods that is not derived from it."""
+
+    def __init__(self, hook: Any) -> None:
+        for name in (*_METHODS, "before_save", "after_save"):
+            if hasattr(hook, name):
+                setattr(self, name, getattr(hook, name))
+
+
+def _checked(hook: Any) -> SessionRunHook:
+    if isinstance(hook, SessionRunHook):
+        return hook
+    if isinstance(hook, type):
+        raise ConfigError(f"hooks: {hook.__name__} is a class; give an object of it, {hook.__name__}()")
+    missing = [name for name in _METHODS if not callable(getattr(hook, name, None))]
+    if not missing:
+        return _OfMethods(hook)
+    if all(callable(getattr(hook, name, None)) for name in ("begin", "before_save", "after_save", "end")):
+        return _OfListener(hook)
+    raise ConfigError(
+        f"hooks: {hook!r} is not a hook: it has no {', '.join(missing)}; derive it from shoal.train.SessionRunHook"
+    )
+
+
+def make_hooks(given: Iterable[Any], run: Any) -> list[Any]:
+    """The hooks of a run: objects, functions that take the `Trainer` and return one, and names of functions or classes.
+
+    Raises:
+        ConfigError: a name leads nowhere, or to a class that needs arguments.
+    """
+    return [_made(one, run) for one in given]
+
+
+def _made(given: Any, run: Any) -> Any:
+    found = find_object(given, "[train] hooks:", "package.module:Hook") if isinstance(given, str) else given
+    if isinstance(given, str) and isinstance(found, type):
+        try:
+            return found()
+        except TypeError as error:
+            raise ConfigError(
+                f"[train] hooks: {given!r} cannot be made without arguments ({error}); name a function that takes the "
+                "Trainer and returns the hook"
+            ) from None
+    makes = callable(found) and not isinstance(found, type | SessionRunHook)
+    return found(run) if makes else found

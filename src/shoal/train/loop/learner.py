@@ -1,0 +1,115 @@
+"""`Learner`: the model, its rows and their optimizers on one rank; it predicts samples and learns from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.samples import Samples
+from shoal.errors import ConfigError, DataError
+from shoal.models.build import build_model
+from shoal.models.inputs import Inputs
+from shoal.train.loop.config import Config
+from shoal.train.loop.machine import find_device, find_table_device
+from shoal.train.loop.metrics import Metrics
+from shoal.train.loop.ranks import GradientBucket, Ranks
+from shoal.train.loop.tables import Rows
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+
+
+class Learner:
+    """What is trained. All ranks call `learn`, `step` and `rows` together."""
+
+    def __init__(self, config: Config, ranks: Ranks, note: Callable[[str], None]) -> None:
+        self.config, self.ranks = config, ranks
+        train = config.train
+        self.device = find_device(train.device)
+        table_device = find_table_device(config, self.device)
+        if table_device != "cpu" and self.device.type == "cpu":
+            note(
+                'the rows are on the GPU and the dense part is on the CPU; [train] device = "cuda" brings them together'
+            )
+        torch.manual_seed(train.seed)
+        self.model = build_model(config.model.name, inputs_of(config), config.model.options).to(self.device)
+        fused = self.device.type == "cpu" or train.optimizer != "adagrad"  # torch's Adagrad has no fused step on GPUs
+        self.optimizer = _OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=fused)
+        own = (train.seed * 1_000_003 + ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
+        torch.manual_seed(own)
+        self.rows = Rows(config, ranks, table_device, note).to(self.device)
+        self.bucket = GradientBucket(self.model.parameters(), numbers=3)
+        self.metrics = Metrics(config.out.auc_window)
+        self._scale = 1.0 / (train.batch_size * ranks.world)
+
+    def logits(self, samples: Samples) -> Tensor:
+        """``[B]``."""
+        least, most = samples.label.aminmax()
+        if least < 0 or most > 1:
+            got = float(least if least < 0 else most)
+            label = self.config.data.schema().label
+            raise ConfigError(
+                f"[data] label {label!r}: labels are between 0 and 1, got {got:g}; with positive_above = T those above "
+                "T are 1 and the others 0"
+            )
+        logits = self.model(samples.dense.to(self.device), self.rows(samples))
+        if logits.shape != (len(samples),):
+            raise ConfigError(
+                f"model {self.config.model.name!r}: forward gives logits of shape [{len(samples)}], "
+                f"got {list(logits.shape)}"
+            )
+        return logits
+
+    def learn(self, samples: Samples | None, step: int) -> float:
+        """Gradients of the dense part, and new rows; the loss, which is NaN without samples."""
+        self.bucket.zero()
+        if samples is None:
+            self.rows.nothing(learn=True)
+            return math.nan
+        logits = self.logits(samples)
+        label = samples.label.to(self.device)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="sum") * self._scale
+        if self.device.type == "cpu":
+            _check_finite(loss, step)
+            loss.backward()
+        else:  # which computes meanwhile; its tables refuse gradients that are not finite
+            loss.backward()
+            _check_finite(loss, step)
+        self.metrics.add(logits.detach().cpu().numpy(), samples.label.numpy())
+        return loss.item()
+
+    def step(self, numbers: tuple[float, float, float]) -> list[float]:
+        """Sums gradients and three numbers over all ranks; updates the dense part if the first number is above 0."""
+        if self.ranks.world > 1:
+            self.bucket.numbers.copy_(torch.tensor(numbers, device="cpu"))
+            self.ranks.sum(self.bucket.flat)
+        summed = list(numbers) if self.ranks.world == 1 else self.bucket.numbers.tolist()
+        if summed[0]:  # else it was the end of an epoch, and nobody learnt anything
+            self.optimizer.step()
+        return summed
+
+
+def _check_finite(loss: Tensor, step: int) -> None:
+    if not math.isfinite(loss.item()):
+        raise DataError(
+            f"step {step}: the loss is {loss.item()}; lower [table] lr or [train] lr, or look for huge numbers in the "
+            "dense columns (log_dense = true makes them small)"
+        )
+
+
+def inputs_of(config: Config) -> Inputs:
+    """What a configuration's model is told."""
+    schema = config.data.schema()
+    dims = {feature: one.config.dim for one in config.tables() for feature in one.features}
+    return Inputs(
+        dense=schema.dense, sparse=schema.sparse, dim=config.table.dim,
+        dims=tuple(dims[name] for name in schema.sparse),
+        lengths=tuple(config.table.of_feature(name).length for name in schema.sparse),
+    )  # fmt: skip

@@ -1,0 +1,273 @@
+"""``[table]`` and ``[table.features.NAME]``: what the tables of a run are, and which features each of them serves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from shoal.errors import ConfigError, did_you_mean
+from shoal.table.config.optim import ROW_OPTIMIZERS
+
+Combiner = Literal["sum", "mean", "sqrtn", "max", "firstn"]
+Initializer = Literal["uniform", "zeros", "ones"]
+
+
+def at_least(section: str, values: object, **limits: float) -> None:
+    """Checks numbers of a section, an object or a dict; None is not set."""
+    for name, least in limits.items():
+        value = values[name] if isinstance(values, dict) else getattr(values, name)
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"[{section}] {name} is at least {least:g}, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureConfig:
+    """``[table.features.NAME]``: what is different for one feature. What is not given is as in ``[table]``.
+
+    With any setting but ``combiner``, ``max_length`` and ``table`` the feature has a table of its own.
+    """
+
+    dim: int | None = None
+    combiner: Combiner | None = None
+    max_length: int | None = None
+    optimizer: str | None = None
+    """Another optimizer begins without the ``optimizer_options`` of ``[table]``."""
+    lr: float | None = None
+    optimizer_options: dict[str, Any] | None = None
+    initializer: Initializer | None = None
+    init_scale: float | None = None
+    expire_after: str | None = None
+    """``"never"`` where ``[table]`` has an expiry and this feature has none."""
+    admit_after: int | None = None
+    admit_capacity: int | None = None
+    table: str | None = None
+    """Another feature, whose rows this one uses: equal categories of both have one row."""
+
+    def of_table(self) -> dict[str, Any]:
+        """The settings that are given and make a table another one."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _OF_FEATURES}
+        return {name: value for name, value in own.items() if value is not None}
+
+
+_OF_FEATURES = ("combiner", "max_length", "table")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableConfig:
+    """``[table]``: the table of all features that ``[table.features.NAME]`` gives none of their own."""
+
+    name: str = "features"
+    dim: int = 16
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where rows are. ``"cuda"`` keeps index, weights and optimizer state in GPU memory."""
+    optimizer: str = "adagrad"
+    """adagrad, adam, sgd, ftrl, rowwise_adagrad, …: any of the row optimizers."""
+    lr: float = 0.05
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the optimizer, such as ``betas``."""
+    initializer: Initializer = "uniform"
+    init_scale: float = 0.01
+    """With ``uniform`` new rows are uniform in [-init_scale, init_scale)."""
+    combiner: Combiner = "sum"
+    """How the rows of a feature with many ids become one; ``firstn`` puts the first ``max_length`` side by side."""
+    max_length: int | None = None
+    """Rows of ``firstn``."""
+    expire_after: str | None = None
+    """Text such as 30d: rows that were not updated for so long are removed at checkpoints."""
+    admit_after: int = 0
+    """An id gets a row once it was learnt from more often than this, at most 14; before that it counts as zeros. Raise
+    it when rows of ids that come once fill the memory."""
+    admit_capacity: int = 10_000_000
+    """Ids whose occurrences are counted, approximately, in 2.8 bytes each; the oldest are forgotten. On each rank and
+    server."""
+    features: dict[str, FeatureConfig] = field(default_factory=dict)
+    """What is different for some features."""
+
+    def __post_init__(self) -> None:
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        _check("table", given)
+        for name in self.features:
+            _check(f"table.features.{name}", {**given, **self._changes(name)})
+
+    def of_feature(self, name: str) -> TableConfig:
+        """The settings of one feature: those of ``[table]`` with its own over them."""
+        return replace(self, features={}, **self._changes(name))
+
+    def _changes(self, name: str) -> dict[str, Any]:
+        """What is different for a feature."""
+        given = self.features.get(name, FeatureConfig())
+        changes = given.of_table()
+        if given.combiner not in (None, "firstn"):
+            changes["max_length"] = None
+        changes |= {key: value for key in ("combiner", "max_length") if (value := getattr(given, key)) is not None}
+        if given.optimizer not in (None, self.optimizer):
+            changes.setdefault("optimizer_options", {})
+        if changes.get("expire_after") == "never":
+            changes["expire_after"] = None
+        return changes
+
+    @property
+    def length(self) -> int:
+        """Rows that a feature has side by side: ``max_length`` with firstn, else 1."""
+        return self.max_length or 1
+
+    def arguments(self) -> dict[str, Any]:
+        """The keywords of `shoal.HashTable`, and of the tables that stand in its place."""
+        from shoal.table.config.initializers import OnesInitializer, RandomUniformInitializer, ZerosInitializer
+
+        scale = self.init_scale
+        initializer: Any = OnesInitializer() if self.initializer == "ones" else ZerosInitializer()
+        if self.initializer == "uniform" and scale:
+            initializer = RandomUniformInitializer(-scale, scale)
+        return {
+            "optimizer": _row_optimizer("table", self.optimizer, self.optimizer_options, self.lr),
+            "initializer": initializer,
+            "expire_after": self.expire_after,
+            "name": self.name,
+        }
+
+    def filter(self) -> dict[str, Any] | None:
+        """The admission filter, as `shoal.sharded.ps_table` takes it."""
+        if not self.admit_after:
+            return None
+        from shoal.table.config.messages import SlotOccurrenceThresholdConfig
+
+        thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=self.admit_after)
+        return {
+            "type": "sliding_hash_filter", "capacity": self.admit_capacity, "split_num": 7,
+            "config": thresholds.SerializeToString().hex(),
+        }  # fmt: skip
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint's rows depend on. Settings that came after version 0.1 are named where they are set."""
+        free = ["features", "device", "lr", "expire_after"]
+        if not self.admit_after:
+            free += ["admit_after", "admit_capacity"]
+        if self.initializer == "uniform":
+            free += ["initializer"]
+        if self.max_length is None:
+            free += ["max_length"]
+        return {name: value for name, value in asdict(self).items() if name not in free}
+
+
+def _check(section: str, given: dict[str, Any]) -> None:
+    """Refuses wrong settings of a table, with the section that they are in."""
+    at_least(section, given, dim=1, lr=0, init_scale=0, admit_after=0, admit_capacity=1000, max_length=1)
+    if given["admit_after"] > 14:
+        raise ConfigError(f"[{section}] admit_after is at most 14, got {given['admit_after']}")
+    if given["combiner"] == "firstn" and given["max_length"] is None:
+        raise ConfigError(f'[{section}] combiner = "firstn" needs a max_length, the number of rows that it keeps')
+    if given["combiner"] != "firstn" and given["max_length"] is not None:
+        raise ConfigError(f'[{section}] max_length goes with combiner = "firstn", got {given["combiner"]!r}')
+    _row_optimizer(section, given["optimizer"], given["optimizer_options"], given["lr"])
+
+
+def _row_optimizer(section: str, name: str, options: dict[str, Any], lr: float) -> Any:
+    if name not in ROW_OPTIMIZERS:
+        known = ", ".join(sorted(ROW_OPTIMIZERS))
+        raise ConfigError(f"[{section}] optimizer is one of {known}, got {name!r}{did_you_mean(name, ROW_OPTIMIZERS)}")
+    make = ROW_OPTIMIZERS[name]
+    takes = [one.name for one in fields(make) if one.name != "lr"]
+    unknown = next((option for option in options if option not in takes), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"[{section}] optimizer_options: {name} knows no {unknown!r}{did_you_mean(unknown, takes)}; it knows "
+            f"{', '.join(takes)}"
+        )
+    try:
+        return make(lr=lr, **options)
+    except TypeError as error:
+        raise ConfigError(f"[{section}] optimizer_options {options}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTable:
+    """One table of a run."""
+
+    config: TableConfig
+    """With the table's own name, and no features."""
+    features: tuple[str, ...]
+    """That it serves, in the order of the data."""
+
+
+def plan_tables(table: TableConfig, sparse: Sequence[str]) -> list[PlannedTable]:
+    """The tables that a configuration asks for: the one of ``[table]`` first, then those of features in their order.
+
+    >>> given = TableConfig(features={"user": FeatureConfig(dim=32), "friends": FeatureConfig(table="user")})
+    >>> [(one.config.name, one.config.dim, one.features) for one in plan_tables(given, ["user", "item", "friends"])]
+    [('features', 16, ('item',)), ('features.user', 32, ('user', 'friends'))]
+    """
+    served: dict[str | None, list[str]] = {None: []}
+    for name in sparse:
+        served.setdefault(owner(table, name), []).append(name)
+    made = []
+    for own, features in served.items():
+        if features or (own is None and len(served) == 1):
+            config = replace(table, features={}) if own is None else table.of_feature(own)
+            config = config if own is None else replace(config, name=f"{table.name}.{own}")
+            made.append(PlannedTable(config=config, features=tuple(features)))
+    return made
+
+
+def lender(table: TableConfig, feature: str) -> str:
+    """The feature whose rows a feature uses: itself, or where ``table = "…"`` leads."""
+    seen = [feature]
+    while (given := table.features.get(seen[-1])) is not None and given.table is not None:
+        if given.table in seen:
+            raise ConfigError(
+                f"[table.features.{feature}] table leads in a circle: {' -> '.join([*seen, given.table])}"
+            )
+        seen.append(given.table)
+    return seen[-1]
+
+
+def owner(table: TableConfig, feature: str) -> str | None:
+    """The feature whose own table has a feature's rows; None for the table of ``[table]``."""
+    last = lender(table, feature)
+    return last if last in table.features and table.features[last].of_table() else None
+
+
+def check_features(table: TableConfig, sparse: Sequence[str], slots: Mapping[str, int], raw: bool) -> None:
+    """Refuses ``[table.features.NAME]`` that name no feature, or contradict each other or ``[data] slots``."""
+    for name, given in table.features.items():
+        section = f"[table.features.{name}]"
+        if name not in sparse:
+            raise ConfigError(
+                f"{section}: there is no feature {name!r}{did_you_mean(name, sparse)}; features are {_listed(sparse)}"
+            )
+        if given.table is None:
+            continue
+        if given.table not in sparse:
+            raise ConfigError(
+                f"{section} table is another feature whose rows this one uses, got {given.table!r}"
+                f"{did_you_mean(given.table, sparse)}; features are {_listed(sparse)}"
+            )
+        if own := given.of_table():
+            raise ConfigError(
+                f"{section} uses the rows of {given.table!r}, so {', '.join(own)} cannot be set here; set it in "
+                f"[table.features.{lender(table, name)}]"
+            )
+        lender(table, name)
+    for name in slots if not raw else ():
+        twins = [
+            other for other in sparse if other != name and slots.get(other, sparse.index(other) + 1) == slots[name]
+        ]
+        for other in twins:
+            if name in sparse and owner(table, name) != owner(table, other):
+                raise ConfigError(
+                    f"[data] slots has {name!r} and {other!r} share rows, but [table.features] gives them different "
+                    f'tables; add [table.features.{name}] table = "{other}", or give {name!r} a slot of its own'
+                )
+
+
+def shared_slots(table: TableConfig, sparse: Sequence[str], slots: Mapping[str, int]) -> dict[str, int]:
+    """``slots`` with those of features that use another feature's rows: equal categories then have equal ids."""
+    lent = {name: lender(table, name) for name in table.features if table.features[name].table is not None}
+    found = {name: slots.get(other, sparse.index(other) + 1) for name, other in lent.items()}
+    return {**found, **slots}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:50]) + (", …" if len(names) > 50 else "")
