@@ -21,7 +21,7 @@ from shoal.serving import (
     set_address_table,
 )
 from shoal.serving.export.manifest import Manifest
-from shoal.serving.server import versions as versions_module
+from shoal.serving.server import loading
 from shoal.table import test_hash_table
 from tests.serving.helpers import eventually
 from tests.serving.test_server import CODE, Client, config_of, export, fails, serve, value_of  # noqa: F401
@@ -210,7 +210,7 @@ def test_a_version_that_entries_ask_for_is_kept_until_they_do_not(serve, tmp_pat
     shards.refresh()
     assert pusher.status("m:ps_0") == {1: ModelState.AVAILABLE, 2: ModelState.AVAILABLE}
     assert score(client) == [2.0, 2.0]
-    monkeypatch.setattr(versions_module, "LINGER_SECS", 0.0)
+    monkeypatch.setattr(loading, "LINGER_SECS", 0.0)
     shards.refresh()
     assert pusher.status("m:ps_0") == {1: ModelState.END, 2: ModelState.AVAILABLE}
 
@@ -227,14 +227,14 @@ def test_a_model_is_served_from_its_old_path_until_the_new_one_is_loaded(serve, 
     export(tmp_path / "a", 5, 5)
     export(tmp_path / "b", 5, 50)
     server, client = serve(config_of(m=(tmp_path / "a",)), model_root=tmp_path)
-    load, inside, gate = versions_module.load_servable, threading.Event(), threading.Event()
+    load, inside, gate = loading.load_servable, threading.Event(), threading.Event()
 
     def slow(*arguments):
         inside.set()
         assert gate.wait(60)
         return load(*arguments)
 
-    monkeypatch.setattr(versions_module, "load_servable", slow)
+    monkeypatch.setattr(loading, "load_servable", slow)
     thread = threading.Thread(target=reload, args=(client,), kwargs={"m": (tmp_path / "b",)})
     thread.start()
     assert inside.wait(60)

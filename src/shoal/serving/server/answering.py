@@ -18,9 +18,8 @@ from shoal.serving.predict import Asked
 from shoal.serving.security import ServerSecurity
 from shoal.serving.server.batching import Batcher, Pace
 from shoal.serving.server.loop import ServingLoop
+from shoal.serving.server.models import ServedModels, find_signature
 from shoal.serving.server.servable import Tensors
-from shoal.serving.server.served import ServedModels
-from shoal.serving.server.versions import find_signature
 from shoal.serving.status import Code, StatusError, invalid_argument
 from shoal.serving.tensors import MAX_TENSOR_BYTES
 

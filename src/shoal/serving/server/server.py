@@ -31,10 +31,9 @@ from shoal.serving.grpc_server import add_async_health_and_reflection, unary
 from shoal.serving.predict import Asked, PredictCall, decode_request, encode_response
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
 from shoal.serving.server.answering import Answerer, Traffic
+from shoal.serving.server.loading import LoadedModels, check_base_path
 from shoal.serving.server.loop import serving_loop
 from shoal.serving.server.servable import Tensors
-from shoal.serving.server.served import ServedModels
-from shoal.serving.server.versions import check_base_path
 from shoal.serving.status import Code, StatusError, invalid_argument
 from shoal.serving.sync.push import INSTANCE, PushInfo, push_info
 
@@ -47,7 +46,7 @@ PREDICT_SECS = 30.0  # of a request that came over REST, as TF-Serving has it
 MAX_DETAILS = 2000  # characters of an error; gRPC sends them as a header, which is bounded
 
 
-class ModelServer(ServedModels):
+class ModelServer(LoadedModels):
     """Serves models.
 
     Args:

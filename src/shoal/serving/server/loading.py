@@ -1,0 +1,208 @@
+"""How versions of models come and go: which are wanted, loading, switching, unloading, another configuration."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.errors import ConfigError
+from shoal.proto.serving.tf_serving_pb2 import ModelConfig, ModelServerConfig
+from shoal.serving.export.manifest import FILE
+from shoal.serving.server.hand_over import hand_over
+from shoal.serving.server.loader import load_servable
+from shoal.serving.server.models import AVAILABLE, Model, ServedModels, State, Version
+from shoal.serving.server.servable import Servable
+from shoal.serving.status import Code, StatusError, unavailable
+
+log = logging.getLogger(__name__)
+
+MAX_LOAD_RETRIES = 5
+RETRY_SECS = 60.0
+LINGER_SECS = 60.0
+"""How long a version that entries ask for is kept after they last did."""
+
+
+def wanted_versions(config: ModelConfig, present: list[int], held: list[int]) -> list[int]:
+    """Which versions should be served, given those on disk and those that are held already.
+
+    >>> from shoal.serving import gen_model_config
+    >>> wanted_versions(gen_model_config("m", "/m", "latest", 2), [3, 7, 9], [])
+    [7, 9]
+    """
+    policy = config.model_version_policy
+    kind = policy.WhichOneof("policy_choice") or "latest"
+    present = sorted(present)
+    if kind == "all":
+        return present
+    if kind == "specific":
+        return [version for version in policy.specific.versions if version in present]
+    if kind == "latest_once":
+        return sorted(held) if held else present[-max(1, policy.latest_once.num_versions) :]
+    return present[-max(1, policy.latest.num_versions) :]
+
+
+def on_disk(model: Model) -> list[int]:
+    """Complete versions under the base path."""
+    if model.base is None or not model.base.is_dir():
+        return []
+    return sorted(int(path.name) for path in model.base.iterdir() if path.name.isdecimal() and (path / FILE).is_file())
+
+
+def refresh(model: Model, at_once: bool = False) -> None:
+    """Loads wanted versions that are missing, then unloads those that are not wanted any more.
+
+    ``at_once``: a version does not wait until the sub-graphs that it calls are there, too.
+    """
+    if model.base is None:
+        return
+    with model.lock:
+        held = [v.number for v in model.versions.values() if v.state in (State.AVAILABLE, State.LOADING)]
+    wanted = wanted_versions(model.config, on_disk(model), held)
+    for number in wanted:
+        _load(model, number, at_once)
+    with model.lock:
+        ready = [number for number in wanted if model.versions[number].state == State.AVAILABLE]
+        surplus = [v for v in model.versions.values() if v.state == AVAILABLE and v.number not in wanted]
+        waiting = [v for v in model.versions.values() if v.state == State.LOADING and v.number not in wanted]
+    for version in waiting:
+        _unload(model, version)
+    if ready:  # until a wanted version answers, the old one goes on, also for entries that have not switched yet
+        horizon = time.monotonic() - LINGER_SECS
+        for version in surplus:
+            if version.asked_at < horizon:
+                _unload(model, version)
+
+
+def _load(model: Model, number: int, at_once: bool) -> None:
+    with model.lock:
+        version = model.versions.setdefault(number, Version(number))
+        if version.state == State.AVAILABLE:
+            return
+        if version.tries > MAX_LOAD_RETRIES or time.monotonic() < version.retry_at:
+            return
+        version.state = State.LOADING
+        version.tries += 1
+    try:
+        assert model.base is not None
+        assert model.root is not None
+        servable = version.servable or load_servable(model.base / str(number), model.root)
+        old = model.current()
+        if old is not None and not at_once and (reason := servable.missing()):
+            _wait(model, version, servable, reason)
+            return
+        if old is not None and old.servable is not None:
+            hand_over(old.servable, servable)
+    except Exception as error:
+        log.exception("model %s: version %d could not be loaded", model.name, number)
+        with model.lock:
+            version.state, version.servable = State.END, None
+            version.error = StatusError(Code.INTERNAL, f"version {number} could not be loaded: {error}")
+            version.retry_at = time.monotonic() + RETRY_SECS
+        return
+    with model.lock:
+        version.servable, version.state, version.error = servable, State.AVAILABLE, None
+        version.tries = 0
+    log.info("model %s: version %d is available", model.name, number)
+
+
+def _wait(model: Model, version: Version, servable: Servable, reason: str) -> None:
+    """Keeps a loaded version for the next look; the old one answers until the others have this one."""
+    text = f"version {version.number} waits: {reason}"
+    if version.error is None or version.error.message != text:
+        log.info("model %s: %s", model.name, text)
+    with model.lock:
+        version.servable, version.error = servable, unavailable(text)
+        version.tries = 0
+
+
+def _unload(model: Model, version: Version, timeout: float = 60.0) -> None:
+    with model.lock:
+        version.state = State.UNLOADING
+        model.lock.wait_for(lambda: version.users == 0, timeout)
+        version.state = State.END
+        servable, version.servable = version.servable, None
+        version.batchers, version.paces = {}, {}
+    if servable is not None:
+        servable.close()
+    log.info("model %s: version %d is unloaded", model.name, version.number)
+
+
+def unload_all(model: Model) -> None:
+    for version in list(model.versions.values()):
+        if version.state in (State.AVAILABLE, State.LOADING):
+            _unload(model, version)
+
+
+class LoadedModels(ServedModels):
+    """Models from directories, followed as new versions appear; and from memory."""
+
+    def reload(self, config: ModelServerConfig) -> None:
+        """Serves exactly the models of ``config`` (and live tables); versions that stay are not loaded again.
+
+        A model whose base path changes is served from the old one until a version of the new one is available.
+        """
+        with self._loading:
+            self._configure(config)
+            self._refresh()
+
+    def _configure(self, config: ModelServerConfig) -> None:
+        given = list(config.model_config_list.config)
+        names = [each.name for each in given]
+        if len(set(names)) != len(names) or not all(names):
+            raise ConfigError(f"model names must be distinct and not empty, got {names}")
+        if self._model_root is not None:
+            for each in given:
+                check_base_path(each.base_path, [self._model_root])
+        gone: list[Model | None] = []
+        with self._lock:
+            for name in [name for name, model in self._models.items() if model.base is not None and name not in names]:
+                gone.append(self._models[name].replacement)
+                gone.append(self._models.pop(name))
+            for each in given:
+                known = self._models.get(each.name)
+                if known is None:
+                    self._models[each.name] = Model(each, self._model_root)
+                    continue
+                if known.config.base_path == each.base_path:
+                    known.config = each
+                    gone.append(known.replacement)
+                    known.replacement = None
+                elif known.replacement is not None and known.replacement.config.base_path == each.base_path:
+                    known.replacement.config = each
+                else:
+                    gone.append(known.replacement)
+                    known.replacement = Model(each, self._model_root)
+        for model in gone:
+            if model is not None:
+                unload_all(model)
+
+    def _roots(self) -> list[Path]:
+        """Where base paths that come over the network may be: the model root, else where models are served from."""
+        if self._model_root is not None:
+            return [self._model_root]
+        return sorted({model.root for model in self.models() if model.root is not None})
+
+    def refresh(self) -> None:
+        """Looks for new versions now and switches to them."""
+        with self._loading:
+            self._refresh()
+
+    def _refresh(self, at_once: bool = False) -> None:
+        for model in self.models():
+            follower = model.replacement
+            if follower is None:
+                refresh(model, at_once)
+                continue
+            refresh(follower)
+            if follower.current() is None and model.current() is not None:
+                continue  # it goes on answering
+            with self._lock:
+                self._models[model.name] = follower
+            unload_all(model)
+
+
+def check_base_path(path: str, roots: Sequence[Path]) -> None:
+    """Raises ConfigError unless a base path is inside one of the roots."""
+    if not any(Path(path).resolve().is_relative_to(root.resolve()) for root in roots):
+        inside = ", ".join(map(str, roots)) or "none; give the server a model_root"
+        raise ConfigError(f"base_path {path!r} is outside of the server's model roots ({inside})")
