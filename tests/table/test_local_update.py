@@ -16,13 +16,13 @@ from shoal.table.adapter import row_gradients
 from shoal.table.clock import Now, now
 from shoal.table.config.entry import CombineAsSegment, HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig, SlotOccurrenceThresholdConfig
-from shoal.table.config.optim import _BY_NAME
+from shoal.table.config.optim import ROW_OPTIMIZERS
 from shoal.table.export_mode import ExportMode, enter_export_mode
 from shoal.table.local_update import update
 from shoal.table.protocol import MAX, MEAN, SQRTN, SUM, Features, Found, Part, Step
 from shoal.table.touched import TouchedKeySet
 
-KINDS = sorted(set(_BY_NAME) - {"batch_softmax"})  # which is for a dim of 1
+KINDS = sorted(set(ROW_OPTIMIZERS) - {"batch_softmax"})  # which is for a dim of 1
 
 
 class Tables:
