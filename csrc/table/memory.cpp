@@ -8,10 +8,10 @@ namespace shoal {
 namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
-constexpr size_t kSmall = size_t{8} << 20;  // a table of so many bytes does not prepare to grow
+constexpr size_t kSmall = size_t{32} << 20;  // a table of so many bytes does not prepare to grow
 
 // Bytes to have ready for what has `used` bytes by now.
-size_t ahead_of(size_t used) { return std::clamp(used / 8, kHuge, 8 * kHuge); }
+size_t ahead_of(size_t used) { return std::clamp(used / 16, kHuge, 8 * kHuge); }
 
 template <class T>
 std::atomic<T*>* map_pointers(size_t count) {
@@ -123,7 +123,7 @@ void* BlockArena::allocate(size_t bytes) {
   left_ -= bytes;
   used_ += bytes;
   ready_ -= std::min(ready_, bytes);
-  if (huge_ && ready_ < std::min(left_, ahead_of(used_) / 2)) {
+  if (used_ >= kSmall / 4 && ready_ < std::min(left_, ahead_of(used_) / 2)) {
     const size_t more = std::min(left_, ahead_of(used_)) - ready_;
     ahead_.populate(next_ + ready_, more);
     ready_ += more;
