@@ -112,7 +112,7 @@ void* BlockArena::allocate(size_t bytes) {
     // A slab is an eighth of what there is: few mappings in a large table, little waste in a small one.
     size_t slab = std::clamp(used_ / 8, size_t{2} << 20, size_t{64} << 20);
     slab = (slab + kHuge - 1) & ~(kHuge - 1);
-    huge_ = used_ >= (size_t{4} << 20);
+    huge_ = used_ >= (size_t{8} << 20);
     next_ = static_cast<char*>(map_pages(slab, huge_));
     left_ = slab;
     ready_ = 0;
