@@ -8,10 +8,10 @@ namespace shoal {
 namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
-constexpr size_t kSmall = size_t{8} << 20;  // a table of so many bytes does not prepare to grow
+constexpr size_t kSmall = size_t{32} << 20;  // a table of so many bytes does not prepare to grow
 
 // Bytes to have ready for what has `used` bytes by now.
-size_t ahead_of(size_t used) { return std::clamp(used / 8, kHuge, 8 * kHuge); }
+size_t ahead_of(size_t used) { return std::clamp(used / 16, kHuge, 8 * kHuge); }
 
 template <class T>
 std::atomic<T*>* map_pointers(size_t count) {
@@ -41,7 +41,7 @@ RowArena::~RowArena() {
 
 void RowArena::map_slabs(uint64_t last) {
   while (mapped_ <= last) {
-    // The first 2 MiB are on small pages until they are full, so that a small table is small.
+    // The first 2 MiB stay on small pages, so that a small table is small.
     auto* slab = static_cast<char*>(map_pages(slab_bytes(), mapped_ > 0));
     if (mapped_ == 0 && slab_bytes() > kHuge) advise_huge(slab + kHuge, slab_bytes() - kHuge);
     slabs_[mapped_].store(slab);
@@ -81,8 +81,6 @@ uint32_t RowArena::allocate(uint32_t count) {
   }
   uint32_t first = static_cast<uint32_t>(next_);
   next_ += count;
-  if (first * size_t(stride_) <= kHuge && next_ * stride_ > kHuge && slab_bytes() >= kHuge)
-    make_huge(slabs_[0].load(), kHuge);
   make_ready();
   return first;
 }
@@ -114,8 +112,6 @@ void* BlockArena::allocate(size_t bytes) {
     // A slab is an eighth of what there is: few mappings in a large table, little waste in a small one.
     size_t slab = std::clamp(used_ / 8, size_t{2} << 20, size_t{64} << 20);
     slab = (slab + kHuge - 1) & ~(kHuge - 1);
-    // Slabs of a smaller table are on small pages until they are full, so that it is small.
-    if (!huge_ && !slabs_.empty()) make_huge(slabs_.back().first, slabs_.back().second);
     huge_ = used_ >= (size_t{8} << 20);
     next_ = static_cast<char*>(map_pages(slab, huge_));
     left_ = slab;
@@ -127,7 +123,7 @@ void* BlockArena::allocate(size_t bytes) {
   left_ -= bytes;
   used_ += bytes;
   ready_ -= std::min(ready_, bytes);
-  if (huge_ && ready_ < std::min(left_, ahead_of(used_) / 2)) {
+  if (used_ >= kSmall / 4 && ready_ < std::min(left_, ahead_of(used_) / 2)) {
     const size_t more = std::min(left_, ahead_of(used_)) - ready_;
     ahead_.populate(next_ + ready_, more);
     ready_ += more;
