@@ -22,14 +22,12 @@ uint32_t Index::fitting_buckets(int64_t ids) {
 }
 
 Index::Index(BlockArena* blocks, uint32_t full_buckets) : full_(full_buckets), blocks_(blocks) {
-  directory_ = static_cast<Bucket**>(std::malloc(sizeof(Bucket*)));
-  if (!directory_) throw std::bad_alloc();
   directory_[0] = make_segment(1, 0, 0);
 }
 
 Index::~Index() {
   if (buckets_ < full_) std::free(directory_[0] - 1);
-  std::free(directory_);
+  if (directory_ != few_) std::free(directory_);
 }
 
 Bucket* Index::make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix) {
@@ -44,7 +42,8 @@ Bucket* Index::make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix) {
 
 int64_t Index::bytes() const {
   int64_t small = buckets_ < full_ ? (buckets_ + 1) * sizeof(Bucket) : 0;
-  return small + static_cast<int64_t>(sizeof(Bucket*) << depth_) + static_cast<int64_t>(sizeof *this);
+  const auto directory = directory_ == few_ ? 0 : static_cast<int64_t>(sizeof(Bucket*) << depth_);
+  return small + directory + static_cast<int64_t>(sizeof *this);
 }
 
 Slot Index::place(Bucket* first, uint32_t buckets, uint64_t hash, uint64_t id) {
@@ -127,10 +126,10 @@ void Index::split(Bucket* first) {
   // 2^26 segments of one stripe would hold 10^11 ids; a salted hash does not come here with fewer.
   if (depth >= 26) throw std::length_error("too many ids share one hash prefix");
   if (depth == depth_) {
-    auto** wider = static_cast<Bucket**>(std::malloc(sizeof(Bucket*) << (depth_ + 1)));
+    auto** wider = depth_ ? static_cast<Bucket**>(std::malloc(sizeof(Bucket*) << (depth_ + 1))) : few_;
     if (!wider) throw std::bad_alloc();
-    for (uint64_t at = 0; at < (uint64_t{1} << depth_); ++at) wider[2 * at] = wider[2 * at + 1] = directory_[at];
-    std::free(directory_);
+    for (uint64_t at = uint64_t{1} << depth_; at-- > 0;) wider[2 * at] = wider[2 * at + 1] = directory_[at];
+    if (directory_ != few_) std::free(directory_);
     directory_ = wider;
     ++depth_;
   }

@@ -42,7 +42,7 @@ struct Slot {
   uint64_t id() const { return bucket->id[lane]; }
 };
 
-class Index {
+class alignas(64) Index {
  public:
   static constexpr int kStripeBits = 10;  // top bits of the hash that are not the index's
   static constexpr uint32_t kFullBuckets = 1024;
@@ -60,10 +60,6 @@ class Index {
   // Where a probe for the hash begins: prefetch it.
   [[gnu::always_inline]] Bucket* home(uint64_t hash) const { return segment(hash) + start(hash, buckets_); }
 
-  // Asks for what leads to the buckets, unless it is long: for a reader who comes from other tables.
-  void ask_for_directory() const {
-    if (depth_ <= 3) __builtin_prefetch(directory_);
-  }
   // The bucket that a probe for the hash looks at after another one.
   [[gnu::always_inline]] Bucket* behind(uint64_t hash, const Bucket* bucket) const {
     Bucket* first = segment(hash);
@@ -227,9 +223,10 @@ class Index {
   void enlarge(Bucket* first);
   void split(Bucket* first);
 
-  Bucket** directory_;
+  Bucket** directory_ = few_;
   uint32_t depth_ = 0;
   uint32_t buckets_ = 1;  // of a segment; all segments have the same
+  Bucket* few_[2];        // a directory of depth 0 or 1, in the cache line that leads to it
   const uint32_t full_;   // and the most that they get
   int64_t size_ = 0;
   BlockArena* blocks_;

@@ -32,8 +32,8 @@ void find_rounds(const Contents& contents, const int64_t* ids, int64_t n, int32_
   auto count = [&](int64_t round) { return std::min(size, n - round * size); };
   const Homes homes{kStripesOfCells.of_cell, reinterpret_cast<const char*>(&contents.stripes[0].index),
                     sizeof(contents.stripes[0])};
-  if (n >= 256)
-    for (const auto& stripe : contents.stripes) stripe.index.ask_for_directory();
+  if (n >= 256)  // a reader may come from other tables
+    for (const auto& stripe : contents.stripes) __builtin_prefetch(&stripe.index);
   Round ring[4];
   for (int64_t step = 0; step < rounds + 3; ++step) {
     if (int64_t r = step - 3; r >= 0) finish(first(r), count(r), ring[r % 4].row, ring[r % 4].opens);
