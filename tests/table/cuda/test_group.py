@@ -169,6 +169,20 @@ def test_every_optimizer_steps_as_on_the_cpu(optimizer, deterministic, device):
         assert_same_rows(plain, table, 1e-4)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_rows_of_all_tables_may_have_numbers_beyond_32_bits(optimizer, device):
+    cpu = [shoal.HashTable(4, optimizer=optimizer, seed=3) for _ in range(2)]
+    gpu = [shoal.HashTable(4, optimizer=optimizer, seed=3, device="cuda") for _ in range(2)]
+    ((group, _),) = groups_of(gpu)
+    for seed in range(3):
+        batch = _batch(device, seed=seed)
+        _train(group, *batch)
+        _one_by_one(cpu, *batch)
+        group.described.wide = True  # as they become with billions of rows
+    for plain, table in zip(cpu, gpu, strict=True):
+        assert_same_rows(plain, table, 1e-5)
+
+
 def test_bad_gradients_are_skipped_where_a_table_says_so(device):
     cpu = [shoal.HashTable(4, seed=3, on_bad_gradient="skip") for _ in range(2)]
     gpu = [shoal.HashTable(4, seed=3, on_bad_gradient="skip", device="cuda") for _ in range(2)]
