@@ -11,8 +11,9 @@ import torch
 from gpu_tables import assert_same_rows, config
 
 import shoal
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import (
+    EntryConfig,
     FixedR8Compressor,
     HashTable,
     MultiHashTable,
@@ -82,6 +83,19 @@ def test_rounded_rows_are_a_group_by_their_own_calls(device):
     group.update([Part(found, features, torch.ones(4, 4, device=device))], step=Step(3, lr_scale=(0.5,)))
     plain._apply(ids[:3].cpu(), torch.ones(3, 4), [0.05], 3, True, 0)
     torch.testing.assert_close(table.lookup(ids[:3]).cpu(), plain.lookup(ids[:3].cpu()))
+
+
+def test_a_serving_table_is_read_and_not_updated(device):
+    made = config([(4, RandomUniformInitializer(), shoal.Sgd(lr=0.1), None)], [0.1])
+    made.table_config.entry_config.entry_type = EntryConfig.SERVING
+    table = HashTable.from_config(made, name="served", device="cuda")
+    table.assign(torch.arange(3, device=device), torch.ones(3, 4, device=device))
+    ((group, _),) = groups_of([table])
+    assert not group.traits.trains
+    found = group.find(torch.tensor([2, 5], device=device), torch.tensor([2]), Features(), missing="initial")
+    assert group.rows(found, Features(), missing="initial").tolist() == [[1.0] * 4, [0.0] * 4]
+    with pytest.raises(UnsupportedError, match="serving"):
+        group.update([Part(found, Features(), torch.ones(2, 4, device=device))], step=Step())
 
 
 def test_sync_clients_are_told_what_was_written(device):
