@@ -15,6 +15,7 @@ from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import (
     EntryConfig,
     FixedR8Compressor,
+    Fp32Compressor,
     HashTable,
     MultiHashTable,
     RandomUniformInitializer,
@@ -86,7 +87,7 @@ def test_rounded_rows_are_a_group_by_their_own_calls(device):
 
 
 def test_a_serving_table_is_read_and_not_updated(device):
-    made = config([(4, RandomUniformInitializer(), shoal.Sgd(lr=0.1), None)], [0.1])
+    made = config([(4, RandomUniformInitializer(), shoal.Sgd(lr=0.1), Fp32Compressor())], [0.1])
     made.table_config.entry_config.entry_type = EntryConfig.SERVING
     table = HashTable.from_config(made, name="served", device="cuda")
     table.assign(torch.arange(3, device=device), torch.ones(3, 4, device=device))
