@@ -98,6 +98,7 @@ for optimizer in ("sgd", "adagrad", "adam"):
         for weights in (None, torch.ones(64)):
             group.pooled(found, features, offsets, weights, out, missing="initial")
             group.update([Part(found, features, out, offsets, weights)], step=Step())
+        group.described.wide = True
         group.update([Part(found, features, torch.zeros(64, 6))], step=Step())
 rounded = HashTable.from_config(of_segments([(3, uniform, rounded)]), name="first", device="cuda")
 rounded.read(ids, initial=True)

@@ -11,9 +11,11 @@ import torch
 from gpu_tables import assert_same_rows, config
 
 import shoal
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import (
+    EntryConfig,
     FixedR8Compressor,
+    Fp32Compressor,
     HashTable,
     MultiHashTable,
     RandomUniformInitializer,
@@ -82,6 +84,19 @@ def test_rounded_rows_are_a_group_by_their_own_calls(device):
     group.update([Part(found, features, torch.ones(4, 4, device=device))], step=Step(3, lr_scale=(0.5,)))
     plain._apply(ids[:3].cpu(), torch.ones(3, 4), [0.05], 3, True, 0)
     torch.testing.assert_close(table.lookup(ids[:3]).cpu(), plain.lookup(ids[:3].cpu()))
+
+
+def test_a_serving_table_is_read_and_not_updated(device):
+    made = config([(4, RandomUniformInitializer(), shoal.Sgd(lr=0.1), Fp32Compressor())], [0.1])
+    made.table_config.entry_config.entry_type = EntryConfig.SERVING
+    table = HashTable.from_config(made, name="served", device="cuda")
+    table.assign(torch.arange(3, device=device), torch.ones(3, 4, device=device))
+    ((group, _),) = groups_of([table])
+    assert not group.traits.trains
+    found = group.find(torch.tensor([2, 5], device=device), torch.tensor([2]), Features(), missing="initial")
+    assert group.rows(found, Features(), missing="initial").tolist() == [[1.0] * 4, [0.0] * 4]
+    with pytest.raises(UnsupportedError, match="serving"):
+        group.update([Part(found, Features(), torch.ones(2, 4, device=device))], step=Step())
 
 
 def test_sync_clients_are_told_what_was_written(device):
@@ -167,6 +182,20 @@ def test_every_optimizer_steps_as_on_the_cpu(optimizer, deterministic, device):
         _one_by_one(cpu, *batch, step=seed)
     for plain, table in zip(cpu, gpu, strict=True):
         assert_same_rows(plain, table, 1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_rows_of_all_tables_may_have_numbers_beyond_32_bits(optimizer, device):
+    cpu = [shoal.HashTable(4, optimizer=optimizer, seed=3) for _ in range(2)]
+    gpu = [shoal.HashTable(4, optimizer=optimizer, seed=3, device="cuda") for _ in range(2)]
+    ((group, _),) = groups_of(gpu)
+    for seed in range(3):
+        batch = _batch(device, seed=seed)
+        _train(group, *batch)
+        _one_by_one(cpu, *batch)
+        group.described.wide = True  # as they become with billions of rows
+    for plain, table in zip(cpu, gpu, strict=True):
+        assert_same_rows(plain, table, 1e-5)
 
 
 def test_bad_gradients_are_skipped_where_a_table_says_so(device):

@@ -37,7 +37,7 @@ def signed(number: int) -> int:
 class Bound:
     """A kernel with its constants, to be launched again and again."""
 
-    __slots__ = ("_constants", "_fn", "_made", "_options", "_ordered")
+    __slots__ = ("_constants", "_fn", "_made", "_options", "_ordered", "_places")
     _all: ClassVar[dict[Any, Bound]] = {}
 
     def __init__(
@@ -46,6 +46,7 @@ class Bound:
         self._fn, self._constants = fn, constants
         self._options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion, "maxnreg": maxnreg}
         self._ordered: tuple[Any, ...] = ()
+        self._places: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._made: dict[int, tuple[Any, ...]] = {}  # device, and which numbers are wide -> compiled kernel
 
     @classmethod
@@ -62,20 +63,20 @@ class Bound:
         if interpreted():
             self._fn[(programs,)](*arguments, **self._constants, **self._options)
             return
-        addresses = 0
         key = torch._C._cuda_getDevice()
-        bit = 1 << 16
-        plain = []
-        for argument in arguments:
-            kind = type(argument)
-            if kind is int:
-                if not -_WIDE <= argument < _WIDE:
-                    key |= bit
-            elif kind is Tensor or isinstance(argument, Tensor):
-                argument = argument.data_ptr()
-                addresses |= argument
-            plain.append(argument)
-            bit += bit
+        tensors, numbers = self._places or self._look(arguments)
+        addresses = 0
+        plain = [*arguments]
+        for place in tensors:
+            address = plain[place].data_ptr()
+            plain[place] = address
+            addresses |= address
+        if numbers:
+            some = [plain[place] for place in numbers]
+            if max(some) >= _WIDE or min(some) < -_WIDE:
+                for place in numbers:
+                    if not -_WIDE <= plain[place] < _WIDE:
+                        key |= 1 << 16 + place
         made = self._made.get(key)
         if made is None or addresses & 15:
             self._slowly(programs, arguments, None if addresses & 15 else key)
@@ -92,6 +93,13 @@ class Bound:
         if enter is not None:
             watched = kernel.launch_metadata((programs, 1, 1), stream, *arguments, *ordered)
         run(programs, 1, 1, stream, function, metadata, watched, enter, leave, *arguments, *ordered)
+
+    def _look(self, arguments: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which arguments are tensors and which are whole numbers, in every call alike."""
+        tensors = tuple(place for place, argument in enumerate(arguments) if isinstance(argument, Tensor))
+        numbers = tuple(place for place, argument in enumerate(arguments) if type(argument) is int)
+        self._places = tensors, numbers
+        return self._places
 
     def _slowly(self, programs: int, arguments: tuple[Any, ...], key: int | None) -> None:
         """Through Triton, which compiles what is new; with a key, what it took is kept for the next time."""

@@ -63,6 +63,7 @@ class SingleGroup:
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
         """As `Group.update`."""
+        self.tables[0]._check_trains("update")
         ids: list[list[Tensor]] = [[] for _ in self.tables]
         grads: list[list[Tensor]] = [[] for _ in self.tables]
         for part in parts:

@@ -191,13 +191,15 @@ class Sums:
         room: int,
     ) -> None:  # fmt: skip
         group, part, plan = self._group, source.part, source.plan
+        described = group.described
         found, rows = part.found, source.offsets is None
         weighted = part.weights is not None and not rows
         block, warps, registers = claim_shape()
-        key = ("claim", plan.alone, rows, weighted, source.kind, unit)
+        key = ("claim", described.wide, plan.alone, rows, weighted, source.kind, unit)
         kernel = group._kernels.get(key) or group.kernel(key, ck.claim, {
             "SINGLE": plan.alone, "ROWS_": rows, "WEIGHTED": weighted, "KIND": source.kind, "JUDGE": self._how,
-            "STAMP": self._adds, "UNIT": unit, "BLOCK": block, "num_warps": warps, "maxnreg": registers,
+            "STAMP": self._adds, "UNIT": unit, "WIDE": described.wide, "BLOCK": block, "num_warps": warps,
+            "maxnreg": registers,
         })  # fmt: skip
         if not rows:
             places, jump = source.offsets, jump_of(source.bags)
@@ -206,7 +208,6 @@ class Sums:
                 (found.ids if plan.alone else plan.begins(found.counts, source.n, group.capturing)),
                 plan.jump,
             )
-        described = group.described
         begins_at = (source.grad.data_ptr() - base.data_ptr()) // (4 * unit)
         kernel(
             cdiv(source.n, block), found.ids, places, found.where, found.came, part.weights if weighted else found.ids,
@@ -239,9 +240,9 @@ class Sums:
         block, warps = row_shape(s.width)
         key = ("add", described.wide, factored, unit, s.index)
         kernel = group._kernels.get(key) or group.kernel(key, ck.add, {
-            "SINGLE": self._single, "FACTOR": factored, "LAST": self._last(s), "INDEX": s.index, "D": s.dim,
-            "WIDTH": s.width, "STRIDE": group.layout.stride, "WEIGHT": s.weight, "UNIT": unit, "BLOCK": block,
-            "num_warps": warps,
+            "SINGLE": self._single, "WIDE": described.wide, "FACTOR": factored, "LAST": self._last(s), "INDEX": s.index,
+            "D": s.dim, "WIDTH": s.width, "STRIDE": group.layout.stride, "WEIGHT": s.weight, "UNIT": unit,
+            "BLOCK": block, "num_warps": warps,
         })  # fmt: skip
         kernel(
             cdiv(n, block), keys, workspace, base, described.bases, described.words, described.origin,
@@ -262,9 +263,9 @@ class Sums:
         if within is None or across is None:
             held = 0 if interpreted() else s.held
             shared: dict[str, Any] = {
-                "SINGLE": self._single, "STAMP": s.index == 0, "OPT": s.native.opt, "NESTEROV": s.native.nesterov,
-                "DECOUPLED": s.native.decoupled, "INDEX": s.index, "D": s.dim, "WIDTH": s.width,
-                "STRIDE": group.layout.stride, "WEIGHT": s.weight, "STATE_": s.state, "HELD": held,
+                "SINGLE": self._single, "WIDE": described.wide, "STAMP": s.index == 0, "OPT": s.native.opt,
+                "NESTEROV": s.native.nesterov, "DECOUPLED": s.native.decoupled, "INDEX": s.index, "D": s.dim,
+                "WIDTH": s.width, "STRIDE": group.layout.stride, "WEIGHT": s.weight, "STATE_": s.state, "HELD": held,
                 "LINES": power_of_2(cdiv(max(held, s.dim), 32) + 1), "enable_fp_fusion": s.kind not in _AS_WRITTEN,
             }  # fmt: skip
             within = group.kernel(

@@ -222,11 +222,12 @@ def claim(
     ids, places, where, versions, weights, seen, tables, columns, described, origin, control, spare, workspace, keys,
     tally, n, start, room, only, features, bags, each, jump, width, begins_at,
     SINGLE: tl.constexpr, ROWS_: tl.constexpr, WEIGHTED: tl.constexpr, KIND: tl.constexpr,
-    JUDGE: tl.constexpr, STAMP: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    JUDGE: tl.constexpr, STAMP: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row for each id, in ``keys`` from ``start`` on, and where its gradient is; -1 for an id that is passed over.
 
     ``places`` are the offsets of bags or, with ROWS_, the first ids of features. Gradients begin at ``begins_at``.
+    WIDE: keys are int64, here and in the kernels that read them.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
@@ -348,8 +349,9 @@ def close(tally, told):
 @triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
 def add(
     keys, workspace, grads, bases, described, origin, rates, tally, told, n, room, tables, jump, segments,
-    SINGLE: tl.constexpr, FACTOR: tl.constexpr, LAST: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr, WIDE: tl.constexpr, FACTOR: tl.constexpr, LAST: tl.constexpr, INDEX: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A step of SGD: every gradient is taken off its row as it comes, since the sum is the same in any order."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -371,10 +373,10 @@ def add(
 @triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
 def step_within(
     keys, order, workspace, grads, bases, described, origin, control, rates, n, room, tables, jump, segments, numbers,
-    SINGLE: tl.constexpr, FACTOR: tl.constexpr, STAMP: tl.constexpr, OPT: tl.constexpr, NESTEROV: tl.constexpr,
-    DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr, WIDE: tl.constexpr, FACTOR: tl.constexpr, STAMP: tl.constexpr, OPT: tl.constexpr,
+    NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr, WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums the gradients of equal rows in order and steps each row once, for rows whose gradients lie in one block.
 
@@ -422,10 +424,10 @@ def step_within(
 @triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
 def step_across(
     keys, workspace, bases, described, origin, control, rates, tally, told, n, room, tables, jump, segments, numbers,
-    SINGLE: tl.constexpr, STAMP: tl.constexpr, LAST: tl.constexpr, OPT: tl.constexpr, NESTEROV: tl.constexpr,
-    DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, SPAN: tl.constexpr,
+    SINGLE: tl.constexpr, WIDE: tl.constexpr, STAMP: tl.constexpr, LAST: tl.constexpr, OPT: tl.constexpr,
+    NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr, WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Steps the rows whose gradients lie in several blocks of `step_within`; a program looks at TILES blocks."""
     each = tl.arange(0, TILES)
