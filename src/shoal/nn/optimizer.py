@@ -162,7 +162,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 def _check_not_captured(unit: Unit) -> None:
     if unit.group.traits.capturable and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            f"table {unit.slots[0].name!r}: SparseOptimizer.step cannot be captured in a CUDA graph, since replays would "
+            f"table {unit.slots[0].name!r}: SparseOptimizer.step cannot be captured in a CUDA graph: replays would "
             "keep its step, time and learning rate; have backward update the rows (fused=True)"
         )
 
