@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnsupportedError
 from shoal.nn.amp import RowParameter
 from shoal.nn.module import TableModule
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.slot import TableSlot, slot_of
 from shoal.nn.update.gradients import clear_pending, is_empty, put_back, take_pending
-from shoal.nn.update.units import by_clock
+from shoal.nn.update.units import Unit, by_clock
 from shoal.table.config.entry import check_rate
 from shoal.table.protocol import Step
 
@@ -110,6 +110,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 touched = unit.touched()
                 scales = [_factor(groups[slot]) if slot in touched else 1.0 for slot in unit.slots]
                 if not is_empty(unit):
+                    _check_not_captured(unit)
                     step = Step(number, touched[0].time(req_time), scales if any(s != 1.0 for s in scales) else None)
                     unit.group.update(unit.parts, step=step)
             except BaseException:
@@ -156,6 +157,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         step = state_dict.pop("global_step", 0)
         super().load_state_dict(state_dict)
         self.global_step = int(step)
+
+
+def _check_not_captured(unit: Unit) -> None:
+    if unit.group.traits.capturable and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"table {unit.slots[0].name!r}: SparseOptimizer.step cannot be captured in a CUDA graph: replays would "
+            "keep its step, time and learning rate; have backward update the rows (fused=True)"
+        )
 
 
 def _factor(group: dict[str, Any]) -> float:

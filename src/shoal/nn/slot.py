@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from shoal.errors import ConfigError
 from shoal.nn.amp import watch_scalers
 from shoal.nn.protocol import EmbeddingTable, check_table
@@ -30,6 +32,7 @@ class TableSlot:
         self._table = weakref.ref(table)
         self.name = table.name
         self.dim = int(table.dim_size)
+        self.device = torch.device(getattr(table, "device", None) or "cpu")
         self.handle = next(_handles)
         """A number that no other slot has."""
         self.fused: bool | None = None

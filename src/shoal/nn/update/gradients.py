@@ -27,8 +27,8 @@ _lock = threading.RLock()
 class Gradients:
     """``(ids, grads)`` of one table; an id may occur often. Safe to use from several threads."""
 
-    def __init__(self, dim: int) -> None:
-        self._dim = dim
+    def __init__(self, dim: int, device: torch.device | str = "cpu") -> None:
+        self._dim, self._device = dim, device
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._rows = 0
         self._sum_at = _SUM_ROWS
@@ -75,7 +75,8 @@ class Gradients:
 
     def _joined(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if not parts:
-            return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, self._dim, device="cpu")
+            nothing = torch.empty(0, self._dim, dtype=torch.float32, device=self._device)
+            return torch.empty(0, dtype=torch.int64, device=self._device), nothing
         if len(parts) == 1:
             return parts[0]
         return torch.cat([ids for ids, _ in parts]), torch.cat([grads for _, grads in parts])
@@ -125,7 +126,7 @@ class Pending:
     """The gradients of one table that wait for a step."""
 
     def __init__(self, slot: TableSlot) -> None:
-        self.rows = Gradients(slot.dim)
+        self.rows = Gradients(slot.dim, slot.device)
         """What was expanded, since somebody looked or since a group could not be updated as one."""
         self.waiting: dict[tuple[int, ...], Waiting] = {}
         self._slot = weakref.ref(slot)

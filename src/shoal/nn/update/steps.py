@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoal.errors import UnsupportedError
 from shoal.table.protocol import Group, Step
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ def next_step(group: Group, slots: Sequence[TableSlot]) -> Step:
     if not capturing and all(slot.counter.counted is None for slot in slots):
         return Step(_count(slots), seconds)
     if clock is None:
-        raise RuntimeError("run one step before it is captured in a CUDA graph; the group has no device tensors yet")
+        raise UnsupportedError(
+            f"table {slots[0].name!r}: run the step once, without capturing it, before it is captured in a CUDA graph"
+        )
     counter = _shared(slots, clock)
     number = counter.on_device()
     assert counter.counted is not None
