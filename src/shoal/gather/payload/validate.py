@@ -180,7 +180,7 @@ def _check_values(vals: Any, param: ParamSpec, spec: GradientSpec, where: str) -
     if vals.ndim != len(param.grid) + 1 or tuple(vals.shape[:-1]) != param.grid:
         raise PayloadRejected("bad_value_shape", f"{where}: {tuple(vals.shape)}, the grid is {param.grid}")
     if vals.shape[-1] != param.k:
-        raise PayloadRejected("bad_topk", f"{where}: {vals.shape[-1]} values a chunk, the spec says {param.k}")
+        raise PayloadRejected("bad_topk", f"{where}: {vals.shape[-1]} values per chunk, the spec says {param.k}")
 
 
 def _number(value: Any) -> float | None:
@@ -210,7 +210,7 @@ def _checked_quant(quant: Any, spec: GradientSpec, where: str) -> QuantParams:
     if scale is None or not 1e-12 <= abs(scale) <= 1e4:
         raise bad("scale is outside 1e-12..1e4")
     if type(offset) is not int or not -(2**31) <= offset < 2**31:
-        raise bad("offset is no 32-bit int")
+        raise bad("offset is not a 32-bit int")
     if not _strided(lookup) or lookup.dtype != torch.float32 or tuple(lookup.shape) != (spec.quant.bins,):
         raise bad(f"lookup is not float32 of length {spec.quant.bins}")
     if not bool(torch.isfinite(lookup).all()):

@@ -1,4 +1,4 @@
-"""Where peers' payloads and window artifacts lie: a directory, S3-compatible buckets, or memory."""
+"""Where peers' payloads and window artifacts are stored: a directory, S3-compatible buckets, or memory."""
 
 from shoal.gather.stores.base import ObjectInfo, PayloadStore
 from shoal.gather.stores.local import LocalDirStore

@@ -60,7 +60,7 @@ class OnlineTrainingConfig:
             return
         if not self.bzid or not self.base_name:
             raise ConfigError(
-                f"realtime training needs bzid and base_name, got {self.bzid!r} and {self.base_name!r}; set both"
+                f"bzid and base_name must be set for realtime training, got {self.bzid!r} and {self.base_name!r}"
             )
         self.zk_server = self.zk_server or os.environ.get("zk_servers")  # noqa: SIM112 (its name)
         self.partial_recovery = True if self.partial_recovery is None else self.partial_recovery
@@ -71,7 +71,7 @@ class OnlineTrainingConfig:
 
     @property
     def ps_outlives_chief(self) -> bool:
-        """Whether parameter servers go on after the chief has ended."""
+        """Whether parameter servers keep running after the chief has ended."""
         return self.enable_realtime_training and not self.force_shutdown_ps
 
     @property
