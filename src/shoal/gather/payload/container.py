@@ -65,14 +65,20 @@ def load_payload(data_or_path: Source, spec: GradientSpec, *, max_bytes: int | N
         raise
     except Exception as error:  # a hostile file can make a reader fail in any way; none may be this rank's failure
         raise _corrupt(f"the container cannot be read ({type(error).__name__})") from None
+    state_of(payload)
+    return dict(payload)
+
+
+def state_of(payload: Any) -> Mapping[str, Any]:
+    """The state dict of a payload, which must be a mapping with at least one entry."""
     if not isinstance(payload, Mapping):
-        raise PayloadRejected("not_a_mapping", f"the container holds a {type(payload).__name__}")
+        raise PayloadRejected("not_a_mapping", f"the payload is a {type(payload).__name__}")
     state = payload.get("state_dict")
     if state is not None and not isinstance(state, Mapping):
         raise PayloadRejected("not_a_mapping", f"state_dict is a {type(state).__name__}")
     if not state:
         raise PayloadRejected("empty_payload", "the state dict is absent or empty")
-    return dict(payload)
+    return state
 
 
 def map_file(path: str | os.PathLike[str]) -> Tensor:

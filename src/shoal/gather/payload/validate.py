@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.gather.errors import PayloadRejected
 from shoal.gather.payload.codec import DTYPE_NAMES, VALUE_KINDS, QuantParams, dtype_of, value_table
-from shoal.gather.payload.container import SUFFIXES
+from shoal.gather.payload.container import SUFFIXES, state_of
 from shoal.gather.payload.spec import CODECS, GradientSpec, ParamSpec
 
 MAX_GLOBAL_STEP = 2**63 - 1
@@ -37,7 +37,7 @@ def validate_payload(
 
     Cost: one pass over the bytes plus their BLAKE2b. Memory: one parameter's scratch. Any thread may call it.
     """
-    state = _state_dict(payload)
+    state = state_of(payload)
     step = _global_step(payload)
     _check_window(payload, window)
     _check_leftovers(state, spec)
@@ -100,17 +100,6 @@ def digest_parts(name: str, idxs: Tensor, vals: Tensor, quant: QuantParams | Non
     yield raw_bytes(vals)
     if quant is not None:
         yield quant_block(quant)
-
-
-def _state_dict(payload: Any) -> Mapping[str, Any]:
-    if not isinstance(payload, Mapping):
-        raise PayloadRejected("not_a_mapping", f"the payload is a {type(payload).__name__}")
-    state = payload.get("state_dict")
-    if state is not None and not isinstance(state, Mapping):
-        raise PayloadRejected("not_a_mapping", f"state_dict is a {type(state).__name__}")
-    if not state:
-        raise PayloadRejected("empty_payload", "the state dict is absent or empty")
-    return state
 
 
 def _global_step(payload: Mapping[str, Any]) -> int:
