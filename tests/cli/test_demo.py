@@ -92,7 +92,7 @@ def test_json_is_all_of_stdout(tmp_path):
 
 def test_wrong_usage_is_one_line_and_an_exit_code(tmp_path, capsys):
     assert main(["demo", "--seconds", "1"]) == 2
-    assert "--seconds is 5 to 3600, got 1" in capsys.readouterr().err
+    assert "--seconds must be in 5..3600, got 1" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["demo", "--quick", "--out", str(tmp_path / "file" / "x")]) == 2
     assert "cannot write" in capsys.readouterr().err

@@ -65,7 +65,7 @@ inf{le="+Inf",} +Inf
     assert samples[3] == Sample("inf", {"le": "+Inf"}, float("inf"))
     assert parse_metrics("") == []
     assert parse_metrics("x 1\nsome nonsense here <<<") == [Sample("x", {}, 1.0)]
-    with pytest.raises(DataError, match="no Prometheus metrics"):
+    with pytest.raises(DataError, match="not Prometheus metrics"):
         parse_metrics("<html>hello</html>")
 
 
@@ -158,7 +158,7 @@ def test_replicas_of_a_registry(tmp_path):
         backend.stop()
 
 
-@pytest.mark.parametrize(("status", "text", "why"), [(500, "x 1\n", "HTTP 500"), (200, "<html>", "no Prometheus")])
+@pytest.mark.parametrize(("status", "text", "why"), [(500, "x 1\n", "HTTP 500"), (200, "<html>", "not Prometheus")])
 def test_an_endpoint_that_answers_nonsense_is_down(capsys, status, text, why):
     with endpoint(lambda: text, status) as address:
         found = once(capsys, address, code=1)[address]
@@ -192,4 +192,4 @@ def test_wrong_usage(capsys):
     assert main(["top"]) == 2
     assert "give the addresses" in capsys.readouterr().err
     assert main(["top", "a:1", "--interval", "0"]) == 2
-    assert "above 0" in capsys.readouterr().err
+    assert "must be > 0" in capsys.readouterr().err

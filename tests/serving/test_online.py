@@ -501,7 +501,7 @@ def test_help_has_an_example_and_wrong_flags_are_usage_errors(command, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["serve", "/nowhere"], "no directory"),
+        (["serve", "/nowhere"], "not a directory"),
         (["serve"], "MODEL_DIR"),
         (["serve", "EMPTY"], "no exports"),
         (["serve", "EMPTY", "--host", "0.0.0.0"], "."),

@@ -131,7 +131,7 @@ def test_off_loopback_without_security_is_refused_unless_asked_for_by_name(certi
     ModelServer("0.0.0.0:0", security=secure).stop(0)
     with pytest.raises(ConfigError, match="allow_insecure"):
         ModelServer(rest_address="0.0.0.0:0").start()
-    with pytest.raises(ConfigError, match="come together"):
+    with pytest.raises(ConfigError, match="must be given together"):
         ServerSecurity(certificate=certificates / "server.pem")
 
 

@@ -1,4 +1,4 @@
-"""`shoal agent`: the process beside model servers that registers them and tells them of each other."""
+"""`shoal agent`: the process next to model servers that registers them and tells them of each other."""
 
 import json
 import logging

@@ -38,7 +38,7 @@ class Options:
 def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+)\s*([KMG]?)(i?B)?\s*", text, re.IGNORECASE)
     if match is None:
-        raise ConfigError(f"a size is a number of bytes, or one with KiB, MiB, GiB, got {text!r}")
+        raise ConfigError(f"a size must be a number of bytes, optionally with KiB, MiB or GiB, got {text!r}")
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 

@@ -87,7 +87,7 @@ def stream_config(options: Options) -> StreamConfig:
     if options.quick:
         return StreamConfig(days=6, batches_per_day=10, batch_size=512, users=3000, items=3000, seed=options.seed)
     if not 5 <= options.seconds <= 3600:
-        raise ConfigError(f"--seconds is 5 to 3600, got {options.seconds:g}; --quick takes less")
+        raise ConfigError(f"--seconds must be in 5..3600, got {options.seconds:g}; --quick takes less")
     batches = round(options.seconds)
     return StreamConfig(batches_per_day=batches, users=1000 * batches, items=1000 * batches, seed=options.seed)
 

@@ -105,9 +105,9 @@ def parse_uids(text: str) -> list[int]:
     for part in filter(None, text.replace(" ", "").split(",")):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise ConfigError(f"peers are numbers and ranges like 1,5,8-12, got {part!r}")
+            raise ConfigError(f"peers must be numbers and ranges like 1,5,8-12, got {part!r}")
         if dash and int(last) < int(first):
-            raise ConfigError(f"a range of peers goes up, got {part!r}")
+            raise ConfigError(f"a range of peers must go up, got {part!r}")
         uids += range(int(first), int(last or first) + 1)
     return uids
 
@@ -125,7 +125,7 @@ def open_store(url: str, uids: list[int]) -> Any:
     if unknown := sorted(set(options) - {"endpoint", "region", "artifacts"}):
         raise ConfigError(f"--store {url}: unknown option(s) {', '.join(unknown)}")
     if "{uid}" not in parsed.netloc:
-        raise ConfigError(f"--store {url}: the bucket's name needs {{uid}} in it, as in s3://peer-{{uid}}")
+        raise ConfigError(f"--store {url}: the bucket's name must contain {{uid}}, as in s3://peer-{{uid}}")
     keys = {
         "access_key_id": os.environ.get("AWS_ACCESS_KEY_ID"),
         "secret_access_key": os.environ.get("AWS_SECRET_ACCESS_KEY"),

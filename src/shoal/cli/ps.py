@@ -118,7 +118,7 @@ def duration(text: str) -> timedelta | None:
     """``30s``, ``10m``, ``2h``; None for 0."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
     if not match:
-        raise UsageError(f"a time is a number with s, m, h or d, such as 10m, got {text!r}")
+        raise UsageError(f"a time must be a number with s, m, h or d, such as 10m, got {text!r}")
     unit = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
     seconds = float(match[1]) * unit
     return timedelta(seconds=seconds) if seconds else None
@@ -213,12 +213,12 @@ def status(options: Status) -> int:
     if not options.addresses:
         raise UsageError("give the addresses of the servers, in the order of their shards, such as 127.0.0.1:7100")
     if (options.keys is None) != (options.server is None):
-        raise UsageError("--keys and --server go together: one's own secret key and the servers' public one")
+        raise UsageError("--keys (your own secret key) and --server (the servers' public key) must be given together")
     keys = None
     if options.keys is not None and options.server is not None:
         keys = ClientKeys(secret=options.keys, server=options.server)
     if options.timeout <= 0:
-        raise UsageError(f"--timeout is above 0, got {options.timeout:g}")
+        raise UsageError(f"--timeout must be > 0, got {options.timeout:g}")
     with PsClient(options.addresses, deadline=timedelta(seconds=options.timeout), keys=keys) as client:
         print(json.dumps(client.info(), indent=2))
     return 0

@@ -92,7 +92,7 @@ def serve(options: Options) -> int:
         set_num_threads(options.threads)
     root = options.model_dir.resolve() if options.model_dir is not None else None
     if root is not None and not root.is_dir():
-        raise ConfigError(f"{root} is no directory; give the folder that exports were written to")
+        raise ConfigError(f"{root} is not a directory; give the folder that exports were written to")
     config, names, bindings = models_of(options)
     server = ModelServer(
         concat_ip_and_port(options.host, options.port),
@@ -152,7 +152,7 @@ def read_config(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except text_format.ParseError as error:
-        raise ConfigError(f"{path} is no ModelServerConfig: {error}") from None
+        raise ConfigError(f"{path} is not a ModelServerConfig: {error}") from None
 
 
 def _root(path: Path) -> Path:

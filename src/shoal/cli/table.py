@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def _negative_last(argv: list[str]) -> list[str]:
-    """A negative id is no flag: ``get PATH -5`` becomes ``get PATH -- -5``."""
+    """A negative id is not a flag: ``get PATH -5`` becomes ``get PATH -- -5``."""
     negative = [word for word in argv if re.fullmatch(r"-\d+", word)]
     if argv[:1] != ["get"] or "--" in argv or not negative:
         return argv
@@ -120,7 +120,7 @@ def ls(options: Ls) -> int:
     source, wanted = _open(options.path, options.table)
     limit = options.limit or None
     if options.limit < 0 or options.skip < 0:
-        raise ConfigError(f"--limit and --skip are not negative, got {options.limit} and {options.skip}")
+        raise ConfigError(f"--limit and --skip must be >= 0, got {options.limit} and {options.skip}")
     found = listing(
         source, wanted, slot=options.slot, slots=options.slots, since=options.since, skip=options.skip, limit=limit
     )
@@ -153,7 +153,7 @@ def get(options: Get) -> int:
 
     source, wanted = _open(options.path, options.table)
     if not -(1 << 63) <= options.id < 1 << 64:
-        raise ConfigError(f"an id has 64 bits, got {options.id}")
+        raise ConfigError(f"an id must fit 64 bits, got {options.id}")
     wanted_id = options.id - (1 << 64) if options.id >= 1 << 63 else options.id
     rows = find(source, wanted, wanted_id)
     if options.json:
@@ -184,7 +184,7 @@ def top(options: Top) -> int:
 
     source, wanted = _open(options.path, options.table)
     if options.n < 1:
-        raise ConfigError(f"-n is at least 1, got {options.n}")
+        raise ConfigError(f"-n must be at least 1, got {options.n}")
     found = find_top(source, wanted, options.by, options.n)
     if options.json:
         print_json({name: [row.report() for row in rows] for name, rows in found.items()})

@@ -21,7 +21,7 @@ class Stat:
     table: tuple[str, ...] = ()
     """Only these tables."""
     slots: Slots = "v2"
-    """How slots lie in ids."""
+    """Where slots are in ids."""
     json: bool = False
 
 
@@ -39,7 +39,7 @@ class Ls:
     slot: int | None = None
     """Only ids of this slot."""
     slots: Slots = "v2"
-    """How slots lie in ids."""
+    """Where slots are in ids."""
     since: int | None = None
     """Only rows updated at this time (seconds since 1970) or later."""
     skip: int = 0

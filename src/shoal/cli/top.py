@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     if not options.address and options.discover is None and options.registry is None:
         raise UsageError("give the addresses of /metrics endpoints, --discover DIR or --registry; see shoal top --help")
     if options.interval <= 0 or options.timeout <= 0:
-        raise ConfigError(f"--interval and --timeout are above 0, got {options.interval:g} and {options.timeout:g}")
+        raise ConfigError(f"--interval and --timeout must be > 0, got {options.interval:g} and {options.timeout:g}")
     watch = Watch(options)
     if options.once:
         return _once(options, watch)
@@ -146,7 +146,7 @@ def url_of(address: str) -> str:
         address = f"http://{address}"
     scheme, _, rest = address.partition("://")
     if scheme not in ("http", "https") or not rest or any(c.isspace() for c in rest):
-        raise ConfigError(f"an address is host:port or an http(s) URL, got {address!r}")
+        raise ConfigError(f"an address must be host:port or an http(s) URL, got {address!r}")
     host, slash, path = rest.partition("/")
     return f"{scheme}://{host}/{path if slash and path else 'metrics'}"
 

@@ -45,7 +45,7 @@ def parse_metrics(text: str) -> list[Sample]:
         }
         samples.append(Sample(match[1], labels, value))
     if odd and not samples:
-        raise DataError("what it answers are no Prometheus metrics")
+        raise DataError("its answer is not Prometheus metrics")
     return samples
 
 
@@ -95,7 +95,7 @@ def rate(now: float | None, before: float | None, seconds: float) -> float | Non
 
 
 def quantile(now: dict[float, float], before: dict[float, float], q: float) -> float | None:
-    """The bound below which the share ``q`` lies of what came between two readings, or of all where none came."""
+    """The bound below which the share ``q`` of what came is between two readings, or of all where none came."""
     gained = {bound: count - before.get(bound, 0.0) for bound, count in now.items()}
     if max(gained.values(), default=0.0) <= 0:
         gained = now

@@ -70,7 +70,7 @@ class ServedNet(nn.Module):
 def run_live(
     config: StreamConfig, seconds: float, progress: Callable[[str, int, int, float], None] | None = None
 ) -> Live:
-    """Learns a third of the stream, exports, and goes on learning while two replicas answer for ``seconds``."""
+    """Learns a third of the stream, exports, and keeps learning while two replicas answer for ``seconds``."""
     from shoal.serving.sync.handle import SyncClientHandle
 
     torch.manual_seed(config.seed)

@@ -78,7 +78,7 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 
 def _label(axes: Any, days: list[int], values: list[float], text: str, color: str, va: str = "center") -> None:
-    """A name beside the end of its line."""
+    """A name next to the end of its line."""
     axes.annotate(
         text,
         (days[-1], values[-1]),

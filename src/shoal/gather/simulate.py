@@ -43,7 +43,7 @@ class Scenario:
         if self.peers < 1 or self.rows < 1 or self.columns < 1:
             raise ConfigError("simulate: peers, rows and columns must be at least 1")
         if not 0 <= self.faults <= 1 or self.copycats < 0 or self.latency_s < 0:
-            raise ConfigError("simulate: faults is in 0..1, copycats and latency_s are not negative")
+            raise ConfigError("simulate: faults must be in 0..1, copycats and latency_s must be >= 0")
 
 
 @dataclass
@@ -133,7 +133,7 @@ def _rank(rank: int, world: int, folder: str, scenario: Scenario, out: Any) -> N
 def run(scenario: Scenario, world: int, *, timeout_s: float = 300.0) -> Measured:
     """One window on ``world`` processes of this machine."""
     if world < 1:
-        raise ConfigError(f"simulate: a world has at least 1 rank, got {world}")
+        raise ConfigError(f"simulate: a world must have at least 1 rank, got {world}")
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="shoal-simulate-") as folder:
         out = context.Queue()

@@ -32,7 +32,7 @@ class ClientSecurity:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise ConfigError("client security: certificate and key come together; give both or neither")
+            raise ConfigError("client security: certificate and key must be given together")
 
     @property
     def encrypts(self) -> bool:
@@ -65,7 +65,7 @@ class ServerSecurity:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise ConfigError("server security: certificate and key come together; give both or neither")
+            raise ConfigError("server security: certificate and key must be given together")
         if self.client_ca is not None and self.certificate is None:
             raise ConfigError("server security: client_ca needs the server's own certificate and key")
 
@@ -214,6 +214,6 @@ def token_file(path: Path) -> dict[str, str]:
         if not parts or parts[0].startswith("#"):
             continue
         if len(parts) != 2:
-            raise ConfigError(f"{path}:{number}: a line is 'identity token'")
+            raise ConfigError(f"{path}:{number}: a line must be 'identity token'")
         tokens[parts[0]] = parts[1]
     return tokens

@@ -132,7 +132,7 @@ def _as_bytes(value: Any) -> bytes:
         return value.encode()
     if isinstance(value, bytes | bytearray | memoryview | np.bytes_):
         return bytes(value)
-    raise DataError(f"a string tensor holds bytes or str, got {type(value).__name__}")
+    raise DataError(f"the elements of a string tensor must be bytes or str, got {type(value).__name__}")
 
 
 def _first_leaf(value: Any) -> Any:
@@ -295,7 +295,7 @@ def _decode_lists(kind: _Kind, lists: list[memoryview], count: int) -> np.ndarra
 
 
 def _gathered(kind: _Kind, data: bytes, begin: int, size: int, count: int) -> np.ndarray:
-    """The values of a list whose elements stand alone, or in very many lists."""
+    """The values of a list whose elements come one by one, or in very many lists."""
     floats = kind.wire in ("f4", "f8")
     width = int(kind.wire[1]) if floats else 0
     raw = _core.tensor_values(data, begin, size, kind.list_field, width, count)

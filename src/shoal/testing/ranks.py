@@ -18,7 +18,7 @@ from typing import Any
 from shoal.errors import ConfigError, DeadlineError, PeerError
 from shoal.testing.calls import outcome, pack_call, unpack_call
 
-STACK_S = 5.0  # how long a rank that met the deadline has to show where it stands
+STACK_S = 5.0  # how long a rank that met the deadline has to show where it is
 
 
 class RankFailed(PeerError):

@@ -89,7 +89,7 @@ def _one(kind: Any, text: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"it is {_WORDS[kind]}, got {text!r}") from None
+        raise ValueError(f"it must be {_WORDS[kind]}, got {text!r}") from None
 
 
 def _is_list(hint: Any) -> bool:

@@ -74,7 +74,7 @@ def show_bytes(n: float) -> str:
 
 
 def show_time(seconds: int | None) -> str:
-    """UTC, to the second; 0 is no time."""
+    """UTC, to the second; 0 means that the time is unknown."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds)) if seconds else "-"
 
 

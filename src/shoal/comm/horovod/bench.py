@@ -33,7 +33,7 @@ class Point:
 def sizes(smallest: int = KIB, largest: int = 256 * MIB) -> list[int]:
     """Powers of four from ``smallest`` to ``largest``, and ``largest``."""
     if not 0 < smallest <= largest:
-        raise ConfigError(f"bench: needs 0 < smallest <= largest, got {smallest} and {largest} bytes")
+        raise ConfigError(f"bench: smallest must be > 0 and <= largest, got {smallest} and {largest} bytes")
     result = [smallest]
     while result[-1] * 4 < largest:
         result.append(result[-1] * 4)
@@ -49,7 +49,7 @@ def measure(
     """
     unknown = sorted(set(operations) - set(OPERATIONS))
     if unknown:
-        raise ConfigError(f"bench: operations are {', '.join(OPERATIONS)}, got {unknown}")
+        raise ConfigError(f"bench: operations must be among {', '.join(OPERATIONS)}, got {unknown}")
     if not dist.is_initialized():
         hvd_lib.start_group()
     over = list(over) if over is not None else sizes()

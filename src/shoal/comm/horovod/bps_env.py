@@ -40,7 +40,7 @@ def _place() -> _Place:
 
 
 def prepare(uuid: str, find_address: Callable[[str], str]) -> None:
-    """Writes the environment of section 3.1 to 3.3 for this process."""
+    """Writes the BytePS environment of this process: roles, interfaces, RDMA and sockets."""
     place = _place()
     env = os.environ
     env.setdefault("BYTEPS_ALLTOALL_SESSION_SIZE", "3")

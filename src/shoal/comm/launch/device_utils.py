@@ -74,7 +74,7 @@ def parse_device(name: str) -> dict[str, str]:
         elif key.upper() in ("CPU", "GPU"):
             parts["device"] = f"{key.upper()}:{value}" if value else key.upper()
         else:
-            raise ConfigError(f"device string {name!r}: {piece!r} is none of job, replica, task, device")
+            raise ConfigError(f"device string {name!r}: {piece!r} must be one of job, replica, task, device")
     return parts
 
 

@@ -75,9 +75,9 @@ def check_header(fields: Mapping[str, Any], spec: GradientSpec, data_bytes: int)
     codes = ["".join(block[4] for block in table[row :: len(uids)]) for row in range(len(uids))]
     allowed = {code for code, (_, name) in CODES.items() if name is None or spec.quant is not None}
     if any(len(letters) != len(spec.params) or not allowed.issuperset(letters) for letters in codes):
-        raise ValueError("a block has a layout that there is not")
+        raise ValueError("a block has an unknown layout")
     expected = block_table(spec, codes)
     if [list(block) for block in table] != expected:
-        raise ValueError("its blocks do not lie where they should")
+        raise ValueError("its blocks are not where they should be")
     if data_bytes != sum(padded(sum(block[1:4])) for block in expected):
         raise ValueError("its blocks do not fill the file")

@@ -21,7 +21,7 @@ class Compressor:
     """Top-k of every chunk, quantised, with what was not sent carried over to the next window.
 
     ``c = g + decay * e`` is compressed and ``e = c - decompressed`` is kept, float32, one tensor per parameter; it
-    includes the quantisation error. Save ``state_dict`` beside the model; ``reset`` after a round that was thrown away.
+    includes the quantisation error. Save ``state_dict`` with the model; ``reset`` after a round that was thrown away.
     Not safe for two threads at once.
     """
 
@@ -105,7 +105,7 @@ def compress(
 
 
 def decompress(payload: Mapping[str, Any], spec: GradientSpec) -> dict[str, Tensor]:
-    """The dense float32 tensors that one valid payload stands for; zero where it sent nothing."""
+    """The dense float32 tensors of one valid payload; zero where it sent nothing."""
     state, dense = payload["state_dict"], {}
     for param in spec.params:
         idxs, vals = state[param.name + "idxs"], state[param.name + "vals"]

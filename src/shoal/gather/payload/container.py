@@ -65,14 +65,20 @@ def load_payload(data_or_path: Source, spec: GradientSpec, *, max_bytes: int | N
         raise
     except Exception as error:  # a hostile file can make a reader fail in any way; none may be this rank's failure
         raise _corrupt(f"the container cannot be read ({type(error).__name__})") from None
+    state_of(payload)
+    return dict(payload)
+
+
+def state_of(payload: Any) -> Mapping[str, Any]:
+    """The state dict of a payload, which must be a mapping with at least one entry."""
     if not isinstance(payload, Mapping):
-        raise PayloadRejected("not_a_mapping", f"the container holds a {type(payload).__name__}")
+        raise PayloadRejected("not_a_mapping", f"the payload is a {type(payload).__name__}")
     state = payload.get("state_dict")
     if state is not None and not isinstance(state, Mapping):
         raise PayloadRejected("not_a_mapping", f"state_dict is a {type(state).__name__}")
     if not state:
         raise PayloadRejected("empty_payload", "the state dict is absent or empty")
-    return dict(payload)
+    return state
 
 
 def map_file(path: str | os.PathLike[str]) -> Tensor:
@@ -102,7 +108,7 @@ def _unsafe(detail: str) -> PayloadRejected:
 
 def _load_safetensors(data: Any, size: int) -> dict[str, Any]:
     if size < 8:
-        raise _corrupt(f"{size} bytes are no container")
+        raise _corrupt(f"{size} bytes are too few for a container")
     if isinstance(data, bytes | memoryview):
         data = bytearray(data)  # torch will not wrap what it may not write
     raw = torch.frombuffer(data, dtype=torch.uint8) if isinstance(data, bytearray) else map_file(data)
@@ -116,10 +122,10 @@ def _load_safetensors(data: Any, size: int) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _corrupt(f"the header is not JSON ({type(error).__name__})") from None
     if not isinstance(header, dict):
-        raise _corrupt("the header is no JSON object")
+        raise _corrupt("the header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise _corrupt("__metadata__ is no JSON object")
+        raise _corrupt("__metadata__ is not a JSON object")
     body = raw[8 + length :]
     spans = {name: _span(name, entry, body.numel()) for name, entry in header.items()}
     _refuse_overlaps([(begin, end) for _, _, begin, end in spans.values() if end > begin])
@@ -148,9 +154,9 @@ def _span(name: str, entry: Any, body_bytes: int) -> tuple[torch.dtype, list[int
         raise _corrupt("a header entry is incomplete") from None
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if any(type(n) is not int or n < 0 for n in numbers):
-        raise _corrupt("a header entry has sizes or offsets that are no counts")
+        raise _corrupt("a header entry has sizes or offsets that are not counts")
     if not begin <= end <= body_bytes:
-        raise _corrupt(f"a tensor at bytes {begin}..{end} lies outside the file's {body_bytes}")
+        raise _corrupt(f"a tensor at bytes {begin}..{end} is outside the file's {body_bytes}")
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise _corrupt("a tensor's bytes do not fit its shape")
     return dtype, shape, begin, end
@@ -228,7 +234,7 @@ def dump_payload(payload: Mapping[str, Any], *, format: str = "safetensors") -> 
         torch.save(dict(payload), buffer)
         return buffer.getvalue()
     if format != "safetensors":
-        raise ConfigError(f"dump_payload: format is 'safetensors' or 'pt', got {format!r}")
+        raise ConfigError(f"dump_payload: format must be 'safetensors' or 'pt', got {format!r}")
     tensors: dict[str, Tensor] = {}
     metadata = {"global_step": str(int(payload.get("global_step", 0)))}
     if (window := (payload.get("metadata") or {}).get("window")) is not None:

@@ -30,7 +30,7 @@ _RANKING = ("high", "max", "mega")
 def overlap_severity(overlap: float) -> str:
     """``"mega"`` from 0.6, ``"max"`` from 0.5, else ``"high"``."""
     if not 0 <= overlap <= 1:
-        raise ValueError(f"overlap_severity: an overlap is in 0..1, got {overlap}")
+        raise ValueError(f"overlap_severity: overlap must be in 0..1, got {overlap}")
     return "mega" if overlap >= 0.6 else "max" if overlap >= 0.5 else "high"
 
 
@@ -81,7 +81,7 @@ def index_overlap(
     when one cannot read a payload any more.
     """
     if mode not in ("exact", "sampled"):
-        raise ConfigError(f"index_overlap: mode is 'exact' or 'sampled', got {mode!r}")
+        raise ConfigError(f"index_overlap: mode must be 'exact' or 'sampled', got {mode!r}")
     limit = Fraction(str(threshold)) if not isinstance(threshold, Fraction) else threshold
     if not 0 <= limit <= 1:
         raise ConfigError(f"index_overlap: threshold must be in 0..1, got {threshold}")
@@ -126,7 +126,7 @@ def overlap_signature(source: Source, spec: GradientSpec, start: int, stop: int)
     holding = hold(source, spec, Control(), norms=False)
     chunks = _Chunks(spec)
     if not 0 <= start <= stop <= chunks.total:
-        raise ConfigError(f"overlap_signature: chunks are 0..{chunks.total}, got {start}..{stop}")
+        raise ConfigError(f"overlap_signature: chunks must be in 0..{chunks.total}, got {start}..{stop}")
     P = len(holding.manifest.uids)
     counts = torch.zeros(P, P, dtype=torch.int64, device="cpu")
     for index, first, last in chunks.pieces(start, stop):

@@ -1,4 +1,4 @@
-"""Where an accepted payload lies: slices of its parameters, from a mapped spill file or from memory."""
+"""Where an accepted payload is: slices of its parameters, from a mapped spill file or from memory."""
 
 import os
 from collections.abc import Mapping

@@ -61,16 +61,16 @@ class ParamSpec:
         object.__setattr__(self, "xshape", tuple(int(n) for n in self.xshape))
         where = f"ParamSpec {self.name!r}"
         if len(self.xshape) not in (2, 4) or min(self.xshape) < 1:
-            raise ConfigError(f"{where}: xshape has 2 or 4 positive numbers, got {self.xshape}")
+            raise ConfigError(f"{where}: xshape must have 2 or 4 positive numbers, got {self.xshape}")
         if math.prod(self.xshape) != math.prod(self.shape):
             raise ConfigError(f"{where}: xshape {self.xshape} does not hold the elements of shape {self.shape}")
         if self.codec not in CODECS:
-            raise ConfigError(f"{where}: codec is one of {CODECS}, got {self.codec!r}")
+            raise ConfigError(f"{where}: codec must be one of {CODECS}, got {self.codec!r}")
         if not 1 <= self.k <= self.totalk:
             raise ConfigError(f"{where}: k must be in 1..{self.totalk} (positions in a chunk), got {self.k}")
         if self.codec == "packed12" and (self.k % 2 or self.totalk > 4096):
             raise ConfigError(
-                f"{where}: packed12 needs an even k and at most 4096 positions a chunk, got k {self.k} of {self.totalk}"
+                f"{where}: for packed12 k must be even and totalk at most 4096, got {self.k} and {self.totalk}"
             )
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.gather.errors import PayloadRejected
 from shoal.gather.payload.codec import DTYPE_NAMES, VALUE_KINDS, QuantParams, dtype_of, value_table
-from shoal.gather.payload.container import SUFFIXES
+from shoal.gather.payload.container import SUFFIXES, state_of
 from shoal.gather.payload.spec import CODECS, GradientSpec, ParamSpec
 
 MAX_GLOBAL_STEP = 2**63 - 1
@@ -37,7 +37,7 @@ def validate_payload(
 
     Cost: one pass over the bytes plus their BLAKE2b. Memory: one parameter's scratch. Any thread may call it.
     """
-    state = _state_dict(payload)
+    state = state_of(payload)
     step = _global_step(payload)
     _check_window(payload, window)
     _check_leftovers(state, spec)
@@ -100,17 +100,6 @@ def digest_parts(name: str, idxs: Tensor, vals: Tensor, quant: QuantParams | Non
     yield raw_bytes(vals)
     if quant is not None:
         yield quant_block(quant)
-
-
-def _state_dict(payload: Any) -> Mapping[str, Any]:
-    if not isinstance(payload, Mapping):
-        raise PayloadRejected("not_a_mapping", f"the payload is a {type(payload).__name__}")
-    state = payload.get("state_dict")
-    if state is not None and not isinstance(state, Mapping):
-        raise PayloadRejected("not_a_mapping", f"state_dict is a {type(state).__name__}")
-    if not state:
-        raise PayloadRejected("empty_payload", "the state dict is absent or empty")
-    return state
 
 
 def _global_step(payload: Mapping[str, Any]) -> int:
@@ -180,7 +169,7 @@ def _check_values(vals: Any, param: ParamSpec, spec: GradientSpec, where: str) -
     if vals.ndim != len(param.grid) + 1 or tuple(vals.shape[:-1]) != param.grid:
         raise PayloadRejected("bad_value_shape", f"{where}: {tuple(vals.shape)}, the grid is {param.grid}")
     if vals.shape[-1] != param.k:
-        raise PayloadRejected("bad_topk", f"{where}: {vals.shape[-1]} values a chunk, the spec says {param.k}")
+        raise PayloadRejected("bad_topk", f"{where}: {vals.shape[-1]} values per chunk, the spec says {param.k}")
 
 
 def _number(value: Any) -> float | None:
@@ -210,7 +199,7 @@ def _checked_quant(quant: Any, spec: GradientSpec, where: str) -> QuantParams:
     if scale is None or not 1e-12 <= abs(scale) <= 1e4:
         raise bad("scale is outside 1e-12..1e4")
     if type(offset) is not int or not -(2**31) <= offset < 2**31:
-        raise bad("offset is no 32-bit int")
+        raise bad("offset is not a 32-bit int")
     if not _strided(lookup) or lookup.dtype != torch.float32 or tuple(lookup.shape) != (spec.quant.bins,):
         raise bad(f"lookup is not float32 of length {spec.quant.bins}")
     if not bool(torch.isfinite(lookup).all()):

@@ -277,7 +277,7 @@ class Fetcher:
                 payload, self.spec, window=self.plan.window, max_abs_value=self.config.max_abs_value
             )
             if path is not None and not _contiguous(payload, self.spec):
-                # Slices must lie in one piece in the file: written anew, with the same digest.
+                # Slices must be in one piece in the file: written anew, with the same digest.
                 state = checked_state(payload["state_dict"], self.spec)
                 save_payload({"state_dict": state, "global_step": found.global_step}, path)
                 payload = load_payload(path, self.spec)

@@ -1,4 +1,4 @@
-"""The gather itself, steps S0 to S5: agree on a plan, fetch shares, exchange reports, back-fill, merge, decide."""
+"""The gather itself: agree on a plan, fetch shares, exchange reports, back-fill, merge, decide."""
 
 import asyncio
 import json
@@ -141,7 +141,7 @@ class _Gather:
         return result
 
     def _agree(self) -> tuple[GatherPlan, dict[str, Any]]:
-        """S0: rank 0's plan and settings on every rank, and one spec hash."""
+        """Rank 0's plan and settings on every rank, and one spec hash."""
         control, message = self.control, b""
         if control.rank == 0 and isinstance(self.given, GatherPlan):
             shared = {name: getattr(self.config, name) for name in _SHARED}
@@ -150,7 +150,7 @@ class _Gather:
         text = control.broadcast_bytes(message)
         if not text:
             if control.rank == 0:
-                raise ConfigError(f"gather: rank 0 needs a GatherPlan, got {type(self.given).__name__}")
+                raise ConfigError(f"gather: plan must be a GatherPlan on rank 0, got {type(self.given).__name__}")
             raise PlanMismatch("rank 0 has no plan")
         shared = json.loads(text)
         plan = GatherPlan.from_json(shared["plan"])

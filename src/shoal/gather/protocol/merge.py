@@ -199,7 +199,7 @@ class GatherResult:
     """The aggregate of one window. Every field of its manifest can be read from it, too.
 
     ``time`` is the slowest rank's wall seconds; ``partial`` is this rank's own (None after ``merge``); ``payloads``
-    holds what lies on this rank.
+    holds what is on this rank.
     """
 
     manifest: Manifest
@@ -264,7 +264,8 @@ def as_partials(source: Source) -> list[PartialGatherResult]:
     if isinstance(source, Iterable) and not isinstance(source, Mapping | str | bytes):
         return [partial for item in source for partial in as_partials(item)]
     raise ConfigError(
-        f"a source is a gather result, a partial, a sequence of them or an artifact reader, got {type(source).__name__}"
+        "a source must be a gather result, a partial, an artifact reader or a sequence of them, "
+        f"got {type(source).__name__}"
     )
 
 

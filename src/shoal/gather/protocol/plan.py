@@ -18,7 +18,7 @@ _NAME = re.compile(r"[0-9A-Za-z.+-]{1,32}", re.ASCII)
 
 
 def _integer(value: Any) -> int | None:
-    """An int of any library as a plain one; None for what is no int, bools among it."""
+    """An int of any library as a plain one; None for anything else, including a bool."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -29,7 +29,7 @@ def check_uid(uid: Any) -> int:
     """A peer's number as a plain int, or ConfigError."""
     number = _integer(uid)
     if number is None or not 0 <= number < MAX_UID:
-        raise ConfigError(f"a UID is an int in 0..{MAX_UID - 1}, got {uid!r}")
+        raise ConfigError(f"a UID must be an int in 0..{MAX_UID - 1}, got {uid!r}")
     return number
 
 
@@ -37,7 +37,7 @@ def check_window(window: Any) -> int:
     """A window's number as a plain int, or ConfigError."""
     number = _integer(window)
     if number is None or number < 0:
-        raise ConfigError(f"a window is a non-negative int, got {window!r}")
+        raise ConfigError(f"a window must be an int >= 0, got {window!r}")
     return number
 
 
@@ -202,7 +202,7 @@ class GatherConfig:
     repair_rounds: int = 1
     min_peers: int = 1
     spill: str = "auto"
-    """``"disk"``, ``"memory"``, or ``"auto"``: to disk once ``max_resident_bytes`` of payloads lie in memory."""
+    """``"disk"``, ``"memory"``, or ``"auto"``: to disk once ``max_resident_bytes`` of payloads are in memory."""
     max_resident_bytes: int = 256 << 20
     max_abs_value: float = 1e4
     max_inflight_bytes: int = 1 << 30
@@ -222,7 +222,7 @@ class GatherConfig:
         if self.fetch_ranks is not None:
             object.__setattr__(self, "fetch_ranks", tuple(int(r) for r in self.fetch_ranks))
         if self.spill not in ("disk", "memory", "auto"):
-            raise ConfigError(f"GatherConfig: spill is 'disk', 'memory' or 'auto', got {self.spill!r}")
+            raise ConfigError(f"GatherConfig: spill must be 'disk', 'memory' or 'auto', got {self.spill!r}")
         least: dict[str, float] = {
             "retry_interval_s": 0, "late_grace_s": 0, "max_concurrent_fetches": 1, "validate_workers": 1,
             "reserve_rounds": 0, "repair_rounds": 0, "min_peers": 0, "max_resident_bytes": 0, "max_abs_value": 0,

@@ -97,7 +97,7 @@ class Spill:
         return {"etag": tag, "size": info.size, "mtime_us": info.mtime_us, "spec_hash": self._spec.hash}
 
     def remember(self, path: Path, info: ObjectInfo, digest: str) -> None:
-        """Notes beside a validated file what it is, for a restart."""
+        """Notes next to a validated file what it is, for a restart."""
         if self._config.spill_dir is not None:
             note = path.with_name(path.name + ".json")
             part = note.with_name(note.name + ".part")

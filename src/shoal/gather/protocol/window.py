@@ -1,4 +1,4 @@
-"""One whole window, steps S0 to S10: gather, overlap, update, artifact."""
+"""One whole window: gather, overlap, update, artifact."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ from shoal.gather.update.tiles import UpdateLedger
 log = logging.getLogger("shoal.gather")
 
 UPLOAD_TRIES = 3
-UPLOAD_WAIT_S = 2.0  # a quick upload is over when run_window returns; a slow one goes on behind it
+UPLOAD_WAIT_S = 2.0  # a quick upload is over when run_window returns; a slow one continues in the background
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ def run_window(
 
     SKIP is decided before any parameter is touched and leaves model, optimizer and ledger as they were. Raises on all
     ranks alike: AlreadyApplied (before any fetch), PlanMismatch, GatherDivergence, RankFailure, BudgetTooSmall, and
-    UpdateInterrupted once parameters were touched. An artifact that cannot be written is logged; the update stands.
+    UpdateInterrupted once parameters were touched. An artifact that cannot be written is logged; the update is kept.
     """
     config = config or GatherConfig()
     _refuse_replay(plan, ledger, group, config)
@@ -99,7 +99,7 @@ def run_window(
             report.overlap = index_overlap(
                 result, spec=spec, threshold=overlap_threshold, group=group, control_timeout_s=timeout_s
             )
-        except PayloadsUnreadable as error:  # what S7 would find, too
+        except PayloadsUnreadable as error:  # the update would find it, too
             log.warning("window %d: not applied: %s", result.window, error)
             report.unready = error.unready
             report.update = UpdateReport(window=result.window, unready=error.unready)
@@ -145,7 +145,7 @@ def _publish(
             result, path, spec=spec, group=group, budget_bytes=budget_bytes, control_timeout_s=timeout_s
         )
     except GatherError:  # a rank that died now among them: the next gather will say so
-        log.exception("window %d: the artifact was not written; the update stands", result.window)
+        log.exception("window %d: the artifact was not written; the update is kept", result.window)
     if report.artifact_sha256 is None:
         folder.remove()
         return
@@ -164,7 +164,7 @@ def _upload(upload: Upload, store: PayloadStore, result: GatherResult, path: Pat
                 asyncio.run(store.put_artifact(result.window, result.version, path))
                 upload.ok = True
                 return
-            except Exception as error:  # the update stands, whatever a store does
+            except Exception as error:  # the update is kept, whatever a store does
                 upload.failures += 1
                 log.warning("window %d: artifact upload failed (%s)", result.window, error)
                 if isinstance(error, StoreError) and error.permanent:

@@ -1,4 +1,4 @@
-"""The store protocol, and the names under which objects lie."""
+"""The store protocol, and the names of objects."""
 
 import os
 import shutil

@@ -70,7 +70,7 @@ class LocalDirStore:
         key: str = "gradient",
         format: str = "safetensors",
     ) -> Path:
-        """A peer's upload: written beside its place and renamed."""
+        """A peer's upload: written to a temporary file and renamed."""
         path = self.root / f"{payload_name(window, uid, version, key)}.{format}"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary(path)

@@ -113,11 +113,11 @@ def outer_update(
         UpdateInterrupted: a rank died or a payload could not be read any more half way.
     """
     if clip not in ("median", "none"):
-        raise ConfigError(f"outer_update: clip is 'median' or 'none', got {clip!r}")
+        raise ConfigError(f"outer_update: clip must be 'median' or 'none', got {clip!r}")
     if reduction not in REDUCTIONS:
-        raise ConfigError(f"outer_update: reduction is one of {REDUCTIONS}, got {reduction!r}")
+        raise ConfigError(f"outer_update: reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if snapshot not in (None, "cpu"):
-        raise ConfigError(f"outer_update: snapshot is None or 'cpu', got {snapshot!r}")
+        raise ConfigError(f"outer_update: snapshot must be None or 'cpu', got {snapshot!r}")
     control = Control(group, timeout_s=control_timeout_s)
     holding = hold(source, spec, control)
     report = UpdateReport(window=holding.manifest.window, duplicates_dropped=holding.manifest.duplicates_dropped)
@@ -150,7 +150,7 @@ def outer_update(
 
 
 class _Update:
-    """S8: one parameter after the other, from its sum to its step."""
+    """One parameter after the other, from its sum to its step."""
 
     def __init__(
         self,

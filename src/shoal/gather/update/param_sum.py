@@ -36,9 +36,9 @@ class Summing:
 
 
 class ParamSum:
-    """``run`` leaves the local part of the update in ``gradient``, in the parameter's dtype, and its sums beside it.
+    """``run`` leaves the local part of the update in ``gradient``, in the parameter's dtype, and its sums next to it.
 
-    ``digest`` goes on from the parameters before it: name, 0, float32 bytes of this rank's rows before the cast.
+    ``digest`` continues that of the parameters before it: name, 0, float32 bytes of this rank's rows before the cast.
     """
 
     def __init__(self, work: Summing, index: int, factors: Tensor, digest: Any) -> None:

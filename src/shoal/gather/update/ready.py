@@ -1,4 +1,4 @@
-"""S7, the last step before a parameter is touched: can every rank go through with the update, and who needs what."""
+"""The last step before a parameter is touched: can every rank go through with the update, and who needs what."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from shoal.gather.update.tiles import TilePlan, UpdateLedger, tile_plan
 
 @dataclass
 class Layout:
-    """What of every parameter lies on which rank, in which tiles; lists are by parameter, inner ones by rank."""
+    """What of every parameter is on which rank, in which tiles; lists are by parameter, inner ones by rank."""
 
     holding: Holding
     control: Control
@@ -123,7 +123,7 @@ def get_ready(layout: Layout, model: torch.nn.Module, ledger: UpdateLedger | Non
     if error is not None and (said["wrong"] or control.world == 1):
         raise error
     for rank, answer in enumerate(answers):
-        if answer["wrong"]:  # the caller's mistake is no reason to go on with the next window
+        if answer["wrong"]:  # the caller's mistake must not be skipped like a bad window
             raise ConfigError(f"outer_update: rank {rank} cannot take part: {answer['reason']}")
     if any(answer["applied"] for answer in answers):
         if ledger is not None:

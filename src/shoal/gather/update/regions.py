@@ -1,4 +1,4 @@
-"""Which part of a parameter lies on a rank, and which chunks reach into it: whole, or a DTensor's shard."""
+"""Which part of a parameter is on a rank, and which chunks reach into it: whole, or a DTensor's shard."""
 
 import math
 from dataclasses import dataclass

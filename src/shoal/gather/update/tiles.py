@@ -39,7 +39,7 @@ def tile_plan(
     wave_peers: int = 4,
     prefetch: int = 2,
 ) -> TilePlan:
-    """How many chunks of a parameter fit the budget beside its gradient; the number of peers does not matter.
+    """How many chunks of a parameter fit the budget together with its gradient; the number of peers does not matter.
 
     Example:
         >>> tile_plan(numel=256, itemsize=4, chunks=16, totalk=16, k=4, raw_per_chunk=10, budget_bytes=4096)
@@ -73,7 +73,7 @@ def clip_factors(norms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class UpdateLedger:
-    """Which window was applied last, saved beside the optimizer; refuses to apply a window twice.
+    """Which window was applied last, saved with the optimizer; refuses to apply a window twice.
 
     ``last`` is ``(window, manifest hash)`` or None; ``step`` counts applied windows.
     """

@@ -1,4 +1,4 @@
-"""`AgentService`: what a serving process asks the agent beside it."""
+"""`AgentService`: what a serving process asks the agent next to it."""
 
 import os
 from collections.abc import Callable

@@ -35,7 +35,7 @@ class JsonRecord:
         """Raises ValueError for anything but a JSON object."""
         content = json.loads(text)
         if not isinstance(content, dict):
-            raise ValueError(f"a {cls.__name__} is a JSON object, got {type(content).__name__}")
+            raise ValueError(f"a {cls.__name__} must be a JSON object, got {type(content).__name__}")
         known = {each.name for each in fields(cls)}  # pyrefly: ignore
         return cls(**{key: value for key, value in content.items() if key in known})
 

@@ -28,7 +28,7 @@ METRICS_SECS = 60.0
 
 
 def choose_version_status(statuses: Sequence[ModelVersionStatus]) -> ModelVersionStatus:
-    """The status that stands for a model: the highest version that is AVAILABLE, else the highest.
+    """The status that represents a model: the highest version that is AVAILABLE, else the highest.
 
     Without any, a status of state UNKNOWN.
     """
@@ -39,7 +39,7 @@ def choose_version_status(statuses: Sequence[ModelVersionStatus]) -> ModelVersio
 
 
 class ReplicaUpdater:
-    """Runs beside a model server. ``register()`` makes one ephemeral node per sub-model, ``start()`` follows states."""
+    """Runs next to a model server. ``register()`` makes an ephemeral node per sub-model, ``start()`` follows states."""
 
     def __init__(self, zk_client: Any, config: AgentConfig) -> None:
         self._registry = registry_of(zk_client)

@@ -283,7 +283,7 @@ class ReplicaWatcher:
 
 
 def _child(parent: str, path: str) -> str:
-    """The child of ``parent`` that ``path`` is or lies under."""
+    """The child of ``parent`` that ``path`` is, or is under."""
     return f"{parent}/{path[len(parent) + 1 :].partition('/')[0]}"
 
 

@@ -77,7 +77,7 @@ def map_model_to_layout(backend: Any, model_pattern: str, layout: str, action: s
     """Puts declared sub-graphs that match ``"<model>:<glob>"`` into a layout (``pub``), or takes them out."""
     model, colon, pattern = model_pattern.partition(":")
     if not colon or not model or not pattern:
-        raise ConfigError(f"a model pattern is '<model>:<glob>', got {model_pattern!r}")
+        raise ConfigError(f"a model pattern must be '<model>:<glob>', got {model_pattern!r}")
     if action not in ("pub", "unpub"):
         raise ConfigError(f"action must be pub or unpub, got {action!r}")
     chosen = [each for each in backend.list_saved_models(model) if fnmatch.fnmatchcase(each.sub_graph, pattern)]

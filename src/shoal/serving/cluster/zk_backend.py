@@ -148,7 +148,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         with self._lock:
             live = path in self._watched
             self._watched.add(path)
-        if live:  # its watch goes on; what it saw before may have been dropped
+        if live:  # its watch is live; what it saw before may have been dropped
             self._on_bindings(model, self._registry.children(path))
             return
 

@@ -24,7 +24,7 @@ from shoal.table.export_mode import ExportMode
 
 
 class ModelExporter:
-    """Exports a model: an entry with its net, and the tables, with it (standalone) or in shards beside it.
+    """Exports a model: an entry with its net, and the tables, with it (standalone) or in shards next to it.
 
     Args:
         model_dir: the model's directory; exports go to ``<model_dir>/exported_models``.
@@ -33,7 +33,7 @@ class ModelExporter:
         features: the sparse inputs.
         dense: alias -> an example ``[B, ...]`` of each dense input.
         codec: how serving rows are stored; None = each table's own compressor.
-        warmup: a warm-up file that is copied beside the entry.
+        warmup: a warm-up file that is copied next to the entry.
     """
 
     def __init__(

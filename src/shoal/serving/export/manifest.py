@@ -136,7 +136,7 @@ def _specs(given: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def inside(root: Path, path: Path) -> Path:
-    """``path`` resolved, which must lie inside ``root``.
+    """``path`` resolved, which must be inside ``root``.
 
     Raises:
         DataError: it leads out, by ``..``, an absolute path or a symbolic link.

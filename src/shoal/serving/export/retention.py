@@ -35,12 +35,12 @@ def get_export_saver_listener_state(export_dir_base: str | os.PathLike) -> Servi
     except FileNotFoundError:
         pass
     except text_format.ParseError as error:
-        raise DataError(f"{file} is no ServingModelState: {error}") from None
+        raise DataError(f"{file} is not a ServingModelState: {error}") from None
     return state
 
 
 def overwrite_export_saver_listener_state(export_dir_base: str | os.PathLike, state: ServingModelState) -> None:
-    """Writes the state beside itself and renames it into place."""
+    """Writes the state to a temporary file and renames it into place."""
     base = Path(export_dir_base)
     base.mkdir(parents=True, exist_ok=True)
     temporary = base / f"{STATE_FILE}-tmp"
@@ -65,7 +65,7 @@ def delete_old_exports(
 ) -> list[str]:
     """Deletes every export whose step is neither among the checkpoints nor exempt; returns each one's ``export_dir``.
 
-    A directory that is already gone is no error.
+    A directory that is already gone is not an error.
     """
     kept_steps = set(existing_steps) | {get_global_step(path) for path in exempt_checkpoint_paths}
     state = get_export_saver_listener_state(export_dir_base)

@@ -169,7 +169,7 @@ class Batcher:
     def _end(
         self, loop: asyncio.AbstractEventLoop, group: list[_Waiting], escaped: BaseException | None = None
     ) -> None:
-        """Answers the group; what escaped its run fails all of it, and the next batch goes on."""
+        """Answers the group; what escaped its run fails all of it, and the next batch runs."""
         self._due = False
         if escaped is not None:
             log.error("a batch of %d requests failed", len(group), exc_info=escaped)

@@ -66,7 +66,9 @@ def refresh(model: Model, at_once: bool = False) -> None:
         waiting = [v for v in model.versions.values() if v.state == State.LOADING and v.number not in wanted]
     for version in waiting:
         _unload(model, version)
-    if ready:  # until a wanted version answers, the old one goes on, also for entries that have not switched yet
+    if (
+        ready
+    ):  # until a wanted version answers, the old one keeps answering, also for entries that have not switched yet
         horizon = time.monotonic() - LINGER_SECS
         for version in surplus:
             if version.asked_at < horizon:
@@ -195,7 +197,7 @@ class LoadedModels(ServedModels):
                 continue
             refresh(follower)
             if follower.current() is None and model.current() is not None:
-                continue  # it goes on answering
+                continue  # it keeps answering
             with self._lock:
                 self._models[model.name] = follower
             unload_all(model)

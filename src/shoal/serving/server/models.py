@@ -256,7 +256,7 @@ def find_signature(version: Version, name: str, where: str) -> Signature:
 
 
 def root_of(base: Path) -> Path:
-    """A model's files may lie in its model directory, the parent of ``exported_models``, else under its base path."""
+    """A model's files may be in its model directory, the parent of ``exported_models``, else under its base path."""
     for parent in (base, *base.parents):
         if parent.name == "exported_models":
             return parent.parent

@@ -8,7 +8,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def tune_server_process() -> None:
-    """For the main program of a server; a library that serves beside other work leaves the process as it is.
+    """For the main program of a server; a library that serves next to other work leaves the process as it is.
 
     Threads get the interpreter back soon: a batch gives it up at every operation. The memory of messages is kept for
     the next ones, up to 256 MiB, instead of being returned to the system and taken again: fresh pages cost more than

@@ -24,7 +24,7 @@ REMOTE_NET = "gpu_remote_call"
 class Feature:
     """A sparse input of the net: int64 ids ``[B, L]`` whose rows come from ``slot`` and are pooled.
 
-    ``combiner``: sum or mean over L (``[B, D]``), or none (``[B, L, D]``). ``padding``: an id that stands for nothing;
+    ``combiner``: sum or mean over L (``[B, D]``), or none (``[B, L, D]``). ``padding``: an id that has no row;
     with it, rows of a REST request may have different numbers of ids.
     """
 

@@ -114,7 +114,7 @@ class Signature:
     samples: bool = False
     """Whether every input has one row per sample, so that all have the same number of rows."""
     accepts: Mapping[str, tuple[str, ...]] | None = None
-    """Further dtypes that an input takes beside the one in the specification."""
+    """Further dtypes that an input takes besides the one in the specification."""
     hints: Mapping[str, str] | None = None
     """alias -> the form that this replica would rather get, told in its metadata."""
 

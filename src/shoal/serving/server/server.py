@@ -208,7 +208,7 @@ class ModelServer(LoadedModels):
             asked.one_version = _one_version(spec, context)
             return await self._answerer.answer(asked, enter)
         except DataError as error:
-            return await self._abort(context, invalid_argument(f"the request is no PredictRequest: {error}"))
+            return await self._abort(context, invalid_argument(f"the request is not a PredictRequest: {error}"))
         except StatusError as error:
             if error.code == Code.NOT_FOUND:
                 self._tell_of_pushes(spec, context)

@@ -1,4 +1,4 @@
-"""What stands behind a sync client's name: the tables that are attached to it, and its rounds of pushes."""
+"""A sync client: the tables that are attached to it, and its rounds of pushes."""
 
 import logging
 import threading
@@ -73,7 +73,7 @@ class SyncClientHandle:
         """Adds a single table; returns the set that its trained ids go to and its number there.
 
         Raises:
-            StatusError: invalid argument beside a multi-table, already exists for a name that is taken.
+            StatusError: invalid argument if a multi-table is attached, already exists for a name that is taken.
         """
         with self._lock:
             if self._multi is not None:
@@ -94,7 +94,7 @@ class SyncClientHandle:
         Returns, per sub-table, the set that its trained ids go to and its number there.
 
         Raises:
-            StatusError: invalid argument beside single tables, already exists for a second multi-table.
+            StatusError: invalid argument if single tables are attached, already exists for a second multi-table.
         """
         with self._lock:
             if self._multi is not None:

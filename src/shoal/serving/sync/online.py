@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 from shoal.serving.cluster.agent_config import AgentConfig
 from shoal.serving.cluster.backends import SyncBackend, refresh_sync_config
 from shoal.serving.cluster.registry import open_registry, registry_of
-from shoal.serving.cluster.replica_watcher import ReplicaWatcher
+from shoal.serving.cluster.replica_watcher import ReplicaWatcher, ReplicaWatcherSync
 from shoal.serving.cluster.zk_backend import ZKBackend
 from shoal.serving.sync.client import ParameterSyncClient, create_parameter_sync_clients
 from shoal.serving.sync.handle import SyncClientHandle
@@ -60,7 +60,7 @@ class OnlineTrainingConfig:
             return
         if not self.bzid or not self.base_name:
             raise ConfigError(
-                f"realtime training needs bzid and base_name, got {self.bzid!r} and {self.base_name!r}; set both"
+                f"bzid and base_name must be set for realtime training, got {self.bzid!r} and {self.base_name!r}"
             )
         self.zk_server = self.zk_server or os.environ.get("zk_servers")  # noqa: SIM112 (its name)
         self.partial_recovery = True if self.partial_recovery is None else self.partial_recovery
@@ -71,7 +71,7 @@ class OnlineTrainingConfig:
 
     @property
     def ps_outlives_chief(self) -> bool:
-        """Whether parameter servers go on after the chief has ended."""
+        """Whether parameter servers keep running after the chief has ended."""
         return self.enable_realtime_training and not self.force_shutdown_ps
 
     @property
@@ -82,8 +82,8 @@ class OnlineTrainingConfig:
         return name
 
 
-class _WatcherBackend(SyncBackend):
-    """The replica watcher's wrapper together with the client that it made."""
+class _WatcherBackend(ReplicaWatcherSync):
+    """A replica watcher as a backend, together with the registry that it watches."""
 
     def __init__(self, config: OnlineTrainingConfig, zk_client: Any) -> None:
         self._registry = open_registry(config.zk_server) if zk_client is None else registry_of(zk_client)
@@ -95,21 +95,15 @@ class _WatcherBackend(SyncBackend):
             dc_aware=config.dc_aware,
             zk_servers=config.zk_server,
         )
-        watcher = ReplicaWatcher(self._registry, agent, zk_watch_address_family=config.zk_watch_address_family)
-        self._wrapper = watcher.to_sync_wrapper()
-
-    def subscribe_model(self, model_name: str) -> None:
-        self._wrapper.subscribe_model(model_name)
-
-    def get_sync_targets(self, sub_graph: str) -> tuple[str, Any]:
-        return self._wrapper.get_sync_targets(sub_graph)
+        family = config.zk_watch_address_family
+        super().__init__(ReplicaWatcher(self._registry, agent, zk_watch_address_family=family))
 
     def start(self) -> None:
         self._registry.start()
-        self._wrapper.start()
+        super().start()
 
     def stop(self) -> None:
-        self._wrapper.stop()
+        super().stop()
         self._registry.stop()
 
 

@@ -24,7 +24,7 @@ class Delta:
 
 @dataclass(slots=True)
 class DeltaBatch:
-    """A PushRequest as arrays; it has the size and the cuts of the message that it stands for."""
+    """A PushRequest as arrays; it has the size and the cuts of that message."""
 
     model_name: str
     signature_name: str

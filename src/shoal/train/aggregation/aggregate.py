@@ -95,7 +95,7 @@ class ExchangingAggregator(GradientAggregator):
     def _agree(
         self, gradients: Sequence[Tensor], *, average: bool, extra: Any = None, problem: Exception | None = None
     ) -> None:
-        """Raises on every rank unless all may go on; what only this rank knows to be wrong counts, too."""
+        """Raises on every rank unless all can continue; what only this rank knows to be wrong counts, too."""
         exchange = self._exchange
         assert exchange is not None
         problem = problem or find_problem(gradients)

@@ -14,7 +14,7 @@ def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, by_dtype: bool
     """Positions of ``tensors``, in list order, gathered into buckets of one dtype and device.
 
     A bucket closes when the next tensor of its kind would pass ``bucket_bytes``; a larger tensor is alone. Buckets
-    stand in the order of their first tensors.
+    are in the order of their first tensors.
     """
     buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}

@@ -21,7 +21,7 @@ from shoal.errors import AggregationError, ConfigError, DistributedError, Transp
 
 @contextmanager
 def named_errors(what: str, rank: int) -> Iterator[None]:
-    """Turns a backend's RuntimeError into a ``TransportError`` that says what was going on."""
+    """Turns a backend's RuntimeError into a ``TransportError`` that says what was running."""
     try:
         yield
     except DistributedError:
@@ -134,7 +134,7 @@ def signature(gradients: Sequence[Any], extra: Any = None) -> int:
 def agree(exchange: Exchange, gradients: Sequence[Tensor], extra: Any = None, problem: Exception | None = None) -> None:
     """``AggregationError`` on every rank unless all reduce the same; a rank with a ``problem`` raises that instead.
 
-    A rank that cannot go on takes part all the same, with a value that no signature has, so that nobody waits for it.
+    A rank that cannot continue takes part all the same, with a value that no signature has: nobody waits for it.
     """
     mine = -1 - exchange.rank if problem is not None else signature(gradients, extra)
     low, high = exchange.extremes(mine)

@@ -23,7 +23,7 @@ DUMP_HOURS = range(18, 21)  # UTC
 
 
 class SyncTrainingBarrierSaverListener:
-    """After a checkpoint, a broadcast of the global step from rank 0: no rank goes on before it is written."""
+    """After a checkpoint, a broadcast of the global step from rank 0: no rank continues before it is written."""
 
     def begin(self) -> None: ...
 

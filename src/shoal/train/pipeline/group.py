@@ -1,6 +1,6 @@
 """The pipeline over a process group, on torch's own stages and schedules.
 
-Two things are added to them. A stage that raises goes on with zeros so that its neighbours are not left waiting, and
+Two things are added to them. A stage that raises continues with zeros so that its neighbours are not left waiting, and
 the flag exchanged after the step makes every rank raise. Micro-batches of unequal size travel padded to the largest;
 each stage cuts the padding off before its layers and puts it back after, so layers and losses never see it.
 """

@@ -109,7 +109,7 @@ class PipelineRunner:
         if inputs is None or target is None:
             raise PipelineError("PipelineRunner.step: one process holds all stages, so it needs inputs and target")
         if inputs.ndim == 0 or target.ndim == 0:
-            raise PipelineError("PipelineRunner.step: inputs and target have rows along dim 0, got a scalar")
+            raise PipelineError("PipelineRunner.step: inputs and target must have rows along dim 0, got a scalar")
         sizes = self.micro_batch_sizes(len(inputs), len(target))
         return _LocalStep(self, inputs, target, sizes).run()
 

@@ -44,7 +44,9 @@ def _check_schedule(kind: str) -> None:
 
 def _check_counts(num_layers: int, num_stages: int, who: str) -> None:
     if not 1 <= num_stages <= num_layers:
-        raise ConfigError(f"{who}: needs 1 <= num_stages <= layers, got {num_stages} stages of {num_layers} layers")
+        raise ConfigError(
+            f"{who}: num_stages must be at least 1 and at most the number of layers ({num_layers}), got {num_stages}"
+        )
 
 
 def _stages(cuts: Sequence[int]) -> list[PipelineStage]:

@@ -234,5 +234,5 @@ class ConsulServiceDiscovery(ServiceDiscovery):
 def _split(addr: str) -> tuple[str, int]:
     parts = addr.split(":")
     if len(parts) != 2 or not parts[1].isdecimal():
-        raise ValueError(f"a consul address is host:port, got {addr!r}")
+        raise ValueError(f"a consul address must be host:port, got {addr!r}")
     return parts[0], int(parts[1])

@@ -33,7 +33,7 @@ class TfConfigServiceDiscovery(ServiceDiscovery):
             return dict(enumerate(self._cluster.get("ps", ())))
         if name == "worker":
             return dict(enumerate([*self._cluster.get("chief", ()), *self._cluster.get("worker", ())]))
-        raise ValueError(f"a host list knows ps and worker, got {name!r}")
+        raise ValueError(f"the name must be ps or worker, got {name!r}")
 
     @property
     def server_type(self) -> str:

@@ -172,7 +172,7 @@ class _Handler(PooledHandler):
             }
             return "application/json", json.dumps(content).encode()
         if what:
-            raise not_found(f"GET {path} is no route; POST it")
+            raise not_found(f"there is no route GET {path}; use POST")
         status = self.owner.status(spec)
         rows = [
             {
@@ -188,13 +188,13 @@ class _Handler(PooledHandler):
         identity = self._identify()
         spec, what = self._parse(self.path.partition("?")[0])
         if what != ":predict":
-            raise not_found(f"POST {self.path} is no route; use /v1/models/NAME:predict")
+            raise not_found(f"there is no route POST {self.path}; use /v1/models/NAME:predict")
         try:
             request = json.loads(self._body())
         except (ValueError, RecursionError) as error:
             raise invalid_argument(f"the body is not JSON: {error}") from None
         if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
-            raise invalid_argument("the body is an object with either instances (rows) or inputs (columns)")
+            raise invalid_argument("the body must be an object with either instances (rows) or inputs (columns)")
         spec.signature_name = str(request.get("signature_name", ""))
         with self.owner.use(spec) as version:
             servable = version.servable
@@ -230,7 +230,9 @@ class _Handler(PooledHandler):
 
         found = _PATH.fullmatch(unquote(path))
         if found is None:
-            raise not_found(f"{path} is no route; routes are /, /metrics, /healthz and /v1/models/NAME[/versions/N]")
+            raise not_found(
+                f"there is no route {path}; routes are /, /metrics, /healthz and /v1/models/NAME[/versions/N]"
+            )
         spec = ModelSpec(name=found["name"])
         if found["version"]:
             if len(found["version"]) > 19 or int(found["version"]) >= 2**63:

@@ -16,7 +16,7 @@ from shoal.serving.tensors import MAX_TENSOR_BYTES, dtype_code, torch_dtype
 def columns_of(instances: Any) -> Any:
     """Rows as ``{alias: values of all rows}``; rows of a single input that is not named stay a list."""
     if not isinstance(instances, list) or not instances:
-        raise invalid_argument("instances is a list of at least one row")
+        raise invalid_argument("instances must be a list of at least one row")
     if not all(isinstance(row, dict) and not _is_b64(row) for row in instances):
         return instances
     names = instances[0].keys()
@@ -48,7 +48,7 @@ def tensors_of(columns: dict[str, Any], specs: dict[str, Any], max_bytes: int = 
             if len(spec.shape or ()) == 2:
                 value = _filled(value, spec.padding, max_bytes // dtype.itemsize)
             if not dtype.is_floating_point and _has_fractions(value):
-                raise ValueError("a number has a fraction")
+                raise ValueError("a number has a fraction; the values must be integers")
             tensors[alias] = torch.tensor(value, dtype=dtype, device="cpu")
             max_bytes -= tensors[alias].nbytes
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
@@ -63,7 +63,7 @@ def _has_fractions(value: Any) -> bool:
 
 
 def _filled(rows: Any, padding: int | None, most: int) -> Any:
-    """Rows of one length: short ones are filled up with the id that stands for nothing."""
+    """Rows of one length: short ones are filled up with the padding id."""
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         return rows
     lengths = {len(row) for row in rows}

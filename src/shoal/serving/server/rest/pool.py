@@ -21,7 +21,7 @@ MAX_CONNECTIONS = 1024
 IDLE_SECS = 30.0
 """How long a connection may be without a request, and a request may take to arrive."""
 LINGER_SECS = 10.0
-"""How long a client whose request was refused may go on sending it."""
+"""How long a client whose request was refused may keep sending it."""
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 

@@ -63,7 +63,7 @@ _OF_TABLES = {
 
 
 def metrics_text(server: Any) -> str:
-    """The figures of the page for Prometheus, beside what is counted as requests come."""
+    """The figures of the page for Prometheus, in addition to what is counted as requests come."""
     found = snapshot(server)
     lines = []
     for name, kind, value in (
