@@ -27,7 +27,7 @@ def fresh_compiler():
 
 
 def test_opcheck():
-    tables = [make_table(), make_table()]
+    tables = [make_table(), shoal.HashTable(3, optimizer=shoal.Sgd(lr=0.1))]  # of two groups
     for table in tables:
         slot_of(table).hold()
     for kind in (SUM, MAX, -1):
@@ -141,6 +141,15 @@ def test_a_compiled_collection_trains_as_the_eager_one(combiner, output):
         torch.testing.assert_close(*outs)
         for name, table in tables.items():
             torch.testing.assert_close(table.lookup(torch.arange(9)), others[name].lookup(torch.arange(9)))
+
+
+def test_a_compiled_collection_takes_some_of_its_features():
+    _, module = collect("mean", output="dict")
+    compiled = torch.compile(module, fullgraph=True, backend=BACKEND)
+    for batch in ({"c": (IDS, OFFSETS), "a": (IDS, OFFSETS)}, {"b": (IDS, OFFSETS)}):
+        outs = [run(batch) for run in (compiled, module)]
+        assert list(outs[0]) == list(batch)
+        torch.testing.assert_close(*outs)
 
 
 def test_ids_by_key_compile_over_one_table():

@@ -114,10 +114,11 @@ class EmbeddingBagCollection(TableModule):
             keys, joined = as_joined(ids, weights)
             parts = [joined]
         names = [str(key) for key in keys]
-        self._check_keys(names)
+        if torch.compiler.is_compiling() or not tables.planned(names):
+            self._check_keys(names)
         if not names:
             return {}
-        if mapped and not one:  # one plan for all orders of the keys
+        if mapped and not one and names != tables.names:  # one plan for all orders of the keys
             order = sorted(range(len(names)), key=lambda number: tables.place(names[number]))
             names, parts = [names[number] for number in order], [parts[number] for number in order]
         plan = tables.plan(len(names) if one else tuple(names), _want_gradients(parts))

@@ -35,11 +35,16 @@ class Tables:
     @features.setter
     def features(self, features: dict[str, Feature]) -> None:
         self._features = features
+        self.names = list(features)
         self._places = {name: place for place, name in enumerate(features)}
 
     def number(self, name: str) -> int:
         """Of a table among the distinct ones, as `Feature` wants it."""
         return self.distinct.index(self.slots[name])
+
+    def planned(self, names: list[str]) -> bool:
+        """Whether there is a plan for a batch of these features, which was looked at then."""
+        return (tuple(names), False) in self._plans
 
     def place(self, name: str) -> int:
         """Of a feature in the order of the result."""
@@ -65,7 +70,7 @@ class Tables:
 
     def device(self) -> torch.device:
         """Where results come out: where the first table's rows are."""
-        return self.plan((next(iter(self.features)),) if not self.one else 1).device
+        return self.plan(1 if self.one else tuple(self.names)).device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
         copies = {name: copy.deepcopy(table, memo) for name, table in self.named.items()}
