@@ -72,7 +72,7 @@ class DummySyncServer:
             if not name.endswith(("_id", "_value")) and name not in _MULTI:
                 context.abort(
                     grpc.StatusCode.INVALID_ARGUMENT,
-                    f"input {name!r} is none of a push; names end in _id or _value, or are id, id_split, flat_value",
+                    f"input {name!r} must end in _id or _value, or be id, id_split or flat_value",
                 )
             log.info("push to %s: %s %s", request.model_spec.name, name, [dim.size for dim in tensor.tensor_shape.dim])
         with self._lock:

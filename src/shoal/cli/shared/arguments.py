@@ -62,7 +62,7 @@ def _hints(options: type) -> dict[str, Any]:
 
 
 def _optional(hint: Any, default: Any) -> Any:
-    """The type of a setting that may be left out, told without the None; None for other types."""
+    """The type of a setting that may be left out, without its None; None for other types."""
     import tyro
 
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]

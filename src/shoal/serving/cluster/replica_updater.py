@@ -140,12 +140,12 @@ class ReplicaUpdater:
         self._paused.clear()
 
     def _loop(self) -> None:
-        told = time.monotonic()
+        emitted = time.monotonic()
         while not self._stop.wait(self.config.update_model_status_interval):
             if not self._paused.is_set():
                 self.update()
-            if self.config.use_metrics and time.monotonic() - told >= METRICS_SECS:
-                told = time.monotonic()
+            if self.config.use_metrics and time.monotonic() - emitted >= METRICS_SECS:
+                emitted = time.monotonic()
                 self.emit_metrics()
 
     def update(self) -> None:

@@ -56,7 +56,7 @@ class ReplicaWatcher:
         """Gives path -> value of this process's own nodes; the poll puts back those that vanished."""
         self.poll_secs = POLL_SECS
         self._lock = threading.RLock()
-        self._told = 0  # how often a watch has told something
+        self._watch_calls = 0
         self._watched: dict[str, object] = {}  # path -> what tells its watch from an earlier one of the same path
         self.follows_session = True
         """Whether polling rests and resumes by the client's state; False where somebody else sees to that."""
@@ -141,7 +141,7 @@ class ReplicaWatcher:
         def changed(data: bytes | None, event: str | None) -> bool | None:
             if not self._is_live(path, token):
                 if event == EventType.DELETED and path not in self._watched and not self._stop.is_set():
-                    self._on_data(task, replica, data, event)  # its parent told first that it is gone
+                    self._on_data(task, replica, data, event)  # its parent's watch was called first
                 return False
             self._on_data(task, replica, data, event)
             return None
@@ -151,7 +151,7 @@ class ReplicaWatcher:
     def _on_data(self, task: str, replica: str, data: bytes | None, event: str | None) -> None:
         meta = _parse(f"{task}/{replica}", data) if data else None
         with self._lock:
-            self._told += 1
+            self._watch_calls += 1
             known = self.replicas.get(task, {}).get(replica)
             if meta is not None and event != EventType.NONE:
                 self.replicas.setdefault(task, {})[replica] = meta
@@ -172,10 +172,10 @@ class ReplicaWatcher:
     def poll(self) -> None:
         """Rebuilds the map from the registry and puts back own registrations that vanished. Errors are logged.
 
-        Where a watch tells something meanwhile, that may be newer than what was read, and the map stays as it is.
+        If a watch is called meanwhile, its data may be newer than what was read, and the map stays as it is.
         """
         try:
-            told = self._told
+            before = self._watch_calls
             fresh: Replicas = {}
             places = [self.base]
             if self.config.dc_aware:
@@ -186,7 +186,7 @@ class ReplicaWatcher:
                     if found:
                         fresh[f"{place}/{task}"] = found
             with self._lock:
-                if not self._stop.is_set() and self._told == told:
+                if not self._stop.is_set() and self._watch_calls == before:
                     self.replicas = fresh
             self._restore_own()
         except Exception:

@@ -73,7 +73,7 @@ class Model:
         self.replacement: Model | None = None
         """The model of the same name with another base path, until it can take over."""
         self.lock = threading.Condition()
-        """Of the versions; told when one is not used any more."""
+        """Guards the versions; notified when one is no longer in use."""
 
     # --- answering --------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ def _describe(signature: Signature, into: SignatureDef) -> None:
 
 
 def find_signature(version: Version, name: str, where: str) -> Signature:
-    """A signature of a version in use; raises invalid argument where there is none of that name."""
+    """A signature of a version in use; raises invalid argument where it has no signature of that name."""
     servable = version.servable
     assert servable is not None
     signature = servable.signatures.get(name)

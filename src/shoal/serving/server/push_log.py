@@ -1,4 +1,4 @@
-"""When each row of a served table was pushed last, so that an export can be told from pushes that are newer."""
+"""When each row of a served table was pushed last, so that pushes that are newer than an export are known."""
 
 import threading
 

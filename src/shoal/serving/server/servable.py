@@ -116,7 +116,7 @@ class Signature:
     accepts: Mapping[str, tuple[str, ...]] | None = None
     """Further dtypes that an input takes besides the one in the specification."""
     hints: Mapping[str, str] | None = None
-    """alias -> the form that this replica would rather get, told in its metadata."""
+    """alias -> the form that this replica prefers, which its metadata says."""
 
     def check(self, where: str, inputs: Tensors) -> None:
         """Raises invalid argument where the inputs, given as tensors or as heads, are not those of the signature."""
