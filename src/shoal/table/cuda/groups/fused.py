@@ -19,7 +19,7 @@ from shoal.table.cuda.groups.control import Control
 from shoal.table.cuda.groups.described import Described
 from shoal.table.cuda.groups.plan import Plan
 from shoal.table.cuda.groups.single import SingleGroup
-from shoal.table.cuda.groups.sums import Sums
+from shoal.table.cuda.groups.sums import Source, Sums
 from shoal.table.cuda.judge import Told
 from shoal.table.cuda.kernels import located as lk
 from shoal.table.cuda.launch import Bound, cdiv, power_of_2
@@ -61,20 +61,21 @@ class FusedGroup:
         self._sums = Sums(self)
         self._one_by_one = SingleGroup(tables)
         self._stream: int | None = None
+        self._former = self.device.index  # the current device before the call that has its turn
         self.capturing = False
         """Whether the call that has its turn is captured in a CUDA graph."""
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> int:
+    def __enter__(self) -> FusedGroup:
         """One call at a time for each of the tables; the current stream waits for those of the calls before."""
         for acquire in self._acquires:
             acquire()
         if self.device.type != "cuda":
-            return -1
+            return self
         try:
-            former = torch._C._cuda_getDevice()
-            if former != self.device.index:
+            self._former = torch._C._cuda_getDevice()
+            if self._former != self.device.index:
                 torch.cuda.set_device(self.device.index)
             handle = torch._C._cuda_getCurrentRawStream(self.device.index)
             for storage in self._storages:
@@ -89,11 +90,10 @@ class FusedGroup:
         except BaseException:
             self.__exit__()
             raise
-        self._former = former
-        return former
+        return self
 
     def __exit__(self, *_: object) -> None:
-        if self.device.type == "cuda" and getattr(self, "_former", self.device.index) != self.device.index:
+        if self._former != self.device.index:
             torch.cuda.set_device(self._former)
         for release in self._releases:
             release()
@@ -226,8 +226,13 @@ class FusedGroup:
     def set_step(self, step: Step) -> None:
         """Gives captured updates the step, time and learning rates that they read when their graph runs next."""
         with self:
-            self.control.set(step, self.capturing)
+            self._set(step)
             self.described.refresh()
+
+    def _set(self, step: Step) -> None:
+        if self.described.stale:
+            self.control.forget()
+        self.control.set(step, self.capturing)
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
         """As `Group.update`. A captured one follows the last `set_step`, or the tensors of ``step``."""
@@ -242,13 +247,12 @@ class FusedGroup:
         if each != "sum":
             self._one_by_one.update(parts, step=step, each=each)
             return
+        sources = [Source(self, part) for part in parts]
         with self:
-            if self.described.stale:
-                self.control.forget()
-            self.control.set(step, self.capturing)
+            self._set(step)
             self._expect(parts)
             self.describe()
-            self._sums.update(self, parts)
+            self._sums.update(self, sources)
 
     def _expect(self, parts: Sequence[Part]) -> None:
         """Makes room for what may be new."""

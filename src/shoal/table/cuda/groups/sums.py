@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +23,10 @@ _JUDGES = {"raise": ck.RAISE.value, "skip": ck.SKIP.value, "ignore": -1}
 _AS_WRITTEN = ("ftrl", "group_ftrl")  # a difference of roots: without fused multiply-adds
 
 
-class _Source:
-    """A part, and where its gradients lie."""
+class Source:
+    """A part, checked, and where its gradients lie."""
 
-    __slots__ = ("bags", "each", "features", "grad", "kind", "n", "offsets", "part", "plan", "width")
+    __slots__ = ("bags", "each", "grad", "kind", "n", "offsets", "part", "plan", "width")
 
     def __init__(self, group: FusedGroup, part: Part) -> None:
         self.part, self.plan = part, group.plan(part.features)
@@ -71,10 +70,9 @@ class Sums:
         assert self._now is not None
         return self._now
 
-    def update(self, group: FusedGroup, parts: Sequence[Part]) -> None:
+    def update(self, group: FusedGroup, sources: list[Source]) -> None:
         """One step of every distinct row. Inside the group's turn."""
         self._now = group
-        sources = [_Source(group, part) for part in parts]
         n = sum(source.n for source in sources)
         base = sources[0].grad
         unit = min(source.unit for source in sources)
@@ -95,7 +93,7 @@ class Sums:
         finally:
             self._now = None
 
-    def _mark(self, sources: list[_Source], keys: Tensor) -> None:
+    def _mark(self, sources: list[Source], keys: Tensor) -> None:
         """Tells sync clients which ids were written."""
         if all(table._marks is None for table in self._group.tables):
             return
@@ -110,7 +108,7 @@ class Sums:
             start += source.n
 
     def _launch(
-        self, sources: list[_Source], workspace: Tensor, keys: Tensor, base: Tensor, unit: int, n: int, room: int
+        self, sources: list[Source], workspace: Tensor, keys: Tensor, base: Tensor, unit: int, n: int, room: int
     ) -> None:
         seen = [self._survey(source) for source in sources]
         start = 0
@@ -130,7 +128,7 @@ class Sums:
         for s in self._group.layout.segments:
             self._step(s, ordered, order, workspace, base, unit, n, room, factored)
 
-    def _plain_factors(self, sources: list[_Source], workspace: Tensor, room: int) -> None:
+    def _plain_factors(self, sources: list[Source], workspace: Tensor, room: int) -> None:
         """Factors of 1 for the parts that have none of their own, since others have."""
         factors, start = workspace[3 * room : 4 * room].view(torch.float32), 0
         for source in sources:
@@ -138,7 +136,7 @@ class Sums:
                 factors[start : start + source.n].fill_(1.0)
             start += source.n
 
-    def _by_id(self, sources: list[_Source], keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _by_id(self, sources: list[Source], keys: Tensor) -> tuple[Tensor, Tensor]:
         """Sorted by table and id, so that equal batches are cut alike whatever rows their ids have."""
         ids = torch.cat([source.part.found.ids for source in sources])
         order = torch.sort(ids, stable=True)[1]
@@ -151,7 +149,7 @@ class Sums:
 
     # --- kernels ------------------------------------------------------------------------------------------------------
 
-    def _survey(self, source: _Source) -> Tensor:
+    def _survey(self, source: Source) -> Tensor:
         """What `ck.survey` says of the bags of a part; nothing when nobody wants to know."""
         group, part, how = self._group, source.part, self._how
         judge = how >= 0
@@ -187,7 +185,7 @@ class Sums:
         return seen
 
     def _claim(
-        self, source: _Source, seen: Tensor, workspace: Tensor, keys: Tensor, base: Tensor, unit: int, start: int,
+        self, source: Source, seen: Tensor, workspace: Tensor, keys: Tensor, base: Tensor, unit: int, start: int,
         room: int,
     ) -> None:  # fmt: skip
         group, part, plan = self._group, source.part, source.plan
