@@ -30,11 +30,6 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-# Private attributes of tables that other packages still reach for. It only shrinks.
-KNOWN = {
-    ("sharded", "_check_trains"),
-}
-
 
 @cache
 def modules():
@@ -108,7 +103,7 @@ def test_no_private_attribute_of_another_package_is_used():
         for package, attribute in used
         if owners[attribute] and package not in owners[attribute] and attribute not in ("_replace", "_timeout")
     }
-    assert crossing == KNOWN
+    assert crossing == set()
 
 
 def test_no_folder_has_more_than_twenty_source_files():

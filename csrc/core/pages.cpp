@@ -11,12 +11,6 @@ static constexpr size_t kHuge = size_t{2} << 20;
 
 void advise_huge(void* pages, size_t bytes) { madvise(pages, bytes, MADV_HUGEPAGE); }
 
-void make_huge(void* pages, size_t bytes) {
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack
-  advise_huge(pages, bytes);
-  madvise(pages, bytes, kCollapse);
-}
-
 void* map_pages(size_t bytes, bool huge) {
   size_t extra = bytes >= kHuge ? kHuge : 0;  // mmap aligns to 4 KiB only: take more and cut both ends off
   void* raw = mmap(nullptr, bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -8,8 +8,6 @@ namespace shoal {
 void* map_pages(size_t bytes, bool huge);
 // Advises pages that were not touched yet, aligned to 2 MiB, to be huge ones.
 void advise_huge(void* pages, size_t bytes);
-// Turns pages that are in use into huge ones, where the kernel can (Linux 6.1).
-void make_huge(void* pages, size_t bytes);
 void unmap_pages(void* pages, size_t bytes);
 
 }  // namespace shoal

@@ -38,8 +38,7 @@ def local(parts):
         config = shoal.HashTable(DIM, **options).config
         return [DistributedHashTable(parts, config, part) for _ in range(count)]
 
-    of_parts = frozenset() if hasattr(shoal.HashTable, "group_key") else frozenset({"initial", "lr_scale"})
-    return Kind(make, has=Kind.has - of_parts)
+    return Kind(make)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -85,7 +85,7 @@ def test_settings_that_leave_rows_alone_are_taken_and_survive(tmp_path, changed,
     # rows to come are as of a table that was made with the new settings
     judge = HashTable.from_config(changed, name="judge", seed=4)
     judge.apply_gradients(IDS[60:], gradients[60:])
-    judge_rate = judge._rates(0)
+    judge_rate = judge.rates(0)
     assert write(first, Op.APPLY, 2, IDS[60:], values=gradients[60:], rates=judge_rate).status == Status.OK
     assert first.shard.tables["t"].lookup_entry(IDS[60:]) == judge.lookup_entry(IDS[60:])
     if checkpoint:

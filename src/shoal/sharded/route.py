@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -140,26 +139,6 @@ def scatter_rows(
         [g.data_ptr() for g in grads], [o.numel() for o in offsets], list(dims),
     )  # fmt: skip
     return flat
-
-
-class Seen:
-    """Tensors as they were. A tensor's memory may be written to by others, so what is in it counts, too."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._refs = [weakref.ref(t) for t in tensors]
-        self._content = _joined(tensors)
-
-    def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the same objects with the same content."""
-        return (
-            len(tensors) == len(self._refs)
-            and all(ref() is t for ref, t in zip(self._refs, tensors, strict=True))
-            and torch.equal(self._content, _joined(tensors) if len(tensors) > 1 else tensors[0].reshape(-1))
-        )
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
 def split_rows(ids: Tensor, values: Tensor | None, num_shards: int) -> tuple[list[Tensor], list[Tensor]]:

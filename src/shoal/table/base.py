@@ -165,8 +165,6 @@ class TableBase(ABC):
         """The learning rate of each segment at a global step."""
         return check_rates(self.config.call_learning_rate_fns_fewer_ops(step), self.name)
 
-    _rates = rates
-
     def _count_skipped(self, occurrences: int) -> None:
         if occurrences:
             with self._counting:
@@ -178,7 +176,8 @@ class TableBase(ABC):
                 f"table {self.name!r}: batch_softmax needs a global_step that is not negative, got {step}"
             )
 
-    def _check_trains(self, operation: str) -> None:
+    def check_trains(self, operation: str) -> None:
+        """Refuses an operation that serving entries do not have."""
         if self.serving:
             raise UnsupportedError(f"table {self.name!r}: {operation} is not supported by serving entries")
 

@@ -124,7 +124,7 @@ def apply_blocks(
 ) -> None:
     """The native part of `fused_apply_gradient`, on arguments whose shapes were checked."""
     for table in tables:
-        table._check_trains("fused_apply_gradient")
+        table.check_trains("fused_apply_gradient")
         table._check_step(step)
     if tables and tables[0].on_gpu:
         from shoal.table.cuda.multi import apply_blocks as on_gpu

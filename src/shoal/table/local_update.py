@@ -43,7 +43,7 @@ class _Updater:
     def __init__(self, tables: Sequence[Any]) -> None:
         self._tables = tuple(tables)
         for table in self._tables:
-            table._check_trains("update")
+            table.check_trains("update")
         self._names = ", ".join(repr(table.name) for table in self._tables)
         self._native = _core.UpdateGroup(
             [table._native for table in self._tables], [repr(table.name) for table in self._tables]

@@ -133,7 +133,7 @@ def check_gradients(table: Any, grads: Tensor, global_step: Any) -> None:
     if not isinstance(table, HashTable):
         return
     step = as_int(global_step, table.name, "global_step")
-    table._check_trains("apply_gradients")
+    table.check_trains("apply_gradients")
     table._check_step(step)
     table.rates(step)
     if table.on_bad_gradient == "raise" and not bool(torch.isfinite(grads).all()):

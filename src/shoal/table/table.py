@@ -181,7 +181,7 @@ class HashTable(TableBase):
         n = ids.numel()
         out = empty_rows(n, self.dim_size)
         if insert_missing:
-            self._check_trains("lookup with insert_missing")
+            self.check_trains("lookup with insert_missing")
             seconds = self._time(req_time)
             at_least = isinstance(seconds, Now)
             _Native.lookup_or_insert(self._native, ids.data_ptr(), n, seconds, out.data_ptr(), at_least)
@@ -206,7 +206,7 @@ class HashTable(TableBase):
 
     def lookup_entry(self, ids: Tensor) -> list[bytes]:
         """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
-        self._check_trains("lookup_entry")
+        self.check_trains("lookup_entry")
         return _core.lookup_entry(self._native, as_ids(ids, self.name).tolist())
 
     def size(self) -> int:
@@ -258,7 +258,7 @@ class HashTable(TableBase):
         With ``enable_dedup`` the gradients of equal ids are summed first and each distinct id makes one step. Learning
         rates are those of ``global_step``. New ids that pass the filter are created from their initializer.
         """
-        self._check_trains("apply_gradients")
+        self.check_trains("apply_gradients")
         ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")
         step = as_int(global_step, self.name, "global_step")
         self._apply(ids, grads, self.rates(step), step, enable_dedup, seconds)
@@ -318,7 +318,7 @@ class HashTable(TableBase):
         """Writes all rows that have not expired to ``<basename>-00000-of-0000N``; training may go on meanwhile."""
         from shoal.table.checkpoint import save_table
 
-        self._check_trains("save")
+        self.check_trains("save")
         save_table(self, basename, random_sleep_ms=random_sleep_ms)
         return self
 
@@ -336,7 +336,7 @@ class HashTable(TableBase):
         """
         from shoal.table.checkpoint import save_as_tensor
 
-        self._check_trains("save_as_tensor")
+        self.check_trains("save_as_tensor")
         return save_as_tensor(self, shard_idx, num_shards, limit, offset)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HashTable:

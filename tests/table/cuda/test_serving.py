@@ -5,7 +5,6 @@ import torch
 from gpu_tables import MIN, config
 
 from shoal.errors import UnsupportedError
-from shoal.table.checkpoint.tensors import copy_table, table_state
 from shoal.table import (
     AdagradOptimizer,
     EntryConfig,
@@ -22,6 +21,7 @@ from shoal.table import (
     reset_registry,
     save_incremental,
 )
+from shoal.table.checkpoint.tensors import copy_table, table_state
 
 CODECS = [Fp32Compressor(), Fp16Compressor(), FixedR8Compressor(2.0), FixedR8Compressor(0.7), OneBitCompressor()]
 MIXED = [(3, CODECS[2]), (2, CODECS[1]), (1, CODECS[4]), (5, CODECS[0]), (1, CODECS[1])]

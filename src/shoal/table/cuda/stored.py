@@ -219,7 +219,7 @@ class StoredTable(HashTable):
     @in_turn
     def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
         """As `HashTable.save_as_tensor`."""
-        self._check_trains("save_as_tensor")
+        self.check_trains("save_as_tensor")
         shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
         if not 0 <= shard_idx < num_shards:
             raise ConfigError(f"table {self.name!r}: shard_idx is 0..num_shards - 1, got {shard_idx} of {num_shards}")

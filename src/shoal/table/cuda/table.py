@@ -48,7 +48,7 @@ class CudaHashTable(StoredTable):
     ) -> Tensor:
         """As `HashTable.lookup`, on the table's device."""
         if insert_missing:
-            self._check_trains("lookup with insert_missing")
+            self.check_trains("lookup with insert_missing")
         if torch.compiler.is_compiling():
             seconds = compiled.NO_TIME if req_time is None else req_time
             return torch.ops.shoal.gpu_table_lookup(ids, self._token, self._handle, insert_missing, seconds)
@@ -109,7 +109,7 @@ class CudaHashTable(StoredTable):
     @in_turn
     def lookup_entry(self, ids: Tensor) -> list[bytes]:
         """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
-        self._check_trains("lookup_entry")
+        self.check_trains("lookup_entry")
         ids = self._ids(ids)
         rows = self._storage.find(ids, self._number, "rows")
         known = rows >= 0
@@ -174,7 +174,7 @@ class CudaHashTable(StoredTable):
 
         With ``distinct`` an id that comes twice after all makes one of its steps, or a mixture of both.
         """
-        self._check_trains("apply_gradients")
+        self.check_trains("apply_gradients")
         if torch.compiler.is_compiling():
             seconds = compiled.NO_TIME if req_time is None else req_time
             torch.ops.shoal.gpu_table_apply(

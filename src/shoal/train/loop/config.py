@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from shoal import _core
+from shoal.data.features import Number
 from shoal.data.schema import CRITEO, Schema
 from shoal.errors import ConfigError, did_you_mean
 from shoal.train.loop.table_config import (
@@ -44,6 +45,9 @@ class DataConfig:
     more than two CPUs: there a reading thread takes more from the step than it saves."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the format: columns, delimiter, quote, separator, max_line_bytes, part_bytes; lists."""
+    features: dict[str, Any] = field(default_factory=dict)
+    """Definitions of features and numbers by name (`shoal.data.Feature`, `shoal.data.Number`), in a file the sections
+    ``[features.NAME]``. Those that ``sparse`` and ``dense`` do not name come after the ones they do."""
 
     def __post_init__(self) -> None:
         at_least("data", self, shuffle_rows=0, prefetch=0)
@@ -58,9 +62,12 @@ class DataConfig:
         if criteo:
             label = label or CRITEO.label
             dense, sparse = (CRITEO.dense if dense is None else dense, CRITEO.sparse if sparse is None else sparse)
+        named = {name: isinstance(given, Number) for name, given in self.features.items()}
+        dense = dict.fromkeys([*(dense or ()), *(name for name, number in named.items() if number)])
+        sparse = dict.fromkeys([*(sparse or ()), *(name for name, number in named.items() if not number)])
         return Schema(
-            label=label, dense=dense or (), sparse=sparse or (), time=self.time, slots=self.slots, raw=self.raw,
-            positive_above=self.positive_above, log_dense=log_dense,
+            label=label, dense=tuple(dense), sparse=tuple(sparse), time=self.time, slots=self.slots, raw=self.raw,
+            positive_above=self.positive_above, log_dense=log_dense, definitions=self.features,
         )  # fmt: skip
 
     def make_format(self) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
+from shoal.data.features import Feature, Number, definition
 from shoal.data.formats import FORMAT_OPTIONS
 from shoal.errors import ConfigError, did_you_mean
 from shoal.train.loop.config import Config, DataConfig, EvalConfig, ModelConfig, OutConfig, TrainConfig
@@ -53,14 +54,29 @@ def load_config(path: str | Path | None, changes: Mapping[str, Any] | None = Non
 
 
 def _config(content: Mapping[str, Any], where: str) -> Config:
+    content = dict(content)
+    defined = _definitions(content.pop("features", {}), where)
     unknown = sorted(set(content) - set(_SECTIONS))
     if unknown:
-        hint = did_you_mean(unknown[0], _SECTIONS)
-        raise ConfigError(f"{where}: there is no section [{unknown[0]}]{hint}; sections are {', '.join(_SECTIONS)}")
+        known = [*_SECTIONS, "features"]
+        hint = did_you_mean(unknown[0], known)
+        raise ConfigError(f"{where}: there is no section [{unknown[0]}]{hint}; sections are {', '.join(known)}")
     if "data" not in content:
         raise ConfigError(f'{where}: [data] with train = ["FILE", …] is missing')
+    if defined and isinstance(content["data"], Mapping):
+        content["data"] = {**content["data"], "features": defined}
     made = {name: _section(_SECTIONS[name], value, name, where) for name, value in content.items()}
     return Config(**made)
+
+
+def _definitions(content: Any, where: str) -> dict[str, Feature | Number]:
+    """The sections ``[features.NAME]``."""
+    if not isinstance(content, Mapping) or not all(isinstance(one, Mapping) for one in content.values()):
+        raise ConfigError(f"{where}: features must be sections [features.NAME], got {content!r}")
+    try:
+        return {name: definition(name, values) for name, values in content.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _section(kind: type[T], content: Any, name: str, where: str) -> T:
@@ -122,6 +138,10 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 
 
 def _resolve_paths(content: dict[str, Any], base: Path) -> None:
+    features: Any = content.get("features")
+    for feature in features.values() if isinstance(features, dict) else ():
+        if isinstance(feature, dict) and isinstance(feature.get("file"), str):
+            feature["file"] = str(base / feature["file"])
     for section, names in (("data", ("train", "eval")), ("out", ("dir", "tensorboard"))):
         inner: Any = content.get(section)
         for name in names if isinstance(inner, dict) else ():

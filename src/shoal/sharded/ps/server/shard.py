@@ -144,7 +144,7 @@ class Shard:
             self._check_reply(floats)
         if request.op in (Op.APPLY, Op.INSERT):
             for table in tables:
-                table._check_trains(request.op.name.lower())
+                table.check_trains(request.op.name.lower())
 
     def check_time(self, request: Request) -> None:
         """Refuses a time far ahead for tables that go by the clock. It is this machine's, so a replay does not ask."""

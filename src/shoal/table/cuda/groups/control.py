@@ -119,7 +119,7 @@ class Control:
             arena.keep_times()
 
     def _rates_at(self, number: int) -> list[float]:
-        return [rate for table in self._tables for rate in table._rates(number)]
+        return [rate for table in self._tables for rate in table.rates(number)]
 
     def _scaled(self, rates: list[float], scale: Sequence[float]) -> list[float]:
         if len(scale) != len(self._tables):

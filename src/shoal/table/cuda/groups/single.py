@@ -63,7 +63,7 @@ class SingleGroup:
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
         """As `Group.update`."""
-        self.tables[0]._check_trains("update")
+        self.tables[0].check_trains("update")
         ids: list[list[Tensor]] = [[] for _ in self.tables]
         grads: list[list[Tensor]] = [[] for _ in self.tables]
         for part in parts:
@@ -85,7 +85,7 @@ class SingleGroup:
             with self._turn:
                 number = as_int(step.number, table.name, "step.number")
                 time = step.time_s if step.time_s is None else as_int(step.time_s, table.name, "step.time_s")
-                rates = [scale * rate for rate in table._rates(number)]
+                rates = [scale * rate for rate in table.rates(number)]
                 table._apply(torch.cat(own), torch.cat(grad), rates, number, each == "sum", table._time(time))
 
     def _check(self, grads: list[list[Tensor]]) -> None:
