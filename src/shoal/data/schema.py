@@ -119,8 +119,9 @@ class Schema:
     def from_json(cls, values: Mapping[str, Any]) -> Schema:
         """What `to_json` gave."""
         defined = {name: definition(name, given) for name, given in values.get("definitions", {}).items()}
-        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return cls(**{**plain, "definitions": defined})
+        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        plain["definitions"] = defined
+        return cls(**plain)
 
 
 def no_column(name: str, columns: Sequence[str]) -> str:
