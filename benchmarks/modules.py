@@ -178,6 +178,8 @@ NAMES = ("one table", "26 tables", "nn.EmbeddingBag")
 def gpu(args: Any) -> None:
     rows = args.rows or 1_000_000
     for bags, length in ((8192, 1), (8192, 10), (65536, 1)):
+        if args.only not in ("", f"{bags}x{length}"):
+            continue
         for kind in ("sgd", "adagrad"):
             setup = Setup(args, kind, bags, length, 26, rows, 64, 3.0)
             title = f"{bags:,} x {length}, {kind}"
@@ -192,7 +194,8 @@ def gpu(args: Any) -> None:
                 print(f"{title}: no graph: {type(error).__name__}: {error}")
             del setup
             torch.cuda.empty_cache()
-    dlrm(args, rows)
+    if args.only in ("", "dlrm"):
+        dlrm(args, rows)
 
 
 class Dlrm(nn.Module):
@@ -337,6 +340,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="rows of a feature (cuda, 1 M), or of the large table (cpu, 20 M)")
     parser.add_argument("--new-rows", type=int, default=20_000_000)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", default="", help="cuda: one of 8192x1, 8192x10, 65536x1, dlrm")
     parser.add_argument("--batches", type=int, default=8, help="different batches, which take turns")
     args = parser.parse_args()
     print(machine())
