@@ -15,12 +15,6 @@
 namespace shoal::bind {
 namespace {
 
-Bags bags(uintptr_t offsets, int64_t count, int64_t rows, int64_t dim, int32_t how, int64_t length, uintptr_t weights) {
-  Bags b{ptr<int64_t>(offsets), count, dim, static_cast<Pool>(how), length, ptr<float>(weights)};
-  b.check(rows);
-  return b;
-}
-
 // All rows of a table, copied out, waiting to be put where Python has room for them.
 struct RowsCopy {
   Rows rows;
@@ -47,32 +41,9 @@ void nn(nb::module_& m) {
                     ptr<float>(grad_rows));
       },
       NoGil());
-  m.def(
-      "pool",
-      [](uintptr_t offsets, int64_t count, uintptr_t rows, int64_t n, int64_t dim, int32_t how, int64_t length,
-         uintptr_t weights, uintptr_t out) {
-        pool(bags(offsets, count, n, dim, how, length, weights), ptr<float>(rows), ptr<float>(out));
-      },
-      NoGil());
-  m.def(
-      "lookup_pool",
-      [](Table& table, uintptr_t ids, int64_t n, uintptr_t offsets, int64_t count, int32_t how, int64_t length,
-         uintptr_t weights, bool create, uint32_t time, uintptr_t out, bool at_least) {
-        lookup_pool(table, ptr<int64_t>(ids), bags(offsets, count, n, table.layout().dim, how, length, weights), create,
-                    Stamp(time, at_least), ptr<float>(out));
-      },
-      nb::arg("table"), nb::arg("ids"), nb::arg("n"), nb::arg("offsets"), nb::arg("count"), nb::arg("how"),
-      nb::arg("length"), nb::arg("weights"), nb::arg("create"), nb::arg("time"), nb::arg("out"),
-      nb::arg("at_least") = false, NoGil());
-  m.def("check_offsets", [](uintptr_t offsets, int64_t count, int64_t n) { bags(offsets, count, n, 1, 0, 0, 0); });
-  m.def(
-      "pool_gradient",
-      [](uintptr_t offsets, int64_t count, uintptr_t grad, int64_t n, int64_t dim, int32_t how, int64_t length,
-         uintptr_t weights, uintptr_t rows, uintptr_t grad_rows, uintptr_t grad_weights) {
-        pool_gradient(bags(offsets, count, n, dim, how, length, weights), ptr<float>(grad), ptr<float>(rows),
-                      ptr<float>(grad_rows), ptr<float>(grad_weights));
-      },
-      NoGil());
+  m.def("check_offsets", [](uintptr_t offsets, int64_t bags, int64_t rows) {
+    check_offsets(ptr<int64_t>(offsets, bags + 1), bags, rows);
+  });
   m.def(
       "sum_by_id",
       [](uintptr_t ids, int64_t n, uintptr_t rows, int64_t dim, uintptr_t out_ids, uintptr_t out_rows) {

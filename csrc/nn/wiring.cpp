@@ -79,7 +79,7 @@ void Wiring::pooled(const int64_t* ids, int64_t n, const int64_t* offsets, int64
   auto pool = [&](int64_t number, int64_t begin, int64_t end) {
     const Feature& feature = features_[static_cast<size_t>(number)];
     const int64_t* own = offsets + number * bags;
-    const Bags of_feature{own, bags, dim_, feature.pool, 0, weights, width_, padding != nullptr};
+    const Bags of_feature{own, bags, dim_, feature.pool, weights, width_, padding != nullptr};
     float* to = out + feature.column;
     BagCursor at{begin, end};
     feature.table->read(ids + own[begin], own[end] - own[begin], missing, padding,
