@@ -48,7 +48,7 @@ def five_ranks(rank, world, folder):
 
     def save(name, table):
         path = f"{folder}/{name}"
-        save_checkpoint(path, snapshot(), table, ranks, lambda: None)
+        save_checkpoint(path, snapshot(), [table], ranks, lambda: None)
         return path
 
     here = old_owner(IDS, world) == rank
@@ -60,11 +60,11 @@ def five_ranks(rank, world, folder):
         write_saved(saved.manifest, saved.fields, saved.files)
     ranks.barrier()
     table = AllToAllHashTable(2, name="t", **SETTINGS)
-    load_checkpoint(read_folder(path), snapshot(), table.table, ranks)
+    load_checkpoint(read_folder(path), snapshot(), [table.table], ranks)
     found = table.lookup(IDS)
     again = save("new", table.table)
     fresh = AllToAllHashTable(2, name="t", **SETTINGS)
-    load_checkpoint(read_folder(again), snapshot(), fresh.table, ranks)
+    load_checkpoint(read_folder(again), snapshot(), [fresh.table], ranks)
     return found.tolist(), fresh.lookup(IDS).tolist(), fresh.table.size()
 
 

@@ -132,7 +132,7 @@ class ProcessGroup(Ranks):
         works: list[Any] = []
         for peer in peers:
             front = fronts[0, peer]
-            front[: 1 + HEAD_WORDS] = torch.tensor([given[peer].numel(), *head])
+            front[: 1 + HEAD_WORDS] = torch.tensor([given[peer].numel(), *head], device="cpu")
             short = given[peer].numel() <= INLINE_BYTES
             if short:
                 front[1 + HEAD_WORDS :].view(torch.uint8)[: given[peer].numel()] = given[peer]
@@ -144,7 +144,7 @@ class ProcessGroup(Ranks):
         until = time.monotonic() + self.timeout_s
         asked = {peer: self.key.recv([fronts[1, peer]], peer, TAG) for peer in peers}
         self._finish(asked, until)
-        fronts[1, self.rank, : 1 + HEAD_WORDS] = torch.tensor([given[self.rank].numel(), *head])
+        fronts[1, self.rank, : 1 + HEAD_WORDS] = torch.tensor([given[self.rank].numel(), *head], device="cpu")
         told = fronts[1, :, : 1 + HEAD_WORDS].tolist()
         asked = {}
         kept = []
