@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import _core
+from shoal.durable import read_newest
 from shoal.errors import CancelledError, ConfigError, DataError
 from shoal.table import (
     CheckpointNotFoundError,
@@ -538,6 +539,27 @@ def test_a_process_killed_during_a_save_leaves_a_checkpoint(delay, tmp_path):
     assert table.size() == 200_000
     rows = table.lookup(torch.arange(200_000))
     assert torch.equal(rows, rows[:, :1].expand(-1, 8))
+
+
+def test_a_save_that_another_replaces_while_it_is_read_is_read_again(tmp_path):
+    base = str(tmp_path / "t")
+    HashTable(2, name="t").assign([1], [[1.0, 1.0]]).save(base)
+    tried = []
+
+    def read():
+        tried.append(len(tried))
+        if len(tried) == 2:
+            return "read"
+        HashTable(2, name="t").assign([1], [[2.0, 2.0]]).save(base)
+        raise DataError("its files are those of the next save")
+
+    assert read_newest([base], read) == "read"
+
+    def fail():
+        raise DataError("damaged")
+
+    with pytest.raises(DataError, match="damaged"):  # and nobody replaced it
+        read_newest([base], fail)
 
 
 def test_a_process_may_restore_while_another_saves(tmp_path):

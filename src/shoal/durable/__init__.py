@@ -6,7 +6,7 @@ folder that stays, such as those under a basename with the manifest next to them
 folders in one directory are a `series`: the newest whole one is found, and what is wrong with the others is told.
 """
 
-from shoal.durable.basename import BasenameSave, find_saved
+from shoal.durable.basename import BasenameSave, find_saved, read_newest
 from shoal.durable.files import (
     StrPath,
     file_bases,
@@ -38,6 +38,7 @@ __all__ = [
     "make_parents",
     "new_folder",
     "read_folder",
+    "read_newest",
     "read_saved",
     "remove_folder",
     "replace_files",

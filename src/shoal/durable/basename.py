@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.durable.files import StrPath, make_parents, temporary_path
 from shoal.durable.manifest import FileDigest, Saved, read_saved
@@ -16,6 +16,9 @@ from shoal.errors import DataError
 
 FORMAT = "shoal.files"
 VERSION = 1
+_TRIES = 20  # to read a save that others replace again and again
+
+T = TypeVar("T")
 
 
 class BasenameSave:
@@ -81,3 +84,24 @@ def find_saved(basename: StrPath) -> Saved | None:
         version = saved.fields.get("version")
         raise DataError(f"{path} is not a manifest of files, version {VERSION}: it has version {version!r:.40}")
     return saved
+
+
+def read_newest(basenames: Sequence[StrPath], read: Callable[[], T]) -> T:
+    """``read()``, which changes nothing when it fails, and again where another save has taken the place of one of the
+    basenames meanwhile: its files then were no longer those that the manifest named."""
+    for _ in range(_TRIES):
+        before = [_id_of(basename) for basename in basenames]
+        try:
+            return read()
+        except (DataError, OSError):
+            if before == [_id_of(basename) for basename in basenames]:
+                raise
+    return read()
+
+
+def _id_of(basename: StrPath) -> Any:
+    try:
+        saved = find_saved(basename)
+    except (DataError, OSError):
+        return None
+    return None if saved is None else saved.fields.get("id")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from shoal import _core
-from shoal.durable import BasenameSave, Saved, StrPath, digest_file, find_saved, temporary_path
+from shoal.durable import BasenameSave, Saved, StrPath, digest_file, find_saved, read_newest, temporary_path
 from shoal.errors import DataError, UnsupportedError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.scales import has_scales, load_scales
@@ -80,6 +80,17 @@ def restore_multi_table(
         restore_multi_table(staged, basename, strict, shard=shard, progress=progress)  # type: ignore[arg-type]
         return staged.adopt()
     bases = [basename] if isinstance(basename, str | os.PathLike) else list(basename)
+    return read_newest(bases, lambda: _restore(multi, bases, strict, shard, progress))
+
+
+def _restore(
+    multi: MultiHashTable,
+    bases: Sequence[StrPath],
+    strict: bool,
+    shard: Sequence[int] | None,
+    progress: _core.Progress | None,
+) -> None:
+    """`restore_multi_table` of tables on the CPU, once."""
     tables = multi.tables
     with naming_table(multi.name):
         if not bases:
@@ -113,7 +124,6 @@ def restore_multi_table(
         tables[name]._native.set_scales(of_table)
     for name in sorted(set(tables) - saved):
         log.warning("table %r: %s has no table %r; its rows are as they were", multi.name, bases[0], name)
-    return None
 
 
 def feature_stat(basename: StrPath) -> dict[str, int]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal import _core
-from shoal.durable import BasenameSave, FileDigest, Saved, StrPath, make_parents, temporary_path
+from shoal.durable import BasenameSave, FileDigest, Saved, StrPath, make_parents, read_newest, temporary_path
 from shoal.errors import CancelledError, DataError, UnsupportedError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales, scales_path
@@ -136,6 +136,22 @@ def restore_table(
         restore_table(staged, basename, strict, shard=shard, progress=progress, saved=saved)
         return table.adopt(staged._native)  # type: ignore[attr-defined]
     bases = [basename] if isinstance(basename, str | os.PathLike) else list(basename)
+
+    def load() -> None:
+        _restore(table, bases, strict, shard, progress, saved)
+
+    return load() if saved is not None else read_newest(bases, load)
+
+
+def _restore(
+    table: HashTable,
+    bases: Sequence[StrPath],
+    strict: bool,
+    shard: Sequence[int] | None,
+    progress: _core.Progress | None,
+    saved: Saved | None,
+) -> None:
+    """`restore_table` of a table on the CPU, once."""
     with naming_table(table.name):
         if not bases:
             raise naming.CheckpointNotFoundError("there is no checkpoint to restore: the list of basenames is empty")
@@ -150,7 +166,6 @@ def restore_table(
         load.commit()
     if set_scales is not None:
         table._native.set_scales(set_scales)
-    return None
 
 
 def restore_files(
