@@ -8,10 +8,7 @@ from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag, Sp
 from shoal.sharded import AllToAllHashTable
 from shoal.testing import run_ranks
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not hasattr(AllToAllHashTable, "make_group"), reason="all-to-all tables are not groups"),
-]
+pytestmark = pytest.mark.timeout(300)
 
 OPTIONS = {"optimizer": shoal.Sgd(lr=1.0), "initializer": "uniform", "seed": 5}
 IDS = torch.arange(12)
