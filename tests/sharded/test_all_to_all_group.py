@@ -19,11 +19,8 @@ pytestmark = pytest.mark.timeout(600)
 
 T = torch.tensor
 TWO = Features(tables=(0, 1), combiners=(SUM, MEAN), columns=(0, DIM), width=2 * DIM)
-LOCAL = hasattr(shoal.HashTable, "group_key")
-one_group = pytest.mark.skipif(not LOCAL, reason="local tables do not form groups here")
 # over ranks an id is sent once for all of its occurrences
-HAS = {"raises", "schedule", *(("initial", "lr_scale") if LOCAL else ())}
-KIND = Kind(two_ranks, exact=False, has=frozenset(HAS))
+KIND = Kind(two_ranks, exact=False, has=frozenset({"raises", "schedule", "initial", "lr_scale"}))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -31,7 +28,6 @@ def test_two_ranks_of_which_one_has_no_ids(case):
     case(KIND)
 
 
-@one_group
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_one_rank(case):
     case(Kind(lambda count, **options: [AllToAllHashTable(DIM, name=f"t{k}", **options) for k in range(count)]))
@@ -106,7 +102,7 @@ def check(results):
         assert all_sizes == sizes
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=one_group), 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_give_what_one_process_gives(world):
     check(raised(in_ranks(world, train)))
 

@@ -13,7 +13,7 @@ from shoal.table.protocol import CPU, MEAN, SQRTN, Features, Found, Missing, Par
 
 
 class AdapterGroup:
-    """One table, reached through its public methods alone.
+    """One table, reached through its public methods alone. An id that it lacks is what its ``lookup`` gives.
 
     ``accepts``, an attribute of the table, names the keywords that its ``apply_gradients`` takes beside ``ids``,
     ``grads`` and ``global_step``: of ``req_time`` (seconds) and ``enable_dedup`` (without which it gets distinct ids).
@@ -23,32 +23,18 @@ class AdapterGroup:
         (self._table,) = self.tables = tables
         self.dim = int(self._table.dim_size)
         self._accepts = frozenset(getattr(self._table, "accepts", ()))
-        self.traits = Traits(
-            device=torch.device(getattr(self._table, "device", None) or CPU),
-            trains=not getattr(self._table, "serving", False),
-            local_state=bool(getattr(self._table, "local_state", False)),
-        )
+        self.traits = Traits(device=torch.device(getattr(self._table, "device", None) or CPU))
 
     def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
         return Found(ids, counts, ids.new_empty(0), ids.new_empty(0))
 
     def rows(self, found: Found, features: Features, *, missing: Missing) -> Tensor:
         if features.padding is None:
-            return self._read(found.ids, missing)
+            return self._table.lookup(found.ids)
         keep = found.ids != features.padding
         out = torch.zeros(found.ids.numel(), self.dim, device=found.ids.device)
-        out[keep] = self._read(found.ids[keep], missing)
+        out[keep] = self._table.lookup(found.ids[keep])
         return out
-
-    def _read(self, ids: Tensor, missing: Missing) -> Tensor:
-        """The rows of ids. A table without ``initial_rows`` has zeros for those that it lacks."""
-        rows = self._table.lookup(ids)
-        if missing == "initial" and self.traits.trains and hasattr(self._table, "initial_rows"):
-            hash_filter = getattr(self._table, "hash_filter", None)
-            if hash_filter is None or not hash_filter.native._active():
-                new = ~self._table.contains(ids)
-                rows[new] = self._table.initial_rows(ids[new])
-        return rows
 
     def pooled(
         self,
@@ -64,13 +50,7 @@ class AdapterGroup:
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
         ids, grads = joined(parts, self.dim)
-        scale = 1.0 if step.lr_scale is None else float(step.lr_scale[0])
-        if scale != 1.0 and "lr_scale" in self._accepts:
-            table, number = self._table, int(step.number)
-            rates = [rate * scale for rate in table.rates(number)]
-            table._apply(ids, grads.contiguous(), rates, number, each == "sum", table._time(step.time_s))
-            return
-        if scale != 1.0:
+        if step.lr_scale is not None and float(step.lr_scale[0]) != 1.0:
             raise UnsupportedError(
                 f"table {self._table.name!r} ({type(self._table).__name__}) sets its own learning rate; "
                 "give it a schedule instead of changing lr here"

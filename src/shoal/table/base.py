@@ -30,8 +30,6 @@ class TableBase(ABC):
     on_gpu = False
     local_state = True
     """All rows are in this process, so that the ``state_dict`` of a module holds them."""
-    accepts = frozenset({"req_time", "enable_dedup", "lr_scale"})
-    """What `shoal.table.adapter.AdapterGroup` may ask of an update."""
 
     def _build(
         self,

@@ -14,7 +14,6 @@ from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import registry
-from shoal.table.adapter import AdapterGroup
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.base import TableBase
 from shoal.table.clock import Now, now
@@ -67,8 +66,6 @@ class HashTable(TableBase):
         deterministic: on CUDA, sums of equal ids' gradients are the same to the last bit in every run. CPU tables
             always are.
     """
-
-    accepts = frozenset({"req_time", "enable_dedup"})
 
     def __init__(
         self,
@@ -151,13 +148,11 @@ class HashTable(TableBase):
 
     def group_key(self) -> Hashable:
         """Tables with equal keys can be served in one call."""
-        return ("local", self.dim_size, self.serving) if not self.on_gpu else ("adapter", id(self))
+        return "local", self.dim_size, self.serving
 
     @staticmethod
     def make_group(tables: tuple[Any, ...]) -> Group:
         """The group of tables with equal keys."""
-        if tables[0].on_gpu:
-            return AdapterGroup(tables)
         return LocalGroup(tables)
 
     # --- reading ------------------------------------------------------------------------------------------------------
