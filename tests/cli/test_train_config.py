@@ -36,6 +36,19 @@ def test_what_a_section_does_not_know_goes_to_the_model_and_the_format(tmp_path)
     assert config.data.make_format().ragged
 
 
+def test_a_served_model_has_the_name_of_its_folder_or_of_the_file(tmp_path):
+    def serve(text, changes=None):
+        return load_config(write(tmp_path, MINIMAL + text), changes).serve
+
+    assert serve("").name is None
+    found = serve('[serve]\ndir = "exports/ctr/"\nevery_s = 60\n')
+    assert (found.name, found.every_s, found.keep) == ("ctr", 60.0, 2)
+    assert found.dir == str(tmp_path / "exports/ctr")
+    assert serve('[serve]\nregistry = "dir:///r"\npush_every_s = 1\n').name == "run"
+    assert serve('[serve]\ndir = "exports/ctr"\nmodel = "clicks"\ncodec = "fixed_r8:0.5"\n').name == "clicks"
+    assert serve("", {"serve.dir": "x/other"}).name == "other"
+
+
 def test_changes_stand_above_the_file(tmp_path):
     path = write(tmp_path, MINIMAL + "[train]\nepochs = 2\n")
     config = load_config(path, {"train.epochs": 3, "model.hidden": [4], "table.lr": 1})
@@ -57,6 +70,17 @@ def test_changes_stand_above_the_file(tmp_path):
             MINIMAL + "[train]\nepoch = 1\n",
             r"\[train\] knows no 'epoch' \(did you mean 'epochs'\?\); it knows epochs, batch_size",
         ),
+        (MINIMAL + "[serve]\nkeep = 0\n", r"\[serve\] keep is at least 1, got 0"),
+        (MINIMAL + "[serve]\nevery_s = 1\n", r"\[serve\] every_s needs a folder for the exports"),
+        (MINIMAL + "[serve]\nwhen_better = true\n", r"\[serve\] when_better needs a folder"),
+        (MINIMAL + '[serve]\ndir = "e"\nwhen_better = true\n', r"\[serve\] when_better needs files to evaluate on"),
+        (MINIMAL + "[serve]\npush_every_s = 1\n", r"\[serve\] push_every_s needs a registry"),
+        (MINIMAL + '[serve]\nmodel = "a/b"\n', r"\[serve\] model must be a name without '/', got 'a/b'"),
+        (MINIMAL + '[serve]\nmodel = ""\n', r"\[serve\] model must not be empty"),
+        (MINIMAL + '[serve]\ncodec = "halv"\n', r"\[serve\] codec must be one of float32, half, .* mean 'half'"),
+        (MINIMAL + '[serve]\ncodec = "half:2"\n', r"\[serve\] codec half takes no number, got 'half:2'"),
+        (MINIMAL + '[serve]\ncodec = "fixed_r8"\n', r"\[serve\] codec must be fixed_r8: and its r, such as"),
+        (MINIMAL + '[serve]\ncodec = "one_bit:nan"\n', r"\[serve\] codec must be one_bit: and its amplitude"),
         (MINIMAL + "[train]\nepochs = 0\n", r"\[train\] epochs is at least 1, got 0"),
         (MINIMAL + "[train]\nepochs = 1.5\n", "epochs is a whole number, got 1.5"),
         (MINIMAL + "[train]\nepochs = true\n", "epochs is a whole number, got True"),

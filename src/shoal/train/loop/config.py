@@ -9,6 +9,7 @@ from shoal import _core
 from shoal.data.features import Number
 from shoal.data.schema import CRITEO, Schema
 from shoal.errors import ConfigError, did_you_mean
+from shoal.train.loop.serve_config import ServeConfig
 from shoal.train.loop.table_config import (
     PlannedTable,
     TableConfig,
@@ -181,10 +182,13 @@ class Config:
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     out: OutConfig = OutConfig()
+    serve: ServeConfig = field(default_factory=ServeConfig)
 
     def __post_init__(self) -> None:
         if self.eval.patience and not self.data.eval:
             raise ConfigError("[eval] patience needs files to evaluate on; name them with [data] eval")
+        if self.serve.when_better and not self.data.eval:
+            raise ConfigError("[serve] when_better needs files to evaluate on; name them with [data] eval")
         if self.table.device == "cuda" and self.train.ps:
             raise ConfigError(
                 '[table] device is "cuda", but with [train] ps the rows are on the servers; leave one of them out'

@@ -14,13 +14,14 @@ from shoal.data.features import Feature, Number, definition
 from shoal.data.formats import FORMAT_OPTIONS
 from shoal.errors import ConfigError, did_you_mean
 from shoal.train.loop.config import Config, DataConfig, EvalConfig, ModelConfig, OutConfig, TrainConfig
+from shoal.train.loop.serve_config import ServeConfig
 from shoal.train.loop.table_config import TableConfig
 
 T = TypeVar("T")
 
 _SECTIONS: dict[str, type] = {
     "data": DataConfig, "table": TableConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig,
-    "out": OutConfig,
+    "out": OutConfig, "serve": ServeConfig,
 }  # fmt: skip
 
 
@@ -39,6 +40,9 @@ def load_config(path: str | Path | None, changes: Mapping[str, Any] | None = Non
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not a TOML file: {error}") from None
         _resolve_paths(content, Path(path).parent)
+        serve = content.get("serve")
+        if isinstance(serve, dict) and not {"model", "dir"} & set(serve):
+            serve["model"] = Path(path).stem
     for key, value in (changes or {}).items():
         section, _, name = key.partition(".")
         if not name:
@@ -142,7 +146,7 @@ def _resolve_paths(content: dict[str, Any], base: Path) -> None:
     for feature in features.values() if isinstance(features, dict) else ():
         if isinstance(feature, dict) and isinstance(feature.get("file"), str):
             feature["file"] = str(base / feature["file"])
-    for section, names in (("data", ("train", "eval")), ("out", ("dir", "tensorboard"))):
+    for section, names in (("data", ("train", "eval")), ("out", ("dir", "tensorboard")), ("serve", ("dir",))):
         inner: Any = content.get(section)
         for name in names if isinstance(inner, dict) else ():
             value = inner.get(name)
