@@ -12,7 +12,7 @@ SRC = Path(shoal.__file__).parent
 # From top to bottom; a module imports only its own package and those above it, wherever in a file the import is. The
 # strings of `shoal.lazy.exports` are no imports: a package may offer names that are defined further down.
 LAYERS = (
-    ("errors", "fid", "ragged", "metrics", "proto", "switches", "host", "buffers", "lazy", "_core", "_gpu"),
+    ("errors", "fid", "ragged", "metrics", "proto", "switches", "host", "buffers", "lazy", "stamps", "_core", "_gpu"),
     ("durable",),
     ("ops",),
     ("table",),
