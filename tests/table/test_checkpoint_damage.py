@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 
 import pytest
 import torch
@@ -94,6 +95,33 @@ def test_files_of_a_filter(tmp_path):
             with pytest.raises(DataError, match=r"f(-0000\d-of|\.manifest)"):
                 restore_hash_filter(other, tmp_path / "f", True)
             assert [other.get(i) for i in range(50)] == before, damage
+
+
+def test_a_filter_is_read_again_where_another_save_takes_its_place(tmp_path):
+    older, newer = create_hash_filter(60, 3), create_hash_filter(60, 3)
+    for id in range(40):
+        older.add(id, 1)
+        newer.add(id, 2)
+    save_hash_filter(older, tmp_path / "f", True)
+    saving, stop = threading.Event(), threading.Event()
+
+    def save():
+        while not stop.is_set():
+            for one in (newer, older):
+                save_hash_filter(one, tmp_path / "f", True)
+            saving.set()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        assert saving.wait(60)
+        for _ in range(20):
+            other = create_hash_filter(60, 3)
+            restore_hash_filter(other, tmp_path / "f", True)
+            assert len({other.get(id) for id in range(40)}) == 1
+    finally:
+        stop.set()
+        thread.join(60)
 
 
 def test_files_of_a_chain_fall_back_to_what_is_whole_and_say_so(tmp_path, caplog):

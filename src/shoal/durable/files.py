@@ -56,6 +56,13 @@ def write_whole(path: StrPath, text: str | bytes) -> None:
         raise
 
 
+def move_folder(folder: StrPath, to: StrPath) -> None:
+    """Gives a folder another name, which is on the disk when this returns. Raises `OSError` where ``to`` is taken."""
+    os.rename(folder, to)
+    for parent in {os.path.dirname(os.path.abspath(path)) for path in (folder, to)}:
+        sync_folder(parent)
+
+
 def remove_folder(folder: StrPath) -> None:
     """Removes a folder so that nobody ever sees it half empty."""
     folder = os.fspath(folder)

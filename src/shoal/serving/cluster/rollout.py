@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shoal.durable import move_folder
 from shoal.errors import ConfigError
 from shoal.metrics import emit_store
 from shoal.serving.cluster.records import SavedModel, SavedModelDeployConfig
@@ -211,7 +212,7 @@ class ModelManager:
                 shutil.copytree(from_dir, temporary)
             for _, temporary, final in pairs:
                 if not final.exists():
-                    os.rename(temporary, final)
+                    move_folder(temporary, final)
                     done.append(final)
         except BaseException:
             for final in done:

@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from shoal import _core
-from shoal.durable import BasenameSave, StrPath, temporary_path
+from shoal.durable import BasenameSave, StrPath, read_newest, temporary_path
 from shoal.errors import DataError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.assets import find_assets, save_assets, settle
@@ -77,6 +77,16 @@ def restore_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter:
     """
     if not enable_hash_filter or not isinstance(hash_filter, SlidingHashFilter):
         return
+    blocks, meta = read_newest([basename], lambda: _read_blocks(hash_filter, basename))
+    for block, state in enumerate(blocks):
+        hash_filter.set_block(block, state)
+    hash_filter.set_head(meta.head, meta.head_increment, meta.failure_count)
+
+
+def _read_blocks(
+    hash_filter: SlidingHashFilter, basename: StrPath
+) -> tuple[list[FilterBlockState], SlidingHashFilterMetaDump]:
+    """The counts of every block, and what the files say of the whole filter."""
     files = naming.open_shards(basename)
     paths = files.paths
     read = [_read_block(path, hash_filter) for path in paths]
@@ -91,9 +101,7 @@ def restore_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter:
     for path, (_, other) in zip(paths, blocks, strict=True):
         if (other.head, other.head_increment) != (meta.head, meta.head_increment):
             raise DataError(f"{path}: its head differs from that of the first file: they are of two saves")
-    for block, (state, _) in enumerate(blocks):
-        hash_filter.set_block(block, state)
-    hash_filter.set_head(meta.head, meta.head_increment, meta.failure_count)
+    return [state for state, _ in blocks], meta
 
 
 def _sliding_meta(hash_filter: SlidingHashFilter) -> SlidingHashFilterMetaDump:

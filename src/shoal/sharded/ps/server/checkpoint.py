@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from shoal.durable import Found, Saved, Series, new_folder, read_folder
+from shoal.durable import Found, Saved, Series, move_folder, new_folder, read_folder
 from shoal.errors import DataError
 from shoal.sharded.ps.server.shard import Shard
 from shoal.sharded.ps.server.snapshot import ShardSnapshot
@@ -104,7 +104,7 @@ class Checkpoints:
         path = self._series.look(number).path
         aside = self.directory / f"damaged-{os.path.basename(path)}-{secrets.token_hex(4)}"
         with contextlib.suppress(OSError):
-            os.rename(path, aside)
+            move_folder(path, aside)
             log.error("checkpoint %s is kept as %s; remove it when nobody needs it", path, aside)
 
     def _remove_drafts(self) -> None:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.durable import Draft, remove_folder, sync_folder
+from shoal.durable import Draft, move_folder, remove_folder, sync_folder
 from shoal.errors import ConfigError
 from shoal.sharded.ps.server.checkpoint import Checkpoint
 from shoal.sharded.ps.server.shard import Shard
@@ -56,7 +56,7 @@ class Kept:
         if released.exists():
             remove_folder(path)
         else:
-            path.rename(released)
+            move_folder(path, released)
 
     def drop_before(self, number: int) -> None:
         """Removes what was let go and is not named by record ``number`` or a later one."""
