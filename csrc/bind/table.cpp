@@ -39,6 +39,16 @@ void assign(Table& table, void (Table::*write)(const int64_t*, int64_t, const fl
 }  // namespace
 
 void table(nb::module_& m) {
+  nb::list optimizers;  // in the order of Opt: (name, [(type, start) of every field of the state])
+  for (const OptKind& kind : kOptKinds) {
+    nb::list fields;
+    for (const StateField& field : kind.state) {
+      fields.append(nb::make_tuple(static_cast<int>(field.type), static_cast<int>(field.start)));
+    }
+    optimizers.append(nb::make_tuple(kind.name, fields));
+  }
+  m.attr("OPTIMIZERS") = optimizers;
+
   nb::class_<Segment> segment(m, "Segment");
   segment.def(nb::init<>())
       .def_rw("dim", &Segment::dim)
@@ -61,7 +71,7 @@ void table(nb::module_& m) {
       .def_rw("init_scale", &Segment::init_scale)
       .def_rw("max_scale", &Segment::max_scale)
       .def_rw("amplitude", &Segment::amplitude);
-  def_enum<Opt, &Segment::opt>(segment, "opt", static_cast<int>(Opt::lamb));
+  def_enum<Opt, &Segment::opt>(segment, "opt", static_cast<int>(std::size(kOptKinds)) - 1);
   def_enum<Init, &Segment::init>(segment, "init", static_cast<int>(Init::random_uniform));
   def_enum<Codec, &Segment::codec>(segment, "codec", static_cast<int>(Codec::one_bit));
 

@@ -15,66 +15,10 @@ namespace {
 using wire::Reader;
 using wire::tag;
 
-// A field of an optimizer's dump message and where it lies in the state: after `vectors` times dim floats and `bytes`.
-struct StateField {
-  enum Kind { vector, scalar, step };
-  uint32_t number;
-  Kind kind;
-  int vectors;
-  int bytes;
-  const char* name;
-  int32_t offset(int32_t dim) const { return vectors * 4 * dim + bytes; }
-};
+using enum StateField::Type;
 
-struct DumpKind {
-  uint32_t number;  // in SingleOptimizerDump, which is not that of OptimizerConfig; 0: writes no element
-  const char* name;
-  std::span<const StateField> fields;  // by number
-};
-
-using enum StateField::Kind;
-constexpr StateField kNorm[] = {{1, vector, 0, 0, "norm"}};
-constexpr StateField kDynamicWd[] = {{1, vector, 0, 0, "norm"}, {2, step, 1, 0, "last_update_step"}};
-constexpr StateField kFtrl[] = {{1, vector, 1, 0, "zero"}, {2, vector, 0, 0, "norm"}};
-constexpr StateField kGroupAdagrad[] = {{1, scalar, 0, 0, "grad_square_sum"}};
-constexpr StateField kAdadelta[] = {{1, vector, 0, 0, "accum"}, {2, vector, 1, 0, "accum_update"}};
-constexpr StateField kAdam[] = {
-    {1, vector, 0, 0, "m"}, {2, vector, 1, 0, "v"}, {3, scalar, 2, 0, "beta1_power"}, {4, scalar, 2, 4, "beta2_power"}};
-constexpr StateField kAmsgrad[] = {{1, vector, 0, 0, "m"},
-                                   {2, vector, 1, 0, "v"},
-                                   {3, vector, 2, 0, "vhat"},
-                                   {4, scalar, 3, 0, "beta1_power"},
-                                   {5, scalar, 3, 4, "beta2_power"}};
-constexpr StateField kMomentum[] = {{1, vector, 0, 0, "n"}};
-constexpr StateField kBatchSoftmax[] = {{1, step, 0, 0, "global_step"}};
-constexpr StateField kRowwise[] = {{1, scalar, 0, 0, "norm"}};
-
-// In the order of Opt.
-constexpr DumpKind kKinds[] = {
-    {2, "sgd", {}},
-    {1, "adagrad", kNorm},
-    {4, "dynamic_wd_adagrad", kDynamicWd},
-    {6, "adadelta", kAdadelta},
-    {7, "adam", kAdam},
-    {8, "amsgrad", kAmsgrad},
-    {9, "momentum", kMomentum},
-    {0, "moving_average", {}},
-    {11, "rmsprop", kMomentum},
-    {12, "rmspropv2", kMomentum},
-    {3, "ftrl", kFtrl},
-    {13, "group_ftrl", kFtrl},
-    {15, "group_adagrad", kGroupAdagrad},
-    {14, "batch_softmax", kBatchSoftmax},
-    {101, "rowwise_adagrad", kRowwise},
-    {102, "adamw", kAdam},
-    {103, "lamb", kAdam},
-};
-static_assert(std::size(kKinds) == static_cast<size_t>(Opt::lamb) + 1);
-
-const DumpKind& kind_of(const Segment& segment) { return kKinds[static_cast<size_t>(segment.opt)]; }
-
-const DumpKind* find_kind(uint32_t number) {
-  for (const DumpKind& kind : kKinds) {
+const OptKind* find_kind(uint32_t number) {
+  for (const OptKind& kind : kOptKinds) {
     if (kind.number == number && number != 0) return &kind;
   }
   return nullptr;
@@ -135,11 +79,11 @@ EntryEncoder::EntryEncoder(const Layout& layout) : layout_(layout) {
   for (const Segment& segment : layout.segments) {
     uint32_t floats = 0;
     int32_t step_at = -1;
-    for (const StateField& field : kind_of(segment).fields) {
-      if (field.kind == step) {
+    for (const StateField& field : kind_of(segment.opt).state) {
+      if (field.type == step) {
         step_at = segment.state + field.offset(segment.dim);
       } else {
-        floats += 5 * (field.kind == vector ? segment.dim : 1);
+        floats += 5 * (field.type == vector ? segment.dim : 1);
       }
     }
     float_bytes_.push_back(floats);
@@ -165,12 +109,12 @@ char* EntryEncoder::encode(const char* row, uint32_t time, const int64_t* id, ch
   };
   const auto element_bytes = [&](size_t i) {
     const size_t message = message_bytes(i);
-    return wire::varint_bytes(tag(kind_of(layout_.segments[i]).number, wire::bytes)) + wire::varint_bytes(message) +
+    return wire::varint_bytes(tag(kind_of(layout_.segments[i].opt).number, wire::bytes)) + wire::varint_bytes(message) +
            message;
   };
   size_t opt_bytes = 0;
   for (size_t i = 0; i < n; ++i) {
-    if (kind_of(layout_.segments[i]).number == 0) continue;
+    if (kind_of(layout_.segments[i].opt).number == 0) continue;
     const size_t element = element_bytes(i);
     opt_bytes += 1 + wire::varint_bytes(element) + element;
   }
@@ -178,21 +122,21 @@ char* EntryEncoder::encode(const char* row, uint32_t time, const int64_t* id, ch
   out = wire::put_varint(opt_bytes, out);
   for (size_t i = 0; i < n; ++i) {
     const Segment& segment = layout_.segments[i];
-    const DumpKind& kind = kind_of(segment);
+    const OptKind& kind = kind_of(segment.opt);
     if (kind.number == 0) continue;
     *out++ = static_cast<char>(tag(1, wire::bytes));
     out = wire::put_varint(element_bytes(i), out);
     out = wire::put_varint(tag(kind.number, wire::bytes), out);
     out = wire::put_varint(message_bytes(i), out);
-    for (const StateField& field : kind.fields) {
+    for (const StateField& field : kind.state) {
       const char* from = row + segment.state + field.offset(segment.dim);
-      if (field.kind == step) {
+      if (field.type == step) {
         int64_t value;
         std::memcpy(&value, from, 8);
         *out++ = static_cast<char>(tag(field.number, wire::varint));
         out = wire::put_varint(static_cast<uint64_t>(value), out);
       } else {
-        out = put_floats(tag(field.number, wire::fixed32), from, field.kind == vector ? segment.dim : 1, out);
+        out = put_floats(tag(field.number, wire::fixed32), from, field.type == vector ? segment.dim : 1, out);
       }
     }
   }
@@ -203,7 +147,7 @@ char* EntryEncoder::encode(const char* row, uint32_t time, const int64_t* id, ch
 EntryDecoder::EntryDecoder(const Layout& layout, bool strict) : layout_(layout), strict_(strict) {
   for (size_t i = 0; i < layout.segments.size(); ++i) {
     const Segment& segment = layout.segments[i];
-    if (kind_of(segment).number == 0) continue;
+    if (kind_of(segment.opt).number == 0) continue;
     dumped_.push_back(static_cast<int>(i));
     stateless_ = stateless_ && state_bytes(segment.opt, segment.dim) == 0;
   }
@@ -289,7 +233,7 @@ void EntryDecoder::decode_states(int64_t id, char* row) {
     const std::string problem = decode_state(segment, elements_[e], row + segment.state);
     if (problem.empty()) continue;
     if (strict_) {
-      throw DataError("id " + std::to_string(id) + ": segment " + std::to_string(i) + " (" + kind_of(segment).name +
+      throw DataError("id " + std::to_string(id) + ": segment " + std::to_string(i) + " (" + kind_of(segment.opt).name +
                       "): " + problem);
     }
     fresh(i);
@@ -298,12 +242,12 @@ void EntryDecoder::decode_states(int64_t id, char* row) {
 
 std::string EntryDecoder::decode_state(const Segment& segment, Reader element, char* state) {
   // A oneof: a member of another kind replaces what came before, one of the same kind is merged into it.
-  const DumpKind* found = nullptr;
+  const OptKind* found = nullptr;
   parts_.clear();
   while (!element.done()) {
     uint32_t field;
     if (!element.field(&field)) throw no_message();
-    const DumpKind* kind = (field & 7) == wire::bytes ? find_kind(field >> 3) : nullptr;
+    const OptKind* kind = (field & 7) == wire::bytes ? find_kind(field >> 3) : nullptr;
     if (!kind) {
       if (!element.skip(field)) throw no_message();
       continue;
@@ -314,7 +258,7 @@ std::string EntryDecoder::decode_state(const Segment& segment, Reader element, c
     found = kind;
     parts_.push_back(part);
   }
-  const DumpKind& wanted = kind_of(segment);
+  const OptKind& wanted = kind_of(segment.opt);
   if (found != &wanted) return std::string("the record has the state of ") + (found ? found->name : "no optimizer");
 
   int64_t counts[8] = {};
@@ -323,39 +267,39 @@ std::string EntryDecoder::decode_state(const Segment& segment, Reader element, c
       uint32_t field_tag;
       if (!part.field(&field_tag)) throw no_message();
       size_t f = 0;
-      for (; f < wanted.fields.size(); ++f) {
-        const StateField& field = wanted.fields[f];
-        if (field.kind == vector ? is_floats(field_tag, field.number)
-                                 : field_tag == tag(field.number, field.kind == step ? wire::varint : wire::fixed32)) {
+      for (; f < wanted.state.size(); ++f) {
+        const StateField& field = wanted.state[f];
+        if (field.type == vector ? is_floats(field_tag, field.number)
+                                 : field_tag == tag(field.number, field.type == step ? wire::varint : wire::fixed32)) {
           break;
         }
       }
-      if (f == wanted.fields.size()) {
+      if (f == wanted.state.size()) {
         if (!part.skip(field_tag)) throw no_message();
         continue;
       }
-      const StateField& field = wanted.fields[f];
+      const StateField& field = wanted.state[f];
       char* out = state + field.offset(segment.dim);
-      if (field.kind == vector) {
+      if (field.type == vector) {
         if (!read_floats(&part, field_tag, out, segment.dim, &counts[f])) throw no_message();
         continue;
       }
       counts[f] = 1;  // the last one counts
       uint64_t value = 0;
       uint32_t bits = 0;
-      if (field.kind == step ? !part.number(&value) : !part.fixed(&bits)) throw no_message();
-      if (field.kind == step) {
+      if (field.type == step ? !part.number(&value) : !part.fixed(&bits)) throw no_message();
+      if (field.type == step) {
         std::memcpy(out, &value, 8);
       } else {
         std::memcpy(out, &bits, 4);
       }
     }
   }
-  for (size_t f = 0; f < wanted.fields.size(); ++f) {
-    const StateField& field = wanted.fields[f];
-    const int64_t expected = field.kind == vector ? segment.dim : 1;
+  for (size_t f = 0; f < wanted.state.size(); ++f) {
+    const StateField& field = wanted.state[f];
+    const int64_t expected = field.type == vector ? segment.dim : 1;
     if (counts[f] == expected) continue;
-    if (field.kind == step) {  // absent: the message's default
+    if (field.type == step) {  // absent: the message's default
       std::memset(state + field.offset(segment.dim), 0, 8);
       continue;
     }

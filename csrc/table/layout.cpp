@@ -6,34 +6,9 @@
 namespace shoal {
 
 int32_t state_bytes(Opt opt, int32_t d) {
-  switch (opt) {
-    case Opt::sgd:
-    case Opt::moving_average:
-      return 0;
-    case Opt::adagrad:
-    case Opt::momentum:
-    case Opt::rmsprop:
-    case Opt::rmspropv2:
-      return 4 * d;
-    case Opt::dynamic_wd_adagrad:
-      return 4 * d + 8;
-    case Opt::adadelta:
-    case Opt::ftrl:
-    case Opt::group_ftrl:
-      return 8 * d;
-    case Opt::adam:
-    case Opt::adamw:
-    case Opt::lamb:
-      return 8 * d + 8;
-    case Opt::amsgrad:
-      return 12 * d + 8;
-    case Opt::group_adagrad:
-    case Opt::rowwise_adagrad:
-      return 4;
-    case Opt::batch_softmax:
-      return 8;
-  }
-  throw std::invalid_argument("unknown optimizer " + std::to_string(static_cast<int>(opt)));
+  int32_t bytes = 0;
+  for (const StateField& field : kind_of(opt).state) bytes += field.size(d);
+  return bytes;
 }
 
 int32_t code_bytes(Codec codec, int32_t d) {

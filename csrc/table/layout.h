@@ -6,45 +6,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "table/kinds.h"
+
 namespace shoal {
 
-enum class Opt : int32_t {  // the order is shared with src/shoal/table/native.py
-  sgd,
-  adagrad,
-  dynamic_wd_adagrad,
-  adadelta,
-  adam,
-  amsgrad,
-  momentum,
-  moving_average,
-  rmsprop,
-  rmspropv2,
-  ftrl,
-  group_ftrl,
-  group_adagrad,
-  batch_softmax,
-  rowwise_adagrad,
-  adamw,
-  lamb,
-};
 enum class Init : int32_t { zeros, ones, constants, random_uniform };
 enum class Codec : int32_t { fp32, fp16, fixed_r8, one_bit };
 
 struct Segment {
   int32_t dim = 0;
 
-  // The state, in this order in the row; vectors of dim floats unless another type is given:
-  // - sgd, moving_average: nothing
-  // - adagrad: norm
-  // - dynamic_wd_adagrad: norm, int64 last_update_step
-  // - adadelta: accum, accum_update
-  // - adam, adamw, lamb: m, v, float beta1_power, float beta2_power
-  // - amsgrad: m, v, vhat, float beta1_power, float beta2_power
-  // - momentum, rmsprop, rmspropv2: n
-  // - ftrl, group_ftrl: norm, zero
-  // - group_adagrad: float grad_square_sum
-  // - batch_softmax: int64 last step
-  // - rowwise_adagrad: float norm
   Opt opt = Opt::sgd;
   float initial_accumulator = 0.1f;
   float weight_decay = 0;

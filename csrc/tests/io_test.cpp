@@ -182,7 +182,7 @@ TEST(an_abandoned_file_leaves_nothing_behind) {
 
 TEST(every_optimizer_is_read_back_as_it_was_written) {
   std::mt19937 random(5);
-  for (int opt = 0; opt <= static_cast<int>(Opt::lamb); ++opt) {
+  for (int opt = 0; opt < static_cast<int>(std::size(kOptKinds)); ++opt) {
     const int32_t dim = static_cast<Opt>(opt) == Opt::batch_softmax ? 1 : 5;
     const Layout layout({segment(static_cast<Opt>(opt), dim), segment(Opt::moving_average, 2), segment(Opt::ftrl, 3)},
                         false, false);

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).parent.parent
 
-def exports(
-    package: str, public: Mapping[str, Sequence[str]] | None = None
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """``__all__``, ``__getattr__`` and ``__dir__`` of a package.
 
-    Args:
-        package: its ``__name__``.
-        public: module -> the public names that are defined in it; a module's own path stands for the module itself.
-            None reads them from the imports of the package's ``__init__.pyi``, where type checkers see them, too.
+def exports(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a package, from the imports of its stub (``__init__.pyi``).
 
-    >>> names, get, _ = exports("shoal.lazy", {"math": ["sqrt"]})
-    >>> names, get("sqrt")(9.0)
-    (['sqrt'], 3.0)
+    >>> names, get, _ = exports("shoal.nn")
+    >>> "Embedding" in names, get("Embedding").__module__
+    (True, 'shoal.nn.embedding')
     """
-    if public is None:
-        where = _imports_of(Path(str(sys.modules[package].__file__)).with_suffix(".pyi"))
-    else:
-        where = {name: module for module, names in public.items() for name in names}
+    where = _imports_of(Path(str(sys.modules[package].__file__)).with_suffix(".pyi"))
 
     def get(name: str) -> Any:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(where[name])
-        value = module if where[name].endswith(f".{name}") and not hasattr(module, name) else getattr(module, name)
+        own = module.__name__ == package or not hasattr(module, name)  # the name of a module
+        value = import_module(f"{where[name]}.{name}") if own else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 
@@ -41,6 +34,15 @@ def exports(
 
 
 def _imports_of(stub: Path) -> dict[str, str]:
-    """name -> module of every ``from module import name as name``; ``from shoal import nn as nn`` is ``shoal.nn``."""
-    found = re.findall(r"^from (\S+) import (?:\(\s+)?(\w+) as \2\b", stub.read_text(), re.MULTILINE)
-    return {name: f"shoal.{name}" if module == "shoal" else module for module, name in found}
+    """name -> module of every ``from module import name as name``, and of the names of ``from module import *``."""
+    found = re.findall(r"^from (\S+) import (?:\(\s+)?(?:(\w+) as \2\b|\*)", stub.read_text(), re.MULTILINE)
+    return {name: module for module, one in found for name in ([one] if one else _public(module))}
+
+
+def _public(module: str) -> list[str]:
+    """What ``from module import *`` brings: ``__all__``, or the classes of a stub."""
+    path = _ROOT.joinpath(*module.split("."))
+    stub = path.with_suffix(".pyi")
+    text = (stub if stub.exists() else path.with_suffix(".py")).read_text()
+    listed = re.search(r"^__all__ = \[([^]]*)\]", text, re.MULTILINE)
+    return re.findall(r'"(\w+)"', listed[1]) if listed else re.findall(r"^class (\w+)", text, re.MULTILINE)

@@ -2,12 +2,4 @@
 
 from shoal.lazy import exports
 
-__all__, __getattr__, __dir__ = exports(
-    __name__,
-    {
-        "shoal.train.loop.config": ("Config",),
-        "shoal.train.loop.metrics": ("Metrics", "exact_auc"),
-        "shoal.train.loop.toml": ("load_config",),
-        "shoal.train.loop.trainer": ("Trainer", "train"),
-    },
-)
+__all__, __getattr__, __dir__ = exports(__name__)

@@ -16,7 +16,7 @@ from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.slot import TableSlot, slot_of
 from shoal.nn.update.gradients import clear_pending, is_empty, put_back, take_pending
 from shoal.nn.update.units import Unit, by_clock
-from shoal.table.config.entry import check_rate
+from shoal.table.config.learning_rate import check_rate
 from shoal.table.protocol import Step
 
 

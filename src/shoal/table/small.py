@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shoal.table.config.compressors import Fp32Compressor
-from shoal.table.config.entry import CombineAsSegment, HashTableConfigInstance, LearningRate
+from shoal.table.config.entry import CombineAsSegment, HashTableConfigInstance
 from shoal.table.config.initializers import ZerosInitializer
+from shoal.table.config.learning_rate import LearningRate
 from shoal.table.config.messages import (
     CuckooEmbeddingHashTableConfig,
     EmbeddingHashTableConfig,

@@ -17,7 +17,8 @@ from shoal.table import registry
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.base import TableBase
 from shoal.table.clock import Now, now
-from shoal.table.config.entry import HashTableConfigInstance, LearningRate
+from shoal.table.config.entry import HashTableConfigInstance
+from shoal.table.config.learning_rate import LearningRate
 from shoal.table.config.options import config_of_options
 from shoal.table.local import LocalGroup
 from shoal.table.protocol import Group

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shoal import table
 from shoal.table import EmbeddingHashTableConfig, EntryConfig, HashTable, HashTableConfigInstance
+from shoal.table.config.native import OPTIMIZERS as NATIVE
 from shoal.table.reference import ReferenceTable
 
 
@@ -21,56 +22,27 @@ eps = st.sampled_from([0.0078125, 0.125])
 beta = st.sampled_from([0.5, 0.875, 0.9, 0.99])
 accumulator = st.sampled_from([0.125, 1.0])
 
-OPTIMIZERS = {
-    "sgd": {},
-    "adagrad": {"initial_accumulator_value": accumulator, "weight_decay_factor": decay},
-    "dynamic_wd_adagrad": {
-        "initial_accumulator_value": accumulator,
-        "weight_decay_factor": decay,
-        "decouple_weight_decay": st.booleans(),
-    },
-    "adadelta": {"weight_decay_factor": decay, "averaging_ratio": beta, "epsilon": eps},
-    "adam": {
-        "beta1": beta,
-        "beta2": beta,
-        "weight_decay_factor": decay,
-        "use_nesterov": st.booleans(),
-        "epsilon": eps,
-    },
-    "amsgrad": {
-        "beta1": beta,
-        "beta2": beta,
-        "weight_decay_factor": decay,
-        "use_nesterov": st.booleans(),
-        "epsilon": eps,
-    },
-    "momentum": {"weight_decay_factor": decay, "use_nesterov": st.booleans(), "momentum": beta},
-    "moving_average": {"momentum": beta},
-    "rmsprop": {"weight_decay_factor": decay, "momentum": beta},
-    "rmspropv2": {"weight_decay_factor": decay, "momentum": beta},
-    "ftrl": {
-        "initial_accumulator_value": accumulator,
-        "beta": st.sampled_from([0.0, 1.0]),
-        "l1_regularization_strength": st.sampled_from([0.0, 0.25]),
-        "l2_regularization_strength": st.sampled_from([0.0, 0.5]),
-    },
-    "group_ftrl": {
-        "initial_accumulator_value": accumulator,
-        "beta": st.sampled_from([0.5, 1.0]),
-        "l1_regularization_strength": st.sampled_from([0.0, 0.25, 4.0]),
-        "l2_regularization_strength": st.sampled_from([0.0, 0.5]),
-    },
-    "group_adagrad": {
-        "initial_accumulator_value": accumulator,
-        "beta": st.sampled_from([0.0, 1.0]),
-        "l2_regularization_strength": st.sampled_from([0.0, 0.25, 4.0]),
-        "weight_decay_factor": decay,
-    },
-    "batch_softmax": {},
-    "rowwise_adagrad": {"initial_accumulator_value": accumulator, "weight_decay_factor": decay, "epsilon": eps},
-    "adamw": {"beta1": beta, "beta2": beta, "weight_decay_factor": decay, "epsilon": eps},
-    "lamb": {"beta1": beta, "beta2": beta, "weight_decay_factor": decay, "epsilon": eps},
+_VALUES = {
+    "initial_accumulator_value": accumulator,
+    "weight_decay_factor": decay,
+    "decouple_weight_decay": st.booleans(),
+    "averaging_ratio": beta,
+    "beta1": beta,
+    "beta2": beta,
+    "momentum": beta,
+    "epsilon": eps,
+    "use_nesterov": st.booleans(),
+    "beta": st.sampled_from([0.5, 1.0]),
+    "l1_regularization_strength": st.sampled_from([0.0, 0.25, 4.0]),
+    "l2_regularization_strength": st.sampled_from([0.0, 0.5, 4.0]),
 }
+
+OPTIMIZERS = {
+    kind: {name: _VALUES[name] for name in message.DESCRIPTOR.fields_by_name if name in _VALUES}
+    for kind in NATIVE
+    for message in [getattr(table.OptimizerConfig(), kind)]
+}
+"""Kind -> field of its message -> what tests draw for it."""
 
 
 @st.composite

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.table.config.messages import FloatCompressorConfig
-from shoal.table.config.optimizers import as_config, write_fields
+from shoal.table.config.optimizer import as_config, write_fields
 
 
 @dataclass

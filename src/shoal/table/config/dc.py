@@ -7,7 +7,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.table.config.messages import OptimizerDump
-from shoal.table.config.optimizers import as_optimizer_config
+from shoal.table.config.optimizer import as_optimizer_config
 from shoal.table.config.validate import validate_optimizer
 from shoal.table.reference.optimizers import State, reference_optimizer
 from shoal.table.reference.quantizers import stochastic_round_float16

@@ -1,90 +1,17 @@
 """Table configurations: segments put together, a table's configuration with its learning rates."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 
 from shoal.errors import ConfigError
-from shoal.table.config.compressors import (
-    FixedR8Compressor,
-    Fp16Compressor,
-    Fp32Compressor,
-    OneBitCompressor,
-    as_compressor_config,
-)
-from shoal.table.config.initializers import (
-    BatchSoftmaxInitializer,
-    ConstantsInitializer,
-    OnesInitializer,
-    RandomUniformInitializer,
-    ZerosInitializer,
-    as_initializer_config,
-)
-from shoal.table.config.learning_rate import LearningRateFunction
+from shoal.table.config.compressors import as_compressor_config
+from shoal.table.config.initializers import as_initializer_config
+from shoal.table.config.learning_rate import LearningRate, LearningRateFunction, check_rate
 from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig
-from shoal.table.config.optimizers import (
-    AdadeltaOptimizer,
-    AdagradOptimizer,
-    AdaGradWithGroupLassoOptimizer,
-    AdamOptimizer,
-    AdamWOptimizer,
-    AmsgradOptimizer,
-    BatchSoftmaxOptimizer,
-    DynamicWdAdagradOptimizer,
-    FtrlOptimizer,
-    FTRLWithGroupSparsityOptimizer,
-    LambOptimizer,
-    MomentumOptimizer,
-    MovingAverageOptimizer,
-    Optimizer,
-    RmspropOptimizer,
-    RmspropV2Optimizer,
-    RowwiseAdagradOptimizer,
-    SgdOptimizer,
-    StochasticRoundingFloat16OptimizerWrapper,
-    as_optimizer_config,
-)
-
-__all__ = [
-    "AdaGradWithGroupLassoOptimizer",
-    "AdadeltaOptimizer",
-    "AdagradOptimizer",
-    "AdamOptimizer",
-    "AdamWOptimizer",
-    "AmsgradOptimizer",
-    "BatchSoftmaxInitializer",
-    "BatchSoftmaxOptimizer",
-    "CombineAsSegment",
-    "ConstantsInitializer",
-    "CuckooHashTableConfig",
-    "DynamicWdAdagradOptimizer",
-    "FTRLWithGroupSparsityOptimizer",
-    "FixedR8Compressor",
-    "Fp16Compressor",
-    "Fp32Compressor",
-    "FtrlOptimizer",
-    "HashTableConfigInstance",
-    "LambOptimizer",
-    "MomentumOptimizer",
-    "MovingAverageOptimizer",
-    "OneBitCompressor",
-    "OnesInitializer",
-    "Optimizer",
-    "RandomUniformInitializer",
-    "RmspropOptimizer",
-    "RmspropV2Optimizer",
-    "RowwiseAdagradOptimizer",
-    "SgdOptimizer",
-    "StochasticRoundingFloat16OptimizerWrapper",
-    "ZerosInitializer",
-    "infer_dim_size",
-]
-
-LearningRate = float | Callable[[], Any] | LearningRateFunction
-"""A number, a schedule that is called with the step, or any other callable, which is called without arguments."""
+from shoal.table.config.optimizer import as_optimizer_config
 
 
 def CombineAsSegment(dim_size: int, initializer: Any, optimizer: Any, compressor: Any = None) -> EntryConfig.Segment:
@@ -149,15 +76,6 @@ class HashTableConfigInstance:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self}>"
-
-
-def check_rate(rate: Any, subject: str) -> None:
-    """Refuses what is neither a number nor a callable; ``subject`` begins the message."""
-    if callable(rate) or (isinstance(rate, Real) and not isinstance(rate, bool)):
-        return
-    if isinstance(rate, torch.Tensor) and rate.numel() == 1 and not rate.is_complex():
-        return
-    raise ConfigError(f"{subject} must be a number or a function of the step, got {rate!r}")
 
 
 def _rate(fn: Any, global_step: Any) -> float:

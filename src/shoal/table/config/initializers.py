@@ -5,7 +5,7 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.table.config.messages import InitializerConfig
-from shoal.table.config.optimizers import as_config, write_fields
+from shoal.table.config.optimizer import as_config, write_fields
 
 
 @dataclass

@@ -2,7 +2,11 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import SupportsFloat, SupportsInt
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, SupportsFloat, SupportsInt
+
+import torch
 
 from shoal.errors import ConfigError
 
@@ -83,3 +87,16 @@ class PolynomialDecay(LearningRateFunction):
             step = min(step, span)
         start, end = float(self.initial_learning_rate), float(self.end_learning_rate)
         return (start - end) * (1.0 - step / span) ** self.power + end
+
+
+LearningRate = float | Callable[[], Any] | LearningRateFunction
+"""A number, a schedule that is called with the step, or any other callable, which is called without arguments."""
+
+
+def check_rate(rate: Any, subject: str) -> None:
+    """Refuses what is neither a number nor a callable; ``subject`` begins the message."""
+    if callable(rate) or (isinstance(rate, Real) and not isinstance(rate, bool)):
+        return
+    if isinstance(rate, torch.Tensor) and rate.numel() == 1 and not rate.is_complex():
+        return
+    raise ConfigError(f"{subject} must be a number or a function of the step, got {rate!r}")

@@ -8,27 +8,10 @@ from shoal.table.config.messages import (
     OptimizerConfig,
     SlotExpireTimeConfig,
 )
+from shoal.table.config.optimizers import Optimizer
 
-# The orders of the enums in csrc/table/layout.h.
-OPTIMIZERS = (
-    "sgd",
-    "adagrad",
-    "dynamic_wd_adagrad",
-    "adadelta",
-    "adam",
-    "amsgrad",
-    "momentum",
-    "moving_average",
-    "rmsprop",
-    "rmspropv2",
-    "ftrl",
-    "group_ftrl",
-    "group_adagrad",
-    "batch_softmax",
-    "rowwise_adagrad",
-    "adamw",
-    "lamb",
-)
+# The orders of the enums in csrc/table/layout.h and kinds.h.
+OPTIMIZERS: tuple[str, ...] = tuple(name for name, _ in _core.OPTIMIZERS)
 INITIALIZERS = ("zeros", "ones", "constants", "random_uniform")
 CODECS = ("fp32", "fp16", "fixed_r8", "one_bit")
 
@@ -72,8 +55,8 @@ def _write_optimizer(native: _core.Segment, config: OptimizerConfig) -> None:
     kind = config.WhichOneof("type")
     message = getattr(config, kind)
     native.opt = OPTIMIZERS.index(kind)
-    native.corrected_epsilon = kind == "adamw"
-    native.epsilon = 1.0 if kind == "rmspropv2" else 0.0  # of those whose message has none
+    for name, value in Optimizer.kinds[kind].native.items():
+        setattr(native, name, value)
     for field in message.DESCRIPTOR.fields:
         if field.name in _ATTRIBUTE:  # read with the message's default where it is not set
             setattr(native, _ATTRIBUTE[field.name], getattr(message, field.name))

@@ -5,8 +5,9 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.table.config.compressors import Fp32Compressor
-from shoal.table.config.entry import CombineAsSegment, HashTableConfigInstance, LearningRate, check_rate
+from shoal.table.config.entry import CombineAsSegment, HashTableConfigInstance
 from shoal.table.config.initializers import RandomUniformInitializer, ZerosInitializer
+from shoal.table.config.learning_rate import LearningRate, check_rate
 from shoal.table.config.messages import CuckooEmbeddingHashTableConfig, EmbeddingHashTableConfig, EntryConfig
 from shoal.table.config.optim import as_row_optimizer
 

@@ -16,27 +16,15 @@ from shoal.table.config.messages import EmbeddingHashTableConfig
 from shoal.table.config.native import CODECS, OPTIMIZERS, native_layout, native_segment
 from shoal.table.cuda.launch import power_of_2
 
-# Optimizer -> vectors of state, what follows them (see `fresh` in kernels/rows.py), whether the first vector starts
-# with the initial accumulator.
-_STATES: dict[str, tuple[int, int, bool]] = {
-    "sgd": (0, 0, False),
-    "adagrad": (1, 0, True),
-    "dynamic_wd_adagrad": (1, 1, True),
-    "adadelta": (2, 0, False),
-    "adam": (2, 2, False),
-    "amsgrad": (3, 2, False),
-    "momentum": (1, 0, False),
-    "moving_average": (0, 0, False),
-    "rmsprop": (1, 0, False),
-    "rmspropv2": (1, 0, False),
-    "ftrl": (2, 0, True),
-    "group_ftrl": (2, 0, True),
-    "group_adagrad": (0, 3, True),
-    "batch_softmax": (0, 1, False),
-    "rowwise_adagrad": (0, 3, True),
-    "adamw": (2, 2, False),
-    "lamb": (2, 2, False),
-}
+
+def _state(fields: list[tuple[int, int]]) -> tuple[int, int, bool]:
+    """Vectors of state, what follows them (see `fresh` in kernels/rows.py), whether it starts with the accumulator."""
+    types = [type_ for type_, _ in fields]
+    tail = 1 if 2 in types else (0, 3, 2)[types.count(1)]
+    return types.count(0), tail, any(start == 1 for _, start in fields)
+
+
+_STATES = {name: _state(fields) for name, fields in _core.OPTIMIZERS}
 _TAIL_WORDS = (0, 2, 2, 1)
 _CODE_BYTES = {"fp32": 4, "fp16": 2, "fixed_r8": 1, "one_bit": 1}  # of a weight in a serving row
 

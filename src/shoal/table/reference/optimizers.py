@@ -362,28 +362,12 @@ class RowwiseAdagrad(ReferenceOptimizer):
         return w - lr * g / below if below > 0 else w.copy()
 
 
-OPTIMIZERS = {
-    cls.kind: cls
-    for cls in (
-        Sgd,
-        Adagrad,
-        DynamicWdAdagrad,
-        Adadelta,
-        Adam,
-        Amsgrad,
-        Momentum,
-        MovingAverage,
-        Rmsprop,
-        RmspropV2,
-        Ftrl,
-        GroupFtrl,
-        GroupAdagrad,
-        BatchSoftmax,
-        RowwiseAdagrad,
-        AdamW,
-        Lamb,
-    )
-}
+def _kinds(base: type[ReferenceOptimizer]) -> dict[str, type[ReferenceOptimizer]]:
+    own = {base.kind: base} if "kind" in vars(base) else {}
+    return own | {k: cls for child in base.__subclasses__() for k, cls in _kinds(child).items()}
+
+
+OPTIMIZERS = _kinds(ReferenceOptimizer)
 
 
 def reference_optimizer(config: OptimizerConfig) -> ReferenceOptimizer:

@@ -1,0 +1,62 @@
+"""The public names, for type checkers and for `shoal.lazy`, which imports each on first use."""
+
+from shoal.fid import make_v1 as make_v1
+from shoal.fid import make_v2 as make_v2
+from shoal.fid import slot_v1 as slot_v1
+from shoal.fid import slot_v2 as slot_v2
+from shoal.fid import v1_to_v2 as v1_to_v2
+from shoal.nn.combiners import Combiner as Combiner
+from shoal.nn.combiners import FirstN as FirstN
+from shoal.nn.combiners import ReduceMean as ReduceMean
+from shoal.nn.combiners import ReduceSum as ReduceSum
+from shoal.ops.aligned import ALIGN as ALIGN
+from shoal.ops.aligned import aligned_flat_concat as aligned_flat_concat
+from shoal.ops.aligned import aligned_flat_split as aligned_flat_split
+from shoal.ops.fused_gather import fused_gather_embeddings_by_input as fused_gather_embeddings_by_input
+from shoal.ops.fused_gather import (
+    fused_gather_embeddings_by_input_gradient as fused_gather_embeddings_by_input_gradient,
+)
+from shoal.ops.layout import flatten_layout as flatten_layout
+from shoal.ops.layout import fused_embedding_to_layout as fused_embedding_to_layout
+from shoal.ops.layout import fused_embedding_to_layout_grad as fused_embedding_to_layout_grad
+from shoal.ops.layout import nest_layout as nest_layout
+from shoal.ops.lookup import gather_embeddings_by_ids_gradient_back_prop as gather_embeddings_by_ids_gradient_back_prop
+from shoal.ops.lookup import gather_embeddings_by_input as gather_embeddings_by_input
+from shoal.ops.lookup import map_id_to_embedding as map_id_to_embedding
+from shoal.ops.lookup import map_id_to_embedding_gradient_back_prop as map_id_to_embedding_gradient_back_prop
+from shoal.ops.ragged_ops import fused_value_rowids as fused_value_rowids
+from shoal.ops.ragged_ops import normalize_merged_split as normalize_merged_split
+from shoal.ops.reduce import fused_reduce_and_split_gpu as fused_reduce_and_split_gpu
+from shoal.ops.reduce import fused_reduce_sum_and_split as fused_reduce_sum_and_split
+from shoal.ops.reduce import fused_sorted_segment_sum as fused_sorted_segment_sum
+from shoal.ops.reduce import reduce_mean as reduce_mean
+from shoal.ops.reduce import reduce_sqrtn as reduce_sqrtn
+from shoal.ops.reduce import reduce_sum as reduce_sum
+from shoal.ops.reorder import FusedReorder as FusedReorder
+from shoal.ops.reorder import fused_reorder_by_indices as fused_reorder_by_indices
+from shoal.ops.reorder import reorder_by_indices as reorder_by_indices
+from shoal.ops.sharding import ShardedFids as ShardedFids
+from shoal.ops.sharding import sharding_sparse_fids as sharding_sparse_fids
+from shoal.ops.split import ragged_split_by_indices as ragged_split_by_indices
+from shoal.ops.split import split_by_indices as split_by_indices
+from shoal.ops.unique import SharedTensor as SharedTensor
+from shoal.ops.unique import UniqueKeys as UniqueKeys
+from shoal.ops.unique import fill_with_offset_map as fill_with_offset_map
+from shoal.ops.unique import fill_with_offset_map_gradient as fill_with_offset_map_gradient
+from shoal.ops.unique import finalize_shared_tensor as finalize_shared_tensor
+from shoal.ops.unique import unique_key_with_value_and_offset as unique_key_with_value_and_offset
+from shoal.proto.example_pb2 import Example as Example
+from shoal.proto.example_pb2 import ExampleBatch as ExampleBatch
+from shoal.proto.example_pb2 import Feature as Feature
+from shoal.proto.example_pb2 import FidList as FidList
+from shoal.proto.example_pb2 import NamedFeature as NamedFeature
+from shoal.proto.example_pb2 import NamedFeatureList as NamedFeatureList
+from shoal.proto.feature_configs import FeatureConfig as FeatureConfig
+from shoal.proto.feature_configs import FeatureConfigs as FeatureConfigs
+from shoal.proto.feature_configs import OutConfig as OutConfig
+from shoal.proto.feature_configs import OutType as OutType
+from shoal.proto.feature_configs import PoolingType as PoolingType
+from shoal.proto.feature_configs import SliceConfig as SliceConfig
+from shoal.proto.feature_configs import TensorShape as TensorShape
+from shoal.proto.instance_pb2 import Instance as Instance
+from shoal.ragged import Ragged as Ragged

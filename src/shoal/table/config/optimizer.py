@@ -1,0 +1,152 @@
+"""What the classes of row optimizers have in common: how they check themselves and become messages."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields
+from numbers import Real
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+from google.protobuf.message import Message
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.table.config.learning_rate import LearningRate, check_rate
+from shoal.table.config.messages import OptimizerConfig
+
+# Our field -> the message's.
+_FIELD = {
+    "weight_decay": "weight_decay_factor",
+    "initial_accumulator": "initial_accumulator_value",
+    "eps": "epsilon",
+    "rho": "averaging_ratio",
+    "alpha": "momentum",
+    "nesterov": "use_nesterov",
+    "l1": "l1_regularization_strength",
+    "l2": "l2_regularization_strength",
+    "stochastic_rounding": None,
+    "lr": None,
+}
+_FRACTIONS = {"momentum", "alpha", "rho"}
+
+
+@dataclass_transform(frozen_default=True)
+@dataclass(frozen=True)
+class RowOptimizer:
+    """Base of the optimizers that a table runs on each row it updates.
+
+    ``stochastic_rounding``: after each step round the weights at random to float16 values (storage stays float32).
+    """
+
+    kind: ClassVar[str]
+    kinds: ClassVar[dict[str, type["RowOptimizer"]]] = {}
+
+    lr: LearningRate = 0.01
+    _: KW_ONLY
+    stochastic_rounding: bool = False
+
+    def __init_subclass__(cls, *, kind: str = "") -> None:
+        if kind:
+            cls.kind = kind
+            RowOptimizer.kinds[kind] = cls
+            dataclass(frozen=True)(cls)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool:
+                continue
+            if field.name == "lr":
+                check_rate(value, f"{type(self).__name__}: lr")
+                if callable(value):
+                    continue
+            if field.name == "betas":
+                _check(self, "betas", len(value) == 2 and all(0 <= beta < 1 for beta in value), "be two in [0, 1)")
+            elif field.name in _FRACTIONS:
+                _check(self, field.name, 0 <= value < 1, "be in [0, 1)")
+            else:
+                number = float(value) if isinstance(value, Real | Tensor) else math.nan
+                _check(self, field.name, 0 <= number < math.inf, "be a finite number >= 0")
+
+    def as_proto(self) -> OptimizerConfig:
+        """The message; a rate that is a function is not part of it."""
+        config = OptimizerConfig()
+        message = getattr(config, self.kind)
+        message.SetInParent()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "betas":
+                message.beta1, message.beta2 = value
+                continue
+            name = _FIELD.get(field.name, field.name)
+            if name is not None:
+                setattr(message, name, value)
+        if not callable(self.lr) and "learning_rate" in message.DESCRIPTOR.fields_by_name:
+            message.learning_rate = self.lr
+        if "bias_corrected_epsilon" in message.DESCRIPTOR.fields_by_name:
+            message.bias_corrected_epsilon = True  # as torch places it
+        if self.stochastic_rounding:
+            config.stochastic_rounding_float16 = True
+        return config
+
+
+def _check(optimizer: RowOptimizer, name: str, ok: bool, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{type(optimizer).__name__}: {name} must {rule}, got {getattr(optimizer, name)!r}")
+
+
+def write_fields(source: Any, message: Message, rename: dict[str, str] | None = None) -> None:
+    """Marks ``message`` as present and writes the fields of a dataclass that are not None."""
+    message.SetInParent()
+    for field in fields(source):
+        value = getattr(source, field.name)
+        if value is not None:
+            setattr(message, (rename or {}).get(field.name, field.name), value)
+
+
+@dataclass_transform()
+class Optimizer:
+    """Base of the optimizer classes; ``as_proto()`` gives the message."""
+
+    kind: ClassVar[str]
+    kinds: ClassVar[dict[str, type["Optimizer"]]] = {}
+    native: ClassVar[Mapping[str, float]] = {}
+    """Attributes of the native segment that the message has no field for."""
+    _rename: ClassVar[dict[str, str]] = {
+        "l1_regularization": "l1_regularization_strength",
+        "l2_regularization": "l2_regularization_strength",
+    }
+
+    def __init_subclass__(cls, *, kind: str = "", native: Mapping[str, float] | None = None) -> None:
+        if kind:
+            cls.kind, cls.native = kind, native or {}
+            Optimizer.kinds[kind] = cls
+            dataclass(cls)
+
+    def as_proto(self) -> OptimizerConfig:
+        config = OptimizerConfig()
+        write_fields(self, getattr(config, self.kind), self._rename)
+        return config
+
+
+Config = TypeVar("Config", bound=Message)
+
+
+def as_config(given: Any, kind: type[Config], what: str) -> Config:
+    """The message ``kind`` of an object that has ``as_proto()``, of one of its choices, or the message itself."""
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, Message):  # AdagradOptimizerConfig in place of OptimizerConfig(adagrad=...)
+        for field in kind.DESCRIPTOR.oneofs_by_name["type"].fields:
+            if field.message_type is given.DESCRIPTOR:
+                return kind(**{field.name: given})
+    config = given.as_proto() if hasattr(given, "as_proto") else None
+    if not isinstance(config, kind):
+        hint = "; optimizers of torch step dense parameters, rows take shoal.Adam(lr=0.01) and the like"
+        hint = hint if "torch.optim" in f"{getattr(given, '__module__', '')}" else ""
+        raise ConfigError(f"{what} must be an object of shoal.table or of {kind.DESCRIPTOR.name}, got {given!r}{hint}")
+    return config
+
+
+def as_optimizer_config(optimizer: Any) -> OptimizerConfig:
+    """The message of an optimizer object, or the message itself."""
+    return as_config(optimizer, OptimizerConfig, "optimizer")
