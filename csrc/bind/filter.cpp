@@ -12,6 +12,7 @@
 #include "table/filter_probabilistic.h"
 #include "table/filter_sliding.h"
 #include "table/touched.h"
+#include "table/tracker.h"
 
 namespace shoal::bind {
 
@@ -70,6 +71,15 @@ nb::tuple steal(TouchedKeys& keys) {
                         nb::bytes(tables.data(), tables.size() * sizeof(int32_t)));
 }
 
+nb::tuple take(Tracker& tracker) {
+  Tracker::Taken taken;
+  {
+    nb::gil_scoped_release release;
+    taken = tracker.take();
+  }
+  return nb::make_tuple(nb::bytes(taken.ids.data(), taken.ids.size() * sizeof(int64_t)), taken.all, taken.lost);
+}
+
 }  // namespace
 
 void filter(nb::module_& m) {
@@ -117,6 +127,15 @@ void filter(nb::module_& m) {
       .def("_size", &TouchedKeys::size, NoGil())
       .def("_dropped", &TouchedKeys::dropped, NoGil())
       .def("_capacity", &TouchedKeys::capacity);
+  nb::class_<Tracker>(m, "Tracker")
+      .def(nb::init<int64_t>())
+      .def(
+          "wrote", [](Tracker& t, uintptr_t ids, int64_t n) { t.wrote(ptr<int64_t>(ids, n), n); }, NoGil())
+      .def(
+          "removed", [](Tracker& t, uintptr_t ids, int64_t n) { t.removed(ptr<int64_t>(ids, n), n); }, NoGil())
+      .def("replaced", &Tracker::replaced)
+      .def("take", &take)
+      .def("size", &Tracker::size, NoGil());
 }
 
 }  // namespace shoal::bind

@@ -177,6 +177,17 @@ void table(nb::module_& m) {
       .def("swap_contents", &Table::swap_contents, NoGil())
       .def("set_filter", &Table::set_filter, nb::arg("filter").none())
       .def("set_touched", &Table::set_touched)
+      .def("track", &Table::track, nb::arg("tracker"), nb::arg("writes") = true)
+      .def("untrack", &Table::untrack)
+      .def("ids",
+           [](const Table& t, int stripe) {
+             std::vector<int64_t> ids;
+             {
+               nb::gil_scoped_release release;
+               ids = t.ids(stripe);
+             }
+             return nb::bytes(ids.data(), ids.size() * sizeof(int64_t));
+           })
       .def("begin_epoch", &Table::begin_epoch, NoGil())
       .def("oldest_epoch", &Table::oldest_epoch)
       .def("removed_since", &Table::removed_since, NoGil())

@@ -36,6 +36,15 @@ void Table::snapshot(int stripe, uint32_t changed_since, Rows* out) const {
   copy_rows(contents.rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
 }
 
+std::vector<int64_t> Table::ids(int stripe) const {
+  std::vector<int64_t> out;
+  Locks<false> lock(*this, uint64_t{1} << stripe);
+  const auto& index = contents_->stripes[stripe].index;
+  out.reserve(static_cast<size_t>(index.size()));
+  index.each([&](Slot slot) { out.push_back(static_cast<int64_t>(slot.id())); });
+  return out;
+}
+
 int64_t Table::walk(int stripe, int64_t place, int64_t limit, Rows* out) const {
   std::vector<uint32_t> numbers;
   Locks<false> lock(*this, uint64_t{1} << stripe);

@@ -96,26 +96,36 @@ bool Table::erase_row(int stripe, uint64_t hash, int64_t id) {
 
 int64_t Table::evict(const Expiry& expiry, int64_t now) {
   std::atomic<int64_t> total{0};
+  const bool tracked = trackers() != nullptr;
   parallel_parts(kStripes, [&](int64_t stripe) {
-    Locks<true> lock(*this, uint64_t{1} << stripe);
-    total += contents_->stripes[stripe].index.erase_if([&](Slot slot) {
-      const auto id = static_cast<int64_t>(slot.id());
-      if (!expiry.stale(id, slot.time(), now)) return false;
-      forget(static_cast<int>(stripe), id, slot.row());
-      return true;
-    });
+    std::vector<int64_t> gone;
+    {
+      Locks<true> lock(*this, uint64_t{1} << stripe);
+      total += contents_->stripes[stripe].index.erase_if([&](Slot slot) {
+        const auto id = static_cast<int64_t>(slot.id());
+        if (!expiry.stale(id, slot.time(), now)) return false;
+        forget(static_cast<int>(stripe), id, slot.row());
+        if (tracked) gone.push_back(id);
+        return true;
+      });
+    }
+    note_removed(gone);
   });
   return total;
 }
 
 int64_t Table::erase(const int64_t* ids, int64_t n) {
   int64_t erased = 0;
+  std::vector<int64_t> gone;
   for (int64_t i = 0; i < n; ++i) {
     const uint64_t hash = hash_of(ids[i]);
     const int stripe = stripe_of(hash);
     Locks<true> lock(*this, uint64_t{1} << stripe);
-    erased += erase_row(stripe, hash, ids[i]);
+    if (!erase_row(stripe, hash, ids[i])) continue;
+    ++erased;
+    gone.push_back(ids[i]);
   }
+  note_removed(gone);
   return erased;
 }
 
@@ -138,12 +148,47 @@ void Table::set_layout(const Layout& layout) {
 void Table::swap_contents(Table& other) {
   if (other.layout_.stride != layout_.stride || other.layout_.row_bytes != layout_.row_bytes)
     throw std::invalid_argument("swap_contents needs a table of the same layout");
-  Locks<true> lock(*this, kAllStripes);
-  std::swap(contents_, other.contents_);
-  if (epoch_.load()) {
-    contents_->rows.track();
-    oldest_epoch_.store(epoch_.fetch_add(1) + 1);
+  {
+    Locks<true> lock(*this, kAllStripes);
+    std::swap(contents_, other.contents_);
+    if (epoch_.load()) {
+      contents_->rows.track();
+      oldest_epoch_.store(epoch_.fetch_add(1) + 1);
+    }
   }
+  const auto trackers = this->trackers();
+  if (!trackers) return;
+  for (int stripe = 0; stripe < kStripes; ++stripe) note_removed(other.ids(stripe));
+  for (const Follower& follower : *trackers) follower.tracker->replaced();
+}
+
+// --- trackers -------------------------------------------------------------------------------------------------------
+
+void Table::track(std::shared_ptr<Tracker> tracker, bool writes) {
+  auto now = trackers();
+  std::shared_ptr<Trackers> more;
+  do {
+    more = now ? std::make_shared<Trackers>(*now) : std::make_shared<Trackers>();
+    more->push_back({tracker, writes});
+  } while (!trackers_.compare_exchange_weak(now, more));
+}
+
+void Table::untrack(const std::shared_ptr<Tracker>& tracker) {
+  auto now = trackers();
+  std::shared_ptr<Trackers> fewer;
+  do {
+    if (!now) return;
+    fewer = std::make_shared<Trackers>(*now);
+    std::erase_if(*fewer, [&](const Follower& follower) { return follower.tracker == tracker; });
+    if (fewer->empty()) fewer = nullptr;
+  } while (!trackers_.compare_exchange_weak(now, fewer));
+}
+
+void Table::note_removed(const std::vector<int64_t>& ids) const {
+  if (ids.empty()) return;
+  if (const auto trackers = this->trackers())
+    for (const Follower& follower : *trackers)
+      follower.tracker->removed(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
 }  // namespace shoal

@@ -19,6 +19,7 @@
 #include "table/readers.h"
 #include "table/rwlock.h"
 #include "table/touched.h"
+#include "table/tracker.h"
 
 namespace shoal {
 
@@ -120,6 +121,10 @@ class Table {
     touched_ = std::move(touched);
     touched_number_ = number;
   }
+  // Tells the tracker of every row that is written or removed from now on, or stops. Any number of them, beside writes.
+  // Without `writes` it hears only of what is removed or replaced as a whole.
+  void track(std::shared_ptr<Tracker> tracker, bool writes = true);
+  void untrack(const std::shared_ptr<Tracker>& tracker);
 
   // --- snapshot and restore ---------------------------------------------------------------------------------------
   static constexpr int kStripes = 64;   // as many as a lock set has bits
@@ -130,6 +135,8 @@ class Table {
   // Appends at most `limit` rows of a stripe from `place` (0 at first) on; returns the place to go on from, -1 at the
   // end.
   int64_t walk(int stripe, int64_t place, int64_t limit, Rows* out) const;
+  // The ids of one stripe.
+  std::vector<int64_t> ids(int stripe) const;
   // Appends the rows of the ids that are in the table; found[i] tells which.
   void fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) const;
   // Inserts or replaces rows as they are. Raises the max update time to the largest time.
@@ -165,6 +172,7 @@ class Table {
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
   void write(Write write);
   static void write_all(std::span<const Write> writes);
+  static void write_rows(std::span<const Write> writes);
   void write_task(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
   template <Kind kKind>
   void write_part(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
@@ -179,6 +187,14 @@ class Table {
   std::vector<uint8_t> dropped(const Update& update, std::vector<uint8_t> skip);
   void note_touched(const Gradients& gradients, const std::vector<uint8_t>& drop);
   void update_scales(int64_t global_step);
+  struct Follower {
+    std::shared_ptr<Tracker> tracker;
+    bool writes;
+  };
+  using Trackers = std::vector<Follower>;
+  std::shared_ptr<const Trackers> trackers() const { return trackers_.load(std::memory_order_acquire); }
+  static void note_written(std::span<const Write> writes);
+  void note_removed(const std::vector<int64_t>& ids) const;
 
   Layout layout_;
   const uint64_t seed_;
@@ -195,6 +211,7 @@ class Table {
   std::shared_ptr<Filter> filter_;
   std::shared_ptr<TouchedKeys> touched_;
   int32_t touched_number_ = 0;
+  std::atomic<std::shared_ptr<const Trackers>> trackers_;  // null: none
   friend class AtFork;
   void at_fork(Fork phase);
   AtFork at_fork_{this};

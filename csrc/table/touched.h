@@ -27,7 +27,8 @@ class TouchedKeys {
     int32_t table;
     bool used;
   };
-  void grow();
+  void grow(size_t slots);
+  size_t first_slot(int64_t id, int32_t table) const;
   void place(const Key& key);
 
   const int64_t capacity_;
@@ -35,6 +36,7 @@ class TouchedKeys {
   AtFork at_fork_{&mutex_};
   std::vector<Key> slots_;  // open addressing; the size is a power of two, or 0 before the first key
   int64_t size_ = 0;
+  size_t usual_ = 64;  // slots that were filled when it was last stolen
   int64_t dropped_ = 0;
 };
 

@@ -342,6 +342,36 @@ class Partition {
 
 // Threads share the tables, and a large batch of one table is cut into parts that own disjoint stripes.
 void Table::write_all(std::span<const Write> writes) {
+  try {
+    write_rows(writes);
+  } catch (...) {  // some rows may have been written
+    note_written(writes);
+    throw;
+  }
+  note_written(writes);
+}
+
+void Table::note_written(std::span<const Write> writes) {
+  for (const Write& write : writes) {
+    const auto trackers = write.table->trackers();
+    if (!trackers) continue;
+    std::vector<int64_t> passed;
+    if (write.drop) {
+      for (int64_t i = 0; i < write.n; ++i)
+        if (!write.drop[i]) passed.push_back(write.ids[i]);
+    }
+    for (const auto& [tracker, writes] : *trackers) {
+      if (!writes) continue;
+      if (write.drop) {
+        tracker->wrote(passed.data(), static_cast<int64_t>(passed.size()));
+      } else {
+        tracker->wrote(write.ids, write.n);
+      }
+    }
+  }
+}
+
+void Table::write_rows(std::span<const Write> writes) {
   const int threads = num_threads();
   int64_t total = 0;
   for (const Write& write : writes) total += write.n;

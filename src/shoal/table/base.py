@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,6 +139,24 @@ class TableBase(ABC):
 
     def _set_touched(self, touched: Any, number: int) -> None:
         self._native.set_touched(touched, number)
+
+    # --- changes, for copies elsewhere (shoal.table.tracking) ---------------------------------------------------------
+
+    def track(self, tracker: _core.Tracker) -> None:
+        """Tells a tracker of every row that is written or removed from now on."""
+        self._native.track(tracker)
+
+    def untrack(self, tracker: _core.Tracker) -> None:
+        """Tells a tracker nothing more."""
+        self._native.untrack(tracker)
+
+    def settle(self) -> None:  # noqa: B027 (there is nothing to do)
+        """Waits until trackers have been told of all writes so far, which is at once."""
+
+    def all_ids(self) -> Iterator[Tensor]:
+        """The ids that have a row, some at a time, int64 on the CPU. Writes may come in between."""
+        for stripe in range(_core.Table.num_stripes):
+            yield torch.from_numpy(np.frombuffer(self._native.ids(stripe), np.int64).copy())
 
     @abstractmethod
     def _client_lookup(self, ids: Tensor) -> Tensor:

@@ -193,6 +193,14 @@ class HashTable(TableBase):
         _Native.lookup_or_insert(fresh, ids.data_ptr(), ids.numel(), 0, out.data_ptr(), False)
         return out.to(self.device)
 
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The embeddings of ``ids``, zeros where there is none, and bool ``[n]``: which ids have a row. On the CPU."""
+        ids = as_ids(ids, self.name)
+        n = ids.numel()
+        out, found = empty_rows(n, self.dim_size), torch.empty(n, dtype=torch.bool, device="cpu")
+        _Native.lookup(self._native, ids.data_ptr(), n, out.data_ptr(), found.data_ptr())
+        return out, found
+
     def contains(self, ids: Tensor) -> Tensor:
         """bool ``[n]``: which ids have a row."""
         ids = as_ids(ids, self.name)

@@ -217,6 +217,12 @@ class CachedHashTable(CudaHashTable):
         self._dirty.zero_()
         self._version += 1
 
+    def _tell_resident(self) -> None:
+        """Tells trackers of the rows here, which the CPU table may not know, before all are removed."""
+        former = self._former_ids()
+        if former is not None and self._marks is not None:
+            self._marks.remove(former)
+
     def prefetch(self, ids: Tensor) -> CachedHashTable:
         """Has the rows of ``ids`` brought while other work goes on; the call with the same tensor waits for it.
 
@@ -298,9 +304,28 @@ class CachedHashTable(CudaHashTable):
     def clear(self) -> HashTable:
         """Removes all rows, here and below."""
         with self._alone():
+            self._tell_resident()
             self._drop()
             self.below.clear()
         return self
+
+    def track(self, tracker: _core.Tracker) -> None:
+        """As `HashTable.track`; the CPU table tells of what is removed, for rows that are written back are no news."""
+        super().track(tracker)
+        self.below._native.track(tracker, False)
+
+    def untrack(self, tracker: _core.Tracker) -> None:
+        """As `HashTable.untrack`."""
+        super().untrack(tracker)
+        self.below._native.untrack(tracker)
+
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As `HashTable.find`, from the CPU table with everything written back: the cache stays as it is."""
+        return self.flush().below.find(ids)
+
+    def all_ids(self) -> Iterator[Tensor]:
+        """As `HashTable.all_ids`."""
+        return self.flush().below.all_ids()
 
     def staged(self) -> Any:
         """The CPU table, with everything written back."""
@@ -318,6 +343,7 @@ class CachedHashTable(CudaHashTable):
     def adopt(self, native: _core.Table) -> None:
         """Replaces all rows, below, with those of a CPU table; the cache is empty afterwards."""
         with self._alone():
+            self._tell_resident()
             self._drop()
             self.below._native.swap_contents(native)
             for table in (self.below._native, self._host):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -95,7 +95,48 @@ class StoredTable(HashTable):
         raise UnsupportedError(f"table {self.name!r} is on {self.device}; this operation works on CPU tables")
 
     def _set_touched(self, touched: Any, number: int) -> None:
-        self._marks = Marks(touched, number, self.device)
+        self._marks = self._marks or Marks(self.device)
+        self._marks.set_client(touched, number)
+
+    @in_turn
+    def track(self, tracker: _core.Tracker) -> None:
+        """As `HashTable.track`; ids come home from the device without a wait of their writers."""
+        if self._storage.replayed:
+            raise UnsupportedError(
+                f"table {self.name!r}: a CUDA graph was captured that writes it and cannot tell which ids; follow the "
+                "table before, and train without one"
+            )
+        self._marks = self._marks or Marks(self.device)
+        self._marks.trackers = [*self._marks.trackers, tracker]
+
+    @in_turn
+    def untrack(self, tracker: _core.Tracker) -> None:
+        """As `HashTable.untrack`."""
+        if self._marks is not None:
+            self._marks.settle()
+            self._marks.trackers = [one for one in self._marks.trackers if one is not tracker]
+
+    def settle(self) -> None:
+        """Waits until trackers have been told of all writes so far."""
+        if self._marks is not None:
+            self._marks.settle()
+
+    @in_turn
+    def all_ids(self) -> Iterator[Tensor]:
+        """As `HashTable.all_ids`; they are listed now."""
+        self._judge.check(wait=True)
+        return iter([ids.cpu() for ids, _, _ in self._storage.chunks(self._number)])
+
+    def _former_ids(self) -> Tensor | None:
+        """All ids, if somebody wants to know which are removed."""
+        if self._marks is None or not self._marks.trackers:
+            return None
+        return torch.cat([ids.cpu() for ids, _, _ in self._storage.chunks(self._number)])
+
+    def _replaced(self, former: Tensor | None) -> None:
+        """All rows are others now; these ids had one before."""
+        if former is not None and self._marks is not None:
+            self._marks.replace(former)
 
     def _client_lookup(self, ids: Tensor) -> Tensor:
         return self.lookup(ids.to(self.device)).cpu()
@@ -148,8 +189,7 @@ class StoredTable(HashTable):
         self._judge.check(wait=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        if self._marks is not None:
-            self._marks.settle()
+        self.settle()
         return self
 
     @in_turn
@@ -194,7 +234,7 @@ class StoredTable(HashTable):
     @in_turn
     def adopt(self, native: _core.Table) -> None:
         """Replaces all rows with those of a CPU table, and takes its clock and scales."""
-        storage = self._storage
+        storage, former = self._storage, self._former_ids()
         try:
             if storage.tables == 1:
                 fresh = Storage(storage.layout, self.device)
@@ -213,6 +253,7 @@ class StoredTable(HashTable):
         if storage.epoch:
             storage.begin_epoch()  # of other tables' changes, too
         self._changes.start_over()
+        self._replaced(former)
         self._host.raise_max_update_time(native.max_update_time())
         self._host.set_scales(native.scales())
 

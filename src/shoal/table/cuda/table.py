@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import UnsupportedError
-from shoal.table.arguments import as_int
+from shoal.table.arguments import as_ids, as_int
 from shoal.table.clock import now
 from shoal.table.cuda import bridge, compiled, groups
 from shoal.table.cuda.backend import capturing
@@ -64,6 +64,7 @@ class CudaHashTable(StoredTable):
         self._version += 1
         out = torch.empty(ids.numel(), self.dim_size, dtype=torch.float32, device=self.device)
         self._storage.arena.start_fresh(rows, ids, self._seed, out=out)
+        self._mark(ids, torch.where(rows & FRESH != 0, rows, -1), trained=False)
         return self._read(self._storage.arena.gather(rows, self.dim_size, out))
 
     def group_key(self) -> Hashable:
@@ -100,6 +101,14 @@ class CudaHashTable(StoredTable):
             elif s.codec == "one_bit":
                 part.copy_(s.native.amplitude * torch.tanh(scales[s.index] * part))
         return weights
+
+    @in_turn
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As `HashTable.find`. Waits for the device."""
+        there = as_ids(ids, self.name).to(self.device)
+        rows = self._storage.find(there, self._number, "rows")
+        weights = self._read(self._storage.find(there, self._number, "weights"))
+        return weights.cpu(), (rows >= 0).cpu()
 
     @in_turn
     def contains(self, ids: Tensor) -> Tensor:
@@ -143,6 +152,7 @@ class CudaHashTable(StoredTable):
         self._version += 1
         self._storage.arena.start_fresh(rows, ids, self._seed)
         self._storage.arena.assign(rows, values, add)
+        self._mark(ids, rows, trained=False)
         return self
 
     def _without_zeros(self, ids: Tensor, values: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor, None]:
@@ -239,14 +249,15 @@ class CudaHashTable(StoredTable):
                 scales[s.index] = min(s.native.init_scale * (1 + 0.005 * step) ** 0.5, s.native.max_scale)
         self._host.set_scales(scales)
 
-    def _mark(self, ids: Tensor, rows: Tensor) -> None:
+    def _mark(self, ids: Tensor, rows: Tensor, trained: bool = True) -> None:
         if self._marks is not None:
-            self._marks.add(ids, rows)
+            self._marks.add(ids, rows, trained)
 
     def _check_marks(self) -> None:
         if self._marks is not None and capturing(self.device):
             raise UnsupportedError(
-                f"table {self.name!r}: a CUDA graph cannot tell the sync client which ids it wrote; train without one"
+                f"table {self.name!r}: a CUDA graph cannot tell which ids it wrote to the replicas that follow the "
+                "table; train without one"
             )
 
     # --- what a write asks first --------------------------------------------------------------------------------------
@@ -305,10 +316,14 @@ class CudaHashTable(StoredTable):
         """Removes ids; returns how many there were. Waits for the device."""
         ids = self._ids(ids)
         self._version += 1
-        if self._changes.tracked:
+        there = ids[:0]
+        if self._changes.tracked or (self._marks is not None and self._marks.trackers):
             there = torch.unique(ids[self._storage.find(ids, self._number, "rows") >= 0])
             self._changes.remove(there)
-        return self._storage.erase(ids, self._number)
+        erased = self._storage.erase(ids, self._number)
+        if self._marks is not None:
+            self._marks.remove(there)
+        return erased
 
     @in_turn
     def evict(self, max_update_time: Any = None) -> int:
@@ -318,18 +333,24 @@ class CudaHashTable(StoredTable):
         days = torch.full((32768,), config.default_expire_time, dtype=torch.int64, device="cpu")
         for item in config.slot_expire_times:
             days[item.slot] = item.expire_time
-        days, stale_slots = days.to(self.device), []
+        days, stale_slots, gone = days.to(self.device), [], []
         for ids, rows, slots in self._storage.chunks(self._number):
             stale = now - self._storage.arena.row_times(rows) >= days[(ids >> 48) & 0x7FFF] * 86400
             stale_slots.append(slots[stale])
             self._changes.remove(ids[stale])
+            gone.append(ids[stale])
         self._version += 1
-        return self._storage.erase_slots(torch.cat(stale_slots), self._number)
+        erased = self._storage.erase_slots(torch.cat(stale_slots), self._number)
+        if self._marks is not None:
+            self._marks.remove(torch.cat(gone))
+        return erased
 
     @in_turn
     def clear(self) -> HashTable:
         """Removes all rows and gives their memory back (a table of a `MultiHashTable`: to the others)."""
         self._version += 1
+        former = self._former_ids()
         self._storage.clear(self._number)
         self._changes.start_over()
+        self._replaced(former)
         return self

@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal.durable import Found, remove_folder, sync_folder
 from shoal.errors import ConfigError, DataError
+from shoal.stamps import Stamp, new_run
 from shoal.table.checkpoint.chain import checkpoints_of
 from shoal.table.checkpoint.manifest import Manifest
 from shoal.train.loop import checkpoint
@@ -41,8 +42,17 @@ class Progress:
     """Whether rows and weights are those of ``kept_step`` rather than those of ``step``."""
     epoch: int = 0
     """Whose end has not been evaluated yet."""
-    run: str = field(default_factory=lambda: secrets.token_hex(8))
-    """The name of the run on parameter servers; that of the first rank counts."""
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    """What checkpoints on parameter servers are kept under; that of the first rank counts."""
+    run: int = field(default_factory=new_run, compare=False)
+    """Of the `Stamp`s of what is learnt: another one at each start; the same on all ranks."""
+    base: Stamp | None = None
+    """The stamp of the checkpoint that this start goes on from; None: it began from nothing."""
+
+    @property
+    def stamp(self) -> Stamp:
+        """Of the rows and weights of now."""
+        return Stamp(self.run, self.step)
 
     def judge(self, value: float) -> bool:
         """Takes an evaluation; whether it is the best so far, which NaN never is."""
@@ -98,7 +108,7 @@ class Saver:
         target = self.series.path(at.step)
         self._saved_at = time.monotonic()  # one that fails is tried again when the next one is due
         values = asdict(at) | {"now_s": self.rows.now_s} | _steps_to_json(self.rows.steps())
-        del values["step"]
+        del values["step"], values["base"]
         snapshot.content = {"identity": self.config.identity(), "progress": values, "files": files}
         if self.rows.client is not None:
             snapshot.content["servers"] = self._keep_on_servers(at)
@@ -139,7 +149,7 @@ class Saver:
                 return None
             manifests = [Manifest.of(found.saved) for found in self.series.whole() if found.saved is not None]
             others = [servers["kept"] for one in manifests if (servers := _servers(one)) and servers["kept"]]
-            name = f"{at.run}-{at.step}" + "_best" * at.restored
+            name = f"{at.name}-{at.step}" + "_best" * at.restored
             return self.rows.keep_on_servers(name, others)
 
         def flush() -> None:
@@ -223,8 +233,14 @@ class Saver:
         values = dict(content["progress"])
         self.rows.now_s = values.pop("now_s")
         self.rows.set_steps(values.get("sparse_steps") or dict.fromkeys(self.rows.tables, values["sparse_step"]))
+        if isinstance(values.get("run"), str):  # of a version that did not stamp what it learns
+            values["name"] = values.pop("run")
+        base = Stamp(values.pop("run", 0), manifest.step)
         known = {one.name for one in fields(Progress)}
-        at = Progress(step=manifest.step, **{name: value for name, value in values.items() if name in known})
+        at = Progress(
+            step=manifest.step, run=new_run(base.run), base=base,
+            **{name: value for name, value in values.items() if name in known},
+        )  # fmt: skip
         if self.rows.client is not None:
             self._restore_on_servers(found.path, manifest)
         if content.get("files", files) != files:

@@ -92,6 +92,7 @@ class Trainer:
         if config.out.dir is not None:
             self.saver = Saver(config, self.ranks, self.rows, self.reporter.note, self.save_timer)
             self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
+        self.at.run = self.ranks.from_first(self.at.run)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
