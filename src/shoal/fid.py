@@ -70,6 +70,11 @@ def slot_v2(f: Fid) -> Fid:
     return (f >> 48) & MAX_SLOT_V2
 
 
+def shard_of(ids: Fid, shards: int) -> Fid:
+    """The shard of each id, the same rule everywhere: ``id mod shards``, rounding down, so that it is not negative."""
+    return ids % shards
+
+
 def _make(slot: int, sig: Fid, bits: int, max_slot: int, version: str) -> Fid:
     if not 0 <= slot <= max_slot:
         raise ConfigError(f"a {version} slot is 0..{max_slot}, got {slot}")

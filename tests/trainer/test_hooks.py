@@ -7,6 +7,9 @@ import sys
 import pytest
 
 from shoal.errors import ConfigError
+from shoal.sharded import AsyncPushHook, EnqueueHook
+from shoal.sharded.monolith.prefetch_queue import StructureQueue
+from shoal.table import HashFilterCheckpointSaverListener, HashTableCheckpointRestorerListener, create_hash_filter
 from shoal.testing import run_ranks
 from shoal.train import (
     BroadcastGlobalVariablesHook,
@@ -198,6 +201,21 @@ def test_files_dump_and_stop_the_run(data, tmp_path, caplog):
     assert told.saves[0] == 3
     assert folders(out)[-1] == "ckpt-00000006"
     assert "table features holds" in caplog.text
+
+
+def test_listeners_of_tables_and_hooks_of_queues_run_in_a_loop(data, tmp_path):
+    queue, applied = StructureQueue(4), []
+    for element in range(3):
+        queue.put(element)
+    hooks = [
+        HashTableCheckpointRestorerListener(tmp_path / "model"),  # there is none yet
+        HashFilterCheckpointSaverListener(tmp_path / "model", [create_hash_filter(60, 3)], True),
+        EnqueueHook(queue),
+        AsyncPushHook(queue, lambda: applied.append(queue.dequeue(10))),
+    ]
+    run(settings(data, tmp_path / "run"), hooks=hooks)
+    assert applied == [0, 1, 2]
+    assert list(tmp_path.glob("model-*.assets"))
 
 
 def test_request_times_of_the_data_stop_the_run(tmp_path):

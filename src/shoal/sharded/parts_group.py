@@ -14,6 +14,7 @@ from torch.nn import functional
 from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
+from shoal.fid import shard_of
 from shoal.sharded.bag_gradients import bag_divisors, sum_gradients
 from shoal.sharded.devices import home
 from shoal.sharded.export import check_writable
@@ -171,7 +172,7 @@ class PartsGroup:
         by_table = [(torch.cat([none[0], *i]), torch.cat([none[1], *r])) for i, r in zip(ids, rows, strict=True)]
         lists, flats = [], []
         for shard in range(self._shards):
-            here = [own.remainder(self._shards) == shard for own, _ in by_table]
+            here = [shard_of(own, self._shards) == shard for own, _ in by_table]
             counts = [int(h.sum()) for h in here]
             own = torch.cat([i[h] for (i, _), h in zip(by_table, here, strict=True)])
             lists.append(Lists(self.names[shard], counts, own))

@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_flat, empty_of, empty_rows
 from shoal.errors import ConfigError
+from shoal.fid import shard_of
 from shoal.ops.fused_gather import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.ops.split import split_by_indices
@@ -145,14 +146,14 @@ def split_rows(ids: Tensor, values: Tensor | None, num_shards: int) -> tuple[lis
     """Ids and their rows by shard, nothing dropped, input order kept."""
     if num_shards == 1:
         return [ids], [values] if values is not None else []
-    shards = torch.remainder(ids, num_shards)
+    shards = shard_of(ids, num_shards)
     parts = split_by_indices(shards, ids, num_shards)
     return parts, split_by_indices(shards, values, num_shards) if values is not None else []
 
 
 def positions_of_shards(ids: Tensor, num_shards: int) -> list[Tensor]:
     """For each shard the positions of its ids."""
-    shards = torch.remainder(ids, num_shards)
+    shards = shard_of(ids, num_shards)
     return [(shards == s).nonzero().view(-1) for s in range(num_shards)]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.comm.ranks.ranks import AllToAll
 from shoal.durable import MANIFEST, Saved, digests_below, read_saved, replace_files
 from shoal.errors import DataError, PeerError
+from shoal.fid import shard_of
 from shoal.sharded import environment as env
 from shoal.sharded.all_to_all.backend import default_backend
 from shoal.sharded.all_to_all.exchange import WRITE, Call, Exchange
@@ -205,8 +206,8 @@ class AllToAllHashTable:
         return self
 
     def owner(self, ids: Tensor) -> Tensor:
-        """The rank of each id: ``id mod N``, rounding down."""
-        return torch.remainder(ids, self.world_size)
+        """The rank of each id."""
+        return shard_of(ids, self.world_size)
 
     def size(self) -> int:
         """Rows of all ranks; all of them call it together."""

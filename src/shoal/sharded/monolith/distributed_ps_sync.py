@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.horovod.hooks import SessionRunHook
 from shoal.comm.ranks.ranks import AllToAll
 from shoal.errors import ConfigError
 from shoal.host import as_tensor
@@ -20,7 +21,6 @@ from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_me
 from shoal.sharded.devices import home
 from shoal.sharded.monolith.prefetch_queue import (
     AsyncPushHook,
-    Hook,
     StructureQueue,
     enqueue_dicts_with_queue_return,
     queue_capacities,
@@ -76,7 +76,7 @@ class DistributedMultiTypeHashTableMpi:
         self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._next_step = 0
         self._lookups, self._pushes = itertools.count(1), itertools.count(1)
-        self._hooks: list[Hook] = []
+        self._hooks: list[SessionRunHook] = []
         self._async: StructureQueue | None = None
         if self._capacity["enable_async_optimize"]:
             self._async = StructureQueue(
@@ -234,11 +234,11 @@ class DistributedMultiTypeHashTableMpi:
     def reinitialize(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("synchronous tables have no reinitialize; use the local shard (`table`)")
 
-    def add_queue_hook(self, hook: Hook) -> None:
+    def add_queue_hook(self, hook: SessionRunHook) -> None:
         """Adds a hook to those that `get_queue_hooks` gives to the loop."""
         self._hooks.append(hook)
 
-    def get_queue_hooks(self) -> list[Hook]:
+    def get_queue_hooks(self) -> list[SessionRunHook]:
         """The hooks that a loop calls, those of the local tables included."""
         inner = self._table.get_queue_hooks() if hasattr(self._table, "get_queue_hooks") else []
         return [*self._hooks, *inner]

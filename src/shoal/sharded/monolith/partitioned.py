@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.horovod.hooks import SessionRunHook
 from shoal.errors import ConfigError
+from shoal.fid import shard_of
 from shoal.ragged import Ragged
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.sharded.export import check_writable, export_parts
@@ -28,7 +30,6 @@ from shoal.sharded.monolith.layout_config import PREFIX, ParserCtx, get_default_
 from shoal.sharded.monolith.pooling import Pooling
 from shoal.sharded.monolith.prefetch_queue import (
     AsyncFunctionMgr,
-    Hook,
     enqueue_dicts_with_queue_return,
     queue_capacities,
 )
@@ -66,7 +67,7 @@ class PartitionedHashTable:
         if self._native != self._params.use_native_multi_hash_table:
             raise ConfigError("use_native_multi_hash_table differs from that of the parser context")
         self._queue_configs = queue_capacities(queue_configs)
-        self._hooks: list[Hook] = []
+        self._hooks: list[SessionRunHook] = []
         self._pooling = Pooling(self._ctx, self._shards)
         configs = self._params.feature_configs.feature_configs
         self._features = sorted(configs)
@@ -248,8 +249,8 @@ class PartitionedHashTable:
             raise KeyError(f"there is no sub-table {name!r}; there are {', '.join(self._dims)}")
         ids = ids_anywhere(ids, name).view(-1).to(self._home)
         values = rows_anywhere(values, ids.numel(), self._dims[name], name, "values", self._home)
-        if ids.numel() and (int(ids.min()) < 0 or bool((ids % self._shards != ps).any())):
-            bad = ids[(ids < 0) | (ids % self._shards != ps)][0]
+        if ids.numel() and (int(ids.min()) < 0 or bool((shard_of(ids, self._shards) != ps).any())):
+            bad = ids[(ids < 0) | (shard_of(ids, self._shards) != ps)][0]
             raise ConfigError(
                 f"sub-table {name!r}: part {ps} of {self._shards} holds the ids with id mod {self._shards} == {ps} "
                 f"that are not negative, got {int(bad)}"
@@ -264,10 +265,10 @@ class PartitionedHashTable:
             return {ps: self._exchange.table.lookup(ids) for ps, ids in data.items()}
         return {ps: self._tables[ps].lookup(ids) for ps, ids in data.items()}
 
-    def add_queue_hook(self, hook: Hook) -> None:
+    def add_queue_hook(self, hook: SessionRunHook) -> None:
         self._hooks.append(hook)
 
-    def get_queue_hooks(self) -> list[Hook]:
+    def get_queue_hooks(self) -> list[SessionRunHook]:
         """Its own hooks and those of the parts."""
         inner = [h for t in self._tables for h in (t.get_queue_hooks() if hasattr(t, "get_queue_hooks") else ())]
         exchange = self._exchange.hooks if self._exchange is not None else []

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.comm.horovod.hooks import SessionRunHook
 from shoal.errors import ConfigError, DeadlineError, ShoalError
 from shoal.ragged import Ragged
 
@@ -162,19 +163,7 @@ class Stage:
         self.close()
 
 
-class Hook:
-    """What a training loop calls: `begin` before the first step, the middle two around each, `end` after the last."""
-
-    def begin(self) -> None: ...
-
-    def before_run(self) -> None: ...
-
-    def after_run(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class EnqueueHook(Hook):
+class EnqueueHook(SessionRunHook):
     """From `begin` on, a daemon thread enqueues what ``producer_fn`` makes until the input ends or the queue closes.
 
     Without a producer the loop itself enqueues; the hook then closes the queue at the `end`.
@@ -202,13 +191,13 @@ class EnqueueHook(Hook):
             error = raised
         self.queue.close(error)
 
-    def end(self) -> None:
+    def end(self, ctx: Any = None) -> None:
         self.queue.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(10)
 
 
-class AsyncPushHook(Hook):
+class AsyncPushHook(SessionRunHook):
     """Runs ``run``, which takes one element of ``queue`` and applies it, once a step, one step late.
 
     The first step only enqueues; after it the hook is armed. `end` runs what is left. So every element is applied
@@ -219,14 +208,14 @@ class AsyncPushHook(Hook):
         self.queue, self.run = queue, run
         self._armed = False
 
-    def before_run(self) -> None:
+    def before_run(self, ctx: Any = None) -> None:
         if self._armed and self.queue.size():
             self.run()
 
-    def after_run(self) -> None:
+    def after_run(self, ctx: Any = None, values: Any = None) -> None:
         self._armed = self._armed or self.queue.size() > 0
 
-    def end(self) -> None:
+    def end(self, ctx: Any = None) -> None:
         while self.queue.size():
             self.run()
 

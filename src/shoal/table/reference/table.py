@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shoal.errors import ConfigError, UnsupportedError
-from shoal.fid import slot_v2
+from shoal.fid import shard_of, slot_v2
 from shoal.table.config.entry import HashTableConfigInstance, infer_dim_size
 from shoal.table.config.messages import EntryConfig, EntryDump
 from shoal.table.config.validate import validate_table_config
@@ -87,7 +87,7 @@ class ReferenceTable:
         return [self.dump(key).SerializeToString() if key in self.rows else b"" for key in _ids(ids)]
 
     def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
-        part = sorted(key for key in self.rows if key % num_shards == shard_idx)[offset : offset + limit]
+        part = sorted(key for key in self.rows if shard_of(key, num_shards) == shard_idx)[offset : offset + limit]
         return offset + len(part), [self.dump(key, with_id=True).SerializeToString() for key in part]
 
     def dump(self, key: int, with_id: bool = False) -> EntryDump:

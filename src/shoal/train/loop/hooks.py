@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from shoal.errors import ConfigError
 from shoal.models.build import find_object
 
 _METHODS = ("begin", "after_create_session", "before_run", "after_run", "end")
+_SAVES = ("before_save", "after_save")
 
 
 class SaveTimer:
@@ -88,32 +90,29 @@ class Hooks:
             hook.end(self.context)
 
 
-class _OfListener(SessionRunHook):
-    """A listener of checkpoints alone, such as `shoal.train.SyncTrainingBarrierSaverListener`, as a hook."""
-
-    def __init__(self, listener: Any) -> None:
-        self._listener = listener
-
-    def begin(self) -> None:
-        self._listener.begin()
-
-    def before_save(self, ctx: Any, global_step: int) -> None:
-        self._listener.before_save(ctx, global_step)
-
-    def after_save(self, ctx: Any, global_step: int) -> None:
-        self._listener.after_save(ctx, global_step)
-
-    def end(self, ctx: Any) -> None:
-        self._listener.end(ctx, ctx.global_step)
-
-
-class _OfMethods(SessionRunHook):
-    """An object with a hook's methods that is not derived from it."""
+class _Fitted(SessionRunHook):
+    """An object with some of a hook's methods, or a listener of checkpoints: a method that takes fewer arguments gets
+    fewer (`before_save` of a listener of tables the step alone), and ``before_restore`` is called at the beginning."""
 
     def __init__(self, hook: Any) -> None:
-        for name in (*_METHODS, "before_save", "after_save"):
-            if hasattr(hook, name):
-                setattr(self, name, getattr(hook, name))
+        for name in ("before_restore", *_METHODS, *_SAVES):
+            method = getattr(hook, name, None)
+            if callable(method):
+                setattr(self, "begin" if name == "before_restore" else name, _fitted(method, name in _SAVES))
+
+
+def _fitted(method: Callable[..., Any], last: bool) -> Callable[..., Any]:
+    kinds = [parameter.kind for parameter in signature(method).parameters.values()]
+    if Parameter.VAR_POSITIONAL in kinds:
+        return method
+    takes = sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+
+    def call(*given: Any) -> None:
+        if method.__name__ == "end":  # a listener's takes the step, too
+            given = (*given, given[0].global_step)
+        method(*(given[len(given) - takes :] if last else given[:takes]))
+
+    return call
 
 
 def _checked(hook: Any) -> SessionRunHook:
@@ -121,14 +120,11 @@ def _checked(hook: Any) -> SessionRunHook:
         return hook
     if isinstance(hook, type):
         raise ConfigError(f"hooks: {hook.__name__} is a class; give an object of it, {hook.__name__}()")
-    missing = [name for name in _METHODS if not callable(getattr(hook, name, None))]
-    if not missing:
-        return _OfMethods(hook)
-    if all(callable(getattr(hook, name, None)) for name in ("begin", "before_save", "after_save", "end")):
-        return _OfListener(hook)
-    raise ConfigError(
-        f"hooks: {hook!r} is not a hook: it has no {', '.join(missing)}; derive it from shoal.train.SessionRunHook"
-    )
+    there = {name for name in ("before_restore", *_METHODS, *_SAVES) if callable(getattr(hook, name, None))}
+    if there >= set(_METHODS) or there & {"before_restore", *_SAVES}:
+        return _Fitted(hook)
+    missing = ", ".join(name for name in _METHODS if name not in there)
+    raise ConfigError(f"hooks: {hook!r} is not a hook: it has no {missing}; derive it from shoal.train.SessionRunHook")
 
 
 def make_hooks(given: Iterable[Any], run: Any) -> list[Any]:
