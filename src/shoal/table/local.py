@@ -32,7 +32,7 @@ class LocalGroup:
     def __init__(self, tables: tuple[HashTable, ...]) -> None:
         self.tables = tables
         self.dim = tables[0].dim_size
-        self.traits = Traits(trains=not any(table.serving for table in tables), local_state=True)
+        self.traits = Traits(trains=not any(table.serving for table in tables), local_state=True, checks_bags=True)
         self._wirings: dict[Features, Any] = {}
         self._last: tuple[Features | None, Any] = (None, None)
 

@@ -21,6 +21,7 @@ from shoal.table.clock import Now
 from shoal.table.protocol import Features, Part, Step
 
 _EACH = ("sum", "occurrence")
+_int64, _float32 = torch.int64, torch.float32
 
 
 def update(group: Any, parts: Sequence[Part], step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
@@ -49,25 +50,29 @@ class _Updater:
             [table._native for table in self._tables], [repr(table.name) for table in self._tables]
         )
         self._dim = self._tables[0].dim_size
+        self._last: tuple[Features | None, Any] = (None, None)
 
     def update(self, parts: Sequence[Part], step: Step, each: str) -> None:
         if each not in _EACH:
             raise ConfigError(f"each must be one of {list(_EACH)}, got {each!r}")
         tables = self._tables
-        number = as_int(step.number, tables[0].name, "Step.number")
+        number, seconds, lr_scale = step
+        number = as_int(number, tables[0].name, "Step.number")
         if number < 0:
             for table in tables:
                 table._check_step(number)
         # A table's settings may have been changed since the last update.
         clocked = [table.clocked for table in tables]
-        by_clock = tables[clocked.index(True)] if True in clocked else None
-        seconds = as_time(step.time_s, (by_clock or tables[0]).name, "Step.time_s", clocked=by_clock is not None)
-        rates = self._rates(number, step.lr_scale)
+        given_time = seconds is not None
+        if not isinstance(seconds, Now):
+            by_clock = tables[clocked.index(True)] if True in clocked else None
+            seconds = as_time(seconds, (by_clock or tables[0]).name, "Step.time_s", clocked=by_clock is not None)
+        rates = self._rates(number, lr_scale)
         features: list[_core.FeatureMap] = []
         numbers: list[int] = []
         kept: list[Tensor] = []  # tensors made here, which live until the call is over
         for part in parts:
-            features.append(_feature_map(part.features))
+            features.append(self._feature_map(part.features))
             numbers += self._numbers(part, kept)
         try:
             skipped = self._native.apply(
@@ -77,7 +82,7 @@ class _Updater:
                 number,
                 seconds,
                 isinstance(seconds, Now),
-                step.time_s is not None,
+                given_time,
                 each == "sum",
                 [table._bad_gradient for table in tables],
                 clocked,
@@ -86,6 +91,14 @@ class _Updater:
             raise ConfigError(self._message(str(error))) from None
         for table, count in zip(tables, skipped, strict=False):
             table._count_skipped(count)
+
+    def _feature_map(self, features: Features) -> _core.FeatureMap:
+        """The native form of ``features``; that of the last ones without a look at what they hold."""
+        last, native = self._last
+        if last is not features:
+            native = _feature_map(features)
+            self._last = (features, native)
+        return native
 
     def _message(self, error: str) -> str:
         return error if error.startswith("table ") else f"tables {self._names}: {error}; nothing was applied"
@@ -106,18 +119,17 @@ class _Updater:
 
     def _numbers(self, part: Part, kept: list[Tensor]) -> tuple[int, ...]:
         """What `UpdateGroup.apply` takes of a part: addresses and sizes of tensors that were checked."""
-        found, features, offsets, weights = part.found, part.features, part.offsets, part.weights
-        n, tables = found.ids.numel(), len(features.tables)
-        _check("ids", found.ids, torch.int64, n)
-        _check("counts", found.counts, torch.int64, tables)
-        grad, bags = part.grad, 0
+        (ids, counts, _, _), features, grad, offsets, weights = part
+        n, tables, bags = ids.numel(), len(features.tables), 0
+        _check("ids", ids, _int64, n)
+        _check("counts", counts, _int64, tables)
         if offsets is None:
             shape = (n, self._dim)
         else:
             bags = (offsets.numel() - 1) // max(1, tables)
-            _check("offsets", offsets, torch.int64, tables * bags + 1)
+            _check("offsets", offsets, _int64, tables * bags + 1)
             shape = (bags, features.width)
-        if grad.shape != shape or grad.dtype != torch.float32 or not grad.is_cpu:
+        if grad.shape != shape or grad.dtype is not _float32 or not grad.is_cpu:
             raise ConfigError(
                 f"tables {self._names}: the gradient must be {list(shape)}, float32 on the CPU, "
                 f"got {list(grad.shape)}, {grad.dtype} on {grad.device}"
@@ -126,10 +138,10 @@ class _Updater:
             grad = grad.resolve_neg().contiguous()
             kept.append(grad)
         if weights is not None:
-            _check("weights", weights, torch.float32, n)
+            _check("weights", weights, _float32, n)
         return (
-            found.ids.data_ptr(),
-            found.counts.data_ptr(),
+            ids.data_ptr(),
+            counts.data_ptr(),
             grad.data_ptr(),
             0 if offsets is None else offsets.data_ptr(),
             0 if weights is None else weights.data_ptr(),
@@ -147,7 +159,7 @@ def _feature_map(features: Features) -> _core.FeatureMap:
 
 
 def _check(what: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
-    if tensor.dtype != dtype or tensor.numel() != n or not tensor.is_cpu or not tensor.is_contiguous():
+    if tensor.dtype is not dtype or tensor.numel() != n or not tensor.is_cpu or not tensor.is_contiguous():
         raise ConfigError(
             f"{what} must be {n} contiguous {dtype} on the CPU, got {tensor.numel()} of {tensor.dtype} "
             f"on {tensor.device}, {'contiguous' if tensor.is_contiguous() else 'strided'}"

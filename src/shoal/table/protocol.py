@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class Traits:
     """False: `update` is refused."""
     local_state: bool = False
     """The rows of this process are all there are, so that a module's ``state_dict`` holds them."""
+    checks_bags: bool = False
+    """`pooled` refuses offsets that do not rise from 0 to the number of ids, so that callers need not look at them."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,7 @@ class Features:
     """An id that stands for none: it has no row and no gradient, and a mean does not count it."""
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """Where the rows of a batch are. Tensors only, so that autograd can keep it, and not used up by an update."""
 
     ids: Tensor
@@ -74,8 +75,7 @@ class Found:
         return self.ids, self.counts, self.where, self.came
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A gradient of what was found: of rows, ``[N, dim]``, or with ``offsets`` of pooled rows, ``[B, width]``."""
 
     found: Found
@@ -87,8 +87,7 @@ class Part:
     """float32 ``[N]``: factors of the rows in their bags."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """When an update happens. Tensors of one element, on the group's device, are read when a captured graph runs."""
 
     number: int | Tensor = 0

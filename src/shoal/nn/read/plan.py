@@ -33,7 +33,7 @@ class Feature(NamedTuple):
 class Call:
     """What a group is asked for in every batch: one find, and pooled rows or rows."""
 
-    __slots__ = ("device", "features", "fused", "group", "of", "output", "places", "slots", "touched")
+    __slots__ = ("checked", "device", "features", "fused", "group", "of", "output", "places", "slots", "touched")
 
     def __init__(self, group: Group, of: Feature, places: list[int], features: Features, fused: bool) -> None:
         self.group = group
@@ -44,6 +44,8 @@ class Call:
         """Of its features in the batch."""
         self.features = features
         self.fused = fused
+        self.checked = fused and group.traits.checks_bags
+        """Whether the group looks at offsets itself."""
         self.output = 0
         """Which result of the read holds its rows."""
         self.slots = tuple([slot_of(table) for table in group.tables])

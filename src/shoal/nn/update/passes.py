@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 numbers = itertools.count()
 """Forwards take a number each, so that updates of ranks that work together come in the order of their finds."""
+_WAITS = {True}
 _passes: dict[int, weakref.ref[_Pass]] = {}
 _making = threading.Lock()
 _current_task = torch._C._current_graph_task_id
@@ -33,13 +34,13 @@ def hand_over(number: int, given: Sequence[tuple[Call, Part]]) -> None:
     """Takes the gradients of one forward from backward: keeps them for a step, or has this pass apply them."""
     passed: _Pass | None = None
     for call, part in given:
-        waits = [slot.waits for slot in call.touched]
-        if all(waits):
+        waits = {slot.waits for slot in call.touched}
+        if waits == _WAITS:
             add_waiting(call.group, call.slots, detached(part), number)
             continue
         if passed is None:
             passed = _pass_of(call)
-        if any(waits):  # tables of one group, some of which an optimizer holds
+        if len(waits) > 1:  # tables of one group, some of which an optimizer holds
             kept = detached(part)
             for table, ids, grads in expand(kept, call.group.dim):
                 slot = call.slots[table]
