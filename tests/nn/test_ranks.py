@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import shoal
+from shoal.errors import ConfigError
 from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag, SparseOptimizer
 from shoal.sharded import AllToAllHashTable
 from shoal.testing import run_ranks
+from tests.sharded.all_to_all import in_ranks, raised
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,3 +56,54 @@ def test_ranks_without_ids_take_part_and_rows_are_those_of_one_process(held, cli
         sum(parts).backward()
     for rows in run_ranks(2, spread, held=held, clip=clip):
         torch.testing.assert_close(rows, rows_of(tables))
+
+
+BAD = {
+    "a feature is missing": lambda both: both({"x": [[1]]}),
+    "a feature of another name": lambda both: both({"x": [[1]], "y": [[1]], "z": [[1]], "w": [[1]]}),
+    "not by key": lambda both: both(torch.tensor([[1]])),
+    "ids that are no integers": lambda both: both({name: torch.tensor([[1.5]]) for name in "xyz"}),
+    "offsets that fall": lambda both: both({name: (torch.tensor([1]), torch.tensor([0, 2, 1])) for name in "xyz"}),
+    "text": lambda both: both(dict.fromkeys("xyz", "text")),
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_a_rank_that_refuses_its_batch_tells_the_others(bad):
+    def step(ranks):
+        tables = {name: AllToAllHashTable(2, name=name, backend=ranks, **OPTIONS) for name in "ab"}
+        both = EmbeddingBagCollection(tables, {"x": "a", "y": "b", "z": "a"})
+        text = ""
+        try:
+            bad(both) if ranks.rank == 1 else both({name: [[1, 2]] for name in "xyz"})
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        return text, both({name: [[5]] for name in "xyz"}).shape
+
+    results = raised(in_ranks(3, step))
+    for rank, (text, shape) in enumerate(results):
+        assert text
+        assert (rank == 1) != text.startswith("PeerError"), text
+        assert rank == 1 or "rank(s) [1] refused their part" in text
+        assert shape == (1, 6)  # the ranks still understand each other
+
+
+def test_a_rank_that_refuses_rows_tells_the_others():
+    def step(ranks):
+        embedding = HashEmbedding(AllToAllHashTable(2, name="t", backend=ranks, **OPTIONS))
+        try:
+            embedding(torch.tensor([1.5] if ranks.rank else [1]))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    first, second = raised(in_ranks(2, step))
+    assert first.startswith("PeerError: rank 0")
+    assert "rank(s) [1]" in first
+    assert second
+
+
+def test_a_table_of_one_process_has_nobody_to_tell():
+    bag = HashEmbeddingBag(shoal.HashTable(2, **OPTIONS))
+    with pytest.raises(ConfigError):
+        bag((torch.tensor([1]), torch.tensor([0, 2])))

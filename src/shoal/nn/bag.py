@@ -12,6 +12,7 @@ from shoal.errors import ConfigError
 from shoal.nn.collection import EmbeddingBagCollection, with_end
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.read.jagged import as_bags, as_jagged, is_keyed, join
+from shoal.nn.read.refusal import tells_ranks
 
 
 class HashEmbeddingBag(EmbeddingBagCollection):
@@ -61,6 +62,7 @@ class HashEmbeddingBag(EmbeddingBagCollection):
             fused=fused,
         )
 
+    @tells_ranks
     def forward(  # pyrefly: ignore[bad-override]
         self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Any = None
     ) -> Any:

@@ -15,6 +15,7 @@ from shoal.nn.read.combine import combine, features_of
 from shoal.nn.read.jagged import Jagged, as_joined, as_parts, is_keyed, join, split_keys
 from shoal.nn.read.ops import Request, check_bags, read
 from shoal.nn.read.plan import Plan
+from shoal.nn.read.refusal import tells_ranks
 
 
 class EmbeddingBagCollection(TableModule):
@@ -84,6 +85,7 @@ class EmbeddingBagCollection(TableModule):
         self.combiner = combiner
         self.include_last_offset = include_last_offset
 
+    @tells_ranks
     def forward(self, ids: Any, per_sample_weights: Any = None) -> Any:
         """The pooled rows of each bag: ``[B, total width]``, or a dict of them by feature.
 

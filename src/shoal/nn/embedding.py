@@ -13,6 +13,7 @@ from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.read.jagged import Jagged, as_jagged, as_joined, is_keyed, on, split_keys
 from shoal.nn.read.ops import Request, read
 from shoal.nn.read.plan import Feature
+from shoal.nn.read.refusal import tells_ranks
 from shoal.ragged import Ragged
 
 
@@ -48,6 +49,7 @@ class HashEmbedding(TableModule):
         tables = self._tables
         self._read_features({name: Feature(tables.number(name)) for name in tables.named})
 
+    @tells_ranks
     def forward(self, ids: Any, offsets: Tensor | None = None) -> Any:
         """The rows of ids, in the shape that the ids came in.
 

@@ -16,7 +16,7 @@ from shoal.nn.read.tables import Tables
 from shoal.nn.slot import TableSlot
 from shoal.nn.update.gradients import clear_pending
 from shoal.table.checkpoint.tensors import NAMES, has_table_state, load_table_state, table_state
-from shoal.table.protocol import Missing
+from shoal.table.protocol import Group, Missing
 
 
 class TableModule(nn.Module):
@@ -86,6 +86,10 @@ class TableModule(nn.Module):
     def slots(self) -> list[TableSlot]:
         """The distinct slots of this module's tables."""
         return self._tables.distinct
+
+    def groups(self) -> list[Group]:
+        """The groups of this module's tables, in the order in which a batch asks them."""
+        return self._tables.groups()
 
     def _check_one(self) -> None:
         if not self._tables.one:

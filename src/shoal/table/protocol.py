@@ -30,7 +30,8 @@ class Traits:
     device: torch.device = CPU
     """Where ids are taken, and where rows and pooled rows come out."""
     collective: bool = False
-    """Every rank must make every call, in the same order; a rank without ids, too."""
+    """Every rank must make every call, in the same order; a rank without ids, too. Such a group may have
+    ``refused(error)``, called in place of `Group.find` by a rank that cannot make it, which tells the other ranks."""
     remote: bool = False
     """Rows are in another process."""
     capturable: bool = False

@@ -19,6 +19,7 @@ from shoal import _core
 from shoal.errors import ConfigError
 from shoal.nn.read.jagged import Jagged
 from shoal.nn.read.plan import Plan, find_plan
+from shoal.nn.read.refusal import tell_ranks
 from shoal.nn.read.watch import watch_offsets
 from shoal.nn.update.passes import hand_over, numbers
 from shoal.table.protocol import Found, Missing, Part
@@ -195,7 +196,11 @@ def _read_op(
 ) -> list[Tensor]:
     """`_read`, then the bytes of ``where`` and ``came`` of what each call found."""
     plan = find_plan(handle)
-    outputs, founds = _read(_request(plan, ids, offsets, weights, sizes, bags, "initial" if initial else "zeros"))
+    try:
+        outputs, founds = _read(_request(plan, ids, offsets, weights, sizes, bags, "initial" if initial else "zeros"))
+    except Exception as error:
+        tell_ranks((call.group for call in plan.calls), error)
+        raise
     for i, found in enumerate(founds):
         opaque = (found.where, found.came)
         plan.opaque[i] = tuple([(one.dtype, one.shape[1:], one.device) for one in opaque])

@@ -12,6 +12,7 @@ from shoal.errors import ConfigError, UnsupportedError
 from shoal.nn.read.plan import Feature, Plan, make_plan
 from shoal.nn.slot import TableSlot, slot_of
 from shoal.nn.update.steps import refresh
+from shoal.table.protocol import Group, groups_of
 
 
 class Tables:
@@ -64,6 +65,12 @@ class Tables:
             plan = make_plan(every, features, order=order, padding=self.padding, by_rows=by_rows)
             self._plans[batch, by_rows] = plan
         return plan
+
+    def groups(self) -> list[Group]:
+        """The groups of a batch with all features, in the order in which they are asked."""
+        found = groups_of([slot.table for slot in self.distinct])
+        by_table = {place: group for group, places in found for place in places}
+        return list({id(group): group for group in (by_table[f.table] for f in self.features.values())}.values())
 
     def refresh_clock(self) -> None:
         refresh({call.group: call.slots[0] for plan in self._plans.values() for call in plan.calls}.items())

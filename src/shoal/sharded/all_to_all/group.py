@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DeadlineError, PeerError
 from shoal.sharded.all_to_all.bags import add_gradients, pool_rows, take_rows
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
 from shoal.sharded.all_to_all.local import Local
@@ -17,6 +17,7 @@ from shoal.sharded.all_to_all.plan import Dealt, Plan, deal_out
 from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, Traits, group_of
 
 _MISSING = {"zeros": 1, "initial": 2}
+_TOLD = "The other ranks were told that this rank refused its part."
 
 
 class AllToAllGroup:
@@ -59,6 +60,7 @@ class AllToAllGroup:
         with self._exchange.ranks.turn:
             sizes = self._exchange.counts(call, dealt.sizes, k)
             if refused is not None:
+                refused.add_note(_TOLD)
                 raise refused
             came = self._exchange.counted_ids(dealt.ids, dealt.sizes, sizes, k)
         came = came.to(self._local.device)
@@ -69,7 +71,13 @@ class AllToAllGroup:
         return Found(ids, counts, dealt.where, Plan(number, asked, served, came, kept).packed())
 
     def refused(self, error: Exception) -> Exception:
-        """``error``, to be raised in place of a `find`, once the other ranks, which are in theirs, have been told."""
+        """``error``, to be raised in place of a `find`, once the other ranks, which are in theirs, have been told.
+
+        One that they know of already, since it came from them or from a call of this group, is not told again.
+        """
+        if isinstance(error, PeerError | DeadlineError) or _TOLD in getattr(error, "__notes__", ()):
+            return error
+        error.add_note(_TOLD)
         call = Call(FIND, self.tables[0].next_find(), self._names, _MISSING["zeros"], True)
         sizes = torch.zeros(self._blocks, dtype=torch.int32, device=self._local.device)
         self._exchange.counts(call, sizes, len(self.tables))
@@ -128,6 +136,7 @@ class AllToAllGroup:
         call = Call(ROWS, plan.number, self._names, _MISSING[missing], refused is not None)
         rows = self._exchange.rows(call, flat, served, asked)
         if refused is not None:
+            refused.add_note(_TOLD)
             raise refused
         return rows.to(found.ids.device)
 
@@ -156,6 +165,7 @@ class AllToAllGroup:
                       for lists in (asked, served))  # fmt: skip
         came = self._exchange.gradients(call, self._exchange.cast(flat), send, recv)
         if refused is not None:
+            refused.add_note(_TOLD)
             raise refused
         came = came.to(self._local.device)
         if len(plans) == 1:
