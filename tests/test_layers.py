@@ -112,3 +112,26 @@ def test_no_folder_has_more_than_twenty_source_files():
         if not path.name.endswith("_pb2.py"):
             count[str(path.parent.relative_to(SRC))] += 1
     assert {folder: n for folder, n in count.items() if n > 20} == {}
+
+
+# Collectives are called in one module; the others use parts of torch.distributed that are none: checkpoints, pipelines,
+# FSDP, DTensor, elastic launching.
+TORCH_DISTRIBUTED = {
+    "comm/ranks/collectives.py",
+    "nn/dcp.py",
+    "train/pipeline/group.py",
+    "train/sharding.py",
+    "gather/update/regions.py",
+    "cli/launch.py",
+}
+
+
+def test_collectives_of_torch_are_called_in_one_module():
+    found = set()
+    for _, path, tree in modules():
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            if any(f"{module}.{name}".lstrip(".").startswith("torch.distributed") for name in names):
+                found.add(path)
+    assert found <= TORCH_DISTRIBUTED

@@ -136,7 +136,7 @@ def over_gloo(rank, world, shared):
 
     assert default_ranks() is default_ranks()
     assert default_ranks().key == ProcessGroup().key
-    return everything(default_ranks())
+    return everything(default_ranks()) and values(default_ranks())
 
 
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
@@ -166,3 +166,38 @@ def late(rank, world, shared):
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
 def test_a_process_that_does_not_come_is_named(shared):
     assert run_ranks(2, late, shared, timeout_s=240) == [True] * 2
+
+
+def values(ranks):
+    """Sums, and values as JSON."""
+    rank, world = ranks.rank, ranks.world_size
+    for n in (0, 1, world, 1000):
+        whole = torch.arange(n) + rank
+        assert ranks.sum(whole) is whole
+        assert torch.equal(whole, world * torch.arange(n) + sum(range(world)))
+    assert torch.equal(ranks.sum(torch.full((2, 3), 0.5)), torch.full((2, 3), 0.5 * world))
+    assert ranks.gather({"rank": rank, "text": "ü" * rank}) == [{"rank": r, "text": "ü" * r} for r in range(world)]
+    assert ranks.from_first([rank, "x" * 1000 * (rank + 1)]) == [0, "x" * 1000]
+    assert ranks.together(lambda: rank) == list(range(world))
+    assert ranks.first == (rank == 0)
+    for fails, kind in ((ConfigError, ConfigError), (ValueError, PeerError)):
+        with pytest.raises(fails if rank == world - 1 else kind) as raised:
+            ranks.together(lambda fails=fails: fail(fails) if rank == world - 1 else None)
+        assert str(raised.value) == ("no" if rank == world - 1 else f"rank {world - 1}: no")
+    return True
+
+
+def fail(kind):
+    raise kind("no")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sums_and_values(world):
+    assert threads(world, values) == [True] * world
+
+
+def test_a_sum_of_other_shapes_is_refused():
+    first, second = threads(2, lambda ranks: ranks.sum(torch.ones(4 + ranks.rank)))
+    assert isinstance(first, PeerError)
+    assert isinstance(second, PeerError)
+    assert "sum" in str(first)

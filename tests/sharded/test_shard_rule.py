@@ -37,11 +37,11 @@ def test_ranks_restore_what_the_old_rule_saved(tmp_path):
 
 
 def five_ranks(rank, world, folder):
+    from shoal.comm.ranks.torch_ranks import start_ranks
     from shoal.durable import MANIFEST, read_folder, read_saved, write_saved
     from shoal.train.loop.checkpoint import Snapshot, load_checkpoint, save_checkpoint
-    from shoal.train.loop.ranks import Ranks
 
-    ranks, model = Ranks(), torch.nn.Linear(1, 1)
+    ranks, model = start_ranks(), torch.nn.Linear(1, 1)
 
     def snapshot():
         return Snapshot(step=1, model=model, optimizer=torch.optim.SGD(model.parameters()), reader={}, metrics={})

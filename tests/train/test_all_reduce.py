@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.comm import DistributedConfig, InProcessTransport, MpiTransport, ProcessGroupTransport, Transport
+from shoal.comm import (
+    DistributedConfig,
+    InProcessRanks,
+    InProcessTransport,
+    MpiTransport,
+    ProcessGroupTransport,
+    Transport,
+)
 from shoal.errors import AggregationError, ConfigError, ShapeError, TransportError
 from shoal.testing import faults, mpi_unavailable, run_mpi, run_ranks, run_threads
 from shoal.train import AllReduceAggregator, LocalAggregator, ParameterServer
@@ -490,3 +497,23 @@ def aggregate_for_ever(agg):
 def test_killing_a_rank_during_aggregate_raises_on_the_others(algorithm):
     results = run_ranks(3, killed, algorithm, timeout_s=200, group_timeout_s=60, lost=(1,))
     assert results[0] == results[2] == (True, True)
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ordered"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_agree_with_the_plain_mean(algorithm, world):
+    ranks = InProcessRanks.create_group(world)
+    results = run_threads(world, check_all, algorithm, True, 64, transports=ranks)
+    for got in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(got, results[0], strict=True))
+
+
+def reduce_other_shapes(ranks):
+    with pytest.raises(AggregationError, match="disagree"):
+        AllReduceAggregator(config(ranks), ranks).aggregate([torch.ones(2 + ranks.rank)])
+    return ParameterServer(config(ranks), ranks).broadcast_params([torch.full((3,), 5.0 + ranks.rank)])
+
+
+def test_ranks_that_reduce_other_shapes_are_told():
+    for (got,) in run_threads(2, reduce_other_shapes, transports=InProcessRanks.create_group(2)):
+        assert got.tolist() == [5.0] * 3

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from shoal import _core
+from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.data import CRITEO, Samples, Stream, make_format
 from shoal.errors import ConfigError
 from shoal.proto.embedding_hash_table_pb2 import EntryDump
 from shoal.testing import run_ranks
 from shoal.train.loop.bags import Keyed
-from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.table_config import FeatureConfig, TableConfig, plan_tables
 from shoal.train.loop.tables import Rows
 from shoal.train.loop.trainer import trainer
@@ -189,7 +189,7 @@ def test_combiners_of_features_are_those_of_plain_torch(tmp_path):
     given = {f"table_dot_features.{name}.combiner": kind for name, kind in zip(names, kinds, strict=True)}
     given |= {"table_dot_features.ffirstn.max_length": 2, "table_dot_features.fmax.dim": 3, "model_dot_name": "dcn"}
     config = csv(tmp_path, "", data_dot_sparse=names, data_dot_raw=True, data_dot_separator="|", **given)
-    rows = Rows(config, Ranks())
+    rows = Rows(config, start_ranks())
     lengths = torch.tensor([2, 0, 3, 1, 3, 1, 2, 1, 3, 1])  # two samples of five features
     ids = torch.arange(int(lengths.sum())) * 7919
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

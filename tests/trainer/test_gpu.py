@@ -11,11 +11,11 @@ import sys
 import pytest
 import torch
 
+from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.data import CRITEO, Stream, make_format
 from shoal.durable import read_folder
 from shoal.train.loop import checkpoint
 from shoal.train.loop.checkpoint import Snapshot
-from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.tables import Rows
 from shoal.train.loop.trainer import trainer
 from tests.cli.train_helpers import newest
@@ -62,7 +62,7 @@ def snapshot():
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or Triton's interpreter")
 @pytest.mark.parametrize(("written", "read"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_checkpoints_of_either_device_are_read_on_the_other(data, tmp_path, written, read):
-    config, ranks = settings(data, **TABLES), Ranks()
+    config, ranks = settings(data, **TABLES), start_ranks()
     stream = Stream([str(data / "train.tsv")], make_format("criteo", CRITEO), config.data.schema(), batch_size=12)
     batches = [batch.samples for _, batch in zip(range(2), stream, strict=False)]
     ours, theirs = Rows(config, ranks, written), Rows(config, ranks, read)

@@ -147,12 +147,11 @@ def changes(flags: Flags) -> dict[str, Any]:
 
 def _train(flags: Flags, config: Any) -> int:
     from shoal.cli.train_console import make_reporter
-    from shoal.train.loop.ranks import Ranks, naming_the_lost
+    from shoal.comm.ranks.torch_ranks import start_ranks
     from shoal.train.loop.trainer import trainer
 
-    ranks = Ranks()
+    ranks = start_ranks()
     with (
-        naming_the_lost(ranks),
         _signals() as stop,
         make_reporter(config, ranks.rank, as_json=flags.json) as reporter,
         trainer(config, ranks=ranks, reporter=reporter, stop=lambda: bool(stop), fresh=flags.fresh) as one,

@@ -57,13 +57,13 @@ def run_ranks(
         >>> run_ranks(2, my_module.add_ranks)  # doctest: +SKIP
         [1, 1]
     """
-    import torch.distributed as dist
+    from shoal.comm.ranks import collectives
 
     if world_size < 1:
         raise ConfigError(f"run_ranks: world_size must be at least 1, got {world_size}")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, so that any rank may die
+    context.set_forkserver_preload(["shoal.comm.ranks.collectives"])  # and torch with it
+    store = collectives.tcp_store()  # here, so that any rank may die
     call = pack_call(fn, args, kwargs)
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
         setup = {
@@ -172,15 +172,16 @@ def _child(rank: int, world_size: int, setup: dict[str, Any], call: bytes, pipe:
 
 def _work(rank: int, world_size: int, setup: dict[str, Any], call: bytes) -> Any:
     import torch
-    import torch.distributed as dist
+
+    from shoal.comm.ranks import collectives
 
     torch.set_num_threads(1)
     if setup["backend"] is not None:
         timeout = timedelta(seconds=setup["group_timeout_s"])
-        store = dist.TCPStore("127.0.0.1", setup["port"], is_master=False, timeout=timeout)
-        dist.init_process_group(
+        store = collectives.tcp_store(setup["port"], timeout)
+        collectives.start(
             setup["backend"],
-            store=dist.PrefixStore("run_ranks", store),
+            store=collectives.part_of(store, "run_ranks"),
             rank=rank,
             world_size=world_size,
             timeout=timeout,

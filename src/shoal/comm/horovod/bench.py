@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shoal.comm.horovod import hvd_lib
+from shoal.comm.ranks import collectives
 from shoal.comm.ranks.process_group import ProcessGroupTransport
 from shoal.errors import ConfigError
 
@@ -50,7 +50,7 @@ def measure(
     unknown = sorted(set(operations) - set(OPERATIONS))
     if unknown:
         raise ConfigError(f"bench: operations must be among {', '.join(OPERATIONS)}, got {unknown}")
-    if not dist.is_initialized():
+    if not collectives.is_started():
         hvd_lib.start_group()
     over = list(over) if over is not None else sizes()
     transport = ProcessGroupTransport()
@@ -69,7 +69,7 @@ def _time(operation: str, nbytes: int, call: Callable[[], Any], seconds: float) 
     call()
     once = time.perf_counter() - began
     count = torch.tensor([max(3, min(1000, int(seconds / max(once, 1e-9))))], device="cpu")
-    dist.broadcast(count, 0)
+    collectives.broadcast(count, 0)
     times = []
     for _ in range(int(count)):
         began = time.perf_counter()
@@ -93,14 +93,14 @@ def _send_recv(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], An
 
 def _all_reduce(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], Any]:
     data = torch.ones(max(1, nbytes // 4), device="cpu")
-    return lambda: dist.all_reduce(data, group=transport.group)
+    return lambda: collectives.all_reduce(data, group=transport.group)
 
 
 def _all_to_all(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], Any]:
     rows = max(1, nbytes // 4 // transport.world_size)
     data = torch.ones(transport.world_size * rows, device="cpu")
     out = torch.empty_like(data)
-    return lambda: dist.all_to_all_single(out, data, group=transport.group)
+    return lambda: collectives.all_to_all(out, data, group=transport.group)
 
 
 _CALLS: dict[str, Callable[[ProcessGroupTransport, int], Callable[[], Any]]] = {
@@ -119,8 +119,8 @@ def report(points: Sequence[Point]) -> dict[str, Any]:
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "torch": torch.__version__,
-        "backend": dist.get_backend(),
-        "world_size": dist.get_world_size(),
+        "backend": collectives.backend_of(),
+        "world_size": collectives.size_of(),
         "points": [asdict(p) for p in points],
     }
 

@@ -1,4 +1,4 @@
-"""One façade over the communication profiles ``byteps`` and ``horovod``, both on one ``torch.distributed`` group.
+"""One façade over the communication profiles ``byteps`` and ``horovod``, both on one process group of torch.
 
 Nothing is started before the first collective or ``init``. If the profile's own module is importable it says who this
 rank is; the arithmetic is torch's in either case.
@@ -17,12 +17,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.launch.launch_env import env_int, is_one, launcher_value
+from shoal.comm.ranks import collectives
 from shoal.comm.ranks.buffers import flat_bytes
-from shoal.comm.ranks.collectives import all_gather_single
 from shoal.comm.ranks.telemetry import TELEMETRY
 from shoal.errors import ConfigError
 
@@ -63,7 +62,7 @@ def init(backend: str | None = None, lazy: bool = False) -> None:
     """Starts the profile ``backend`` (None: byteps if switched on, else horovod); ``lazy`` waits for the first use.
 
     Raises:
-        ImportError: torch has no ``torch.distributed``.
+        ImportError: this torch was built without process groups.
     """
     global _foreign
     if backend is None:
@@ -80,8 +79,8 @@ def init(backend: str | None = None, lazy: bool = False) -> None:
 
 
 def require() -> None:
-    if not dist.is_available():
-        raise ImportError("hvd_lib: this torch was built without torch.distributed; install one that has it")
+    if not collectives.is_available():
+        raise ImportError("hvd_lib: this torch was built without process groups; install one that has them")
 
 
 def _profile_module(profile: str) -> Any:
@@ -93,16 +92,14 @@ def _profile_module(profile: str) -> Any:
         pass
     if profile not in _warned:
         _warned.add(profile)
-        logger.warning(
-            "%s is not installed; the %s profile runs on torch.distributed alone", PROFILES[profile], profile
-        )
+        logger.warning("%s is not installed; the %s profile runs on torch alone", PROFILES[profile], profile)
     return None
 
 
 def start_group() -> None:
     """The default process group, unless somebody made it already."""
     require()
-    if dist.is_initialized():
+    if collectives.is_started():
         return
     rank_, size_, local_size_ = rank(), size(), local_size()
     from shoal.comm.horovod.distribution_utils import FLAGS
@@ -110,7 +107,7 @@ def start_group() -> None:
 
     on_gpu = torch.cuda.is_available() and (FLAGS.enable_gpu_training or device_utils.is_gpu_training())
     _hide_missing_interfaces()
-    dist.init_process_group(
+    collectives.start(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         rank=rank_,
         world_size=size_,
@@ -126,7 +123,7 @@ def rendezvous(size_: int, local_size_: int) -> dict[str, Any]:
     if address and port:
         return {"init_method": "env://"}
     if size_ == 1:
-        return {"store": dist.HashStore()}
+        return {"store": collectives.local_store()}
     if not address and local_size_ != size_:
         raise RuntimeError(
             f"MASTER_ADDR is not set and only {local_size_} of {size_} ranks are on this node; tell every rank where "
@@ -157,9 +154,9 @@ def _hide_missing_interfaces() -> None:
 
 
 def _group() -> Any:
-    if not dist.is_available() or not dist.is_initialized():
+    if not collectives.is_started():
         start_group()
-    return dist.group.WORLD
+    return collectives.group_of()
 
 
 def _count_device(group: Any, t: Tensor) -> torch.device:
@@ -168,7 +165,7 @@ def _count_device(group: Any, t: Tensor) -> torch.device:
 
 
 def _who(quantity: str, ask: Any) -> int:
-    if dist.is_available() and dist.is_initialized() and ask is not None:
+    if collectives.is_started() and ask is not None:
         return ask()
     if _foreign is not None and callable(getattr(_foreign, quantity, None)):
         return int(getattr(_foreign, quantity)())
@@ -176,11 +173,11 @@ def _who(quantity: str, ask: Any) -> int:
 
 
 def rank() -> int:
-    return _who("rank", dist.get_rank if dist.is_available() else None)
+    return _who("rank", collectives.rank_in)
 
 
 def size() -> int:
-    return _who("size", dist.get_world_size if dist.is_available() else None)
+    return _who("size", collectives.size_of)
 
 
 def local_rank() -> int:
@@ -196,20 +193,20 @@ def allgather(t: Tensor) -> Tensor:
     group, world = _group(), size()
     t = t.detach() if t.ndim else t.detach().reshape(1)
     rows = torch.empty(world, dtype=torch.int64, device=_count_device(group, t))
-    all_gather_single(rows, torch.tensor([len(t)], device=rows.device), group=group)
+    collectives.all_gather_single(rows, torch.tensor([len(t)], device=rows.device), group=group)
     most = int(rows.max())
     mine = t.new_zeros(most, *t.shape[1:])
     mine[: len(t)] = t
     everyone = t.new_empty(world * most, *t.shape[1:])
     if everyone.numel():
-        all_gather_single(flat_bytes(everyone), flat_bytes(mine), group=group)
+        collectives.all_gather_single(flat_bytes(everyone), flat_bytes(mine), group=group)
     return torch.cat([part[:n] for part, n in zip(everyone.split(most), rows.tolist(), strict=True)]) if most else mine
 
 
 def broadcast(t: Tensor, root_rank: int) -> Tensor:
     """``root_rank``'s ``t``, in new memory."""
     out = t.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(flat_bytes(out), group=_group(), group_src=root_rank)  # as bytes: no backend knows every dtype
+    collectives.broadcast(flat_bytes(out), root_rank, _group())  # as bytes: no backend knows every dtype
     return out
 
 
@@ -224,7 +221,7 @@ def push_pull(t: Tensor, average: bool = True, name: str | None = None) -> Tenso
     wide = torch.int32 if t.dtype == torch.int16 else t.dtype  # no backend knows int16
     out = t.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
     with TELEMETRY.timed(f"PushPull.{name or 'unnamed'}"):
-        dist.all_reduce(out, group=group)
+        collectives.all_reduce(out, group=group)
     if average:
         world, whole = size(), not (out.is_floating_point() or out.is_complex())
         out = out // world if whole else out.div_(torch.tensor(world, device=out.device))
@@ -265,14 +262,14 @@ def alltoall(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None =
         if recv_splits is None:
             counts = torch.empty(size(), dtype=torch.int64, device=_count_device(group, t))
             mine = torch.tensor(out_rows, dtype=torch.int64, device=counts.device)
-            dist.all_to_all_single(counts, mine, group=group)
+            collectives.all_to_all(counts, mine, group=group)
             in_rows = counts.tolist()
         else:
             in_rows = _split_list(recv_splits)
         out = t.new_empty(sum(in_rows), *t.shape[1:])
         row_bytes = math.prod(t.shape[1:]) * t.element_size()
         received, sent = [n * row_bytes for n in in_rows], [n * row_bytes for n in out_rows]
-        dist.all_to_all_single(flat_bytes(out), flat_bytes(t.detach()), received, sent, group=group)
+        collectives.all_to_all(flat_bytes(out), flat_bytes(t.detach()), received, sent, group=group)
     return out
 
 

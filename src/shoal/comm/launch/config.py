@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shoal.comm.horovod import hvd_lib
 from shoal.comm.launch.launch_env import launcher_value
+from shoal.comm.ranks import collectives
 from shoal.comm.ranks.process_group import ProcessGroupTransport
 from shoal.errors import ConfigError
 
@@ -92,12 +92,12 @@ class DistributedConfig:
         self, backend: str | None = None, timeout_s: float = 1800, device: torch.device | str | None = None
     ) -> ProcessGroupTransport:
         """Starts the default process group (an existing one of the same size is used) and returns its transport."""
-        if not dist.is_available():
-            raise ConfigError("DistributedConfig.init: this torch was built without torch.distributed")
+        if not collectives.is_available():
+            raise ConfigError("DistributedConfig.init: this torch was built without process groups")
         backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         check_backend(backend)
-        if dist.is_initialized():
-            have = (dist.get_world_size(), dist.get_rank())
+        if collectives.is_started():
+            have = (collectives.size_of(), collectives.rank_in())
             if have != (self.world_size, self.rank):
                 raise ConfigError(
                     f"DistributedConfig.init: a process group with (world_size, rank) = {have} already exists, this "
@@ -105,7 +105,7 @@ class DistributedConfig:
                 )
         else:
             where = self._rendezvous()
-            dist.init_process_group(
+            collectives.start(
                 backend,
                 rank=self.rank,
                 world_size=self.world_size,
@@ -121,7 +121,7 @@ class DistributedConfig:
         if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
             return {"init_method": "env://"}
         if self.world_size == 1:
-            return {"store": dist.HashStore()}
+            return {"store": collectives.local_store()}
         if _under_mpirun():
             return hvd_lib.rendezvous(self.world_size, launcher_value("local_size"))
         raise ConfigError(
@@ -136,16 +136,8 @@ def _under_mpirun() -> bool:
 
 def check_backend(backend: str) -> None:
     """``ConfigError`` naming the available backends unless torch has every one that ``backend`` names."""
-    tests = {
-        "gloo": dist.is_gloo_available,
-        "nccl": dist.is_nccl_available,
-        "mpi": dist.is_mpi_available,
-        "ucc": dist.is_ucc_available,
-        "xccl": dist.is_xccl_available,
-    }
     wanted = [part.rpartition(":")[2].strip().lower() for part in backend.split(",")]
-    known = {name.lower() for name in dist.Backend.backend_list}
-    missing = [name for name in wanted if name not in known or not tests.get(name, lambda: True)()]
+    missing, available = collectives.missing_backends(wanted)
     if missing:
-        available = ", ".join(name for name, test in tests.items() if test())
-        raise ConfigError(f"backend {backend!r}: this torch has no {', '.join(missing)}; available: {available}")
+        have = ", ".join(available)
+        raise ConfigError(f"backend {backend!r}: this torch has no {', '.join(missing)}; available: {have}")

@@ -1,4 +1,4 @@
-"""torch's process groups and their collectives, for the whole library: who talks to `torch.distributed` does it here.
+"""torch's process groups and their collectives: the one module of the library that calls `torch.distributed` for them.
 
 Ranks are those of the group (the default group where it is None), never those of the world. ``later=True`` starts a
 collective and returns its handle, whose ``wait(timeout)`` ends it.
@@ -27,9 +27,33 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
+def is_available() -> bool:
+    """Whether this torch was built with process groups."""
+    return dist.is_available()
+
+
+def missing_backends(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those of ``names`` that this torch lacks, and the backends that it has."""
+    tests = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "mpi": dist.is_mpi_available,
+        "ucc": dist.is_ucc_available,
+        "xccl": dist.is_xccl_available,
+    }
+    known = {name.lower() for name in dist.Backend.backend_list}
+    missing = [name for name in names if name not in known or not tests.get(name, lambda: True)()]
+    return missing, [name for name, test in tests.items() if test()]
+
+
 def is_started() -> bool:
     """Whether this process has a default group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether torch raised ``error`` because another process went away or could not be reached."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def start(backend: str = "gloo", **options: Any) -> None:
@@ -60,6 +84,11 @@ def members(group: Group = None) -> list[int]:
     return dist.get_process_group_ranks(group_of(group))
 
 
+def backend_of(group: Group = None) -> str:
+    """The name of the group's backend, such as ``gloo``."""
+    return dist.get_backend(group)
+
+
 def backends(group: Group = None) -> str:
     """What carries the tensors of each device, such as ``cpu:gloo,cuda:nccl``."""
     return str(dist.get_backend_config(group))
@@ -87,6 +116,13 @@ def part_of(store: Any, prefix: str) -> Any:
 def local_store() -> Any:
     """A store in this process alone."""
     return dist.HashStore()
+
+
+def tcp_store(port: int = 0, timeout: timedelta | None = None) -> Any:
+    """A store for processes of this machine: a new one, on a free port, or with ``port`` the one that is there."""
+    if port:
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout or timedelta(minutes=5))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
@@ -138,3 +174,13 @@ def recv(tensor: Tensor, source: int, group: Group = None) -> Any:
 
 def barrier(group: Group = None) -> None:
     dist.barrier(group)
+
+
+# --- hooks of DistributedDataParallel ---------------------------------------------------------------------------------
+
+
+def torch_hooks() -> tuple[Any, Any]:
+    """torch's modules of communication hooks: ``default_hooks`` and ``powerSGD_hook``."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    return default_hooks, powerSGD_hook

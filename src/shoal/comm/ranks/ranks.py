@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.errors import PeerError
+from shoal.errors import ConfigError, DataError, PeerError
 
 HEAD_WORDS = 8
 """int64 words that go with every exchange."""
 CALL_WORDS = 4
 """The first of them say which call it is: where they differ between ranks, nothing is exchanged."""
 DEFAULT_TIMEOUT_S = 1800.0
-_PLAIN, _GATHER, _BROADCAST, _BARRIER = (-1, -2, -3, -4)  # first words of heads of the calls below
-_CALLS = {_PLAIN: "all_to_all", _GATHER: "gather_ints", _BROADCAST: "broadcast", _BARRIER: "barrier"}
+_PLAIN, _GATHER, _BROADCAST, _BARRIER, _SUM, _VALUES = range(-1, -7, -1)  # first words of heads of the calls below
+_CALLS = {
+    _PLAIN: "all_to_all", _GATHER: "gather_ints", _BROADCAST: "broadcast", _BARRIER: "barrier", _SUM: "sum",
+    _VALUES: "gather",
+}  # fmt: skip
+_KINDS: dict[str, type[Exception]] = {"config": ConfigError, "data": DataError}  # others are a `PeerError`
 Heads = list[list[int]]
 
 
@@ -117,8 +122,84 @@ class Ranks(ABC):
         """Returns when every rank has called it."""
         self._told(torch.empty(0, dtype=torch.uint8, device="cpu"), [0] * self.world_size, _BARRIER)
 
-    def _told(self, flat: Tensor, send: Sequence[int], call: int, recv: Sequence[int] | None = None) -> Tensor:
-        out, heads = self.exchange(flat, send, send if recv is None else recv, [call])
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Adds every rank's contiguous tensor, in place and in the order of ranks; all give the same shape and type.
+
+        Each rank adds one share of the elements and sends the sums to all: two exchanges, whose elements together are
+        twice those of the tensor.
+        """
+        if self.world_size == 1:
+            return tensor
+        flat, w = tensor.view(-1), self.world_size
+        shares = [flat.numel() * (r + 1) // w - flat.numel() * r // w for r in range(w)]
+        own = shares[self.rank]
+        with self.turn:
+            parts = self._told(flat, shares, _SUM, [own] * w, flat.numel()).view(w, own)
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            flat.copy_(self._told(total.repeat(w), [own] * w, _SUM, shares, flat.numel()))
+        return tensor
+
+    # --- values, which must be JSON ---------------------------------------------------------------------------------
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank; a tuple arrives as a list."""
+        raw = json.dumps(value).encode()
+        if self.world_size == 1:
+            return [value]
+        with self.turn:
+            sizes = self.gather_totals(len(raw))
+            flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).repeat(self.world_size)
+            came = self._told(flat, [len(raw)] * self.world_size, _VALUES, sizes)
+        return [json.loads(part.numpy().tobytes()) for part in came.split(sizes)]
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value; what the others give is not looked at."""
+        if self.world_size == 1:
+            return value
+        raw = bytearray(json.dumps(value if self.first else None).encode())
+        with self.turn:
+            size = self.gather_totals(len(raw))[0]
+            box = torch.frombuffer(raw, dtype=torch.uint8) if self.first else torch.empty(
+                size, dtype=torch.uint8, device="cpu")  # fmt: skip
+            came = self.broadcast(box)
+        return json.loads(came.numpy().tobytes())
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """What ``work``, which must not talk to other ranks, returns on every rank, by rank.
+
+        Where it fails on one rank, all ranks raise: that rank its own error, the others one of the same kind that names
+        the rank.
+        """
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        kind = next((name for name, one in _KINDS.items() if isinstance(error, one)), "other")
+        ended = self.gather([result, None if error is None else kind, str(error)])
+        if error is not None:
+            raise error
+        for rank, (_, kind, text) in enumerate(ended):
+            if kind is not None:
+                raise _KINDS.get(kind, PeerError)(f"rank {rank}: {text}")
+        return [result for result, _, _ in ended]
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """Ends what this object started; it must not be used any more."""
+
+    def _told(
+        self, flat: Tensor, send: Sequence[int], call: int, recv: Sequence[int] | None = None, same: int = 0
+    ) -> Tensor:
+        """What came. ``same`` is a number that must be equal on all ranks."""
+        out, heads = self.exchange(flat, send, send if recv is None else recv, [call, same])
         self._check(heads, call)
         if out is None:
             raise PeerError(f"rank {self.rank}: another rank calls {_CALLS[call]} with another number of elements")

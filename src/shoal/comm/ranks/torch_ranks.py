@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +17,10 @@ from shoal.buffers import empty_of
 from shoal.comm.ranks import collectives
 from shoal.comm.ranks.ranks import DEFAULT_TIMEOUT_S, HEAD_WORDS, Heads, Ranks, SingleRank, one_call, padded
 from shoal.comm.ranks.same_host import Rings, open_rings
-from shoal.errors import ConfigError, DeadlineError, PeerError
+from shoal.errors import ConfigError, DeadlineError, PeerError, ShoalError
 
 TAG = 0x5344
+START_TIMEOUT_S = 600.0
 FRONT_WORDS = 64  # the length of a message, its head, and all of it if it is short
 INLINE_BYTES = 8 * (FRONT_WORDS - 1 - HEAD_WORDS)
 
@@ -36,7 +39,10 @@ class ProcessGroup(Ranks):
 
     def __init__(self, group: collectives.Group = None) -> None:
         if not collectives.is_started():
-            raise ConfigError("a synchronous table needs a process group; call torch.distributed.init_process_group()")
+            raise ConfigError(
+                "a synchronous table needs a process group; start the ranks with torchrun and call "
+                "shoal.comm.DistributedConfig.from_env().init(), or torch's init_process_group()"
+            )
         members: Any = collectives.group_of(group)
         super().__init__(collectives.rank_in(group), collectives.size_of(group), _timeout_s(members))
         self.group = group
@@ -46,6 +52,13 @@ class ProcessGroup(Ranks):
         self._host = "gloo" in backends or "mpi" in backends
         self._messages = "gloo" in backends
         self._broken = ""
+        self.owns_group = False
+        """Whether `close` ends the process group."""
+
+    def close(self) -> None:
+        if self.owns_group and collectives.is_started():
+            self.owns_group = False
+            collectives.stop()
 
     def _wire(self, device: torch.device) -> torch.device:
         """Where tensors of a device are sent from."""
@@ -71,7 +84,8 @@ class ProcessGroup(Ranks):
             if self._broken:
                 raise PeerError(f"rank {self.rank}: an earlier exchange failed ({self._broken}); start the ranks again")
             try:
-                same, heads = self._carry(to, sent, recv, send, None if head is None else padded(head))
+                with naming_lost_ranks(self.rank):
+                    same, heads = self._carry(to, sent, recv, send, None if head is None else padded(head))
             except BaseException as error:
                 self._broken = f"{type(error).__name__}: {error}"
                 raise
@@ -166,7 +180,9 @@ class ProcessGroup(Ranks):
             try:
                 work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
             except RuntimeError as error:
-                if time.monotonic() < until:
+                if (
+                    time.monotonic() < until and "timed out" not in str(error).lower()
+                ):  # gloo counts in ms, rounded down
                     raise PeerError(f"rank {self.rank}: the connection to another rank failed ({error})") from error
                 missing = sorted(p for p, w in works.items() if p == peer or not w.is_completed())
                 named = f"of rank(s) {missing} " if what == "come" else ""
@@ -185,6 +201,38 @@ def default_ranks(group: Any = None) -> Ranks:
     if found is None:
         found = _ranks[id(key)] = ProcessGroup(group)
     return found
+
+
+def start_ranks(timeout_s: float = START_TIMEOUT_S) -> Ranks:
+    """The ranks that ``torchrun`` or ``shoal launch`` started, on gloo unless there is a process group already.
+
+    A process that was started alone is a single rank. ``close()`` ends the process group that this call started.
+    """
+    if collectives.is_started():
+        return default_ranks()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return SingleRank()
+    with naming_lost_ranks(int(os.environ.get("RANK", "0"))):
+        collectives.start("gloo", timeout=timedelta(seconds=timeout_s))
+    ranks = ProcessGroup()
+    ranks.owns_group = True
+    _ranks[id(ranks.key)] = ranks
+    return ranks
+
+
+@contextmanager
+def naming_lost_ranks(rank: int) -> Iterator[None]:
+    """An error of the process group because another rank went away becomes a `PeerError` that says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, ShoalError) or not collectives.is_lost_connection(error):
+            raise
+        why = str(error).strip().splitlines()[0].partition("] ")[2].partition(". ")[0]
+        raise PeerError(
+            f"rank {rank}: the connection to another rank is lost ({why or error}); see the log of the rank that ended "
+            "first"
+        ) from error
 
 
 def _timeout_s(group: Any) -> float:

@@ -23,6 +23,7 @@ from shoal.gather.protocol.merge import APPLY, SKIP, Source
 from shoal.gather.update.accumulate import REDUCTIONS
 from shoal.gather.update.param_sum import ParamSum, Summing
 from shoal.gather.update.ready import Layout, get_ready
+from shoal.gather.update.regions import as_gradient
 from shoal.gather.update.tiles import UpdateLedger, clip_factors
 
 
@@ -231,7 +232,7 @@ class _Update:
         self._account(index, summed)
         if self.keeper is not None:
             self.keeper.keep(tensor)
-        tensor.grad = _as_gradient(tensor, summed.gradient.reshape(region.local_shape))
+        tensor.grad = as_gradient(tensor, summed.gradient.reshape(region.local_shape))
         del summed
         self.optimizer.step()
         tensor.grad = None
@@ -252,18 +253,3 @@ class _Update:
         report.param_norms[param.name] = math.sqrt(squares)
         report.param_means[param.name] = total / numel
         report.total_elements += numel
-
-
-def _as_gradient(p: Any, local: Tensor) -> Tensor:
-    if not hasattr(p, "placements"):
-        return local.reshape(p.shape)
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local,
-        p.device_mesh,
-        p.placements,
-        run_check=False,
-        shape=p.shape,
-        stride=p.stride(),  # pyrefly: ignore
-    )

@@ -135,3 +135,19 @@ def _flat_range(shape: tuple[int, ...], offset: tuple[int, ...], local: tuple[in
     for n, at in zip(shape, offset, strict=True):
         start = start * n + at
     return start, start + math.prod(local)
+
+
+def as_gradient(p: Any, local: Tensor) -> Tensor:
+    """A gradient of parameter ``p``, of the part that this rank holds."""
+    if not hasattr(p, "placements"):
+        return local.reshape(p.shape)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        p.device_mesh,
+        p.placements,
+        run_check=False,
+        shape=p.shape,
+        stride=p.stride(),  # pyrefly: ignore
+    )

@@ -1,9 +1,9 @@
 """Many tensors as a few flat ones, and back."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.buffers import empty_of
 
@@ -50,3 +50,26 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     flat = flat.to(device=like[0].device, dtype=like[0].dtype)
     parts = flat.split([t.numel() for t in like])
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
+
+
+class GradientBucket:
+    """All gradients of a model in one flat tensor with some numbers behind them, so that a step needs one all-reduce.
+
+    Parameters' ``grad`` are views into it; `zero` replaces ``optimizer.zero_grad``.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], numbers: int) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        total = sum(p.numel() for p in self._parameters)
+        first = self._parameters[0] if self._parameters else torch.empty(0, device="cpu")
+        self.flat = torch.zeros(total + numbers, dtype=torch.float32, device=first.device)
+        self.numbers = self.flat[total:]
+        self._views, at = [], 0
+        for parameter in self._parameters:
+            self._views.append(self.flat[at : at + parameter.numel()].view_as(parameter))
+            at += parameter.numel()
+
+    def zero(self) -> None:
+        self.flat.zero_()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view

@@ -139,7 +139,7 @@ def make_hook(
         >>> state, hook = make_hook("topk", ratio=0.01)
         >>> ddp.register_comm_hook(state, hook)  # doctest: +SKIP
     """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    default_hooks, powerSGD_hook = collectives.torch_hooks()
 
     if name == "topk":
         return TopKState(**kw), topk_hook

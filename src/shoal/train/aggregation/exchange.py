@@ -112,12 +112,16 @@ def check_world(config: DistributedConfig, transport: Any, who: str) -> None:
 
 
 def make_exchange(transport: Any) -> Exchange:
-    """The exchange over ``transport``: its process group if it has collectives, else its four methods."""
+    """The exchange over `Ranks` or a transport: its process group if it has collectives, else its four methods."""
     from shoal.comm.ranks.mpi import MpiTransport
+    from shoal.comm.ranks.ranks import Ranks
     from shoal.train.aggregation.exchange_bytes import ByteExchange
     from shoal.train.aggregation.exchange_group import GroupExchange
     from shoal.train.aggregation.exchange_mpi import MpiExchange
+    from shoal.train.aggregation.exchange_ranks import RanksExchange
 
+    if isinstance(transport, Ranks):
+        return RanksExchange(transport)
     if isinstance(transport, MpiTransport):
         return MpiExchange(transport)
     if getattr(transport, "collectives", False):

@@ -18,7 +18,7 @@ NAMES = {str(d).removeprefix("torch."): d for d in DTYPES}
 
 
 class GroupExchange(Exchange):
-    """Exchanges over a ``torch.distributed`` process group."""
+    """Exchanges over a process group of torch."""
 
     def __init__(self, group: collectives.Group, device: torch.device | None = None) -> None:
         super().__init__(collectives.rank_in(group), collectives.size_of(group))

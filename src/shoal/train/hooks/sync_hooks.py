@@ -21,8 +21,8 @@ _has_chief = False  # whose job it is
 class SyncHelper:
     """Booleans that the job shares: element 0 says that the restore finished, element i that worker i is alive.
 
-    ``store`` is any ``torch.distributed`` store; by default the job's rendezvous store, or without a job one in this
-    process, which a second chief's helper starts afresh.
+    ``store`` is any store of torch's process groups; by default the job's rendezvous store, or without a job one in
+    this process, which a second chief's helper starts afresh.
     """
 
     def __init__(self, num_workers: int, is_chief: bool, store: Any = None) -> None:

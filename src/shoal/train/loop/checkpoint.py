@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal import _core
+from shoal.comm.ranks.ranks import Ranks
 from shoal.durable import Draft, Saved, file_bases, temporary_path
 from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.host import as_tensor
@@ -25,7 +26,6 @@ from shoal.table.checkpoint.incremental import expiry_to_json
 from shoal.table.checkpoint.manifest import Manifest
 from shoal.table.checkpoint.single import restore_files
 from shoal.table.table import HashTable
-from shoal.train.loop.ranks import Ranks
 
 _DENSE = "dense.safetensors"
 _FEATURES = "table.features."
@@ -78,7 +78,7 @@ def save_checkpoint(
             _write_tensors(os.path.join(draft.path, _DENSE), _dense_tensors(snapshot))
             written = list(zip(*(part["rows"] for part in parts), strict=True))  # by table, then by rank
             described = [_describe(table, bases[table.name], each) for table, each in zip(tables, written, strict=True)]
-            content = {"tables": described, **snapshot.content, "world": ranks.world}
+            content = {"tables": described, **snapshot.content, "world": ranks.world_size}
             content["readers"] = [part["reader"] for part in parts]
             digests = {name: digest for each in written for part in each for name, digest in part["files"].items()}
             draft.seal(Manifest(kind="full", step=snapshot.step, content=content).fields(), digests)
@@ -107,7 +107,7 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable
     manifest = Manifest.of(saved)
     content = manifest.content
     try:
-        same = content.get("world") == ranks.world
+        same = content.get("world") == ranks.world_size
         dense = _read_tensors(saved, _DENSE)
         of_rank = _read_tensors(saved, _rank_file(ranks.rank)) if same else {}
         reader = content["readers"][ranks.rank] if same else {}
@@ -153,7 +153,7 @@ def _write_rows(draft: Draft, table: HashTable, bases: dict[str, str], ranks: Ra
     """Every rank writes ``each`` files; together they are the files of one table."""
     file = bases[table.name]
     base = os.path.join(draft.path, file)
-    paths = [naming.shard_path(base, ranks.rank * each + i, each * ranks.world) for i in range(each)]
+    paths = [naming.shard_path(base, ranks.rank * each + i, each * ranks.world_size) for i in range(each)]
     written = _core.save([table.source(stale=True)], [temporary_path(path) for path in paths], paths, False, 0, None)
     save_hash_filter(table.hash_filter, _filter_base(draft.path, file, len(bases), ranks), True)
     return {
@@ -193,9 +193,9 @@ def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ran
         )
     base = os.path.join(saved.folder, described["file"])
     # Checkpoints that do not say so were written when more than four ranks left rank 0 without rows.
-    if same and not described.get("empty_rank0", ranks.world > 4):
+    if same and not described.get("empty_rank0", ranks.world_size > 4):
         files = naming.open_shards(base, saved)
-        each = len(files.paths) // ranks.world
+        each = len(files.paths) // ranks.world_size
         mine = slice(ranks.rank * each, (ranks.rank + 1) * each)
         own = naming.Shards(files.paths[mine], files.names[mine], saved)
         counts = _filter_base(saved.folder, described["file"], len(tables), ranks)
@@ -207,7 +207,7 @@ def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ran
         restore_files(table, [own], restore_counts)
         table.set_training_state({"calls": described["calls"][ranks.rank]})
     else:
-        restore_table(table, base, shard=(ranks.rank, ranks.world), saved=saved)
+        restore_table(table, base, shard=(ranks.rank, ranks.world_size), saved=saved)
     table.set_training_state({"max_update_time": described["max_update_time"], "scales": described["scales"]})
 
 

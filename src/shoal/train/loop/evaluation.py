@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.ranks.ranks import Ranks
 from shoal.data.prefetch import Prefetch
 from shoal.data.samples import Samples
 from shoal.data.stream import Stream
 from shoal.train.loop.metrics import Metrics, merged
-from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.tables import Rows
 
 

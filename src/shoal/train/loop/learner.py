@@ -8,14 +8,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.launch.config import DistributedConfig
+from shoal.comm.ranks.ranks import Ranks
 from shoal.data.samples import Samples
 from shoal.errors import ConfigError, DataError
 from shoal.models.build import build_model
 from shoal.models.inputs import Inputs
+from shoal.train.aggregation.all_reduce import AllReduceAggregator
+from shoal.train.aggregation.buckets import GradientBucket
 from shoal.train.loop.config import Config
 from shoal.train.loop.machine import find_device, find_table_device
 from shoal.train.loop.metrics import Metrics
-from shoal.train.loop.ranks import GradientBucket, Ranks
 from shoal.train.loop.tables import Rows
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -46,8 +49,10 @@ class Learner:
         torch.manual_seed(own)
         self.rows = Rows(config, ranks, table_device, note).to(self.device)
         self.bucket = GradientBucket(self.model.parameters(), numbers=3)
+        among = DistributedConfig(ranks.world_size, ranks.rank)
+        self._aggregator = AllReduceAggregator(among, ranks, average=False, check="first")
         self.metrics = Metrics(config.out.auc_window)
-        self._scale = 1.0 / (train.batch_size * ranks.world)
+        self._scale = 1.0 / (train.batch_size * ranks.world_size)
 
     def logits(self, samples: Samples) -> Tensor:
         """``[B]``."""
@@ -87,10 +92,11 @@ class Learner:
 
     def step(self, numbers: tuple[float, float, float]) -> list[float]:
         """Sums gradients and three numbers over all ranks; updates the dense part if the first number is above 0."""
-        if self.ranks.world > 1:
+        if self.ranks.world_size > 1:
             self.bucket.numbers.copy_(torch.tensor(numbers, device="cpu"))
-            self.ranks.sum(self.bucket.flat)
-        summed = list(numbers) if self.ranks.world == 1 else self.bucket.numbers.tolist()
+            (total,) = self._aggregator.aggregate([self.bucket.flat])
+            self.bucket.flat.copy_(total)
+        summed = list(numbers) if self.ranks.world_size == 1 else self.bucket.numbers.tolist()
         if summed[0]:  # else it was the end of an epoch, and nobody learnt anything
             self.optimizer.step()
         return summed

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.train.loop.ranks import Ranks
+from shoal.comm.ranks.ranks import Ranks
 
 BINS = 1 << 14
 
@@ -93,7 +93,7 @@ class Metrics:
 def merged(metrics: Metrics, ranks: Ranks) -> dict[str, float]:
     """AUC, logloss, calibration and samples of all ranks, which call it together."""
     counts, sums = metrics.counts, metrics.sums
-    if ranks.world > 1:
+    if ranks.world_size > 1:
         counts = ranks.sum(torch.from_numpy(counts.copy())).numpy()
         sums = ranks.sum(torch.from_numpy(sums.copy())).numpy()
     rows = int(counts.sum())

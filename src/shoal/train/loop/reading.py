@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from shoal.comm.ranks.ranks import Ranks
 from shoal.data.source import BadRow
 from shoal.data.stream import Batch, Stream
 from shoal.errors import DataError
 from shoal.train.loop.config import Config
-from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.reporter import Reporter
 
 _LISTED = 5
@@ -45,7 +45,7 @@ class Reading:
         train = self._config.train
         return Stream(
             files, form, self._config.data.schema(), batch_size=train.batch_size, shuffle_rows=shuffle, seed=train.seed,
-            epochs=epochs, rank=self._ranks.rank, world=self._ranks.world, on_bad=self._bad,
+            epochs=epochs, rank=self._ranks.rank, world=self._ranks.world_size, on_bad=self._bad,
         )  # fmt: skip
 
     def _bad(self, row: BadRow) -> None:

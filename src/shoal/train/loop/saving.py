@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from shoal.comm.ranks.ranks import Ranks
 from shoal.durable import Found, remove_folder, sync_folder
 from shoal.errors import ConfigError, DataError
 from shoal.stamps import Stamp, new_run
@@ -20,7 +21,6 @@ from shoal.train.loop import checkpoint
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
 from shoal.train.loop.hooks import SaveTimer
-from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.tables import Rows
 
 
@@ -250,8 +250,8 @@ class Saver:
             )
         elif not snapshot.reader:
             self._note(
-                f"{found.path} was written by {content['world']} ranks and this run has {self.ranks.world}: rows and "
-                f"weights go on, reading begins at the first file of epoch {at.epoch + 1} again"
+                f"{found.path} was written by {content['world']} ranks and this run has {self.ranks.world_size}: "
+                f"rows and weights are kept, and reading starts again at the first file of epoch {at.epoch + 1}"
             )
         return at
 

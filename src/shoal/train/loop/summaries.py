@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.comm.ranks.ranks import Ranks
 from shoal.errors import missing_extra
-from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.tables import Rows
 
 _TAGS = ("auc", "window_auc", "logloss", "calibration", "samples_per_s", "rows", "table_bytes", "bad_rows")

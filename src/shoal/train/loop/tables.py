@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.ranks.ranks import Ranks
 from shoal.data.samples import Samples
 from shoal.errors import ConfigError, DeadlineError, UnsupportedError
 from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag
@@ -16,7 +17,6 @@ from shoal.nn.slot import TableSlot, slot_of
 from shoal.table.table import HashTable
 from shoal.train.loop.bags import Keyed, combiner_of
 from shoal.train.loop.config import Config
-from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.table_config import PlannedTable, TableConfig
 
 _AT_ONCE = timedelta(seconds=5)
@@ -39,7 +39,7 @@ class Rows(nn.Module):
         """What rows are stamped with."""
         self.client: Any = None
         self._ragged = bool(config.data.make_format().ragged)
-        self.together = ranks.world > 1 and not config.train.ps
+        self.together = ranks.world_size > 1 and not config.train.ps
         settings = {feature: config.table.of_feature(feature) for feature in self.features}
         dims = {feature: one.config.dim for one in self.plan for feature in one.features}
         self.dims = tuple(dims[feature] for feature in self.features)

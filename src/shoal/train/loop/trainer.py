@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from shoal import _core
+from shoal.comm.ranks.ranks import Ranks
+from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.data.prefetch import Prefetch
 from shoal.data.samples import Samples
 from shoal.data.stream import Batch
@@ -22,7 +24,6 @@ from shoal.train.loop.hooks import Hooks, SaveTimer, TrainContext, make_hooks
 from shoal.train.loop.learner import Learner
 from shoal.train.loop.machine import fair_threads, resident_bytes
 from shoal.train.loop.metrics import merged
-from shoal.train.loop.ranks import Ranks
 from shoal.train.loop.reading import Epochs, Reading
 from shoal.train.loop.reporter import Reporter
 from shoal.train.loop.saving import Progress, Saver
@@ -48,7 +49,7 @@ class Trainer:
         fresh: bool = False,
         hooks: Sequence[Any] = (),
     ) -> None:
-        self.config, self.ranks = config, ranks or Ranks()
+        self.config, self.ranks = config, ranks or start_ranks()
         self.reporter = reporter if reporter is not None and self.ranks.first else Reporter()
         self._bad_reporter = reporter or Reporter()
         self.stop = stop
@@ -100,7 +101,7 @@ class Trainer:
         """Trains to the end, or until ``stop``; what came of it."""
         parameters = sum(p.numel() for p in self.model.parameters())
         self.reporter.start(
-            step=self.at.step, resumed=self.resumed, world=self.ranks.world, model=self.config.model.name,
+            step=self.at.step, resumed=self.resumed, world=self.ranks.world_size, model=self.config.model.name,
             parameters=parameters, files=len(self.stream.files), batch_size=self.config.train.batch_size,
             tables=self.rows.describe(),
         )  # fmt: skip
@@ -135,7 +136,7 @@ class Trainer:
             if config.train.max_steps is not None and at.step >= config.train.max_steps:
                 return "max_steps"
             batch = batches.next_of(at.epoch)
-            if batch is not None or self.ranks.world > 1:
+            if batch is not None or self.ranks.world_size > 1:
                 self.hooks.before_run()
             total, stop, save = self._step(batch)
             if not total:  # no rank has any more of this epoch

@@ -34,13 +34,13 @@ class PipelineRunner:
         layers: the whole list of modules, on every rank; each takes and gives one tensor.
         loss_fn: ``loss_fn(output, target) -> scalar``; the step's loss is its mean over micro-batches.
         group: None runs all stages in this process; a process group makes stage = group rank, on
-            ``torch.distributed.pipelining``. Then only stage 0 gives ``inputs`` and only the last stage ``target``.
+            torch's own pipelining. Then only stage 0 gives ``inputs`` and only the last stage ``target``.
         devices: one device per stage.
         splits: the stages; ``split_into_stages`` unless given.
         allow_uneven: a batch that ``num_micro_batches`` does not divide is cut into balanced sizes, each loss weighted
             by its share of rows.
         return_loss: ``"all"`` gives the last stage's loss to every rank.
-        schedule_class: a schedule of ``torch.distributed.pipelining``; the interleaved and zero-bubble ones take
+        schedule_class: a schedule of torch's pipelining; the interleaved and zero-bubble ones take
             ``num_stages`` as a multiple of the group's size.
 
     ``last_trace`` lists the last step's ``(stage, action, start, end)`` on one monotonic clock. Layers such as

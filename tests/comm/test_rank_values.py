@@ -1,15 +1,15 @@
-"""What the ranks of a run tell each other, between processes."""
+"""Values that ranks tell each other, between processes."""
 
 import pytest
 
+from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.testing import run_ranks
-from shoal.train.loop.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def exchange(rank, world):
-    ranks = Ranks()
+    ranks = start_ranks()
     mine = {"rank": rank, "text": "ü" * (1 + 1000 * rank), "none": None, "half": 0.5, "list": [1, [2]]}
     return ranks.gather(mine), ranks.from_first(mine if rank == 0 else None), ranks.gather(None)
 
@@ -31,7 +31,7 @@ class Code:
 
 
 def tell_code(rank, world):
-    ranks = Ranks()
+    ranks = start_ranks()
     said = []
     for call in (ranks.gather, ranks.from_first):
         try:
