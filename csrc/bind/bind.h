@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <stdexcept>
+#include <type_traits>
 
 namespace shoal::bind {
 
@@ -21,6 +22,42 @@ T* ptr(uintptr_t address, int64_t n) {
     throw std::invalid_argument("a tensor without memory, such as a fake one, holds no numbers");
   return ptr<T>(address);
 }
+
+// A function, or a method, as Python calls it: its pointers come as addresses, its choices as numbers.
+template <class T>
+struct Given {
+  using Type = T;
+  static T&& pass(std::remove_reference_t<T>& value) { return static_cast<T&&>(value); }
+};
+template <class T>
+struct Given<T*> {
+  using Type = uintptr_t;
+  static T* pass(uintptr_t address) { return ptr<T>(address); }
+};
+
+template <class T>
+  requires std::is_enum_v<T>
+struct Given<T> {
+  using Type = int;
+  static T pass(int value) { return static_cast<T>(value); }
+};
+
+template <class F, F function>
+struct Raw;
+template <class R, class... A, R (*function)(A...)>
+struct Raw<R (*)(A...), function> {
+  static R call(typename Given<A>::Type... given) { return function(Given<A>::pass(given)...); }
+};
+template <class R, class C, class... A, R (C::*method)(A...)>
+struct Raw<R (C::*)(A...), method> {
+  static R call(C& self, typename Given<A>::Type... given) { return (self.*method)(Given<A>::pass(given)...); }
+};
+template <class R, class C, class... A, R (C::*method)(A...) const>
+struct Raw<R (C::*)(A...) const, method> {
+  static R call(const C& self, typename Given<A>::Type... given) { return (self.*method)(Given<A>::pass(given)...); }
+};
+template <auto function>
+constexpr auto raw = &Raw<decltype(function), function>::call;
 
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 

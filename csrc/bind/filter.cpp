@@ -46,12 +46,7 @@ void sliding(nb::module_& m) {
              auto meta = f.block_meta(block);
              return std::make_tuple(meta.total, meta.elements, meta.failures, meta.fill_rate);
            })
-      .def(
-          "_read_block",
-          [](const SlidingFilter& f, int block, int64_t offset, int64_t n, uintptr_t out) {
-            f.read_block(block, offset, n, ptr<uint16_t>(out));
-          },
-          NoGil())
+      .def("_read_block", raw<&SlidingFilter::read_block>, NoGil())
       .def(
           "_set_block",
           [](SlidingFilter& f, int block, int64_t total, int64_t elements, int64_t failures, double fill_rate,

@@ -134,7 +134,7 @@ void gather(nb::module_& m) {
   m.def("gather_dequantize", &dequantize, NoGil());
   m.def("gather_quantize", &quantize, NoGil());
   m.def("gather_inspect", &inspect, NoGil());
-  m.def("gather_block_sums", [](uintptr_t v, int64_t n) { return gather::block_sums(ptr<float>(v), n); }, NoGil());
+  m.def("gather_block_sums", raw<&gather::block_sums>, NoGil());
   m.def("gather_reduce", &reduce, NoGil());
   m.def("gather_topk", &topk, NoGil());
   m.def("gather_subtract_sent", &subtract_sent, NoGil());

@@ -196,9 +196,7 @@ void io(nb::module_& m) {
           },
           nb::arg("paths"), nb::arg("progress").none(), NoGil(),
           "How many records were taken, and the digest of each file.")
-      .def(
-          "erase", [](Load& self, uintptr_t ids, int64_t n) { return self.erase(ptr<const int64_t>(ids), n); },
-          nb::arg("ids"), nb::arg("n"), NoGil())
+      .def("erase", raw<&Load::erase>, nb::arg("ids"), nb::arg("n"), NoGil())
       .def("evict", &Load::evict, nb::arg("expiry"), nb::arg("now"), NoGil())
       .def("rows", &Load::rows)
       .def("commit", &Load::commit, NoGil());
@@ -255,12 +253,7 @@ void io(nb::module_& m) {
           nb::arg("i"));
   nb::class_<EntrySink>(m, "EntrySink")
       .def(nb::init<std::string, bool>(), nb::arg("temporary"), nb::arg("snappy") = false)
-      .def(
-          "copy",
-          [](EntrySink& self, const EntryScan& scan, uintptr_t indices, int64_t n) {
-            self.copy(scan, ptr<const int64_t>(indices), n);
-          },
-          nb::arg("scan"), nb::arg("indices"), nb::arg("n"), NoGil())
+      .def("copy", raw<&EntrySink::copy>, nb::arg("scan"), nb::arg("indices"), nb::arg("n"), NoGil())
       .def(
           "rows",
           [](EntrySink& self, uintptr_t ids, uintptr_t times, uintptr_t weights, int64_t n, int64_t dim,

@@ -27,29 +27,12 @@ int64_t head_bytes(const Layout& layout) { return layout.serving ? layout.row_by
 }  // namespace
 
 void nn(nb::module_& m) {
-  m.def(
-      "fm",
-      [](uintptr_t rows, int64_t n, int64_t features, int64_t dim, uintptr_t sums, uintptr_t out) {
-        fm(ptr<float>(rows), n, features, dim, ptr<float>(sums), ptr<float>(out));
-      },
-      NoGil());
-  m.def(
-      "fm_gradient",
-      [](uintptr_t rows, uintptr_t sums, uintptr_t grad, uintptr_t grad_flat, int64_t n, int64_t features, int64_t dim,
-         uintptr_t grad_rows) {
-        fm_gradient(ptr<float>(rows), ptr<float>(sums), ptr<float>(grad), ptr<float>(grad_flat), n, features, dim,
-                    ptr<float>(grad_rows));
-      },
-      NoGil());
+  m.def("fm", raw<&fm>, NoGil());
+  m.def("fm_gradient", raw<&fm_gradient>, NoGil());
   m.def("check_offsets", [](uintptr_t offsets, int64_t bags, int64_t rows) {
     check_offsets(ptr<int64_t>(offsets, bags + 1), bags, rows);
   });
-  m.def(
-      "sum_by_id",
-      [](uintptr_t ids, int64_t n, uintptr_t rows, int64_t dim, uintptr_t out_ids, uintptr_t out_rows) {
-        return sum_by_id(ptr<int64_t>(ids), n, ptr<float>(rows), dim, ptr<int64_t>(out_ids), ptr<float>(out_rows));
-      },
-      NoGil());
+  m.def("sum_by_id", raw<&sum_by_id>, NoGil());
 
   nb::class_<Wiring>(m, "Wiring")
       .def(

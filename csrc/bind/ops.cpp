@@ -22,52 +22,17 @@ using Sizes = std::vector<int64_t>;
 using i64 = const int64_t;
 
 void ragged_ops(nb::module_& m) {
-  m.def("check_row_splits",
-        [](uintptr_t splits, int64_t rows, int64_t length) { ops::check_row_splits(ptr<i64>(splits), rows, length); });
-  m.def(
-      "row_ids",
-      [](uintptr_t splits, int64_t rows, int64_t length, uintptr_t out) {
-        ops::row_ids(ptr<i64>(splits), rows, length, ptr<int64_t>(out));
-      },
-      NoGil());
-  m.def(
-      "normalize_merged_split",
-      [](uintptr_t row_split, int64_t n, uintptr_t sizes, int64_t k, uintptr_t out) {
-        ops::normalize_merged_split(ptr<i64>(row_split), n, ptr<i64>(sizes), k, ptr<int64_t>(out));
-      },
-      NoGil());
+  m.def("check_row_splits", raw<&ops::check_row_splits>);
+  m.def("row_ids", raw<&ops::row_ids>, NoGil());
+  m.def("normalize_merged_split", raw<&ops::normalize_merged_split>, NoGil());
 }
 
 void split_ops(nb::module_& m) {
   m.def("split_pieces", &ops::split_pieces);
-  m.def(
-      "split_count",
-      [](uintptr_t indices, int64_t n, int64_t parts, uintptr_t histogram, uintptr_t counts) {
-        ops::split_count(ptr<i64>(indices), n, parts, ptr<int64_t>(histogram), ptr<int64_t>(counts));
-      },
-      NoGil());
-  m.def(
-      "split_rows",
-      [](uintptr_t indices, int64_t n, int64_t parts, uintptr_t histogram, uintptr_t rows, int64_t row_bytes,
-         const Addresses& outs) {
-        ops::split_rows(ptr<i64>(indices), n, parts, ptr<i64>(histogram), ptr<const char>(rows), row_bytes, outs);
-      },
-      NoGil());
-  m.def(
-      "unsplit_rows",
-      [](uintptr_t indices, int64_t n, int64_t parts, uintptr_t histogram, const Addresses& ins, int64_t row_bytes,
-         uintptr_t rows) {
-        ops::unsplit_rows(ptr<i64>(indices), n, parts, ptr<i64>(histogram), ins, row_bytes, ptr<char>(rows));
-      },
-      NoGil());
-  m.def(
-      "split_ragged",
-      [](uintptr_t indices, int64_t n, int64_t parts, uintptr_t histogram, uintptr_t values, uintptr_t splits,
-         int64_t rows, const Addresses& out_values, const Addresses& out_pos, const Addresses& out_splits) {
-        ops::split_ragged(ptr<i64>(indices), n, parts, ptr<i64>(histogram), ptr<i64>(values), ptr<i64>(splits), rows,
-                          out_values, out_pos, out_splits);
-      },
-      NoGil());
+  m.def("split_count", raw<&ops::split_count>, NoGil());
+  m.def("split_rows", raw<&ops::split_rows>, NoGil());
+  m.def("unsplit_rows", raw<&ops::unsplit_rows>, NoGil());
+  m.def("split_ragged", raw<&ops::split_ragged>, NoGil());
   m.def(
       "gather_rows",
       [](uintptr_t src, int64_t src_rows, int64_t row_bytes, uintptr_t index, int64_t n, uintptr_t dst,
@@ -78,24 +43,11 @@ void split_ops(nb::module_& m) {
 }
 
 void reorder_ops(nb::module_& m) {
-  m.def(
-      "reorder_by_indices",
-      [](uintptr_t keys, int64_t n, uintptr_t shard_ids, int64_t shards, uintptr_t order, uintptr_t sizes) {
-        return ops::reorder_by_indices(ptr<i64>(keys), n, ptr<i64>(shard_ids), shards, ptr<int64_t>(order),
-                                       ptr<int32_t>(sizes));
-      },
-      NoGil());
+  m.def("reorder_by_indices", raw<&ops::reorder_by_indices>, NoGil());
   nb::class_<ops::FusedReorder>(m, "FusedReorder")
       .def(nb::init<Addresses, Sizes, int64_t, int64_t, Sizes>(), NoGil())
       .def_prop_ro("size", &ops::FusedReorder::size)
-      .def(
-          "finish",
-          [](ops::FusedReorder& self, uintptr_t output, uintptr_t shard_sizes, uintptr_t slot_sizes,
-             uintptr_t offsets) {
-            self.finish(ptr<int64_t>(output), ptr<int32_t>(shard_sizes), ptr<int32_t>(slot_sizes),
-                        ptr<int32_t>(offsets));
-          },
-          NoGil());
+      .def("finish", raw<&ops::FusedReorder::finish>, NoGil());
   nb::class_<ops::UniqueKeys>(m, "UniqueKeys")
       .def(
           "__init__",
@@ -105,13 +57,7 @@ void reorder_ops(nb::module_& m) {
           NoGil())
       .def_prop_ro("size", &ops::UniqueKeys::size)
       .def_prop_ro("floats", &ops::UniqueKeys::floats)
-      .def(
-          "finish",
-          [](const ops::UniqueKeys& self, uintptr_t ids, uintptr_t id_splits, uintptr_t offset_splits,
-             uintptr_t offsets) {
-            self.finish(ptr<int64_t>(ids), ptr<int64_t>(id_splits), ptr<int64_t>(offset_splits), ptr<int64_t>(offsets));
-          },
-          NoGil());
+      .def("finish", raw<&ops::UniqueKeys::finish>, NoGil());
   // map: pos, pos_splits, rows, offset splits, keys, offsets, offset count
   m.def(
       "fill_with_offset_map",
@@ -135,14 +81,7 @@ void reorder_ops(nb::module_& m) {
 }
 
 void lookup_ops(nb::module_& m) {
-  m.def(
-      "map_id_to_embedding",
-      [](const Addresses& ids, const Sizes& lengths, const Addresses& embeddings, int64_t row_bytes, uintptr_t input,
-         int64_t n, uintptr_t out, uintptr_t place, bool parallel) {
-        ops::map_id_to_embedding(ids, lengths, embeddings, row_bytes, ptr<i64>(input), n, ptr<char>(out),
-                                 ptr<int64_t>(place), parallel);
-      },
-      NoGil());
+  m.def("map_id_to_embedding", raw<&ops::map_id_to_embedding>, NoGil());
   auto tables = [](const Addresses& offsets, const std::vector<bool>& wide, const Addresses& rows, const Sizes& lengths,
                    const Sizes& widths) {
     std::vector<ops::OffsetTable> out(offsets.size());
@@ -173,22 +112,8 @@ void lookup_ops(nb::module_& m) {
 template <class T>
 void reduce_ops(nb::module_& m, const char* suffix) {
   auto name = [suffix](const char* base) { return std::string(base) + suffix; };
-  m.def(
-      name("reduce_by_index").c_str(),
-      [](uintptr_t values, uintptr_t index, int64_t stride, int64_t n, int64_t d, int64_t rows, int how,
-         uintptr_t out) {
-        ops::reduce_by_index(ptr<const T>(values), ptr<i64>(index), stride, n, d, rows, static_cast<Reduce>(how),
-                             ptr<T>(out));
-      },
-      NoGil());
-  m.def(
-      name("reduce_by_index_gradient").c_str(),
-      [](uintptr_t grad, uintptr_t index, int64_t stride, int64_t n, int64_t d, int64_t rows, int how, uintptr_t values,
-         uintptr_t norm, uintptr_t out) {
-        ops::reduce_by_index_gradient(ptr<const T>(grad), ptr<i64>(index), stride, n, d, rows, static_cast<Reduce>(how),
-                                      ptr<const T>(values), ptr<const T>(norm), ptr<T>(out));
-      },
-      NoGil());
+  m.def(name("reduce_by_index").c_str(), raw<&ops::reduce_by_index<T>>, NoGil());
+  m.def(name("reduce_by_index_gradient").c_str(), raw<&ops::reduce_by_index_gradient<T>>, NoGil());
   auto tables = [](const Addresses& rows, const Addresses& splits, const Sizes& n, const Sizes& d,
                    const std::vector<Sizes>& slices) {
     std::vector<ops::SplitTable> out(rows.size());
@@ -208,18 +133,8 @@ void reduce_ops(nb::module_& m, const char* suffix) {
         ops::reduce_and_split_gradient<T>(tables(rows, splits, n, d, slices), segments, ins);
       },
       NoGil());
-  m.def(
-      name("first_n").c_str(),
-      [](uintptr_t values, uintptr_t splits, int64_t rows, int64_t n, int64_t d, int64_t limit, uintptr_t out) {
-        ops::first_n(ptr<const T>(values), ptr<i64>(splits), rows, n, d, limit, ptr<T>(out));
-      },
-      NoGil());
-  m.def(
-      name("first_n_gradient").c_str(),
-      [](uintptr_t grad, uintptr_t splits, int64_t rows, int64_t n, int64_t d, int64_t limit, uintptr_t out) {
-        ops::first_n_gradient(ptr<const T>(grad), ptr<i64>(splits), rows, n, d, limit, ptr<T>(out));
-      },
-      NoGil());
+  m.def(name("first_n").c_str(), raw<&ops::first_n<T>>, NoGil());
+  m.def(name("first_n_gradient").c_str(), raw<&ops::first_n_gradient<T>>, NoGil());
 }
 
 void layout_ops(nb::module_& m) {
@@ -316,14 +231,7 @@ void sharding_ops(nb::module_& m) {
       .def_prop_ro("rows", &ops::ShardFids::rows)
       .def_prop_ro("list_lengths", &ops::ShardFids::list_lengths)
       .def_prop_ro("list_floats", &ops::ShardFids::list_floats)
-      .def(
-          "finish",
-          [](const ops::ShardFids& self, int version, const Addresses& lists, const Addresses& list_splits,
-             uintptr_t fid_offset, uintptr_t feature_offset, uintptr_t nfl_offset) {
-            self.finish(version, lists, list_splits, ptr<int64_t>(fid_offset), ptr<int32_t>(feature_offset),
-                        ptr<int64_t>(nfl_offset));
-          },
-          NoGil());
+      .def("finish", raw<&ops::ShardFids::finish>, NoGil());
 }
 
 }  // namespace

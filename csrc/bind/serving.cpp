@@ -96,22 +96,10 @@ nb::list split_responses(const nb::bytes& spec_bytes, const nb::list& given, con
 }  // namespace
 
 void serving(nb::module_& m) {
-  m.def("varint_size", [](uintptr_t values, int64_t n) { return varint_size(ptr<const int64_t>(values), n); }, NoGil());
-  m.def(
-      "varint_encode",
-      [](uintptr_t values, int64_t n, uintptr_t out) {
-        return varint_encode(ptr<const int64_t>(values), n, ptr<uint8_t>(out));
-      },
-      NoGil());
-  m.def(
-      "varint_count", [](uintptr_t data, int64_t bytes) { return varint_count(ptr<const uint8_t>(data), bytes); },
-      NoGil());
-  m.def(
-      "varint_decode",
-      [](uintptr_t data, int64_t bytes, uintptr_t out, int64_t n) {
-        varint_decode(ptr<const uint8_t>(data), bytes, ptr<int64_t>(out), n);
-      },
-      NoGil());
+  m.def("varint_size", raw<&varint_size>, NoGil());
+  m.def("varint_encode", raw<&varint_encode>, NoGil());
+  m.def("varint_count", raw<&varint_count>, NoGil());
+  m.def("varint_decode", raw<&varint_decode>, NoGil());
 
   // (specs, [(key, value)], filters), each a (begin, size) in the message.
   m.def("predict_parts", [](nb::bytes data) {

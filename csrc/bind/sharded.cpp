@@ -72,9 +72,7 @@ void sharded(nb::module_& m) {
 
   nb::class_<Snapshot>(m, "Snapshot")
       .def(nb::init<const Table&>(), nb::arg("table"), nb::keep_alive<1, 2>())
-      .def(
-          "before_write", [](Snapshot& s, uintptr_t ids, int64_t n) { s.before_write(ptr<const int64_t>(ids), n); },
-          NoGil())
+      .def("before_write", raw<&Snapshot::before_write>, NoGil())
       .def("kept", &Snapshot::kept, NoGil())
       .def(
           "save",
@@ -90,20 +88,15 @@ void sharded(nb::module_& m) {
           },
           nb::arg("memory"), nb::arg("rank"), nb::arg("ranks"), nb::arg("ring_bytes"))
       .def_static("bytes", &Rings::bytes, nb::arg("ranks"), nb::arg("ring_bytes"))
-      .def(
-          "start",
-          [](Rings& r, uintptr_t data, const std::vector<int64_t>& send, uintptr_t out,
-             const std::vector<int64_t>& recv,
-             uintptr_t head) { r.start(ptr<const char>(data), send, ptr<char>(out), recv, ptr<const char>(head)); },
-          nb::arg("data"), nb::arg("send"), nb::arg("out"), nb::arg("recv"), nb::arg("head") = 0, NoGil())
+      .def("start", raw<&Rings::start>, nb::arg("data"), nb::arg("send"), nb::arg("out"), nb::arg("recv"),
+           nb::arg("head") = 0, NoGil())
       .def("differences",
            [](const Rings& r) {
              std::vector<std::tuple<int, int64_t, int64_t>> found;
              for (const Rings::Difference& d : r.differences()) found.emplace_back(d.rank, d.sent, d.awaited);
              return found;
            })
-      .def(
-          "heads", [](const Rings& r, uintptr_t out) { r.heads(ptr<char>(out)); }, nb::arg("out"))
+      .def("heads", raw<&Rings::heads>, nb::arg("out"))
       .def("run", &Rings::run, nb::arg("seconds"), NoGil())
       .def("open", &Rings::open);
 }

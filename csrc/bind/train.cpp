@@ -27,16 +27,9 @@ nb::bytes new_bytes(int64_t n) {
 }  // namespace
 
 void train(nb::module_& m) {
-  m.def(
-      "topk_magnitude",
-      [](uintptr_t x, int64_t n, int64_t k, bool by_index, bool stop_on_nonfinite, uintptr_t indices) {
-        return topk_magnitude(ptr<const float>(x), n, k, by_index, stop_on_nonfinite, ptr<int64_t>(indices));
-      },
-      nb::arg("x"), nb::arg("n"), nb::arg("k"), nb::arg("by_index"), nb::arg("stop_on_nonfinite"), nb::arg("indices"),
-      NoGil());
-  m.def(
-      "crc32", [](uintptr_t data, int64_t n, uint32_t crc) { return crc32(ptr<const uint8_t>(data), n, crc); },
-      nb::arg("data"), nb::arg("n"), nb::arg("crc") = 0, NoGil());
+  m.def("topk_magnitude", raw<&topk_magnitude>, nb::arg("x"), nb::arg("n"), nb::arg("k"), nb::arg("by_index"),
+        nb::arg("stop_on_nonfinite"), nb::arg("indices"), NoGil());
+  m.def("crc32", raw<&crc32>, nb::arg("data"), nb::arg("n"), nb::arg("crc") = 0, NoGil());
   m.def("new_bytes", &new_bytes, nb::arg("n"));
   m.def("bytes_address", [](nb::bytes b) { return reinterpret_cast<uintptr_t>(b.c_str()); }, nb::arg("data"));
 }
