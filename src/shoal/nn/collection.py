@@ -128,15 +128,17 @@ class EmbeddingBagCollection(TableModule):
             known = [[0] * len(names)] if joined.offsets is None or joined.offsets.shape[0] == 1 else [[]]
             out, combined = self._pooled(plan, [join([joined], plan.device)], known, False)
         else:
+            there = [part.offsets is not None and part.offsets.is_cuda for part in parts]
             checked = not torch.compiler.is_compiling()
             if checked:  # each part: joined, what one lacks could be what another has too much
-                for name, part in zip(names, parts, strict=False):
-                    check_bags(part, name)
+                for name, part, on_gpu in zip(names, parts, there, strict=False):
+                    if not on_gpu:  # `join` looks at those
+                        check_bags(part, name)
             if joined is not None:
                 parts = split_keys(ids, names, joined)
             batch = [join([parts[place] for place in call.places], call.device) for call in plan.calls]
             sizes = [[parts[place].values.shape[0] for place in call.places] for call in plan.calls]
-            out, combined = self._pooled(plan, batch, sizes, checked)
+            out, combined = self._pooled(plan, batch, sizes, checked and not any(there))
         if self.output == "concat":
             return self._side_by_side(plan, out, combined)
         results = dict(zip(names, _by_place(plan, out, combined), strict=True))

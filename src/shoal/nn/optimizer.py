@@ -104,7 +104,9 @@ class SparseOptimizer(torch.optim.Optimizer):
                 loss = closure()
         number = self.global_step if global_step is None else int(global_step)
         groups = dict(zip(self._slots, self.param_groups, strict=True))
-        units = [one for unit in take_pending(self._slots) for one in (by_clock(unit) if req_time is None else [unit])]
+        units = take_pending(self._slots)
+        if req_time is None:
+            units = [one for unit in units for one in by_clock(unit, unit.touched())]
         for done, unit in enumerate(units):
             try:
                 touched = unit.touched()

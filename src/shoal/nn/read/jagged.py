@@ -130,8 +130,13 @@ def join(parts: Sequence[Jagged], device: torch.device) -> Jagged:
         return Jagged(values, steps(len(parts) * (each[0].shape[0] - 1), length, device), weights, length)
     stacked = torch.stack([on(one, device) for one in each])
     ends = stacked[:, -1:]
-    starts = ends.cumsum(0) - ends
-    return Jagged(values, torch.cat([(stacked[:, :-1] + starts).reshape(-1), ends.sum().view(1)]), weights)
+    begins = stacked[:, :-1] + (ends.cumsum(0) - ends)
+    if begins.shape[1] and any(one.is_cuda for one in each) and not _recorded(device):
+        # Who looks at the joined offsets would not see that a part's own are those of another.
+        sizes = torch.tensor([part.values.shape[0] for part in parts], device="cpu", pin_memory=device.type == "cuda")
+        wrong = (stacked[:, 0] != 0) | (stacked[:, -1] != sizes.to(device, non_blocking=True))
+        begins[:, 0].masked_fill_(wrong, -1)
+    return Jagged(values, torch.cat([begins.reshape(-1), ends.sum().view(1)]), weights)
 
 
 def on(tensor: Tensor, device: torch.device) -> Tensor:
@@ -143,9 +148,12 @@ def on(tensor: Tensor, device: torch.device) -> Tensor:
 
 def steps(bags: int, length: int, device: torch.device) -> Tensor:
     """The offsets of bags of equal length, which nobody may change."""
-    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return torch.arange(bags + 1, device=device) * length
-    return _steps(bags, length, device)
+    return torch.arange(bags + 1, device=device) * length if _recorded(device) else _steps(bags, length, device)
+
+
+def _recorded(device: torch.device) -> bool:
+    """Whether this runs to be run again, compiled or as a CUDA graph: with what is in tensors then."""
+    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 @lru_cache(maxsize=16)

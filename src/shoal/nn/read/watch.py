@@ -35,8 +35,8 @@ class _Watch:
             self._bad.zero_()
             self._seen.clear()
             raise ConfigError(
-                f"table {self._name!r}: the offsets of an earlier batch did not rise from 0 to its number of ids; "
-                "what was read and updated with them is undefined"
+                f"table {self._name!r}: offsets must rise from 0 to the number of ids, which the offsets of an earlier "
+                "batch did not; what was read and updated with them is undefined"
             )
         shape = (offsets.shape[0], n)
         if shape in self._seen:

@@ -110,9 +110,12 @@ def _running(task: int) -> _Pass | None:
 
 def run(unit: Unit) -> None:
     """One step of the tables of a group, in backward."""
-    if not is_empty(unit):
-        for one in by_clock(unit) if len(unit.slots) > 1 else (unit,):
-            one.group.update(one.parts, step=next_step(one.group, one.touched()))
+    if is_empty(unit):
+        return
+    touched = unit.touched()
+    for one in by_clock(unit, touched):
+        own = touched if one is unit else one.touched()
+        one.group.update(one.parts, step=next_step(one.group, own))
 
 
 def _after_fork() -> None:

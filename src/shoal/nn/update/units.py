@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,8 +33,16 @@ class Unit(NamedTuple):
         """The tables that the parts are of."""
         if len(self.slots) == 1:
             return [self.slots[0]]
-        places = {place for part in self.parts for place in part.features.tables}
-        return [self.slots[place] for place in sorted(places)]
+        if len(self.parts) == 1:
+            places = _distinct(self.parts[0].features.tables)
+        else:
+            places = _distinct(tuple([place for part in self.parts for place in part.features.tables]))
+        return [self.slots[place] for place in places]
+
+
+@lru_cache(maxsize=256)
+def _distinct(places: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(places)))
 
 
 def expand(part: Part, dim: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -89,10 +98,9 @@ def row_units(rows: RowsByTable) -> list[Unit]:
     return units
 
 
-def by_clock(unit: Unit) -> list[Unit]:
-    """The update as it is or, if the clocks of its tables differ, table by table."""
-    touched = unit.touched()
-    if all(slot.clock is touched[0].clock for slot in touched):
+def by_clock(unit: Unit, touched: Sequence[TableSlot]) -> list[Unit]:
+    """The update as it is or, if the clocks of its tables, ``touched``, differ, table by table."""
+    if len({id(slot.clock) for slot in touched}) == 1:
         return [unit]
     rows: RowsByTable = {}
     add_rows(rows, unit)

@@ -18,14 +18,15 @@ from shoal.table.cuda.updates import count_bad
 class Told:
     """What kernels find out about the arguments of a group's calls, written to host memory: nobody waits for it.
 
-    Two numbers: the bad gradients of all updates so far, and whether there were offsets that are none.
+    Three numbers: the bad gradients of all updates so far, whether there were offsets that are none, and what `Room`
+    hears.
     """
 
     def __init__(self, whose: str, group: Any) -> None:
         self._whose, self._device, self._group = whose, group.device, weakref.ref(group)
         device = self._device
-        self.count = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        self._now = self.count.numpy()
+        self.count = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self.words = self._now = self.count.numpy()
         self._known = 0
         self._lock = threading.Lock()
 
@@ -40,7 +41,8 @@ class Told:
         if self._now[1]:
             self._now[1] = 0
             raise ConfigError(
-                f"{self._whose}: offsets must rise from 0 to the number of ids; a batch before had others"
+                f"{self._whose}: offsets must rise from 0 to the number of ids, which the offsets of an earlier batch "
+                "did not; what was read and updated with them is undefined"
             )
 
     def over(self) -> bool:

@@ -6,7 +6,6 @@ waits for the device, and nothing that a captured graph reads moves: see `Descri
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,12 +17,14 @@ from shoal.table.cuda.backend import capturing
 from shoal.table.cuda.groups.control import Control
 from shoal.table.cuda.groups.described import Described
 from shoal.table.cuda.groups.plan import Plan
+from shoal.table.cuda.groups.room import Room
 from shoal.table.cuda.groups.single import SingleGroup
 from shoal.table.cuda.groups.sums import Source, Sums
 from shoal.table.cuda.judge import Told
 from shoal.table.cuda.kernels import located as lk
 from shoal.table.cuda.launch import Bound, cdiv, power_of_2
 from shoal.table.cuda.shapes import find_shape, pool_shape, row_shape
+from shoal.table.cuda.storage.turn import share_turn
 from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
 
 if TYPE_CHECKING:
@@ -40,11 +41,9 @@ class FusedGroup:
         self.device, self.layout = tables[0].device, tables[0]._layout
         self.dim = self.layout.dim
         cuda = self.device.type == "cuda"
-        self.traits = Traits(device=self.device, capturable=cuda, local_state=True)
-        storages = {id(table._storage): table._storage for table in tables}
-        self._storages = sorted(storages.values(), key=lambda storage: storage.serial)
-        self._acquires = [storage.turn.acquire for storage in self._storages]
-        self._releases = [storage.turn.release for storage in self._storages]
+        self.traits = Traits(device=self.device, capturable=cuda, checks_bags=cuda, local_state=True)
+        self._storages = list({id(table._storage): table._storage for table in tables}.values())
+        share_turn(self._storages)
         self._places = [(self._storages.index(table._storage), table._number) for table in tables]
         self.described, self.control = Described(tables), Control(tables)
         names = [table.name for table in tables]
@@ -60,30 +59,23 @@ class FusedGroup:
         self._kernels: dict[Any, Bound] = {}
         self._sums = Sums(self)
         self._one_by_one = SingleGroup(tables)
+        self._room = Room(self._storages, self._places, self.told.words)
         self._stream: int | None = None
-        self._former = self.device.index  # the current device before the call that has its turn
         self.capturing = False
         """Whether the call that has its turn is captured in a CUDA graph."""
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> FusedGroup:
-        """One call at a time for each of the tables; the current stream waits for those of the calls before."""
-        for acquire in self._acquires:
-            acquire()
+        """One call at a time for all of the tables; the current stream waits for that of the call before."""
+        first = self._storages[0]
+        first.__enter__()
         if self.device.type != "cuda":
             return self
         try:
-            self._former = torch._C._cuda_getDevice()
-            if self._former != self.device.index:
-                torch.cuda.set_device(self.device.index)
-            handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-            for storage in self._storages:
-                if storage.stream != handle:
-                    storage.follow(handle)
-            self.capturing = capturing(self.device)
-            if handle != self._stream and not self.capturing:
-                self._stream = handle
+            self.capturing = torch.cuda.is_current_stream_capturing()
+            if first.turn.stream != self._stream and not self.capturing:
+                self._stream = first.turn.stream
                 stream = torch.cuda.current_stream(self.device)
                 for tensor in (self.described.origin, self.described.words, self.control.words, self._sums.tally):
                     tensor.record_stream(stream)
@@ -93,10 +85,7 @@ class FusedGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._former != self.device.index:
-            torch.cuda.set_device(self._former)
-        for release in self._releases:
-            release()
+        self._storages[0].__exit__()
 
     def describe(self) -> None:
         """Has the kernels see the tables as they are now."""
@@ -139,15 +128,16 @@ class FusedGroup:
             return Found(ids, counts, where, versions)
         with self:
             self.describe()
-            begins = ids if plan.alone else plan.begins(counts, n, self.capturing)
+            counted = 0 if plan.alone or counts.device != self.device else plan.few
+            begins = ids if plan.alone else counts if counted else plan.begins(counts, n, self.capturing)
             padding = features.padding
-            key = ("find", plan.alone, padding is not None)
+            key = ("find", plan.alone, counted, padding is not None)
             kernel = self._kernels.get(key)
             block, warps = find_shape(1)
             if kernel is None:
                 kernel = self.kernel(key, lk.find, {
-                    "SINGLE": plan.alone, "PAD": padding is not None, "TABLES": self._versions, "BLOCK": block,
-                    "num_warps": warps,
+                    "SINGLE": plan.alone, "COUNTED": counted, "PAD": padding is not None,
+                    "TABLES": self._versions, "BLOCK": block, "num_warps": warps,
                 })  # fmt: skip
             described = self.described
             kernel(
@@ -250,48 +240,62 @@ class FusedGroup:
         sources = [Source(self, part) for part in parts]
         with self:
             self._set(step)
-            self._expect(parts)
+            number = self._expect(parts)
             self.describe()
-            self._sums.update(self, sources)
+            self._sums.update(self, sources, number)
+            if number >= 0:
+                self._room.launched()
 
-    def _expect(self, parts: Sequence[Part]) -> None:
-        """Makes room for what may be new."""
+    def _expect(self, parts: Sequence[Part]) -> int:
+        """Makes room for what may be new; the number of the update, -1 of a captured one."""
         if self.capturing:
             for storage in self._storages:
                 storage.expect_replays()
-            return
-        if len(parts) == 1:
-            needs = self._needs(parts[0])
-        else:
-            merged: dict[int, tuple[list[tuple[int, int]], int]] = {}
-            for place, own, total in itertools.chain.from_iterable(map(self._needs, parts)):
-                before, sum_ = merged.get(place, ([], 0))
-                merged[place] = [*before, *own], sum_ + total
-            needs = [(place, own, total) for place, (own, total) in merged.items()]
-        for place, own, total in needs:
-            try:
-                self._storages[place].expect(own, total)
-            except CapacityError as error:
-                raise CapacityError(
-                    f"{self._names}: no room for {total} ids more: {error}; nothing was changed. Evict rows, or use a "
-                    "narrower optimizer state"
-                ) from None
+            return -1
+        return self._room.take(sum(map(self._need, parts)), lambda: self._make_room(parts))
 
-    def _needs(self, part: Part) -> list[tuple[int, list[tuple[int, int]], int]]:
-        """Of each storage the ids that a part may bring: its place, counts of its tables, and their sum."""
-        plan, n = self.plan(part.features), part.found.ids.numel()
-        sizes = plan.sizes(part.found.counts, n)
-        found = plan.needs.get(sizes)
-        if found is None:
-            by: dict[int, dict[int, int]] = {}
-            for table, count in zip(plan.tables_of, sizes, strict=True):
-                place, number = self._places[table]
-                of = by.setdefault(place, {})
-                of[number] = of.get(number, 0) + count
+    def _need(self, part: Part) -> int:
+        """Ids that a part may bring to a table, or to tables that share their rows."""
+        plan, counts, n = self.plan(part.features), part.found.counts, part.found.ids.numel()
+        if len(self._storages) == 1 or plan.alone or counts.device.type == "cuda":
+            return n
+        sizes = tuple(counts.tolist())
+        need = plan.needs.get(sizes)
+        if need is None:
             if len(plan.needs) >= _PLANS:
                 plan.needs.clear()
-            found = plan.needs[sizes] = [(place, list(of.items()), sum(of.values())) for place, of in by.items()]
-        return found
+            need = plan.needs[sizes] = max(map(sum, self._by_storage([(plan, sizes)])))
+        return need
+
+    def _by_storage(self, batches: Sequence[tuple[Plan, tuple[int, ...]]]) -> list[list[int]]:
+        """Ids of each table of each storage."""
+        counts = [[0] * storage.tables for storage in self._storages]
+        for plan, sizes in batches:
+            for table, size in zip(plan.tables_of, sizes, strict=True):
+                place, number = self._places[table]
+                counts[place][number] += size
+        return counts
+
+    def _make_room(self, parts: Sequence[Part]) -> None:
+        """Makes room for ids of which all may be new; for as many of each table as there are if that is too much."""
+        plans = [(self.plan(part.features), part.found) for part in parts]
+        least: list[list[int]] | None = None
+        counts = self._by_storage([(plan, plan.sizes(found.counts, found.ids.numel())) for plan, found in plans])
+        for place, storage in enumerate(self._storages):
+            try:
+                try:
+                    storage.make_room(counts[place])
+                except CapacityError:
+                    if least is None:
+                        least = self._by_storage(
+                            [(plan, plan.sizes(found.counts, found.ids.numel(), wait=True)) for plan, found in plans]
+                        )
+                    storage.make_room(least[place])
+            except CapacityError as error:
+                raise CapacityError(
+                    f"{self._names}: no room for {sum(counts[place])} ids more: {error}; nothing was changed. Evict "
+                    "rows, or use a narrower optimizer state"
+                ) from None
 
     # --- arguments ----------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.table.cuda.launch import power_of_2
 from shoal.table.protocol import FUSED, SUM, Features
 
 _KEPT = 64  # of cuts of batches
+_FEW = 64
 
 
 def jump_of(count: int) -> int:
@@ -26,6 +28,8 @@ class Plan:
         self.tables_of, self._device = features.tables, device
         self.features, self.width = len(features.tables), features.width
         self.jump = jump_of(self.features)
+        self.few = power_of_2(self.features) if self.features <= _FEW else 0
+        """Of so few features, rounded up, kernels add the counts up themselves; 0 if there are more."""
         self.alone = len(set(features.tables)) == 1
         """Whether all of them read one table, ``only``."""
         self.only = features.tables[0] if features.tables else 0
@@ -40,7 +44,7 @@ class Plan:
         )
         self.columns = {1: columns, 4: columns // 4}
         self._none = (0,) * (self.features - 1)
-        self.needs: dict[tuple[int, ...], list[tuple[int, list[tuple[int, int]], int]]] = {}
+        self.needs: dict[tuple[int, ...], int] = {}
         """What a group has worked out of the sizes of batches."""
         self._begins: dict[tuple[int, ...], Tensor] = {}
         self._held: list[Tensor] = []
@@ -83,10 +87,10 @@ class Plan:
             self._held.append(made)
         return made
 
-    def sizes(self, counts: Tensor, n: int) -> tuple[int, ...]:
-        """How many ids each feature may have in a batch of ``n``."""
+    def sizes(self, counts: Tensor, n: int, wait: bool = False) -> tuple[int, ...]:
+        """How many ids each feature may have in a batch of ``n``; ``wait``: has, where the device knows."""
         if self.alone:
             return (n, *self._none)
-        if counts.device.type == "cuda":  # which the host does not know
+        if counts.device.type == "cuda" and not wait:
             return (n,) * self.features
         return tuple(counts.tolist())

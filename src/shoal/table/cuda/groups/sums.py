@@ -62,6 +62,8 @@ class Sums:
         self._deterministic = table.deterministic
         self._single = len(group.tables) == 1
         self._jump = jump_of(len(group.tables))
+        self._tables = power_of_2(len(group.tables))
+        self._number = -1
         segments = group.layout.segments
         self._adds = all(s.kind == "sgd" for s in segments) and not self._deterministic
 
@@ -70,9 +72,9 @@ class Sums:
         assert self._now is not None
         return self._now
 
-    def update(self, group: FusedGroup, sources: list[Source]) -> None:
-        """One step of every distinct row. Inside the group's turn."""
-        self._now = group
+    def update(self, group: FusedGroup, sources: list[Source], number: int) -> None:
+        """One step of every distinct row. Inside the group's turn. ``number`` is what the device tells when it ends."""
+        self._now, self._number = group, number
         n = sum(source.n for source in sources)
         base = sources[0].grad
         unit = min(source.unit for source in sources)
@@ -238,14 +240,14 @@ class Sums:
         block, warps = row_shape(s.width)
         key = ("add", described.wide, factored, unit, s.index)
         kernel = group._kernels.get(key) or group.kernel(key, ck.add, {
-            "SINGLE": self._single, "WIDE": described.wide, "FACTOR": factored, "LAST": self._last(s), "INDEX": s.index,
-            "D": s.dim, "WIDTH": s.width, "STRIDE": group.layout.stride, "WEIGHT": s.weight, "UNIT": unit,
-            "BLOCK": block, "num_warps": warps,
+            "SINGLE": self._single, "TABLES": self._tables, "WIDE": described.wide, "FACTOR": factored,
+            "LAST": self._last(s), "INDEX": s.index, "D": s.dim, "WIDTH": s.width, "STRIDE": group.layout.stride,
+            "WEIGHT": s.weight, "UNIT": unit, "BLOCK": block, "num_warps": warps,
         })  # fmt: skip
         kernel(
             cdiv(n, block), keys, workspace, base, described.bases, described.words, described.origin,
             group.control.rates, self.tally, group.told.count, n, room, len(group.tables), self._jump,
-            group.control.segments,
+            group.control.segments, self._number,
         )  # fmt: skip
 
     def _step(
@@ -271,7 +273,7 @@ class Sums:
                 {**shared, "FACTOR": factored, "UNIT": unit, "BLOCK": tile, "num_warps": warps},
             )  # fmt: skip
             across = group.kernel((*key, 1), ck.step_across, {
-                **shared, "LAST": self._last(s), "TILE": tile, "TILES": at_once, "SPAN": span,
+                **shared, "TABLES": self._tables, "LAST": self._last(s), "TILE": tile, "TILES": at_once, "SPAN": span,
                 "num_warps": crossing_warps,
             })  # fmt: skip
         numbers = s.numbers(0.0, 1.0)
@@ -282,5 +284,5 @@ class Sums:
         )  # fmt: skip
         across(
             cdiv(tiles, at_once), keys, workspace, described.bases, described.words, described.origin, control.words,
-            control.rates, self.tally, group.told.count, *which,
+            control.rates, self.tally, group.told.count, *which, self._number,
         )  # fmt: skip

@@ -9,7 +9,19 @@ a new row, and the factor of a gradient.
 import triton
 import triton.language as tl
 
-from shoal.table.cuda.kernels.index import EMPTY, EPOCH, FREE, LOST, NEXT, ROOM, SIZE, TAKEN, _places
+from shoal.table.cuda.kernels.index import (
+    BUCKETS,
+    EMPTY,
+    EPOCH,
+    FREE,
+    FULL,
+    LOST,
+    NEXT,
+    ROOM,
+    SIZE,
+    TAKEN,
+    _places,
+)
 from shoal.table.cuda.kernels.located import (
     ARENA,
     BASE,
@@ -43,6 +55,11 @@ from shoal.table.cuda.kernels.rows import _start_rows, first_weights
 BAD = tl.constexpr(0)  # gradients of this update that hold NaN or infinity
 FRESH = tl.constexpr(1)  # rows that this update made
 TOLD = tl.constexpr(2)  # bad gradients of all updates so far
+NUMBER = tl.constexpr(3)  # of the last update that was not captured
+
+# Words of what the host is told; located.py writes the second.
+TOLD_BAD = tl.constexpr(0)
+TOLD_ROOM = tl.constexpr(2)
 
 # Words of a group's control block: common ones, then two for each table.
 STEP = tl.constexpr(0)
@@ -333,25 +350,43 @@ def _gradients(grads, workspace, room, position, here, d, inside, FACTOR: tl.con
 
 
 @triton.jit
-def close(tally, told):
-    """Makes the tally ready for the next update, and tells the host of bad gradients."""
+def room_left(described, origin, TABLES: tl.constexpr):
+    """Ids that fit into every table, whichever they are."""
+    of = described + tl.arange(0, TABLES) * DESCRIBED  # those beyond the last are as the first
+    state, words = longs(origin, of, STATE), longs(origin, of, WORDS)
+    rows = tl.load(state + ROOM) - tl.load(state + NEXT) + tl.load(state + FREE) - tl.load(state + TAKEN)
+    slots = tl.load(words + BUCKETS) * FULL - tl.load(words + SIZE)
+    return tl.minimum(tl.min(tl.minimum(rows, slots), axis=0), 0x7FFFFFFF)
+
+
+@triton.jit
+def close(tally, told, described, origin, number, TABLES: tl.constexpr):
+    """Makes the tally ready for the next update, and tells the host of bad gradients and of the room that is left.
+
+    ``number`` is the update's; -1 in a captured graph, which is no update that the host counts.
+    """
     if tl.program_id(0) == 0:
+        last = tl.load(tally + NUMBER)
+        last = tl.where(number < 0, last, number)
+        tl.debug_barrier()
+        tl.store(tally + NUMBER, last)
+        tl.store(told + TOLD_ROOM, (room_left(described, origin, TABLES) << 31) | last)  # one word: both or neither
         bad = tl.load(tally + BAD)
         if bad > 0:
             total = tl.load(tally + TOLD) + bad
             tl.debug_barrier()
             tl.store(tally + TOLD, total)
-            tl.store(told, total)
+            tl.store(told + TOLD_BAD, total)
             tl.store(tally + BAD, bad * 0)
         tl.store(tally + FRESH, bad * 0)
 
 
-@triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
+@triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments", "number"])
 def add(
-    keys, workspace, grads, bases, described, origin, rates, tally, told, n, room, tables, jump, segments,
-    SINGLE: tl.constexpr, WIDE: tl.constexpr, FACTOR: tl.constexpr, LAST: tl.constexpr, INDEX: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    keys, workspace, grads, bases, described, origin, rates, tally, told, n, room, tables, jump, segments, number,
+    SINGLE: tl.constexpr, TABLES: tl.constexpr, WIDE: tl.constexpr, FACTOR: tl.constexpr, LAST: tl.constexpr,
+    INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A step of SGD: every gradient is taken off its row as it comes, since the sum is the same in any order."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -367,7 +402,7 @@ def add(
     m = here[:, None] & inside
     tl.atomic_add(words + at[:, None] + WEIGHT + d[None, :], -rate[:, None] * g, mask=m, sem="relaxed")
     if LAST:
-        close(tally, told)
+        close(tally, told, described, origin, number, TABLES)
 
 
 @triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
@@ -421,13 +456,14 @@ def step_within(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
+@triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments", "number"])
 def step_across(
     keys, workspace, bases, described, origin, control, rates, tally, told, n, room, tables, jump, segments, numbers,
-    SINGLE: tl.constexpr, WIDE: tl.constexpr, STAMP: tl.constexpr, LAST: tl.constexpr, OPT: tl.constexpr,
-    NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr, WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr,
+    number,
+    SINGLE: tl.constexpr, TABLES: tl.constexpr, WIDE: tl.constexpr, STAMP: tl.constexpr, LAST: tl.constexpr,
+    OPT: tl.constexpr, NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr,
+    LINES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Steps the rows whose gradients lie in several blocks of `step_within`; a program looks at TILES blocks."""
     each = tl.arange(0, TILES)
@@ -473,4 +509,4 @@ def step_across(
             OPT, NESTEROV, DECOUPLED, False, False, INDEX, D, WEIGHT, STATE_,
         )  # fmt: skip
     if LAST:
-        close(tally, told)
+        close(tally, told, described, origin, number, TABLES)

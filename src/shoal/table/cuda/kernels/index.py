@@ -15,6 +15,7 @@ import triton.language as tl
 
 EMPTY = tl.constexpr(-(2**63))
 SLOTS = tl.constexpr(8)
+FULL = tl.constexpr(6)  # ids for each bucket, on average, from which on an index grows
 FRESH = tl.constexpr(1 << 30)  # set in a row number that was given out in this call
 ROW = tl.constexpr((1 << 30) - 1)
 

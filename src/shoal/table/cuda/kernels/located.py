@@ -74,6 +74,15 @@ def last_not_above(ordered, count, jump, value, m):
 
 
 @triton.jit
+def feature_at(o, counts, features, FEATURES: tl.constexpr):
+    """The features of ids, of which there are ``counts``."""
+    f = tl.arange(0, FEATURES)
+    ends = tl.cumsum(tl.load(counts + f, mask=f < features, other=0), axis=0)
+    above = (o[:, None] >= ends[None, :]) & (f < features - 1)[None, :]
+    return tl.sum(above.to(tl.int32), axis=1)
+
+
+@triton.jit
 def locate(id, of, m, origin, SINGLE: tl.constexpr):
     """Rows of ids, `UNKNOWN` for one that has none; ``of`` points to the description of its table."""
     keys = column(longs(origin, of, KEYS), SINGLE)
@@ -123,16 +132,22 @@ def still(row, id_at, versions, table, of, m, origin, SINGLE: tl.constexpr):
 @triton.jit(do_not_specialize=["n", "only", "features", "jump", "padding"])
 def find(
     ids, begins, tables, described, origin, where, versions, n, only, features, jump, padding,
-    SINGLE: tl.constexpr, PAD: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr, COUNTED: tl.constexpr, PAD: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where ids are; ids of feature ``f`` begin at ``begins[f]``. SINGLE: all are of the table ``only``."""
+    """Where ids are; ids of feature ``f`` begin at ``begins[f]``. SINGLE: all are of the table ``only``.
+
+    COUNTED: ``begins`` are how many ids each of up to so many features has.
+    """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
     id = tl.load(ids + o, mask=m, other=0)
     if SINGLE:
         of = described + only * DESCRIBED
     else:
-        feature = last_not_above(begins, features, jump, o, m)
+        if COUNTED > 0:
+            feature = feature_at(o, begins, features, COUNTED)
+        else:
+            feature = last_not_above(begins, features, jump, o, m)
         of = described + tl.load(tables + feature, mask=m, other=0) * DESCRIBED
     wanted = m
     if PAD:

@@ -1,0 +1,6 @@
+"""The index and the rows of GPU tables: where ids are, how memory grows, and who may call when."""
+
+from shoal.table.cuda.storage.index import EMPTY, most_slots, stash_cells
+from shoal.table.cuda.storage.storage import FRESH, ROW, Storage
+
+__all__ = ["EMPTY", "FRESH", "ROW", "Storage", "most_slots", "stash_cells"]

@@ -1,0 +1,294 @@
+"""`Storage`: the index and the rows of tables, with who may call when, and how memory grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import CapacityError, ConfigError, UnsupportedError
+from shoal.table.cuda.backend import capturing, interpreted
+from shoal.table.cuda.kernels import index as ik
+from shoal.table.cuda.launch import cdiv, launch
+from shoal.table.cuda.layout import RowLayout
+from shoal.table.cuda.storage import counts as c
+from shoal.table.cuda.storage.index import Index
+from shoal.table.cuda.storage.turn import Turn
+
+ROW = ik.ROW.value
+FRESH = ik.FRESH.value
+
+
+class Storage(Index):
+    """An `Index` that several threads and streams may use, by turns."""
+
+    max_load = ik.FULL.value / 8
+
+    def __init__(self, layout: RowLayout, device: torch.device, tables: int = 1) -> None:
+        super().__init__(layout, device, tables)
+        self.kept: dict[Any, Any] = {}
+        """What callers made once for many batches, such as learning rates on the device."""
+        self.epoch = 0
+        """Which rows that are written now carry; 0: none, nobody keeps track of changes."""
+        self.untracked_graph = False
+        """Whether a CUDA graph was captured that writes rows without their epoch."""
+        self.captured: list[Any] = []
+        """What captured graphs read, beside the storage itself."""
+        self.replayed = False
+        """Whether there is a captured graph that inserts ids, which the host does not count."""
+        self.turn = Turn(device)
+        """Of this storage, and of those that it is used together with."""
+        self.turn.storages.add(self)
+        self._start()
+
+    def __enter__(self) -> Storage:
+        """One call at a time; see `Turn`."""
+        turn = self.turn
+        turn.enter()
+        while turn is not self.turn:  # it is another's by now
+            turn.leave()
+            turn = self.turn
+            turn.enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.turn.leave()
+
+    @property
+    def stream(self) -> int | None:
+        """The last call's, as CUDA names it."""
+        return self.turn.stream
+
+    def keep(self, key: Any, make: Any, limit: int = 64) -> Any:
+        """``make()``, or what it gave for the same key before; ``limit`` things in all."""
+        found = self.kept.get(key)
+        if found is None and capturing(self.device):  # nothing is in it before the graph runs
+            return make()
+        if found is None:
+            if len(self.kept) >= limit:
+                self.kept.clear()
+            found = self.kept[key] = make()
+        return self.hold(found)
+
+    def hold(self, thing: Any) -> Any:
+        """Keeps what is read now for as long as a graph that is being captured may read it."""
+        if capturing(self.device) and not any(held is thing for held in self.captured):
+            self.captured.append(thing)
+        return thing
+
+    # --- growth -------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """An empty storage."""
+        self._recall()
+        self.counts.start()
+        self.counts.set(c.ROOM, self.arena.room)
+        for table in range(self.tables):
+            self._new_index(table, 16 if interpreted() else 1024)
+
+    def make_room(self, counts: list[int]) -> None:
+        """Makes sure that so many new ids of each table fit. Waits for the device only when they might not.
+
+        Raises:
+            CapacityError: the GPU is full; the storage is as it was.
+        """
+        if capturing(self.device):
+            return
+        for account in self.turn.accounts():
+            account.settle()
+        if self.replayed:
+            self.counts.look_anew()
+        self.counts.look()
+        while not self._fits(counts):  # waits no longer than for calls before the last ones, if that is enough
+            if not self.counts.wait_for_one():
+                break
+        else:
+            return
+        self.counts.look(wait=True)
+        self.counts.check_lost()
+        if not self._fits(counts):
+            try:
+                self._grow(counts)
+            except torch.OutOfMemoryError as error:
+                raise CapacityError(str(error).partition("\n")[0]) from None
+
+    def look(self) -> None:
+        """Has the host know how many ids there are. Waits for the device."""
+        for account in self.turn.accounts():
+            account.settle()
+        self.counts.look(wait=True)
+
+    def expect_replays(self) -> None:
+        """A graph that inserts ids is being captured."""
+        self.replayed = True
+        if not self.arena.tracked:
+            self.untracked_graph = True
+
+    def _recall(self) -> None:
+        for account in self.turn.accounts():
+            account.recall()
+
+    def sure(self) -> int:
+        """Ids that fit, whatever they are."""
+        none = [0] * self.tables
+        left = [
+            self._capacity(buckets) - size
+            for size, buckets in zip(self.counts.sizes_needed(none), self._buckets, strict=True)
+        ]
+        return max(0, min(self.arena.room - self.counts.rows_needed(), *left))
+
+    def _fits(self, counts: list[int]) -> bool:
+        return self.counts.rows_needed(counts) <= self.arena.room and all(
+            size <= self._capacity(buckets)
+            for size, buckets in zip(self.counts.sizes_needed(counts), self._buckets, strict=True)
+        )
+
+    def _capacity(self, buckets: int) -> int:
+        return int(buckets * 8 * self.max_load)
+
+    def _grow(self, counts: list[int]) -> None:
+        rows = self.counts.rows_needed(counts)
+        if rows > self.arena.room:
+            self._grow_rows(rows)
+        for table, size in enumerate(self.counts.sizes_needed(counts)):
+            buckets = self._buckets[table]
+            while self._capacity(buckets) < size:
+                buckets *= 2 if buckets >= 1 << 20 else 4
+            if buckets > self._buckets[table]:
+                self._grow_index(table, buckets, empty=size == counts[table])
+
+    def _grow_rows(self, rows: int) -> None:
+        self.counts.set(c.ROOM, self.arena.grow(rows))
+
+    def reserve(self, counts: list[int]) -> None:
+        """Takes memory for so many ids in all of each table, so that no later call takes any before they are there."""
+        self.look()
+        self._recall()
+        self.make_room([max(0, count - size) for count, size in zip(counts, self.counts.sure_sizes(), strict=True)])
+
+    # --- ids ----------------------------------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        ids: Tensor,
+        table: int | Tensor,
+        *,
+        counts: list[int],
+        time: int = 0,
+        only_new: bool = False,
+        drop: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """int32 row numbers of ids; an id without a row gets one, marked FRESH at one of its occurrences.
+
+        ``drop`` (uint8) passes ids over, which have -1 then; ``gate`` (int64) passes all of them over unless it is 0.
+        ``time`` is written to the rows, ``only_new`` to new ones alone; so is the epoch. Of a `Now` the later of it and
+        a row's own time.
+
+        Raises:
+            CapacityError: the GPU is full; the storage is as it was.
+        """
+        if time and not self.arena.timed:
+            if capturing(self.device):  # each replay would forget the times
+                raise UnsupportedError("the first write that has a time cannot be captured; run the step once before")
+            self.arena.keep_times()
+        self.make_room(counts)
+        out = self._insert(ids, table, time=time, only_new=only_new, drop=drop, gate=gate)
+        if not capturing(self.device):
+            self.counts.add(counts, self.arena.room)
+            for account in self.turn.accounts():
+                account.spend(sum(counts))
+            return out
+        self.expect_replays()
+        return out
+
+    def erase(self, ids: Tensor, table: int) -> int:
+        """Removes ids; how many there were. Waits for the device."""
+        slots = torch.unique(self.find(ids, table, "slots"))
+        return self.erase_slots(slots[slots != -1], table)
+
+    def erase_slots(self, slots: Tensor, table: int) -> int:
+        """Removes the ids of distinct slots, which `find` or `chunks` gave; how many there were. Waits."""
+        n = slots.numel()
+        if n == 0:
+            return 0
+        image = self._stash_image(table)
+        rows, left = self._room_for_free(n)
+        tensors, _ = self._index_arguments(table)
+        arena = self.arena
+        launch(ik.erase, cdiv(n, 256), slots, *tensors[:4], arena.times.tensor, rows, n, TIMED=arena.timed, BLOCK=256)
+        for copy, store in zip(image, (self.stash_keys, self.stash_rows), strict=True):
+            copy.copy_(store.tensor[table, : copy.numel()])
+        self._restash(table, image)
+        self._recycle(rows, left, table, n)
+        return n
+
+    def _room_for_free(self, n: int) -> tuple[Tensor, list[int]]:
+        """int32: a place for ``n`` rows that are about to be free, then those that are; and the counts. Waits.
+
+        All memory that it takes to free rows is there now: what is begun will end.
+        """
+        counts = self.counts.now()
+        begin, end = min(counts[c.TAKEN], counts[c.FREE]), counts[c.FREE]
+        rows = torch.empty(n + end - begin, dtype=torch.int32, device=self.device)
+        self.free_rows.grow(0, max(1, rows.numel()))
+        rows[n:] = self.free_rows.tensor[0, begin:end]
+        return rows, counts
+
+    def _recycle(self, rows: Tensor, counts: list[int], table: int, removed: int) -> None:
+        """Makes ``rows`` the list of free ones; ``removed`` ids of a table are gone."""
+        if counts[c.LOST]:
+            rows = rows[rows > 0]  # ids that found no room have row 0, which is nobody's
+        self.free_rows.tensor[0, : rows.numel()] = rows
+        self.counts.set(c.NEXT, counts[c.NEXT] + max(0, counts[c.TAKEN] - counts[c.FREE]))
+        self.counts.set(c.FREE, rows.numel())
+        self.counts.set(c.TAKEN, 0)
+        self.counts.of(table)[ik.SIZE.value].sub_(removed)
+        self.counts.rows_freed()
+        self.counts.look_anew()
+
+    def clear(self, table: int) -> None:
+        """Removes all ids of a table; of the only one: gives memory back, too."""
+        if self.tables == 1:
+            self.look()
+            for store in (self.keys, self.rows, self.stash_keys, self.stash_rows, self.free_rows):
+                store.shrink()
+            tracked = self.arena.tracked
+            self.arena.shrink()
+            self._start()
+            if tracked:
+                self.arena.track()
+            return
+        gone = torch.cat([rows for _, rows, _ in self.chunks(table)])
+        rows, counts = self._room_for_free(gone.numel())
+        rows[: gone.numel()] = gone
+        self.arena.forget_times(gone)
+        self._recall()
+        self._new_index(table, 16 if interpreted() else 1024)
+        self._recycle(rows, counts, table, gone.numel())
+
+    def swap(self, other: Storage) -> None:
+        """Takes the contents of another storage of the same layout, which gets this one's."""
+        if other.layout.words != self.layout.words or other.tables != self.tables:
+            raise ConfigError("storages of different layouts cannot be exchanged")
+        kept = ("turn", "epoch", "untracked_graph", "captured", "replayed")
+        mine = {name: value for name, value in self.__dict__.items() if name not in kept}
+        theirs = {name: value for name, value in other.__dict__.items() if name not in kept}
+        for storage, old, new in ((self, mine, theirs), (other, theirs, mine)):
+            for name in old.keys() - new.keys():
+                del storage.__dict__[name]
+            storage.__dict__.update(new)
+        self.arena.watchers, other.arena.watchers = other.arena.watchers, self.arena.watchers
+        self._recall()
+        self.arena.tell()
+        other.arena.tell()
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> int:
+        """Rows that are written from now on carry the epoch that is returned, or a later one."""
+        self.arena.track()
+        self.epoch += 1
+        self.counts.set(ik.EPOCH.value, self.epoch)
+        return self.epoch

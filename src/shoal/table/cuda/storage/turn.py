@@ -1,0 +1,122 @@
+"""`Turn`: one call at a time, from any thread and stream, for storages that are used together."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.table.cuda.backend import capturing
+
+_serials = itertools.count()
+_sharing = threading.Lock()
+
+
+class Account(Protocol):
+    """Who lets ids come to storages without asking them each time, such as `shoal.table.cuda.groups.room.Room`."""
+
+    def settle(self) -> None:
+        """Tells the storages how many ids may have come."""
+
+    def spend(self, count: int) -> None:
+        """So many ids may come from others."""
+
+    def recall(self) -> None:
+        """What was known of the room that is left no longer holds."""
+
+
+class Turn:
+    """The lock of storages, and the stream that their last call was on. The device is the current one inside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._cuda = device, device.type == "cuda"
+        self._index = device.index
+        self._serial = next(_serials)
+        self._lock = threading.RLock()
+        self._former: list[int] = []  # current devices before each entrance
+        self._streams: list[torch.cuda.Stream] = []  # of the calls before
+        self.stream: int | None = None
+        """The last call's, as CUDA names it."""
+        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._accounts: list[weakref.ref[Any]] = []
+
+    def enter(self) -> None:
+        """Begins a call; the current stream waits for that of the call before."""
+        self._lock.acquire()
+        if not self._cuda:
+            return
+        try:
+            former = torch._C._cuda_getDevice()
+            if former != self._index:
+                torch.cuda.set_device(self._index)
+            handle = torch._C._cuda_getCurrentRawStream(self._index)
+            if handle != self.stream:
+                self._follow(handle)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._former.append(former)
+
+    def leave(self) -> None:
+        """Ends the call."""
+        if self._cuda:
+            former = self._former.pop()
+            if former != self._index:
+                torch.cuda.set_device(former)
+        self._lock.release()
+
+    def _follow(self, handle: int) -> None:
+        if capturing(self._device):
+            return
+        stream = torch.cuda.current_stream(self._device)
+        for before in self._streams:
+            stream.wait_stream(before)
+        # Memory that torch gave on one stream is used on another: it must not be given away too early.
+        for storage in self.storages:
+            for tensor in (storage.counts.words, storage.spare, *storage.kept.values()):
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(stream)
+        self._streams, self.stream = [stream], handle
+
+    # --- accounts -----------------------------------------------------------------------------------------------------
+
+    def open(self, account: Account) -> None:
+        """An account over some of the storages; it lasts as long as somebody holds it."""
+        self._accounts.append(weakref.ref(account))
+
+    def others(self, account: Account) -> bool:
+        """Whether there are more accounts than this one."""
+        return len(self._accounts) > 1 and any(other is not account for other in self.accounts())
+
+    def accounts(self) -> Iterator[Account]:
+        """Those that there are."""
+        if any(ref() is None for ref in self._accounts):
+            self._accounts = [ref for ref in self._accounts if ref() is not None]
+        for ref in self._accounts:
+            account = ref()
+            if account is not None:
+                yield account
+
+
+def share_turn(storages: Iterable[Any]) -> None:
+    """Has storages take turns together from now on, so that a call of all of them takes one lock."""
+    with _sharing:
+        turns: list[Turn] = sorted({storage.turn for storage in storages}, key=lambda turn: turn._serial)
+        first, *rest = turns
+        for turn in turns:
+            turn._lock.acquire()
+        try:
+            for turn in rest:
+                first._streams, first.stream = first._streams + turn._streams, None
+                first._accounts += turn._accounts
+                for storage in list(turn.storages):
+                    storage.turn = first
+                    first.storages.add(storage)
+        finally:
+            for turn in reversed(turns):
+                turn._lock.release()
