@@ -11,12 +11,17 @@ import pytest
 import shoal
 
 SRC = Path(shoal.__file__).parent
-STUBS = sorted(path for path in SRC.rglob("__init__.pyi"))
+STUBS = sorted(SRC.rglob("__init__.pyi"))
 
 PROGRAM = """
 import torch
 import shoal
+from shoal.data import make_format
+from shoal.ops import Ragged, reduce_sum
 from shoal.serving import ExportMode, Feature, ModelExporter, ModelServer
+from shoal.table import AdagradOptimizer, CombineAsSegment, EmbeddingHashTableConfig, HashTableConfigInstance
+from shoal.table import MultiHashTable, ZerosInitializer
+from shoal.train import AllReduceAggregator
 
 table = shoal.HashTable(dim=16, optimizer=shoal.Adagrad(lr=0.05), expire_after="30d")
 rows: torch.Tensor = table.lookup(torch.tensor([1, 2]))
@@ -24,6 +29,9 @@ table.assign(torch.tensor([1]), torch.zeros(1, 16)).evict()
 exporter = ModelExporter("out", model_name="m", net=torch.nn.Linear(16, 1), features={"user": Feature(slot="user")})
 exporter.export([{"user": table}], global_step=1)
 server: ModelServer = ModelServer("127.0.0.1:0").start()
+segment = CombineAsSegment(16, ZerosInitializer(), AdagradOptimizer(learning_rate=0.1))
+config = EmbeddingHashTableConfig(initial_capacity=1)
+multi: MultiHashTable = MultiHashTable.from_configs({"user": HashTableConfigInstance(config, [0.1])})
 bags = shoal.nn.HashEmbeddingBag(table, combiner="sum")
 """
 
@@ -34,11 +42,18 @@ MISTAKES = {
     "table.lokup(torch.tensor([1]))": "lokup",
     "shoal.Adagrad(learning_rate=0.1)": "learning_rate",
     "ModelServer(port=8500)": "port",
+    "AdagradOptimizer(lr=0.1)": "lr",
+    "EmbeddingHashTableConfig(capacity=1)": "capacity",
+    "shoal.train.AllReduceAgregator": "AllReduceAgregator",
 }
 
 
 def package_of(stub):
     return ".".join(("shoal", *stub.parent.relative_to(SRC).parts))
+
+
+def classes(module):
+    return [name for name, value in vars(module).items() if isinstance(value, type)]
 
 
 def check(folder, program):
@@ -56,6 +71,10 @@ def test_every_name_of_a_stub_is_there_and_every_public_name_is_in_its_stub(stub
     package = importlib.import_module(package_of(stub))
     imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
     names = {each.asname for node in imports for each in node.names} | ({"__version__"} if package is shoal else set())
+    if None in names:  # of ``import *``
+        starred = [importlib.import_module(node.module) for node in imports if node.names[0].name == "*"]
+        names |= {name for module in starred for name in getattr(module, "__all__", classes(module))}
+        names -= {None}
     assert names == set(package.__all__)
     assert all(getattr(package, name) is not None for name in names)
 
