@@ -39,6 +39,7 @@ from shoal.proto.serving.tf_serving_pb2 import SignatureDefMap as SignatureDefMa
 from shoal.proto.serving.tf_serving_pb2 import StatusProto as StatusProto
 from shoal.serving.client.addresses import AgentHeartbeat as AgentHeartbeat
 from shoal.serving.client.addresses import set_address_table as set_address_table
+from shoal.serving.client.client import Client as Client
 from shoal.serving.client.remote import remote_predict as remote_predict
 from shoal.serving.client.remote import remote_predict_async as remote_predict_async
 from shoal.serving.client.remote import remote_predict_with_status as remote_predict_with_status

@@ -16,8 +16,9 @@ import torch
 from shoal.errors import DataError
 from shoal.metrics import emit_counter, emit_timer
 from shoal.serving.client.addresses import address_table, route
+from shoal.serving.client.channels import Channels
 from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
-from shoal.serving.security import client_security, open_channel
+from shoal.serving.security import client_security
 from shoal.serving.status import Code, StatusError, from_rpc_error, invalid_argument, unavailable
 from shoal.serving.tensors import decode_tensor, encode_tensor
 from shoal.switches import env_int
@@ -57,33 +58,27 @@ def rows_are_pushed(error: Any) -> bool:
     return any(key == ROWS_PUSHED for key, _ in error.trailing_metadata() or ())
 
 
-class _Channels:
-    """One channel per address; those of addresses that left the table are closed."""
+class _TableChannels:
+    """The channels to the addresses of a table; those to addresses that left it are closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._table: Any = None
         self._security: Any = None
-        self._open: dict[str, tuple[Any, Any]] = {}
+        self._channels = Channels()
 
     def call(self, address: str, table: Any) -> Any:
         with self._lock:
             if client_security() is not self._security:  # what channels show has changed
                 self._security = client_security()
-                while self._open:
-                    self._open.popitem()[1][0].close()
+                self._channels.close()
             if table.addresses is not self._table:
                 self._table = table.addresses
-                known = {each for group in self._table.values() for each in group}
-                for gone in [each for each in self._open if each not in known]:
-                    self._open.pop(gone)[0].close()
-            if address not in self._open:
-                channel = open_channel(address)
-                self._open[address] = (channel, channel.unary_unary(PREDICT))
-            return self._open[address][1]
+                self._channels.keep({each for group in self._table.values() for each in group})
+            return self._channels.call(address, PREDICT)
 
 
-_channels = _Channels()
+_channels = _TableChannels()
 
 
 def remote_predict(

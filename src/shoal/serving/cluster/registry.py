@@ -53,12 +53,14 @@ class Registry(Protocol):
 
 
 def open_registry(servers: str | None, default: str = "127.0.0.1:2181") -> Registry:
-    """A registry by its address: ``dir:/path`` is a directory of files, anything else a ZooKeeper ``host:port,…`` list.
+    """A registry by its address: a folder (``dir:///path``, ``dir:/path``, or the path of one that exists) or ZooKeeper
+    (``zk://host:port,…``, or just ``host:port,…``).
 
     ``ZK_AUTH=user:password`` in the environment becomes digest authentication; it is never logged.
     """
-    if servers and servers.startswith("dir:"):
-        return DirectoryRegistry(servers[len("dir:") :])
+    if servers and (servers.startswith("dir:") or os.path.isdir(servers)):
+        return DirectoryRegistry(servers.removeprefix("dir:").removeprefix("//"))
+    servers = servers.removeprefix("zk://") if servers else servers
     try:
         from kazoo.client import KazooClient
     except ImportError:
@@ -68,6 +70,11 @@ def open_registry(servers: str | None, default: str = "127.0.0.1:2181") -> Regis
     again = {"max_tries": -1, "delay": 0.1, "backoff": 2, "max_delay": RECONNECT_SECS}
     auth_data = [("digest", auth)] if auth else None
     return KazooRegistry(KazooClient(hosts=servers or default, auth_data=auth_data, connection_retry=again))
+
+
+def is_registry_address(text: str) -> bool:
+    """Whether a text that may also be a server's ``host:port`` is the address of a registry."""
+    return text.startswith(("dir:", "zk://")) or os.path.isdir(text)
 
 
 def registry_of(client: Any) -> Registry:

@@ -14,10 +14,10 @@ import torch
 
 from shoal.errors import DataError, ShoalError
 from shoal.metrics import emit_counter, emit_timer
+from shoal.serving.loop import ServingLoop
 from shoal.serving.predict import Asked
 from shoal.serving.security import ServerSecurity
 from shoal.serving.server.batching import Batcher, Pace
-from shoal.serving.server.loop import ServingLoop
 from shoal.serving.server.models import ServedModels, find_signature
 from shoal.serving.server.servable import Tensors
 from shoal.serving.status import Code, StatusError, invalid_argument

@@ -17,6 +17,7 @@ from shoal.proto.serving.tf_serving_pb2 import (
     ModelVersionStatus,
     SignatureDefMap,
 )
+from shoal.serving.predict import BY_ROW
 from shoal.serving.server.batching import Batcher, Pace
 from shoal.serving.server.servable import Servable, Signature
 from shoal.serving.server.table_signatures import live_servable
@@ -231,10 +232,13 @@ class ServedModels:
 
 def _describe(signature: Signature, into: SignatureDef) -> None:
     into.method_name = "tensorflow/serving/predict"
+    hints = dict(signature.hints or {})
+    if signature.batch:
+        hints |= dict.fromkeys(signature.spec.outputs, BY_ROW)
     for infos, specs in ((into.inputs, signature.spec.inputs), (into.outputs, signature.spec.outputs)):
         for alias, each in specs.items():
             info = infos[alias]
-            hint = (signature.hints or {}).get(alias)
+            hint = hints.get(alias)
             info.name = f"{alias}:0|{hint}" if hint else f"{alias}:0"
             info.dtype = dtype_code(each.dtype)  # pyrefly: ignore
             if each.shape is None:

@@ -28,11 +28,11 @@ from shoal.proto.serving.tf_serving_pb2 import (
 )
 from shoal.serving.client.remote import ONE_VERSION, ROWS_PUSHED, set_request_deadline
 from shoal.serving.grpc_server import add_async_health_and_reflection, unary
+from shoal.serving.loop import serving_loop
 from shoal.serving.predict import Asked, PredictCall, decode_request, encode_response
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
 from shoal.serving.server.answering import Answerer, Traffic
 from shoal.serving.server.loading import LoadedModels, check_base_path
-from shoal.serving.server.loop import serving_loop
 from shoal.serving.server.servable import Tensors
 from shoal.serving.status import Code, StatusError, invalid_argument
 from shoal.serving.sync.push import INSTANCE, PushInfo, push_info

@@ -1,0 +1,189 @@
+"""The inputs of predictions as columns: what a user gives, in the form that a signature takes; joined, cut by rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.errors import DataError
+from shoal.proto.serving.tensor_pb2 import SignatureDef
+from shoal.serving.predict import BY_ROW
+from shoal.serving.tensors import NAME_OF_DTYPE, torch_dtype
+
+Column = Any
+"""A tensor, or an object array of bytes or str."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a signature says of one input."""
+
+    dtype: torch.dtype | None
+    """None for strings."""
+    rank: int | None
+    """None where any will do."""
+
+
+@dataclass(frozen=True)
+class Forms:
+    """What a signature says of its inputs and outputs."""
+
+    inputs: Mapping[str, Form]
+    by_row: bool = False
+    """Whether requests may be joined and cut: each row of the outputs depends on its row of the inputs alone."""
+
+
+def forms_of(signature: SignatureDef) -> Forms:
+    """The forms that a server's metadata tell."""
+    forms = {}
+    for alias, info in signature.inputs.items():
+        try:
+            dtype = torch_dtype(info.dtype)
+        except DataError:
+            continue  # a dtype that we cannot make: its input is sent as it is
+        shape = info.tensor_shape
+        forms[alias] = Form(dtype, None if shape.unknown_rank else len(shape.dim))
+    outputs = signature.outputs.values()
+    return Forms(forms, bool(outputs) and all(info.name.endswith(f"|{BY_ROW}") for info in outputs))
+
+
+def columns_of(inputs: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str, Column]:
+    """Columns of what a user gives; a scalar is one row.
+
+    Integers become the dtype that the signature takes. Text stays text, whatever the signature says: servers that
+    know the model's features turn it into ids. Rows of texts with different lengths are filled up with "".
+
+    Raises:
+        DataError: a value has no tensor form.
+    """
+    if not isinstance(inputs, Mapping):
+        raise DataError(f"inputs must be a dict of input name -> values, got {type(inputs).__name__}")
+    return {alias: _column(alias, value, forms.get(alias)) for alias, value in inputs.items()}
+
+
+def _column(alias: str, value: Any, form: Form | None) -> Column:
+    try:
+        column = _as_column(value)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise DataError(f"input {alias!r}: {error}") from None
+    if form is None:
+        return column
+    if isinstance(column, torch.Tensor) and form.dtype is not None and _is_harmless(column.dtype, form.dtype):
+        column = column.to(form.dtype)
+    if form.rank == 2 and column.ndim == 1:
+        column = column[:, None] if isinstance(column, torch.Tensor) else column.reshape(-1, 1)
+    elif form.rank == 1 and column.ndim == 2 and column.shape[1] == 1:
+        column = column[:, 0]
+    return column
+
+
+def _is_harmless(have: torch.dtype, want: torch.dtype) -> bool:
+    """Whether numbers of one dtype may be given where another is taken: a fraction is never cut off."""
+    return want.is_floating_point or not (have.is_floating_point or have == torch.bool)
+
+
+def _as_column(value: Any) -> Column:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().reshape(1) if not value.ndim else value.detach().cpu()
+    if isinstance(value, str | bytes | bool | int | float):
+        value = [value]
+    if isinstance(value, list | tuple):
+        leaf = _first_leaf(value)
+        if isinstance(leaf, str | bytes):
+            return _texts(value)
+        if isinstance(leaf, torch.Tensor):
+            return torch.stack([torch.as_tensor(each) for each in value]).detach().cpu()
+        if any(isinstance(each, list | tuple) for each in value) and len({len(each) for each in value}) > 1:
+            raise ValueError(
+                f"rows have {min(map(len, value))} to {max(map(len, value))} values; fill them up to one length"
+            )
+        array = np.asarray(value)
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+    else:
+        array = np.asarray(value)
+    if array.dtype.kind in "OSU":
+        if bad := [each for each in array.reshape(-1) if not isinstance(each, str | bytes)]:
+            raise TypeError(f"values must be numbers or texts, got {type(bad[0]).__name__}")
+        return array.astype(object).reshape(array.shape or (1,))
+    tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
+    if tensor.dtype not in NAME_OF_DTYPE:
+        raise TypeError(f"values of {tensor.dtype} cannot be sent; convert them, for example to float32")
+    return tensor.reshape(tuple(array.shape) or (1,))
+
+
+def _first_leaf(value: Any) -> Any:
+    """The first value in nested lists, past empty ones; None where there is none."""
+    if not isinstance(value, list | tuple):
+        return value
+    return next((leaf for each in value if (leaf := _first_leaf(each)) is not None), None)
+
+
+def _texts(rows: Sequence[Any]) -> np.ndarray:
+    """One text per row, or a list of them per row."""
+    if not any(isinstance(row, list | tuple) for row in rows):
+        array = np.empty(len(rows), object)
+        array[:] = [_text(each) for each in rows]
+        return array
+    if not all(isinstance(row, list | tuple) for row in rows):
+        raise TypeError("either every row must be a list or none")
+    array = np.empty((len(rows), max(map(len, rows), default=0)), object)
+    array[:] = ""
+    for index, row in enumerate(rows):
+        array[index, : len(row)] = [_text(each) for each in row]
+    return array
+
+
+def _text(value: Any) -> str | bytes:
+    if not isinstance(value, str | bytes):
+        raise TypeError(f"texts and other values are mixed: {value!r:.40} is {type(value).__name__}")
+    return value
+
+
+def rows_of(columns: Mapping[str, Column]) -> int | None:
+    """The number of rows if all columns have the same, at least one; None where they cannot be joined or cut."""
+    counts = {column.shape[0] if column.ndim else None for column in columns.values()}
+    return counts.pop() or None if len(counts) == 1 else None
+
+
+def kind_of(columns: Mapping[str, Column]) -> tuple:
+    """Columns of the same kind can be joined."""
+    return tuple(
+        (alias, "text" if isinstance(column, np.ndarray) else column.dtype, tuple(column.shape[1:]))
+        for alias, column in sorted(columns.items())
+    )
+
+
+def row_bytes(columns: Mapping[str, Column], rows: int) -> float:
+    """About how many bytes a row takes in a message."""
+    total = 0
+    for column in columns.values():
+        if isinstance(column, np.ndarray):
+            total += sum(map(len, column.reshape(-1))) + 4 * column.size
+        else:
+            total += column.nbytes
+    return total / rows
+
+
+def joined(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """The rows of several columns of one kind, one after another."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    return {alias: _concatenated([part[alias] for part in parts]) for alias in parts[0]}
+
+
+def _concatenated(values: Sequence[Column]) -> Column:
+    return np.concatenate(values) if isinstance(values[0], np.ndarray) else torch.cat(list(values))
+
+
+def cut(columns: Mapping[str, Column], rows: Sequence[int]) -> list[dict[str, Column]] | None:
+    """The columns in parts of so many rows; None where a column has another number of rows."""
+    if any(not column.ndim or len(column) != sum(rows) for column in columns.values()):
+        return None
+    parts, at = [], 0
+    for count in rows:
+        parts.append({alias: column[at : at + count] for alias, column in columns.items()})
+        at += count
+    return parts

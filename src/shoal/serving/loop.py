@@ -1,0 +1,57 @@
+"""Event loops on threads of their own: one that the process's model servers share, one that its clients share."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class ServingLoop:
+    """An event loop on a thread of its own, as long as the process lives."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, Result], timeout: float) -> Result:
+        """Runs a coroutine there and waits for it here; raises TimeoutError when it takes longer."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+
+_lock = threading.Lock()
+_loops: dict[str, ServingLoop] = {}
+
+
+def serving_loop() -> ServingLoop:
+    """The loop of the process's servers, where requests arrive and short ones are run; made at the first call."""
+    return _loop("shoal-serve")
+
+
+def client_loop() -> ServingLoop:
+    """The loop of the process's clients, made at the first call."""
+    return _loop("shoal-client")
+
+
+def _loop(name: str) -> ServingLoop:
+    with _lock:
+        if name not in _loops:
+            _loops[name] = ServingLoop(name)
+        return _loops[name]
+
+
+def _forget() -> None:
+    """A forked child has no thread for the loops that it inherits."""
+    global _loops, _lock
+    _loops, _lock = {}, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
