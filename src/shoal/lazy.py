@@ -1,4 +1,4 @@
-"""Public names of a package, imported on first use, so that importing the package is quick and needs no extras."""
+"""What keeps imports quick: public names of packages that are imported on first use, and a compiler that stays out."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 _ROOT = Path(__file__).parent.parent
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def exports(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
@@ -46,3 +47,9 @@ def _public(module: str) -> list[str]:
     text = (stub if stub.exists() else path.with_suffix(".py")).read_text()
     listed = re.search(r"^__all__ = \[([^]]*)\]", text, re.MULTILINE)
     return re.findall(r'"(\w+)"', listed[1]) if listed else re.findall(r"^class (\w+)", text, re.MULTILINE)
+
+
+def constant_result(function: F) -> F:
+    """`torch.compiler.assume_constant_result` without loading the compiler, which takes more than a second."""
+    function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
+    return function

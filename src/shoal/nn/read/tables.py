@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from shoal.errors import ConfigError, UnsupportedError
+from shoal.lazy import constant_result
 from shoal.nn.read.plan import Feature, Plan, make_plan
 from shoal.nn.slot import TableSlot, slot_of
 from shoal.nn.update.steps import refresh
@@ -51,7 +52,7 @@ class Tables:
         """Of a feature in the order of the result."""
         return self._places[name]
 
-    @torch.compiler.assume_constant_result
+    @constant_result
     def plan(self, batch: tuple[str, ...] | int, by_rows: bool = False) -> Plan:
         """The plan for the features of a batch, by their names or, with one table for everything, their number."""
         plan = self._plans.get((batch, by_rows))

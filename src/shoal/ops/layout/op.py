@@ -9,6 +9,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
+from shoal.lazy import constant_result
 from shoal.ops import checks
 from shoal.ops._op import Op
 from shoal.ops.layout import reference
@@ -154,7 +155,7 @@ def _arguments(
     )
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def plan_key(feature_cfgs: Any) -> str:
     """The string that stands for a configuration in a traced program."""
     return plan_of(feature_cfgs).key
