@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from shoal.testing import ranks
+
 # The same examples on every run, so that a failure belongs to the change it came with; new ones are searched for with
 # HYPOTHESIS_PROFILE=thorough.
 settings.register_profile(
@@ -17,6 +19,10 @@ settings.register_profile(
 )
 settings.register_profile("thorough", parent=settings.get_profile("shoal"), max_examples=1000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "shoal"))
+
+
+# Ranks import the module of their test, and torch's optimizers load the compiler.
+ranks.PRELOADED += ["pytest", "hypothesis", "torch._dynamo", "shoal.train.loop.trainer", "shoal.gather.protocol.gather"]
 
 
 @pytest.fixture(autouse=True)

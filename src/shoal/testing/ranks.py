@@ -18,6 +18,9 @@ from typing import Any
 from shoal.errors import ConfigError, DeadlineError, PeerError
 from shoal.testing.calls import outcome, pack_call, unpack_call
 
+PRELOADED = ["shoal.comm", "shoal.nn.bag", "shoal.sharded.all_to_all.table", "shoal.train.step"]
+"""Modules that the server imports once from which ranks are forked, so that they do not import them again and again.
+Your tests may add theirs before the first `run_ranks`; a module must start no thread when it is imported."""
 STACK_S = 5.0  # how long a rank that met the deadline has to show where it is
 
 
@@ -62,7 +65,7 @@ def run_ranks(
     if world_size < 1:
         raise ConfigError(f"run_ranks: world_size must be at least 1, got {world_size}")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shoal.comm.ranks.collectives"])  # and torch with it
+    context.set_forkserver_preload(PRELOADED)
     store = collectives.tcp_store()  # here, so that any rank may die
     call = pack_call(fn, args, kwargs)
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
