@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal import _core
-from shoal._gpu import c_launcher
+from shoal._gpu import Compiled
 from shoal.errors import ConfigError
 from shoal.switches import other_program_switch
 
@@ -34,7 +34,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.jit = triton.jit(function)
-        self._made: dict[tuple[Any, ...], Any] = {}
+        self._made: dict[tuple[Any, ...], Compiled] = {}
 
     def __call__(self, grid: int, *args: int, warps: int = 4, **constants: Any) -> None:
         """``constants`` are the kernel's constexprs, in its order."""
@@ -48,14 +48,8 @@ class Kernel:
         if made is None:
             # A number that is neither narrow nor a multiple of anything: nothing is assumed of the real ones.
             kernel = self.jit.warmup(*[(1 << 40) + 7] * len(args), grid=(1,), num_warps=warps, **constants)
-            made = self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, c_launcher(kernel.run)
-        run, function, metadata, direct = made
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        if direct is not None:
-            call, between = direct
-            call(grid, 1, 1, stream, function, *between, metadata, None, None, None, *args, *values)
-            return
-        run(grid, 1, 1, stream, function, metadata, None, None, None, *args, *values)
+            made = self._made[key] = Compiled(kernel, tuple(values))
+        made(device, grid, 1, args, args)
 
 
 class Fast:
@@ -68,7 +62,7 @@ class Fast:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.jit = triton.jit(function)
-        self._made: dict[tuple[Any, ...], Any] = {}
+        self._made: dict[tuple[Any, ...], Compiled] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -99,17 +93,10 @@ class Fast:
         if made is None:
             kernel = self.jit[grid](*args, **constants)
             names = self.jit.arg_names[len(args) :]
-            ordered = tuple(constants[name] for name in names)
-            self._made[known] = kernel.run, kernel.function, kernel.packed_metadata, ordered, c_launcher(kernel.run)
+            self._made[known] = Compiled(kernel, tuple(constants[name] for name in names))
             return
-        run, function, metadata, ordered, direct = made
         x, y = grid if len(grid) == 2 else (grid[0], 1)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        if direct is not None:
-            call, between = direct
-            call(x, y, 1, stream, function, *between, metadata, None, None, None, *plain, *ordered)
-            return
-        run(x, y, 1, stream, function, metadata, None, None, None, *args, *ordered)
+        made(device, x, y, plain, args)
 
 
 def _kind_of(number: int) -> int:

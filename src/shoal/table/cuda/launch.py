@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import triton
 from torch import Tensor
 
-from shoal._gpu import c_launcher
+from shoal._gpu import Compiled
 from shoal.table.cuda.backend import interpreted
 
 _WIDE = 1 << 31
@@ -37,7 +36,7 @@ def signed(number: int) -> int:
 class Bound:
     """A kernel with its constants, to be launched again and again."""
 
-    __slots__ = ("_constants", "_fn", "_made", "_options", "_ordered", "_places")
+    __slots__ = ("_constants", "_fn", "_made", "_options", "_places")
     _all: ClassVar[dict[Any, Bound]] = {}
 
     def __init__(
@@ -45,9 +44,8 @@ class Bound:
     ) -> None:
         self._fn, self._constants = fn, constants
         self._options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion, "maxnreg": maxnreg}
-        self._ordered: tuple[Any, ...] = ()
         self._places: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        self._made: dict[int, tuple[Any, ...]] = {}  # device, and which numbers are wide -> compiled kernel
+        self._made: dict[int, Compiled] = {}  # device, and which numbers are wide -> compiled kernel
 
     @classmethod
     def of(cls, fn: Any, **constants: Any) -> Bound:
@@ -81,18 +79,7 @@ class Bound:
         if made is None or addresses & 15:
             self._slowly(programs, arguments, None if addresses & 15 else key)
             return
-        run, function, metadata, kernel, direct = made
-        stream = torch._C._cuda_getCurrentRawStream(key & 0xFFFF)
-        hooks = triton.knobs.runtime
-        enter, leave = _listened(hooks.launch_enter_hook), _listened(hooks.launch_exit_hook)
-        ordered, watched = self._ordered, None
-        if direct is not None and enter is None and leave is None:
-            call, between = direct
-            call(programs, 1, 1, stream, function, *between, metadata, None, None, None, *plain, *ordered)
-            return
-        if enter is not None:
-            watched = kernel.launch_metadata((programs, 1, 1), stream, *arguments, *ordered)
-        run(programs, 1, 1, stream, function, metadata, watched, enter, leave, *arguments, *ordered)
+        made(key & 0xFFFF, programs, 1, plain, arguments)
 
     def _look(self, arguments: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Which arguments are tensors and which are whole numbers, in every call alike."""
@@ -105,13 +92,8 @@ class Bound:
         """Through Triton, which compiles what is new; with a key, what it took is kept for the next time."""
         kernel = self._fn[(programs,)](*arguments, **self._constants, **self._options)
         if key is not None:
-            self._ordered = tuple(self._constants[name] for name in self._fn.arg_names[len(arguments) :])
-            self._made[key] = kernel.run, kernel.function, kernel.packed_metadata, kernel, c_launcher(kernel.run)
-
-
-def _listened(hook: Any) -> Any:
-    """A hook, such as a profiler's; None when it is a chain of none, which would be called all the same."""
-    return hook if getattr(hook, "calls", True) else None
+            names = self._fn.arg_names[len(arguments) :]
+            self._made[key] = Compiled(kernel, tuple(self._constants[name] for name in names))
 
 
 def launch(fn: Any, programs: int, *arguments: Any, **constants: Any) -> None:
