@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shoal.cli.shared.arguments import Verbs, parse, run_verb
 from shoal.cli.shared.stopping import stop_event
@@ -61,6 +61,12 @@ class Serve:
     """Ids in one request at most."""
     threads: int = 2
     """Threads for large lookups."""
+    publish: str | None = None
+    """Send rows as they are learnt to the replicas in this registry: dir:///path, a folder, or zk://host:port."""
+    publish_model: str | None = None
+    """The name that the replicas serve the model by."""
+    publish_every: str = "1s"
+    """Time between two rounds of pushes."""
     json: bool = False
     """Print where the server listens as one line of JSON."""
 
@@ -137,6 +143,7 @@ def main(argv: list[str]) -> int:
 
 
 def serve(options: Serve) -> int:
+    from shoal.serving.sync.shard_publish import ShardPublishing
     from shoal.sharded.ps.client.tables import create_request, load_tables
     from shoal.sharded.ps.limits import Limits
     from shoal.sharded.ps.security import ServerKeys
@@ -150,7 +157,10 @@ def serve(options: Serve) -> int:
     checkpoint_every, evict_every = duration(options.checkpoint_every), duration(options.evict_every)
     if options.clients is not None and options.keys is None:
         raise UsageError("--clients says whose keys may connect, so it needs the server's own: give --keys")
+    if (options.publish is None) != (options.publish_model is None):
+        raise UsageError("--publish REGISTRY and --publish-model NAME must be given together")
     engine = Engine(Shard(options.shard, options.of), options.durability, folder)
+    publishing = ShardPublishing(engine, _publish_settings(options))
     periodic = checkpoint_every if folder is not None and options.durability != "none" else None
     server = ParameterServer(
         engine,
@@ -165,9 +175,13 @@ def serve(options: Serve) -> int:
         checkpoint_every=periodic,
         evict_every=evict_every,
         tables=[create_request(config, spec) for config, spec in tables.values()],
+        publish=publishing.ask,
     )
+    publishing.server = server
     with stop_event() as stop:
         server.start()
+        if publishing.settings is not None:
+            publishing.start()
         place = {"shard": options.shard, "of": options.of, "address": server.address, "http": server.http_address}
         if options.json:
             print(json.dumps(place), flush=True)
@@ -179,10 +193,21 @@ def serve(options: Serve) -> int:
         while not stop.wait(0.2):
             if server.wait(0):
                 print(f"shoal ps: shard {options.shard} failed: {server.fatal}", file=sys.stderr)
+                publishing.close()
                 server.stop(drain=timedelta(0))
                 return 1
+        publishing.close()
         server.stop(checkpoint=folder is not None and options.durability != "none")
     return 0
+
+
+def _publish_settings(options: Serve) -> dict[str, Any] | None:
+    if options.publish is None:
+        return None
+    every = duration(options.publish_every)
+    if every is None:
+        raise UsageError(f"--publish-every must be a time above 0, got {options.publish_every!r}")
+    return {"registry": options.publish, "model": options.publish_model, "every_s": every.total_seconds()}
 
 
 def keygen(options: Keygen) -> int:

@@ -131,6 +131,8 @@ from shoal.serving.sync.online import OnlineTrainingConfig as OnlineTrainingConf
 from shoal.serving.sync.online import ParameterSyncHook as ParameterSyncHook
 from shoal.serving.sync.online import SyncLoop as SyncLoop
 from shoal.serving.sync.online import create_sync_backend as create_sync_backend
+from shoal.serving.sync.publish import Publication as Publication
+from shoal.serving.sync.publish import publish as publish
 from shoal.serving.sync.push import push_request_to_predict as push_request_to_predict
 from shoal.serving.sync.source import SyncSource as SyncSource
 from shoal.serving.sync.source import follow_source as follow_source

@@ -44,6 +44,8 @@ class Op(IntEnum):
     CHECKPOINT = 7
     FIND_INITIAL = 8
     """LOOKUP that answers an unknown id with its initial row, zeros while an admission filter is active."""
+    PUBLISH = 9
+    """Has the server send its rows to replicas, or tell how far it is: JSON in and out."""
     ASSIGN = 32
     ASSIGN_ADD = 33
     APPLY = 34
@@ -67,7 +69,7 @@ WITH_IDS = frozenset(
     }
 )  # fmt: skip
 """Their ids frame holds the ids that the header counts."""
-ALWAYS = frozenset(Op) - {Op.FIND_INITIAL}
+ALWAYS = frozenset(Op) - {Op.FIND_INITIAL, Op.PUBLISH}
 """What a server knows that does not tell its operations: one of version 0.1."""
 
 

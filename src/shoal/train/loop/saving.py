@@ -51,8 +51,8 @@ class Progress:
 
     @property
     def stamp(self) -> Stamp:
-        """Of the rows and weights of now."""
-        return Stamp(self.run, self.step)
+        """Of the rows and weights of now: those that were brought back are newer than those of the last step."""
+        return Stamp(self.run, self.step + self.restored)
 
     def judge(self, value: float) -> bool:
         """Takes an evaluation; whether it is the best so far, which NaN never is."""

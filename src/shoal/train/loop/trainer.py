@@ -24,6 +24,7 @@ from shoal.train.loop.hooks import Hooks, SaveTimer, TrainContext, make_hooks
 from shoal.train.loop.learner import Learner
 from shoal.train.loop.machine import fair_threads, resident_bytes
 from shoal.train.loop.metrics import merged
+from shoal.train.loop.publish import Publishing
 from shoal.train.loop.reading import Epochs, Reading
 from shoal.train.loop.reporter import Reporter
 from shoal.train.loop.saving import Progress, Saver
@@ -64,6 +65,7 @@ class Trainer:
         self.metrics = self.learner.metrics
         self._expires = config.expires()
         self.save_timer = SaveTimer()
+        self.publishing: Any = None
         try:
             self.hooks = Hooks(make_hooks([*train.hooks, *hooks], self), self._context())
             self.hooks.begin()
@@ -94,6 +96,7 @@ class Trainer:
             self.saver = Saver(config, self.ranks, self.rows, self.reporter.note, self.save_timer)
             self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
         self.at.run = self.ranks.from_first(self.at.run)
+        self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -121,6 +124,7 @@ class Trainer:
         seconds = time.perf_counter() - begun
         replace = why == "early_stop" and self._take_best()
         path = self._save(last=True, replace=replace)
+        self.publishing.finish()
         result = self._values() | self._verdict() | {"why": why, "seconds": seconds, "checkpoint": path}
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
         self.hooks.end()
@@ -138,7 +142,7 @@ class Trainer:
             batch = batches.next_of(at.epoch)
             if batch is not None or self.ranks.world_size > 1:
                 self.hooks.before_run()
-            total, stop, save = self._step(batch)
+            total, stop, save, push = self._step(batch)
             if not total:  # no rank has any more of this epoch
                 at.epoch += 1
                 if not config.eval.every_steps and self._evaluate():
@@ -148,6 +152,8 @@ class Trainer:
             at.samples += total
             if self.hooks:
                 stop, save = self._after_run(batch, total, stop, save)
+            if push:
+                self.publishing.round()
             self.reporter.tick(step=at.step, epoch=at.epoch, samples=at.samples)
             if at.step % config.out.log_steps == 0:
                 now = time.perf_counter()
@@ -164,17 +170,17 @@ class Trainer:
         self._exhausted = True
         return "finished"
 
-    def _step(self, batch: Batch | None) -> tuple[int, bool, bool]:
-        """Samples of all ranks, and whether some rank wants to stop or to save."""
+    def _step(self, batch: Batch | None) -> tuple[int, bool, bool, bool]:
+        """Samples of all ranks, and whether some rank wants to stop, to save or to push."""
         samples = batch.samples if batch is not None and len(batch) else None
         self._tell_time(samples)
         self._loss = self.learner.learn(samples, self.at.step + 1)
         wants_save = self.saver is not None and self.saver.wants(self.at.step + 1)
-        numbers = (len(samples) if samples is not None else 0, float(self.stop()), float(wants_save))
-        total, stop, save = self.learner.step(numbers)
+        wants = float(self.stop()), float(wants_save), float(self.publishing.wants())
+        total, stop, save, push = self.learner.step((len(samples) if samples is not None else 0, *wants))
         if batch is not None:
             self.reader = batch.state
-        return round(total), stop > 0, save > 0
+        return round(total), stop > 0, save > 0, push > 0
 
     def _tell_time(self, samples: Samples | None) -> None:
         """What rows of this step are stamped with."""
@@ -328,7 +334,9 @@ class Trainer:
         return saver.newest
 
     def close(self) -> None:
-        """Lets go of servers and ranks."""
+        """Lets go of replicas, servers and ranks."""
+        if self.publishing is not None:
+            self.publishing.close()
         self.rows.close()
         self.ranks.close()
 

@@ -8,7 +8,7 @@ import threading
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import timedelta
 from typing import Any
 
@@ -230,6 +230,16 @@ class PsClient:
         self._max_frame_bytes = min(info["max_message_bytes"] for info in infos)
         without = [op.name for op in ALWAYS]
         self._operations = [frozenset(info.get("operations", without)) for info in infos]
+
+    def publish(self, wish: Mapping[str, Any], deadline: timedelta | None = None) -> list[dict[str, Any]]:
+        """Has every server send its rows to replicas as ``wish`` says, or tell how far it is with an empty one.
+
+        Raises:
+            UnsupportedError: a server cannot.
+        """
+        request = json.dumps(dict(wish)).encode()
+        replies = self.read({shard: Request(Op.PUBLISH, values=request) for shard in range(self.num_ps)}, deadline)
+        return [json.loads(bytes(replies[shard].payload[0])) for shard in range(self.num_ps)]
 
     def checkpoint(
         self, deadline: timedelta | None = None, *, keep_as: str = "", others: Sequence[str] = ()

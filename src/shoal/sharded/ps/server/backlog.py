@@ -33,7 +33,8 @@ class Backlog:
         self._zmq, self._context = zmq, context
         self.metrics = metrics
         self.reads: SimpleQueue[Waiting | None] = SimpleQueue()
-        self.writes: SimpleQueue[Waiting | None] = SimpleQueue()
+        self.writes: SimpleQueue[Waiting | Callable[[], Any] | None] = SimpleQueue()
+        """Requests, and functions to be called between two of them."""
         self.queued_bytes = 0
         self.pending = 0
         self._lock = threading.Lock()

@@ -90,6 +90,7 @@ class Checkpoints:
         for name, table in tables.items():
             shard.add(checkpoint.tables[name]["spec"], table)
         shard.version = checkpoint["version"]
+        shard.run = checkpoint.fields.get("run", 0)
         streams.load(checkpoint["streams"], checkpoint.fields.get("answers", {}))
         self._ours.add(checkpoint["number"])
         return checkpoint["number"]

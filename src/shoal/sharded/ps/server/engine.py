@@ -21,6 +21,7 @@ from shoal.sharded.ps.server.log import Log, log_files, replay
 from shoal.sharded.ps.server.shard import Shard, status_of
 from shoal.sharded.ps.server.snapshot import WHOLE_TABLE, ShardSnapshot
 from shoal.sharded.ps.server.streams import Answer, Streams, Verdict
+from shoal.stamps import Stamp, new_run
 from shoal.table.clock import now
 from shoal.table.table import HashTable
 
@@ -67,6 +68,10 @@ class Engine:
         self.recovered_records = 0
         self.logged: Callable[[], None] = lambda: None
         """Called when a write is in the log and not applied yet: the wait for the disk may begin."""
+        self.base: Stamp | None = None
+        """The stamp of the checkpoint that the server came back from; what its log has since then is of this run."""
+        self.loaded: Callable[[], None] = lambda: None
+        """Called by `recover` when the checkpoint is loaded and the log is not."""
         self.read_only = ""
         """Why writes are refused until there is room on the disk; empty while they are not."""
         self._room_at = 0.0
@@ -90,9 +95,12 @@ class Engine:
     def recover(self) -> None:
         """Loads the newest whole checkpoint and replays the log behind it; then the log goes on."""
         if self.checkpoints is None:
+            self.loaded()
             return
         newest, files = self.checkpoints.newest(), log_files(self.checkpoints.directory)
         loaded = self.checkpoints.load(self.shard, self.streams, log_from=files[0][0] if files else None)
+        self._begin_run(loaded > 0)
+        self.loaded()
         last = loaded
         for number, header, ids, values in replay(self.checkpoints.directory, last):
             self._redo(number, parse_request(header, ids, values))
@@ -109,6 +117,20 @@ class Engine:
         if self.durability == Durability.LOG:
             self._next_number = last + 1
             self.make_room()
+
+    def _begin_run(self, loaded: bool) -> None:
+        """Takes a run that is later than all before, also than one that left no checkpoint."""
+        assert self.checkpoints is not None
+        shard, path = self.shard, self.checkpoints.directory / "run"
+        former = shard.run if loaded else 0
+        self.base = Stamp(former, shard.version) if loaded else None
+        with contextlib.suppress(OSError, ValueError):
+            former = max(former, int(path.read_text()))
+        shard.run = new_run(former)
+        draft = path.with_suffix(".tmp")
+        with contextlib.suppress(OSError):  # a full disk; the clock is good enough
+            draft.write_text(str(shard.run))
+            draft.replace(path)
 
     def make_room(self) -> bool:
         """Starts the log where a full disk did not let it start; whether there is one. Until then reads go on alone."""

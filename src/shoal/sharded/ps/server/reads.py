@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import DataError, ShoalError, UnsupportedError
 from shoal.sharded.ps.limits import Limits
 from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply, plain_lookup, reply_header
 from shoal.sharded.ps.server.backlog import Backlog, expired
@@ -16,19 +16,30 @@ from shoal.sharded.ps.server.shard import Shard, status_of
 
 log = logging.getLogger("shoal.ps")
 
+Publish = Callable[[dict[str, Any]], dict[str, Any]]
+"""What a server does for PUBLISH: with what was asked, it tells how far it is."""
+
 
 class Reads:
     """Reads of a shard, beside the one thread that writes to it."""
 
-    def __init__(self, shard: Shard, backlog: Backlog, limits: Limits, info: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        backlog: Backlog,
+        limits: Limits,
+        info: Callable[[], dict[str, Any]],
+        publish: Publish | None = None,
+    ) -> None:
         self._shard, self._backlog, self._limits, self._info = shard, backlog, limits, info
+        self._publish = publish
         self._metrics = backlog.metrics
 
     def at_once(self, request: Request) -> bool:
         """Whether a hand-over to another thread would cost more than the answer."""
         return (
             not request.op.writes
-            and request.op != Op.CHECKPOINT
+            and request.op not in (Op.CHECKPOINT, Op.PUBLISH)
             and sum(request.counts) <= self._limits.inline_ids
         )  # fmt: skip
 
@@ -58,6 +69,8 @@ class Reads:
         try:
             if request.op == Op.INFO:
                 payload: list[Any] = [json.dumps(self._info()).encode()]
+            elif request.op == Op.PUBLISH:
+                payload = [json.dumps(self._told_to_publish(request)).encode()]
             else:
                 payload = self._shard.read(request)
             return Reply(Status.OK, request.request, version, payload)
@@ -65,6 +78,19 @@ class Reads:
             if not isinstance(error, ShoalError | NotImplementedError | ValueError):
                 log.exception("%s failed", request.op.name)
             return error_reply(request.request, status_of(error), str(error), version)
+
+    def _told_to_publish(self, request: Request) -> dict[str, Any]:
+        if self._publish is None:
+            raise UnsupportedError(
+                f"shard {self._shard.index} cannot send its rows to replicas; start it with `shoal ps`"
+            )
+        try:
+            wish = json.loads(bytes(request.values) or b"{}")
+            if not isinstance(wish, dict):
+                raise ValueError(f"got {wish!r:.40}")
+        except ValueError as error:
+            raise DataError(f"PUBLISH brings an object as JSON ({error})") from None
+        return self._publish(wish)
 
     def loop(self) -> None:
         """One thread for large reads."""

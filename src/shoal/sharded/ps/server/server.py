@@ -17,7 +17,7 @@ from shoal.sharded.ps.security import ServerKeys, check_bind, check_clients, che
 from shoal.sharded.ps.server.backlog import Backlog
 from shoal.sharded.ps.server.engine import Engine
 from shoal.sharded.ps.server.http import StatusServer
-from shoal.sharded.ps.server.reads import Reads
+from shoal.sharded.ps.server.reads import Publish, Reads
 from shoal.sharded.ps.server.sockets import Sockets
 from shoal.sharded.ps.server.writes import Writes
 
@@ -48,6 +48,7 @@ class ParameterServer:
         checkpoint_every: timedelta | None = None,
         evict_every: timedelta | None = None,
         tables: Sequence[Request] = (),
+        publish: Publish | None = None,
     ) -> None:
         check_bind(host, keys, insecure)
         if keys is not None:
@@ -74,6 +75,7 @@ class ParameterServer:
         self._checkpoint_every = checkpoint_every
         self._evict_every = evict_every
         self._tables = tables
+        self._publish = publish
         self._draining = threading.Event()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -87,7 +89,7 @@ class ParameterServer:
             engine.lock()
             engine.recover()
             self._backlog = Backlog(self._zmq, self._context, self.metrics)
-            self._reads = Reads(engine.shard, self._backlog, self.limits, self.info)
+            self._reads = Reads(engine.shard, self._backlog, self.limits, self.info, self._publish)
             self._writes = Writes(engine, self._backlog, self._stopped, self._tables)
             self._writes.make_tables()
             self._bind_sockets()
@@ -190,6 +192,10 @@ class ParameterServer:
         """Writes the shard as it is between two writes, while others go on; the checkpoint's path."""
         return self._writes.checkpoint(timeout)
 
+    def between_writes(self, call: Callable[[], Any], timeout: timedelta = timedelta(minutes=10)) -> Any:
+        """Calls a function while no write is applied; its result."""
+        return self._writes.between(call, timeout)
+
     # --- what it tells --------------------------------------------------------------------------------------------
 
     def info(self) -> dict[str, Any]:
@@ -198,6 +204,7 @@ class ParameterServer:
         dims = {name: table.dim_size for name, table in list(shard.tables.items())}
         return {
             "protocol": VERSION, "shard": shard.index, "of": shard.of, "version": shard.version, "tables": dims,
+            "run": shard.run,
             "durability": self.engine.durability.value, "max_ids": self.limits.max_ids,
             "max_message_bytes": self.limits.max_message_bytes, "operations": [op.name for op in Op],
         }  # fmt: skip

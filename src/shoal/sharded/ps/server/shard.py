@@ -16,6 +16,7 @@ from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, NOW, Op, Request, Status, as_tensor
 from shoal.sharded.ps.server.initial import InitialRows
 from shoal.sharded.ps.server.table_spec import build_table, change_table, check_change, parse_spec
+from shoal.stamps import Stamp, new_run
 from shoal.table.arguments import MAX_TIME, as_time
 from shoal.table.clock import Now
 from shoal.table.fused import apply_blocks, lookup_blocks
@@ -64,9 +65,16 @@ class Shard:
         """What each table was created from, for checkpoints: its configuration in hex and its options."""
         self.version = 0
         """Writes applied so far."""
+        self.run = new_run()
+        """Of the `Stamp` of what is learnt: another one at each start of the server."""
         self._initial = InitialRows()
         self.max_reply_bytes = 2 << 30
         """Rows in one reply; more are refused."""
+
+    @property
+    def stamp(self) -> Stamp:
+        """Of the rows of now."""
+        return Stamp(self.run, self.version)
 
     # --- reads ----------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,9 @@ class ShardSnapshot:
 
     def __init__(self, shard: Shard, streams: Streams, number: int) -> None:
         self.number = number
-        self._about = {"shard": shard.index, "of": shard.of, "number": number, "version": shard.version}
+        self._about = {
+            "shard": shard.index, "of": shard.of, "number": number, "version": shard.version, "run": shard.run
+        }  # fmt: skip
         self._streams = {"streams": streams.dump(), "answers": streams.dump_answers()}
         self._tables = {
             name: TableSnapshot(table, shard.specs[name]) for name, table in sorted(shard.tables.items())

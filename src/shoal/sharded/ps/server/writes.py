@@ -6,7 +6,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -61,6 +62,9 @@ class Writes:
             engine.logged = lambda: self._syncs.put(APPENDED)
         with self._backlog.outlet() as outlet:
             while (waiting := self._next()) is not None:
+                if callable(waiting):
+                    waiting()
+                    continue
                 reply = self._write(waiting)
                 if reply is not None and logs:
                     self._syncs.put(Applied(waiting, reply, 0 if engine.log is None else engine.log.next_number - 1))
@@ -68,7 +72,28 @@ class Writes:
                     self._backlog.answer(outlet, waiting, reply)
                 del waiting, reply  # frees the request's frames before the next wait
 
-    def _next(self) -> Waiting | None:
+    def between(self, call: Callable[[], Any], timeout: timedelta) -> Any:
+        """Calls a function between two writes, in their thread; its result, or what it raised."""
+        done: SimpleQueue[Future[Any]] = SimpleQueue()
+        result: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(call())
+            except BaseException as error:
+                result.set_exception(error)
+            done.put(result)
+
+        self._backlog.writes.put(run)
+        until = time.monotonic() + timeout.total_seconds()
+        while _within(done, min(TICK_S, until - time.monotonic())) is None:
+            if self._stopped.is_set():
+                raise PeerError(f"shard {self._engine.shard.index}: the server has stopped")
+            if time.monotonic() > until:
+                raise DeadlineError(f"shard {self._engine.shard.index}: writes did not pause within {timeout}")
+        return result.result()
+
+    def _next(self) -> Waiting | Callable[[], Any] | None:
         """The next request. A server that had no room on its disk looks for it meanwhile."""
         while self._engine.read_only:
             if self._engine.make_room():

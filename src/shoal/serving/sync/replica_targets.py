@@ -1,0 +1,43 @@
+"""Where a publisher finds its replicas: addresses as they are, or those that a registry lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.errors import ConfigError
+from shoal.serving.cluster.zk_backend import ZKBackend
+
+BZID = "shoal"
+SUB_GRAPHS = ("entry", "ps_0")  # of a model that is served as one, and by either name
+
+
+class RegistryTargets:
+    """The addresses of a model's live replicas in a registry, now: call it."""
+
+    def __init__(self, registry: str, model: str, bzid: str = BZID) -> None:
+        self.registry, self.model = registry, model
+        self._backend = ZKBackend(bzid, registry)
+        self._backend.start()
+        self._backend.subscribe_model(model)
+
+    def __call__(self) -> list[str]:
+        return sorted({address for graph in SUB_GRAPHS for address in self._backend.get_sync_targets(graph)[1]})
+
+    def close(self) -> None:
+        """Ends the session."""
+        self._backend.stop()
+
+
+class FixedTargets:
+    """Addresses that are given."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        if isinstance(addresses, str) or not all(isinstance(one, str) and ":" in one for one in addresses):
+            raise ConfigError(f"targets must be addresses such as ['127.0.0.1:8500'], got {addresses!r}")
+        self._addresses = list(addresses)
+
+    def __call__(self) -> list[str]:
+        return list(self._addresses)
+
+    def close(self) -> None:
+        pass

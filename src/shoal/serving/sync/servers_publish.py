@@ -1,0 +1,80 @@
+"""`ServersPublication`: tables on parameter servers, which send their own rows; a worker asks how far they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.errors import DeadlineError
+from shoal.serving.sync.publisher import PublisherStatus, TargetStatus
+from shoal.sharded.ps.client.client import PsClient
+from shoal.stamps import Stamp
+
+POLL_S = 0.02
+
+
+class ServersPublication:
+    """Has the servers of a client publish; those that do so for the same model already go on as they were told.
+
+    Raises:
+        UnsupportedError: a server cannot, for it was not started by ``shoal ps``.
+        ConfigError: a server publishes another model.
+    """
+
+    def __init__(
+        self, client: PsClient, *, model: str, registry: str | None, targets: Sequence[str] | None, every_s: float
+    ) -> None:
+        self._client = client
+        if registry is not None and os.path.isdir(registry):
+            registry = os.path.abspath(registry)  # servers have working folders of their own
+        client.publish({"model": model, "registry": registry, "targets": targets, "every_s": every_s})
+
+    def round(self) -> None:
+        """Has every server begin a round soon."""
+        self._client.publish({"nudge": True})
+
+    def flush(self, timeout_s: float) -> None:
+        """Blocks until every live replica has every write of this worker."""
+        self._client.flush()
+        end = time.monotonic() + timeout_s
+        wanted = [Stamp(*told["now"]) for told in self._client.publish({"nudge": True})]
+        while True:
+            told = self._client.publish({"nudge": True})
+            late = [self._late(one, stamp) for one, stamp in zip(told, wanted, strict=True)]
+            if not any(late):
+                return
+            if time.monotonic() > end:
+                raise DeadlineError(f"after {timeout_s:g} s: {'; '.join(why for why in late if why)}")
+            time.sleep(POLL_S)
+
+    def _late(self, told: dict[str, Any], wanted: Stamp) -> str:
+        """What a server has not sent yet, "" where that is nothing."""
+        status = _status(told)
+        if status.stamp is None or status.stamp < wanted:
+            return f"{status.source} made no round yet that has write {wanted.step}"
+        without = [
+            f"{target.target}{f' ({target.error})' if target.error else ''}"
+            for target in status.targets
+            if target.complete is None or target.complete < wanted
+        ]
+        return f"{', '.join(without)} lacks rows of {status.source}" if without else ""
+
+    def status(self) -> list[PublisherStatus]:
+        """How far each server is."""
+        return [_status(told) for told in self._client.publish({})]
+
+
+def _status(told: dict[str, Any]) -> PublisherStatus:
+    targets = []
+    for one in told.get("targets", ()):
+        fields: dict[str, Any] = dict(one)
+        if fields["complete"] is not None:
+            fields["complete"] = Stamp(*fields["complete"])
+        targets.append(TargetStatus(**fields))
+    stamp = told.get("stamp")
+    return PublisherStatus(
+        source=told.get("source", ""), rounds=told.get("rounds", 0), stamp=None if stamp is None else Stamp(*stamp),
+        unacknowledged=told.get("unacknowledged", 0), targets=targets,
+    )  # fmt: skip

@@ -1,0 +1,124 @@
+"""``[serve] push_every_s``: what a run learns, sent to the replicas between two steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from shoal.comm.ranks.ranks import Ranks
+from shoal.errors import ConfigError, ShoalError, UnsupportedError
+from shoal.stamps import Stamp
+from shoal.train.loop.config import Config
+from shoal.train.loop.tables import Rows
+
+if TYPE_CHECKING:
+    from shoal.serving.sync.publish import Publication
+    from shoal.train.loop.saving import Progress
+
+LAST_S = 60.0  # for replicas to get what was learnt last
+
+
+def source_name(rank: int, world: int) -> str:
+    """Who learns the rows of a rank, as exports and pushes call it. Rank 0 has the weights, too."""
+    return "trainer" if world == 1 else f"trainer_{rank}"
+
+
+def model_name(config: Config) -> str:
+    """The name that replicas serve the model by."""
+    name = config.serve.name
+    if name is None:
+        raise ConfigError(
+            '[serve] push_every_s needs the name that the replicas serve the model by; set model = "NAME"'
+        )
+    return name
+
+
+class Publishing:
+    """The pushes of a run, on each rank: its own rows, and on the first the weights. All ranks call it together.
+
+    Rows on parameter servers are sent by the servers themselves, in rounds of their own; the first rank asks for that.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        rows: Rows,
+        model: nn.Module,
+        at: Callable[[], Progress],
+        note: Callable[[str], None],
+    ) -> None:
+        self._every_s = config.serve.push_every_s
+        self._ranks, self._note = ranks, note
+        self._next_at = time.monotonic() + self._every_s
+        self._publication: Publication | None = None
+        if not self._every_s:
+            return
+        name, registry = model_name(config), config.serve.registry
+        assert registry is not None
+        if os.path.isdir(registry):
+            registry = os.path.abspath(registry)
+        if rows.client is None or ranks.first:
+            ranks_of_rows = ranks.world_size if rows.client is None else 1
+            self._publication = self._begin(rows, model, at, name, registry, ranks_of_rows)
+
+    def _begin(
+        self, rows: Rows, model: nn.Module, at: Callable[[], Progress], name: str, registry: str, world: int
+    ) -> Publication:
+        from shoal.serving.sync.publish import publish_source
+        from shoal.serving.sync.servers_publish import ServersPublication
+        from shoal.serving.sync.tables_source import TablesSource, dense_weights
+
+        servers = []
+        if rows.client is not None:
+            try:
+                servers = [
+                    ServersPublication(rows.client, model=name, registry=registry, targets=None, every_s=self._every_s)
+                ]
+            except UnsupportedError as error:
+                self._note(f"{error}; until then weights are pushed, and no rows")
+        source = TablesSource(
+            dict(zip(rows.tables, rows.local, strict=False)),
+            lambda: at().stamp,
+            base=at().base,
+            name=source_name(self._ranks.rank, world),
+            weights=(lambda: dense_weights(model)) if self._ranks.first else None,
+            part=(self._ranks.rank, world) if world > 1 else (0, 1),
+        )
+        return publish_source(source, model=name, registry=registry, servers=servers)
+
+    def wants(self) -> bool:
+        """Whether it is time for a round: the first rank's clock counts."""
+        return bool(self._every_s) and self._ranks.first and time.monotonic() >= self._next_at
+
+    def round(self) -> None:
+        """Copies what changed up to this step and has it sent."""
+        self._next_at = max(self._next_at + self._every_s, time.monotonic())
+        if self._publication is not None:
+            self._publication.round()
+
+    def exported(self, version: int, stamp: Stamp) -> None:
+        """There is an export with everything up to ``stamp``: replicas that start later start with it."""
+        if self._publication is not None:
+            self._publication.exported(version, stamp)
+
+    def finish(self) -> None:
+        """Waits until every live replica has what was learnt last; says so where one does not get it in time."""
+        if self._publication is not None:
+            try:
+                self._publication.flush(LAST_S)
+            except ShoalError as error:
+                self._note(f"not every replica has what was learnt last: {error}")
+
+    def status(self) -> list[Any]:
+        """How far each source is, replica by replica."""
+        return [] if self._publication is None else self._publication.status()
+
+    def close(self) -> None:
+        if self._publication is not None:
+            self._publication.close()
+            self._publication = None
