@@ -96,12 +96,15 @@ MISUSES = {
     "a value that is not allowed": [
         ["bench", "comm", "--largest", "many"], ["demo", "--seconds", "1"],
         ["gather", "run", "--window", "1", "--store", "dir:.", "--peers", "x", "--model", "absent"],
-        ["launch", "-n", "0", __file__], ["ps", "--shard", "5", "--of", "2"], ["ps", "--port", "99999"],
+        ["launch", "-n", "0", __file__], ["predict", "nowhere", "{}", "--model", "m"],
+        ["predict", "h:1", "{}", "--model", "m", "--deadline", "0"],
+        ["ps", "--shard", "5", "--of", "2"], ["ps", "--port", "99999"],
         ["serve", ".", "--port", "99999"], ["table", "top", "t", "--n", "0"], ["top", "a:1", "--interval", "0"],
         ["train", "--train", __file__, "--epochs", "0"], ["train", "--train", __file__, "--set", "nothing"],
     ],
     "something that is missing": [
-        ["agent"], ["bench"], ["gather"], ["gather", "run"], ["launch"], ["plan"], ["ps", "status"], ["serve"],
+        ["agent"], ["bench"], ["gather"], ["gather", "run"], ["launch"], ["plan"], ["predict"], ["predict", "h:1"],
+        ["ps", "status"], ["serve"],
         ["sync"], ["table"], ["table", "stat"], ["top"], ["train"],
     ],
 }  # fmt: skip

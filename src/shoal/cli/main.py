@@ -10,6 +10,7 @@ from shoal.errors import ConfigError, ShoalError, did_you_mean
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("shoal.cli.bench", "measure one part of the library on this machine"),
     "serve": ("shoal.cli.serve", "serve exported models over gRPC and REST, taking pushed rows"),
+    "predict": ("shoal.cli.predict", "ask a served model: JSON rows in, JSON answers out"),
     "sync": ("shoal.cli.sync", "push what a trainer touched to every serving replica"),
     "agent": ("shoal.cli.agent", "run one process of a serving cluster, or operate its registry"),
     "gather": ("shoal.cli.gather", "gather, inspect, replay or simulate a window of peers' updates"),
