@@ -642,7 +642,7 @@ def many_small(rank, world, *, dim, budget, wave_peers, prefetch):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from shoal.gather import GradientSpec, tile_plan
-    from shoal.gather.protocol.exchange import Exchange
+    from shoal.gather.protocol.waves import Waves
     from shoal.gather.update.regions import region_of
 
     whole = model_of(MANY)
@@ -656,7 +656,7 @@ def many_small(rank, world, *, dim, budget, wave_peers, prefetch):
          for n, p in model_of(MANY).items()}
     )  # fmt: skip
     alive = []
-    start = Exchange.start
+    start = Waves.start
 
     def counted(self, *args, **kwargs):
         alive.append(pending := start(self, *args, **kwargs))
@@ -664,17 +664,17 @@ def many_small(rank, world, *, dim, budget, wave_peers, prefetch):
         assert held <= self.staged_bytes, (held, self.staged_bytes)
         return pending
 
-    def mapped(exchange, tensor):
-        storages = {data.untyped_storage().data_ptr() for ref in exchange.holding.refs.values()
+    def mapped(waves, tensor):
+        storages = {data.untyped_storage().data_ptr() for ref in waves.holding.refs.values()
                     for p in ref.params for data in (p.idxs, p.vals)}  # fmt: skip
         return tensor.untyped_storage().data_ptr() in storages
 
-    Exchange.start = counted
+    Waves.start = counted
     report = outer_update(
         net, sgd(net), result, spec=spec, group=group_of(world), budget_bytes=budget, wave_peers=wave_peers,
         prefetch=prefetch,
     )  # fmt: skip
-    Exchange.start = start
+    Waves.start = start
     plain = outer_update(whole, sgd(whole), result, spec=spec, group=group_of(world))
     for name in whole:
         assert torch.equal(net[name].full_tensor(), whole[name]), name

@@ -6,9 +6,9 @@ from torch import nn
 
 import shoal
 from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag, SparseOptimizer
+from shoal.nn.keeper import keeper_of
 from shoal.nn.read.ops import _read_op
 from shoal.nn.read.plan import Feature, make_plan
-from shoal.nn.slot import slot_of
 from shoal.table.protocol import MAX, SUM
 
 IDS, OFFSETS = torch.tensor([1, 2, 1, 3]), torch.tensor([0, 2, 2, 4])
@@ -29,7 +29,7 @@ def fresh_compiler():
 def test_opcheck():
     tables = [make_table(), shoal.HashTable(3, optimizer=shoal.Sgd(lr=0.1))]  # of two groups
     for table in tables:
-        slot_of(table).hold()
+        keeper_of(table).hold()
     for kind in (SUM, MAX, -1):
         plan = make_plan(tables, [Feature(0, kind), Feature(1, kind)])
         pooled, weights = ([], []) if kind < 0 else ([OFFSETS, OFFSETS], [torch.rand(4), torch.rand(4)])

@@ -128,7 +128,7 @@ def test_a_captured_step_follows_ids_steps_and_times():
     every = torch.arange(-50, 50)
     for key in KEYS:
         torch.testing.assert_close(tables[key].lookup(every.cuda()).cpu(), plain[key].lookup(every))
-    assert [slot.global_step for slot in ours.slots()] == [6, 6, 6]
+    assert [keeper.global_step for keeper in ours.keepers()] == [6, 6, 6]
     assert int(ours.state_dict()["tables.a.global_step"]) == 6
     assert tables["a"].max_update_time >= 1_700_000_000
 

@@ -7,7 +7,7 @@ import torch
 
 import shoal
 from shoal.errors import UnsupportedError
-from shoal.nn.slot import slot_of
+from shoal.nn.keeper import keeper_of
 from shoal.nn.update.steps import next_step, refresh
 from shoal.table.protocol import Traits
 
@@ -27,7 +27,7 @@ def capture(monkeypatch):
 
 def slots(n=2):
     tables = [shoal.HashTable(2) for _ in range(n)]
-    return tables, [slot_of(table) for table in tables]
+    return tables, [keeper_of(table) for table in tables]
 
 
 def test_tables_of_different_age_go_on_from_the_oldest():

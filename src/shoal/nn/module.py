@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, DataError, UnsupportedError
+from shoal.nn.keeper import TableKeeper
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.read.plan import Feature
 from shoal.nn.read.tables import Tables
-from shoal.nn.slot import TableSlot
 from shoal.nn.update.gradients import clear_pending
 from shoal.table.checkpoint.tensors import NAMES, has_table_state, load_table_state, table_state
 from shoal.table.protocol import Group, Missing
@@ -41,8 +41,8 @@ class TableModule(nn.Module):
         self.insert_missing = insert_missing
         self._tables = Tables(table, type(self).__name__)
         self._tables.padding = padding_idx
-        for slot in self.slots():
-            slot.choose(fused)
+        for keeper in self.keepers():
+            keeper.choose(fused)
 
     def _read_features(self, features: dict[str, Feature]) -> None:
         """Sets what is read, once the constructor knows."""
@@ -68,12 +68,12 @@ class TableModule(nn.Module):
         With ``time.time`` a row whose stamp is later keeps it; what another clock tells is kept as it is, but a time
         more than a day ahead of the computer's clock is refused.
         """
-        return self.slots()[0].clock
+        return self.keepers()[0].clock
 
     @clock.setter
     def clock(self, clock: Callable[[], float]) -> None:
-        for slot in self.slots():
-            slot.clock = clock
+        for keeper in self.keepers():
+            keeper.clock = clock
 
     def refresh_clock(self) -> None:
         """Tells captured CUDA graphs the current time; call it before a replay.
@@ -83,8 +83,8 @@ class TableModule(nn.Module):
         """
         self._tables.refresh_clock()
 
-    def slots(self) -> list[TableSlot]:
-        """The distinct slots of this module's tables."""
+    def keepers(self) -> list[TableKeeper]:
+        """The distinct keepers of this module's tables."""
         return self._tables.distinct
 
     def groups(self) -> list[Group]:
@@ -125,16 +125,16 @@ class TableModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         # Modules that share a table share its tensors, as tied parameters do.
         done = destination.__dict__.setdefault("_shoal_tables", {}) if hasattr(destination, "__dict__") else {}
-        for name, slot in self._named_slots(prefix):
-            table = slot.table
+        for name, keeper in self._named_keepers(prefix):
+            table = keeper.table
             if has_table_state(table):
-                if slot.handle not in done:
-                    step = torch.tensor(slot.global_step, device="cpu")
-                    done[slot.handle] = table_state(table) | {"global_step": step}
-                destination.update({name + part: tensor for part, tensor in done[slot.handle].items()})
+                if keeper.handle not in done:
+                    step = torch.tensor(keeper.global_step, device="cpu")
+                    done[keeper.handle] = table_state(table) | {"global_step": step}
+                destination.update({name + part: tensor for part, tensor in done[keeper.handle].items()})
             elif advice := getattr(table, "saved_by", None):
                 warnings.warn(
-                    f"{type(self).__name__}: this state_dict holds no rows of table {slot.name!r}, which are not "
+                    f"{type(self).__name__}: this state_dict holds no rows of table {keeper.name!r}, which are not "
                     f"in this process alone; save them with {advice}",
                     stacklevel=2,
                 )
@@ -155,28 +155,28 @@ class TableModule(nn.Module):
             unexpected_keys += sorted(
                 key for key in state_dict if key.startswith(prefix) and key not in known and key not in unexpected_keys
             )
-        for name, slot in self._named_slots(prefix):
-            if not has_table_state(slot.table) or any(name + part not in state_dict for part in NAMES):
+        for name, keeper in self._named_keepers(prefix):
+            if not has_table_state(keeper.table) or any(name + part not in state_dict for part in NAMES):
                 continue
             try:
-                load_table_state(slot.table, {part: state_dict[name + part] for part in NAMES})
+                load_table_state(keeper.table, {part: state_dict[name + part] for part in NAMES})
             except DataError as error:
                 error_msgs.append(str(error))
                 continue
-            clear_pending([slot])
+            clear_pending([keeper])
             if name + "global_step" in state_dict:
-                slot.global_step = int(state_dict[name + "global_step"])
+                keeper.global_step = int(state_dict[name + "global_step"])
 
-    def _named_slots(self, prefix: str) -> list[tuple[str, TableSlot]]:
+    def _named_keepers(self, prefix: str) -> list[tuple[str, TableKeeper]]:
         if self._tables.one:
             return [(f"{prefix}table.", self._tables.distinct[0])]
-        return [(f"{prefix}tables.{name}.", slot) for name, slot in self._tables.slots.items()]
+        return [(f"{prefix}tables.{name}.", keeper) for name, keeper in self._tables.keepers.items()]
 
     def state_names(self) -> list[str]:
         """The keys of the tables in this module's own ``state_dict``."""
         return [
             name + part
-            for name, slot in self._named_slots("")
-            if has_table_state(slot.table)
+            for name, keeper in self._named_keepers("")
+            if has_table_state(keeper.table)
             for part in (*NAMES, "global_step")
         ]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.nn.amp import RowParameter
+from shoal.nn.keeper import TableKeeper, keeper_of
 from shoal.nn.module import TableModule
 from shoal.nn.protocol import EmbeddingTable
-from shoal.nn.slot import TableSlot, slot_of
 from shoal.nn.update.gradients import clear_pending, is_empty, put_back, take_pending
 from shoal.nn.update.units import Unit, by_clock
 from shoal.table.config.learning_rate import check_rate
@@ -59,21 +59,22 @@ class SparseOptimizer(torch.optim.Optimizer):
     ) -> None:
         if lr is not None:
             check_rate(lr, "SparseOptimizer: lr")
-        slots = [slot for slot in _slots(modules) if not slot.fused]
-        if not slots:
+        keepers = [keeper for keeper in _keepers(modules) if not keeper.fused]
+        if not keepers:
             raise ConfigError("SparseOptimizer: the modules have no table whose gradients wait for a step")
         groups = []
-        for slot in slots:
-            base = slot.base_lr()
-            group = {"params": [RowParameter.of(slot.pending)], "lr": base if lr is None else lr, "base_lr": base}
-            groups.append(group | {"table": slot.table.name})
+        for keeper in keepers:
+            base = keeper.base_lr()
+            group = {"params": [RowParameter.of(keeper.pending)], "lr": base if lr is None else lr, "base_lr": base}
+            groups.append(group | {"table": keeper.table.name})
         self.global_step = 0
         """Of the next `step`."""
         super().__init__(groups, {"lr": 0.0})
-        self._slots = slots
-        self._tables = [slot.table for slot in slots]  # gradients may wait for a table that no module holds any more
-        for slot in slots:
-            slot.hold()
+        self._keepers = keepers
+        # gradients may wait for a table that no module holds any more
+        self._tables = [keeper.table for keeper in keepers]
+        for keeper in keepers:
+            keeper.hold()
 
     @torch.no_grad()
     def step(  # pyrefly: ignore[bad-override]
@@ -103,14 +104,14 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         number = self.global_step if global_step is None else int(global_step)
-        groups = dict(zip(self._slots, self.param_groups, strict=True))
-        units = take_pending(self._slots)
+        groups = dict(zip(self._keepers, self.param_groups, strict=True))
+        units = take_pending(self._keepers)
         if req_time is None:
             units = [one for unit in units for one in by_clock(unit, unit.touched())]
         for done, unit in enumerate(units):
             try:
                 touched = unit.touched()
-                scales = [_factor(groups[slot]) if slot in touched else 1.0 for slot in unit.slots]
+                scales = [_factor(groups[keeper]) if keeper in touched else 1.0 for keeper in unit.keepers]
                 if not is_empty(unit):
                     _check_not_captured(unit)
                     step = Step(number, touched[0].time(req_time), scales if any(s != 1.0 for s in scales) else None)
@@ -124,7 +125,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that wait."""
-        clear_pending(self._slots)
+        clear_pending(self._keepers)
 
     def gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
         """What waits, by table: distinct ids and their summed gradients. Changing the latter in place counts.
@@ -132,8 +133,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         Of tables with one name the second is ``name#2``, and so on.
         """
         found, seen = {}, Counter()
-        for slot in self._slots:
-            name, sums = slot.table.name, slot.pending.sums()
+        for keeper in self._keepers:
+            name, sums = keeper.table.name, keeper.pending.sums()
             seen[name] += 1
             if sums[0].numel():
                 found[name if seen[name] == 1 else f"{name}#{seen[name]}"] = sums
@@ -146,7 +147,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return clip_grad_norm(self, max_norm, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_slots"):
+        if hasattr(self, "_keepers"):
             raise ConfigError("SparseOptimizer: its tables are those it was made with; make another for further ones")
         super().add_param_group(param_group)
 
@@ -164,7 +165,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 def _check_not_captured(unit: Unit) -> None:
     if unit.group.traits.capturable and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            f"table {unit.slots[0].name!r}: SparseOptimizer.step cannot be captured in a CUDA graph: replays would "
+            f"table {unit.keepers[0].name!r}: SparseOptimizer.step cannot be captured in a CUDA graph: replays would "
             "keep its step, time and learning rate; have backward update the rows (fused=True)"
         )
 
@@ -181,14 +182,14 @@ def _factor(group: dict[str, Any]) -> float:
     return lr / base
 
 
-def _slots(modules: Any) -> list[TableSlot]:
-    def each(thing: Any) -> Iterator[TableSlot]:
+def _keepers(modules: Any) -> list[TableKeeper]:
+    def each(thing: Any) -> Iterator[TableKeeper]:
         if isinstance(thing, nn.Module):
             for module in thing.modules():
                 if isinstance(module, TableModule):
-                    yield from module.slots()
+                    yield from module.keepers()
         elif isinstance(thing, EmbeddingTable):
-            yield slot_of(thing)
+            yield keeper_of(thing)
         elif isinstance(thing, Iterable) and not isinstance(thing, str | bytes | Tensor):
             for one in thing:
                 yield from each(one)

@@ -102,7 +102,7 @@ class Fetcher:
         self.attempted |= {(self.plan.window, uid) for uid in fresh}
         if not fresh:
             return []
-        self._slots = asyncio.Semaphore(self.config.max_concurrent_fetches)
+        self._free_fetches = asyncio.Semaphore(self.config.max_concurrent_fetches)
         self._gate = _ByteGate(self.config.max_inflight_bytes)
         self._deadline = time.monotonic() + self.plan.timeout_s
         self._downloaded: set[int] = set()
@@ -153,7 +153,7 @@ class Fetcher:
         tries = absences = changes = 0
         again = _Again("absent")
         while True:
-            async with self._slots:
+            async with self._free_fetches:
                 if self._broken:
                     raise asyncio.CancelledError
                 now = time.monotonic()

@@ -35,7 +35,7 @@ class Holding:
             if (index := letters.find("-")) >= 0:
                 raise ConfigError(f"{what}: peer {uid}'s payload has no parameter {self.spec.params[index].name!r}")
 
-    def slot_bytes(self, uid: int, index: int, chunks: int) -> int:
+    def slice_bytes(self, uid: int, index: int, chunks: int) -> int:
         """Bytes of some chunks of one parameter as they travel, without header."""
         param, code = self.spec.params[index], self.codes[uid][index]
         quant = quant_bytes(code, self.spec.quant.bins) if self.spec.quant is not None else 0

@@ -12,7 +12,7 @@ from shoal.gather.payload.codec import VALUE_KINDS, unpack12_reference
 from shoal.gather.payload.payload_ref import CODES
 from shoal.gather.payload.spec import CODECS, ParamSpec
 from shoal.gather.payload.validate import raw_bytes
-from shoal.gather.protocol.exchange import Slot
+from shoal.gather.protocol.waves import Slice
 from shoal.gather.update.regions import Region
 
 REDUCTIONS = ("count_mean", "peer_mean", "sum")
@@ -43,16 +43,16 @@ class TileSum:
             self.values = torch.empty(len(ids), param.totalk, device=device)
             self.counts = torch.empty(len(ids), param.totalk, dtype=torch.int32, device=device)
 
-    def add(self, slots: Sequence[Slot], factors: Tensor, *, first: bool, last: bool) -> None:
+    def add(self, slices: Sequence[Slice], factors: Tensor, *, first: bool, last: bool) -> None:
         if self.native:
-            self._add_native(slots, factors, first, last)
+            self._add_native(slices, factors, first, last)
         else:
-            self._add_reference(slots, factors, first, last)
+            self._add_reference(slices, factors, first, last)
 
-    def _add_native(self, slots: Sequence[Slot], factors: Tensor, first: bool, last: bool) -> None:
+    def _add_native(self, slices: Sequence[Slice], factors: Tensor, first: bool, last: bool) -> None:
         param, region = self.param, self.region
         rows = torch.tensor(
-            [[s.idxs.data_ptr(), s.vals.data_ptr(), s.table.data_ptr(), VALUE_KINDS[CODES[s.code][0]]] for s in slots],
+            [[s.idxs.data_ptr(), s.vals.data_ptr(), s.table.data_ptr(), VALUE_KINDS[CODES[s.code][0]]] for s in slices],
             dtype=torch.int64,
             device="cpu",
         ).reshape(-1, 4)
@@ -60,13 +60,13 @@ class TileSum:
         _, across, height, width = param.blocks
         address = lambda t: 0 if t is None else t.data_ptr()  # noqa: E731
         _core.gather_reduce(
-            rows.data_ptr(), factors.data_ptr(), len(slots), self.ids.data_ptr(), len(self.ids), param.k, param.totalk,
+            rows.data_ptr(), factors.data_ptr(), len(slices), self.ids.data_ptr(), len(self.ids), param.k, param.totalk,
             CODECS.index(param.codec), address(self.values), address(self.counts), first, last, self.reduction,
             self.peers, across, height, width, region.row0, region.row1, region.column0, region.column1,
             address(self.dense), 0 if self.dense is None else self.dense.stride(0),
         )  # fmt: skip
 
-    def _add_reference(self, slots: Sequence[Slot], factors: Tensor, first: bool, last: bool) -> None:
+    def _add_reference(self, slices: Sequence[Slice], factors: Tensor, first: bool, last: bool) -> None:
         """The meaning, on any device: read, add, write; a peer has no position twice, so no order is left to chance."""
         assert self.values is not None
         assert self.counts is not None
@@ -74,10 +74,10 @@ class TileSum:
             self.values.zero_()
             self.counts.zero_()
         if self.values.is_cuda and find_spec("triton"):
-            self._add_cuda(slots, factors)
-            slots, factors = (), factors[:0]
-        for slot, factor in zip(slots, factors.tolist(), strict=True):
-            index, value = decode(slot, self.param, self.values.device)
+            self._add_cuda(slices, factors)
+            slices, factors = (), factors[:0]
+        for slice_, factor in zip(slices, factors.tolist(), strict=True):
+            index, value = decode(slice_, self.param, self.values.device)
             scaled = value * torch.tensor(factor, dtype=torch.float32, device=value.device)
             self.values.scatter_(1, index, self.values.gather(1, index) + scaled)
             self.counts.scatter_(1, index, self.counts.gather(1, index) + 1)
@@ -87,7 +87,7 @@ class TileSum:
         elif last and self.reduction == 1:
             self.values /= self.peers
 
-    def _add_cuda(self, slots: Sequence[Slot], factors: Tensor) -> None:
+    def _add_cuda(self, slices: Sequence[Slice], factors: Tensor) -> None:
         from shoal.ops.cuda import codec
 
         assert self.values is not None
@@ -95,10 +95,10 @@ class TileSum:
         device = self.values.device
         factors = factors.to(device, torch.float32)
         packed = self.param.codec == "packed12"
-        for i, slot in enumerate(slots):
-            idxs, vals = slot.idxs.to(device), slot.vals.to(device)
-            dtype = CODES[slot.code][0]
-            table = slot.table.to(device) if dtype == torch.uint8 else None
+        for i, slice_ in enumerate(slices):
+            idxs, vals = slice_.idxs.to(device), slice_.vals.to(device)
+            dtype = CODES[slice_.code][0]
+            table = slice_.table.to(device) if dtype == torch.uint8 else None
             if not packed:
                 idxs = idxs.clone().view(torch.int32)
             if table is None:
@@ -106,16 +106,16 @@ class TileSum:
             codec.add_peer(self.values, self.counts, idxs, vals, table, factors[i : i + 1], self.param.k, packed)
 
 
-def decode(slot: Slot, param: ParamSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 indices and float32 values of a slot, [chunks, k], on a device."""
-    idxs, vals = slot.idxs.to(device), slot.vals.to(device)
+def decode(slice_: Slice, param: ParamSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 indices and float32 values of a slice, [chunks, k], on a device."""
+    idxs, vals = slice_.idxs.to(device), slice_.vals.to(device)
     if param.codec == "packed12":
         index = unpack12_reference(idxs).reshape(-1, param.k)
     else:
         index = idxs.clone().view(torch.int32).long().reshape(-1, param.k)
-    dtype = CODES[slot.code][0]
+    dtype = CODES[slice_.code][0]
     if dtype == torch.uint8:
-        value = slot.table.to(device)[vals.long()]
+        value = slice_.table.to(device)[vals.long()]
     else:
         value = vals.clone().view(dtype).to(torch.float32)
     return index, value.reshape(-1, param.k)

@@ -17,12 +17,12 @@ from shoal.gather.errors import GatherDivergence, RankFailure, UpdateInterrupted
 from shoal.gather.payload.spec import GradientSpec
 from shoal.gather.payload.validate import raw_bytes
 from shoal.gather.protocol.control import Control
-from shoal.gather.protocol.exchange import Exchange, Poisoned
 from shoal.gather.protocol.holding import hold
 from shoal.gather.protocol.merge import APPLY, SKIP, Source
+from shoal.gather.protocol.waves import Poisoned, Waves
 from shoal.gather.update.accumulate import REDUCTIONS
 from shoal.gather.update.param_sum import ParamSum, Summing
-from shoal.gather.update.ready import Layout, get_ready
+from shoal.gather.update.ready import Tiling, get_ready
 from shoal.gather.update.regions import as_gradient
 from shoal.gather.update.tiles import UpdateLedger, clip_factors
 
@@ -65,7 +65,7 @@ class UpdateReport:
     peak_bytes: int = 0
     bytes_exchanged: int = 0
     staged_bytes: int = 0
-    """Most host bytes of raw waves at a time on this rank: up to ``prefetch * wave_peers`` slots of a tile's chunks."""
+    """Most host bytes of raw waves at a time here: up to ``prefetch * wave_peers`` slices of a tile's chunks."""
     min_median_norm: float = 0.0
     max_median_norm: float = 0.0
     param_norms: dict[str, float] = field(default_factory=dict)
@@ -125,13 +125,13 @@ def outer_update(
     if holding.decision == SKIP:
         return report
     holding.require_complete("outer_update")
-    layout = Layout(holding, control, budget_bytes, wave_peers, prefetch)
-    report.unready = get_ready(layout, model, ledger)
+    tiling = Tiling(holding, control, budget_bytes, wave_peers, prefetch)
+    report.unready = get_ready(tiling, model, ledger)
     if report.unready:
         log.warning("window %d: not applied, ranks are not ready: %s", report.window, report.unready)
         return report
     keeper = Snapshot(optimizer) if snapshot is not None else None
-    update = _Update(model, optimizer, layout, report, clip, reduction, keeper, verify)
+    update = _Update(model, optimizer, tiling, report, clip, reduction, keeper, verify)
     try:
         update.run()
         if verify and not control.agree(update.replica_hash()):
@@ -157,16 +157,16 @@ class _Update:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        layout: Layout,
+        tiling: Tiling,
         report: UpdateReport,
         clip: str,
         reduction: str,
         keeper: Snapshot | None,
         verify: bool,
     ) -> None:
-        self.model, self.optimizer, self.layout, self.report = model, optimizer, layout, report
+        self.model, self.optimizer, self.tiling, self.report = model, optimizer, tiling, report
         self.clip, self.reduction, self.keeper, self.verify = clip, reduction, keeper, verify
-        self.holding, self.control = layout.holding, layout.control
+        self.holding, self.control = tiling.holding, tiling.control
         self.hash = blake2b(digest_size=32)
         self.shared_hash = blake2b(digest_size=32)  # of the whole parameters, when others are sharded
         self.step_s = 0.0
@@ -175,9 +175,9 @@ class _Update:
         report, manifest = self.report, self.holding.manifest
         self._clear_gradients()
         medians = []
-        exchange = Exchange(self.holding, self.control)
+        waves = Waves(self.holding, self.control)
         with ThreadPoolExecutor(1, thread_name_prefix="shoal-hash") as hasher:
-            work = Summing(self.layout, exchange, manifest.uids, self.reduction, hasher)
+            work = Summing(self.tiling, waves, manifest.uids, self.reduction, hasher)
             for index in range(len(self.holding.spec.params)):
                 median, factors = clip_factors(manifest.norms[:, index])
                 medians.append(float(median))
@@ -186,10 +186,10 @@ class _Update:
                 self._param(index, factors, work)
         report.min_median_norm, report.max_median_norm = min(medians, default=0.0), max(medians, default=0.0)
         report.global_l2_norm = math.sqrt(math.fsum(n * n for n in report.param_norms.values()))
-        report.bytes_exchanged = exchange.bytes_received
-        report.staged_bytes = exchange.peak_staged_bytes
+        report.bytes_exchanged = waves.bytes_received
+        report.staged_bytes = waves.peak_staged_bytes
         report.update_hash = self.hash.hexdigest()
-        report.seconds = {"exchange_s": exchange.seconds, "accumulate_s": work.accumulate_s, "step_s": self.step_s}
+        report.seconds = {"exchange_s": waves.seconds, "accumulate_s": work.accumulate_s, "step_s": self.step_s}
 
     def _clear_gradients(self) -> None:
         """A step must see the gradient of one parameter only, whatever else the optimizer holds."""
@@ -199,18 +199,18 @@ class _Update:
 
     def replica_hash(self) -> int:
         """63 bits over what ranks have in common: everything, or the parameters that are not sharded."""
-        digest = self.hash if all(self.layout.replicated) else self.shared_hash
+        digest = self.hash if all(self.tiling.replicated) else self.shared_hash
         return int.from_bytes(digest.digest()[:8], "little") >> 1
 
     def _param(self, index: int, factors: Tensor, work: Summing) -> None:
         param, tensor, region = (
             self.holding.spec.params[index],
-            self.layout.parameters[index],
-            self.layout.regions[index],
+            self.tiling.parameters[index],
+            self.tiling.regions[index],
         )
-        tiles = self.layout.tiles[index][self.control.rank]
+        tiles = self.tiling.tiles[index][self.control.rank]
         self.report.tiles += tiles.tiles
-        self.report.waves += tiles.tiles * -(-len(work.uids) // self.layout.wave_peers)
+        self.report.waves += tiles.tiles * -(-len(work.uids) // self.tiling.wave_peers)
         self.report.peak_bytes = max(self.report.peak_bytes, tiles.peak_bytes)
         summed: ParamSum | None = None
         failure: Exception | None = None
@@ -240,13 +240,13 @@ class _Update:
         self.step_s += time.perf_counter() - begin
 
     def _account(self, index: int, summed: ParamSum) -> None:
-        param, report, replicated = self.holding.spec.params[index], self.report, self.layout.replicated[index]
+        param, report, replicated = self.holding.spec.params[index], self.report, self.tiling.replicated[index]
         self.hash = summed.digest
-        if self.verify and replicated and not all(self.layout.replicated):
+        if self.verify and replicated and not all(self.tiling.replicated):
             self.shared_hash.update(raw_bytes(summed.gradient.cpu()))
         squares, total = summed.squares, summed.total
         if not replicated:
-            own = [squares, total] if self.layout.counted[index] else [0.0, 0.0]
+            own = [squares, total] if self.tiling.counted[index] else [0.0, 0.0]
             sums = torch.tensor(own, dtype=torch.float64, device="cpu")
             squares, total = self.control.reduce_tensor(sums, "sum").tolist()
         numel = math.prod(param.shape)

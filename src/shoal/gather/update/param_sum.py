@@ -14,10 +14,10 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.gather.payload.validate import raw_bytes
-from shoal.gather.protocol.exchange import Exchange, Pending, Poisoned
 from shoal.gather.protocol.holding import run_of
+from shoal.gather.protocol.waves import Pending, Poisoned, Waves
 from shoal.gather.update.accumulate import BandWriter, TileSum
-from shoal.gather.update.ready import Layout
+from shoal.gather.update.ready import Tiling
 from shoal.gather.update.tiles import TilePlan
 
 _HASH_ROWS_BYTES = 4 << 20  # finished rows go to the hash in pieces of about this size
@@ -27,8 +27,8 @@ _HASH_ROWS_BYTES = 4 << 20  # finished rows go to the hash in pieces of about th
 class Summing:
     """What all parameters of one update share."""
 
-    layout: Layout
-    exchange: Exchange
+    tiling: Tiling
+    waves: Waves
     uids: list[int]
     reduction: str
     hasher: ThreadPoolExecutor
@@ -43,10 +43,10 @@ class ParamSum:
 
     def __init__(self, work: Summing, index: int, factors: Tensor, digest: Any) -> None:
         self.work, self.index, self.factors, self.digest = work, index, factors, digest
-        self.layout = work.layout
-        self.param, self.region = self.layout.holding.spec.params[index], self.layout.regions[index]
+        self.tiling = work.tiling
+        self.param, self.region = self.tiling.holding.spec.params[index], self.tiling.regions[index]
         self.digest.update(self.param.name.encode() + b"\0")
-        tensor: Any = self.layout.parameters[index]
+        tensor: Any = self.tiling.parameters[index]
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         rows, columns = self.region.shape
         self.direct = local.dtype == torch.float32 and local.device.type == "cpu" and not self.region.inner
@@ -62,10 +62,10 @@ class ParamSum:
         self._hashed = 0  # rows
 
     def run(self) -> None:
-        if self.work.exchange.local:
-            self._run_local(self.layout.tiles[self.index][self.layout.control.rank])
+        if self.work.waves.local:
+            self._run_local(self.tiling.tiles[self.index][self.tiling.control.rank])
         else:
-            self._run_waves(self.layout.tiles[self.index])
+            self._run_waves(self.tiling.tiles[self.index])
         if self.direct:
             sums = _core.gather_block_sums(self.gradient.data_ptr(), self.gradient.numel())
             self.squares, self.total = sums.squares, sums.values
@@ -90,20 +90,20 @@ class ParamSum:
     def _run_local(self, plan: TilePlan) -> None:
         """All payloads are here: a tile is one call over all peers, in pieces whose rows are hashed meanwhile. Chunks
         that do not follow each other have to be copied, which is done for one wave at a time."""
-        exchange, uids = self.work.exchange, self.work.uids
+        waves, uids = self.work.waves, self.work.uids
         for ids in self.region.chunks.split(max(plan.tile_chunks, 1)):
             for piece in self._pieces(ids):
                 begin = time.perf_counter()
-                g = len(uids) if run_of(self.param, piece) is not None else self.layout.wave_peers
+                g = len(uids) if run_of(self.param, piece) is not None else self.tiling.wave_peers
                 tile = self._tile_sum(piece, one_call=g >= len(uids))
                 for j in range(0, len(uids), g):
-                    pending = exchange.start(
-                        self.index, [piece] * self.layout.control.world, uids[j : j + g], replicated=True
+                    pending = waves.start(
+                        self.index, [piece] * self.tiling.control.world, uids[j : j + g], replicated=True
                     )
-                    slots = exchange.finish(pending)
-                    tile.add(slots, self.factors[j : j + g], first=j == 0, last=j + g >= len(uids))
-                    del slots
-                    exchange.release(pending)
+                    slices = waves.finish(pending)
+                    tile.add(slices, self.factors[j : j + g], first=j == 0, last=j + g >= len(uids))
+                    del slices
+                    waves.release(pending)
                 self.work.accumulate_s += time.perf_counter() - begin
                 if self.direct:
                     self._hash_rows(int(piece[-1]))
@@ -131,12 +131,12 @@ class ParamSum:
 
     def _run_waves(self, tiles: list[TilePlan]) -> None:
         """Lockstep over the ranks' tiles; up to ``prefetch`` waves are under way while one is added."""
-        exchange, uids, g = self.work.exchange, self.work.uids, self.layout.wave_peers
+        waves, uids, g = self.work.waves, self.work.uids, self.tiling.wave_peers
         rounds = max(t.tiles for t in tiles)
-        by_rank = self.layout.chunks[self.index]
-        waves = [(r, uids[j : j + g], j) for r in range(rounds) for j in range(0, len(uids), g)]
+        by_rank = self.tiling.chunks[self.index]
+        all_waves = [(r, uids[j : j + g], j) for r in range(rounds) for j in range(0, len(uids), g)]
         under_way: deque[Pending] = deque()
-        upcoming = iter(waves)
+        upcoming = iter(all_waves)
         failure: Exception | None = None
 
         def launch() -> None:
@@ -146,18 +146,18 @@ class ParamSum:
                     chunks[r * t.tile_chunks : (r + 1) * t.tile_chunks]
                     for chunks, t in zip(by_rank, tiles, strict=True)
                 ]
-                replicated = self.layout.replicated[self.index]
-                under_way.append(exchange.start(self.index, ids, members, replicated=replicated))
+                replicated = self.tiling.replicated[self.index]
+                under_way.append(waves.start(self.index, ids, members, replicated=replicated))
 
-        for _ in range(self.layout.prefetch):
+        for _ in range(self.tiling.prefetch):
             launch()
         tile: TileSum | None = None
-        for _, members, j in waves:
+        for _, members, j in all_waves:
             pending = under_way.popleft()
             try:
-                slots = exchange.finish(pending)
+                slices = waves.finish(pending)
             except Poisoned:
-                exchange.drain(under_way)
+                waves.drain(under_way)
                 raise
             try:
                 if failure is None and len(pending.ids):
@@ -166,16 +166,16 @@ class ParamSum:
                     if first:
                         tile = self._tile_sum(pending.ids, one_call=False)
                     assert tile is not None
-                    tile.add(slots, self.factors[j : j + len(members)], first=first, last=last)
+                    tile.add(slices, self.factors[j : j + len(members)], first=first, last=last)
                     self.work.accumulate_s += time.perf_counter() - begin
                     if last and not self.direct:
                         self._writer.write(pending.ids, tile.values)  # pyrefly: ignore
             except Exception as error:
                 failure = error
-            del slots
-            exchange.release(pending)  # before the next wave takes its place
+            del slices
+            waves.release(pending)  # before the next wave takes its place
             launch()
         if failure is not None:
             raise failure
-        if self.direct and len(by_rank[self.layout.control.rank]):
+        if self.direct and len(by_rank[self.tiling.control.rank]):
             self.digest.update(raw_bytes(self.gradient))

@@ -18,7 +18,7 @@ from shoal.gather.update.tiles import TilePlan, UpdateLedger, tile_plan
 
 
 @dataclass
-class Layout:
+class Tiling:
     """What of every parameter is on which rank, in which tiles; lists are by parameter, inner ones by rank."""
 
     holding: Holding
@@ -102,20 +102,20 @@ class Layout:
             self.tiles.append(tiles)
 
 
-def get_ready(layout: Layout, model: torch.nn.Module, ledger: UpdateLedger | None) -> dict[int, str]:
-    """Completes the layout when all ranks are ready; otherwise says which are not, and why.
+def get_ready(tiling: Tiling, model: torch.nn.Module, ledger: UpdateLedger | None) -> dict[int, str]:
+    """Completes the tiling when all ranks are ready; otherwise says which are not, and why.
 
     Raises the same on all ranks: AlreadyApplied, BudgetTooSmall, or the caller's mistake on any rank.
     """
-    control, window = layout.control, layout.holding.manifest.window
+    control, window = tiling.control, tiling.holding.manifest.window
     said: dict[str, Any] = {"reason": "", "wrong": False, "needed": 0, "applied": False, "parts": []}
     error: Exception | None = None
     try:
         said["applied"] = ledger is not None and ledger.applied(window)
-        layout.find(model)
-        said["parts"] = layout.said()
-        said["needed"] = layout.needed()
-        said["reason"] = _unreadable(layout.holding)
+        tiling.find(model)
+        said["parts"] = tiling.said()
+        said["needed"] = tiling.needed()
+        said["reason"] = _unreadable(tiling.holding)
     except Exception as caught:  # told to the others first
         error, said["reason"] = caught, f"{type(caught).__name__}: {caught}"
         said["wrong"] = isinstance(caught, ConfigError | UnsupportedError)
@@ -130,10 +130,10 @@ def get_ready(layout: Layout, model: torch.nn.Module, ledger: UpdateLedger | Non
             ledger.check(window)
         raise AlreadyApplied(f"window {window} was applied on another rank")
     if needed := max(answer["needed"] for answer in answers):
-        raise BudgetTooSmall(needed, f"{layout.budget_bytes} bytes do not hold one chunk of a parameter")
+        raise BudgetTooSmall(needed, f"{tiling.budget_bytes} bytes do not hold one chunk of a parameter")
     unready = {rank: answer["reason"] for rank, answer in enumerate(answers) if answer["reason"]}
     if not unready:
-        layout.plan([answer["parts"] for answer in answers])
+        tiling.plan([answer["parts"] for answer in answers])
     return unready
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UnsupportedError
-from shoal.nn.slot import TableSlot, slot_of
+from shoal.nn.keeper import TableKeeper, keeper_of
 from shoal.table.protocol import FUSED, Features, Group, groups_of
 
 _handles = itertools.count()
@@ -33,7 +33,7 @@ class Feature(NamedTuple):
 class Call:
     """What a group is asked for in every batch: one find, and pooled rows or rows."""
 
-    __slots__ = ("checked", "device", "features", "fused", "group", "of", "output", "places", "slots", "touched")
+    __slots__ = ("checked", "device", "features", "fused", "group", "keepers", "of", "output", "places", "touched")
 
     def __init__(self, group: Group, of: Feature, places: list[int], features: Features, fused: bool) -> None:
         self.group = group
@@ -48,8 +48,8 @@ class Call:
         """Whether the group looks at offsets itself."""
         self.output = 0
         """Which result of the read holds its rows."""
-        self.slots = tuple([slot_of(table) for table in group.tables])
-        self.touched: list[TableSlot] = [self.slots[place] for place in sorted(set(features.tables))]
+        self.keepers = tuple([keeper_of(table) for table in group.tables])
+        self.touched: list[TableKeeper] = [self.keepers[place] for place in sorted(set(features.tables))]
 
 
 class Place(NamedTuple):

@@ -1,4 +1,4 @@
-"""`Tables`: the tables of a module, their slots, and the plans of how to read them."""
+"""`Tables`: the tables of a module, their keepers, and the plans of how to read them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.lazy import constant_result
+from shoal.nn.keeper import TableKeeper, keeper_of
 from shoal.nn.read.plan import Feature, Plan, make_plan
-from shoal.nn.slot import TableSlot, slot_of
 from shoal.nn.update.steps import refresh
 from shoal.table.protocol import Group, groups_of
 
@@ -24,8 +24,8 @@ class Tables:
         self.named: dict[str, Any] = {"": given} if self.one else {str(name): table for name, table in given.items()}
         if not self.named:
             raise ConfigError(f"{who}: a mapping of tables has at least one")
-        self.slots: dict[str, TableSlot] = {name: slot_of(table) for name, table in self.named.items()}
-        self.distinct = list(dict.fromkeys(self.slots.values()))
+        self.keepers: dict[str, TableKeeper] = {name: keeper_of(table) for name, table in self.named.items()}
+        self.distinct = list(dict.fromkeys(self.keepers.values()))
         self.padding: int | None = None
         self._plans: dict[tuple[Hashable, bool], Plan] = {}
 
@@ -42,7 +42,7 @@ class Tables:
 
     def number(self, name: str) -> int:
         """Of a table among the distinct ones, as `Feature` wants it."""
-        return self.distinct.index(self.slots[name])
+        return self.distinct.index(self.keepers[name])
 
     def planned(self, names: list[str]) -> bool:
         """Whether there is a plan for a batch of these features, which was looked at then."""
@@ -62,19 +62,19 @@ class Tables:
             else:
                 features = [self.features[name] for name in batch]
                 order = sorted(range(len(batch)), key=lambda number: self.place(batch[number]))
-            every = [slot.table for slot in self.distinct]
+            every = [keeper.table for keeper in self.distinct]
             plan = make_plan(every, features, order=order, padding=self.padding, by_rows=by_rows)
             self._plans[batch, by_rows] = plan
         return plan
 
     def groups(self) -> list[Group]:
         """The groups of a batch with all features, in the order in which they are asked."""
-        found = groups_of([slot.table for slot in self.distinct])
+        found = groups_of([keeper.table for keeper in self.distinct])
         by_table = {place: group for group, places in found for place in places}
         return list({id(group): group for group in (by_table[f.table] for f in self.features.values())}.values())
 
     def refresh_clock(self) -> None:
-        refresh({call.group: call.slots[0] for plan in self._plans.values() for call in plan.calls}.items())
+        refresh({call.group: call.keepers[0] for plan in self._plans.values() for call in plan.calls}.items())
 
     def device(self) -> torch.device:
         """Where results come out: where the first table's rows are."""
@@ -83,9 +83,9 @@ class Tables:
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
         copies = {name: copy.deepcopy(table, memo) for name, table in self.named.items()}
         twin = Tables(copies[""] if self.one else copies, "Tables")
-        for slot, other in zip(self.slots.values(), twin.slots.values(), strict=True):
-            other.fused, other.clock, other.global_step = slot.fused, slot.clock, slot.global_step
-            other.waits = slot.fused is False
+        for keeper, other in zip(self.keepers.values(), twin.keepers.values(), strict=True):
+            other.fused, other.clock, other.global_step = keeper.fused, keeper.clock, keeper.global_step
+            other.waits = keeper.fused is False
         twin.features, twin.padding = copy.deepcopy(self.features, memo), self.padding
         memo[id(self)] = twin
         return twin

@@ -16,7 +16,7 @@ from shoal.nn.update.units import RowsByTable, Unit, expand, row_units
 from shoal.table.protocol import Found, Group, Part, group_of
 
 if TYPE_CHECKING:
-    from shoal.nn.slot import TableSlot
+    from shoal.nn.keeper import TableKeeper
 
 # Rows are summed by id once there are so many of them and twice what the last sum left, so that a long accumulation
 # takes the memory of its distinct ids.
@@ -97,10 +97,10 @@ def sum_by_id(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
 class Waiting:
     """The parts of one group that wait, in one place for all its tables."""
 
-    def __init__(self, group: Group, slots: tuple[TableSlot, ...]) -> None:
+    def __init__(self, group: Group, keepers: tuple[TableKeeper, ...]) -> None:
         self.collective = group.traits.collective
         self.dim = group.dim
-        self.slots = slots
+        self.keepers = keepers
         self.numbered: list[tuple[int, Part]] = []
         self.ids = 0
         self._group = weakref.ref(group)
@@ -113,23 +113,23 @@ class Waiting:
         """The update to make, by the group of the forward or, if it is gone with its module, by one like it."""
         group = self._group()
         if group is not None:
-            return Unit(group, self.slots, self.parts())
-        group = group_of([slot.table for slot in self.slots])
+            return Unit(group, self.keepers, self.parts())
+        group = group_of([keeper.table for keeper in self.keepers])
         parts = []
         for part in self.parts():
             found = group.find(part.found.ids, part.found.counts, part.features, missing="zeros")
             parts.append(Part(found, part.features, part.grad, part.offsets, part.weights))
-        return Unit(group, self.slots, parts)
+        return Unit(group, self.keepers, parts)
 
 
 class Pending:
     """The gradients of one table that wait for a step."""
 
-    def __init__(self, slot: TableSlot) -> None:
-        self.rows = Gradients(slot.dim, slot.device)
+    def __init__(self, keeper: TableKeeper) -> None:
+        self.rows = Gradients(keeper.dim, keeper.device)
         """What was expanded, since somebody looked or since a group could not be updated as one."""
         self.waiting: dict[tuple[int, ...], Waiting] = {}
-        self._slot = weakref.ref(slot)
+        self._keeper = weakref.ref(keeper)
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """Distinct ids and the sums of their gradients, which still wait: what is done to them in place, counts."""
@@ -139,20 +139,20 @@ class Pending:
 
     def clear(self) -> None:
         """Drops what waits for this table."""
-        slot = self._slot()
-        if slot is not None:
-            clear_pending([slot])
+        keeper = self._keeper()
+        if keeper is not None:
+            clear_pending([keeper])
 
 
-def add_waiting(group: Group, slots: tuple[TableSlot, ...], part: Part, number: int) -> None:
+def add_waiting(group: Group, keepers: tuple[TableKeeper, ...], part: Part, number: int) -> None:
     """Keeps a part of the forward with a number, whose tensors nobody may change afterwards, until a step."""
-    key = tuple([slot.handle for slot in slots])
+    key = tuple([keeper.handle for keeper in keepers])
     with _lock:
-        waiting = slots[0].pending.waiting.get(key)
+        waiting = keepers[0].pending.waiting.get(key)
         if waiting is None:
-            waiting = Waiting(group, slots)
-            for slot in slots:
-                slot.pending.waiting[key] = waiting
+            waiting = Waiting(group, keepers)
+            for keeper in keepers:
+                keeper.pending.waiting[key] = waiting
         waiting.numbered.append((number, part))
         waiting.ids += part.found.ids.numel()
         if waiting.ids > _SUM_ROWS and not waiting.collective:  # a rank must not decide this alone
@@ -167,42 +167,42 @@ def detached(part: Part) -> Part:
     return Part(found, part.features, part.grad.clone(), offsets, weights)
 
 
-def clear_pending(slots: Sequence[TableSlot]) -> None:
+def clear_pending(keepers: Sequence[TableKeeper]) -> None:
     """Drops the gradients that wait for some tables; those of others stay."""
     with _lock:
-        handles = {slot.handle for slot in slots}
-        for waiting in _waiting_of(slots):
-            if all(slot.handle in handles for slot in waiting.slots):
+        handles = {keeper.handle for keeper in keepers}
+        for waiting in _waiting_of(keepers):
+            if all(keeper.handle in handles for keeper in waiting.keepers):
                 _remove(waiting)
             else:
                 _expand_all([waiting])
-        for slot in slots:
-            slot.pending.rows.take()
+        for keeper in keepers:
+            keeper.pending.rows.take()
 
 
-def take_pending(slots: Sequence[TableSlot]) -> list[Unit]:
+def take_pending(keepers: Sequence[TableKeeper]) -> list[Unit]:
     """The updates that some tables wait for, each table in one of them; nothing waits for them afterwards."""
     with _lock:
-        handles = {slot.handle for slot in slots}
+        handles = {keeper.handle for keeper in keepers}
         uses = dict.fromkeys(handles, 0)
-        for slot in slots:
-            uses[slot.handle] += slot.pending.rows.came
-        found = _waiting_of(slots)
+        for keeper in keepers:
+            uses[keeper.handle] += keeper.pending.rows.came
+        found = _waiting_of(keepers)
         for waiting in found:
-            for slot in waiting.slots:
-                uses[slot.handle] = uses.get(slot.handle, 0) + 1
+            for keeper in waiting.keepers:
+                uses[keeper.handle] = uses.get(keeper.handle, 0) + 1
         whole = []
         for waiting in found:
-            if all(slot.handle in handles and uses[slot.handle] == 1 for slot in waiting.slots):
+            if all(keeper.handle in handles and uses[keeper.handle] == 1 for keeper in waiting.keepers):
                 whole.append(waiting)
                 _remove(waiting)
             else:
                 _expand_all([waiting])
         rows: RowsByTable = {}
-        for slot in slots:
-            taken = slot.pending.rows.take()
+        for keeper in keepers:
+            taken = keeper.pending.rows.take()
             if taken is not None:
-                rows[slot] = [taken]
+                rows[keeper] = [taken]
     return [waiting.unit() for waiting in whole] + row_units(rows)
 
 
@@ -210,21 +210,21 @@ def put_back(unit: Unit) -> None:
     """Has an update that was taken wait again."""
     if unit.rows is None:
         for part in unit.parts:
-            add_waiting(unit.group, unit.slots, part, -1)  # before those that came since, in the order that they have
+            add_waiting(unit.group, unit.keepers, part, -1)  # before those that came since, in the order that they have
         return
-    for slot, parts in unit.rows.items():
+    for keeper, parts in unit.rows.items():
         for ids, grads in parts:
-            slot.pending.rows.add(ids, grads)
+            keeper.pending.rows.add(ids, grads)
 
 
-def _waiting_of(slots: Iterable[TableSlot]) -> list[Waiting]:
-    return list({id(waiting): waiting for slot in slots for waiting in slot.pending.waiting.values()}.values())
+def _waiting_of(keepers: Iterable[TableKeeper]) -> list[Waiting]:
+    return list({id(waiting): waiting for keeper in keepers for waiting in keeper.pending.waiting.values()}.values())
 
 
 def _remove(waiting: Waiting) -> None:
-    key = tuple([slot.handle for slot in waiting.slots])
-    for slot in waiting.slots:
-        slot.pending.waiting.pop(key, None)
+    key = tuple([keeper.handle for keeper in waiting.keepers])
+    for keeper in waiting.keepers:
+        keeper.pending.waiting.pop(key, None)
 
 
 def _expand_all(several: Iterable[Waiting]) -> None:
@@ -232,7 +232,7 @@ def _expand_all(several: Iterable[Waiting]) -> None:
         _remove(waiting)
         for part in waiting.parts():
             for table, ids, grads in expand(part, waiting.dim):
-                waiting.slots[table].pending.rows.add(ids, grads)
+                waiting.keepers[table].pending.rows.add(ids, grads)
 
 
 def _after_fork() -> None:

@@ -34,20 +34,20 @@ def hand_over(number: int, given: Sequence[tuple[Call, Part]]) -> None:
     """Takes the gradients of one forward from backward: keeps them for a step, or has this pass apply them."""
     passed: _Pass | None = None
     for call, part in given:
-        waits = {slot.waits for slot in call.touched}
+        waits = {keeper.waits for keeper in call.touched}
         if waits == _WAITS:
-            add_waiting(call.group, call.slots, detached(part), number)
+            add_waiting(call.group, call.keepers, detached(part), number)
             continue
         if passed is None:
             passed = _pass_of(call)
         if len(waits) > 1:  # tables of one group, some of which an optimizer holds
             kept = detached(part)
             for table, ids, grads in expand(kept, call.group.dim):
-                slot = call.slots[table]
-                if slot.waits:
-                    slot.pending.rows.add(ids, grads)
+                keeper = call.keepers[table]
+                if keeper.waits:
+                    keeper.pending.rows.add(ids, grads)
                 else:
-                    passed.rows.setdefault(slot, []).append((ids, grads))
+                    passed.rows.setdefault(keeper, []).append((ids, grads))
         else:
             passed.entries.append((number, call, part))
     if passed is not None and not passed.queued:  # an op called by hand, outside backward
@@ -64,14 +64,14 @@ class _Pass:
         entries = self.entries
         if len(entries) == 1 and not self.rows:
             _, call, part = entries[0]
-            run(Unit(call.group, call.slots, [part]))
+            run(Unit(call.group, call.keepers, [part]))
             return
         entries.sort(key=lambda entry: entry[0])
         units: dict[Any, Unit] = {}
         for _, call, part in entries:
             unit = units.get(call.group)
             if unit is None:
-                units[call.group] = Unit(call.group, call.slots, [part])
+                units[call.group] = Unit(call.group, call.keepers, [part])
             else:
                 unit.parts.append(part)
         every = [*units.values(), *(row_units(self.rows) if self.rows else ())]

@@ -15,7 +15,7 @@ from shoal.errors import UnsupportedError
 from shoal.table.protocol import Group, Step
 
 if TYPE_CHECKING:
-    from shoal.nn.slot import TableSlot
+    from shoal.nn.keeper import TableKeeper
 
 _counting = threading.Lock()
 
@@ -57,61 +57,61 @@ class GroupClock:
 _clocks: weakref.WeakKeyDictionary[Any, GroupClock] = weakref.WeakKeyDictionary()
 
 
-def next_step(group: Group, slots: Sequence[TableSlot]) -> Step:
+def next_step(group: Group, keepers: Sequence[TableKeeper]) -> Step:
     """The step of an update of some tables of a group in backward; counts it.
 
     Tables that have seen different numbers of updates go on from the largest.
     """
-    seconds = slots[0].time()
+    seconds = keepers[0].time()
     if not group.traits.capturable:
-        return Step(_count(slots), seconds)
+        return Step(_count(keepers), seconds)
     clock = _clocks.get(group)
     capturing = torch.cuda.is_current_stream_capturing()
     if clock is None and not capturing:
         clock = _clocks[group] = GroupClock(group.traits.device, seconds)
-    if not capturing and all(slot.counter.counted is None for slot in slots):
-        return Step(_count(slots), seconds)
+    if not capturing and all(keeper.counter.counted is None for keeper in keepers):
+        return Step(_count(keepers), seconds)
     if clock is None:
         raise UnsupportedError(
-            f"table {slots[0].name!r}: run the step once, without capturing it, before it is captured in a CUDA graph"
+            f"table {keepers[0].name!r}: run the step once, without capturing it, before it is captured in a CUDA graph"
         )
-    counter = _shared(slots, clock)
+    counter = _shared(keepers, clock)
     number = counter.on_device()
     assert counter.counted is not None
     counter.counted.add_(1)
     return Step(number, clock.seconds if capturing else seconds)
 
 
-def _count(slots: Sequence[TableSlot]) -> int:
+def _count(keepers: Sequence[TableKeeper]) -> int:
     with _counting:
-        number = max(slot.counter._number for slot in slots) if len(slots) > 1 else slots[0].counter._number
-        for slot in slots:
-            slot.counter._number = number + 1
+        number = max(keeper.counter._number for keeper in keepers) if len(keepers) > 1 else keepers[0].counter._number
+        for keeper in keepers:
+            keeper.counter._number = number + 1
     return number
 
 
-def _shared(slots: Sequence[TableSlot], clock: GroupClock) -> StepCounter:
+def _shared(keepers: Sequence[TableKeeper], clock: GroupClock) -> StepCounter:
     """One counter for the tables, which counts on the device."""
-    counter = slots[0].counter
-    if any(slot.counter is not counter for slot in slots) or counter.counted is None:
-        ready = [slot.counter for slot in slots if slot.counter.counted is not None]
+    counter = keepers[0].counter
+    if any(keeper.counter is not counter for keeper in keepers) or counter.counted is None:
+        ready = [keeper.counter for keeper in keepers if keeper.counter.counted is not None]
         if ready:
             counter = ready[0]
         else:
             counter = StepCounter()
-            counter._number = max(slot.counter._number for slot in slots)
+            counter._number = max(keeper.counter._number for keeper in keepers)
             counter.counted = clock.counted
-        for slot in slots:
-            slot.counter = counter
+        for keeper in keepers:
+            keeper.counter = counter
     return counter
 
 
-def refresh(groups: Iterable[tuple[Group, TableSlot]]) -> None:
+def refresh(groups: Iterable[tuple[Group, TableKeeper]]) -> None:
     """Writes the current time to where the captured updates of groups read it."""
-    for group, slot in groups:
+    for group, keeper in groups:
         clock = _clocks.get(group)
         if clock is not None:
-            clock.seconds.fill_(int(slot.time()))
+            clock.seconds.fill_(int(keeper.time()))
 
 
 def _after_fork() -> None:

@@ -13,9 +13,9 @@ from shoal.table.adapter import row_gradients
 from shoal.table.protocol import Features, Group, Part, groups_of
 
 if TYPE_CHECKING:
-    from shoal.nn.slot import TableSlot
+    from shoal.nn.keeper import TableKeeper
 
-RowsByTable = dict["TableSlot", list[tuple[Tensor, Tensor]]]
+RowsByTable = dict["TableKeeper", list[tuple[Tensor, Tensor]]]
 """Ids and gradients of rows, ``[N]`` and ``[N, dim]``, of several tables."""
 
 
@@ -23,21 +23,21 @@ class Unit(NamedTuple):
     """Gradients that make one step of the tables of a group."""
 
     group: Group
-    slots: tuple[TableSlot, ...]
+    keepers: tuple[TableKeeper, ...]
     """Of the group's tables, in their order."""
     parts: list[Part]
     rows: RowsByTable | None = None
     """Where the parts come from, if they are not of a forward."""
 
-    def touched(self) -> list[TableSlot]:
+    def touched(self) -> list[TableKeeper]:
         """The tables that the parts are of."""
-        if len(self.slots) == 1:
-            return [self.slots[0]]
+        if len(self.keepers) == 1:
+            return [self.keepers[0]]
         if len(self.parts) == 1:
             places = _distinct(self.parts[0].features.tables)
         else:
             places = _distinct(tuple([place for part in self.parts for place in part.features.tables]))
-        return [self.slots[place] for place in places]
+        return [self.keepers[place] for place in places]
 
 
 @lru_cache(maxsize=256)
@@ -61,15 +61,15 @@ def disjoint(units: Sequence[Unit]) -> list[Unit]:
 
     Groups that share a table are updated by rows, all their tables together.
     """
-    users: dict[TableSlot, int] = {}
+    users: dict[TableKeeper, int] = {}
     for unit in units:
-        for slot in unit.touched():
-            users[slot] = users.get(slot, 0) + 1
+        for keeper in unit.touched():
+            users[keeper] = users.get(keeper, 0) + 1
     if all(count == 1 for count in users.values()):
         return list(units)
     alone, rows = [], {}
     for unit in units:
-        if all(users[slot] == 1 for slot in unit.touched()):
+        if all(users[keeper] == 1 for keeper in unit.touched()):
             alone.append(unit)
         else:
             add_rows(rows, unit)
@@ -80,15 +80,15 @@ def add_rows(rows: RowsByTable, unit: Unit) -> None:
     """Expands the parts of an update."""
     for part in unit.parts:
         for table, ids, grads in expand(part, unit.group.dim):
-            rows.setdefault(unit.slots[table], []).append((ids, grads))
+            rows.setdefault(unit.keepers[table], []).append((ids, grads))
 
 
 def row_units(rows: RowsByTable) -> list[Unit]:
     """The updates of rows by table, of as few groups as there are."""
-    slots = list(rows)
+    keepers = list(rows)
     units = []
-    for group, places in groups_of([slot.table for slot in slots]):
-        own = {slots[place]: rows[slots[place]] for place in places}
+    for group, places in groups_of([keeper.table for keeper in keepers]):
+        own = {keepers[place]: rows[keepers[place]] for place in places}
         counts = torch.tensor([sum(ids.numel() for ids, _ in parts) for parts in own.values()], device="cpu")
         ids = torch.cat([ids for parts in own.values() for ids, _ in parts]).to(group.traits.device)
         grads = torch.cat([grads for parts in own.values() for _, grads in parts]).to(group.traits.device)
@@ -98,10 +98,10 @@ def row_units(rows: RowsByTable) -> list[Unit]:
     return units
 
 
-def by_clock(unit: Unit, touched: Sequence[TableSlot]) -> list[Unit]:
+def by_clock(unit: Unit, touched: Sequence[TableKeeper]) -> list[Unit]:
     """The update as it is or, if the clocks of its tables, ``touched``, differ, table by table."""
-    if len({id(slot.clock) for slot in touched}) == 1:
+    if len({id(keeper.clock) for keeper in touched}) == 1:
         return [unit]
     rows: RowsByTable = {}
     add_rows(rows, unit)
-    return [one for slot, parts in rows.items() for one in row_units({slot: parts})]
+    return [one for keeper, parts in rows.items() for one in row_units({keeper: parts})]

@@ -13,7 +13,7 @@ from shoal.comm.ranks.ranks import Ranks
 from shoal.data.samples import Samples
 from shoal.errors import ConfigError, DeadlineError, UnsupportedError
 from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag
-from shoal.nn.slot import TableSlot, slot_of
+from shoal.nn.keeper import TableKeeper, keeper_of
 from shoal.table.table import HashTable
 from shoal.train.loop.bags import Keyed, combiner_of
 from shoal.train.loop.config import Config
@@ -48,8 +48,8 @@ class Rows(nn.Module):
         self._equal = len(set(self.dims)) <= 1 and set(self.lengths) <= {1}
         self.tables = self._on_servers(config, note) if config.train.ps else self._here(config, device)
         clock = lambda: self.now_s  # noqa: E731 (one object: tables of one clock are updated together)
-        for slot in self.slots():
-            slot.clock = clock
+        for keeper in self.keepers():
+            keeper.clock = clock
         self._make_modules(settings)
 
     def _here(self, config: Config, device: str) -> dict[str, Any]:
@@ -124,9 +124,9 @@ class Rows(nn.Module):
             flat = torch.cat([flat[feature].flatten(1) for feature in self.features], 1)
         return flat.view(len(samples), len(self.features), self.dim) if self._equal else flat
 
-    def slots(self) -> list[TableSlot]:
+    def keepers(self) -> list[TableKeeper]:
         """What modules know of the tables, in their order."""
-        return [slot_of(table) for table in self.tables.values()]
+        return [keeper_of(table) for table in self.tables.values()]
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 
@@ -167,11 +167,11 @@ class Rows(nn.Module):
 
     def steps(self) -> dict[str, int]:
         """Updates of each table so far."""
-        return {name: slot.global_step for name, slot in zip(self.tables, self.slots(), strict=True)}
+        return {name: keeper.global_step for name, keeper in zip(self.tables, self.keepers(), strict=True)}
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
-        for name, slot in zip(self.tables, self.slots(), strict=True):
-            slot.global_step = steps[name]
+        for name, keeper in zip(self.tables, self.keepers(), strict=True):
+            keeper.global_step = steps[name]
 
     def evict(self) -> None:
         """Removes this process's rows that have expired."""

@@ -27,7 +27,7 @@ class Poisoned(GatherError):
 
 
 @dataclass
-class Slot:
+class Slice:
     """Some chunks of one parameter of one peer, ready to be added."""
 
     uid: int
@@ -53,10 +53,10 @@ class Pending:
     copied_bytes: int = 0  # of these, copies that are only sent
 
 
-class Exchange:
+class Waves:
     """Starts and finishes waves. With everything on this rank, a wave is a look into the spill files.
 
-    A wave stages one slot per peer and no more, however many ranks there are: what an owner sends of consecutive chunks
+    A wave stages one slice per peer and no more, whatever the number of ranks: what an owner sends of adjacent chunks
     goes out from its mapping, and other chunks are copied for as many ranks at a time as it owns peers of the wave.
     """
 
@@ -96,21 +96,21 @@ class Exchange:
         self.staged_bytes -= n
 
     def release(self, pending: Pending) -> None:
-        """Lets a finished wave's memory go; its slots may not be used any more."""
+        """Lets a finished wave's memory go; its slices may not be used any more."""
         pending.buffers.clear()
         pending.keep.clear()
         self._unstage(pending, pending.staged_bytes)
 
     def _sizes(self, uid: int, index: int, chunks: int) -> tuple[int, int, int]:
-        """Bytes of a slot's head (header and quant block), indices and values."""
+        """Bytes of a slice's head (header and quant block), indices and values."""
         param, code = self.holding.spec.params[index], self.holding.codes[uid][index]
         idxs = chunks * param.index_bytes
-        raw = self.holding.slot_bytes(uid, index, chunks)
+        raw = self.holding.slice_bytes(uid, index, chunks)
         vals = chunks * value_itemsize(code) * param.k
         return HEADER_BYTES + raw - idxs - vals, idxs, vals
 
     def _head(self, uid: int, pending: Pending) -> bytes:
-        """Header and quant block of an own peer's slot; a poison header when it cannot be read."""
+        """Header and quant block of an own peer's slice; a poison header when it cannot be read."""
         status, quant = _OK, b""
         try:
             ref = self.holding.refs[uid]
@@ -174,15 +174,15 @@ class Exchange:
             pending.works += works
             pending.keep += parts
 
-    def finish(self, pending: Pending) -> list[Slot]:
-        """The slots of a wave, in the order of its UIDs. Raises Poisoned on every rank when an owner could not read."""
+    def finish(self, pending: Pending) -> list[Slice]:
+        """The slices of a wave, in the order of its UIDs. Raises Poisoned on all ranks if an owner could not read."""
         if self.local:
-            return [self._local_slot(uid, pending) for uid in pending.uids]
+            return [self._local_slice(uid, pending) for uid in pending.uids]
         begin = time.perf_counter()
         self.control.wait(pending.works, "exchange", sliced=pending.replicated)
         pending.keep.clear()
         self._unstage(pending, pending.copied_bytes)
-        slots = []
+        slices = []
         for uid in pending.uids:
             owner, buffer = self.holding.owners[uid], pending.buffers.get(uid)
             if buffer is not None:
@@ -192,41 +192,41 @@ class Exchange:
             if magic != b"SLOT" or said != uid or status != _OK:
                 raise Poisoned(f"rank {owner} cannot read peer {uid}'s payload any more")
             if buffer is None:
-                slots.append(self._own_slot(uid, pending))
+                slices.append(self._own_slice(uid, pending))
                 continue
             if owner != self.control.rank:
                 self.bytes_received += len(buffer)
-            slots.append(self._parse(uid, pending, buffer))
+            slices.append(self._parse(uid, pending, buffer))
         self.seconds += time.perf_counter() - begin
-        return slots
+        return slices
 
     def drain(self, pending: Sequence[Pending]) -> None:
         """Waits for waves that nobody will use, so that no rank is left inside one."""
         for wave in pending:
             self.control.wait(wave.works, "exchange", sliced=wave.replicated)
 
-    def _local_slot(self, uid: int, pending: Pending) -> Slot:
+    def _local_slice(self, uid: int, pending: Pending) -> Slice:
         try:
             self.holding.refs[uid].check_readable()
         except OSError as error:
             raise Poisoned(f"peer {uid}'s payload cannot be read any more: {error}") from error
-        return self._own_slot(uid, pending)
+        return self._own_slice(uid, pending)
 
-    def _own_slot(self, uid: int, pending: Pending) -> Slot:
+    def _own_slice(self, uid: int, pending: Pending) -> Slice:
         ref = self.holding.refs[uid]
         idxs, vals = chunk_bytes_of(ref, pending.index, pending.ids)
         if run_of(ref.spec.params[pending.index], pending.ids) is None:
             self._account(pending, len(idxs) + len(vals))
-        return Slot(uid, idxs, vals, ref.table(pending.index), self.holding.codes[uid][pending.index])
+        return Slice(uid, idxs, vals, ref.table(pending.index), self.holding.codes[uid][pending.index])
 
-    def _parse(self, uid: int, pending: Pending, buffer: Tensor) -> Slot:
+    def _parse(self, uid: int, pending: Pending, buffer: Tensor) -> Slice:
         holding = self.holding
         param, code = holding.spec.params[pending.index], holding.codes[uid][pending.index]
         bins = holding.spec.quant.bins if holding.spec.quant is not None else 0
         quant = HEADER_BYTES + (quant_bytes(code, bins) if bins else 0)
         split = quant + len(pending.ids) * param.index_bytes
         table = table_of(buffer[HEADER_BYTES:quant].numpy().tobytes(), code, bins)
-        return Slot(uid, buffer[quant:split], buffer[split:], table, code)
+        return Slice(uid, buffer[quant:split], buffer[split:], table, code)
 
 
 def table_of(block: bytes, code: str, bins: int) -> Tensor:

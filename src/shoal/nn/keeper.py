@@ -1,4 +1,4 @@
-"""`TableSlot`: what all modules on one table share: who updates its rows, at which step and time, and what waits."""
+"""`TableKeeper`: what all modules on one table share: who updates its rows, at which step and time, and what waits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from shoal.table.arguments import as_time
 from shoal.table.clock import now
 
 _handles = itertools.count()
-_slots: dict[int, tuple[weakref.ref[Any], TableSlot]] = {}
+_keepers: dict[int, tuple[weakref.ref[Any], TableKeeper]] = {}
 _making = threading.Lock()
 
 
-class TableSlot:
+class TableKeeper:
     """One table as the modules see it. It lives as long as the table, which it does not keep alive."""
 
     def __init__(self, table: EmbeddingTable) -> None:
@@ -34,7 +34,7 @@ class TableSlot:
         self.dim = int(table.dim_size)
         self.device = torch.device(getattr(table, "device", None) or "cpu")
         self.handle = next(_handles)
-        """A number that no other slot has."""
+        """A number that no other keeper has."""
         self.fused: bool | None = None
         """True: backward updates the rows. False: gradients wait. None: they wait once an optimizer holds the table."""
         self.held = False
@@ -100,23 +100,23 @@ class TableSlot:
         return 1.0 if rates is None else rates(0)[0]
 
 
-def slot_of(table: EmbeddingTable) -> TableSlot:
-    """The slot of a table, the same one for as long as the table lives."""
+def keeper_of(table: EmbeddingTable) -> TableKeeper:
+    """The keeper of a table, the same one for as long as the table lives."""
     key = id(table)
     with _making:
-        known = _slots.get(key)
+        known = _keepers.get(key)
         if known is not None and known[0]() is table:
             return known[1]
         check_table(table)
-        slot = TableSlot(table)
-        _slots[key] = weakref.ref(table, lambda ref: _forget(key, ref)), slot
-        return slot
+        keeper = TableKeeper(table)
+        _keepers[key] = weakref.ref(table, lambda ref: _forget(key, ref)), keeper
+        return keeper
 
 
 def _forget(key: int, ref: weakref.ref[Any]) -> None:
-    known = _slots.get(key)
+    known = _keepers.get(key)
     if known is not None and known[0] is ref:  # else the number is another table's by now
-        _slots.pop(key, None)
+        _keepers.pop(key, None)
 
 
 def _after_fork() -> None:
