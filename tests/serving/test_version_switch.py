@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.serving import Manifest, ModelServer
 from shoal.serving.server.hand_over import hand_over
-from shoal.serving.server.push_log import PushLog
+from shoal.serving.server.push_log import Mark, PushLog
 from shoal.serving.server.servable import Servable, TableView
 from shoal.serving.server.table_signatures import table_signatures
 from shoal.serving.sync.push import PushClient, PushInfo
@@ -32,23 +32,29 @@ from tests.serving.test_sync_client import instance
 def test_a_log_knows_the_latest_push_of_each_id(pushes, since, merge_between):
     log, model = PushLog(), {}
     for ids, at in pushes:
-        log.add(torch.tensor(ids, dtype=torch.int64), float(at))
+        log.add(torch.tensor(ids, dtype=torch.int64), Mark.at(float(at)))
         model.update({each: max(at, model.get(each, at)) for each in ids})
         if merge_between:
-            log.since(0.0)
-    ids, times, older = log.since(float(since))
-    assert dict(zip(ids.tolist(), times.tolist(), strict=True)) == {k: v for k, v in model.items() if v >= since}
-    assert older == sum(at < since for at in model.values())
+            log.pushed()
+    assert pushed_since(log, since) == {k: v for k, v in model.items() if v >= since}
+    older = log.older(torch.arange(-3, 13), Mark.at(float(since)))
+    want = [model.get(each, since) <= since for each in range(-3, 13)]
+    assert want == ([True] * 16 if older is None else older.tolist())
+
+
+def pushed_since(log, since):
+    found = log.pushed().where(lambda mark: mark.read_at >= since)
+    return {int(each): found.marks[number].read_at for each, number in zip(found.ids, found.of, strict=True)}
 
 
 def test_a_log_is_merged_while_it_grows(monkeypatch):
     monkeypatch.setattr("shoal.serving.server.push_log.MERGE_ROWS", 10)
     log = PushLog()
     for at in range(200):
-        log.add(torch.arange(8), float(at))
-    ids, times, older = log.since(199.0)
-    assert (ids.tolist(), set(times.tolist()), older) == (list(range(8)), {199.0}, 0)
+        log.add(torch.arange(8), Mark.at(float(at)))
+    assert pushed_since(log, 0) == dict.fromkeys(range(8), 199.0)
     assert sum(len(each) for each, _ in log._recent) == 0
+    assert len(log._marks) == 1
 
 
 def test_a_push_says_when_its_rows_were_read_and_never_too_early():
@@ -109,7 +115,8 @@ def test_rows_are_told_apart_by_when_they_were_read(metrics, caplog):
 
 def test_rows_that_were_carried_keep_their_time_for_the_next_switch():
     first, second = servable_of(rows_read_at=10.0), servable_of(rows_read_at=20.0)
-    first.tables["T"].assign_sub(0, torch.tensor([1, 2]), torch.full((2, 1), 5.0), np.array([25.0, 35.0]))
+    for each, at in ((1, 25.0), (2, 35.0)):
+        first.tables["T"].assign_sub(0, torch.tensor([each]), torch.full((1, 1), 5.0), at)
     hand_over(first, second)
     third = servable_of(rows_read_at=30.0)
     hand_over(second, third)
@@ -138,10 +145,7 @@ def test_pushes_that_come_during_a_hand_over_end_up_in_both_versions():
         thread.join(60)
     assert len(pushes) >= 10
     assert torch.equal(new.tables["T"].lookups[0](ids), view.lookups[0](ids))
-    carried, times, older = new.tables["T"].push_logs[0].since(0.0)
-    expected, pushed_at, _ = view.push_logs[0].since(0.0)
-    assert (older, carried.tolist()) == (0, expected.tolist())
-    assert times.tolist() == pushed_at.tolist()
+    assert pushed_since(new.tables["T"].push_logs[0], 0) == pushed_since(view.push_logs[0], 0)
 
 
 def test_an_export_that_does_not_say_its_time_is_counted_and_logged(metrics, caplog):
@@ -184,7 +188,7 @@ def test_a_hand_over_that_fails_leaves_the_old_version_on_its_own():
     def full(*args):
         raise MemoryError("no room")
 
-    new.tables["T"].assign_sub = full
+    new.tables["T"].copy_sub = full
     with pytest.raises(MemoryError):
         hand_over(old, new)
     assert old.successor is None

@@ -34,10 +34,12 @@ class StatusError(ShoalError):
     Attributes:
         code: the gRPC code, an int.
         message: what happened, for people.
+        metadata: what would have been right, for programs: a server sends it as trailing metadata.
     """
 
     code: int
     message: str
+    metadata: tuple[tuple[str, str], ...] = ()
 
     def __new__(cls, code: int, message: str = "") -> "StatusError":
         if cls is StatusError and int(code) in (Code.INVALID_ARGUMENT, Code.ALREADY_EXISTS):
@@ -80,4 +82,7 @@ def from_rpc_error(error: Any) -> StatusError:
     code = error.code() if hasattr(error, "code") else None
     number = code.value[0] if code is not None else int(Code.UNKNOWN)
     text = error.details() if hasattr(error, "details") else str(error)
-    return StatusError(number, text or (code.name if code is not None else "RPC failed"))
+    status = StatusError(number, text or (code.name if code is not None else "RPC failed"))
+    if hasattr(error, "trailing_metadata"):
+        status.metadata = tuple((key, value) for key, value in error.trailing_metadata() or ())
+    return status

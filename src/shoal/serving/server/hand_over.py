@@ -7,6 +7,9 @@ copied. So a replica that switches answers like one that starts with the export 
 
 import logging
 
+import torch
+
+from shoal.errors import DataError
 from shoal.metrics import emit_counter
 from shoal.serving.server.servable import Servable, TableView
 
@@ -35,6 +38,8 @@ def hand_over(old: Servable, new: Servable) -> None:
         for view in old.tables.values():
             for number, sub_table in enumerate(view.sub_tables):
                 _hand_over_rows(old, new, view, number, sub_table)
+        with old.push_lock:
+            _hand_over_weights(old, new)
     except BaseException:
         with old.push_lock:
             old.successor = None  # it will not take over; pushes to it must not hold up those to the old one
@@ -42,8 +47,10 @@ def hand_over(old: Servable, new: Servable) -> None:
 
 
 def _hand_over_rows(old: Servable, new: Servable, view: TableView, number: int, sub_table: str) -> None:
-    since = new.rows_read_at
-    ids, times, superseded = view.push_logs[number].since(float("-inf") if since is None else since)
+    pushed = view.push_logs[number].pushed()
+    newer = pushed.where(lambda mark: new.is_newer(mark) is not False)
+    ids, superseded = torch.from_numpy(newer.ids), len(pushed.ids) - len(newer.ids)
+    unknown = len(newer.where(lambda mark: new.is_newer(mark) is None).ids)
     count_rows(view.name, SUPERSEDED, superseded)
     where, into = place_of(new, view, number)
     if into is None:
@@ -52,18 +59,33 @@ def _hand_over_rows(old: Servable, new: Servable, view: TableView, number: int, 
                         view.name, sub_table, view.dims[number], len(ids))  # fmt: skip
         count_rows(view.name, DROPPED, len(ids))
         return
+    into.push_logs[where].extend(newer)
     for begin in range(0, len(ids), CHUNK_ROWS):
-        part = ids[begin : begin + CHUNK_ROWS]
-        with old.push_lock:
-            into.assign_sub(where, part, view.lookups[number](part), times[begin : begin + CHUNK_ROWS])
-    if since is None and len(ids):
+        with old.push_lock:  # a push may have changed rows since the log was read: they are copied as they are now
+            into.copy_sub(where, ids[begin : begin + CHUNK_ROWS], view, number)
+    if unknown:
         log.warning("table %s: the next version does not say when its rows were read, so %d pushed rows are kept "
                     "although it may have newer ones; export it again with this version of shoal",
-                    sub_table, len(ids))  # fmt: skip
+                    sub_table, unknown)  # fmt: skip
     elif len(ids) or superseded:
         log.info("table %s: %d rows that were pushed after the export are kept, %d from before it are not",
                  sub_table, len(ids), superseded)  # fmt: skip
-    count_rows(view.name, UNDECIDED if since is None else CARRIED, len(ids))
+    count_rows(view.name, UNDECIDED, unknown)
+    count_rows(view.name, CARRIED, len(ids) - unknown)
+
+
+def _hand_over_weights(old: Servable, new: Servable) -> None:
+    """Weights that were pushed after the export, and up to when the successor has everything."""
+    if old.weights is not None and new.weights is None and new.is_newer(old.weights):
+        try:
+            new.program.moments.switch(new.program.bound(old.program.moments.net.weights), {})
+            new.weights = old.weights
+        except (DataError, AttributeError) as error:
+            log.info("the next version keeps the weights of its export: those that were pushed do not fit (%s)", error)
+    for source, stamp in old.complete.items():
+        if source not in new.stamps or new.stamps[source] >= old.stamps.get(source, stamp):
+            new.complete[source] = max(stamp, new.complete.get(source, stamp))
+        # else it is an older export: what came between the two is not here
 
 
 def place_of(servable: Servable, view: TableView, number: int) -> tuple[int, TableView | None]:

@@ -9,8 +9,10 @@ from shoal.durable.replace import digests_known
 from shoal.errors import DataError
 from shoal.serving.export.manifest import Manifest, TableSpec, inside
 from shoal.serving.server.program import load_program
+from shoal.serving.server.rounds import Rounds
 from shoal.serving.server.servable import Servable, TableView
 from shoal.serving.server.table_signatures import table_signatures
+from shoal.stamps import Stamp
 from shoal.table import HashTable, HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig
 from shoal.table.multi import MultiHashTable, convert_to_cached_config
@@ -33,14 +35,15 @@ def load_servable(directory: Path, root: Path) -> Servable:
     views: dict[str, TableView] = {}
     for spec in manifest.tables:
         views[spec.name] = load_table(directory, spec, root)
-    servable = Servable({}, views, manifest.rows_read_at)
+    stamps = {source: Stamp(*each) for source, each in (getattr(manifest, "stamps", None) or {}).items()}
+    servable = Servable({}, views, manifest.rows_read_at, stamps=stamps, version=manifest.version)
     signatures = table_signatures(list(views.values()), lambda: servable)
     if manifest.program is not None:
         for name in ("lookup", "raw_lookup"):  # a standalone export answers with its program
             signatures.pop(name, None)
-        programs, servable.graphs = load_program(directory, manifest, views)
+        programs, servable.graphs, servable.program = load_program(directory, manifest, views)
         signatures |= programs
-    servable.signatures = signatures
+    servable.signatures = signatures | Rounds(servable).signatures()
     return servable
 
 

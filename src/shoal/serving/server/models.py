@@ -130,6 +130,7 @@ class Model:
 
     def publish(self, servable: Servable, version: int) -> None:
         """Makes a servable that is already in memory the available version."""
+        servable.version = version
         with self.lock:
             fresh = Version(version, State.AVAILABLE, servable=servable)
             self.versions[version] = fresh
@@ -224,7 +225,8 @@ class ServedModels:
             assert version.servable is not None
             result = SignatureDefMap()
             for name, signature in version.servable.signatures.items():
-                _describe(signature, result.signature_def[name])
+                if signature.listed:
+                    _describe(signature, result.signature_def[name])
             resolved = ModelSpec(name=spec.name)
             resolved.version.value = version.number
             return resolved, result
@@ -255,7 +257,8 @@ def find_signature(version: Version, name: str, where: str) -> Signature:
     assert servable is not None
     signature = servable.signatures.get(name)
     if signature is None:
-        raise invalid_argument(f"{where} has no signature {name!r}; it has {sorted(servable.signatures)}")
+        known = sorted(each for each, other in servable.signatures.items() if other.listed)
+        raise invalid_argument(f"{where} has no signature {name!r}; it has {known}")
     return signature
 
 

@@ -1,5 +1,6 @@
 """The dense program of an entry or standalone export: look rows up, pool them, run the net."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from shoal.errors import ConfigError, DataError
 from shoal.serving.client.sub_graphs import SubGraphs
 from shoal.serving.export.manifest import SignatureSpec, inside
 from shoal.serving.export.program_file import load_exported
+from shoal.serving.server.moments import Fresh, Moments
 from shoal.serving.server.servable import Signature, TableView, Tensors
 from shoal.serving.tensors import dtype_code, torch_dtype
 
@@ -54,33 +56,39 @@ def pool(feature: Feature, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tenso
     return total / count.clamp(min=1)
 
 
-Lookup = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""slot -> ids, to slot -> rows"""
+Fresher = Mapping[tuple[str, int], Fresh]
+Lookup = Callable[[dict[str, torch.Tensor], Fresher], dict[str, torch.Tensor]]
+"""(slot -> ids, rows that lie over the tables), to slot -> rows"""
 
 
 def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
     """Rows from tables of this process; with shards, table ``<name>_<shard>`` holds the ids of its shard."""
-    places: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
+    places: dict[str, list[tuple[tuple[str, int], Callable[[torch.Tensor], torch.Tensor]]]] = {}
     dims: dict[str, int] = {}
     for view in views.values():
         for alias, sub in view.slots.items():
             number = view.sub_tables.index(sub)
-            places.setdefault(alias, []).append(view.lookups[number])
+            places.setdefault(alias, []).append(((view.name, number), view.lookups[number]))
             dims[alias] = view.dims[number]
 
-    def lookup(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def lookup(wanted: dict[str, torch.Tensor], fresh: Fresher) -> dict[str, torch.Tensor]:
         found = {}
         for slot, ids in wanted.items():
             parts = places[slot]
             if len(parts) == 1:
-                found[slot] = parts[0](ids)
+                place, part = parts[0]
+                rows = found[slot] = part(ids)
+                if place in fresh:
+                    fresh[place].onto(ids, rows)
                 continue
-            rows = torch.empty(len(ids), dims[slot], device="cpu")
+            rows = found[slot] = torch.empty(len(ids), dims[slot], device="cpu")
             owner = torch.remainder(ids, shards)
-            for shard, part in enumerate(parts):
+            for shard, (place, part) in enumerate(parts):
                 chosen = owner == shard
-                rows[chosen] = part(ids[chosen])
-            found[slot] = rows
+                own = part(ids[chosen])
+                if place in fresh:
+                    fresh[place].onto(ids[chosen], own)
+                rows[chosen] = own
         return found
 
     return lookup
@@ -91,7 +99,7 @@ def remote_lookup(graphs: SubGraphs, num_ps: int, dims: Mapping[str, int]) -> Lo
     slots = sorted(dims)
     kinds = [torch.float32] * len(slots)
 
-    def lookup(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def lookup(wanted: dict[str, torch.Tensor], fresh: Fresher) -> dict[str, torch.Tensor]:
         unique = {
             slot: torch.unique(wanted.get(slot, torch.empty(0, dtype=torch.int64, device="cpu")), return_inverse=True)
             for slot in slots
@@ -126,14 +134,36 @@ class Program:
     def __init__(
         self, net: Callable[..., Any], features: Mapping[str, Feature], outputs: list[str], lookup: Lookup
     ) -> None:
-        self._net, self._features, self._outputs, self._lookup = net, dict(features), outputs, lookup
+        self._features, self._outputs, self._lookup = dict(features), outputs, lookup
+        self.moments = Moments(net)
+        """The net, and pushed rows that lie over the tables; switched between two batches."""
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """name -> parameter or buffer of the net, empty where it runs elsewhere."""
+        return getattr(self.moments.net, "weights", {})
+
+    def bound(self, weights: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
+        """The net with other weights, to be switched to; raises DataError where they do not fit it."""
+        wanted = {name: (value.dtype, tuple(value.shape)) for name, value in self.weights.items()}
+        given = {name: (value.dtype, tuple(value.shape)) for name, value in weights.items()}
+        if wanted != given or not wanted:
+            wrong = sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name))
+            first = "; ".join(f"{name}: {given.get(name)}, not {wanted.get(name)}" for name in wrong[:4])
+            raise DataError(f"{len(wrong)} of the net's {len(wanted)} weights do not fit ({first})")
+        return self.moments.net.with_weights(weights)  # pyrefly: ignore
 
     def __call__(self, inputs: Tensors) -> Tensors:
         arguments = dict(inputs)
         wanted: dict[str, list[torch.Tensor]] = {}
         for alias, feature in self._features.items():
             wanted.setdefault(feature.slot, []).append(inputs[alias].reshape(-1))
-        rows = self._lookup({slot: ids[0] if len(ids) == 1 else torch.cat(ids) for slot, ids in wanted.items()})
+        moment = self.moments.enter()
+        try:
+            asked = {slot: ids[0] if len(ids) == 1 else torch.cat(ids) for slot, ids in wanted.items()}
+            rows = self._lookup(asked, moment.fresh)
+        finally:
+            moment.readers.pop()
         at = dict.fromkeys(wanted, 0)
         for alias, feature in self._features.items():
             ids = inputs[alias]
@@ -141,7 +171,7 @@ class Program:
             at[feature.slot] = end = begin + ids.numel()
             arguments[alias] = pool(feature, ids, rows[feature.slot][begin:end])
         with torch.inference_mode():
-            return named_outputs(self._net(**arguments), self._outputs)
+            return named_outputs(moment.net(**arguments), self._outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +222,59 @@ def input_sizes(exported: torch.export.ExportedProgram) -> dict[str, list[InputS
     return found
 
 
-def direct_call(exported: torch.export.ExportedProgram) -> Callable[..., Any]:
-    """The program as a call with keywords, its parameters bound; ten times less overhead than ``exported.module()``.
+class ModuleNet:
+    """A program run the ordinary way, which checks its inputs. ``weights``: what its ``state_dict`` has."""
+
+    def __init__(self, exported: torch.export.ExportedProgram) -> None:
+        self._exported = exported
+        self._module = exported.module()
+        self.weights: Mapping[str, torch.Tensor] = exported.state_dict
+
+    def __call__(self, **inputs: torch.Tensor) -> Any:
+        return self._module(**inputs)
+
+    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> "ModuleNet":
+        """The same program with all of its weights replaced; this one stays as it is."""
+        other = ModuleNet(self._exported)
+        unknown = other._module.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+        if unknown:
+            raise DataError(f"the program's module has no weights {unknown}")
+        other.weights = dict(weights)
+        return other
+
+
+class DirectNet:
+    """A program called by its graph, its weights bound; ten times less overhead than `ModuleNet`."""
+
+    def __init__(self, exported: torch.export.ExportedProgram, places: list[tuple[str, bool]]) -> None:
+        self._exported, self._places = exported, places
+        self.weights: Mapping[str, torch.Tensor] = exported.state_dict
+        self._bind()
+
+    def _bind(self) -> None:
+        bound = {**self._exported.constants, **self.weights}
+        alias_of = _keywords(self._exported)
+        self._run, self._out = self._exported.graph_module.forward, self._exported.call_spec.out_spec
+        self._keys = list(self._out.context) if self._out is not None and self._out.type is dict else None
+        self._steps = [(alias_of[name], None) if given else (None, bound[name]) for name, given in self._places]
+
+    def __call__(self, **inputs: torch.Tensor) -> Any:
+        results = self._run(*[value if name is None else inputs[name] for name, value in self._steps])
+        keys = self._keys
+        if keys is not None and len(keys) == len(results):
+            return dict(zip(keys, results, strict=True))
+        return pytree.tree_unflatten(results, self._out)  # pyrefly: ignore
+
+    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> "DirectNet":
+        """The same program with all of its weights replaced; this one stays as it is."""
+        other = copy.copy(self)
+        other.weights = dict(weights)
+        other._bind()
+        return other
+
+
+def direct_call(exported: torch.export.ExportedProgram) -> DirectNet | ModuleNet:
+    """The program as a call with keywords.
 
     Programs that change buffers, take anything but tensors, or limit how their inputs' sizes vary, are run the ordinary
     way, which checks them.
@@ -201,36 +282,25 @@ def direct_call(exported: torch.export.ExportedProgram) -> Callable[..., Any]:
     kinds = torch.export.graph_signature.InputKind
     signature = exported.graph_signature
     bound = {**exported.state_dict, **exported.constants}
-    places: list[tuple[str | None, torch.Tensor | None]] = []
+    places: list[tuple[str, bool]] = []
     for spec in signature.input_specs:
         if spec.kind == kinds.USER_INPUT:
             name = getattr(spec.arg, "name", None)
             if name is None:
-                return exported.module()
-            places.append((name, None))
+                return ModuleNet(exported)
+            places.append((name, True))
         elif spec.kind in (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR) and spec.target in bound:
-            places.append((None, bound[spec.target]))
+            places.append((str(spec.target), False))
         else:
-            return exported.module()
+            return ModuleNet(exported)
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
-        return exported.module()
-    alias_of = _keywords(exported)
+        return ModuleNet(exported)
     every = input_sizes(exported).values()
     lengths = [size.text for sizes in every for size in sizes[1:] if size.fixed is None]
     limited = any(size.fixed is None and not size.free for sizes in every for size in sizes)
     if limited or len(set(lengths)) < len(lengths):
-        return exported.module()
-    run, out_spec = exported.graph_module.forward, exported.call_spec.out_spec
-    keys = list(out_spec.context) if out_spec is not None and out_spec.type is dict else None
-    steps = [(None if name is None else alias_of[name], value) for name, value in places]
-
-    def call(**inputs: torch.Tensor) -> Any:
-        results = run(*[value if name is None else inputs[name] for name, value in steps])
-        if keys is not None and len(keys) == len(results):
-            return dict(zip(keys, results, strict=True))
-        return pytree.tree_unflatten(results, out_spec)  # pyrefly: ignore
-
-    return call
+        return ModuleNet(exported)
+    return DirectNet(exported, places)
 
 
 def named_outputs(result: Any, names: list[str] | None = None) -> Tensors:
@@ -244,10 +314,10 @@ def named_outputs(result: Any, names: list[str] | None = None) -> Tensors:
 
 def load_program(
     directory: Path, manifest: Any, views: Mapping[str, TableView]
-) -> tuple[dict[str, Signature], SubGraphs | None]:
+) -> tuple[dict[str, Signature], SubGraphs | None, Program]:
     """``serving_default`` of an exported directory, ``gpu_remote_call`` where it holds nothing but the net.
 
-    With it come the sub-graphs that it calls, if there are any.
+    With it come the sub-graphs that it calls, if there are any, and the program itself.
     """
     given = manifest.program
     name = REMOTE_NET if manifest.sub_graph.startswith("dense") else "serving_default"
@@ -280,4 +350,4 @@ def load_program(
     joined = not remote and bool(spec.row_wise)
     signature = SignatureSpec(dict(spec.inputs), dict(spec.outputs), spec.row_wise)
     made = {name: Signature(signature, program, batch=joined, waits=remote, samples=True)}
-    return made, graphs if remote else None
+    return made, graphs if remote else None, program

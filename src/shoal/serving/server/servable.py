@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 import torch
 
 from shoal.serving.export.manifest import SignatureSpec
-from shoal.serving.server.push_log import PushLog
+from shoal.serving.server.push_log import Mark, PushLog
 from shoal.serving.status import invalid_argument
 from shoal.serving.tensors import NAME_OF_DTYPE, TensorHead
+from shoal.stamps import Stamp
 
 
 class TableView:
@@ -42,7 +44,7 @@ class TableView:
         self.lag = 0.0
         """Seconds from the oldest gradient of the last push to its being servable, 0 when the pusher did not say."""
         self.push_logs = [PushLog() for _ in self._subs]
-        """When the rows of each sub-table were pushed, for the version that comes after."""
+        """What was pushed to each sub-table, for the version that comes after."""
         self.logs_pushes = True
 
     def renamed(self, name: str) -> "TableView":
@@ -72,11 +74,28 @@ class TableView:
         number = self.sub_tables.index(sub_table) if sub_table in self.sub_tables else -1
         return number if number >= 0 and self.dims[number] == dim else None
 
-    def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, read_at: np.ndarray | float) -> None:
-        """Writes rows that were pushed, stamped now. ``read_at``: when they were read from the trainer."""
+    def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, mark: Mark | float) -> None:
+        """Writes rows that were pushed, stamped now. ``mark``: where they come from, or when they were read."""
         self._subs[number].assign(ids, values, int(time.time()))
-        if self.logs_pushes:
-            self.push_logs[number].add(ids, read_at)
+        mark = mark if isinstance(mark, Mark) else Mark.at(mark)
+        if self.logs_pushes or mark.source:
+            self.push_logs[number].add(ids, mark)
+
+    def erase_sub(self, number: int, ids: torch.Tensor, mark: Mark) -> None:
+        """Removes rows that a push has deleted, and remembers that."""
+        self._subs[number].erase(ids)
+        self.push_logs[number].add(ids, mark, gone=True)
+
+    def copy_sub(self, number: int, ids: torch.Tensor, other: "TableView", its: int) -> None:
+        """Makes rows what they are in a sub-table of another view; those that are not there are removed."""
+        there = other._subs[its].contains(ids)
+        self._subs[number].assign(ids[there], other.lookups[its](ids[there]), int(time.time()))
+        self._subs[number].erase(ids[~there])
+
+    def ids_sub(self, number: int) -> torch.Tensor:
+        """The ids of all rows."""
+        parts = list(self._subs[number].all_ids())
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def count_push(self, rows: int, since: float) -> None:
         self.pushes += 1
@@ -117,6 +136,10 @@ class Signature:
     """Further dtypes that an input takes besides the one in the specification."""
     hints: Mapping[str, str] | None = None
     """alias -> the form that this replica prefers, which its metadata says."""
+    tables: Sequence[tuple[str, int]] = ()
+    """(name, dim) of the tables that it writes pushed rows to, in their order."""
+    listed: bool = True
+    """Whether the model's metadata names it."""
 
     def check(self, where: str, inputs: Tensors) -> None:
         """Raises invalid argument where the inputs, given as tensors or as heads, are not those of the signature."""
@@ -155,6 +178,13 @@ class Servable:
 
     Attributes:
         rows_read_at: Unix time at which the export began to read its rows; None where nobody knows.
+        stamps: source -> up to when the export has what it learnt; empty where nobody knows.
+        version: its number.
+        token: names this loading of the version in this process.
+        complete: source -> up to when it has everything, by the export and by pushes since.
+        program: the dense program, if it has one.
+        rounds: the ``Rounds`` of pushes that are on their way here.
+        weights: of the last push of dense weights.
     """
 
     def __init__(
@@ -162,14 +192,30 @@ class Servable:
         signatures: Mapping[str, Signature],
         tables: Mapping[str, TableView] | None = None,
         rows_read_at: float | None = None,
+        *,
+        stamps: Mapping[str, Stamp] | None = None,
+        version: int = 0,
     ) -> None:
         self.signatures = dict(signatures)
         self.tables = dict(tables or {})
         self.rows_read_at = rows_read_at
+        self.stamps = dict(stamps or {})
+        self.version = version
+        self.token = uuid.uuid4().hex
+        self.complete = dict(self.stamps)
+        self.program: Any = None
+        self.rounds: Any = None
+        self.weights: Mark | None = None
         self.push_lock = threading.Lock()
         self.successor: Servable | None = None
         self.graphs: Any = None
         """The ``SubGraphs`` that its signatures call, if they call any."""
+
+    def is_newer(self, mark: Mark) -> bool | None:
+        """Whether what was pushed with a mark is newer than what the export has; None where nobody knows."""
+        if mark.source and self.stamps:
+            return mark.stamp > self.stamps.get(mark.source, min(self.stamps.values()))
+        return None if self.rows_read_at is None else mark.read_at >= self.rows_read_at
 
     def missing(self) -> str:
         """What it needs from other servers and does not get yet, "" if that is nothing. May take seconds."""
@@ -177,4 +223,4 @@ class Servable:
 
     def close(self) -> None:
         """Frees what the version holds."""
-        self.signatures, self.tables = {}, {}
+        self.signatures, self.tables, self.program = {}, {}, None

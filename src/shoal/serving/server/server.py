@@ -35,7 +35,7 @@ from shoal.serving.server.answering import Answerer, Traffic
 from shoal.serving.server.loading import LoadedModels, check_base_path
 from shoal.serving.server.servable import Tensors
 from shoal.serving.status import Code, StatusError, invalid_argument
-from shoal.serving.sync.push import INSTANCE, PushInfo, push_info
+from shoal.serving.sync.push import COMMIT, HELLO, INSTANCE, WEIGHTS, PushInfo, push_info
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ PREDICTION = "tensorflow.serving.PredictionService"
 MODELS = "tensorflow.serving.ModelService"
 OPEN_SECS = 30.0
 PREDICT_SECS = 30.0  # of a request that came over REST, as TF-Serving has it
+PUBLISHING = frozenset((HELLO, WEIGHTS, COMMIT))
 MAX_DETAILS = 2000  # characters of an error; gRPC sends them as a header, which is bounded
 
 
@@ -191,7 +192,7 @@ class ModelServer(LoadedModels):
             identity = self._identify(context)
             call: PredictCall = decode_request(data)
             spec = call.spec
-            pushing = call.spec.signature_name.endswith("assign")
+            pushing = call.spec.signature_name.endswith("assign") or call.spec.signature_name in PUBLISHING
             if pushing:
                 context.set_trailing_metadata(((INSTANCE, self.instance),))
 
@@ -299,6 +300,8 @@ class ModelServer(LoadedModels):
         text = error.message
         if len(text) > MAX_DETAILS:
             text = f"{text[:MAX_DETAILS]} … ({len(text)} characters)"
+        if error.metadata:
+            context.set_trailing_metadata(error.metadata)
         await context.abort(_CODES[error.code], text)
 
 

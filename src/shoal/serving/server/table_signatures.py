@@ -1,17 +1,27 @@
 """The signatures of an embedding shard: lookups of rows, and pushes of fresh ones."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shoal.serving.export.manifest import SignatureSpec, TensorSpec
 from shoal.serving.server.hand_over import DROPPED, count_rows, place_of
+from shoal.serving.server.rounds import Rounds, Rows
 from shoal.serving.server.servable import Servable, Signature, TableView, Tensors, as_views
-from shoal.serving.status import invalid_argument
-from shoal.serving.sync.push import push_info
-from shoal.serving.sync.quantise import asked, asked_multi, check_codecs, decode, decode_multi, multi_bytes, wire_dtype
+from shoal.serving.status import StatusError, invalid_argument
+from shoal.serving.sync.push import CODEC, VERSION, PushInfo, push_info
+from shoal.serving.sync.quantise import (
+    asked,
+    asked_multi,
+    check_codecs,
+    decode,
+    decode_multi,
+    fingerprint,
+    multi_bytes,
+    wire_dtype,
+)
 from shoal.table.config.messages import EntryConfig
 
 SERVING = EntryConfig.SERVING
@@ -40,26 +50,47 @@ def table_signatures(views: Sequence[TableView], owner: Callable[[], Servable]) 
     return signatures
 
 
-Rows = tuple[TableView, int, torch.Tensor, torch.Tensor]
-"""(table, sub-table number, ids, values)"""
-
-
 def _apply(owner: Callable[[], Servable], work: Sequence[Rows]) -> None:
-    """Writes the rows of one push to the servable and to the version that is about to replace it."""
-    servable = owner()
-    read_at = push_info.get().read_at or time.time()
+    """Keeps the rows of one push for their round, or writes them at once where the sender knows of no rounds.
+
+    They then go to the version that is about to replace this one, too.
+    """
+    servable, info = owner(), push_info.get()
+    if info.round:
+        servable.rounds.stage(info, work)
+        return
+    if info.deleted:
+        raise invalid_argument("deletions must be part of a round")
+    read_at = info.read_at or time.time()
     with servable.push_lock:
         for view, number, ids, values in work:
-            if len(ids):
+            if len(ids) and values is not None:
                 view.assign_sub(number, ids, values, read_at)
-        if servable.successor is None:
-            return
-        for view, number, ids, values in work:
-            where, into = place_of(servable.successor, view, number)
-            if into is None:
-                count_rows(view.name, DROPPED, len(ids))  # the switch has said so
-            elif len(ids):
-                into.assign_sub(where, ids, values, read_at)
+        if servable.successor is not None:
+            for view, number, ids, values in work:
+                where, into = place_of(servable.successor, view, number)
+                if into is None:
+                    count_rows(view.name, DROPPED, len(ids))  # the switch has said so
+                elif len(ids) and values is not None:
+                    into.assign_sub(where, ids, values, read_at)
+    rows: dict[str, int] = {}
+    for view, _, ids, _ in work:
+        rows[view.name] = rows.get(view.name, 0) + len(ids)
+    for name, count in rows.items():
+        servable.tables[name].count_push(count, info.touched_at)
+
+
+def _check(owner: Callable[[], Servable], codecs: Mapping[str, str], inputs: Tensors) -> PushInfo:
+    """What the push says of itself; it is refused, with what it should say, where that is not for this version."""
+    info = push_info.get()
+    if info.round:
+        owner().rounds.expect(info)
+    try:
+        check_codecs(codecs, inputs, info.codec)
+    except StatusError as error:
+        error.metadata = ((CODEC, fingerprint(codecs)), (VERSION, str(owner().version)))
+        raise
+    return info
 
 
 def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable]) -> Signature:
@@ -79,21 +110,21 @@ def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable])
             hints[f"{view.name}_value"] = codec
 
     def assign(inputs: Tensors) -> Tensors:
-        check_codecs(hints, inputs, push_info.get().codec)
+        info = _check(owner, hints, inputs)
         work: list[Rows] = []
         for view in views:
             ids, values = inputs[f"{view.name}_id"], inputs[f"{view.name}_value"]
-            if len(ids) != len(values):
-                raise invalid_argument(f"table {view.name!r}: {len(ids)} ids for {len(values)} rows of values")
-            work.append((view, 0, ids, decode(codecs[view.name], values)))
+            if len(values) != (0 if info.deleted else len(ids)):
+                ids_are = "ids to delete" if info.deleted else "ids"
+                raise invalid_argument(f"table {view.name!r}: {len(ids)} {ids_are} for {len(values)} rows of values")
+            work.append((view, 0, ids, None if info.deleted else decode(codecs[view.name], values)))
         _apply(owner, work)
-        for view, _, ids, _ in work:
-            view.count_push(len(ids), push_info.get().touched_at)
         return {
             f"{view.name}_result": torch.tensor(len(ids), dtype=torch.int32, device="cpu") for view, _, ids, _ in work
         }
 
-    return Signature(spec, assign, push=True, accepts=accepts, hints=hints)
+    tables = [(view.name, view.dims[0]) for view in views]
+    return Signature(spec, assign, push=True, accepts=accepts, hints=hints, tables=tables)
 
 
 def _splits(view: TableView, ids: torch.Tensor, splits: torch.Tensor, repeats: bool) -> None:
@@ -138,7 +169,15 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
     def raw_assign(inputs: Tensors) -> Tensors:
         ids, splits, flat = inputs["id"], inputs["id_split"], inputs["flat_value"]
         _splits(view, ids, splits, repeats=False)
+        info = push_info.get()
+        if info.round:
+            owner().rounds.expect(info)
         counts = splits[1:] - splits[:-1]
+        if info.deleted:
+            if len(flat):
+                raise invalid_argument(f"multi-table {view.name!r}: deletions have no values, got {len(flat)}")
+            _apply(owner, [(view, number, part, None) for number, part in enumerate(ids.split(counts.tolist()))])
+            return {"result": torch.tensor(0, dtype=torch.int32, device="cpu")}
         sizes = (counts * dims).tolist()
         packed = flat.dtype == torch.uint8
         need = sum(multi_bytes(codecs, sizes) if packed else sizes)
@@ -146,15 +185,16 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
             unit = "bytes" if packed else "values"
             raise invalid_argument(f"multi-table {view.name!r}: these ids need {need} {unit}, got {len(flat)}")
         if packed:
-            check_codecs({"flat_value": codecs}, inputs, push_info.get().codec)
+            _check(owner, {"flat_value": codecs}, inputs)
             flat = decode_multi(codecs, sizes, flat)
         rows = zip(ids.split(counts.tolist()), flat.split(sizes), view.dims, strict=True)
         _apply(owner, [(view, number, part, values.view(-1, dim)) for number, (part, values, dim) in enumerate(rows)])
-        view.count_push(len(ids), push_info.get().touched_at)
         return {"result": torch.tensor(0, dtype=torch.int32, device="cpu")}
 
     accepts = {"flat_value": ("uint8",)} if codecs else None
-    return Signature(spec, raw_assign, push=True, accepts=accepts, hints={"flat_value": codecs} if codecs else None)
+    hints = {"flat_value": codecs} if codecs else None
+    tables = list(zip(view.sub_tables, view.dims, strict=True))
+    return Signature(spec, raw_assign, push=True, accepts=accepts, hints=hints, tables=tables)
 
 
 def live_servable(tables: Any) -> Servable:
@@ -163,5 +203,5 @@ def live_servable(tables: Any) -> Servable:
     for view in views:
         view.logs_pushes = False  # no version comes after these tables
     servable = Servable({}, {view.name: view for view in views})
-    servable.signatures = table_signatures(views, lambda: servable)
+    servable.signatures = table_signatures(views, lambda: servable) | Rounds(servable).signatures()
     return servable

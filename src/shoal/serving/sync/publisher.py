@@ -1,11 +1,28 @@
 """The publisher: one source's changes to every live replica of a model, in rounds."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+
+from shoal.errors import ConfigError
+from shoal.metrics import emit_counter, emit_timer
 from shoal.serving.security import ClientSecurity
+from shoal.serving.status import Code, StatusError
+from shoal.serving.sync.history import History, Ids, count, merge
 from shoal.serving.sync.publication import Source
+from shoal.serving.sync.target import Package, Session, Target, places_of
 from shoal.stamps import Stamp
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +55,51 @@ class PublisherStatus:
     targets: list[TargetStatus] = field(default_factory=list)
 
 
+HISTORY_IDS = 8 * 1024 * 1024
+BACKLOG_ROWS = 200_000
+"""Of those that a replica must catch up on, so many are read in one round: the trainer waits meanwhile."""
+CHECK_SECS = 5.0
+"""A replica that was sent nothing for so long is asked whether it is still the one that it was."""
+MAX_PARALLEL = 16
+_NO_IDS = np.empty(0, np.int64)
+
+
+class _Replica:
+    """What the publisher knows of one target. Only the publisher's thread, or a round while that is idle, uses it."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.session: Session | None = None
+        self.since = Stamp(0, 0)
+        """It has every change up to here, but for the backlog."""
+        self.backlog: Ids = {}
+        self.complete: Stamp | None = None
+        self.digest = ""
+        self.freshness: float | None = None
+        self.error = "it has not been asked yet"
+        self.checked = float("-inf")
+
+
+@dataclass(slots=True)
+class _Job:
+    """One round for the thread: what it read, and which replicas get it."""
+
+    stamp: Stamp
+    packages: dict[str, tuple[Package, Ids]] = field(default_factory=dict)
+    """target -> what it gets, and what of its backlog is left then"""
+
+
 class Publisher:
     """Sends what changes at a source to every live replica; a thread of its own does the sending.
 
     Args:
         source: who learns.
-        targets: the addresses ``host:port`` of the live replicas, or a function that tells them; it is asked before
+        targets: the addresses ``host:port`` of the live replicas, or a function that tells them; the thread asks it in
             each round.
         model: the name that the replicas serve the model by.
-        signature: of row pushes, "" = what the export of the source's tables has.
+        security: what to show to the replicas.
         history: ids kept for replicas that start late or were out of reach; beyond, they are sent every row.
+        timeout_s: for one round to one replica.
     """
 
     def __init__(
@@ -56,19 +108,122 @@ class Publisher:
         targets: Sequence[str] | Callable[[], Sequence[str]],
         *,
         model: str,
-        signature: str = "",
         security: ClientSecurity | None = None,
-        history: int = 8 * 1024 * 1024,
+        history: int = HISTORY_IDS,
         timeout_s: float = 60.0,
     ) -> None:
-        raise NotImplementedError
+        self._source, self._model, self._security, self._timeout = source, model, security, timeout_s
+        fixed = None if callable(targets) else list(dict.fromkeys(targets))
+        self._targets: Callable[[], Sequence[str]] = targets if callable(targets) else lambda: fixed or []
+        self._capacity = history
+        self._history: History | None = None
+        self._run = 0
+        self._weights: Mapping[str, torch.Tensor] | None = None
+        self._oldest = 0.0
+        self._exported: Stamp | None = None
+        self._replicas: dict[str, _Replica] = {}
+        self._asked = False  # whether the targets have ever been asked for
+        self._targets_error = ""
+        self._rounds = 0
+        self._stamp: Stamp | None = None
+        self._changed = threading.Condition()
+        self._job: _Job | None = None
+        self._closed = False
+        self._pool = ThreadPoolExecutor(MAX_PARALLEL, f"shoal-publish-{source.name}")
+        self._thread = threading.Thread(target=self._work, name=f"shoal-publish-{source.name}", daemon=True)
+        self._thread.start()
+
+    # --- the caller's side --------------------------------------------------------------------------------------------
 
     def round(self) -> bool:
         """Copies what changed and hands it to the thread; False where that is still busy: changes then accumulate.
 
         A trainer calls it between two steps, so that rows and weights are of one step.
         """
-        raise NotImplementedError
+        with self._changed:
+            if self._closed:
+                raise ConfigError(f"the publisher of {self._source.name} is closed")
+            if self._job is not None:
+                return False
+        job = self._take()
+        with self._changed:
+            self._job = job
+            self._changed.notify_all()
+        return True
+
+    def _take(self) -> _Job:
+        changes = self._source.take()
+        read_at = time.time()
+        if self._history is None or changes.stamp.run != self._run:  # the first round, or the source was rolled back
+            self._run = changes.stamp.run
+            self._history = History(Stamp(self._run, -1), self._capacity)
+            for replica in self._replicas.values():
+                replica.session = None
+        if changes.lost:
+            log.warning("%s: more was learnt than was kept track of; every row is sent again", self._source.name)
+            self._history = History(changes.stamp, self._capacity)
+        self._stamp = changes.stamp
+        if changes.since and (not self._oldest or changes.since < self._oldest):
+            self._oldest = changes.since
+        self._weights = changes.weights if changes.weights is not None else self._weights
+        fresh = {table: ids.numpy() for table, ids in changes.ids.items() if len(ids)}
+        if not self._history.add(changes.stamp, fresh):
+            log.warning(
+                "%s: more than %d ids wait for replicas; those that lack older ones are sent every row",
+                self._source.name, self._capacity,
+            )  # fmt: skip
+        job = _Job(changes.stamp)
+        wanted: dict[str, Ids] = {}
+        leftovers: dict[str, Ids] = {}
+        for address, replica in self._replicas.items():
+            if replica.session is None:
+                continue
+            lacks = self._history.since(replica.since)
+            if lacks is None:
+                replica.session = None  # it is asked, and planned, anew
+                continue
+            now, left = _first(replica.backlog, BACKLOG_ROWS)
+            wanted[address] = merge(lacks, now) if now else lacks
+            if wanted[address] or changes.weights is not None or replica.complete is None:
+                leftovers[address] = left
+            else:
+                replica.since = replica.complete = changes.stamp  # nothing changed for it
+        self._read(job, {address: wanted[address] for address in leftovers}, leftovers, read_at)
+        self._forget()
+        return job
+
+    def _read(self, job: _Job, wanted: dict[str, Ids], leftovers: dict[str, Ids], read_at: float) -> None:
+        """Reads every row that a replica wants once; replicas that want the same get the same package."""
+        built: list[tuple[Ids, Package]] = []
+        every = merge(*wanted.values())
+        rows = {table: self._source.read(table, torch.from_numpy(ids)) for table, ids in every.items() if len(ids)}
+        for address, ids in wanted.items():
+            package = next((package for same, package in built if _equal(same, ids)), None)
+            if package is None:
+                package = Package(
+                    self._model, self._source.name, self._source.tables, job.stamp, uuid.uuid4().hex[:16], {}, {},
+                    self._weights, self._oldest, read_at,
+                )  # fmt: skip
+                for table, mine in ids.items():
+                    if not len(mine):
+                        continue
+                    values, present = (each.numpy() for each in rows[table])
+                    if len(mine) != len(every[table]):
+                        at = np.searchsorted(every[table], mine)
+                        values, present = values[at], present[at]
+                    if present.all():
+                        package.rows[table] = (mine, values)
+                    else:
+                        package.rows[table], package.gone[table] = (mine[present], values[present]), mine[~present]
+                built.append((ids, package))
+            job.packages[address] = (package, leftovers[address])
+
+    def _forget(self) -> None:
+        """Forgets ids that every replica has, and that every export which a replica may start with has."""
+        assert self._history is not None
+        have = [replica.since for replica in self._replicas.values()]
+        if self._exported is not None and have:
+            self._history.forget(min(self._exported, *have))
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Rounds until every live replica has everything up to now; call it between two steps.
@@ -76,15 +231,235 @@ class Publisher:
         Raises:
             TimeoutError: names the replicas that do not have it, and why.
         """
-        raise NotImplementedError
+        end = time.monotonic() + timeout_s
+        first: Stamp | None = None
+        while True:
+            with self._changed:
+                idle = self._changed.wait_for(lambda: self._job is None, max(0.0, end - time.monotonic()))
+                behind = (
+                    self._behind(first) if idle and first is not None and self._asked else [("", "a round is sent")]
+                )
+                if not behind and not self._targets_error:
+                    return
+            if time.monotonic() >= end:
+                said = "; ".join(f"{address}: {error}" for address, error in behind) or self._targets_error
+                raise TimeoutError(
+                    f"{self._source.name}: after {timeout_s:g} s not every replica has all rows ({said})"
+                )
+            if first is not None:
+                time.sleep(min(0.02, max(0.0, end - time.monotonic())))
+            if self.round() and first is None:
+                first = self._stamp
+
+    def _behind(self, stamp: Stamp) -> list[tuple[str, str]]:
+        return [
+            (address, replica.error or f"{count(replica.backlog)} rows are left")
+            for address, replica in self._replicas.items()
+            if replica.session is None or replica.complete is None or replica.complete < stamp
+        ]
 
     def exported(self, version: int, stamp: Stamp) -> None:
         """An export with everything up to ``stamp`` is there: replicas that start from now on start with it."""
-        raise NotImplementedError
+        log.info("%s: replicas start with version %d from now on", self._source.name, version)
+        with self._changed:
+            self._exported = stamp
 
     def status(self) -> PublisherStatus:
-        raise NotImplementedError
+        """How far it is."""
+        with self._changed:
+            waiting = {address: self._waiting(replica) for address, replica in self._replicas.items()}
+            targets = [
+                TargetStatus(
+                    address,
+                    replica.session.version if replica.session is not None else None,
+                    replica.complete, waiting[address], replica.freshness, replica.error,
+                )
+                for address, replica in sorted(self._replicas.items())
+            ]  # fmt: skip
+            kept = len(self._history) if self._history is not None else 0
+            most = max(waiting.values()) if waiting else kept
+            return PublisherStatus(self._source.name, self._rounds, self._stamp, most, targets)
+
+    def _waiting(self, replica: _Replica) -> int:
+        if self._history is None:
+            return 0
+        lacks = self._history.since(replica.since) if replica.session is not None else None
+        return count(replica.backlog) + (len(self._history) if lacks is None else count(lacks))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the thread after the round that it is sending."""
-        raise NotImplementedError
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if not self._thread.is_alive():
+            for replica in self._replicas.values():
+                replica.target.close()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._job is not None or self._closed)
+                job = self._job
+                if job is None:
+                    return
+            try:
+                self._send(job)
+            except Exception:
+                log.exception("%s: a round failed", self._source.name)
+            with self._changed:
+                self._job = None
+                self._changed.notify_all()
+
+    def _send(self, job: _Job) -> None:
+        self._refresh()
+        replicas = list(self._replicas.items())
+        work = [self._pool.submit(self._serve, address, replica, job) for address, replica in replicas]
+        for each in work:
+            each.result()
+        if all(replica.complete is not None and replica.complete >= job.stamp for _, replica in replicas):
+            self._oldest = 0.0
+        self._rounds += any(address in job.packages for address, _ in replicas)
+
+    def _refresh(self) -> None:
+        """Asks for the live replicas; the former ones stay where nobody can say."""
+        try:
+            wanted = list(dict.fromkeys(self._targets()))
+        except Exception as error:
+            self._targets_error = f"the targets cannot be asked for: {error}"
+            log.exception("%s: the targets cannot be asked for; rounds go to those that were known", self._source.name)
+            return
+        replicas = {each: self._replicas[each] for each in wanted if each in self._replicas}
+        for address in wanted:
+            if address not in replicas:
+                try:
+                    replicas[address] = _Replica(Target(address, self._model, self._security))
+                except Exception as error:
+                    log.warning("%s: %s cannot be used: %s", self._source.name, address, error)
+        gone = [replica for address, replica in self._replicas.items() if address not in replicas]
+        with self._changed:
+            self._replicas, self._asked, self._targets_error = replicas, True, ""
+        for replica in gone:
+            replica.target.close()
+
+    def _serve(self, address: str, replica: _Replica, job: _Job) -> None:
+        """One replica's part of a round; it is asked what it has where that is not known."""
+        try:
+            if replica.session is not None and address in job.packages:
+                self._push(replica, job, *job.packages[address])
+            elif replica.session is None or time.monotonic() - replica.checked > CHECK_SECS:
+                self._greet(replica, job.stamp)
+            replica.error = ""
+        except StatusError as error:
+            if replica.error != error.message:
+                log.warning("%s: %s: %s", self._source.name, address, error)
+            replica.error, replica.session = error.message or "the call failed", None
+            if error.code == Code.FAILED_PRECONDITION and address in job.packages:  # it says what it has now
+                with contextlib.suppress(StatusError):
+                    self._greet(replica, job.stamp)
+        except Exception as error:
+            log.exception("%s: %s", self._source.name, address)
+            replica.error, replica.session = repr(error), None
+
+    def _push(self, replica: _Replica, job: _Job, package: Package, left: Ids) -> None:
+        session = replica.session
+        assert session is not None
+        try:
+            package.blob(session)
+        except StatusError as error:
+            if replica.digest != "unfit":
+                log.error("%s: %s: %s", self._source.name, replica.target.address, error)
+            replica.digest = "unfit"
+            package = dataclasses.replace(package, weights=None)
+        begin = time.monotonic()
+        ids, digest = replica.target.send(package, session, replica.digest, not left, self._timeout)
+        replica.digest, replica.backlog, replica.since = digest, left, job.stamp
+        replica.checked = now = time.monotonic()
+        tags = f"source={self._source.name}|model_name={self._model}|target={replica.target.address}"
+        emit_timer("parameter_sync_latency", (now - begin) * 1e6, tags)
+        emit_counter("parameter_sync_fid_count", ids, f"{tags}|status=OK")
+        if not left:
+            replica.complete = job.stamp
+            if package.touched_at:
+                replica.freshness = time.time() - package.touched_at
+                emit_timer("parameter_sync_freshness_seconds", replica.freshness, tags)
+
+    def _greet(self, replica: _Replica, stamp: Stamp) -> None:
+        """Asks a replica what it has, and plans what it gets from the next round on."""
+        source, former = self._source, replica.session
+        session = replica.target.hello(source.name, self._run, source.base, False, self._timeout)
+        replica.checked = time.monotonic()
+        if former is not None and (former.version, former.replica) == (session.version, session.replica):
+            return
+        unknown = sorted(
+            source.tables.keys() - {place[0] for place in places_of(session.layouts, source.tables).values()}
+        )
+        if unknown:
+            log.warning("%s: %s has no tables %s of these dims: their rows are not sent",
+                        source.name, replica.target.address, unknown)  # fmt: skip
+        replica.complete, replica.digest = None, ""
+        have, base = session.complete, source.base
+        assert self._history is not None
+        if have is not None and have.run >= self._run and have >= self._history.floor:
+            replica.since, replica.backlog = min(have, stamp), {}
+        elif self._went_on(have, session.exported, base):
+            replica.since, replica.backlog = Stamp(self._run, -1), self._own(session.listed)
+        else:
+            everything = replica.target.hello(source.name, self._run, base, True, self._timeout)
+            session = dataclasses.replace(session, listed={})
+            ids = {
+                table: np.unique(np.concatenate([each.numpy() for each in source.scan(table)] or [_NO_IDS]))
+                for table in source.tables
+            }
+            replica.since, replica.backlog = stamp, merge(ids, self._own(everything.listed))
+            log.info("%s: %s has %s, which is not followed from here: it is sent all %d rows",
+                     source.name, replica.target.address, have or "nothing", count(replica.backlog))  # fmt: skip
+        replica.session = session
+
+    def _went_on(self, have: Stamp | None, exported: Stamp | None, base: Stamp | None) -> bool:
+        """Whether a replica of an earlier run lacks no more than this run's changes and what it lists itself."""
+        assert self._history is not None
+        if have is None or base is None or self._history.floor > Stamp(self._run, -1):
+            return False
+        return base <= have and have.run < self._run and (exported is None or exported <= base)
+
+    def _own(self, listed: Ids) -> Ids:
+        """Of what a replica listed, under the names of its own tables, the ids that are this source's."""
+        found: Ids = {}
+        for table in self._source.tables:
+            shards = [ids for name, ids in listed.items() if name == table or _shard_of(name) == table]
+            if shards:
+                ids = np.unique(np.concatenate(shards))
+                found[table] = ids[self._source.owns(table, torch.from_numpy(ids)).numpy()]
+        return found
+
+
+def _shard_of(name: str) -> str:
+    table, _, shard = name.rpartition("_")
+    return table if shard.isdecimal() else ""
+
+
+def _first(ids: Ids, most: int) -> tuple[Ids, Ids]:
+    """(at most so many of them, the others)."""
+    now: Ids = {}
+    left: Ids = {}
+    for table, each in ids.items():
+        room = most - count(now)
+        if room and len(each):
+            now[table] = each[:room]
+        if len(each) > room:
+            left[table] = each[room:]
+    return now, left
+
+
+def _equal(one: Ids, two: Ids) -> bool:
+    return one is two or (one.keys() == two.keys() and all(np.array_equal(one[table], two[table]) for table in one))

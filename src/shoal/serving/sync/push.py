@@ -21,6 +21,7 @@ from shoal.serving.status import Code, StatusError, from_rpc_error, invalid_argu
 from shoal.serving.sync.quantise import asked_by, encoders, fingerprint
 from shoal.serving.sync.split import DeltaBatch
 from shoal.serving.tensors import tensor_chunks
+from shoal.stamps import Stamp
 
 TOUCHED_AT = "shoal-touched-at-ms"
 """Unix milliseconds of the oldest gradient in a push, from which a replica tells its lag."""
@@ -34,34 +35,78 @@ CODEC = "shoal-codec"
 INSTANCE = "shoal-instance"
 """Trailing metadata of an answer to a push: the process that took it."""
 
+SOURCE, RUN, STEP, ROUND = "shoal-source", "shoal-run", "shoal-step", "shoal-round"
+"""Who learnt what is pushed, how new it is, and the round that it is a part of: it is applied when that is whole."""
+
+VERSION, REPLICA = "shoal-version", "shoal-replica"
+"""The version of the model that a push is for, and the loading of it, which a replica names in its answer to a hello.
+Where they are others by now, the push is refused, and the trailing metadata says which."""
+
+DELETED = "shoal-deleted"
+"""Present where the ids of a push have no rows any more; it then has no values."""
+
+HELLO, WEIGHTS, COMMIT = "shoal/hello", "shoal/weights", "shoal/commit"
+"""Signatures that publishers call: what a replica has; a piece of the dense weights; the switch to a round."""
+
 _MAX_DIGITS = 16
+_RUN_DIGITS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushInfo:
-    """The metadata of one push; times are Unix seconds, 0 where the sender did not say."""
+    """The metadata of one push; times are Unix seconds. What the sender did not say is 0 or ""."""
 
     touched_at: float = 0.0
     read_at: float = 0.0
     codec: str = ""
+    source: str = ""
+    run: int = 0
+    step: int = 0
+    round: str = ""
+    version: int = 0
+    replica: str = ""
+    deleted: bool = False
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.run, self.step)
 
     def metadata(self) -> list[tuple[str, str]]:
         """As gRPC sends it."""
-        said = {TOUCHED_AT: math.floor(self.touched_at * 1000), READ_AT: math.ceil(self.read_at * 1000)}
-        return [(key, str(value)) for key, value in said.items() if value > 0] + (
-            [(CODEC, self.codec)] if self.codec else []
-        )
+        said = {
+            TOUCHED_AT: math.floor(self.touched_at * 1000),
+            READ_AT: math.ceil(self.read_at * 1000),
+            CODEC: self.codec,
+            SOURCE: self.source,
+            RUN: self.run,
+            STEP: self.step,
+            ROUND: self.round,
+            VERSION: self.version,
+            REPLICA: self.replica,
+            DELETED: int(self.deleted),
+        }
+        return [(key, str(value)) for key, value in said.items() if value]
 
     @classmethod
     def of(cls, metadata: Iterable[tuple[str, Any]]) -> "PushInfo":
         """What a request's metadata says; values that are malformed count as absent."""
         said = {key: value for key, value in metadata if isinstance(value, str)}
-        return cls(touched_at=_seconds(said.get(TOUCHED_AT)), read_at=_seconds(said.get(READ_AT)),
-                   codec=said.get(CODEC, ""))  # fmt: skip
+        return cls(
+            touched_at=_number(said.get(TOUCHED_AT)) / 1000,
+            read_at=_number(said.get(READ_AT)) / 1000,
+            codec=said.get(CODEC, ""),
+            source=said.get(SOURCE, ""),
+            run=_number(said.get(RUN), _RUN_DIGITS),
+            step=_number(said.get(STEP)),
+            round=said.get(ROUND, ""),
+            version=_number(said.get(VERSION), _RUN_DIGITS),
+            replica=said.get(REPLICA, ""),
+            deleted=bool(_number(said.get(DELETED))),
+        )
 
 
-def _seconds(text: str | None) -> float:
-    return int(text) / 1000 if text and text.isdecimal() and len(text) <= _MAX_DIGITS else 0.0
+def _number(text: str | None, digits: int = _MAX_DIGITS) -> int:
+    return int(text) if text and text.isdecimal() and len(text) <= digits else 0
 
 
 push_info: contextvars.ContextVar[PushInfo] = contextvars.ContextVar("shoal_push_info", default=PushInfo())  # noqa: B039  (it is frozen)

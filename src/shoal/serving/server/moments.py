@@ -1,0 +1,73 @@
+"""What a batch sees: one net and one state of the rows, from its first lookup to its answer, without a lock.
+
+A round of pushes is switched to by a reference. Its rows lie over the tables until they are written there; a batch that
+began before sees neither: nothing is written while it looks rows up.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+WAIT_SECS = 30.0
+
+
+class Fresh:
+    """Rows of one table that lie over it: distinct ids and their values; a row that is gone is zeros."""
+
+    __slots__ = ("_ids", "_values")
+
+    def __init__(self, ids: torch.Tensor, values: torch.Tensor) -> None:
+        self._ids, order = ids.sort()
+        self._values = values[order]
+
+    def onto(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Writes the fresh ones among ``rows``, which were looked up for ``ids``."""
+        at = torch.searchsorted(self._ids, ids).clamp_(max=len(self._ids) - 1)
+        hits = (self._ids[at] == ids).nonzero().squeeze(1)
+        if len(hits):
+            rows[hits] = self._values[at[hits]]
+
+
+class Moment:
+    """A net and the rows that lie over the tables, by table and number of the sub-table."""
+
+    __slots__ = ("fresh", "net", "readers")
+
+    def __init__(self, net: Callable[..., Any], fresh: Mapping[tuple[str, int], Fresh]) -> None:
+        self.net, self.fresh = net, fresh
+        self.readers: list[None] = []  # one entry for each that looks rows up now; appending and popping are atomic
+
+
+class Moments:
+    """The moment that batches begin in now."""
+
+    def __init__(self, net: Callable[..., Any]) -> None:
+        self._now = Moment(net, {})
+
+    @property
+    def net(self) -> Callable[..., Any]:
+        return self._now.net
+
+    def enter(self) -> Moment:
+        """Call ``moment.readers.pop()`` when its rows have been looked up; until then tables are not written to."""
+        while True:
+            moment = self._now
+            moment.readers.append(None)
+            if moment is self._now:
+                return moment
+            moment.readers.pop()  # it was switched in between: whoever did so may have seen no reader
+
+    def switch(self, net: Callable[..., Any] | None, fresh: Mapping[tuple[str, int], Fresh]) -> None:
+        """Batches begin with ``net`` (None = the one that there is) and ``fresh`` from now on.
+
+        Returns when no batch looks rows up in the moment before. One caller at a time.
+        """
+        before = self._now
+        self._now = Moment(before.net if net is None else net, fresh)
+        end = time.monotonic() + WAIT_SECS
+        while before.readers:
+            if time.monotonic() > end:
+                raise TimeoutError(f"a batch has looked rows up for more than {WAIT_SECS:.0f} s")
+            time.sleep(0.0002)

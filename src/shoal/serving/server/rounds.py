@@ -1,0 +1,295 @@
+"""Rounds of pushes: their parts wait here until a round is whole, then a servable switches to all of it at once.
+
+A publisher says hello first and learns what this replica has. Each part of a round says which version it is for, and
+which loading of it; another one refuses it. The last call commits the round: rows, deletions and dense weights become
+what the next batch sees, and a batch that runs meanwhile sees none of them.
+"""
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.errors import DataError
+from shoal.serving.export.manifest import SignatureSpec, TensorSpec
+from shoal.serving.server.hand_over import DROPPED, SUPERSEDED, count_rows, place_of
+from shoal.serving.server.moments import Fresh
+from shoal.serving.server.push_log import Mark
+from shoal.serving.server.servable import Servable, Signature, TableView, Tensors
+from shoal.serving.status import Code, StatusError, invalid_argument
+from shoal.serving.sync.push import COMMIT, HELLO, REPLICA, VERSION, WEIGHTS, PushInfo, push_info
+from shoal.serving.sync.weights import read_weights
+from shoal.stamps import Stamp
+
+log = logging.getLogger(__name__)
+
+MAX_SOURCES = 4096
+MAX_WEIGHT_BYTES = 1 << 36
+
+Rows = tuple[TableView, int, torch.Tensor, torch.Tensor | None]
+"""(table, sub-table number, distinct ids, their values; None = they have no rows any more)"""
+
+
+@dataclass(slots=True)
+class _Round:
+    """What has come of a round."""
+
+    name: str
+    rows: list[Rows] = field(default_factory=list)
+    blob: torch.Tensor | None = None
+    received: int = 0
+
+
+class Rounds:
+    """The rounds that are on their way to one servable, one of each source."""
+
+    def __init__(self, servable: Servable) -> None:
+        self._servable = servable
+        self._open: dict[str, _Round] = {}
+        self._lock = threading.Lock()
+        servable.rounds = self
+
+    def signatures(self) -> dict[str, Signature]:
+        """What publishers call; not listed in the model's metadata."""
+        size, message = TensorSpec("int64", []), TensorSpec("uint8", [None])
+        ids = TensorSpec("int64", [None])
+        weights = SignatureSpec({"size": size, "offset": size, "content": message}, {"received": size})
+        return {
+            name: Signature(spec, run, push=True, listed=False)
+            for name, spec, run in (
+                (HELLO, SignatureSpec({"message": message}, {"answer": message, "id": ids}), self._hello),
+                (WEIGHTS, weights, self._weights),
+                (COMMIT, SignatureSpec({"message": message}, {"answer": message}), self._commit),
+            )
+        }
+
+    # --- hello --------------------------------------------------------------------------------------------------------
+
+    def _hello(self, inputs: Tensors) -> Tensors:
+        """What this replica has of a source, and the ids that a roll-back of the source made wrong.
+
+        The message: ``base`` ([run, step] or null) and ``all`` (every id that has a row is wanted).
+        """
+        info, servable, said = push_info.get(), self._servable, _read(inputs)
+        base = Stamp(*said["base"]) if said.get("base") else None
+        with servable.push_lock:  # between two commits
+            complete = servable.complete.get(info.source)
+        listed: list[torch.Tensor] = []
+        for view in servable.tables.values():
+            for number in range(len(view.sub_tables)):
+                if said.get("all"):
+                    listed.append(view.ids_sub(number))
+                else:
+                    back = view.push_logs[number].pushed()
+                    back = back.where(lambda mark: mark.stamp.run < info.run and (base is None or mark.stamp > base))
+                    listed.append(torch.from_numpy(back.ids))
+        exported = servable.stamps.get(info.source)
+        answer = {
+            "version": servable.version,
+            "replica": servable.token,
+            "complete": complete,
+            "exported": exported,
+            "signatures": {
+                name: {"tables": list(signature.tables), "codecs": dict(signature.hints or {})}
+                for name, signature in servable.signatures.items()
+                if signature.tables
+            },
+            "listed": [
+                [sub, len(ids)]
+                for sub, ids in zip(
+                    (sub for view in servable.tables.values() for sub in view.sub_tables), listed, strict=True
+                )
+            ],
+            "weights": [
+                [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
+                for name, value in (servable.program.weights if servable.program is not None else {}).items()
+            ],
+        }
+        ids = torch.cat(listed) if listed else torch.empty(0, dtype=torch.int64, device="cpu")
+        return {"answer": _write(answer), "id": ids}
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def expect(self, info: PushInfo) -> None:
+        """Raises failed precondition, saying what it should be, unless a push is for this servable."""
+        servable = self._servable
+        if (info.version, info.replica) == (servable.version, servable.token):
+            return
+        what = "another loading of it" if info.version == servable.version else f"version {info.version}"
+        error = StatusError(
+            Code.FAILED_PRECONDITION,
+            f"the push is for {what}; this replica has version {servable.version} ({servable.token}). Say hello again",
+        )
+        error.metadata = ((VERSION, str(servable.version)), (REPLICA, servable.token))
+        raise error
+
+    def stage(self, info: PushInfo, work: Sequence[Rows]) -> None:
+        """Keeps rows until their round is committed."""
+        with self._lock:
+            self._round(info).rows.extend(each for each in work if len(each[2]))
+
+    def _round(self, info: PushInfo) -> _Round:
+        if not info.source or not info.run:
+            raise invalid_argument(f"a round needs a source and a run, got {info.source!r} and {info.run}")
+        found = self._open.get(info.source)
+        if found is None or found.name != info.round:  # what an earlier round left is never completed
+            if len(self._open) >= MAX_SOURCES:
+                raise StatusError(Code.RESOURCE_EXHAUSTED, f"{MAX_SOURCES} sources have rounds open here")
+            found = self._open[info.source] = _Round(info.round)
+        return found
+
+    def _weights(self, inputs: Tensors) -> Tensors:
+        """A piece of the dense weights."""
+        info, content = push_info.get(), inputs["content"]
+        self.expect(info)
+        size, offset = int(inputs["size"]), int(inputs["offset"])
+        if not 0 <= offset <= offset + len(content) <= size <= MAX_WEIGHT_BYTES:
+            raise invalid_argument(f"{len(content)} bytes at {offset} are not a piece of {size}")
+        with self._lock:
+            mine = self._round(info)
+            if mine.blob is None or len(mine.blob) != size:
+                mine.blob, mine.received = torch.empty(size, dtype=torch.uint8, device="cpu"), 0
+            blob = mine.blob
+            mine.received += len(content)
+        blob[offset : offset + len(content)] = content
+        return {"received": torch.tensor(mine.received, device="cpu")}
+
+    # --- commit -------------------------------------------------------------------------------------------------------
+
+    def _commit(self, inputs: Tensors) -> Tensors:
+        """Switches to a round if all of it is here.
+
+        The message: ``rows`` and ``deleted`` (how many ids), ``weights`` (their digest or ""), ``complete`` (whether
+        the source has nothing older that this replica lacks).
+        """
+        info, servable, said = push_info.get(), self._servable, _read(inputs)
+        self.expect(info)
+        with self._lock:
+            mine = self._round(info)
+            del self._open[info.source]
+        counts = [
+            sum(len(ids) for _, _, ids, values in mine.rows if (values is None) == gone) for gone in (False, True)
+        ]
+        if counts != [said["rows"], said["deleted"]]:
+            raise StatusError(
+                Code.DATA_LOSS,
+                f"round {info.round} has {said['rows']} rows and {said['deleted']} deletions, but {counts[0]} and "
+                f"{counts[1]} have come; send it again",
+            )
+        weights = self._checked(mine, said["weights"])
+        mark = Mark(info.stamp, info.read_at or time.time(), info.source)
+        with servable.push_lock:
+            applied = apply_round(servable, mine.rows, weights, mark, bool(said["complete"]))
+            if servable.successor is not None:
+                _apply_to_successor(servable.successor, mine.rows, weights, mark, bool(said["complete"]))
+        touched: dict[str, int] = {}
+        for view, _, ids, _ in mine.rows:
+            touched[view.name] = touched.get(view.name, 0) + len(ids)
+        for name, rows in touched.items():
+            servable.tables[name].count_push(rows, info.touched_at)
+        return {"answer": _write({"applied": applied})}
+
+    def _checked(self, mine: _Round, digest: str) -> dict[str, torch.Tensor] | None:
+        if not digest:
+            return None
+        have = hashlib.sha256(memoryview(mine.blob.numpy())).hexdigest() if mine.blob is not None else "none"
+        if have != digest:
+            raise StatusError(
+                Code.DATA_LOSS, f"the weights of round {mine.name} have digest {have}, not {digest}; send them again"
+            )
+        assert mine.blob is not None
+        return read_weights(mine.blob)
+
+
+def apply_round(
+    servable: Servable, rows: Sequence[Rows], weights: dict[str, torch.Tensor] | None, mark: Mark, complete: bool
+) -> int:
+    """Makes a round what the next batch sees, but for what is newer here; how many rows that were.
+
+    Call it under the push lock. Nothing has changed if it raises for weights that do not fit.
+    """
+    if servable.is_newer(mark) is False:
+        for view, _, ids, _ in rows:
+            count_rows(view.name, SUPERSEDED, len(ids))
+        return 0
+    net = None
+    if weights is not None and (servable.weights is None or mark.stamp >= servable.weights.stamp):
+        try:
+            net = servable.program.bound(weights) if servable.program is not None else None
+        except DataError as error:
+            raise StatusError(Code.FAILED_PRECONDITION, f"version {servable.version}: {error}") from None
+    kept = [each for each in (_newest(*each, mark) for each in rows) if len(each[2])]
+    moments = servable.program.moments if servable.program is not None else None
+    if moments is not None and (kept or net is not None):
+        moments.switch(net, _over(kept))
+    if net is not None:
+        servable.weights = mark
+    for view, number, ids, values in kept:
+        if values is None:
+            view.erase_sub(number, ids, mark)
+        else:
+            view.assign_sub(number, ids, values, mark)
+    if moments is not None and kept:
+        moments.switch(None, {})
+    if complete:
+        servable.complete[mark.source] = max(mark.stamp, servable.complete.get(mark.source, mark.stamp))
+    return sum(len(ids) for _, _, ids, _ in kept)
+
+
+def _newest(view: TableView, number: int, ids: torch.Tensor, values: torch.Tensor | None, mark: Mark) -> Rows:
+    """Without the rows that were pushed with a newer mark."""
+    mask = view.push_logs[number].older(ids, mark)
+    if mask is None:
+        return view, number, ids, values
+    count_rows(view.name, SUPERSEDED, int((~mask).sum()))
+    return view, number, ids[mask], None if values is None else values[mask]
+
+
+def _over(rows: Sequence[Rows]) -> dict[tuple[str, int], Fresh]:
+    """The rows of a round, to lie over the tables while they are written there."""
+    parts: dict[tuple[str, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for view, number, ids, values in rows:
+        given = torch.zeros(len(ids), view.dims[number], device="cpu") if values is None else values
+        parts.setdefault((view.name, number), []).append((ids, given))
+    return {
+        place: Fresh(torch.cat([ids for ids, _ in each]), torch.cat([values for _, values in each]))
+        for place, each in parts.items()
+    }
+
+
+def _apply_to_successor(
+    servable: Servable, rows: Sequence[Rows], weights: dict[str, torch.Tensor] | None, mark: Mark, complete: bool
+) -> None:
+    """The same for the version that is about to take over; what does not fit it is counted as dropped."""
+    placed: list[Rows] = []
+    for view, number, ids, values in rows:
+        where, into = place_of(servable, view, number)
+        if into is None:
+            count_rows(view.name, DROPPED, len(ids))
+        else:
+            placed.append((into, where, ids, values))
+    try:
+        apply_round(servable, placed, weights, mark, complete)
+    except StatusError as error:
+        log.info("the next version keeps the weights of its export: %s", error)
+        apply_round(servable, placed, None, mark, complete)
+
+
+def _read(inputs: Tensors) -> dict[str, Any]:
+    try:
+        said = json.loads(bytes(inputs["message"].numpy()))
+        if not isinstance(said, dict):
+            raise ValueError(f"an object is expected, got {type(said).__name__}")
+        return said
+    except ValueError as error:
+        raise invalid_argument(f"the message is not JSON: {error}") from None
+
+
+def _write(answer: dict[str, Any]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8)

@@ -1,0 +1,294 @@
+"""One replica as a publisher sees it: what it has, and rounds that are sent to it part by part."""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+
+from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
+from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_channel
+from shoal.serving.status import Code, StatusError, from_rpc_error
+from shoal.serving.sync.history import Ids
+from shoal.serving.sync.push import COMMIT, HELLO, WEIGHTS, PushInfo, encode_push
+from shoal.serving.sync.quantise import encoders, fingerprint, known
+from shoal.serving.sync.split import Delta, DeltaBatch
+from shoal.serving.sync.weights import write_weights
+from shoal.serving.tensors import decode_tensor, encode_tensor
+from shoal.stamps import Stamp
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 1 << 20
+"""Of the rows or weights in one message: a replica reads it on the thread that answers predictions."""
+IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A signature that takes rows: the (name, dim) of its tables, and alias -> codec of its values."""
+
+    signature: str
+    tables: tuple[tuple[str, int], ...]
+    codecs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a replica said of itself."""
+
+    version: int
+    replica: str
+    complete: Stamp | None
+    """Up to when it has everything of the source."""
+    exported: Stamp | None
+    """Up to when its export has everything of the source."""
+    layouts: tuple[Layout, ...]
+    listed: Ids
+    """What it must be sent again."""
+    weights: Mapping[str, tuple[str, tuple[int, ...]]]
+    """name -> (dtype, shape) of what its net has."""
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any], ids: torch.Tensor) -> "Session":
+        counts = [count for _, count in said["listed"]]
+        parts = ids.numpy()
+        listed: Ids = {}
+        at = 0
+        for (name, _), size in zip(said["listed"], counts, strict=True):
+            if size:
+                listed[name] = np.unique(np.concatenate([listed[name], parts[at : at + size]])
+                                         if name in listed else parts[at : at + size])  # fmt: skip
+            at += size
+        layouts = tuple(
+            Layout(
+                name,
+                tuple((table, int(dim)) for table, dim in each["tables"]),
+                tuple(sorted((alias, codec) for alias, codec in each["codecs"].items() if codec and known(codec))),
+            )
+            for name, each in sorted(said["signatures"].items())
+        )
+        return cls(
+            int(said["version"]),
+            str(said["replica"]),
+            Stamp(*said["complete"]) if said["complete"] else None,
+            Stamp(*said["exported"]) if said["exported"] else None,
+            layouts,
+            listed,
+            {name: (dtype, tuple(shape)) for name, dtype, shape in said["weights"]},
+        )
+
+
+@dataclass(slots=True)
+class Package:
+    """What a round brings to one or several replicas."""
+
+    model: str
+    source: str
+    tables: Mapping[str, int]
+    """name -> dim of the source's tables"""
+    stamp: Stamp
+    name: str
+    rows: dict[str, tuple[np.ndarray, np.ndarray]]
+    """table -> ids and float32 values ``[n, dim]``"""
+    gone: Ids
+    weights: Mapping[str, torch.Tensor] | None
+    touched_at: float
+    read_at: float
+    _parts: dict[Any, list[tuple[bytes, str, bool, int]]] = field(default_factory=dict)
+    _blobs: dict[Any, tuple[torch.Tensor, str]] = field(default_factory=dict)
+
+    def parts(self, layouts: tuple[Layout, ...]) -> list[tuple[bytes, str, bool, int]]:
+        """(message, fingerprint of its codecs, whether these are deletions, ids) for replicas with these signatures."""
+        if layouts not in self._parts:
+            found = self._parts[layouts] = []
+            places = places_of(layouts, self.tables)
+            for layout in layouts:
+                codecs = dict(layout.codecs)
+                encode, mark = encoders(codecs), fingerprint(codecs)
+                for gone in (False, True):
+                    for batch in self._batches(layout, places, gone):
+                        payload, total = encode_push(batch, {} if gone else encode)
+                        found.append((payload, "" if gone else mark, gone, total))
+        return self._parts[layouts]
+
+    def _batches(self, layout: Layout, places: Mapping[str, "Place"], gone: bool) -> Iterator[DeltaBatch]:
+        """The rows of a signature's tables, cut so that a message is about `PART_BYTES`."""
+        multi = not layout.signature.endswith("hashtable_assign")
+        empty = {name: (np.empty(0, np.int64), np.empty((0, dim), np.float32)) for name, dim in layout.tables}
+
+        def batch(filled: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> DeltaBatch:
+            made = DeltaBatch(self.model, layout.signature, 0, multi)
+            made.deltas = [Delta(name, dim, *filled.get(name, empty[name])) for name, dim in layout.tables]
+            return made
+
+        current: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        room = PART_BYTES
+        for name, dim in layout.tables:
+            ids, values = self._of(places.get(name), dim, gone)
+            each = 8 if gone else 8 + 4 * dim
+            at = 0
+            while at < len(ids):
+                take = max(1, room // each)
+                current[name] = (ids[at : at + take], values[:0] if gone else values[at : at + take])
+                room -= len(current[name][0]) * each
+                at += take
+                if room < each:
+                    yield batch(current)
+                    current, room = {}, PART_BYTES
+        if current:
+            yield batch(current)
+
+    def _of(self, place: "Place | None", dim: int, gone: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and values that go to a replica's table."""
+        ids, values = np.empty(0, np.int64), np.empty((0, dim), np.float32)
+        if place is not None:
+            table, shard, shards = place
+            if gone:
+                ids = self.gone.get(table, ids)
+            else:
+                ids, values = self.rows.get(table, (ids, values))
+            if shards > 1:
+                own = np.mod(ids, shards) == shard
+                ids, values = ids[own], values if gone else values[own]
+        return ids, values
+
+    def blob(self, session: Session) -> tuple[torch.Tensor, str] | None:
+        """The weights as the replica's net has them, and their digest; None where there are none for it."""
+        if self.weights is None or not session.weights:
+            return None
+        key = tuple(sorted(session.weights.items()))
+        if key not in self._blobs:
+            given = self.weights
+            for name, (_, shape) in session.weights.items():
+                if name not in given or tuple(given[name].shape) != shape:
+                    have = list(given[name].shape) if name in given else "none"
+                    raise StatusError(
+                        Code.FAILED_PRECONDITION,
+                        f"the replica's net has {name!r} of shape {list(shape)}, the source {have}; export the model "
+                        "again",
+                    )
+            self._blobs[key] = write_weights(
+                {name: given[name].to(getattr(torch, dtype)) for name, (dtype, _) in session.weights.items()}
+            )
+        return self._blobs[key]
+
+
+Place = tuple[str, int, int]
+"""(table of the source, shard, how many shards)"""
+
+
+def places_of(layouts: tuple[Layout, ...], tables: Mapping[str, int]) -> dict[str, Place]:
+    """A replica's table -> what of the source goes there: a table of that name and dim, or the ids of one shard of it,
+    ``<name>_<shard>``, where the export has one table for each parameter server."""
+    dims = {name: dim for layout in layouts for name, dim in layout.tables}
+    found: dict[str, Place] = {name: (name, 0, 1) for name, dim in tables.items() if dims.get(name) == dim}
+    for name, dim in tables.items():
+        if name not in dims:
+            shards = 0
+            while dims.get(f"{name}_{shards}") == dim:
+                shards += 1
+            found |= {f"{name}_{shard}": (name, shard, shards) for shard in range(shards)}
+    return found
+
+
+class Target:
+    """A connection to one replica. Calls raise `StatusError`."""
+
+    def __init__(self, address: str, model: str, security: ClientSecurity | None = None) -> None:
+        self.address, self._model, self._security = address, model, security
+        self._channel: Any = None
+        self._open()
+
+    def _open(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = open_channel(self.address, PUSH_MESSAGE_BYTES, self._security)
+        self._predict = self._channel.unary_unary(PREDICT)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def hello(self, source: str, run: int, base: Stamp | None, everything: bool, timeout: float) -> Session:
+        """What the replica has; with ``everything`` all of its ids are listed, else those that a roll-back changed."""
+        message = {"base": base, "all": everything}
+        info = PushInfo(source=source, run=run)
+        try:
+            answer = self._call(HELLO, {"message": _bytes(message)}, info, timeout)
+        except StatusError as error:
+            if error.code == Code.UNAVAILABLE:
+                self._open()  # a channel that failed waits before it connects again; the replica may be back
+            raise
+        said = json.loads(bytes(answer["answer"].numpy()))
+        return Session.of(said, answer["id"])
+
+    def send(self, package: Package, session: Session, digest: str, complete: bool, timeout: float) -> tuple[int, str]:
+        """Sends a round and commits it: (ids, digest of the weights that the replica has now).
+
+        ``digest``: of the weights that it has, which are not sent again. ``complete``: whether the replica then lacks
+        nothing up to the round's stamp.
+        """
+        end = time.monotonic() + timeout
+        common = {
+            "source": package.source, "run": package.stamp.run, "step": package.stamp.step, "round": package.name,
+            "version": session.version, "replica": session.replica, "touched_at": package.touched_at,
+            "read_at": package.read_at,
+        }  # fmt: skip
+        counts = {False: 0, True: 0}
+        calls: deque[Any] = deque()
+        for payload, codec, gone, total in package.parts(session.layouts):
+            counts[gone] += total
+            calls.append(self._begin(payload, PushInfo(codec=codec, deleted=gone, **common), end))
+            _finish(calls, IN_FLIGHT)
+        blob = package.blob(session)
+        fresh = blob is not None and blob[1] != digest
+        if fresh:
+            assert blob is not None
+            size = torch.tensor(len(blob[0]), device="cpu")
+            for at in range(0, len(blob[0]), PART_BYTES):
+                piece = {"size": size, "offset": torch.tensor(at), "content": blob[0][at : at + PART_BYTES]}
+                calls.append(self._begin(self._message(WEIGHTS, piece), PushInfo(**common), end))
+                _finish(calls, IN_FLIGHT)
+        _finish(calls, 0)
+        message = {
+            "rows": counts[False], "deleted": counts[True], "complete": complete,
+            "weights": blob[1] if fresh and blob is not None else "",
+        }  # fmt: skip
+        self._call(COMMIT, {"message": _bytes(message)}, PushInfo(**common), max(0.001, end - time.monotonic()))
+        return sum(counts.values()), blob[1] if blob is not None else digest
+
+    def _message(self, signature: str, inputs: Mapping[str, torch.Tensor]) -> bytes:
+        return encode_request(
+            model_spec(self._model, signature), {alias: encode_tensor(value) for alias, value in inputs.items()}
+        )
+
+    def _begin(self, payload: bytes, info: PushInfo, end: float) -> Any:
+        return self._predict.future(payload, timeout=max(0.001, end - time.monotonic()), metadata=info.metadata())
+
+    def _call(self, signature: str, inputs: Mapping[str, torch.Tensor], info: PushInfo, timeout: float) -> Any:
+        try:
+            answer = self._predict(self._message(signature, inputs), timeout=timeout, metadata=info.metadata())
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return {alias: decode_tensor(data) for alias, data in decode_response(answer)[1].items()}
+
+
+def _finish(calls: deque[Any], most: int) -> None:
+    """Waits for the oldest calls until at most so many are under way; raises what went wrong, the others cancelled."""
+    while len(calls) > most:
+        try:
+            calls.popleft().result()
+        except grpc.RpcError as error:
+            for each in calls:
+                each.cancel()
+            raise from_rpc_error(error) from None
+
+
+def _bytes(message: Mapping[str, Any]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
