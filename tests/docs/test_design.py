@@ -1,6 +1,7 @@
 """What docs/design.md says of the tree is true: folders, files, and the modules that requests pass."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,17 @@ PAGE = (ROOT / "docs" / "design.md").read_text()
 TREE = PAGE.partition("## The tree")[2].partition("## ")[0]
 
 VOCABULARY = {
-    "serving": {"tensors.py", "wire.py", "security.py", "sync/touched.py", "sync/split.py", "sync/quantise.py"},
+    "serving": {
+        "tensors.py",
+        "wire.py",
+        "security.py",
+        "sync/touched.py",
+        "sync/split.py",
+        "sync/quantise.py",
+        "sync/history.py",
+        "sync/publication.py",
+        "server/push_log.py",
+    },
     "gather": {"errors.py", "payload/spec.py", "payload/codec.py", "stores/base.py"},
 }
 """Modules that only compute something on the way."""
@@ -31,7 +42,8 @@ def passed(tmp_path_factory):
     """What of serving and gather each request passed, as another process saw it."""
     script = Path(__file__).with_name("trace_paths.py")
     command = [sys.executable, str(script), str(tmp_path_factory.mktemp("trace"))]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
+                           env=os.environ | {"PYTHONPATH": f"{SRC.parent}:{ROOT}"})  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
     return json.loads(found.stdout.splitlines()[-1])
 

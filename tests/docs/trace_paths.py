@@ -35,18 +35,17 @@ def serving(folder):
     import torch
 
     from shoal.serving import (
-        ClientConfig,
         Feature,
         ModelExporter,
         ModelServer,
         ModelServerConfig,
-        ParameterSyncClient,
         PredictRequest,
-        create_parameter_sync_clients,
         gen_model_config,
         tensor_to_proto,
     )
-    from shoal.table import reset_registry, test_hash_table
+    from shoal.serving.sync.publisher import Publisher
+    from shoal.table import test_hash_table
+    from tests.serving.sources import HandSource
 
     class Net(torch.nn.Module):
         def forward(self, user):
@@ -70,18 +69,15 @@ def serving(folder):
         for _ in range(4):  # until requests are known to be short
             predict(data, timeout=60)
         traced("predict", lambda: predict(data, timeout=60))
-    (handle,) = create_parameter_sync_clients(0)
-    reset_registry()
-    trained = test_hash_table(4, name_suffix="fresh", sync_client=handle)
-    client = ParameterSyncClient(handle)
-    target = ClientConfig(model_name="rows", signature_name="hashtable_assign", targets=[server.address],
-                          timeout_in_ms=60_000)  # fmt: skip
+    source = HandSource({replica.name: 4})
+    publisher = Publisher(source, [server.address], model="rows")
 
     def push():
-        trained.apply_gradients(torch.tensor([1]), torch.ones(1, 4))
-        assert '"update_num": 1' in client.create_sync_op(target)[0]
+        source.learn(replica.name, [1], source.step)
+        publisher.flush(60)
 
     traced("push", push)
+    publisher.close()
     server.stop(0)
 
 

@@ -305,7 +305,8 @@ def package(source, rows, stamp=None, gone=None, weights=None):
         given = np.array(list(each.values()), np.float32)[:, None]
         values[table] = (np.array(list(each), np.int64), np.repeat(given, source.tables[table], 1))
     stamp = stamp or source.stamp
-    return Package("m", source.name, source.tables, stamp, f"r{time.monotonic_ns()}", values, gone or {}, weights, 0, 1)
+    name, now = f"r{time.monotonic_ns()}", time.time()
+    return Package("m", source.name, source.tables, stamp, name, values, gone or {}, weights, 0, now)
 
 
 def test_the_newer_of_two_values_stays_whatever_comes_first(serve):

@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.durable import MANIFEST, Saved, digests_below, read_saved, write_saved
 from shoal.errors import DataError
+from shoal.stamps import Stamp
 
 FORMAT = 1
 FILE = MANIFEST
@@ -62,6 +63,11 @@ class Manifest:
     rows_read_at: float | None = None
     """Unix time at which reading the tables' rows was begun; rows that were pushed later are newer. None: not known."""
 
+    stamps: dict[str, Stamp] = field(default_factory=dict)
+    """What the rows and weights contain: of each source that learns, such as ``trainer`` or ``ps_0``, the stamp."""
+    features: dict[str, Any] | None = None
+    """How raw values become inputs: see `shoal.serving.export.features`. None: the export takes ids alone."""
+
     def fields(self) -> dict[str, Any]:
         """Its part of the file, for `shoal.durable.Draft.seal`."""
         order = (
@@ -75,6 +81,8 @@ class Manifest:
             "tables",
             "program",
             "rows_read_at",
+            "stamps",
+            "features",
         )
         content = asdict(self)
         for signature in content["signatures"].values():
@@ -83,7 +91,8 @@ class Manifest:
             for spec in (*signature["inputs"].values(), *signature["outputs"].values()):
                 if spec["padding"] is None:
                     del spec["padding"]
-        return {key: content[key] for key in order}
+        optional = ("stamps", "features")
+        return {key: content[key] for key in order if content[key] or key not in optional}
 
     def write(self, directory: Path) -> None:
         """Seals a directory whose other files are there."""
@@ -124,6 +133,8 @@ class Manifest:
                 tags=list(content.get("tags", ["serve"])),
                 program=content.get("program"),
                 rows_read_at=float(read_at) if (read_at := content.get("rows_read_at")) is not None else None,
+                stamps={source: Stamp(*map(int, stamp)) for source, stamp in content.get("stamps", {}).items()},
+                features=content.get("features"),
             )
         except DataError:
             raise

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,12 +60,15 @@ BACKLOG_ROWS = 200_000
 """Of those that a replica must catch up on, so many are read in one round: the trainer waits meanwhile."""
 CHECK_SECS = 5.0
 """A replica that was sent nothing for so long is asked whether it is still the one that it was."""
-MAX_PARALLEL = 16
+PATIENCE_SECS = 2.0
+"""A round waits so long for slow replicas; then the next round is made, which they join when they are done."""
+HELLO_SECS = 10.0
+MAX_PARALLEL = 32
 _NO_IDS = np.empty(0, np.int64)
 
 
 class _Replica:
-    """What the publisher knows of one target. Only the publisher's thread, or a round while that is idle, uses it."""
+    """What the publisher knows of one target. While it is busy, it is its worker's alone."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -78,6 +81,14 @@ class _Replica:
         self.freshness: float | None = None
         self.error = "it has not been asked yet"
         self.checked = float("-inf")
+        self.greeted = 0
+        """The run that it was last asked in."""
+        self.work: Future[None] | None = None
+        """What a thread does for it now; until that is done no round is made for it."""
+
+    @property
+    def busy(self) -> bool:
+        return self.work is not None and not self.work.done()
 
 
 @dataclass(slots=True)
@@ -157,8 +168,6 @@ class Publisher:
         if self._history is None or changes.stamp.run != self._run:  # the first round, or the source was rolled back
             self._run = changes.stamp.run
             self._history = History(Stamp(self._run, -1), self._capacity)
-            for replica in self._replicas.values():
-                replica.session = None
         if changes.lost:
             log.warning("%s: more was learnt than was kept track of; every row is sent again", self._source.name)
             self._history = History(changes.stamp, self._capacity)
@@ -176,7 +185,7 @@ class Publisher:
         wanted: dict[str, Ids] = {}
         leftovers: dict[str, Ids] = {}
         for address, replica in self._replicas.items():
-            if replica.session is None:
+            if replica.busy or replica.session is None or replica.greeted != self._run:
                 continue
             lacks = self._history.since(replica.since)
             if lacks is None:
@@ -236,13 +245,12 @@ class Publisher:
         while True:
             with self._changed:
                 idle = self._changed.wait_for(lambda: self._job is None, max(0.0, end - time.monotonic()))
-                behind = (
-                    self._behind(first) if idle and first is not None and self._asked else [("", "a round is sent")]
-                )
-                if not behind and not self._targets_error:
+                behind = self._behind(first) if first is not None else []
+                if idle and first is not None and self._asked and not behind and not self._targets_error:
                     return
             if time.monotonic() >= end:
                 said = "; ".join(f"{address}: {error}" for address, error in behind) or self._targets_error
+                said = said or "a round is on its way"
                 raise TimeoutError(
                     f"{self._source.name}: after {timeout_s:g} s not every replica has all rows ({said})"
                 )
@@ -322,11 +330,11 @@ class Publisher:
 
     def _send(self, job: _Job) -> None:
         self._refresh()
-        replicas = list(self._replicas.items())
-        work = [self._pool.submit(self._serve, address, replica, job) for address, replica in replicas]
-        for each in work:
-            each.result()
-        if all(replica.complete is not None and replica.complete >= job.stamp for _, replica in replicas):
+        replicas = [(address, replica) for address, replica in self._replicas.items() if not replica.busy]
+        for address, replica in replicas:
+            replica.work = self._pool.submit(self._serve, address, replica, job)
+        wait([replica.work for _, replica in replicas if replica.work is not None], PATIENCE_SECS)  # others go on
+        if all(replica.complete is not None and replica.complete >= job.stamp for replica in self._replicas.values()):
             self._oldest = 0.0
         self._rounds += any(address in job.packages for address, _ in replicas)
 
@@ -354,6 +362,8 @@ class Publisher:
     def _serve(self, address: str, replica: _Replica, job: _Job) -> None:
         """One replica's part of a round; it is asked what it has where that is not known."""
         try:
+            if replica.greeted != job.stamp.run:
+                replica.session = None  # the source was rolled back
             if replica.session is not None and address in job.packages:
                 self._push(replica, job, *job.packages[address])
             elif replica.session is None or time.monotonic() - replica.checked > CHECK_SECS:
@@ -396,8 +406,8 @@ class Publisher:
     def _greet(self, replica: _Replica, stamp: Stamp) -> None:
         """Asks a replica what it has, and plans what it gets from the next round on."""
         source, former = self._source, replica.session
-        session = replica.target.hello(source.name, self._run, source.base, False, self._timeout)
-        replica.checked = time.monotonic()
+        session = replica.target.hello(source.name, self._run, source.base, False, HELLO_SECS)
+        replica.checked, replica.greeted = time.monotonic(), self._run
         if former is not None and (former.version, former.replica) == (session.version, session.replica):
             return
         unknown = sorted(
