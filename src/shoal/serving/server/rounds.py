@@ -198,7 +198,7 @@ class Rounds:
     def _checked(self, mine: _Round, digest: str) -> dict[str, torch.Tensor] | None:
         if not digest:
             return None
-        have = hashlib.sha256(mine.blob.numpy()).hexdigest() if mine.blob is not None else "none"
+        have = hashlib.sha256(mine.blob.numpy().data).hexdigest() if mine.blob is not None else "none"
         if have != digest:
             raise StatusError(
                 Code.DATA_LOSS, f"the weights of round {mine.name} have digest {have}, not {digest}; send them again"

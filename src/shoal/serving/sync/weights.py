@@ -26,7 +26,7 @@ def write_weights(weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, st
         value = weights[name].detach().contiguous().reshape(-1)
         if len(value):
             blob[begin + offset : begin + offset + value.nbytes] = value.view(torch.uint8)
-    return blob, hashlib.sha256(blob.numpy()).hexdigest()
+    return blob, hashlib.sha256(blob.numpy().data).hexdigest()
 
 
 def read_weights(blob: torch.Tensor) -> dict[str, torch.Tensor]:
