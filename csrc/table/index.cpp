@@ -84,27 +84,38 @@ void Index::grow(Bucket* first) {
   }
 }
 
-// Takes ids out of a segment and puts them back where a probe that starts at home finds them.
-void Index::rebuild(Bucket* first) {
+// Takes ids out of a segment and puts them back where a probe that starts at home finds them; those whose hash has the
+// bit go to the other segment, if there is one, which has the same home for them.
+void Index::rebuild(Bucket* first, Bucket* other, uint32_t bit) {
   std::vector<Entry> displaced;
+  uint32_t gone = 0;
   for (uint32_t b = 0; b < buckets_; ++b) {
     for (int lane = 0; lane < 4; ++lane) {
       Slot slot{first + b, lane};
-      if (slot.row() >= kFirstRow && start(index_hash(slot.id()), buckets_) != b) {
-        displaced.push_back({slot.id(), slot.row(), slot.time()});
-        --head(first).count;
+      if (slot.row() < kFirstRow) {
         slot.row() = kFreeRow;
-      } else if (slot.row() == kErasedRow) {
-        slot.row() = kFreeRow;
+        continue;
       }
+      const uint64_t hash = index_hash(slot.id());
+      const bool moves = other && (hash >> bit & 1);
+      if (!moves && start(hash, buckets_) == b) continue;
+      const Entry entry{slot.id(), slot.row(), slot.time()};
+      if (moves) {
+        put(other, buckets_, hash, entry);
+      } else {
+        displaced.push_back(entry);
+      }
+      slot.row() = kFreeRow;
+      ++gone;
     }
   }
+  head(first).count -= gone;
   head(first).erased = 0;
-  for (const Entry& entry : displaced) put(first, buckets_, entry);
+  for (const Entry& entry : displaced) put(first, buckets_, index_hash(entry.id), entry);
 }
 
-void Index::put(Bucket* first, uint32_t buckets, const Entry& entry) {
-  Slot slot = place(first, buckets, index_hash(entry.id), entry.id);
+void Index::put(Bucket* first, uint32_t buckets, uint64_t hash, const Entry& entry) {
+  Slot slot = place(first, buckets, hash, entry.id);
   slot.row() = entry.row;
   slot.time() = entry.time;
 }
@@ -114,7 +125,7 @@ void Index::enlarge(Bucket* first) {
   Bucket* larger = make_segment(buckets, 0, 0);
   for (uint32_t in = 0; in < 4 * buckets_; ++in) {
     Slot slot{first + in / 4, static_cast<int>(in % 4)};
-    if (slot.row() >= kFirstRow) put(larger, buckets, {slot.id(), slot.row(), slot.time()});
+    if (slot.row() >= kFirstRow) put(larger, buckets, index_hash(slot.id()), {slot.id(), slot.row(), slot.time()});
   }
   std::free(first - 1);
   directory_[0] = larger;
@@ -135,16 +146,9 @@ void Index::split(Bucket* first) {
   }
   uint64_t prefix = head(first).prefix;
   Bucket* other = make_segment(full_, depth + 1, 2 * prefix + 1);
-  for (uint32_t in = 0; in < 4 * full_; ++in) {
-    Slot slot{first + in / 4, static_cast<int>(in % 4)};
-    if (slot.row() < kFirstRow || !(index_hash(slot.id()) >> (63 - kStripeBits - depth) & 1)) continue;
-    put(other, buckets_, {slot.id(), slot.row(), slot.time()});
-    slot.row() = kErasedRow;
-    --head(first).count;
-  }
   head(first).depth = depth + 1;
   head(first).prefix = 2 * prefix;
-  rebuild(first);
+  rebuild(first, other, 63 - kStripeBits - depth);
   uint64_t share = uint64_t{1} << (depth_ - depth - 1);  // directory entries that now lead to `other`
   uint64_t begin = (2 * prefix + 1) * share;
   for (uint64_t at = begin; at < begin + share; ++at) directory_[at] = other;

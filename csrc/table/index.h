@@ -86,13 +86,11 @@ class alignas(64) Index {
     for (int lane = 0; lane < 4; ++lane) lanes &= ~(uint32_t{home.row[lane] < kFirstRow} << lane);
     return lanes;
   }
-  // Asks for the memory that probing on from a home bucket, or inserting there, will need next.
+  // Asks for the memory that probing on from a home bucket will need next.
   void ask_beyond(uint64_t hash, Bucket* home) const {
     uint32_t at = start(hash, buckets_);
     Bucket* first = home - at;
-    if (home->row[3] != kFreeRow)  // lanes fill in order
-      for (int beyond = 1; beyond <= 3; ++beyond) __builtin_prefetch(first + (at = next(at, buckets_)));
-    __builtin_prefetch(first - 1);  // an id that is inserted is counted there
+    for (int beyond = 1; beyond <= 3; ++beyond) __builtin_prefetch(first + (at = next(at, buckets_)));
   }
 
   // The slot of an id, which is made if there is none: then *created is set, and row and time are for the caller to set
@@ -121,6 +119,27 @@ class alignas(64) Index {
     if (head(first).count + head(first).erased >= limit()) return insert_grown(hash, id);
     ++size_;
     return take(first, open, id);
+  }
+  // The same where the home bucket settles it and nothing has to grow; else there is no slot.
+  Slot find_or_insert_at_home(uint64_t hash, Bucket* home, uint64_t id, bool* created) {
+    const uint32_t* rows = home->row;
+    if (const uint32_t there = lane_at_home(*home, id)) {
+      *created = false;
+      return {home, std::countr_zero(there)};
+    }
+    // Behind a bucket without a free slot there may be more, perhaps this id.
+    if ((rows[0] != kFreeRow) & (rows[1] != kFreeRow) & (rows[2] != kFreeRow) & (rows[3] != kFreeRow)) return {};
+    Bucket* first = home - start(hash, buckets_);
+    if (head(first).count + head(first).erased >= limit()) return {};
+    const uint32_t usable = uint32_t{rows[0] < kFirstRow} | uint32_t{rows[1] < kFirstRow} << 1 |
+                            uint32_t{rows[2] < kFirstRow} << 2 | uint32_t{rows[3] < kFirstRow} << 3;
+    *created = true;
+    ++size_;
+    return take(first, {home, std::countr_zero(usable)}, id);
+  }
+  // Asks for the memory that this needs besides the home bucket: an id that is inserted is counted there.
+  void ask_for_count(uint64_t hash, const Bucket* home) const {
+    __builtin_prefetch(home - start(hash, buckets_) - 1, 1);
   }
   // Frees the slot; the row is the caller's to reuse.
   void erase(uint64_t hash, Slot slot);
@@ -217,9 +236,9 @@ class alignas(64) Index {
     return slot;
   }
   static Slot place(Bucket* first, uint32_t buckets, uint64_t hash, uint64_t id);
-  static void put(Bucket* first, uint32_t buckets, const Entry& entry);
+  static void put(Bucket* first, uint32_t buckets, uint64_t hash, const Entry& entry);
   void grow(Bucket* first);
-  void rebuild(Bucket* first);
+  void rebuild(Bucket* first, Bucket* other = nullptr, uint32_t bit = 0);
   void enlarge(Bucket* first);
   void split(Bucket* first);
 

@@ -1,8 +1,10 @@
 #include "table/optimizers.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -298,6 +300,13 @@ float uniform(uint64_t noise, uint32_t i) {
   return static_cast<float>(hash_id(noise + i * 0x9E3779B97F4A7C15ULL) >> 40) * 0x1p-24f;
 }
 
+// The largest float that is smaller than a finite x.
+float below(float x) {
+  if (x == 0) return -std::numeric_limits<float>::denorm_min();
+  const auto bits = std::bit_cast<uint32_t>(x);
+  return std::bit_cast<float>(x > 0 ? bits - 1 : bits + 1);
+}
+
 // Clamped before it becomes an integer, so that infinities are safe.
 float quantum(float x, float step) {
   float q = std::trunc((x + std::copysign(step * 0.5f, x)) / step);
@@ -448,7 +457,7 @@ void init_weights(const Segment& s, int32_t index, uint64_t noise, float* w) {
     case Init::random_uniform: {
       const uint64_t stream = hash_id(noise + static_cast<uint64_t>(index) + 1);
       const float low = s.init_low, width = s.init_high - s.init_low;
-      const float last = width > 0 ? std::nextafter(s.init_high, low) : low;
+      const float last = width > 0 ? below(s.init_high) : low;
       for (int i = 0; i < s.dim; ++i) w[i] = std::min(low + uniform(stream, static_cast<uint32_t>(i)) * width, last);
       break;
     }

@@ -88,10 +88,14 @@ void Table::read(const int64_t* ids, int64_t n, Missing missing, const int64_t* 
                         read_row(found[i], place(i));
                         read[i] = place(i);
                       } else if (missing == Missing::initial) {
-                        fresh.resize(static_cast<size_t>(layout_.stride));
-                        fresh_row(asked[i], fresh.data());
-                        read_row(fresh.data(), place(i));
                         read[i] = place(i);
+                        if (plain_) {
+                          fresh_weights(asked[i], place(i));
+                        } else {
+                          fresh.resize(static_cast<size_t>(layout_.stride));
+                          fresh_row(asked[i], fresh.data());
+                          read_row(fresh.data(), place(i));
+                        }
                       } else if (missing == Missing::zeros) {
                         std::memset(place(i), 0, 4 * dim);
                         read[i] = place(i);

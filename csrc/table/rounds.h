@@ -2,8 +2,9 @@
 //
 // Ids are taken in rounds, and a round passes four stages, with other rounds in the other stages between them:
 //   start    hashes the ids and asks for their home buckets
-//   probe    looks into the home buckets, by no branch that depends on where an id lies, and asks for the rows
-//   resolve  probes on for the few ids that are not at home; a writer inserts the unknown ones here
+//   probe    looks into the home buckets, by no branch that depends on where an id lies, and asks for the rows; a writer
+//            inserts unknown ids there, unless something has to grow for them, which is left to resolve
+//   resolve  probes on for the few ids that are not at home
 //   finish   uses the rows, in the order of the ids
 // What one stage asks for arrives while the other rounds have their turn. Buckets are looked at in the step after they
 // were addressed, before a resolve can move them.
@@ -32,12 +33,15 @@ struct Resolved {
 //   id(i)                      the id
 //   probed(i, slot, there)     called when the home bucket was looked at: whether the id is there, and in which slot;
 //                              what it returns says whether that may be the answer
-//   resolve(i, hash)           the Resolved row of an id that was not settled so
+//   settle(i, hash, home)      the Resolved row of an id that was not settled so, if the home bucket can tell. It must
+//                              not move buckets, nor throw, nor insert an id that occurs twice: rows of the round before
+//                              are resolved later
+//   resolve(i, hash)           the Resolved row of the ids that are left
 //   finish(i, row, created)    in order; row is null if there is none
-// If resolve throws, the rows of its round that are known by then are finished first.
-template <class Contents, class Id, class Probed, class Resolve, class Finish>
-void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Probed probed, Resolve resolve,
-               Finish finish) {
+// If resolve throws, all rows that are known by then are finished first.
+template <class Contents, class Id, class Probed, class Settle, class Resolve, class Finish>
+void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Probed probed, Settle settle,
+               Resolve resolve, Finish finish) {
   constexpr int kRound = 32, kRing = 4 * kRound;  // four rounds are on their way
   const int64_t size = std::clamp(16384 / (row_bytes + 1), 4, kRound);
   struct {
@@ -71,9 +75,20 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
     }
     for (int k = 0; k < listed; ++k) {
       const auto& entry = ring[(begin + list[k]) % kRing];
-      contents.stripes[stripe_of(entry.hash)].index.ask_beyond(entry.hash, entry.home);
+      contents.stripes[stripe_of(entry.hash)].index.ask_for_count(entry.hash, entry.home);
     }
-    return listed;
+    int left = 0;
+    for (int k = 0; k < listed; ++k) {
+      auto& entry = ring[(begin + list[k]) % kRing];
+      entry.found = settle(begin + list[k], entry.hash, entry.home);
+      if (entry.found.row) {
+        prefetch(entry.found.row, row_bytes);
+      } else {
+        contents.stripes[stripe_of(entry.hash)].index.ask_beyond(entry.hash, entry.home);
+        list[left++] = list[k];
+      }
+    }
+    return left;
   };
   auto finish_round = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -81,7 +96,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
       finish(i, found.row, found.created);
     }
   };
-  auto resolve_round = [&](int64_t begin, int64_t end, const uint8_t* list, int listed) {
+  auto resolve_round = [&](int64_t begin, int64_t probed, const uint8_t* list, int listed) {
     try {
       for (int k = 0; k < listed; ++k) {
         auto& entry = ring[(begin + list[k]) % kRing];
@@ -89,7 +104,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
         if (entry.found.row) prefetch(entry.found.row, row_bytes);
       }
     } catch (...) {
-      for (int64_t i = begin; i < end; ++i)
+      for (int64_t i = begin; i < probed; ++i)
         if (ring[i % kRing].found.row) finish(i, ring[i % kRing].found.row, ring[i % kRing].found.created);
       throw;
     }
@@ -102,7 +117,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
     if (step >= 1 && step - 1 < rounds)
       opens[(step - 1) % 4] = probe_round(begin_of(step - 1), begin_of(step), open[(step - 1) % 4]);
     if (step >= 2 && step - 2 < rounds)
-      resolve_round(begin_of(step - 2), begin_of(step - 1), open[(step - 2) % 4], opens[(step - 2) % 4]);
+      resolve_round(begin_of(step - 2), begin_of(step), open[(step - 2) % 4], opens[(step - 2) % 4]);
     if (step < rounds) start_round(begin_of(step), begin_of(step + 1));
   }
 }

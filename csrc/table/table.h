@@ -23,6 +23,7 @@
 
 namespace shoal {
 
+struct Bucket;
 struct Gradients;
 struct Resolved;
 struct Slot;
@@ -169,6 +170,7 @@ class Table {
 
   void read_row(const char* row, float* out) const;
   void fresh_row(int64_t id, char* row) const;
+  void fresh_weights(int64_t id, float* weights) const;  // of a row for training
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
   void write(Write write);
   static void write_all(std::span<const Write> writes);
@@ -180,6 +182,7 @@ class Table {
   void write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const;
   void write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
   Resolved find_or_insert(uint64_t hash, int64_t id, Stamp time);
+  Resolved find_or_insert_at_home(uint64_t hash, Bucket* home, int64_t id, Stamp time);
   void stamp(Slot slot, Stamp time);
   void forget(int stripe, int64_t id, uint32_t row);
   bool erase_row(int stripe, uint64_t hash, int64_t id);

@@ -23,12 +23,15 @@ void Table::fresh_row(int64_t id, char* row) const {
     std::vector<float> zeros(static_cast<size_t>(layout_.dim), 0.0f);
     return encode_row(layout_, zeros.data(), row);
   }
-  auto* w = reinterpret_cast<float*>(row);
+  fresh_weights(id, reinterpret_cast<float*>(row));
+  for (const Segment& s : layout_.segments) init_state(s, row + s.state);
+}
+
+void Table::fresh_weights(int64_t id, float* weights) const {
   const uint64_t noise = seed_ ^ hash_id(static_cast<uint64_t>(id));
   for (size_t i = 0; i < layout_.segments.size(); ++i) {
     const Segment& s = layout_.segments[i];
-    SHOAL_DISPATCH(init_weights)(s, static_cast<int32_t>(i), noise, w + s.weight);
-    init_state(s, row + s.state);
+    SHOAL_DISPATCH(init_weights)(s, static_cast<int32_t>(i), noise, weights + s.weight);
   }
 }
 
@@ -61,6 +64,19 @@ Resolved Table::find_or_insert(uint64_t hash, int64_t id, Stamp time) {
   if (stripe.rows_left == 0 && stripe.spare.empty()) contents.reserve_rows(stripe);  // may throw; nothing has changed
   bool created;
   Slot slot = stripe.index.find_or_insert(hash, static_cast<uint64_t>(id), &created);
+  if (created) slot.row() = contents.take_row(stripe);
+  stamp(slot, created ? Stamp(time.seconds) : time);
+  return {contents.rows.row(slot.row()), created};
+}
+
+// The same where the home bucket settles it and nothing has to grow; else there is no row.
+Resolved Table::find_or_insert_at_home(uint64_t hash, Bucket* home, int64_t id, Stamp time) {
+  Contents& contents = *contents_;
+  Stripe& stripe = contents.stripes[stripe_of(hash)];
+  if (stripe.rows_left == 0 && stripe.spare.empty()) return {nullptr, false};
+  bool created;
+  Slot slot = stripe.index.find_or_insert_at_home(hash, home, static_cast<uint64_t>(id), &created);
+  if (!slot) return {nullptr, false};
   if (created) slot.row() = contents.take_row(stripe);
   stamp(slot, created ? Stamp(time.seconds) : time);
   return {contents.rows.row(slot.row()), created};
@@ -128,6 +144,8 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
       if constexpr (kKind == Kind::reinitialize) write.existed[at] = 1;
       return true;
     };
+    // An id may occur twice, and its first occurrence makes the row: so all that are unknown are resolved, in order.
+    auto settle = [](int64_t, uint64_t, Bucket*) { return Resolved{nullptr, false}; };
     auto resolve = [&](int64_t i, uint64_t hash) -> Resolved {
       const int64_t at = position(i);
       const int64_t id = write.ids[at];
@@ -143,7 +161,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
     Locks<true> lock(*this, stripes_of(positions ? write.ids : write.ids + chunk,
                                        positions ? positions + chunk : nullptr, size, owned));
     in_rounds(
-        *contents_, size, layout_.row_bytes, [&](int64_t i) { return write.ids[position(i)]; }, probed, resolve,
+        *contents_, size, layout_.row_bytes, [&](int64_t i) { return write.ids[position(i)]; }, probed, settle, resolve,
         [&](int64_t i, char* row, bool created) {
           if (row) write_row<kKind>(write, position(i), row, created, scratch.data());
         });
@@ -158,7 +176,7 @@ class Distinct {
   // position(k) is the place in `ids` of the k-th of n occurrences, which takes part unless drop[position(k)].
   template <class Position>
   void find(const int64_t* ids, int64_t n, const uint8_t* drop, Position position) {
-    const size_t mask = std::bit_ceil(static_cast<size_t>(2 * n + 1)) - 1;
+    const size_t mask = std::bit_ceil(static_cast<size_t>(2 * n)) - 1;
     // An entry is a group's number + 1 under as many bits of the hash as there is room for.
     const int bits = std::bit_width(static_cast<uint64_t>(n));
     const uint32_t low = static_cast<uint32_t>((uint64_t{1} << bits) - 1);
@@ -237,6 +255,9 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
           prefetch(gradients.at(position(distinct.first(chunk + i))), 4 * dim);
           if (there) stamp(slot, write.time);
           return true;
+        },
+        [&](int64_t i, uint64_t hash, Bucket* home) {
+          return find_or_insert_at_home(hash, home, ids[i], write.time);
         },
         [&](int64_t i, uint64_t hash) { return find_or_insert(hash, ids[i], write.time); },
         [&](int64_t i, char* row, bool created) {

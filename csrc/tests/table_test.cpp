@@ -2,6 +2,7 @@
 // ThreadSanitizer).
 #include "table/table.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -333,4 +334,41 @@ TEST(a_stamp_that_is_at_least_never_moves_a_time_back) {
   Rows later;
   table.fetch(ids, 2, &later, found);
   CHECK(later.times[0] == 80 && later.times[1] == 80);
+}
+
+TEST(an_update_makes_the_rows_that_a_forward_shows) {
+  Segment s;
+  s.dim = 4;
+  s.opt = Opt::adagrad;
+  s.init = Init::random_uniform;
+  s.init_low = -0.5f;
+  s.init_high = 0.5f;
+  std::mt19937_64 random(1);
+  for (int64_t batch : {1, 63, 4096, 50000}) {  // few ids, and parts of several threads; the index grows and splits
+    Table table(Layout({s}, false, false), 3);
+    std::unordered_map<int64_t, bool> known;
+    const float rate[] = {0.0f};  // so that an update changes the state alone
+    for (int step = 0; step < 6; ++step) {
+      std::vector<int64_t> ids(static_cast<size_t>(batch));
+      for (auto& id : ids) id = static_cast<int64_t>(random() % 200000);
+      std::vector<float> shown(ids.size() * 4, NAN), grads(ids.size() * 4, 1.0f);
+      table.read(ids.data(), batch, Missing::initial, nullptr, [&](int64_t first, int64_t n, const float* const* rows) {
+        for (int64_t i = 0; i < n; ++i) std::copy_n(rows[i], 4, &shown[static_cast<size_t>(4 * (first + i))]);
+      });
+      CHECK(table.size() == static_cast<int64_t>(known.size()));
+      table.apply_gradients(ids.data(), batch, grads.data(), rate, step, Stamp(7), true, BadGradient::raise);
+      for (int64_t id : ids) known[id] = true;
+      CHECK(table.size() == static_cast<int64_t>(known.size()));
+      CHECK(lookup(table, ids) == shown);
+      std::vector<int64_t> gone(ids.begin(), ids.begin() + batch / 3);  // slots and rows that are free again
+      table.erase(gone.data(), static_cast<int64_t>(gone.size()));
+      for (int64_t id : gone) known.erase(id);
+      CHECK(table.size() == static_cast<int64_t>(known.size()));
+    }
+    std::vector<int64_t> all;
+    for (auto [id, there] : known) all.push_back(id);
+    std::vector<uint8_t> found(all.size());
+    table.contains(all.data(), static_cast<int64_t>(all.size()), found.data());
+    CHECK(std::count(found.begin(), found.end(), 1) == static_cast<int64_t>(all.size()));
+  }
 }
