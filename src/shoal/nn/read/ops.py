@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
 from shoal.nn.read.jagged import Jagged
 from shoal.nn.read.plan import Plan, find_plan
@@ -63,7 +64,10 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
             if not call.checked:
                 check_bags(Jagged(ids, offsets), call.touched[0].name)
     if plan.width:
-        out = torch.empty(bags, plan.width, dtype=torch.float32, device=plan.device)
+        if plan.device.type == "cpu":
+            out = empty_rows(bags, plan.width)
+        else:
+            out = torch.empty(bags, plan.width, dtype=torch.float32, device=plan.device)
         outputs.append(out)
     for i, call in enumerate(plan.calls):
         ids, features, group = all_ids[i], call.features, call.group
