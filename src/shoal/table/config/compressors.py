@@ -1,47 +1,29 @@
 """How serving tables store weights and what training lookups show, as the classes configurations are written with."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from shoal.table.config.messages import FloatCompressorConfig
-from shoal.table.config.optimizer import as_config, write_fields
+from shoal.table.config.optimizer import Choice, as_config
 
 
-@dataclass
-class OneBitCompressor:
+class _Compressor(Choice):
+    message = FloatCompressorConfig
+    rename = {"fixed_range": "r"}
+
+
+class OneBitCompressor(_Compressor, kind="one_bit"):
     step_size: int = 200
     amplitude: float = 0.05
 
-    def as_proto(self) -> FloatCompressorConfig:
-        config = FloatCompressorConfig()
-        write_fields(self, config.one_bit)
-        return config
 
-
-@dataclass
-class FixedR8Compressor:
+class FixedR8Compressor(_Compressor, kind="fixed_r8"):
     fixed_range: float = 1.0
 
-    def as_proto(self) -> FloatCompressorConfig:
-        config = FloatCompressorConfig()
-        write_fields(self, config.fixed_r8, {"fixed_range": "r"})
-        return config
+
+class Fp16Compressor(_Compressor, kind="fp16"): ...
 
 
-@dataclass
-class Fp16Compressor:
-    def as_proto(self) -> FloatCompressorConfig:
-        config = FloatCompressorConfig()
-        write_fields(self, config.fp16)
-        return config
-
-
-@dataclass
-class Fp32Compressor:
-    def as_proto(self) -> FloatCompressorConfig:
-        config = FloatCompressorConfig()
-        write_fields(self, config.fp32)
-        return config
+class Fp32Compressor(_Compressor, kind="fp32"): ...
 
 
 def as_compressor_config(compressor: Any) -> FloatCompressorConfig:

@@ -1,50 +1,31 @@
 """What a new row's weights are, as the classes that table configurations are written with."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.table.config.messages import InitializerConfig
-from shoal.table.config.optimizer import as_config, write_fields
+from shoal.table.config.optimizer import Choice, as_config
 
 
-@dataclass
-class ZerosInitializer:
-    def as_proto(self) -> InitializerConfig:
-        config = InitializerConfig()
-        write_fields(self, config.zeros)
-        return config
+class _Initializer(Choice):
+    message = InitializerConfig
 
 
-@dataclass
-class OnesInitializer:
-    def as_proto(self) -> InitializerConfig:
-        config = InitializerConfig()
-        write_fields(self, config.ones)
-        return config
+class ZerosInitializer(_Initializer, kind="zeros"): ...
 
 
-@dataclass
-class ConstantsInitializer:
+class OnesInitializer(_Initializer, kind="ones"): ...
+
+
+class ConstantsInitializer(_Initializer, kind="constants"):
     constant: float
 
-    def as_proto(self) -> InitializerConfig:
-        config = InitializerConfig()
-        write_fields(self, config.constants)
-        return config
 
-
-@dataclass
-class RandomUniformInitializer:
+class RandomUniformInitializer(_Initializer, kind="random_uniform"):
     """Independent and uniform in ``[minval, maxval)``; the message's defaults are -0.05 and 0.05."""
 
     minval: float | None = None
     maxval: float | None = None
-
-    def as_proto(self) -> InitializerConfig:
-        config = InitializerConfig()
-        write_fields(self, config.random_uniform)
-        return config
 
 
 class BatchSoftmaxInitializer:

@@ -94,38 +94,51 @@ def _check(optimizer: RowOptimizer, name: str, ok: bool, rule: str) -> None:
         raise ConfigError(f"{type(optimizer).__name__}: {name} must {rule}, got {getattr(optimizer, name)!r}")
 
 
-def write_fields(source: Any, message: Message, rename: dict[str, str] | None = None) -> None:
-    """Marks ``message`` as present and writes the fields of a dataclass that are not None."""
-    message.SetInParent()
-    for field in fields(source):
-        value = getattr(source, field.name)
-        if value is not None:
-            setattr(message, (rename or {}).get(field.name, field.name), value)
-
-
 @dataclass_transform()
-class Optimizer:
+class Choice:
+    """One kind of a message that is a choice: a dataclass with the fields of that kind's own message.
+
+    A field that is None is not written, so the message's default applies.
+    """
+
+    message: ClassVar[type[Any]]
+    kind: ClassVar[str]
+    rename: ClassVar[Mapping[str, str]] = {}
+    """Fields that have another name in the message."""
+
+    def __init_subclass__(cls, *, kind: str = "") -> None:
+        if kind:
+            cls.kind = kind
+            dataclass(cls)
+
+    def as_proto(self) -> Any:
+        config = self.message()
+        message = getattr(config, self.kind)
+        message.SetInParent()
+        for field in fields(self):  # pyrefly: ignore
+            value = getattr(self, field.name)
+            if value is not None:
+                setattr(message, self.rename.get(field.name, field.name), value)
+        return config
+
+
+class Optimizer(Choice):
     """Base of the optimizer classes; ``as_proto()`` gives the message."""
 
-    kind: ClassVar[str]
     kinds: ClassVar[dict[str, type["Optimizer"]]] = {}
     native: ClassVar[Mapping[str, float]] = {}
     """Attributes of the native segment that the message has no field for."""
-    _rename: ClassVar[dict[str, str]] = {
+    message = OptimizerConfig
+    rename = {
         "l1_regularization": "l1_regularization_strength",
         "l2_regularization": "l2_regularization_strength",
     }
 
     def __init_subclass__(cls, *, kind: str = "", native: Mapping[str, float] | None = None) -> None:
+        super().__init_subclass__(kind=kind)
         if kind:
-            cls.kind, cls.native = kind, native or {}
+            cls.native = native or {}
             Optimizer.kinds[kind] = cls
-            dataclass(cls)
-
-    def as_proto(self) -> OptimizerConfig:
-        config = OptimizerConfig()
-        write_fields(self, getattr(config, self.kind), self._rename)
-        return config
 
 
 Config = TypeVar("Config", bound=Message)
