@@ -92,10 +92,15 @@ class PlainReporter(Reporter):
 
     def evaluated(self, **values: Any) -> None:
         best = ", the best so far" if values["is_best"] else ""
+        names = {"pr_auc": "PR-AUC", "gauc": "GAUC", "ndcg": "NDCG"}
+        more = "".join(f", {name} {values[key]:.4f}" for key, name in names.items() if key in values)
         self.say(
-            f"evaluation at step {values['step']:,}: AUC {values['auc']:.4f}, logloss {values['logloss']:.4f}, "
+            f"evaluation at step {values['step']:,}: AUC {values['auc']:.4f}{more}, logloss {values['logloss']:.4f}, "
             f"calibration {values['calibration']:.3f} on {values['samples']:,} samples{best}"
         )
+        if values.get("buckets"):
+            told = (f"{one['predicted']:.3f}/{one['happened']:.3f}" for one in values["buckets"])
+            self.say(f"  predicted/happened by bucket: {' '.join(told)}")
 
     def saved(self, *, step: int, path: str, seconds: float) -> None:
         self.say(f"checkpoint {path} ({seconds:.1f} s)")
@@ -170,6 +175,7 @@ class LiveReporter(PlainReporter):
             line.append(f"(last {known['window_auc']:.4f}) ", "green")
             line.append(f"logloss {known['logloss']:.4f} ")
             rows = "" if known["rows"] is None else f"{known['rows']:,} rows "
+            line.append(_eta(known).removeprefix(", ") + (" " if _eta(known) else ""))
             line.append(f"{rows}{known['resident_bytes'] / 2**30:.2f} GiB", "dim")
         return line
 
@@ -207,9 +213,19 @@ def _line(values: dict[str, Any]) -> str:
     return (
         f"step {values['step']:,}: {values['samples_per_s']:,.0f} samples/s, AUC {values['auc']:.4f} "
         f"(last {values['window_auc']:.4f}), logloss {values['logloss']:.4f}, calibration {values['calibration']:.3f}"
-        f"{rows}, table {values['table_bytes'] / 2**20:,.0f} MiB, "
+        f"{rows}{_eta(values)}, table {values['table_bytes'] / 2**20:,.0f} MiB, "
         f"process {values['resident_bytes'] / 2**20:,.0f} MiB{bad}"
     )
+
+
+def _eta(values: dict[str, Any]) -> str:
+    """``, 3 min to go``."""
+    seconds = values.get("eta_s")
+    if seconds is None:
+        return ""
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    size, unit = next((each for each in units if seconds >= 2 * each[0]), units[-1])
+    return f", {seconds / size:.0f} {unit} to go"
 
 
 def summary(values: dict[str, Any]) -> str:

@@ -104,6 +104,7 @@ class Stream:
         }  # fmt: skip
         # The batches of a shuffled window are copies, so the next one may lie where it was.
         self._room: dict[str, np.ndarray] | None = {} if shuffle_rows else None
+        self._measured = (0, 0.0)  # rows and the share of everything that was read for them
         self.state = dict(self._progress)
         """From where iteration begins; that of a `Batch` to go on behind it."""
 
@@ -129,6 +130,7 @@ class Stream:
             if samples is None:
                 self._next_epoch(progress)
                 continue
+            self._measured = (progress["rows"] + len(samples), self._share(progress))
             order = self._order(start, len(samples))
             for number, begin in enumerate(range(0, len(samples), self.batch_size)):
                 end = min(begin + self.batch_size, len(samples))
@@ -141,6 +143,22 @@ class Stream:
                     progress["window"] += 1
                 yield Batch(samples=part, state={**progress, "batch": 0} if last else {**start, "batch": number + 1})
             skip = 0
+
+    def total_rows(self) -> float | None:
+        """About how many rows this rank reads in all epochs, by the size of what was read; None at the beginning."""
+        rows, share = self._measured
+        return rows / share if share else None
+
+    def _share(self, progress: Mapping[str, Any]) -> float:
+        """How much of all epochs has been read, by the sizes of units."""
+        sizes = [unit.size for unit in self._epoch_units(progress["epoch"])]
+        here, cursor = progress["unit"], progress["cursor"]
+        read = float(sum(sizes[:here]))
+        if here < len(sizes) and cursor is not None:
+            unit = self._epoch_units(progress["epoch"])[here]
+            at = cursor["offset"] - unit.begin if "offset" in cursor else cursor.get("row", 0)
+            read += min(max(at, 0), unit.size)
+        return (progress["epoch"] + (read / sum(sizes) if sum(sizes) else 1.0)) / self.epochs
 
     def restart(self, state: Mapping[str, Any]) -> None:
         """Iteration begins behind the batch that ``state`` is of."""

@@ -139,14 +139,26 @@ class EvalConfig:
 
     every_steps: int = 0
     """0: at the end of each epoch."""
-    metric: Literal["auc", "logloss"] = "auc"
+    metric: Literal["auc", "logloss", "pr_auc", "gauc", "ndcg"] = "auc"
+    """By which evaluations are compared. ``gauc`` and ``ndcg`` need a ``group``."""
+    group: str | None = None
+    """A feature, such as the user, by whose first id GAUC (the AUC within groups, averaged by samples) and NDCG are."""
+    ndcg_at: int = 10
+    """Places that NDCG counts."""
     patience: int = 0
     """Stop after so many evaluations without a new best, and end with the best model, which a checkpoint in ``out.dir``
     keeps; 0 never stops."""
     max_batches: int | None = None
 
     def __post_init__(self) -> None:
-        at_least("eval", self, every_steps=0, patience=0, max_batches=1)
+        at_least("eval", self, every_steps=0, patience=0, max_batches=1, ndcg_at=1)
+        if self.metric in ("gauc", "ndcg") and self.group is None:
+            raise ConfigError(f'[eval] metric = "{self.metric}" needs a group, such as group = "user"')
+
+    @property
+    def sign(self) -> int:
+        """What a value is multiplied with, so that the more is the better."""
+        return -1 if self.metric == "logloss" else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +172,9 @@ class OutConfig:
     every_s: float = 600.0
     """Seconds between checkpoints; 0 for none but by steps and at the end. With several ranks steps decide."""
     keep: int = 2
-    """Checkpoints that stay, besides the best one where there is a ``patience``."""
+    """Checkpoints that stay, besides the best one where there is a ``patience`` or ``keep_best``."""
+    keep_best: bool = False
+    """The checkpoint of the best evaluation stays, until there is a better one."""
     log_steps: int = 100
     """Steps between two reports."""
     auc_window: int = 100_000
@@ -189,6 +203,14 @@ class Config:
             raise ConfigError("[eval] patience needs files to evaluate on; name them with [data] eval")
         if self.serve.when_better and not self.data.eval:
             raise ConfigError("[serve] when_better needs files to evaluate on; name them with [data] eval")
+        if self.out.keep_best and (not self.data.eval or self.out.dir is None):
+            raise ConfigError("[out] keep_best needs [data] eval, by which the best is found, and [out] dir")
+        sparse = self.data.schema().sparse
+        if self.eval.group is not None and self.eval.group not in sparse:
+            raise ConfigError(
+                f"[eval] group must be a feature, got {self.eval.group!r}{did_you_mean(self.eval.group, sparse)}; "
+                f"features are {', '.join(sparse)}"
+            )
         if self.table.device == "cuda" and self.train.ps:
             raise ConfigError(
                 '[table] device is "cuda", but with [train] ps the rows are on the servers; leave one of them out'

@@ -18,7 +18,7 @@ from shoal.train.aggregation.all_reduce import AllReduceAggregator
 from shoal.train.aggregation.buckets import GradientBucket
 from shoal.train.loop.config import Config
 from shoal.train.loop.machine import find_device, find_table_device
-from shoal.train.loop.metrics import Metrics
+from shoal.train.loop.measure.metrics import Metrics
 from shoal.train.loop.tables import Rows
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

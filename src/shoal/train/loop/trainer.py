@@ -19,16 +19,16 @@ from shoal.data.samples import Samples
 from shoal.data.stream import Batch
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
-from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.hooks import Hooks, SaveTimer, TrainContext, make_hooks
 from shoal.train.loop.learner import Learner
 from shoal.train.loop.machine import fair_threads, resident_bytes
-from shoal.train.loop.metrics import merged
+from shoal.train.loop.measure.evaluation import evaluate
+from shoal.train.loop.measure.metrics import merged
+from shoal.train.loop.measure.summaries import Summaries
 from shoal.train.loop.publish import Publishing
 from shoal.train.loop.reading import Epochs, Reading
 from shoal.train.loop.reporter import Reporter
 from shoal.train.loop.saving import Progress, Saver
-from shoal.train.loop.summaries import Summaries
 
 
 class Trainer:
@@ -157,7 +157,8 @@ class Trainer:
             self.reporter.tick(step=at.step, epoch=at.epoch, samples=at.samples)
             if at.step % config.out.log_steps == 0:
                 now = time.perf_counter()
-                values = self._values() | {"samples_per_s": (at.samples - mark_samples) / (now - mark)}
+                rate = (at.samples - mark_samples) / (now - mark)
+                values = self._values() | {"samples_per_s": rate, "eta_s": self._eta(rate)}
                 self.reporter.progress(**values)
                 self.summaries.progress(values, self.rows)
                 mark, mark_samples = time.perf_counter(), at.samples
@@ -169,6 +170,14 @@ class Trainer:
                 self._save()
         self._exhausted = True
         return "finished"
+
+    def _eta(self, rate: float) -> float | None:
+        """Seconds to the end at a rate of samples; None where nobody knows how many there are."""
+        total = self.stream.total_rows()
+        ends = [] if total is None else [total * self.ranks.world_size]
+        if self.config.train.max_steps is not None and self.at.step:
+            ends.append(self.at.samples * self.config.train.max_steps / self.at.step)
+        return max(0.0, min(ends) - self.at.samples) / rate if ends and rate else None
 
     def _step(self, batch: Batch | None) -> tuple[int, bool, bool, bool]:
         """Samples of all ranks, and whether some rank wants to stop, to save or to push."""
@@ -215,22 +224,23 @@ class Trainer:
         values = self.evaluate()
         if not values["samples"]:
             self.reporter.note("the files of [data] eval gave no samples, so the evaluation says nothing")
-        is_best = self.at.judge(values["auc"] if self.config.eval.metric == "auc" else -values["logloss"])
+        is_best = self.at.judge(self.config.eval.sign * values[self.config.eval.metric])
         self.reporter.evaluated(step=self.at.step, **values, is_best=is_best)
         self.summaries.evaluated(self.at.step, values)
-        if is_best and self.config.eval.patience and self.saver is not None:
+        if is_best and (self.config.eval.patience or self.config.out.keep_best) and self.saver is not None:
             self._keep_best()
         return self._gives_up()
 
     def _gives_up(self) -> bool:
         return 0 < self.config.eval.patience <= self.at.since_best
 
-    def evaluate(self) -> dict[str, float]:
-        """AUC, logloss and calibration on the evaluation files; no row is made or changed."""
+    def evaluate(self) -> dict[str, Any]:
+        """AUC, logloss, calibration and the like on the evaluation files; no row is made or changed."""
         assert self.reading.eval is not None
         return evaluate(
             self.reading.eval, self.model, self.rows, self.learner.logits, self.ranks, ahead=self.config.data.ahead(),
-            max_batches=self.config.eval.max_batches,
+            max_batches=self.config.eval.max_batches, ndcg_at=self.config.eval.ndcg_at,
+            group=None if self.config.eval.group is None else self.schema.sparse.index(self.config.eval.group),
         )  # fmt: skip
 
     def _keep_best(self) -> None:
@@ -255,7 +265,7 @@ class Trainer:
 
     def _verdict(self) -> dict[str, Any]:
         """What the evaluations say: the best value, and of which step the model is that the run ends with."""
-        at, sign = self.at, 1 if self.config.eval.metric == "auc" else -1
+        at, sign = self.at, self.config.eval.sign
         return {
             "metric": self.config.eval.metric, "best": None if at.best is None else sign * at.best,
             "kept_step": at.kept_step, "kept_value": None if at.kept_value is None else sign * at.kept_value,

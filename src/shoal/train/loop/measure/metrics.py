@@ -99,10 +99,51 @@ def merged(metrics: Metrics, ranks: Ranks) -> dict[str, float]:
     rows = int(counts.sum())
     return {
         "auc": binned_auc(counts),
+        "pr_auc": binned_pr_auc(counts),
         "logloss": float(sums[0] / rows) if rows else math.nan,
         "calibration": float(sums[1] / sums[2]) if sums[2] else math.nan,
         "samples": rows,
     }
+
+
+def merged_counts(metrics: Metrics, ranks: Ranks) -> np.ndarray:
+    """The counts of all ranks, which call it together."""
+    return ranks.sum(torch.from_numpy(metrics.counts.copy())).numpy()
+
+
+def binned_pr_auc(counts: np.ndarray) -> float:
+    """Average precision, the area under precision over recall, of counts ``[2, bins]``: negatives, positives."""
+    negative, positive = counts[:, ::-1].astype(np.float64)
+    found, all_found = np.cumsum(positive), np.cumsum(positive + negative)
+    if not found[-1]:
+        return math.nan
+    precision = np.divide(found, all_found, out=np.zeros_like(found), where=all_found > 0)
+    return float((precision * positive).sum() / found[-1])
+
+
+def buckets(counts: np.ndarray, number: int = 10) -> list[dict[str, float]]:
+    """Calibration by bucket: samples in the order of their prediction, in ``number`` parts of about equal size.
+
+    Each has its ``samples``, what was ``predicted`` on average (to 0.1 %, since predictions are binned), and the share
+    that ``happened``. Parts may differ in size where many predictions are alike.
+    """
+    both = counts.sum(0)
+    total = int(both.sum())
+    if not total:
+        return []
+    centre = (np.arange(counts.shape[1]) + 0.5) * (32 / counts.shape[1]) - 16
+    predicted = both / (1 + np.exp(-centre))
+    upto = np.cumsum(both)
+    edges = [int(np.searchsorted(upto, total * (i + 1) / number)) + 1 for i in range(number - 1)]
+    made = []
+    for begin, end in zip([0, *edges], [*edges, counts.shape[1]], strict=True):
+        samples = int(both[begin:end].sum())
+        if samples:
+            happened = float(counts[1, begin:end].sum()) / samples
+            made.append(
+                {"samples": samples, "predicted": float(predicted[begin:end].sum()) / samples, "happened": happened}
+            )
+    return made
 
 
 def exact_auc(scores: np.ndarray, labels: np.ndarray) -> float:

@@ -46,10 +46,11 @@ class Summaries:
             for table in rows.tables.values():
                 table.write_spread(step)
 
-    def evaluated(self, step: int, values: dict[str, float]) -> None:
+    def evaluated(self, step: int, values: dict[str, Any]) -> None:
         if self._writer is not None:
-            for tag in ("auc", "logloss", "calibration"):
-                self._writer.add_scalar(f"eval/{tag}", values[tag], step)
+            for tag in ("auc", "pr_auc", "gauc", "ndcg", "logloss", "calibration"):
+                if tag in values:
+                    self._writer.add_scalar(f"eval/{tag}", values[tag], step)
 
     def close(self) -> None:
         if self._writer is not None:
