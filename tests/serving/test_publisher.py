@@ -281,6 +281,29 @@ def test_beyond_the_history_every_row_is_sent(serve, publish, tmp_path, caplog):
     assert "more than 4 ids wait for replicas" in caplog.text
 
 
+def test_ids_that_are_too_many_for_one_answer_are_asked_for_in_parts(serve, publish, monkeypatch):
+    monkeypatch.setattr("shoal.serving.server.rounds.MAX_LISTED", 7)
+    server = serve()
+    table = live_table(server)
+    table.assign(torch.arange(-50, 50), torch.ones(100, 2))
+    source = HandSource({"user": 2})
+    publisher = publish(source, server)
+    source.learn("user", [3], 5.0)
+    publisher.flush(LONG)  # the source began from nothing: no other row stays
+    assert table.size() == 1
+
+
+def test_an_address_that_cannot_be_used_is_named(serve, publish):
+    server = serve()
+    live_table(server)
+    source = HandSource({"user": 2})
+    publisher = publish(source, server, "nowhere.example:1")  # off loopback without a certificate
+    source.learn("user", [3], 5.0)
+    with pytest.raises(TimeoutError, match=r"nowhere\.example"):
+        publisher.flush(0.5)
+    assert len(publisher.status().targets) == 2
+
+
 def test_a_source_that_lost_track_sends_every_row(serve, publish):
     server = serve()
     table = live_table(server)

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_SOURCES = 4096
 MAX_WEIGHT_BYTES = 1 << 36
+MAX_LISTED = 2_000_000  # ids in one answer
 
 Rows = tuple[TableView, int, torch.Tensor, torch.Tensor | None]
 """(table, sub-table number, distinct ids, their values; None = they have no rows any more)"""
@@ -74,7 +75,9 @@ class Rounds:
     def _hello(self, inputs: Tensors) -> Tensors:
         """What this replica has of a source, and the ids that a roll-back of the source made wrong.
 
-        The message: ``base`` ([run, step] or null) and ``all`` (every id that has a row is wanted).
+        The message: ``base`` ([run, step] or null), ``all`` (every id that has a row is wanted), ``part`` and ``parts``
+        (ids are listed whose remainder by ``parts`` is ``part``). Where they are too many for an answer, it lists those
+        of part 0 and says how many ``parts`` to ask for.
         """
         info, servable, said = push_info.get(), self._servable, _read(inputs)
         base = Stamp(*said["base"]) if said.get("base") else None
@@ -89,8 +92,12 @@ class Rounds:
                     back = view.push_logs[number].pushed()
                     back = back.where(lambda mark: mark.stamp.run < info.run and (base is None or mark.stamp > base))
                     listed.append(torch.from_numpy(back.ids))
+        parts = int(said.get("parts") or -(-sum(map(len, listed)) // MAX_LISTED) or 1)
+        if parts > 1:
+            listed = [ids[torch.remainder(ids, parts) == int(said.get("part", 0))] for ids in listed]
         exported = servable.stamps.get(info.source)
         answer = {
+            "parts": parts,
             "version": servable.version,
             "replica": servable.token,
             "complete": complete,

@@ -133,6 +133,7 @@ class Publisher:
         self._oldest = 0.0
         self._exported: Stamp | None = None
         self._replicas: dict[str, _Replica] = {}
+        self._broken: dict[str, str] = {}  # address -> why there is no replica
         self._asked = False  # whether the targets have ever been asked for
         self._targets_error = ""
         self._rounds = 0
@@ -260,7 +261,7 @@ class Publisher:
                 first = self._stamp
 
     def _behind(self, stamp: Stamp) -> list[tuple[str, str]]:
-        return [
+        return list(self._broken.items()) + [
             (address, replica.error or f"{count(replica.backlog)} rows are left")
             for address, replica in self._replicas.items()
             if replica.session is None or replica.complete is None or replica.complete < stamp
@@ -284,6 +285,7 @@ class Publisher:
                 )
                 for address, replica in sorted(self._replicas.items())
             ]  # fmt: skip
+            targets += [TargetStatus(address, error=error) for address, error in sorted(self._broken.items())]
             kept = len(self._history) if self._history is not None else 0
             most = max(waiting.values()) if waiting else kept
             return PublisherStatus(self._source.name, self._rounds, self._stamp, most, targets)
@@ -347,15 +349,18 @@ class Publisher:
             log.exception("%s: the targets cannot be asked for; rounds go to those that were known", self._source.name)
             return
         replicas = {each: self._replicas[each] for each in wanted if each in self._replicas}
+        broken: dict[str, str] = {}
         for address in wanted:
             if address not in replicas:
                 try:
                     replicas[address] = _Replica(Target(address, self._model, self._security))
                 except Exception as error:
-                    log.warning("%s: %s cannot be used: %s", self._source.name, address, error)
+                    broken[address] = f"it cannot be used: {error}"
+                    if self._broken.get(address) != broken[address]:
+                        log.warning("%s: %s cannot be used: %s", self._source.name, address, error)
         gone = [replica for address, replica in self._replicas.items() if address not in replicas]
         with self._changed:
-            self._replicas, self._asked, self._targets_error = replicas, True, ""
+            self._replicas, self._broken, self._asked, self._targets_error = replicas, broken, True, ""
         for replica in gone:
             replica.target.close()
 

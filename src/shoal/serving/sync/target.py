@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ import torch
 from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_channel
 from shoal.serving.status import Code, StatusError, from_rpc_error
-from shoal.serving.sync.history import Ids
+from shoal.serving.sync.history import Ids, merge
 from shoal.serving.sync.push import COMMIT, HELLO, WEIGHTS, PushInfo, encode_push
 from shoal.serving.sync.quantise import encoders, fingerprint, known
 from shoal.serving.sync.split import Delta, DeltaBatch
@@ -57,15 +57,11 @@ class Session:
 
     @classmethod
     def of(cls, said: Mapping[str, Any], ids: torch.Tensor) -> "Session":
-        counts = [count for _, count in said["listed"]]
-        parts = ids.numpy()
-        listed: Ids = {}
-        at = 0
-        for (name, _), size in zip(said["listed"], counts, strict=True):
-            if size:
-                listed[name] = np.unique(np.concatenate([listed[name], parts[at : at + size]])
-                                         if name in listed else parts[at : at + size])  # fmt: skip
-            at += size
+        sizes = [size for _, size in said["listed"]]
+        parts = ids.split(sizes)
+        listed = merge(
+            *({name: np.unique(part.numpy())} for (name, _), part in zip(said["listed"], parts, strict=True))
+        )
         layouts = tuple(
             Layout(
                 name,
@@ -217,16 +213,22 @@ class Target:
 
     def hello(self, source: str, run: int, base: Stamp | None, everything: bool, timeout: float) -> Session:
         """What the replica has; with ``everything`` all of its ids are listed, else those that a roll-back changed."""
-        message = {"base": base, "all": everything}
-        info = PushInfo(source=source, run=run)
+        said, ids = self._hello(source, run, {"base": base, "all": everything}, timeout)
+        session = Session.of(said, ids)
+        for part in range(1, said["parts"]):
+            more = {"base": base, "all": everything, "part": part, "parts": said["parts"]}
+            listed = Session.of(*self._hello(source, run, more, timeout)).listed
+            session = replace(session, listed=merge(session.listed, listed))
+        return session
+
+    def _hello(self, source: str, run: int, message: Mapping[str, Any], timeout: float) -> tuple[Any, torch.Tensor]:
         try:
-            answer = self._call(HELLO, {"message": _bytes(message)}, info, timeout)
+            answer = self._call(HELLO, {"message": _bytes(message)}, PushInfo(source=source, run=run), timeout)
         except StatusError as error:
             if error.code == Code.UNAVAILABLE:
                 self._open()  # a channel that failed waits before it connects again; the replica may be back
             raise
-        said = json.loads(bytes(answer["answer"].numpy()))
-        return Session.of(said, answer["id"])
+        return json.loads(bytes(answer["answer"].numpy())), answer["id"]
 
     def send(self, package: Package, session: Session, digest: str, complete: bool, timeout: float) -> tuple[int, str]:
         """Sends a round and commits it: (ids, digest of the weights that the replica has now).
