@@ -43,7 +43,8 @@ def load_servable(directory: Path, root: Path) -> Servable:
             signatures.pop(name, None)
         programs, servable.graphs, servable.program = load_program(directory, manifest, views)
         signatures |= programs
-    servable.signatures = signatures | Rounds(servable).signatures()
+    servable.signatures = signatures
+    Rounds(servable)
     return servable
 
 

@@ -225,8 +225,7 @@ class ServedModels:
             assert version.servable is not None
             result = SignatureDefMap()
             for name, signature in version.servable.signatures.items():
-                if signature.listed:
-                    _describe(signature, result.signature_def[name])
+                _describe(signature, result.signature_def[name])
             resolved = ModelSpec(name=spec.name)
             resolved.version.value = version.number
             return resolved, result
@@ -256,9 +255,10 @@ def find_signature(version: Version, name: str, where: str) -> Signature:
     servable = version.servable
     assert servable is not None
     signature = servable.signatures.get(name)
+    if signature is None and servable.rounds is not None:
+        signature = servable.rounds.signatures.get(name)
     if signature is None:
-        known = sorted(each for each, other in servable.signatures.items() if other.listed)
-        raise invalid_argument(f"{where} has no signature {name!r}; it has {known}")
+        raise invalid_argument(f"{where} has no signature {name!r}; it has {sorted(servable.signatures)}")
     return signature
 
 

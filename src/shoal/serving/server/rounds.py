@@ -55,14 +55,15 @@ class Rounds:
         self._open: dict[str, _Round] = {}
         self._lock = threading.Lock()
         servable.rounds = self
+        self.signatures = self._signatures()
+        """What publishers call; the model's metadata does not name it."""
 
-    def signatures(self) -> dict[str, Signature]:
-        """What publishers call; not listed in the model's metadata."""
+    def _signatures(self) -> dict[str, Signature]:
         size, message = TensorSpec("int64", []), TensorSpec("uint8", [None])
         ids = TensorSpec("int64", [None])
         weights = SignatureSpec({"size": size, "offset": size, "content": message}, {"received": size})
         return {
-            name: Signature(spec, run, push=True, listed=False)
+            name: Signature(spec, run, push=True)
             for name, spec, run in (
                 (HELLO, SignatureSpec({"message": message}, {"answer": message, "id": ids}), self._hello),
                 (WEIGHTS, weights, self._weights),

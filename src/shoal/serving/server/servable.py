@@ -138,8 +138,6 @@ class Signature:
     """alias -> the form that this replica prefers, which its metadata says."""
     tables: Sequence[tuple[str, int]] = ()
     """(name, dim) of the tables that it writes pushed rows to, in their order."""
-    listed: bool = True
-    """Whether the model's metadata names it."""
 
     def check(self, where: str, inputs: Tensors) -> None:
         """Raises invalid argument where the inputs, given as tensors or as heads, are not those of the signature."""

@@ -203,5 +203,6 @@ def live_servable(tables: Any) -> Servable:
     for view in views:
         view.logs_pushes = False  # no version comes after these tables
     servable = Servable({}, {view.name: view for view in views})
-    servable.signatures = table_signatures(views, lambda: servable) | Rounds(servable).signatures()
+    servable.signatures = table_signatures(views, lambda: servable)
+    Rounds(servable)
     return servable
