@@ -38,7 +38,8 @@ class Options:
     json: bool = False
     """Print the results as JSON instead of a table."""
     live: bool = False
-    """Afterwards train online, serve from two more processes and push to one of them every second (live.png)."""
+    """Afterwards train online and serve from two more processes: the trainer feeds one every second, the other gets a
+    new export every day of the stream (live.png)."""
 
 
 def main(argv: list[str]) -> int:
@@ -173,7 +174,7 @@ def show(report: dict[str, Any], console: Console, out: Path) -> None:
 def _show_live(live: dict[str, Any], console: Console, out: Path) -> None:
     from rich.table import Table
 
-    table = Table(title="Two serving replicas of one export, asked before each batch was learnt", title_justify="left")
+    table = Table(title="Two serving replicas, asked before each batch was learnt", title_justify="left")
     table.add_column("replica", no_wrap=True)
     table.add_column("AUC", justify="right")
     for name, value in live["auc"].items():
@@ -182,7 +183,7 @@ def _show_live(live: dict[str, Any], console: Console, out: Path) -> None:
     ages = live["freshness_s"]
     if ages["p50"] is not None:
         console.print(
-            f"{live['pushed_rows']:,} rows pushed in {live['rounds']} rounds; from gradient to servable at most "
+            f"rows and weights pushed in {live['rounds']} rounds; from gradient to servable at most "
             f"{ages['p50']:.2f} s (p50), {ages['p99']:.2f} s (p99). The picture is {out / 'live.png'}"
         )
 

@@ -1,4 +1,4 @@
-"""The live half of the demo: train online, serve from two other processes, push to one of them every second."""
+"""The live half of the demo: train online, serve from two other processes, feed one of them every second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from shoal.errors import PeerError
 
 PADDING = -1
 START_S, ANSWER_S = 300.0, 120.0  # nobody waits longer, and a machine that stalls is no reason to fail
-LABELS = ("pushed every second", "initial export only")
+LABELS = ("fed by the trainer every second", "a new export every day")
 
 
 @dataclass(slots=True)
@@ -35,7 +36,6 @@ class Live:
     auc: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     mean_auc: tuple[float, float] = (float("nan"), float("nan"))
     freshness_s: list[float] = field(default_factory=list)
-    pushed_rows: int = 0
     rounds: int = 0
 
     def report(self) -> dict[str, Any]:
@@ -45,7 +45,6 @@ class Live:
             "auc": dict(zip(LABELS, self.mean_auc, strict=True)),
             "freshness_s": {"p50": pick(0.5), "p99": pick(0.99), "max": ages[-1] if ages else None},
             "rounds": self.rounds,
-            "pushed_rows": self.pushed_rows,
             "over_time": {"samples": self.samples, **dict(zip(LABELS, self.auc, strict=True))},
         }
 
@@ -71,12 +70,8 @@ def run_live(
     config: StreamConfig, seconds: float, progress: Callable[[str, int, int, float], None] | None = None
 ) -> Live:
     """Learns a third of the stream, exports, and keeps learning while two replicas answer for ``seconds``."""
-    from shoal.serving.sync.handle import SyncClientHandle
-
     torch.manual_seed(config.seed)
     table = Collisionless(EXPIRE_DAYS, config.seed)
-    handle = SyncClientHandle("demo")
-    table.table.attach(handle)
     model = DeepFm(table.bag)
     dense = torch.optim.Adam(model.deep.parameters(), lr=0.001)
     batches = stream(config)
@@ -85,10 +80,9 @@ def run_live(
         _learn(table, model, dense, next(batches))
         if progress is not None:
             progress("learning before export", number, warm_up, float("nan"))
-    handle.touched.steal()
     with tempfile.TemporaryDirectory() as folder:
-        _export(Path(folder), model, table)
-        return _serve_and_learn(Path(folder), table, model, dense, batches, handle, seconds, progress)
+        trained = _Trained(table, model, dense, Path(folder))
+        return _serve_and_learn(trained, batches, config.batches_per_day, seconds, progress)
 
 
 def _learn(table: Collisionless, model: DeepFm, dense: torch.optim.Optimizer, batch: Batch) -> None:
@@ -101,12 +95,21 @@ def _learn(table: Collisionless, model: DeepFm, dense: torch.optim.Optimizer, ba
     table.optimizer.step()
 
 
-def _export(folder: Path, model: DeepFm, table: Collisionless) -> None:
-    from shoal.serving import Feature, ModelExporter
+class _Trained:
+    """The model under training, and the folders that its replicas load exports from."""
 
-    features = {name: Feature(slot="demo", padding=PADDING if name == "tags" else None) for name in FIELDS}
-    exporter = ModelExporter(folder, model_name="demo", net=ServedNet(model), features=features)
-    exporter.export([{"demo": table.table}], global_step=1)
+    def __init__(self, table: Collisionless, model: DeepFm, dense: torch.optim.Optimizer, folder: Path) -> None:
+        from shoal.serving import Feature, ModelExporter
+
+        self.table, self.dense, self.model, self.net = table, dense, model, ServedNet(model)
+        self.folders = folder / "live", folder / "daily"
+        features = {name: Feature(slot="demo", padding=PADDING if name == "tags" else None) for name in FIELDS}
+        self._exporters = [
+            ModelExporter(each, model_name="demo", net=self.net, features=features) for each in self.folders
+        ]
+
+    def export(self, which: int, day: int) -> None:
+        self._exporters[which].export([{"demo": self.table.table}], global_step=day)
 
 
 def _padded(values: Tensor, offsets: Tensor, width: int = 3) -> Tensor:
@@ -129,10 +132,9 @@ class _Replica:
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._said, text=True, env={**os.environ, "PYTHONPATH": path}
         )
-        self.address = ""
 
-    def wait(self) -> None:
-        """Until it serves."""
+    def wait(self) -> str:
+        """Its address, when it serves."""
         late = threading.Timer(START_S, self._process.kill)
         late.start()
         try:
@@ -144,9 +146,12 @@ class _Replica:
             self._process.wait(60)
             self._said.seek(0)
             raise PeerError(f"a replica of the demo did not start: {self._said.read()[-500:]}")
-        self.address = json.loads(line)["grpc"]
+        return json.loads(line)["grpc"]
 
-    def stop(self) -> None:
+    def __enter__(self) -> _Replica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self._process.terminate()
         try:
@@ -158,85 +163,51 @@ class _Replica:
 
 
 def _serve_and_learn(
-    folder: Path,
-    table: Collisionless,
-    model: DeepFm,
-    dense: Any,
-    batches: Any,
-    handle: Any,
+    trained: _Trained,
+    batches: Iterator[Batch],
+    batches_per_day: int,
     seconds: float,
-    progress: Any,
+    progress: Callable[[str, int, int, float], None] | None,
 ) -> Live:
-    from shoal.serving import SyncLoop, set_address_table
-    from shoal.serving.cluster.backends import SyncBackend
+    from shoal.serving import Client, publish
 
-    replicas = [_Replica(folder) for _ in LABELS]
-
-    class OnlyTheFirst(SyncBackend):
-        def subscribe_model(self, model_name: str) -> None: ...
-        def start(self) -> None: ...
-        def stop(self) -> None: ...
-        def get_sync_targets(self, sub_graph: str) -> tuple[str, list[str]]:
-            return "demo", [replicas[0].address]
-
-    live, loop = Live(), None
-    try:
-        for replica in replicas:
-            replica.wait()
-        set_address_table({f"ps:{which}": [replica.address] for which, replica in enumerate(replicas)})
-        loop = SyncLoop(OnlyTheFirst(), 0, handle, period_secs=1.0).start()
-        scores: tuple[list[Tensor], list[Tensor]] = ([], [])
-        clicks: list[Tensor] = []
-        begin, told, count, seen = time.monotonic(), 0.0, 0, 0
+    for which in range(2):
+        trained.export(which, 1)
+    with ExitStack() as stack:
+        replicas = [stack.enter_context(_Replica(folder)) for folder in trained.folders]
+        addresses = [replica.wait() for replica in replicas]
+        clients = [stack.enter_context(Client(address, model="demo")) for address in addresses]
+        publication = stack.enter_context(
+            publish({"demo": trained.table.table}, net=trained.net, targets=addresses[:1], model="demo", every=None)
+        )
+        live, scores, clicks = Live(), ([], []), []
+        begin, told, count, day, sent = time.monotonic(), 0.0, 0, 1, 0
         while (not clicks or time.monotonic() - begin < seconds) and (batch := next(batches, None)) is not None:
             inputs = {name: _padded(*batch.ids[name]) for name in FIELDS}
-            for which in range(2):
-                scores[which].append(_ask(which, inputs))
+            for which, client in enumerate(clients):
+                scores[which].append(client.predict(inputs, deadline=ANSWER_S)["click"])
             clicks.append(batch.clicks)
-            _learn(table, model, dense, batch)
+            _learn(trained.table, trained.model, trained.dense, batch)
             count += len(batch.clicks)
-            if loop.rounds > seen:
-                seen = loop.rounds
-                if replicas[0].address in handle.freshness:
-                    live.freshness_s.append(handle.freshness[replicas[0].address])
-                answers = json.loads(loop.last_result or "{}").get("responses", ())
-                live.pushed_rows += sum(each.get("update_num", 0) for each in answers)
+            if len(clicks) % batches_per_day == 0:
+                day += 1
+                trained.export(1, day)
+            status = publication.status()[0]
+            if status.rounds > sent and (age := status.targets[0].freshness) is not None:
+                sent = status.rounds
+                live.freshness_s.append(age)
             if time.monotonic() - told > 1.0:
                 told = time.monotonic()
+                publication.round()  # between two steps: rows and weights are of the same one
                 live.samples.append(count)
                 for which in range(2):
-                    recent = auc(torch.cat(scores[which][-20:]), torch.cat(clicks[-20:]))
-                    live.auc[which].append(recent)
+                    live.auc[which].append(auc(torch.cat(scores[which][-20:]), torch.cat(clicks[-20:])))
                 if progress is not None:
                     progress("serving, live", int(told - begin), int(seconds), live.auc[0][-1])
         truth = torch.cat(clicks)
         live.mean_auc = (auc(torch.cat(scores[0]), truth), auc(torch.cat(scores[1]), truth))
-        live.rounds = loop.rounds
+        live.rounds = publication.status()[0].rounds
         return live
-    finally:
-        if loop is not None:
-            loop.stop(final_round=False)
-        set_address_table(None)
-        for replica in replicas:
-            replica.stop()
-
-
-def _ask(which: int, inputs: dict[str, Tensor]) -> Tensor:
-    """What a replica predicts; one that is too busy for a new connection is asked again."""
-    from shoal.serving import remote_predict
-    from shoal.serving.status import Code, StatusError
-
-    until = time.monotonic() + ANSWER_S
-    while True:
-        left_ms = max(1.0, (until - time.monotonic()) * 1000)
-        try:
-            return remote_predict(
-                list(inputs), list(inputs.values()), ["click"], "demo", which, None, max_rpc_deadline_millis=left_ms
-            )[0]
-        except StatusError as error:
-            if error.code != Code.UNAVAILABLE or time.monotonic() > until:
-                raise
-        time.sleep(0.2)
 
 
 def draw_live(live: Live, path: Path) -> None:
@@ -250,9 +221,9 @@ def draw_live(live: Live, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), gridspec_kw={"width_ratios": [2, 1]})
     for label, values, color in zip(LABELS, live.auc, ("#0b6bcb", "#9aa5b1"), strict=True):
         left.plot([count / 1000 for count in live.samples], values, label=label, color=color, linewidth=2)
-    left.set_xlabel("thousand samples since the export")
+    left.set_xlabel("thousand samples since the first export")
     left.set_ylabel("AUC of the last 20 batches")
-    left.set_title("Two replicas of one export")
+    left.set_title("Two replicas of one model")
     left.legend(frameon=False)
     rounds = range(1, len(live.freshness_s) + 1)
     right.plot(rounds, live.freshness_s, "o", color="#0b6bcb")
