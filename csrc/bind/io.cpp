@@ -168,14 +168,14 @@ void io(nb::module_& m) {
   m.def(
       "save",
       [](const std::vector<nb::tuple>& tables, const std::vector<std::string>& temporary,
-         const std::vector<std::string>& paths, bool snappy, int64_t random_sleep_ms, Progress* progress) {
+         const std::vector<std::string>& paths, bool snappy, int64_t random_sleep_ms, Progress* progress, bool state) {
         std::vector<SaveSource> sources;
         for (const nb::tuple& table : tables) sources.push_back(save_source(table));
         const nb::gil_scoped_release release;
-        return as_pairs(save(sources, {temporary, paths, snappy, random_sleep_ms}, progress));
+        return as_pairs(save(sources, {temporary, paths, snappy, random_sleep_ms, state}, progress));
       },
       nb::arg("tables"), nb::arg("temporary"), nb::arg("paths"), nb::arg("snappy"), nb::arg("random_sleep_ms"),
-      nb::arg("progress").none());
+      nb::arg("progress").none(), nb::arg("state") = true);
 
   nb::class_<Load>(m, "Load")
       .def(

@@ -116,7 +116,8 @@ Block apply_columns(const FeatureSet& set, int64_t n, const std::vector<std::opt
         lists[f].clear();
         if (!columns[f]) continue;
         const int64_t begin = starts[f][i], end = starts[f][i + 1];
-        if (begin == end) good = feature.add_missing(&lists[f], &why);
+        const bool none = columns[f]->kind == RawKind::ready && feature.listed;  // of ids: there are none
+        if (begin == end && !none) good = feature.add_missing(&lists[f], &why);
         for (int64_t at = begin; at < end && good; ++at) good = add_value(feature, *columns[f], at, &lists[f], &why);
         good = good && feature.end(&lists[f], &why);
         if (!good) why = "feature " + std::to_string(f) + " " + why;

@@ -138,7 +138,7 @@ std::vector<SavedShard> save(const std::vector<SaveSource>& sources, const SaveT
   std::vector<int64_t> now;  // staleness of the whole save is judged at one moment
   for (const SaveSource& source : sources) {
     if (source.table->layout().serving) throw std::invalid_argument("save is not supported by serving entries");
-    encoders.emplace_back(source.table->layout());
+    encoders.emplace_back(source.table->layout(), target.state);
     now.push_back(source.table->max_update_time());
   }
   const int writers = std::min(shards, num_threads());

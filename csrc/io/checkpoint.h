@@ -37,6 +37,7 @@ struct SaveTarget {
   std::vector<std::string> path;       // what they become once all shards are on the disk
   bool snappy = false;
   int64_t random_sleep_ms = 0;  // each shard waits a random time below it before it begins
+  bool state = true;            // false: weights alone, without what their optimizer keeps
 };
 
 struct SavedShard {

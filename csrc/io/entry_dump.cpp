@@ -74,7 +74,7 @@ std::string count_of(int64_t n, const char* what) { return std::to_string(n) + "
 
 }  // namespace
 
-EntryEncoder::EntryEncoder(const Layout& layout) : layout_(layout) {
+EntryEncoder::EntryEncoder(const Layout& layout, bool state) : layout_(layout), state_(state) {
   max_bytes_ = 64 + 5 * static_cast<size_t>(layout.dim);
   for (const Segment& segment : layout.segments) {
     uint32_t floats = 0;
@@ -100,6 +100,10 @@ char* EntryEncoder::encode(const char* row, uint32_t time, const int64_t* id, ch
   }
   out = put_floats(tag(2, wire::fixed32), row, layout_.dim, out);
 
+  if (!state_) {
+    *out++ = static_cast<char>(tag(4, wire::varint));
+    return wire::put_varint(time, out);
+  }
   const size_t n = layout_.segments.size();
   const auto message_bytes = [&](size_t i) -> size_t {
     if (step_[i] < 0) return float_bytes_[i];

@@ -14,7 +14,8 @@ namespace shoal {
 
 class EntryEncoder {
  public:
-  explicit EntryEncoder(const Layout& layout);  // a training layout, which must outlive this
+  // A training layout, which must outlive this. Without `state` the optimizer's part is left out.
+  explicit EntryEncoder(const Layout& layout, bool state = true);
   // What encode() may touch, including a little behind the message.
   size_t max_bytes() const { return max_bytes_; }
   // Returns the end of the message. `id` may be null: then the field is left out.
@@ -25,6 +26,7 @@ class EntryEncoder {
   std::vector<uint32_t> float_bytes_;  // per segment: its optimizer's message without an int64
   std::vector<int32_t> step_;          // per segment: where in the row its int64 lies, or -1
   size_t max_bytes_ = 0;
+  const bool state_;
 };
 
 // What a record says besides the row itself.

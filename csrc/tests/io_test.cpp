@@ -208,6 +208,22 @@ TEST(every_optimizer_is_read_back_as_it_was_written) {
   }
 }
 
+TEST(a_record_without_state_has_the_weights_alone) {
+  const Layout adam({segment(Opt::adam, 2)}, false, false);
+  const Layout serving({segment(Opt::adam, 2)}, true, false);
+  const float row[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+  const EntryEncoder encoder(adam, false);
+  std::string message(encoder.max_bytes(), 0);
+  const int64_t id = 42;
+  message.resize(encoder.encode(reinterpret_cast<const char*>(row), 7, &id, message.data()) - message.data());
+  CHECK(message.size() == 9 + 2 * 5 + 2);
+  std::vector<char> out(serving.row_bytes);
+  const EntryHead head = EntryDecoder(serving, true).decode(message.data(), message.size(), out.data());
+  float weights[2];
+  std::memcpy(weights, out.data(), 8);
+  CHECK(head.id == 42 && head.time == 7 && weights[0] == 1 && weights[1] == 2);
+}
+
 TEST(a_record_of_another_table_is_refused_or_starts_fresh) {
   const Layout adagrad({segment(Opt::adagrad, 2)}, false, false);
   const Layout adam({segment(Opt::adam, 2)}, false, false);

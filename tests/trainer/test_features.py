@@ -10,9 +10,9 @@ from shoal import _core
 from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.data import CRITEO, Samples, Stream, make_format
 from shoal.errors import ConfigError
+from shoal.nn.feature_rows import Keyed
 from shoal.proto.embedding_hash_table_pb2 import EntryDump
 from shoal.testing import run_ranks
-from shoal.train.loop.bags import Keyed
 from shoal.train.loop.table_config import FeatureConfig, TableConfig, plan_tables
 from shoal.train.loop.tables import Rows
 from shoal.train.loop.trainer import trainer

@@ -56,6 +56,9 @@ class JsonReporter(Reporter):
     def saved(self, *, step: int, path: str, seconds: float) -> None:
         self._write("checkpoint", {"step": step, "path": path, "seconds": seconds})
 
+    def exported(self, *, step: int, path: str, seconds: float) -> None:
+        self._write("export", {"step": step, "path": path, "seconds": seconds})
+
     def bad_row(self, *, where: str, why: str) -> None:
         self._write("bad_row", {"where": where, "why": why})
 
@@ -104,6 +107,9 @@ class PlainReporter(Reporter):
 
     def saved(self, *, step: int, path: str, seconds: float) -> None:
         self.say(f"checkpoint {path} ({seconds:.1f} s)")
+
+    def exported(self, *, step: int, path: str, seconds: float) -> None:
+        self.say(f"export {path} ({seconds:.1f} s)")
 
     def bad_row(self, *, where: str, why: str) -> None:
         prefix = f"rank {self._rank}: " if self._rank else ""

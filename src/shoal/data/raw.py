@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,41 +59,82 @@ def make_inputs(schema: Schema, raw: Mapping[str, Any], *, lists: bool = False) 
     Missing values are None, or left out with their whole column. Raises `ConfigError` for a column that the schema does
     not have, for columns of different lengths and for values that a definition does not take.
     """
-    rules = schema.native(lists=lists)
-    columns = _columns(schema, raw)
-    n = len(next(iter(columns.values()))) if columns else 0
-    features = [
-        None if not (name := schema.column(f)) else column_of(columns.get(name), n, name) for f in schema.sparse
-    ]
-    block = rules.apply(n, [None if column is None else column.native() for column in features])
-    if block.bad:
-        row, _, why = block.bad[0]
-        number, _, rest = why.removeprefix("feature ").partition(" ")
-        name = schema.sparse[int(number)] if number.isdigit() else "a cross"
-        raise ConfigError(f"sample {row}: feature {name!r} {rest}")
-    made = from_block(block, 0, len(schema.sparse), ragged=rules.listed, timed=False)
-    dense = torch.empty(n, len(schema.dense), dtype=torch.float32, device="cpu")
-    for place, name in enumerate(schema.dense):
-        dense[:, place] = _numbers(columns.get(schema.column(name)), n, name, schema.number(name).default)
-    rules.apply_numbers(dense.data_ptr(), n)
-    return Inputs(dense=dense, ids=made.ids, offsets=made.offsets)
+    return InputMaker(schema, lists=lists)(raw)
 
 
-def _columns(schema: Schema, raw: Mapping[str, Any]) -> dict[str, Any]:
-    known = set(schema.raw_columns()) - {schema.label, schema.time}
-    columns = {}
-    for name, values in raw.items():
-        if name in (schema.label, schema.time):
-            continue
-        if name not in known:
-            raise ConfigError(f"there is no feature {name!r}{did_you_mean(name, known)}; there are {sorted(known)}")
-        if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
-            raise ConfigError(f"feature {name!r}: its values must be a list with one a sample, got {values!r}")
-        columns[name] = values
-    sizes = {name: len(values) for name, values in columns.items()}
-    if len(set(sizes.values())) > 1:
-        raise ConfigError(f"every feature must have as many values as there are samples, got {sizes}")
-    return columns
+class InputMaker:
+    """Makes a model's inputs of raw values, as `make_inputs` does, any number of times.
+
+    Args:
+        lists, separator: as for `Schema.native`.
+        ready: the values of features, by the name of the feature, are ids already; numbers stay raw.
+    """
+
+    def __init__(self, schema: Schema, *, lists: bool = False, separator: str = "", ready: bool = False) -> None:
+        self.schema, self.ready = schema, ready
+        self.rules = schema.native(lists=lists, separator=separator)
+        self.listed = frozenset(
+            name
+            for name in schema.sparse
+            if schema.feature(name).listed or (name not in schema.definitions and (lists or bool(separator)))
+        )
+        """Features with any number of values; crosses are not named."""
+        self.columns = {name: self.column(name) for name in schema.sparse}
+        """The input that a feature is made of; empty for a cross."""
+        dense = {name: schema.column(name) for name in schema.dense}
+        self.names = tuple(dict.fromkeys(one for one in [*self.columns.values(), *dense.values()] if one))
+        """The inputs, each once."""
+
+    def column(self, feature: str) -> str:
+        column = self.schema.column(feature)
+        return feature if self.ready and column else column
+
+    def __call__(self, raw: Mapping[str, Any]) -> Inputs:
+        schema, rules = self.schema, self.rules
+        columns = self._columns(raw)
+        n = len(next(iter(columns.values()))) if columns else 0
+        features = [
+            None if not (name := self.columns[f]) else self._column_of(columns.get(name), n, name)
+            for f in schema.sparse
+        ]
+        block = rules.apply(n, [None if column is None else column.native() for column in features])
+        if block.bad:
+            row, _, why = block.bad[0]
+            number, _, rest = why.removeprefix("feature ").partition(" ")
+            name = schema.sparse[int(number)] if number.isdigit() else "a cross"
+            raise ConfigError(f"sample {row}: feature {name!r} {rest}")
+        made = from_block(block, 0, len(schema.sparse), ragged=rules.listed, timed=False)
+        dense = torch.empty(n, len(schema.dense), dtype=torch.float32, device="cpu")
+        for place, name in enumerate(schema.dense):
+            dense[:, place] = _numbers(columns.get(schema.column(name)), n, name, schema.number(name).default)
+        rules.apply_numbers(dense.data_ptr(), n)
+        return Inputs(dense=dense, ids=made.ids, offsets=made.offsets)
+
+    def _columns(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        unread = (self.schema.label, self.schema.time)
+        columns = {}
+        for name, values in raw.items():
+            if name in unread and name not in self.names:
+                continue
+            if name not in self.names:
+                raise ConfigError(
+                    f"there is no feature {name!r}{did_you_mean(name, self.names)}; there are {sorted(self.names)}"
+                )
+            if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+                raise ConfigError(f"feature {name!r}: its values must be a list with one a sample, got {values!r}")
+            columns[name] = values
+        sizes = {name: len(values) for name, values in columns.items()}
+        if len(set(sizes.values())) > 1:
+            raise ConfigError(f"every feature must have as many values as there are samples, got {sizes}")
+        return columns
+
+    def _column_of(self, values: Any, n: int, name: str) -> Column:
+        made = column_of(values, n, name)
+        if not self.ready or values is None:
+            return made
+        if made.kind != INTEGER:
+            raise ConfigError(f"feature {name!r}: ids must be 64-bit integers")
+        return replace(made, kind=READY)
 
 
 def column_of(values: Any, n: int, name: str) -> Column:

@@ -13,6 +13,7 @@ from shoal.serving.export.manifest import Manifest, SignatureSpec, TableSpec
 from shoal.serving.export.plan import write_version
 from shoal.serving.server.servable import Servable, TableView, as_views
 from shoal.serving.server.table_signatures import table_signatures
+from shoal.table.checkpoint import save_multi_table, save_table
 from shoal.table.checkpoint.assets import base_in
 from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig, FloatCompressorConfig
 
@@ -68,7 +69,8 @@ def export_tables(
         prefix = bases[view.name] if shared_assets is None else base_in(os.fspath(shared_assets), view.table.name)
         if shared_assets is None:
             (directory / "assets").mkdir(exist_ok=True)
-            view.table.save(str(directory / "assets" / prefix))
+            save = save_multi_table if view.multi else save_table
+            save(view.table, str(directory / "assets" / prefix), state=False)
             where = "assets"
         else:
             where = os.path.relpath(shared_assets.resolve(), (final or directory).resolve())

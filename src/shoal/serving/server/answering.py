@@ -116,10 +116,11 @@ class Answerer:
                 if unknown := [alias for alias in wanted if alias not in outputs]:
                     raise invalid_argument(f"{where}, {name!r} has no output {unknown}; it has {sorted(outputs)}")
                 resolved = version.resolved(spec.name, name)
-                check = partial(signature.check, f"{where}, signature {name!r}")
+                place = f"{where}, signature {name!r}"
+                check = partial(signature.check, place)
 
                 def prepare() -> Tensors:
-                    return asked.read(check)
+                    return signature.convert(asked.read(check))
 
                 def complete(results: Tensors) -> Any:
                     return asked.finish(resolved, {alias: results[alias] for alias in wanted} if wanted else results)
@@ -127,7 +128,9 @@ class Answerer:
                 if signature.batch and self._max_batch_rows > 1:
                     batcher = version.batchers.get(name)
                     if batcher is None:
-                        batcher = Batcher(signature.run, check, self._max_batch_rows, self._pool, outputs)
+                        batcher = Batcher(
+                            signature.run, partial(signature.join, place), self._max_batch_rows, self._pool, outputs
+                        )
                         version.batchers[name] = batcher
                     call = asked.call  # joined natively, its tensors take at most eight times its bytes
                     if call is not None and 8 * len(call.data) > self._max_request_bytes:

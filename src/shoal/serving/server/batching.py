@@ -11,7 +11,7 @@ as long as that gathers others.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -76,7 +76,7 @@ class Batcher:
 
     Args:
         call: takes and gives ``{alias: tensor}``.
-        check: raises where joined inputs are not what ``call`` takes.
+        join: what ``call`` takes of several requests, and the rows of each. None, or any error: they are read alone.
         max_rows: a batch has at most this many rows, unless one request alone has more.
         pool: runs batches that take long; None = they run on the loop, too.
         outputs: alias -> what it is, as far as that is known.
@@ -88,12 +88,12 @@ class Batcher:
     def __init__(
         self,
         call: Callable[[Tensors], Tensors],
-        check: Callable[[Tensors], None] = lambda inputs: None,
+        join: Callable[[Sequence[PredictCall]], tuple[Tensors, list[int]] | None] = join_calls,
         max_rows: int = 1024,
         pool: Executor | None = None,
         outputs: Mapping[str, TensorSpec] | None = None,
     ) -> None:
-        self._call, self._check = call, check
+        self._call, self._join = call, join
         self._outputs = dict(outputs or {})
         self._joins = True
         self._max_rows = max_rows
@@ -209,14 +209,13 @@ class Batcher:
             if call is None or each.resolved != first.resolved or call.output_filter != first.call.output_filter:
                 return False
             calls.append(call)
-        joined = join_calls(calls)
+        try:
+            joined = self._join(calls)
+        except Exception:
+            return False
         if joined is None:
             return False
         inputs, rows = joined
-        try:
-            self._check(inputs)
-        except Exception:
-            return False
         at = begin = 0
         while at < len(group):
             if not self._joins:  # what ran before showed that these must not be joined

@@ -12,6 +12,7 @@ from shoal.serving.server.program import load_program
 from shoal.serving.server.rounds import Rounds
 from shoal.serving.server.servable import Servable, TableView
 from shoal.serving.server.table_signatures import table_signatures
+from shoal.serving.server.trained import load_trained
 from shoal.stamps import Stamp
 from shoal.table import HashTable, HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig
@@ -41,7 +42,8 @@ def load_servable(directory: Path, root: Path) -> Servable:
     if manifest.program is not None:
         for name in ("lookup", "raw_lookup"):  # a standalone export answers with its program
             signatures.pop(name, None)
-        programs, servable.graphs, servable.program = load_program(directory, manifest, views)
+        load = load_program if manifest.features is None else load_trained
+        programs, servable.graphs, servable.program = load(directory, manifest, views)
         signatures |= programs
     servable.signatures = signatures
     Rounds(servable)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from shoal.serving.export.manifest import SignatureSpec
+from shoal.serving.predict import PredictCall, join_calls
 from shoal.serving.server.push_log import Mark, PushLog
 from shoal.serving.status import invalid_argument
 from shoal.serving.tensors import NAME_OF_DTYPE, TensorHead
@@ -164,6 +165,17 @@ class Signature:
         if self.samples and len({value.shape[0] for value in inputs.values()}) > 1:
             rows = {alias: value.shape[0] for alias, value in sorted(inputs.items())}
             raise invalid_argument(f"{where}: inputs must have one row per sample each, got different numbers: {rows}")
+
+    def convert(self, inputs: Tensors) -> Tensors:
+        """What `run` takes of inputs that were checked."""
+        return inputs
+
+    def join(self, where: str, calls: Sequence[PredictCall]) -> tuple[Tensors, list[int]] | None:
+        """What `run` takes of several requests together, and the rows of each; None where they are read one by one."""
+        joined = join_calls(calls)
+        if joined is not None:
+            self.check(where, joined[0])
+        return joined
 
 
 def dtype_of(tensor: torch.Tensor | np.ndarray) -> str:

@@ -26,7 +26,12 @@ log = logging.getLogger(__name__)
 
 
 def save_multi_table(
-    multi: MultiHashTable, basename: StrPath, random_sleep_ms: int = 0, *, progress: _core.Progress | None = None
+    multi: MultiHashTable,
+    basename: StrPath,
+    random_sleep_ms: int = 0,
+    *,
+    progress: _core.Progress | None = None,
+    state: bool = True,
 ) -> None:
     """Writes all tables of ``multi`` to ``<basename>-00000-of-0000N`` and ``<basename>.meta-00000-of-0000N``.
 
@@ -49,6 +54,7 @@ def save_multi_table(
             snappy=True,
             random_sleep_ms=random_sleep_ms,
             progress=progress,
+            state=state,
         )
         for index in range(count):
             path = naming.shard_path(base + ".meta", index, count)

@@ -27,7 +27,12 @@ rows that live elsewhere also a function that takes one of the parts, and how ma
 
 
 def save_table(
-    table: HashTable, basename: StrPath, random_sleep_ms: int = 0, *, progress: _core.Progress | None = None
+    table: HashTable,
+    basename: StrPath,
+    random_sleep_ms: int = 0,
+    *,
+    progress: _core.Progress | None = None,
+    state: bool = True,
 ) -> None:
     """Writes the rows of ``table`` that are not stale to ``<basename>-00000-of-0000N``.
 
@@ -41,6 +46,7 @@ def save_table(
         random_sleep_ms: each shard waits a random time below it before it begins, so that many tables do not begin at
             once.
         progress: counts rows as they are written; its ``cancel()`` ends the save.
+        state: False leaves out what optimizers keep; a table for serving reads such files, one that trains does not.
 
     Raises:
         UnsupportedError: the table is for serving.
@@ -54,7 +60,7 @@ def save_table(
     scales = {table.name: table._host.scales()} if has_scales(table.table_config) else {}
     with naming_table(table.name), BasenameSave(base) as save:
         save_shards(
-            [table.source()], base, count, into=save, random_sleep_ms=random_sleep_ms, progress=progress
+            [table.source()], base, count, into=save, random_sleep_ms=random_sleep_ms, progress=progress, state=state
         )  # fmt: skip
         add_scales(save, base, scales)
         save.commit()
@@ -71,6 +77,7 @@ def save_shards(
     snappy: bool = False,
     random_sleep_ms: int = 0,
     progress: _core.Progress | None = None,
+    state: bool = True,
 ) -> tuple[list[list[int]], dict[str, FileDigest]]:
     """Writes ``count`` files with the rows of all sources.
 
@@ -88,7 +95,7 @@ def save_shards(
     at: Callable[[str], str] = into.temporary if into is not None else str
     targets = [at(path) for path in paths]
     drafts = [temporary_path(path) for path in targets]
-    written = _core.save(list(sources), drafts, targets, snappy, max(0, int(random_sleep_ms)), progress)
+    written = _core.save(list(sources), drafts, targets, snappy, max(0, int(random_sleep_ms)), progress, state)
     digests = {os.path.basename(path): FileDigest(*digest) for path, (_, digest) in zip(paths, written, strict=True)}
     if into is not None:
         for name, digest in digests.items():

@@ -48,7 +48,7 @@ class Learner:
         own = (train.seed * 1_000_003 + ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
         torch.manual_seed(own)
         self.rows = Rows(config, ranks, table_device, note).to(self.device)
-        self.bucket = GradientBucket(self.model.parameters(), numbers=4)
+        self.bucket = GradientBucket(self.model.parameters(), numbers=5)
         among = DistributedConfig(ranks.world_size, ranks.rank)
         self._aggregator = AllReduceAggregator(among, ranks, average=False, check="first")
         self.metrics = Metrics(config.out.auc_window)
@@ -90,8 +90,8 @@ class Learner:
         self.metrics.add(logits.detach().cpu().numpy(), samples.label.numpy())
         return loss.item()
 
-    def step(self, numbers: tuple[float, float, float, float]) -> list[float]:
-        """Sums gradients and four numbers over all ranks; updates the dense part if the first number is above 0."""
+    def step(self, numbers: tuple[float, ...]) -> list[float]:
+        """Sums gradients and five numbers over all ranks; updates the dense part if the first number is above 0."""
         if self.ranks.world_size > 1:
             self.bucket.numbers.copy_(torch.tensor(numbers, device="cpu"))
             (total,) = self._aggregator.aggregate([self.bucket.flat])

@@ -29,6 +29,9 @@ class Reporter:
     def saved(self, *, step: int, path: str, seconds: float) -> None:
         """A checkpoint is whole."""
 
+    def exported(self, *, step: int, path: str, seconds: float) -> None:
+        """A version for `shoal serve` is whole."""
+
     def bad_row(self, *, where: str, why: str) -> None:
         """The first row that could not be read."""
 

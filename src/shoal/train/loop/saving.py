@@ -80,7 +80,7 @@ class Saver:
         self.newest: str | None = None
         """The checkpoint that this run wrote last, or goes on from."""
         self._damaged: set[int] = set()
-        why = ranks.from_first(_why_not_writable(self.directory) if ranks.first else None)
+        why = ranks.from_first(why_not_writable(self.directory) if ranks.first else None)
         if why:
             raise ConfigError(f"[out] dir: checkpoints cannot be written to {self.directory!r} ({why})")
 
@@ -308,7 +308,7 @@ def _remove_drafts(directory: str) -> None:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def _why_not_writable(directory: str) -> str | None:
+def why_not_writable(directory: str) -> str | None:
     """Tried now rather than after the first hour."""
     try:
         os.makedirs(directory, exist_ok=True)

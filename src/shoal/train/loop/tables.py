@@ -6,16 +6,14 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shoal.comm.ranks.ranks import Ranks
 from shoal.data.samples import Samples
 from shoal.errors import ConfigError, DeadlineError, UnsupportedError
-from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag
+from shoal.nn.feature_rows import FeatureRows, Pooling
 from shoal.nn.keeper import TableKeeper, keeper_of
 from shoal.table.table import HashTable
-from shoal.train.loop.bags import Keyed, combiner_of
 from shoal.train.loop.config import Config
 from shoal.train.loop.table_config import PlannedTable, TableConfig
 
@@ -40,17 +38,12 @@ class Rows(nn.Module):
         self.client: Any = None
         self._ragged = bool(config.data.make_format().ragged)
         self.together = ranks.world_size > 1 and not config.train.ps
-        settings = {feature: config.table.of_feature(feature) for feature in self.features}
-        dims = {feature: one.config.dim for one in self.plan for feature in one.features}
-        self.dims = tuple(dims[feature] for feature in self.features)
-        self.lengths = tuple(settings[feature].length for feature in self.features)
-        self.dim = self.plan[0].config.dim
-        self._equal = len(set(self.dims)) <= 1 and set(self.lengths) <= {1}
         self.tables = self._on_servers(config, note) if config.train.ps else self._here(config, device)
         clock = lambda: self.now_s  # noqa: E731 (one object: tables of one clock are updated together)
         for keeper in self.keepers():
             keeper.clock = clock
-        self._make_modules(settings)
+        self.pooling = pooling_of(config)
+        self.lookup = FeatureRows(self.tables, self.pooling, ragged=self._ragged)
 
     def _here(self, config: Config, device: str) -> dict[str, Any]:
         """In this process, or this process's part."""
@@ -92,37 +85,8 @@ class Rows(nn.Module):
             if self.client.deadline > _AT_ONCE:
                 note(f"{str(error).partition(';')[0]}; waiting for it, up to {self.client.deadline}")
 
-    def _make_modules(self, settings: Mapping[str, TableConfig]) -> None:
-        """One lookup for all features: of rows, of bags of one table, or of bags of a collection of tables."""
-        kinds = {one.combiner for one in settings.values()}
-        table = next(iter(self.tables.values()))
-        alike = len(self.tables) == 1 and self._equal
-        self.single = HashEmbedding(table, fused=True) if alike and not self._ragged else None
-        self.bags = self.many = None
-        if self.single is not None:
-            return
-        if alike and len(kinds) <= 1:
-            self.bags = HashEmbeddingBag(table, combiner=next(iter(kinds), "sum"), fused=True)
-        else:
-            where = {feature: one.config.name for one in self.plan for feature in one.features}
-            self.many = EmbeddingBagCollection(
-                self.tables,
-                {feature: where[feature] for feature in self.features},
-                combiner={feature: combiner_of(one) for feature, one in settings.items()},
-                output="concat" if set(self.lengths) <= {1} else "dict",
-                fused=True,
-            )
-
     def forward(self, samples: Samples) -> Tensor:
-        if self.single is not None:
-            return self.single(samples.ids)
-        if self.bags is not None:
-            return self.bags(samples.ids, samples.offsets).view(len(samples), len(self.features), self.dim)
-        assert self.many is not None
-        flat = self.many(Keyed.of(samples, self.features))
-        if isinstance(flat, dict):
-            flat = torch.cat([flat[feature].flatten(1) for feature in self.features], 1)
-        return flat.view(len(samples), len(self.features), self.dim) if self._equal else flat
+        return self.lookup(samples)
 
     def keepers(self) -> list[TableKeeper]:
         """What modules know of the tables, in their order."""
@@ -205,6 +169,17 @@ class Rows(nn.Module):
     def close(self) -> None:
         if self.client is not None:
             self.client.close()
+
+
+def pooling_of(config: Config) -> dict[str, Pooling]:
+    """How the features of a run are pooled, in the order of the data."""
+    where = {feature: one.config for one in config.tables() for feature in one.features}
+    made = {}
+    for feature in config.data.schema().sparse:
+        own = config.table.of_feature(feature)
+        table = where[feature]
+        made[feature] = Pooling(table=table.name, dim=table.dim, combiner=own.combiner, max_length=own.length)
+    return made
 
 
 def _about(one: PlannedTable) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.data.prefetch import Prefetch
 from shoal.data.samples import Samples
 from shoal.data.stream import Batch
+from shoal.errors import ShoalError
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
+from shoal.train.loop.exporting import Exports
 from shoal.train.loop.hooks import Hooks, SaveTimer, TrainContext, make_hooks
 from shoal.train.loop.learner import Learner
 from shoal.train.loop.machine import fair_threads, resident_bytes
@@ -89,6 +91,7 @@ class Trainer:
         self.summaries = Summaries(config.out.tensorboard, self.ranks)
         self._exhausted = False
         self._loss = math.nan
+        self._export_due = False
         self._files = [[os.path.basename(path), os.path.getsize(path)] for path in self.stream.files]
         self.saver: Saver | None = None
         self.resumed: str | None = None
@@ -97,6 +100,7 @@ class Trainer:
             self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
         self.at.run = self.ranks.from_first(self.at.run)
         self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
+        self.exports = Exports(config, self.ranks, self.learner)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -125,6 +129,7 @@ class Trainer:
         replace = why == "early_stop" and self._take_best()
         path = self._save(last=True, replace=replace)
         self.publishing.finish()
+        self._export(last=True, replace=replace)
         result = self._values() | self._verdict() | {"why": why, "seconds": seconds, "checkpoint": path}
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
         self.hooks.end()
@@ -168,6 +173,8 @@ class Trainer:
                 return "stopped" if self.hooks.context.stop_requested else "interrupted"
             if save:
                 self._save()
+            if self._export_due:
+                self._export()
         self._exhausted = True
         return "finished"
 
@@ -185,8 +192,9 @@ class Trainer:
         self._tell_time(samples)
         self._loss = self.learner.learn(samples, self.at.step + 1)
         wants_save = self.saver is not None and self.saver.wants(self.at.step + 1)
-        wants = float(self.stop()), float(wants_save), float(self.publishing.wants())
-        total, stop, save, push = self.learner.step((len(samples) if samples is not None else 0, *wants))
+        wants = float(self.stop()), float(wants_save), float(self.publishing.wants()), float(self.exports.wants())
+        total, stop, save, push, export = self.learner.step((len(samples) if samples is not None else 0, *wants))
+        self._export_due = export > 0
         if batch is not None:
             self.reader = batch.state
         return round(total), stop > 0, save > 0, push > 0
@@ -229,6 +237,8 @@ class Trainer:
         self.summaries.evaluated(self.at.step, values)
         if is_best and (self.config.eval.patience or self.config.out.keep_best) and self.saver is not None:
             self._keep_best()
+        if is_best and self.exports.wants_better():
+            self._export()
         return self._gives_up()
 
     def _gives_up(self) -> bool:
@@ -323,6 +333,35 @@ class Trainer:
         self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
         self.hooks.after_save(self.at.step)
         return self.saver.newest
+
+    # --- exports ------------------------------------------------------------------------------------------------------
+
+    def export(self, dir: str | None = None, *, model: str | None = None) -> str:
+        """Writes the model of now for `shoal serve` into a folder, by default ``[serve] dir``; the version's path.
+
+        All ranks call it together. It takes raw features and ids; it is there when it is whole.
+        """
+        return self.exports.write(self.at, dir, model)
+
+    def _export(self, *, last: bool = False, replace: bool = False) -> None:
+        """An export into ``[serve] dir``, if there is one. If it fails the next one will be tried; the last raises."""
+        serve = self.config.serve
+        if serve.dir is None or (self.exports.has(self.at.step) and not replace):
+            return
+        if last and serve.when_better and not replace and self.exports.newest is not None:
+            return  # what came after the best evaluation is not exported
+        if last and serve.when_better and self.at.best is None:
+            self.reporter.note("[serve] when_better: no evaluation came, so nothing was exported")
+            return
+        begun = time.perf_counter()
+        try:
+            path = self.exports.write(self.at)
+        except (OSError, ShoalError) as error:
+            if last:
+                raise
+            self.reporter.note(f"the export of step {self.at.step:,} failed ({error}); the run goes on")
+            return
+        self.reporter.exported(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
 
     def _begin_anew(self, saver: Saver) -> None:
         moved = saver.move_aside()

@@ -15,9 +15,10 @@ from shoal.errors import ConfigError
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
 from shoal.serving.net_utils import split_address
 from shoal.serving.predict import Asked
-from shoal.serving.server.rest.json import columns_of, plain, tensors_of
+from shoal.serving.server.rest.json import columns_of, plain, raw_columns, tensors_of
 from shoal.serving.server.rest.pool import PooledHandler, PooledHttpServer
 from shoal.serving.server.rest.status_page import PAGE, metrics_text, snapshot
+from shoal.serving.server.trained import FeatureSignature
 from shoal.serving.status import Code, StatusError, invalid_argument, not_found, unavailable
 
 log = logging.getLogger(__name__)
@@ -201,12 +202,13 @@ class _Handler(PooledHandler):
             wanted = servable.signatures.get(spec.signature_name or "serving_default") if servable else None
         specs = wanted.spec.inputs if wanted is not None else {}
         rows = "instances" in request
-        columns = columns_of(request["instances"]) if rows else request["inputs"]
+        raw = isinstance(wanted, FeatureSignature)
+        columns = columns_of(request["instances"], fill=raw) if rows else request["inputs"]
         if not isinstance(columns, dict):  # the only input need not be named
             columns = {next(iter(specs), ""): columns} if len(specs) == 1 else {"": columns}
 
         def read(check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-            tensors = tensors_of(columns, specs, self.owner.max_message_bytes)
+            tensors = raw_columns(columns) if raw else tensors_of(columns, specs, self.owner.max_message_bytes)
             check(tensors)
             return tensors
 

@@ -13,12 +13,18 @@ from shoal.serving.status import invalid_argument
 from shoal.serving.tensors import MAX_TENSOR_BYTES, dtype_code, torch_dtype
 
 
-def columns_of(instances: Any) -> Any:
-    """Rows as ``{alias: values of all rows}``; rows of a single input that is not named stay a list."""
+def columns_of(instances: Any, *, fill: bool = False) -> Any:
+    """Rows as ``{alias: values of all rows}``; rows of a single input that is not named stay a list.
+
+    ``fill``: values that a row lacks are None; otherwise all rows must have the same keys.
+    """
     if not isinstance(instances, list) or not instances:
         raise invalid_argument("instances must be a list of at least one row")
     if not all(isinstance(row, dict) and not _is_b64(row) for row in instances):
         return instances
+    if fill:
+        found = dict.fromkeys(name for row in instances for name in row)
+        return {name: [row.get(name) for row in instances] for name in found}
     names = instances[0].keys()
     if any(row.keys() != names for row in instances):
         raise invalid_argument("every instance must have the same keys")
@@ -54,6 +60,29 @@ def tensors_of(columns: dict[str, Any], specs: dict[str, Any], max_bytes: int = 
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise DataError(f"input {alias!r} is not a {spec.dtype} tensor: {error}") from None
     return tensors
+
+
+def raw_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    """Raw values as JSON has them, texts in base64 decoded; a DataError for anything else names the input."""
+    made = {}
+    for alias, values in columns.items():
+        if not isinstance(values, list):
+            raise DataError(f"input {alias!r} must be a list with a value per row, got {values!r}")
+        try:
+            made[alias] = [_raw(value) for value in values]
+        except (ValueError, TypeError) as error:
+            raise DataError(f"input {alias!r}: {error}") from None
+    return made
+
+
+def _raw(value: Any, inner: bool = False) -> Any:
+    if value is None or isinstance(value, str) or type(value) in (int, float):
+        return value
+    if isinstance(value, list) and not inner:
+        return [_raw(each, True) for each in value]
+    if _is_b64(value):
+        return _strings(value)
+    raise TypeError(f"a value must be a text, a number, null or a list of them, got {value!r}")
 
 
 def _has_fractions(value: Any) -> bool:

@@ -1,0 +1,110 @@
+"""`FeatureRows`: ids of samples to the rows that a model takes, the same in training and in a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.nn.bag import HashEmbeddingBag
+from shoal.nn.collection import EmbeddingBagCollection
+from shoal.nn.combiners import FirstN
+from shoal.nn.embedding import HashEmbedding
+
+
+class SampleIds(Protocol):
+    """Ids of n samples with F features: ``ids`` ``[n, F]``, or ``[m]`` with ``offsets`` ``[n * F + 1]``."""
+
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def offsets(self) -> Tensor | None: ...
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """How the ids of a feature become its rows: the table they are in, and how several become one."""
+
+    table: str
+    dim: int
+    combiner: str = "sum"
+    max_length: int = 1
+    """Rows that ``firstn`` puts side by side."""
+
+    def combine(self) -> Any:
+        """The combiner as modules take it."""
+        return FirstN(self.max_length) if self.combiner == "firstn" else self.combiner
+
+
+class FeatureRows(nn.Module):
+    """Samples to the rows of their ids: ``[B, F, D]``, or ``[B, sum of widths]`` where features differ in width.
+
+    Args:
+        tables: by name.
+        features: how each feature is pooled, in the order of the data.
+        ragged: whether samples have offsets, so that a feature has any number of ids.
+    """
+
+    def __init__(self, tables: Mapping[str, Any], features: Mapping[str, Pooling], *, ragged: bool) -> None:
+        super().__init__()
+        self.features = tuple(features)
+        self.dims = tuple(one.dim for one in features.values())
+        self.lengths = tuple(one.max_length for one in features.values())
+        self._equal = len(set(self.dims)) <= 1 and set(self.lengths) <= {1}
+        kinds = {one.combiner for one in features.values()}
+        table = next(iter(tables.values()))
+        alike = len(tables) == 1 and self._equal
+        self.single = HashEmbedding(table, fused=True) if alike and not ragged else None
+        self.bags = self.many = None
+        if self.single is not None:
+            return
+        if alike and len(kinds) <= 1:
+            self.bags = HashEmbeddingBag(table, combiner=next(iter(kinds), "sum"), fused=True)
+        else:
+            self.many = EmbeddingBagCollection(
+                dict(tables),
+                {feature: one.table for feature, one in features.items()},
+                combiner={feature: one.combine() for feature, one in features.items()},
+                output="concat" if set(self.lengths) <= {1} else "dict",
+                fused=True,
+            )
+
+    def forward(self, samples: SampleIds) -> Tensor:
+        n, count = len(samples), len(self.features)
+        if self.single is not None:
+            return self.single(samples.ids)
+        if self.bags is not None:
+            return self.bags(samples.ids, samples.offsets).view(n, count, self.dims[0] if self.dims else -1)
+        assert self.many is not None
+        flat = self.many(Keyed.of(samples, self.features))
+        if isinstance(flat, dict):
+            flat = torch.cat([flat[feature].flatten(1) for feature in self.features], 1)
+        return flat.view(n, count, self.dims[0]) if self._equal else flat
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """Ids by feature, as a KeyedJaggedTensor has them: the bags of the first feature, then those of the second, …"""
+
+    keys: tuple[str, ...]
+    values: Tensor
+    offsets: Tensor
+
+    @staticmethod
+    def of(samples: SampleIds, features: tuple[str, ...]) -> Keyed:
+        """The ids of samples, which have them sample by sample."""
+        n, count = len(samples), len(features)
+        if samples.offsets is None:
+            ids = samples.ids.t().reshape(-1)
+            return Keyed(features, ids, torch.arange(ids.numel() + 1, device="cpu"))
+        lengths = samples.offsets.diff().view(n, count).t().reshape(-1)
+        starts = samples.offsets[:-1].view(n, count).t().reshape(-1)
+        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device="cpu")
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        places = torch.repeat_interleave(starts - offsets[:-1], lengths)
+        places += torch.arange(places.numel(), device="cpu")
+        return Keyed(features, samples.ids[places], offsets)

@@ -1,0 +1,95 @@
+"""The features of an export: how raw values become ids and numbers, and ids the rows that the net takes.
+
+They are ``features`` of the manifest: ``schema`` (`shoal.data.Schema`), ``lists`` and ``separator`` as the reader of
+the training data had them, ``pooling`` (`shoal.nn.feature_rows.Pooling` by feature), and ``words``, which names
+the files of vocabularies by feature.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from shoal.data.features import read_words
+from shoal.data.raw import InputMaker
+from shoal.data.schema import Schema
+from shoal.errors import ConfigError, DataError
+from shoal.nn.feature_rows import Pooling
+from shoal.serving.export.manifest import SignatureSpec, TensorSpec, inside
+
+IDS = "ids"
+"""The signature that takes ids; ``serving_default`` takes raw values."""
+LENGTHS = "/lengths"
+"""What the name of a list has appended for the input that says how many values each row has."""
+OUTPUTS = ("logit", "probability")
+_DTYPES = {"text": "string", "vocabulary": "string", "id": "int64", "bucket": "float", "log": "float"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedFeatures:
+    """The features of a model of `shoal train`."""
+
+    schema: Schema
+    pooling: Mapping[str, Pooling]
+    lists: bool = False
+    separator: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """feature -> the file of its vocabulary, relative to the export's directory."""
+
+    def makers(self) -> dict[str, InputMaker]:
+        """What makes inputs of requests, by signature."""
+        return {
+            name: InputMaker(self.schema, lists=self.lists, separator=self.separator, ready=name == IDS)
+            for name in ("serving_default", IDS)
+        }
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        """Writes vocabularies into an export's directory; ``features`` of its manifest."""
+        schema, files = self.schema.to_json(), {}
+        for number, (name, given) in enumerate(schema.get("definitions", {}).items()):
+            words = given.get("words")
+            if not words or any("\n" in word or "\r" in word for word in words):
+                continue
+            files[name] = f"assets.extra/vocabulary_{number}.txt"
+            (directory / "assets.extra").mkdir(exist_ok=True)
+            (directory / files[name]).write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+            given["words"] = []
+        return {
+            "schema": schema, "lists": self.lists, "separator": self.separator,
+            "pooling": {name: asdict(one) for name, one in self.pooling.items()}, "words": files,
+        }  # fmt: skip
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], directory: Path) -> Self:
+        """What `write` wrote; raises DataError where it cannot be read."""
+        try:
+            schema = {**given["schema"], "definitions": dict(given["schema"].get("definitions", {}))}
+            for name, file in given["words"].items():
+                path = inside(directory, directory / file)
+                schema["definitions"][name] = {
+                    **schema["definitions"][name], "words": list(read_words(os.fspath(path), name))
+                }  # fmt: skip
+            return cls(
+                schema=Schema.from_json(schema), lists=bool(given["lists"]), separator=str(given["separator"]),
+                words=dict(given["words"]),
+                pooling={name: Pooling(**one) for name, one in given["pooling"].items()},
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, ConfigError) as error:
+            raise DataError(f"{directory}: the manifest's features are broken: {error!r}") from None
+
+    def signatures(self, outputs: Mapping[str, TensorSpec], row_wise: bool | None) -> dict[str, SignatureSpec]:
+        """What metadata says: raw inputs, and id inputs. Inputs may be left out; then all their values are missing."""
+        made = {}
+        for name, maker in self.makers().items():
+            inputs: dict[str, TensorSpec] = {}
+            for feature, column in maker.columns.items():
+                if column and column not in inputs:
+                    kind = "id" if maker.ready else self.schema.feature(feature).kind
+                    inputs[column] = TensorSpec(_DTYPES[kind], [None, None] if feature in maker.listed else [None])
+            for number in self.schema.dense:
+                inputs.setdefault(self.schema.column(number), TensorSpec("float", [None]))
+            made[name] = SignatureSpec(inputs, dict(outputs), row_wise)
+        return made

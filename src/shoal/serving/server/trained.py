@@ -1,0 +1,227 @@
+"""A model of `shoal train` in a server: raw values or ids in, logits and probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.data.raw import InputMaker, Inputs
+from shoal.errors import ConfigError, DataError, did_you_mean
+from shoal.nn.feature_rows import FeatureRows, Pooling
+from shoal.serving.export.features import IDS, LENGTHS, OUTPUTS, ServedFeatures
+from shoal.serving.export.manifest import inside
+from shoal.serving.export.program_file import load_exported
+from shoal.serving.predict import PredictCall
+from shoal.serving.server.moments import Fresh
+from shoal.serving.server.program import Program, direct_call
+from shoal.serving.server.servable import Signature, TableView, Tensors, dtype_of
+from shoal.serving.status import invalid_argument
+from shoal.serving.tensors import TensorHead
+from shoal.table.config.optim import Sgd
+from shoal.table.table import HashTable
+
+BATCH = "inputs"
+"""The name under which a batch has the inputs that were made."""
+_WHOLE = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
+_TAKEN = ("string", *_WHOLE, "float", "double")
+
+
+@dataclass(frozen=True, slots=True)
+class MadeInputs:
+    """Inputs of some rows, which can be cut by rows."""
+
+    made: Inputs
+    ndim = 2
+
+    def __len__(self) -> int:
+        return self.made.dense.shape[0]
+
+    @property
+    def ids(self) -> torch.Tensor:
+        return self.made.ids
+
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        return self.made.offsets
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.made.dense.shape)
+
+    def __getitem__(self, rows: slice) -> MadeInputs:
+        begin, end, _ = rows.indices(len(self))
+        made = self.made
+        if made.offsets is None:
+            return MadeInputs(Inputs(dense=made.dense[rows], ids=made.ids[rows], offsets=None))
+        features = (made.offsets.shape[0] - 1) // max(1, len(self))
+        offsets = made.offsets[begin * features : end * features + 1]
+        ids = made.ids[int(offsets[0]) : int(offsets[-1])]
+        return MadeInputs(Inputs(dense=made.dense[rows], ids=ids, offsets=offsets - offsets[0]))
+
+
+class TrainedProgram(Program):
+    """The net with its rows.
+
+    Args:
+        net: called with the two keywords ``names``: the numbers and the rows.
+        tables: by name.
+        pooling: how the rows of each feature become one, in their order.
+    """
+
+    def __init__(
+        self,
+        net: Callable[..., Any],
+        names: tuple[str, str],
+        tables: Mapping[str, HashTable],
+        pooling: Mapping[str, Pooling],
+        *,
+        ragged: bool,
+    ) -> None:
+        super().__init__(net, {}, list(OUTPUTS), lambda wanted, fresh: {})
+        self._names, self._tables, self._pooling, self._ragged = names, dict(tables), dict(pooling), ragged
+        self._rows = self._module(self._tables)
+
+    def _module(self, tables: Mapping[str, HashTable]) -> FeatureRows:
+        return FeatureRows(tables, self._pooling, ragged=self._ragged).eval()
+
+    def __call__(self, inputs: Tensors) -> Tensors:
+        batch: MadeInputs = inputs[BATCH]
+        dense, rows = self._names
+        with torch.inference_mode():
+            moment = self.moments.enter()
+            try:
+                module = self._module(self._overlaid(batch, moment.fresh)) if moment.fresh else self._rows
+                found = module(batch)
+            finally:
+                moment.readers.pop()
+            logit = moment.net(**{dense: batch.made.dense, rows: found})
+            return dict(zip(OUTPUTS, (logit, logit.sigmoid()), strict=True))
+
+    def _overlaid(self, batch: MadeInputs, fresh: Mapping[tuple[str, int], Fresh]) -> dict[str, HashTable]:
+        """Tables of the batch's rows as they will be when what was pushed last has been written."""
+        ids = batch.ids.reshape(-1).unique()
+        tables = {}
+        for name, table in self._tables.items():
+            rows = table.lookup(ids)
+            if (name, 0) in fresh:
+                fresh[name, 0].onto(ids, rows)
+            tables[name] = HashTable(table.dim_size, optimizer=Sgd(), initializer="zeros", name=name)
+            tables[name].assign(ids, rows)
+        return tables
+
+
+@dataclass(slots=True)
+class FeatureSignature(Signature):
+    """A signature whose inputs are made natively of what a request has, by the definitions of training."""
+
+    maker: InputMaker | None = None
+
+    def check(self, where: str, inputs: Tensors) -> None:
+        """Raises invalid argument for inputs that the model does not have, or of a type or form that it never takes."""
+        assert self.maker is not None
+        known, rows = self.spec.inputs, {}
+        lists = {self.maker.columns[name] + LENGTHS for name in self.maker.listed}
+        for alias, value in inputs.items():
+            if alias not in known and alias not in lists:
+                hint = did_you_mean(alias, known)
+                raise invalid_argument(f"{where}: there is no input {alias!r}{hint}; it takes {sorted(known)}")
+            if isinstance(value, list):
+                rows[alias] = len(value)
+                continue
+            got = value.dtype if isinstance(value, TensorHead) else dtype_of(value)
+            takes = _WHOLE if alias in lists else self._takes(alias)
+            if got not in takes:
+                raise invalid_argument(f"{where}: input {alias!r} is {got}, expected one of {', '.join(takes)}")
+            shape = tuple(value.shape)
+            most = 2 if alias + LENGTHS in lists else 1
+            if not (len(shape) in (1, most) or (len(shape) == 2 and shape[1] == 1)):
+                forms = "[rows] or [rows, values]" if most == 2 else "[rows]"
+                raise invalid_argument(f"{where}: input {alias!r} has shape {list(shape)}, expected {forms}")
+            rows[alias] = shape[0]
+        if len(set(rows.values())) > 1:
+            raise invalid_argument(f"{where}: inputs must have one row per sample each, got different numbers: {rows}")
+        if not rows:
+            raise invalid_argument(f"{where}: a request must have at least one input; it takes {sorted(known)}")
+
+    def _takes(self, alias: str) -> tuple[str, ...]:
+        assert self.maker is not None
+        if self.maker.ready and alias in self.maker.columns.values():
+            return _WHOLE
+        only_number = alias not in self.maker.columns.values()
+        return _TAKEN[1:] if only_number else _TAKEN
+
+    def convert(self, inputs: Tensors) -> Tensors:
+        """The model's inputs of tensors, or of the lists of JSON; raises invalid argument for bad values."""
+        assert self.maker is not None
+        lengths = {alias.removesuffix(LENGTHS): one for alias, one in inputs.items() if alias.endswith(LENGTHS)}
+        lengths = {alias: one for alias, one in lengths.items() if alias + LENGTHS not in self.spec.inputs}
+        columns = {
+            alias: _column(value, lengths.get(alias), alias)
+            for alias, value in inputs.items()
+            if alias.removesuffix(LENGTHS) not in lengths or not alias.endswith(LENGTHS)
+        }
+        try:
+            return {BATCH: MadeInputs(self.maker(columns))}
+        except ConfigError as error:
+            raise invalid_argument(str(error)) from None
+
+    def join(self, where: str, calls: Sequence[PredictCall]) -> tuple[Tensors, list[int]] | None:
+        return None
+
+
+def _column(value: Any, lengths: Any, alias: str) -> Any:
+    """What `InputMaker` takes: of a list's rows the values that are there.
+
+    Rows of one length are filled up with empty texts or NaN at their end, or ``lengths`` says how many values each has.
+    """
+    if isinstance(value, list):
+        return value
+    if isinstance(value, torch.Tensor):
+        value = value.numpy()
+    if value.ndim == 2 and value.shape[1] == 1 and lengths is None:
+        value = value[:, 0]
+    if value.ndim == 1:
+        if lengths is not None:
+            raise invalid_argument(f"input {alias + LENGTHS!r} goes with values of shape [rows, values]")
+        return list(value) if value.dtype == object else value
+    if lengths is None:
+        present = value != b"" if value.dtype == object else ~np.isnan(value) if value.dtype.kind == "f" else None
+        if present is None:
+            return value
+        counts = value.shape[1] - np.argmax(present[:, ::-1], 1)
+        counts = np.where(present.any(1), counts, 0)
+    else:
+        counts = lengths.numpy()
+        if len(counts) and (counts.min() < 0 or counts.max() > value.shape[1]):
+            raise invalid_argument(f"input {alias + LENGTHS!r} must be 0 to {value.shape[1]}, got {counts.tolist()}")
+    return [row[:count].tolist() for row, count in zip(value, counts, strict=True)]
+
+
+def load_trained(
+    directory: Path, manifest: Any, views: Mapping[str, TableView]
+) -> tuple[dict[str, Signature], None, TrainedProgram]:
+    """The signatures of an export of `shoal train`, one of raw values and one of ids; and its program."""
+    features = ServedFeatures.read(manifest.features, directory)
+    makers = features.makers()
+    try:
+        dense, rows = map(str, manifest.program["net_inputs"])
+        file = inside(directory, directory / manifest.program["file"])
+        specs = {name: manifest.signatures[name] for name in makers}
+        tables = {name: view.table for name, view in views.items()}
+        if lost := {one.table for one in features.pooling.values()} - tables.keys():
+            raise KeyError(*sorted(lost))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
+    program = TrainedProgram(
+        direct_call(load_exported(file)), (dense, rows), tables, features.pooling, ragged=makers[IDS].rules.listed
+    )
+    signatures: dict[str, Signature] = {
+        name: FeatureSignature(specs[name], program, batch=bool(specs[name].row_wise), samples=True, maker=maker)
+        for name, maker in makers.items()
+    }
+    return signatures, None, program

@@ -1,0 +1,265 @@
+"""Exports of a run's model, from wherever its rows are, for `shoal serve`."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import inspect
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal import _core
+from shoal.comm.ranks.ranks import Ranks
+from shoal.durable import Draft, Series, file_bases, temporary_path
+from shoal.errors import ConfigError
+from shoal.serving.export.features import OUTPUTS, ServedFeatures
+from shoal.serving.export.manifest import Manifest, TableSpec, TensorSpec
+from shoal.serving.export.plan import free_second
+from shoal.serving.export.tables import serving_config
+from shoal.serving.export.trace import describe, export_program
+from shoal.serving.server.servable import Servable, TableView
+from shoal.serving.server.table_signatures import table_signatures
+from shoal.stamps import Stamp
+from shoal.table.checkpoint import naming
+from shoal.table.config.messages import FloatCompressorConfig
+from shoal.table.config.optim import Sgd
+from shoal.table.table import HashTable
+from shoal.train.loop.config import Config
+from shoal.train.loop.tables import pooling_of
+
+Page = tuple[Tensor, Tensor]
+"""Ids ``[n]`` and their weights ``[n, D]``."""
+_PER_FILE = 1 << 26  # bytes of weights that come in pages and become one file
+
+
+def served_features(config: Config) -> ServedFeatures:
+    """How raw values become inputs of a run's model, as its reader makes them."""
+    form, schema = config.data.make_format(), config.data.schema()
+    if config.data.format in ("example", "example_batch"):  # whose records hold ids
+        schema = replace(schema, raw=True)
+    separator = str(getattr(form, "separator", "") or "")
+    lists = bool(getattr(form, "lists", False)) or (config.data.format == "tfrecord")
+    lists = lists or (bool(form.ragged) and not separator and not schema.native().listed)
+    return ServedFeatures(schema=schema, pooling=pooling_of(config), lists=lists, separator=separator)
+
+
+class ExportedRows:
+    """The rows of one table on their way into an export: a table of this rank, or pages of ids and weights.
+
+    Args:
+        table: the rows of this rank; of ``pages`` it says name and width alone.
+        pages: rows that are elsewhere; those of ``table`` otherwise.
+    """
+
+    def __init__(self, table: HashTable, pages: Callable[[], Iterator[Page]] | None = None) -> None:
+        self.table, self.pages = table, pages
+        self.name, self.dim = table.name, table.dim_size
+
+    def write(self, folder: str, base: str, ranks: Ranks, each: int) -> dict[str, Any]:
+        """Writes this rank's files; their digests and rows."""
+        if self.pages is not None:
+            return self._write_pages(os.path.join(folder, base), self.pages()) if ranks.first else _nothing()
+        names = [f"{base}-{ranks.rank * each + i:05d}-of-{each * ranks.world_size:05d}" for i in range(each)]
+        return _save(self.table, [os.path.join(folder, name) for name in names])
+
+    def _write_pages(self, base: str, pages: Iterator[Page]) -> dict[str, Any]:
+        """Files of a few pages each; how many there are is known at the end."""
+        parts: list[str] = []
+        done = _nothing()
+        room = _PER_FILE // (4 * self.dim)
+        waiting: list[Page] = []
+
+        def flush() -> None:
+            if not waiting and parts:
+                return
+            held = HashTable(self.dim, optimizer=Sgd(), initializer="zeros", name=self.name)
+            for ids, values in waiting:
+                held.assign(ids, values)
+            waiting.clear()
+            parts.append(f"{base}-part-{len(parts)}")
+            written = _save(held, [parts[-1]])
+            done["rows"] += written["rows"]
+            done["files"][parts[-1]] = next(iter(written["files"].values()))
+
+        for page in pages:
+            waiting.append(page)
+            if sum(len(ids) for ids, _ in waiting) >= room:
+                flush()
+        flush()
+        files = {}
+        for index, part in enumerate(parts):
+            path = naming.shard_path(base, index, len(parts))
+            os.rename(part, path)
+            files[os.path.basename(path)] = done["files"][part]
+        return {"files": files, "rows": done["rows"]}
+
+
+def _nothing() -> dict[str, Any]:
+    return {"files": {}, "rows": 0}
+
+
+def _save(table: HashTable, paths: Sequence[str]) -> dict[str, Any]:
+    """Weights alone, also of rows that expire at the next checkpoint."""
+    drafts = [temporary_path(path) for path in paths]
+    written = _core.save([table.source(stale=True)], drafts, list(paths), False, 0, None, False)
+    return {
+        "files": {os.path.basename(path): digest for path, (_, digest) in zip(paths, written, strict=True)},
+        "rows": sum(sum(rows) for rows, _ in written),
+    }
+
+
+def write_export(
+    base: str,
+    *,
+    model_name: str,
+    net: nn.Module,
+    features: ServedFeatures,
+    tables: Sequence[ExportedRows],
+    ranks: Ranks,
+    step: int,
+    stamps: Callable[[], Mapping[str, Stamp]],
+    codec: str = "float32",
+    keep: int | None = None,
+) -> str:
+    """Writes one version into the folder ``base``; its path. All ranks together.
+
+    It has its name when it is whole. ``stamps`` is asked before the rows are read. Of the versions in the folder the
+    newest ``keep`` stay.
+
+    Raises:
+        OSError: a rank could not write; every rank raises, and nothing is left of the new version.
+        ConfigError: the net cannot be exported; the message says why.
+    """
+    target = ranks.from_first(os.path.join(base, str(free_second(Path(base)))) if ranks.first else None)
+    draft = Draft(target, ranks.from_first(os.urandom(8).hex() if ranks.first else None))
+    counts = ranks.gather([naming.shard_count(-1, 0 if one.pages else one.table.size()) for one in tables])
+    each = [max(of_table) for of_table in zip(*counts, strict=True)]
+    bases = file_bases(one.name for one in tables)
+    assets = os.path.join(draft.path, "assets")
+
+    def begin() -> dict[str, Any]:
+        if not ranks.first:
+            return {}
+        draft.begin()
+        os.mkdir(assets)
+        return {"stamps": dict(stamps()), "read_at": time.time()}
+
+    def write() -> list[Any]:
+        return [one.write(assets, bases[one.name], ranks, count) for one, count in zip(tables, each, strict=True)]
+
+    def publish() -> None:
+        if not ranks.first:
+            return
+        rows = [sum(part[place]["rows"] for part in written) for place in range(len(tables))]
+        digests = {
+            os.path.join("assets", name): digest for part in written for of_table in part
+            for name, digest in of_table["files"].items()
+        }  # fmt: skip
+        manifest = _manifest(Path(draft.path), int(os.path.basename(target)), model_name, net, features, step)
+        manifest.tables = [_spec(one, bases[one.name], count, codec) for one, count in zip(tables, rows, strict=True)]
+        views = [TableView(_empty(one)) for one in tables]
+        pushes = table_signatures(views, lambda: Servable({}))
+        manifest.signatures |= {key: made.spec for key, made in pushes.items() if made.push}
+        manifest.stamps = {name: Stamp(*stamp) for name, stamp in begun["stamps"].items()}
+        manifest.rows_read_at = begun["read_at"]
+        draft.seal(manifest.fields(), digests)
+        draft.publish()
+        if keep is not None:
+            prune_exports(base, keep)
+
+    try:
+        begun = ranks.together(begin)[0]
+        written = ranks.together(write)
+        ranks.together(publish)
+    except BaseException:
+        if ranks.first:
+            draft.discard()
+        raise
+    return target
+
+
+def _manifest(
+    directory: Path, version: int, model_name: str, net: nn.Module, features: ServedFeatures, step: int
+) -> Manifest:
+    """The net's file, the vocabularies', and what is said of them."""
+    names = _forward_names(net)
+    schema = features.schema
+    equal = len({one.dim for one in features.pooling.values()}) <= 1
+    equal = equal and all(one.max_length == 1 for one in features.pooling.values())
+    widths = [one.dim * one.max_length for one in features.pooling.values()]
+    rows = torch.zeros((2, len(widths), widths[0]) if equal and widths else (2, sum(widths)), device="cpu")
+    arguments = dict(zip(names, (torch.zeros(2, len(schema.dense), device="cpu"), rows), strict=True))
+    any_size = torch.export.Dim.AUTO
+    own = copy.deepcopy(net).to("cpu")
+    found = export_program(
+        own, arguments, {name: {0: any_size} for name in names}, directory / "variables" / "program.pt2"
+    )
+    outputs = dict.fromkeys(OUTPUTS, TensorSpec("float", [None]))
+    program = describe({}, list(OUTPUTS)) | {"net_inputs": list(names)}
+    return Manifest(
+        model_name=model_name, sub_graph="standalone", version=version, global_step=step, program=program,
+        signatures=features.signatures(outputs, found.row_wise), features=features.write(directory),
+    )  # fmt: skip
+
+
+def _forward_names(net: nn.Module) -> tuple[str, str]:
+    """What the net calls its numbers and its rows."""
+    named = [
+        one.name for one in inspect.signature(net.forward).parameters.values()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD,)
+    ]  # fmt: skip
+    if len(named) < 2:
+        raise ConfigError(
+            f"model {type(net).__name__}: forward must name its two arguments, the numbers and the rows, to be exported"
+        )
+    return named[0], named[1]
+
+
+def _empty(one: ExportedRows) -> HashTable:
+    return HashTable(one.dim, optimizer=Sgd(), initializer="zeros", name=one.name)
+
+
+def _spec(one: ExportedRows, base: str, rows: int, codec: str) -> TableSpec:
+    config = serving_config(_empty(one).table_config, compressor(codec))
+    config.initial_capacity = max(1, rows)
+    return TableSpec(
+        name=one.name, kind="hash", sub_tables=[], dims=[one.dim], asset_prefix=base, asset_dir="assets",
+        slots={one.name: one.name}, configs=[base64.b64encode(config.SerializeToString()).decode()],
+    )  # fmt: skip
+
+
+def compressor(codec: str) -> FloatCompressorConfig:
+    """How rows are stored, from ``[serve] codec``."""
+    kind, _, number = codec.partition(":")
+    made = FloatCompressorConfig()
+    if kind == "half":
+        made.fp16.SetInParent()
+    elif kind == "fixed_r8":
+        made.fixed_r8.r = float(number)
+    elif kind == "one_bit":
+        made.one_bit.amplitude = float(number)
+    else:
+        made.fp32.SetInParent()
+    return made
+
+
+def prune_exports(base: str, keep: int) -> list[str]:
+    """Removes all versions but the newest ``keep``; what it removed."""
+    return Series(base, "", 1).prune(keep)
+
+
+def remove_drafts(base: str) -> None:
+    """What a process that was killed left half written."""
+    if os.path.isdir(base):
+        with os.scandir(base) as entries:
+            for entry in entries:
+                if entry.name.startswith(".tmp-") and entry.name.split("-")[1].isdecimal():
+                    shutil.rmtree(entry.path, ignore_errors=True)

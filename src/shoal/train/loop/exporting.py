@@ -1,0 +1,107 @@
+"""When a run exports its model, and what of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shoal.comm.ranks.ranks import Ranks
+from shoal.errors import ConfigError
+from shoal.stamps import Stamp
+from shoal.table.config.optim import Sgd
+from shoal.table.table import HashTable
+from shoal.train.loop.config import Config
+from shoal.train.loop.export import ExportedRows, Page, remove_drafts, served_features, write_export
+from shoal.train.loop.learner import Learner
+from shoal.train.loop.saving import Progress, why_not_writable
+
+
+class Exports:
+    """The exports of a run; all ranks call it together, but for `wants`."""
+
+    def __init__(self, config: Config, ranks: Ranks, learner: Learner) -> None:
+        self.config, self.ranks, self.learner = config, ranks, learner
+        self.newest: str | None = None
+        """What this run exported last into ``[serve] dir``."""
+        self._step = -1
+        self._at = time.monotonic()
+        folder = config.serve.dir
+        if folder is None:
+            return
+        why = ranks.from_first(why_not_writable(folder) if ranks.first else None)
+        if why:
+            raise ConfigError(f"[serve] dir: exports cannot be written to {folder!r} ({why})")
+        if ranks.first:
+            remove_drafts(folder)
+
+    def wants(self) -> bool:
+        """Whether this rank asks for an export now, by time."""
+        serve = self.config.serve
+        return bool(serve.every_s) and not serve.when_better and self.ranks.first and self._old_enough()
+
+    def wants_better(self) -> bool:
+        """Whether an evaluation that is the best so far is exported; the first rank decides."""
+        serve = self.config.serve
+        if serve.dir is None or not serve.when_better:
+            return False
+        return self.ranks.from_first(self.newest is None or self._old_enough())
+
+    def _old_enough(self) -> bool:
+        return time.monotonic() - self._at >= self.config.serve.every_s
+
+    def has(self, step: int) -> bool:
+        """Whether the newest export is of that step."""
+        return self._step == step
+
+    def write(self, at: Progress, folder: str | None = None, model: str | None = None) -> str:
+        """Exports the model of now into a folder, by default ``[serve] dir``; the path of the version."""
+        serve, rows = self.config.serve, self.learner.rows
+        own = folder is None
+        folder = serve.dir if own else folder
+        if folder is None:
+            raise ConfigError("export needs a folder; give it one, or set [serve] dir")
+        self._at = time.monotonic() if own else self._at  # one that fails is tried again when the next one is due
+        path = write_export(
+            folder,
+            model_name=model or (serve.name if own else None) or os.path.basename(os.path.abspath(folder)),
+            net=self.learner.model,
+            features=served_features(self.config),
+            tables=exported_rows(self.config, rows),
+            ranks=self.ranks,
+            step=at.step,
+            stamps=lambda: stamps_of(rows, self.ranks, at.stamp),
+            codec=serve.codec,
+            keep=serve.keep if own else None,
+        )
+        if own:
+            self.newest, self._step, self._at = path, at.step, time.monotonic()
+        return path
+
+
+def exported_rows(config: Config, rows: Any) -> list[ExportedRows]:
+    """The tables of a run, wherever their rows are."""
+    if rows.client is None:
+        return [ExportedRows(table) for table in rows.local]
+
+    def pages(name: str) -> Callable[[], Iterator[Page]]:
+        return lambda: rows.client.scan(name)
+
+    return [
+        ExportedRows(
+            HashTable(one.config.dim, optimizer=Sgd(), initializer="zeros", name=one.config.name),
+            pages(one.config.name),
+        )
+        for one in rows.plan
+    ]
+
+
+def stamps_of(rows: Any, ranks: Ranks, stamp: Stamp) -> dict[str, Stamp]:
+    """What rows and weights contain, by source: this trainer, its ranks, or the servers that learn the rows."""
+    if rows.client is not None:
+        rows.client.flush()
+        return {"trainer": stamp, **rows.client.stamps()}
+    if ranks.world_size == 1:
+        return {"trainer": stamp}
+    return {f"trainer_{rank}": stamp for rank in range(ranks.world_size)}
