@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shoal.durable import appearing, make_parents
 from shoal.errors import ConfigError
 
 _CHUNK = 1 << 14
@@ -63,12 +64,10 @@ class CriteoLike:
 def write_criteo(path: str | os.PathLike[str], config: CriteoLike) -> int:
     """Writes the lines, packed where the name ends in ``.gz``; the bytes on disk. The file appears when it is whole."""
     path = os.fspath(path)
-    temporary = f"{path}.part"
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with gzip.open(temporary, "wb", 3) if path.endswith(".gz") else open(temporary, "wb") as file:
+    make_parents(path)
+    with appearing(path) as part, gzip.open(part, "wb", 3) if path.endswith(".gz") else open(part, "wb") as file:
         for chunk in config.chunks():
             file.write(chunk)
-    os.replace(temporary, path)
     return os.path.getsize(path)
 
 

@@ -4,6 +4,7 @@ from shoal.durable.basename import BasenameSave as BasenameSave
 from shoal.durable.basename import find_saved as find_saved
 from shoal.durable.basename import read_newest as read_newest
 from shoal.durable.files import StrPath as StrPath
+from shoal.durable.files import appearing as appearing
 from shoal.durable.files import file_bases as file_bases
 from shoal.durable.files import make_parents as make_parents
 from shoal.durable.files import move_folder as move_folder

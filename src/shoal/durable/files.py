@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -40,20 +41,27 @@ def _sync(path: str, flags: int) -> None:
         os.close(fd)
 
 
-def write_whole(path: StrPath, text: str | bytes) -> None:
-    """Writes a small file that appears whole or not at all."""
-    data = text.encode() if isinstance(text, str) else text
+@contextlib.contextmanager
+def appearing(path: StrPath) -> Iterator[str]:
+    """Where to write a file that becomes ``path`` when the block ends, and is removed if an error ends it.
+
+    Readers see it whole or not at all. Whether it outlives a crash of the machine is the writer's choice (`sync_file`).
+    """
     temporary = temporary_path(path)
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
+    finally:
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        raise
+
+
+def write_whole(path: StrPath, text: str | bytes) -> None:
+    """Writes a small file that appears whole or not at all."""
+    with appearing(path) as temporary, open(temporary, "xb") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def move_folder(folder: StrPath, to: StrPath) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.durable import write_whole
 from shoal.errors import DeadlineError
 from shoal.testing.calls import outcome, pack_call, unpack_call
 from shoal.testing.ranks import RankFailed
@@ -77,9 +78,7 @@ def _main(folder: str) -> int:
         return fn(rank, world_size, *args, **kwargs)
 
     data = outcome(work)
-    temporary = Path(folder) / f".result-{rank}"
-    temporary.write_bytes(data)
-    temporary.rename(Path(folder) / f"result-{rank}")
+    write_whole(Path(folder) / f"result-{rank}", data)
     return 0 if pickle.loads(data)[1] is None else 1
 
 

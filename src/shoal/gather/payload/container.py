@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.durable import appearing
 from shoal.errors import ConfigError
 from shoal.gather.errors import PayloadRejected
 from shoal.gather.payload.codec import DTYPE_NAMES, dtype_of
@@ -268,10 +269,6 @@ def dump_payload(payload: Mapping[str, Any], *, format: str = "safetensors") -> 
 
 def save_payload(payload: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Writes ``dump_payload`` by the path's suffix (``.pt``, otherwise safetensors), whole or not at all."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(dump_payload(payload, format="pt" if path.suffix == ".pt" else "safetensors"))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    data = dump_payload(payload, format="pt" if Path(path).suffix == ".pt" else "safetensors")
+    with appearing(path) as temporary:
+        Path(temporary).write_bytes(data)

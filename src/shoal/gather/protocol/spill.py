@@ -7,6 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from shoal.durable import appearing
 from shoal.gather.errors import PayloadRejected
 from shoal.gather.payload.spec import GradientSpec, canonical_json
 from shoal.gather.protocol.plan import GatherConfig, GatherPlan
@@ -100,9 +101,8 @@ class Spill:
         """Notes next to a validated file what it is, for a restart."""
         if self._config.spill_dir is not None:
             note = path.with_name(path.name + ".json")
-            part = note.with_name(note.name + ".part")
-            part.write_text(canonical_json(self._stamp(info) | {"digest": digest}))
-            part.replace(note)
+            with appearing(note) as part:
+                Path(part).write_text(canonical_json(self._stamp(info) | {"digest": digest}))
 
     def recall(self, uid: int, info: ObjectInfo) -> tuple[Path, str] | None:
         """A file of an earlier run with this very object, and the digest that it must have; or None."""

@@ -4,11 +4,11 @@ import asyncio
 import filecmp
 import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.durable import appearing
 from shoal.gather.errors import ObjectChanged, StoreError
 from shoal.gather.stores.base import EXTENSIONS, READ_BYTES, ObjectInfo, artifact_name, payload_name
 
@@ -73,12 +73,8 @@ class LocalDirStore:
         """A peer's upload: written to a temporary file and renamed."""
         path = self.root / f"{payload_name(window, uid, version, key)}.{format}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary(path)
-        try:
-            temporary.write_bytes(data)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with appearing(path) as temporary:
+            Path(temporary).write_bytes(data)
         return path
 
     async def put_artifact(self, window: int, version: str, path: str | os.PathLike[str]) -> None:
@@ -91,12 +87,8 @@ class LocalDirStore:
                     return
                 raise StoreError(f"{target.name} exists with other bytes", permanent=True)
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = _temporary(target)
-            try:
+            with appearing(target) as temporary:
                 shutil.copyfile(path, temporary)
-                temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
         except OSError as error:
             raise StoreError(f"{target.name}: {error.strerror}") from error
 
@@ -112,9 +104,3 @@ class LocalDirStore:
 def _info(stat: os.stat_result, location: str) -> ObjectInfo:
     etag = f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
     return ObjectInfo(stat.st_size, stat.st_mtime_ns // 1000, etag, location)
-
-
-def _temporary(path: Path) -> Path:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    return Path(name)
