@@ -1,5 +1,7 @@
 """What a source tells its publisher: of local tables, of weights, and of a parameter server that comes back."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -22,13 +24,21 @@ def write(table, *ids):
     table.assign(torch.tensor(ids), torch.ones(len(ids), table.dim_size))
 
 
+def rising():
+    """A stamp that is newer each time."""
+    steps = itertools.count(1)
+    return lambda: Stamp(1, next(steps))
+
+
 def ids_of(changes):
     return {name: sorted(ids.tolist()) for name, ids in changes.ids.items()}
 
 
 def test_tables_and_weights_are_told_when_they_change():
-    a, b, net = make("a"), make("b", 3), torch.nn.Linear(2, 1)
-    source = TablesSource({"a": a, "b": b}, lambda: Stamp(5, 7), base=Stamp(4, 2), weights=lambda: dense_weights(net))
+    a, b, net, steps = make("a"), make("b", 3), torch.nn.Linear(2, 1), itertools.count(7)
+    source = TablesSource(
+        {"a": a, "b": b}, lambda: Stamp(5, next(steps)), base=Stamp(4, 2), weights=lambda: dense_weights(net)
+    )
     assert (source.name, source.base, source.tables) == ("trainer", Stamp(4, 2), {"a": 2, "b": 3})
     first = source.take()
     assert (first.stamp, ids_of(first), first.lost) == (Stamp(5, 7), {}, False)
@@ -53,6 +63,18 @@ def test_tables_and_weights_are_told_when_they_change():
     assert source.take().ids == {}
 
 
+def test_changes_wait_until_the_stamp_rises():
+    table, at = make(), [1]
+    source = TablesSource({"t": table}, lambda: Stamp(1, at[0]))
+    assert ids_of(source.take()) == {}
+    write(table, 1)
+    waiting = source.take()
+    assert (waiting.stamp, ids_of(waiting)) == (Stamp(1, 1), {})
+    at[0] = 2
+    write(table, 2)
+    assert ids_of(source.take()) == {"t": [1, 2]}
+
+
 def test_a_part_owns_its_ids():
     source = TablesSource({}, lambda: Stamp(1, 1), part=(1, 3))
     assert source.owns("t", torch.tensor([-2, -1, 0, 1, 4, 5])).tolist() == [True, False, False, True, True, False]
@@ -61,7 +83,7 @@ def test_a_part_owns_its_ids():
 def test_a_table_that_is_replaced_or_comes_later_is_told_whole():
     tables = {"a": make("a")}
     write(tables["a"], 1, 2)
-    source = TablesSource(lambda: tables, lambda: Stamp(1, 1))
+    source = TablesSource(lambda: tables, rising())
     assert ids_of(source.take()) == {}
     tables["a"] = make("a")
     write(tables["a"], 2, 3)
@@ -75,7 +97,7 @@ def test_a_table_that_is_replaced_or_comes_later_is_told_whole():
 
 def test_more_changes_than_are_kept_are_told_as_lost():
     table = make()
-    source = TablesSource({"t": table}, lambda: Stamp(1, 1))
+    source = TablesSource({"t": table}, rising())
     table.clear()
     changes = source.take()
     assert changes.lost
@@ -190,3 +212,11 @@ def test_what_a_worker_asks_a_server_is_checked():
         with pytest.raises(ValueError, match=why):
             publishing.ask(wish)
     assert publishing.ask({})["publishing"] is False
+
+
+def test_a_server_goes_on_with_what_a_worker_asked_for(tmp_path):
+    engine = Engine(Shard(0, 1), "log", tmp_path)
+    (tmp_path / "publish.json").write_text('{"targets": ["127.0.0.1:1"], "model": "m", "every_s": 2}')
+    assert ShardPublishing(engine).settings["every_s"] == 2
+    (tmp_path / "publish.json").write_text('{"targ')
+    assert ShardPublishing(engine).settings is None

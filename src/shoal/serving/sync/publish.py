@@ -76,7 +76,7 @@ class Publication:
             return self._call(self.publisher.round)
 
     def flush(self, timeout: timedelta | float = 60.0) -> None:
-        """Blocks until every live replica has everything up to now.
+        """Blocks until every live replica has everything up to now. Call it between two steps.
 
         Raises:
             DeadlineError: one does not have it in time; the message says which, and why.
@@ -85,12 +85,9 @@ class Publication:
         end = time.monotonic() + seconds
         for servers in self.servers:
             servers.flush(max(0.1, end - time.monotonic()))
-        while not self.round():  # busy with a round from before
-            if time.monotonic() > end:
-                raise DeadlineError(f"{self.source.name}: its last round was not sent within {seconds:g} s")
-            time.sleep(0.005)
         try:
-            self.publisher.flush(max(0.1, end - time.monotonic()))
+            with self._one_round:
+                self.publisher.flush(max(0.1, end - time.monotonic()))
         except TimeoutError as error:
             raise DeadlineError(str(error)) from error
 
@@ -239,7 +236,7 @@ def tables_of(model_or_tables: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for module in model_or_tables.modules():
             if isinstance(module, TableModule):
-                found |= {slot.name: slot.table for slot in module.slots()}
+                found |= {keeper.name: keeper.table for keeper in module.keepers()}
         return found
     if isinstance(model_or_tables, MultiHashTable):
         return dict(model_or_tables.tables)

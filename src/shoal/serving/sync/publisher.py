@@ -53,6 +53,8 @@ class PublisherStatus:
     unacknowledged: int = 0
     """Ids that not every live replica has."""
     targets: list[TargetStatus] = field(default_factory=list)
+    asked: bool = False
+    """Whether it is known which replicas are live."""
 
 
 HISTORY_IDS = 8 * 1024 * 1024
@@ -288,7 +290,7 @@ class Publisher:
             targets += [TargetStatus(address, error=error) for address, error in sorted(self._broken.items())]
             kept = len(self._history) if self._history is not None else 0
             most = max(waiting.values()) if waiting else kept
-            return PublisherStatus(self._source.name, self._rounds, self._stamp, most, targets)
+            return PublisherStatus(self._source.name, self._rounds, self._stamp, most, targets, self._asked)
 
     def _waiting(self, replica: _Replica) -> int:
         if self._history is None:

@@ -29,20 +29,23 @@ class ServersPublication:
         self._client = client
         if registry is not None and os.path.isdir(registry):
             registry = os.path.abspath(registry)  # servers have working folders of their own
-        client.publish({"model": model, "registry": registry, "targets": targets, "every_s": every_s})
+        self._wish = {"model": model, "registry": registry, "targets": targets, "every_s": every_s}
+        client.publish(self._wish)
 
-    def round(self) -> None:
-        """Has every server begin a round soon."""
-        self._client.publish({"nudge": True})
+    def _ask(self, wish: dict[str, Any]) -> list[dict[str, Any]]:
+        """Asks all servers; one that was started anew and knows of nothing is told again."""
+        told = self._client.publish(wish)
+        if not all(one["publishing"] for one in told):
+            told = self._client.publish(self._wish | wish)
+        return told
 
     def flush(self, timeout_s: float) -> None:
         """Blocks until every live replica has every write of this worker."""
         self._client.flush()
         end = time.monotonic() + timeout_s
-        wanted = [Stamp(*told["now"]) for told in self._client.publish({"nudge": True})]
+        wanted = [Stamp(*told["now"]) for told in self._ask({"nudge": True})]
         while True:
-            told = self._client.publish({"nudge": True})
-            late = [self._late(one, stamp) for one, stamp in zip(told, wanted, strict=True)]
+            late = [self._late(told, stamp) for told, stamp in zip(self._ask({"nudge": True}), wanted, strict=True)]
             if not any(late):
                 return
             if time.monotonic() > end:
@@ -52,7 +55,7 @@ class ServersPublication:
     def _late(self, told: dict[str, Any], wanted: Stamp) -> str:
         """What a server has not sent yet, "" where that is nothing."""
         status = _status(told)
-        if status.stamp is None or status.stamp < wanted:
+        if not status.asked or status.stamp is None or status.stamp < wanted:
             return f"{status.source} made no round yet that has write {wanted.step}"
         without = [
             f"{target.target}{f' ({target.error})' if target.error else ''}"
@@ -63,7 +66,7 @@ class ServersPublication:
 
     def status(self) -> list[PublisherStatus]:
         """How far each server is."""
-        return [_status(told) for told in self._client.publish({})]
+        return [_status(told) for told in self._ask({})]
 
 
 def _status(told: dict[str, Any]) -> PublisherStatus:
@@ -76,5 +79,5 @@ def _status(told: dict[str, Any]) -> PublisherStatus:
     stamp = told.get("stamp")
     return PublisherStatus(
         source=told.get("source", ""), rounds=told.get("rounds", 0), stamp=None if stamp is None else Stamp(*stamp),
-        unacknowledged=told.get("unacknowledged", 0), targets=targets,
+        unacknowledged=told.get("unacknowledged", 0), targets=targets, asked=told.get("asked", False),
     )  # fmt: skip

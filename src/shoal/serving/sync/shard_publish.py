@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,12 +18,14 @@ if TYPE_CHECKING:
     from shoal.serving.sync.publish import Publication
 
 FIELDS = ("registry", "targets", "model", "every_s")
+KEPT = "publish.json"
 
 
 class ShardPublishing:
     """What one server publishes: what it was started with, or what a worker asks for first.
 
     Rounds are made between two writes, so that a round has the rows of one moment, under the number of the last write.
+    What a worker asked for is kept in the server's directory: one that comes back after a crash goes on with it.
 
     Args:
         engine: of the server; before it recovers.
@@ -32,13 +36,18 @@ class ShardPublishing:
         self, engine: Engine, settings: dict[str, Any] | None = None, security: ClientSecurity | None = None
     ) -> None:
         self._engine, self._security = engine, security
+        kept = None if engine.checkpoints is None else engine.checkpoints.directory / KEPT
+        self._kept = kept
+        if settings is None and kept is not None and kept.exists():
+            with contextlib.suppress(OSError, ValueError):  # half written: the worker will ask again
+                settings = json.loads(kept.read_text())
         self.settings = None if settings is None else _checked(settings)
         self.server: ParameterServer | None = None
         """Set before the server starts."""
         self.publication: Publication | None = None
         self._source: TablesSource | None = None
         self._lock = threading.Lock()
-        if settings is not None:
+        if self.settings is not None:
             engine.loaded = lambda: self._follow(complete=True)  # what the log has since the checkpoint is told, too
 
     def _follow(self, complete: bool) -> None:
@@ -81,6 +90,8 @@ class ShardPublishing:
                 if self.publication is None:
                     self.settings = settings
                     self.start()
+                    if self._kept is not None:
+                        self._kept.write_text(json.dumps(settings))
                 elif self.settings is not None and settings["model"] != self.settings["model"]:
                     raise ConfigError(
                         f"shard {self._engine.shard.index} publishes its rows for model {self.settings['model']!r} "

@@ -23,7 +23,7 @@ class TablesSource:
 
     Args:
         tables: by the names that the export has; a function, where tables come, or are replaced by others.
-        stamp: the stamp of rows and weights now.
+        stamp: the stamp of rows and weights now. While it does not rise, changes wait for the next call.
         base: of the checkpoint that the tables were loaded from; None: they began empty.
         name: of this source.
         weights: the dense weights of now, which are copied; None where another source tells them.
@@ -49,6 +49,7 @@ class TablesSource:
         self._stamp = stamp
         self._weights = weights
         self._lost = not complete
+        self._told: Stamp | None = None
         self._sent: dict[str, Tensor] | None = None
         self._since = time.time()
         self._lock = threading.Lock()
@@ -63,6 +64,11 @@ class TablesSource:
         """What changed since the last call: between two updates, where rows and weights are to be of one step."""
         with self._lock:
             since, self._since = self._since, time.time()
+            stamp = self._stamp()
+            if self._told is not None and stamp <= self._told:
+                self._since = since
+                return Changes(stamp=self._told)
+            self._told = stamp  # what changes from now on is newer
             ids, lost, self._lost = {}, self._lost, False
             for name, table in list(self._now().items()):
                 changed, everything = self._changed(name, table)
@@ -71,7 +77,7 @@ class TablesSource:
                     ids[name] = changed
             weights = self._changed_weights()
             something = bool(ids) or lost or weights is not None
-            return Changes(stamp=self._stamp(), ids=ids, since=since if something else 0.0, weights=weights, lost=lost)
+            return Changes(stamp=stamp, ids=ids, since=since if something else 0.0, weights=weights, lost=lost)
 
     def _changed(self, name: str, table: HashTable) -> tuple[Tensor, bool]:
         """Ids that were written or removed, and whether any other may have been written, too."""

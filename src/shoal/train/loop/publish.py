@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.train.loop.saving import Progress
 
 LAST_S = 60.0  # for replicas to get what was learnt last
+AGAIN_S = 0.05  # after a round that came while the last one was still being sent
 
 
 def source_name(rank: int, world: int) -> str:
@@ -53,7 +54,7 @@ class Publishing:
         note: Callable[[str], None],
     ) -> None:
         self._every_s = config.serve.push_every_s
-        self._ranks, self._note = ranks, note
+        self._ranks, self._note, self._at = ranks, note, at
         self._next_at = time.monotonic() + self._every_s
         self._publication: Publication | None = None
         if not self._every_s:
@@ -97,9 +98,8 @@ class Publishing:
 
     def round(self) -> None:
         """Copies what changed up to this step and has it sent."""
-        self._next_at = max(self._next_at + self._every_s, time.monotonic())
-        if self._publication is not None:
-            self._publication.round()
+        begun = self._publication is None or self._publication.round()
+        self._next_at = max(self._next_at + self._every_s, time.monotonic()) if begun else time.monotonic() + AGAIN_S
 
     def exported(self, version: int, stamp: Stamp) -> None:
         """There is an export with everything up to ``stamp``: replicas that start later start with it."""
@@ -108,6 +108,7 @@ class Publishing:
 
     def finish(self) -> None:
         """Waits until every live replica has what was learnt last; says so where one does not get it in time."""
+        self._at().other_changes += 1  # whatever else changed since the last round
         if self._publication is not None:
             try:
                 self._publication.flush(LAST_S)

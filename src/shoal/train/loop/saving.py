@@ -49,10 +49,13 @@ class Progress:
     base: Stamp | None = None
     """The stamp of the checkpoint that this start goes on from; None: it began from nothing."""
 
+    other_changes: int = 0
+    """Changes that no step made: removals of expired rows, the best model brought back. Stamps count them, too."""
+
     @property
     def stamp(self) -> Stamp:
-        """Of the rows and weights of now: those that were brought back are newer than those of the last step."""
-        return Stamp(self.run, self.step + self.restored)
+        """Of the rows and weights of now."""
+        return Stamp(self.run, self.step + self.other_changes)
 
     def judge(self, value: float) -> bool:
         """Takes an evaluation; whether it is the best so far, which NaN never is."""
@@ -107,12 +110,13 @@ class Saver:
         """
         target = self.series.path(at.step)
         self._saved_at = time.monotonic()  # one that fails is tried again when the next one is due
+        if self.rows.evict():
+            at.other_changes += 1
         values = asdict(at) | {"now_s": self.rows.now_s} | _steps_to_json(self.rows.steps())
         del values["step"], values["base"]
         snapshot.content = {"identity": self.config.identity(), "progress": values, "files": files}
         if self.rows.client is not None:
             snapshot.content["servers"] = self._keep_on_servers(at)
-        self.rows.evict()
         checkpoint.save_checkpoint(target, snapshot, self.rows.local, self.ranks, lambda: self._make_room(at.step))
         self.newest = target
         self._saved_at = time.monotonic()
@@ -235,7 +239,7 @@ class Saver:
         self.rows.set_steps(values.get("sparse_steps") or dict.fromkeys(self.rows.tables, values["sparse_step"]))
         if isinstance(values.get("run"), str):  # of a version that did not stamp what it learns
             values["name"] = values.pop("run")
-        base = Stamp(values.pop("run", 0), manifest.step)
+        base = Stamp(values.pop("run", 0), manifest.step + values.get("other_changes", 0))
         known = {one.name for one in fields(Progress)}
         at = Progress(
             step=manifest.step, run=new_run(base.run), base=base,

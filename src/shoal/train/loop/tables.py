@@ -137,11 +137,14 @@ class Rows(nn.Module):
         for name, keeper in zip(self.tables, self.keepers(), strict=True):
             keeper.global_step = steps[name]
 
-    def evict(self) -> None:
-        """Removes this process's rows that have expired."""
-        for one, table in zip(self.plan, self.local, strict=False):
-            if one.config.expire_after is not None:
-                table.evict()
+    def evict(self) -> bool:
+        """Removes this process's rows that have expired; whether any can."""
+        expire = [
+            table for one, table in zip(self.plan, self.local, strict=False) if one.config.expire_after is not None
+        ]
+        for table in expire:
+            table.evict()
+        return bool(expire)
 
     # --- servers ------------------------------------------------------------------------------------------------------
 

@@ -271,6 +271,7 @@ class Trainer:
             self.reporter.note(f"{why_not}; the model stays that of the last step")
             return False
         at.restored = True
+        at.other_changes += 1
         return True
 
     def _verdict(self) -> dict[str, Any]:
