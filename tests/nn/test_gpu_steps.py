@@ -145,6 +145,43 @@ def test_bad_offsets_on_the_device_are_told_of_by_a_later_call():
     bag(ids, torch.tensor([0, 2, 5], device="cuda"))
 
 
+def test_offsets_that_are_those_of_another_feature_are_told_of_once():
+    tables = {key: shoal.HashTable(4, device="cuda") for key in ("a", "b")}
+    collection = EmbeddingBagCollection(tables).eval()
+    three, two = (torch.tensor(offsets, device="cuda") for offsets in ([0, 1, 3], [0, 1, 2]))
+    good = {"a": (torch.arange(3, device="cuda"), three), "b": (torch.arange(2, device="cuda"), two)}
+    collection(good)
+    collection({"a": (good["a"][0], two), "b": (good["b"][0], three)})  # joined they rise from 0 to 5
+    torch.cuda.synchronize()
+    with pytest.raises(ConfigError, match="offsets of an earlier batch"):
+        collection(good)
+    for _ in range(3):
+        collection(good)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("features", [2, 70])
+def test_offsets_alone_say_which_feature_an_id_is_of(features):
+    keys = [f"f{number}" for number in range(features)]
+    options = {"optimizer": shoal.Sgd(lr=1.0), "initializer": "zeros"}
+    ours, theirs = ({key: shoal.HashTable(4, device=on, **options) for key in keys} for on in ("cuda", "cpu"))
+    gpu, cpu = EmbeddingBagCollection(ours), EmbeddingBagCollection(theirs)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        lengths = torch.randint(0, 4, (features * 5,), generator=generator)
+        values = torch.randint(0, 9, (int(lengths.sum()),), generator=generator)
+        outs = [
+            gpu(Keyed(keys, values.cuda(), lengths.cuda())),
+            cpu(Keyed(keys, values, lengths)),
+        ]
+        torch.testing.assert_close(outs[0].cpu(), outs[1])
+        for out in outs:
+            (out + 1).square().sum().backward()
+    ids = torch.arange(9)
+    for key in keys:
+        torch.testing.assert_close(ours[key].lookup(ids.cuda()).cpu(), theirs[key].lookup(ids))
+
+
 def test_tables_of_both_devices_stand_side_by_side():
     options = {"optimizer": shoal.Sgd(lr=1.0), "initializer": "zeros"}
     tables = {"gpu": shoal.HashTable(4, device="cuda", **options), "cpu": shoal.HashTable(4, **options)}

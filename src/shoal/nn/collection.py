@@ -115,7 +115,7 @@ class EmbeddingBagCollection(TableModule):
         else:
             keys, joined = as_joined(ids, weights)
             parts = [joined]
-        names = [str(key) for key in keys]
+        names = tables.names if keys == tables.names else [str(key) for key in keys]
         if torch.compiler.is_compiling() or not tables.planned(names):
             self._check_keys(names)
         if not names:

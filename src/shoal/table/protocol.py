@@ -42,6 +42,8 @@ class Traits:
     """The rows of this process are all there are, so that a module's ``state_dict`` holds them."""
     checks_bags: bool = False
     """`pooled` refuses offsets that do not rise from 0 to the number of ids, so that callers need not look at them."""
+    counts_bags: bool = False
+    """In place of counts that only the device knows `find` takes the offsets of the bags, as they are."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,17 @@ class Found(NamedTuple):
     ids: Tensor
     """int64 ``[N]``, the ids of feature 0 first."""
     counts: Tensor
-    """int64 ``[F]``: ids of each feature; on the host where the caller knows them, else on the device."""
+    """int64 ``[F]``: ids of each feature; on the host where the caller knows them, else on the device. Or the offsets
+    ``[F * B + 1]`` of the bags, for a group that ``counts_bags``."""
     where: Tensor
     """Known to the group alone: row numbers, routes. Validated when it is used, since rows may have moved since."""
     came: Tensor
     """Known to the group alone: what other ranks asked of this one; else empty."""
+
+    def sizes(self, features: Features) -> list[int]:
+        """Ids of each feature. Waits for the device where only it knows."""
+        counts, n = self.counts, len(features.tables)
+        return (counts if counts.shape[0] == n else counts[:: (counts.shape[0] - 1) // n].diff()).tolist()
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.ids, self.counts, self.where, self.came

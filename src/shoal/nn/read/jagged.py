@@ -19,6 +19,8 @@ from shoal.fid import as_int64
 from shoal.host import as_tensor
 from shoal.ragged import Ragged
 
+_UNKEYED = (Tensor, Ragged, tuple, list)
+
 
 class Jagged(NamedTuple):
     """Bag ``b`` is ``values[offsets[b]:offsets[b + 1]]``; without offsets the ids are not ragged, and any shape."""
@@ -60,7 +62,7 @@ def is_keyed(ids: Any) -> bool:
     """Whether ids belong to several named features."""
     if isinstance(ids, Mapping):
         return True
-    return not isinstance(ids, Tensor | Ragged | tuple | list) and hasattr(ids, "keys") and hasattr(ids, "values")
+    return not isinstance(ids, _UNKEYED) and hasattr(ids, "keys") and hasattr(ids, "values")
 
 
 def as_parts(ids: Mapping[Any, Any], weights: Any = None) -> list[Jagged]:
@@ -84,15 +86,21 @@ def as_joined(ids: Any, weights: Any = None) -> tuple[list[str], Jagged]:
     """Keys of something like a KeyedJaggedTensor, and the bags of the first key, of the second, and so on."""
     keys = list(_get(ids, "keys"))
     values, offsets, own = _from_object(ids, None, weights)
-    values = as_id_values(values)
-    offsets = _as_offsets(offsets, values)
-    assert offsets is not None
+    if not (_is_plain(values) and _is_plain(offsets) and offsets.shape[0] and values.device == offsets.device):
+        values = as_id_values(values)
+        offsets = _as_offsets(offsets, values)
+        assert offsets is not None
     if keys and (offsets.shape[0] - 1) % len(keys):
         raise ConfigError(
             f"{len(keys)} keys have equally many bags, but there are {offsets.shape[0] - 1} bags; "
             "batches with a stride of their own for each key are not supported"
         )
     return keys, Jagged(values, offsets, _as_weights(own, values))
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether ids or offsets are such that nothing is to be done about them."""
+    return type(tensor) is Tensor and tensor.dtype is torch.int64 and tensor.dim() == 1
 
 
 def split_keys(ids: Any, keys: list[str], joined: Jagged) -> list[Jagged]:

@@ -23,7 +23,7 @@ from shoal.nn.read.plan import Plan, find_plan
 from shoal.nn.read.refusal import tell_ranks
 from shoal.nn.read.watch import watch_offsets
 from shoal.nn.update.passes import hand_over, numbers
-from shoal.table.protocol import Found, Missing, Part
+from shoal.table.protocol import Found, Group, Missing, Part
 
 NOTHING: list[Any] = []
 
@@ -72,7 +72,7 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
     for i, call in enumerate(plan.calls):
         ids, features, group = all_ids[i], call.features, call.group
         found = group.find(
-            ids, _counts(sizes[i], all_offsets[i] if all_offsets else None, bags), features, missing=missing
+            ids, _counts(group, sizes[i], all_offsets[i] if all_offsets else None, bags), features, missing=missing
         )
         founds.append(found)
         if not call.fused:
@@ -89,13 +89,13 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
     return outputs, founds
 
 
-def _counts(sizes: list[int], offsets: Tensor | None, bags: int) -> Tensor:
-    """int64 ``[F]``: on the host if sizes are known, else where the offsets are."""
+def _counts(group: Group, sizes: list[int], offsets: Tensor | None, bags: int) -> Tensor:
+    """`Found.counts`: on the host if sizes are known, else where the offsets are."""
     if sizes or offsets is None:
         return _known_counts(*sizes)
     if not bags:
         raise ConfigError("ids by key without bags need to say how many ids each key has")
-    return offsets[bags::bags] - offsets[:-1:bags]
+    return offsets if group.traits.counts_bags else offsets[::bags].diff()
 
 
 @lru_cache(maxsize=512)
@@ -255,7 +255,9 @@ def _gradient_op(
     for i in range(len(plan.calls)):
         there = zip(opaque[2 * i : 2 * i + 2], plan.opaque[i], strict=True)
         found = [raw.to(device).view(dtype).view(-1, *tail) for raw, (dtype, tail, device) in there]
-        founds.append(Found(ids[i], _counts(own[i], offsets[i] if offsets else None, bags), *found))
+        founds.append(
+            Found(ids[i], _counts(plan.calls[i].group, own[i], offsets[i] if offsets else None, bags), *found)
+        )
     hand_over(next(numbers), _parts(plan, grads, founds, offsets, weights))
     tape.add_(1)
     return torch.zeros(0, device=tape.device)

@@ -161,10 +161,11 @@ def add_waiting(group: Group, keepers: tuple[TableKeeper, ...], part: Part, numb
 
 def detached(part: Part) -> Part:
     """The part with copies of what the user may change before the step."""
-    found = part.found
-    found = Found(found.ids.clone(), found.counts, found.where, found.came)
     offsets, weights = (None if one is None else one.clone() for one in (part.offsets, part.weights))
-    return Part(found, part.features, part.grad.clone(), offsets, weights)
+    ids, counts, where, came = part.found
+    if counts.shape[0] != len(part.features.tables):  # they are the offsets
+        counts = counts.clone() if offsets is None else offsets
+    return Part(Found(ids.clone(), counts, where, came), part.features, part.grad.clone(), offsets, weights)
 
 
 def clear_pending(keepers: Sequence[TableKeeper]) -> None:

@@ -69,7 +69,7 @@ def next_step(group: Group, keepers: Sequence[TableKeeper]) -> Step:
     capturing = torch.cuda.is_current_stream_capturing()
     if clock is None and not capturing:
         clock = _clocks[group] = GroupClock(group.traits.device, seconds)
-    if not capturing and all(keeper.counter.counted is None for keeper in keepers):
+    if not capturing and not [keeper for keeper in keepers if keeper.counter.counted is not None]:
         return Step(_count(keepers), seconds)
     if clock is None:
         raise UnsupportedError(
@@ -84,9 +84,10 @@ def next_step(group: Group, keepers: Sequence[TableKeeper]) -> Step:
 
 def _count(keepers: Sequence[TableKeeper]) -> int:
     with _counting:
-        number = max(keeper.counter._number for keeper in keepers) if len(keepers) > 1 else keepers[0].counter._number
-        for keeper in keepers:
-            keeper.counter._number = number + 1
+        counters = [keeper.counter for keeper in keepers]
+        number = max([counter._number for counter in counters])
+        for counter in counters:
+            counter._number = number + 1
     return number
 
 

@@ -47,7 +47,7 @@ def _distinct(places: tuple[int, ...]) -> tuple[int, ...]:
 
 def expand(part: Part, dim: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """The table, ids and row gradients of each feature of a part, without padding. Waits for the device."""
-    sizes = part.found.counts.tolist()
+    sizes = part.found.sizes(part.features)
     rows = row_gradients(part, dim)
     for table, ids, grads in zip(part.features.tables, part.found.ids.split(sizes), rows.split(sizes), strict=True):
         if part.features.padding is not None:

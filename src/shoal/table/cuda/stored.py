@@ -66,7 +66,7 @@ class StoredTable(HashTable):
         self._changes = Changes(self)
         self._plans: dict[Any, Any] = {}
         self._version = 0
-        self._walked: tuple[int, Tensor, Tensor] | None = None
+        self._walked: tuple[tuple[int, int], Tensor, Tensor] | None = None
         self._handle = compiled.register(self)
         self._token = torch.zeros(1, device=self.device)  # what orders calls inside compiled code
         return self._host
@@ -268,8 +268,9 @@ class StoredTable(HashTable):
             raise ConfigError(f"table {self.name!r}: limit must be at least 1, got {limit}")
         if offset < 0:
             raise ConfigError(f"table {self.name!r}: offset is 0 or what the call before returned, got {offset}")
-        if self._walked is None or self._walked[0] != self._version:
-            self._walked = self._version, *self._storage.entries(self._number)
+        version = self._version, self._storage.turn.writes
+        if self._walked is None or self._walked[0] != version:
+            self._walked = version, *self._storage.entries(self._number)
         _, ids, rows = self._walked
         begin = ids.numel() * shard_idx // num_shards + offset
         end = min(begin + limit, ids.numel() * (shard_idx + 1) // num_shards)

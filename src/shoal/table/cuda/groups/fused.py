@@ -41,7 +41,7 @@ class FusedGroup:
         self.device, self.layout = tables[0].device, tables[0]._layout
         self.dim = self.layout.dim
         cuda = self.device.type == "cuda"
-        self.traits = Traits(device=self.device, capturable=cuda, checks_bags=cuda, local_state=True)
+        self.traits = Traits(device=self.device, capturable=cuda, local_state=True, checks_bags=cuda, counts_bags=True)
         self._storages = list({id(table._storage): table._storage for table in tables}.values())
         share_turn(self._storages)
         self._places = [(self._storages.index(table._storage), table._number) for table in tables]
@@ -128,21 +128,21 @@ class FusedGroup:
             return Found(ids, counts, where, versions)
         with self:
             self.describe()
-            counted = 0 if plan.alone or counts.device != self.device else plan.few
-            begins = ids if plan.alone else counts if counted else plan.begins(counts, n, self.capturing)
+            each = 0 if plan.alone or not plan.few else plan.each(counts)
+            begins = ids if plan.alone else counts if each else plan.begins(counts, n, self.capturing)
             padding = features.padding
-            key = ("find", plan.alone, counted, padding is not None)
+            key = ("find", plan.alone, plan.few if each else 0, padding is not None)
             kernel = self._kernels.get(key)
             block, warps = find_shape(1)
             if kernel is None:
                 kernel = self.kernel(key, lk.find, {
-                    "SINGLE": plan.alone, "COUNTED": counted, "PAD": padding is not None,
+                    "SINGLE": plan.alone, "BORDERS": plan.few if each else 0, "PAD": padding is not None,
                     "TABLES": self._versions, "BLOCK": block, "num_warps": warps,
                 })  # fmt: skip
             described = self.described
             kernel(
                 cdiv(n, block), ids, begins, plan.tables, described.words, described.origin, where, versions, n,
-                plan.only, plan.features, plan.jump, 0 if padding is None else padding,
+                plan.only, plan.features, plan.jump, each, 0 if padding is None else padding,
             )  # fmt: skip
         return Found(ids, counts, where, versions)
 
@@ -230,10 +230,9 @@ class FusedGroup:
         parts = [part for part in parts if part.found.ids.numel()]
         if not parts:
             return
-        for table in self.tables:
-            table._version += 1
-            if table._marks is not None:
-                table._check_marks()
+        marked = [table for table in self.tables if table._marks is not None]
+        for table in marked:
+            table._check_marks()
         if each != "sum":
             self._one_by_one.update(parts, step=step, each=each)
             return
@@ -242,7 +241,8 @@ class FusedGroup:
             self._set(step)
             number = self._expect(parts)
             self.describe()
-            self._sums.update(self, sources, number)
+            self._sums.update(self, sources, number, bool(marked))
+            self._storages[0].turn.writes += 1
             if number >= 0:
                 self._room.launched()
 
@@ -252,12 +252,13 @@ class FusedGroup:
             for storage in self._storages:
                 storage.expect_replays()
             return -1
-        return self._room.take(sum(map(self._need, parts)), lambda: self._make_room(parts))
+        need = self._need(parts[0]) if len(parts) == 1 else sum(map(self._need, parts))
+        return self._room.take(need, self._make_room, parts)
 
     def _need(self, part: Part) -> int:
         """Ids that a part may bring to a table, or to tables that share their rows."""
         plan, counts, n = self.plan(part.features), part.found.counts, part.found.ids.numel()
-        if len(self._storages) == 1 or plan.alone or counts.device.type == "cuda":
+        if len(self._storages) == 1 or plan.alone or not plan.known(counts):
             return n
         sizes = tuple(counts.tolist())
         need = plan.needs.get(sizes)
@@ -278,18 +279,19 @@ class FusedGroup:
 
     def _make_room(self, parts: Sequence[Part]) -> None:
         """Makes room for ids of which all may be new; for as many of each table as there are if that is too much."""
-        plans = [(self.plan(part.features), part.found) for part in parts]
-        least: list[list[int]] | None = None
-        counts = self._by_storage([(plan, plan.sizes(found.counts, found.ids.numel())) for plan, found in plans])
+
+        def counted(wait: bool) -> list[list[int]]:
+            plans = [self.plan(part.features) for part in parts]
+            sizes = [plan.sizes(part.found, part.features, wait) for plan, part in zip(plans, parts, strict=True)]
+            return self._by_storage(list(zip(plans, sizes, strict=True)))
+
+        counts, least = counted(wait=False), None
         for place, storage in enumerate(self._storages):
             try:
                 try:
                     storage.make_room(counts[place])
                 except CapacityError:
-                    if least is None:
-                        least = self._by_storage(
-                            [(plan, plan.sizes(found.counts, found.ids.numel(), wait=True)) for plan, found in plans]
-                        )
+                    least = least or counted(wait=True)
                     storage.make_room(least[place])
             except CapacityError as error:
                 raise CapacityError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.table.cuda.launch import power_of_2
-from shoal.table.protocol import FUSED, SUM, Features
+from shoal.table.protocol import FUSED, SUM, Features, Found
 
 _KEPT = 64  # of cuts of batches
 _FEW = 64
@@ -29,7 +29,7 @@ class Plan:
         self.features, self.width = len(features.tables), features.width
         self.jump = jump_of(self.features)
         self.few = power_of_2(self.features) if self.features <= _FEW else 0
-        """Of so few features, rounded up, kernels add the counts up themselves; 0 if there are more."""
+        """Of so few features, rounded up, a kernel compares ids with all borders; 0 if there are more."""
         self.alone = len(set(features.tables)) == 1
         """Whether all of them read one table, ``only``."""
         self.only = features.tables[0] if features.tables else 0
@@ -68,6 +68,8 @@ class Plan:
 
     def begins(self, counts: Tensor, n: int, captured: bool) -> Tensor:
         """int64 on the device: the first id of each feature."""
+        if counts.shape[0] != self.features:
+            return counts[: -1 : self.each(counts)].contiguous()
         if counts.device == self._device and self._device.type == "cuda":
             return counts.cumsum(0) - counts
         sizes = tuple(counts.tolist())
@@ -87,10 +89,17 @@ class Plan:
             self._held.append(made)
         return made
 
-    def sizes(self, counts: Tensor, n: int, wait: bool = False) -> tuple[int, ...]:
-        """How many ids each feature may have in a batch of ``n``; ``wait``: has, where the device knows."""
+    def each(self, counts: Tensor) -> int:
+        """Bags of each feature, if the counts are offsets; 0 if they are counts."""
+        return 0 if counts.shape[0] == self.features else (counts.shape[0] - 1) // self.features
+
+    def known(self, counts: Tensor) -> bool:
+        """Whether the host knows how many ids each feature has."""
+        return counts.shape[0] == self.features and counts.device.type == "cpu"
+
+    def sizes(self, found: Found, features: Features, wait: bool = False) -> tuple[int, ...]:
+        """How many ids each feature may have in a batch; ``wait``: has, where the device knows."""
+        n = found.ids.shape[0]
         if self.alone:
             return (n, *self._none)
-        if counts.device.type == "cuda" and not wait:
-            return (n,) * self.features
-        return tuple(counts.tolist())
+        return tuple(found.sizes(features)) if wait or self.known(found.counts) else (n,) * self.features

@@ -33,10 +33,10 @@ class Room:
         self._events: deque[torch.cuda.Event] = deque()
         storages[0].turn.open(self)
 
-    def take(self, need: int, make_room: Callable[[], None]) -> int:
+    def take(self, need: int, make_room: Callable[[Any], None], batch: Any) -> int:
         """Lets an update bring up to ``need`` ids to any table; the number by which it tells of its end.
 
-        ``make_room`` is called where they might not fit, when nothing is under way that could tell otherwise.
+        ``make_room(batch)`` is called where they might not fit, when nothing is under way that could tell otherwise.
         """
         turn = self._storages[0].turn
         if turn.others(self):
@@ -47,7 +47,7 @@ class Room:
         if self._pending + need > self._left and not self._fits_soon(need):
             for storage in self._storages:
                 storage.look()
-            make_room()
+            make_room(batch)
             self.recall()
             self._left = min(storage.sure() for storage in self._storages)
             if any(storage.replayed for storage in self._storages):

@@ -33,7 +33,7 @@ class SingleGroup:
 
     def rows(self, found: Found, features: Features, *, missing: Missing) -> Tensor:
         """As `Group.rows`."""
-        sizes = self._sizes(found)
+        sizes = found.sizes(features)
         out = []
         for number, ids in zip(features.tables, found.ids.split(sizes), strict=True):
             keep = None if features.padding is None else ids != features.padding
@@ -67,7 +67,7 @@ class SingleGroup:
         ids: list[list[Tensor]] = [[] for _ in self.tables]
         grads: list[list[Tensor]] = [[] for _ in self.tables]
         for part in parts:
-            sizes = self._sizes(part.found)
+            sizes = part.found.sizes(part.features)
             rows = row_gradients(part, self.dim)
             for number, own, grad in zip(
                 part.features.tables, part.found.ids.split(sizes), rows.split(sizes), strict=True
@@ -93,6 +93,3 @@ class SingleGroup:
         if len(self.tables) > 1 and self.tables[0].on_bad_gradient == "raise":
             bad = sum(int((~torch.isfinite(grad)).any(1).sum()) for of in grads for grad in of)
             refuse_if(bad, f"tables {', '.join(table.name for table in self.tables[:3])}", "gradients")
-
-    def _sizes(self, found: Found) -> list[int]:
-        return found.counts.tolist()

@@ -72,8 +72,11 @@ class Sums:
         assert self._now is not None
         return self._now
 
-    def update(self, group: FusedGroup, sources: list[Source], number: int) -> None:
-        """One step of every distinct row. Inside the group's turn. ``number`` is what the device tells when it ends."""
+    def update(self, group: FusedGroup, sources: list[Source], number: int, marked: bool) -> None:
+        """One step of every distinct row. Inside the group's turn.
+
+        ``number`` is what the device tells when it ends; ``marked``: somebody is told of the ids of some table.
+        """
         self._now, self._number = group, number
         n = sum(source.n for source in sources)
         base = sources[0].grad
@@ -87,7 +90,8 @@ class Sums:
         keys = torch.empty(n, dtype=torch.int64 if group.described.wide else torch.int32, device=group.device)
         try:
             self._launch(sources, workspace, keys, base, unit, n, room)
-            self._mark(sources, keys)
+            if marked:
+                self._mark(sources, keys)
         except BaseException:
             if not group.capturing:
                 self.tally[:2].zero_()
@@ -97,11 +101,9 @@ class Sums:
 
     def _mark(self, sources: list[Source], keys: Tensor) -> None:
         """Tells sync clients which ids were written."""
-        if all(table._marks is None for table in self._group.tables):
-            return
         start = 0
         for source in sources:
-            sizes = source.part.found.counts.tolist()
+            sizes = source.part.found.sizes(source.part.features)
             for number, ids, rows in zip(
                 source.plan.tables_of, source.part.found.ids.split(sizes),
                 keys[start : start + source.n].split(sizes), strict=True,

@@ -74,11 +74,12 @@ def last_not_above(ordered, count, jump, value, m):
 
 
 @triton.jit
-def feature_at(o, counts, features, FEATURES: tl.constexpr):
-    """The features of ids, of which there are ``counts``."""
+def feature_at(o, offsets, features, each, FEATURES: tl.constexpr):
+    """The features of ids, ``each`` bags of every one."""
     f = tl.arange(0, FEATURES)
-    ends = tl.cumsum(tl.load(counts + f, mask=f < features, other=0), axis=0)
-    above = (o[:, None] >= ends[None, :]) & (f < features - 1)[None, :]
+    inside = f < features - 1
+    ends = tl.load(offsets + (f + 1).to(tl.int64) * each, mask=inside, other=0)
+    above = (o[:, None] >= ends[None, :]) & inside[None, :]
     return tl.sum(above.to(tl.int32), axis=1)
 
 
@@ -129,14 +130,14 @@ def still(row, id_at, versions, table, of, m, origin, SINGLE: tl.constexpr):
     return row
 
 
-@triton.jit(do_not_specialize=["n", "only", "features", "jump", "padding"])
+@triton.jit(do_not_specialize=["n", "only", "features", "jump", "each", "padding"])
 def find(
-    ids, begins, tables, described, origin, where, versions, n, only, features, jump, padding,
-    SINGLE: tl.constexpr, COUNTED: tl.constexpr, PAD: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
+    ids, begins, tables, described, origin, where, versions, n, only, features, jump, each, padding,
+    SINGLE: tl.constexpr, BORDERS: tl.constexpr, PAD: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where ids are; ids of feature ``f`` begin at ``begins[f]``. SINGLE: all are of the table ``only``.
 
-    COUNTED: ``begins`` are how many ids each of up to so many features has.
+    BORDERS: ``begins`` are offsets, ``each`` bags of every one of up to so many features.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
@@ -144,8 +145,8 @@ def find(
     if SINGLE:
         of = described + only * DESCRIBED
     else:
-        if COUNTED > 0:
-            feature = feature_at(o, begins, features, COUNTED)
+        if BORDERS > 0:
+            feature = feature_at(o, begins, features, each, BORDERS)
         else:
             feature = last_not_above(begins, features, jump, o, m)
         of = described + tl.load(tables + feature, mask=m, other=0) * DESCRIBED

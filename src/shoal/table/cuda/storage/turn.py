@@ -42,6 +42,8 @@ class Turn:
         self._streams: list[torch.cuda.Stream] = []  # of the calls before
         self.stream: int | None = None
         """The last call's, as CUDA names it."""
+        self.writes = 0
+        """Calls so far that wrote to several of the storages."""
         self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
         self._accounts: list[weakref.ref[Any]] = []
 
@@ -114,6 +116,7 @@ def share_turn(storages: Iterable[Any]) -> None:
             for turn in rest:
                 first._streams, first.stream = first._streams + turn._streams, None
                 first._accounts += turn._accounts
+                first.writes += turn.writes + 1
                 for storage in list(turn.storages):
                     storage.turn = first
                     first.storages.add(storage)
