@@ -22,8 +22,10 @@ import subprocess
 import sys
 import urllib.request
 import zipfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -32,7 +34,16 @@ from torch import Tensor, nn
 import shoal
 from shoal.demo.run import auc
 from shoal.nn import HashEmbedding
-from shoal.table import TouchedKeySet
+from shoal.serving import (
+    Client,
+    Feature,
+    ModelConfig,
+    ModelConfigList,
+    ModelExporter,
+    ModelServer,
+    ModelServerConfig,
+    publish,
+)
 
 WHEEL = "recbole==1.2.1"  # a wheel on PyPI that carries the ratings; nothing of it is installed
 ARCHIVE = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
@@ -108,9 +119,13 @@ class Factorisation(nn.Module):
         self.dense = nn.Sequential(nn.Linear(2 * (DIM - 1), 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = self.rows(ids)
-        weights, factors = rows[..., 0], rows[..., 1:]
-        return weights.sum(1) + factors.prod(1).sum(1) + self.dense(factors.flatten(1)).squeeze(1)
+        return combine(self.rows(ids), self.dense)
+
+
+def combine(rows: Tensor, dense: nn.Module) -> Tensor:
+    """Scores of ``[B, 2, DIM]`` rows."""
+    weights, factors = rows[..., 0], rows[..., 1:]
+    return weights.sum(1) + factors.prod(1).sum(1) + dense(factors.flatten(1)).squeeze(1)
 
 
 class Trainer:
@@ -127,6 +142,12 @@ class Trainer:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
+
+    def export(self, folder: Path) -> None:
+        """For model servers; users and movies are in one table."""
+        features = {name: Feature(slot="movies") for name in ("user", "movie")}
+        exporter = ModelExporter(folder, model_name="movies", net=Served(self.model), features=features)
+        exporter.export([{"movies": self.table}], global_step=0)
 
     @torch.no_grad()
     def auc(self, ids: Tensor, liked: Tensor) -> float:
@@ -174,21 +195,43 @@ def collisions(ratings: Ratings, *, epochs: int, seed: int, batch: int = 64) -> 
     return results
 
 
+class Served(nn.Module):
+    """The model behind its rows, as it is exported: rows of the user and of the movie in, score out."""
+
+    def __init__(self, model: Factorisation) -> None:
+        super().__init__()
+        self.dense = model.dense
+
+    def forward(self, user: Tensor, movie: Tensor) -> dict[str, Tensor]:
+        return {"score": combine(torch.stack([user, movie], 1), self.dense)}
+
+
 class Replica:
-    """What serves: a copy of the rows and of the dense part that is as old as its last refresh."""
+    """A model server of an export, to which the trainer pushes rows and weights each time it is due."""
 
-    def __init__(self, every_days: float) -> None:
+    def __init__(self, trainer: Trainer, folder: Path, every_days: float) -> None:
         self.every_s, self.refreshed_s = every_days * DAY, float("-inf")
-        self.table = shoal.HashTable(DIM, optimizer="sgd")
-        self.model = Factorisation(self.table).eval()
-        self.touched = TouchedKeySet()
+        files = ModelConfig(name="movies", base_path=str(folder / "exported_models"))
+        models = ModelServerConfig(model_config_list=ModelConfigList(config=[files]))
+        self._server = ModelServer(config=models, poll_wait_seconds=0).start()
+        self._client = Client(self._server.address, model="movies")
+        self._publication = publish(
+            {"movies": trainer.table}, net=Served(trainer.model), targets=[self._server.address], model="movies",
+            every=None,
+        )  # fmt: skip
 
-    def refresh(self, trainer: Trainer, now_s: float) -> None:
+    def refresh(self, now_s: float) -> None:
         if now_s - self.refreshed_s >= self.every_s:
-            ids = self.touched.steal()
-            self.table.assign(ids, trainer.table.lookup(ids))
-            self.model.dense.load_state_dict(trainer.model.dense.state_dict())
+            self._publication.flush()
             self.refreshed_s = now_s
+
+    def score(self, ids: Tensor) -> Tensor:
+        return self._client.predict({"user": ids[:, :1], "movie": ids[:, 1:]})["score"]
+
+    def close(self) -> None:
+        self._publication.close()
+        self._client.close()
+        self._server.stop(0)
 
 
 def freshness(
@@ -196,17 +239,19 @@ def freshness(
 ) -> dict[str, dict[str, Any]]:
     """AUC of replicas by how often they are refreshed, from the day on when there is something to know."""
     trainer = Trainer(seed)
-    replicas = {name: Replica(days) for name, days in INTERVALS.items()}
     scores: dict[str, list[Tensor]] = {name: [] for name in INTERVALS}
-    for part in torch.arange(len(ratings.liked)).split(batch):
-        ids = ratings.ids[part]
-        for name, replica in replicas.items():
-            replica.refresh(trainer, float(ratings.time_s[part[0]]))
-            with torch.no_grad():
-                scores[name].append(replica.model(ids))
-        trainer.learn(ids, ratings.liked[part])
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        trainer.export(folder)
+        replicas = {name: Replica(trainer, folder, days) for name, days in INTERVALS.items()}
         for replica in replicas.values():
-            replica.touched.insert(ids.flatten())
+            stack.callback(replica.close)
+        for part in torch.arange(len(ratings.liked)).split(batch):
+            ids = ratings.ids[part]
+            for name, replica in replicas.items():
+                replica.refresh(float(ratings.time_s[part[0]]))
+                scores[name].append(replica.score(ids))
+            trainer.learn(ids, ratings.liked[part])
     day = (ratings.time_s - ratings.time_s[0]) / DAY
     last = int((day.max() - warm_up_days) // bin_days)
     bins = [(day >= warm_up_days + k * bin_days) & (day < warm_up_days + (k + 1) * bin_days) for k in range(last)]
