@@ -588,11 +588,12 @@ def test_weights_are_kept_by_a_new_version_unless_its_export_is_newer(serve, pub
 def test_a_history_knows_what_changed_since():
     history = History(Stamp(1, -1), 100)
     for step in range(50):
-        assert history.add(Stamp(1, step), {"t": np.array([step % 7, step])})
+        assert history.add(Stamp(1, step), {"t": np.array([step % 7, step])}) == 0
     assert sorted(history.since(Stamp(1, 47))["t"]) == [0, 6, 48, 49]
     assert set(history.since(Stamp(1, -1))["t"]) == set(range(50))
     history.forget(Stamp(1, 40))
     assert history.since(Stamp(1, 39)) is None
     assert history.since(Stamp(1, 49)) == {}
-    assert not history.add(Stamp(1, 50), {"t": np.arange(1000)})
-    assert history.floor == Stamp(1, 50)
+    assert history.add(Stamp(1, 50), {"t": np.arange(1000)}) > 0
+    assert history.floor == Stamp(1, 49)
+    assert len(history.since(Stamp(1, 49))["t"]) == 1000

@@ -6,8 +6,9 @@ import logging
 import pytest
 
 from shoal.serving import ClientConfig, DummySyncServer, SyncClientManager, parameter_sync_client_from_config
+from shoal.serving.sync.history import History
 from shoal.serving.sync.push import PushClient
-from shoal.serving.sync.touched import History, TouchedPairs
+from shoal.stamps import Stamp
 from shoal.table import test_hash_table
 from tests.serving.test_sync_client import FakeClient, address, config_of, push_of, step, sync
 
@@ -111,13 +112,16 @@ def test_ids_of_a_target_that_leaves_are_counted(server, refused, metrics, caplo
     assert "3 ids" in caplog.text
 
 
-def test_what_the_history_cannot_hold_is_counted_under_the_clients_name(metrics):
-    history = History("c", capacity=2)
-    pairs = TouchedPairs("c")
-    pairs.keys.insert([1, 2, 3, 4, 5], 0)
-    history.add(pairs.steal()[0])
+def test_what_the_history_cannot_hold_is_counted_under_the_clients_name(metrics, server):
+    handle = parameter_sync_client_from_config()
+    handle.catch_up()
+    handle._history = History(Stamp(0, 0), 4)
+    table = test_hash_table(1, name_suffix="t", sync_client=handle)
+    for ids in ([1, 2, 3], [4, 5]):
+        step(table, ids)
+        handle.sync(config_of(address(server)))
     assert [each for each in metrics.counters if each[0] == "touched_key_set_dropped"] == [
-        ("touched_key_set_dropped", 3, "name=c catch-up")
+        ("touched_key_set_dropped", 3, "name=MonolithSyncClient_ catch-up")
     ]
 
 

@@ -18,6 +18,8 @@ from shoal.serving import (
 from shoal.serving.export.manifest import SignatureSpec, TensorSpec
 from shoal.serving.server.servable import Servable, Signature
 from shoal.serving.sync.handle import SyncClientHandle
+from shoal.serving.sync.history import History
+from shoal.stamps import Stamp
 from shoal.table import test_hash_table
 from tests.serving.helpers import eventually
 from tests.serving.test_online import commands  # noqa: F401  (the fixture)
@@ -148,17 +150,17 @@ def test_only_a_source_of_this_version_is_followed_and_only_by_a_client_that_pus
         follow_source(trainer.address, SyncClientHandle("pusher"), "old")
 
 
-def test_what_a_source_holds_is_bounded_and_what_it_drops_is_counted(trainer, metrics, monkeypatch):
-    monkeypatch.setattr("shoal.serving.sync.source.CAPACITY", 5)
+def test_what_a_source_holds_is_bounded_and_what_it_drops_is_counted(trainer, metrics):
+    trainer.source._held = History(Stamp(0, 0), 6)
     pusher = Pusher(trainer)
     for base in range(0, 40, 4):
         trainer.train(*range(base, base + 4))
         assert pusher.follower.pull() == 4
-    held = sum(len(ids) for _, groups in trainer.source._held for ids in groups.values())
+    held = len(trainer.source._held)
     assert 4 <= held <= 6
     dropped = sum(value for name, value, tags in metrics.counters if name == "touched_key_set_dropped")
     assert dropped == 40 - held
-    assert 39 in trainer.source._held[-1][1][0]
+    assert 39 in trainer.source._held.since(trainer.source._held.floor)[0]
 
 
 def test_many_rounds_without_a_replica_hold_few_batches(trainer):
@@ -166,7 +168,7 @@ def test_many_rounds_without_a_replica_hold_few_batches(trainer):
     for base in range(100):
         trainer.train(base, base + 1)
         assert pusher.follower.pull() == 2
-    assert len(trainer.source._held) < 10
+    assert len(trainer.source._held._rounds) <= 64
     pusher.die()
     assert Pusher(trainer).follower.pull() == 101
 

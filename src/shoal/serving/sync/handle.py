@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.metrics import emit_timer
+from shoal.metrics import emit_counter, emit_timer
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushResult
 from shoal.serving.status import Code, StatusError, invalid_argument
+from shoal.serving.sync.history import History, Ids, merge
 from shoal.serving.sync.manager import SyncClientManager
 from shoal.serving.sync.split import Delta, DeltaBatch
-from shoal.serving.sync.touched import Groups, History, Missed, TouchedPairs, merge
+from shoal.serving.sync.touched import CAPACITY, Missed, TouchedPairs
+from shoal.stamps import Stamp
 from shoal.table.touched import TouchedKeySet
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class SyncClientHandle:
         self.freshness: dict[str, float] = {}
         """target -> seconds from the oldest gradient of the last push to its being servable."""
         self._missed = Missed(name)
+        self._stamp = Stamp(0, 0)  # of the last round
         self._history: History | None = None  # pairs pushed since the last full export, when catching up
         self._instances: dict[str, str] = {}  # target -> the process that last answered there
         self._seen: set[str] = set()
@@ -143,13 +146,13 @@ class SyncClientHandle:
         A target that was restarted at the same address counts as new.
         """
         with self._round:
-            self._history = History(self.name) if enable else None
+            self._history = History(Stamp(0, 0), CAPACITY + 1) if enable else None
 
     def exported(self) -> None:
         """A full export has been made: what a new replica must catch up on starts from here."""
         with self._round:
             if self._history is not None:
-                self._history = History(self.name)
+                self._history.forget(self._stamp)
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -170,10 +173,13 @@ class SyncClientHandle:
             groups, oldest = self.touched.steal()
             if self._history is not None:
                 if fresh := set(targets) - self._seen:
-                    former = self._history.groups()
+                    former = self._history.since(self._history.floor) or {}
                     for target in fresh:
                         self._missed.add(target, former, None)
-                self._history.add(groups)
+                self._stamp = Stamp(0, self._stamp.step + 1)
+                if dropped := self._history.add(self._stamp, groups):
+                    emit_counter("touched_key_set_dropped", dropped, f"name={self.name} catch-up")
+                    log.warning("%s: new replicas do not catch up on %d ids; no more are held", self.name, dropped)
             self._seen = set(targets)
             if not groups and not self._missed:
                 self._log("No updated FIDs!", 600)
@@ -193,8 +199,8 @@ class SyncClientHandle:
             self._logged[text] = now
             log.info(text, *args)
 
-    def _push(self, config: ClientConfig, targets: list[str], groups: Groups, oldest: float | None) -> PushResult:
-        plan: dict[str, tuple[Groups, float | None]] = {}
+    def _push(self, config: ClientConfig, targets: list[str], groups: Ids, oldest: float | None) -> PushResult:
+        plan: dict[str, tuple[Ids, float | None]] = {}
         for target in targets:
             missed, since = self._missed.take(target)
             times = [each for each in (oldest, since) if each is not None]
@@ -222,9 +228,7 @@ class SyncClientHandle:
         self._notice_restarts(done)
         return result
 
-    def _build_each(
-        self, config: ClientConfig, plan: Mapping[str, tuple[Groups, float | None]]
-    ) -> dict[str, DeltaBatch]:
+    def _build_each(self, config: ClientConfig, plan: Mapping[str, tuple[Ids, float | None]]) -> dict[str, DeltaBatch]:
         """The batch of each target; those that want the same ids share one."""
         built: dict[int, DeltaBatch] = {}
         try:
@@ -244,9 +248,9 @@ class SyncClientHandle:
                 self._instances[target] = instance
             if self._history is not None and before and instance and before != instance:
                 log.info("%s: %s was restarted; it catches up", self.name, target)
-                self._missed.add(target, self._history.groups(), None)
+                self._missed.add(target, self._history.since(self._history.floor) or {}, None)
 
-    def _build(self, config: ClientConfig, groups: Groups) -> DeltaBatch:
+    def _build(self, config: ClientConfig, groups: Ids) -> DeltaBatch:
         multi = self._multi is not None
         signature = f"{self._multi}/raw_assign" if multi else config.signature_name
         batch = DeltaBatch(config.model_name, signature, config.timeout_in_ms, multi)
@@ -260,7 +264,7 @@ class SyncClientHandle:
         batch.read_at = time.time()  # after the reading: an export that was begun later has none of these rows older
         return batch
 
-    def _groups_of(self, parts: list[DeltaBatch]) -> Groups:
+    def _groups_of(self, parts: list[DeltaBatch]) -> Ids:
         """The pairs of parts of one batch, which have none in common."""
         found: dict[int, list[np.ndarray]] = {}
         for part in parts:

@@ -1,17 +1,22 @@
-"""Which ids changed at a source, and when: what a replica that has everything up to a stamp still lacks."""
+"""Which ids changed at a source, and when: what one who has everything up to a stamp still lacks."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from shoal.stamps import Stamp
 
-Ids = dict[str, np.ndarray]
-"""table -> distinct int64 ids, rising"""
+Ids = dict[Any, np.ndarray]
+"""table, by name or number -> distinct int64 ids"""
+
+MANY = 64
 
 
 class History:
-    """The ids of each round, newest last. Holds at most ``capacity`` ids; beyond, the oldest rounds are forgotten.
+    """The ids of each round, newest last.
+
+    Holds at most ``capacity`` ids, or one round; beyond, the oldest rounds are forgotten.
 
     Attributes:
         floor: everything that changed after it is here.
@@ -22,28 +27,28 @@ class History:
         self._capacity = capacity
         self._rounds: list[tuple[Stamp, Ids]] = []
 
-    def add(self, stamp: Stamp, ids: Mapping[str, np.ndarray]) -> bool:
-        """Adds a round; False where older ones had to be forgotten for it."""
+    def add(self, stamp: Stamp, ids: Mapping[Any, np.ndarray]) -> int:
+        """Adds a round; how many ids of older ones had to be forgotten for it."""
         found = {table: np.unique(each) for table, each in ids.items() if len(each)}
         if found:
             self._rounds.append((stamp, found))
-        if len(self) > self._capacity:
+        if len(self._rounds) > MANY or len(self) > self._capacity:
             self._join()
-        kept = True
-        while len(self) > self._capacity:
-            self.floor = self._rounds.pop(0)[0]
-            kept = False
-        return kept
+        dropped = 0
+        while len(self._rounds) > 1 and len(self) > self._capacity:
+            self.floor, oldest = self._rounds.pop(0)
+            dropped += count(oldest)
+        return dropped
 
     def _join(self) -> None:
-        """Makes rounds of like size one, dated as the newer, so that ids are held about once."""
+        """Makes rounds of like size one, dated as the newer, but for the last: they are few then, and ids held once."""
         joined: list[tuple[Stamp, Ids]] = []
-        for stamp, ids in self._rounds:
+        for stamp, ids in self._rounds[:-1]:
             joined.append((stamp, ids))
             while len(joined) > 1 and count(joined[-2][1]) <= 2 * count(joined[-1][1]):
                 at, newer = joined.pop()
                 joined[-1] = (at, merge(joined[-1][1], newer))
-        self._rounds = joined
+        self._rounds = joined + self._rounds[-1:]
 
     def since(self, stamp: Stamp) -> Ids | None:
         """What changed after ``stamp``; None where that is not known any more."""

@@ -179,7 +179,7 @@ class Publisher:
             self._oldest = changes.since
         self._weights = changes.weights if changes.weights is not None else self._weights
         fresh = {table: ids.numpy() for table, ids in changes.ids.items() if len(ids)}
-        if not self._history.add(changes.stamp, fresh):
+        if self._history.add(changes.stamp, fresh):
             log.warning(
                 "%s: more than %d ids wait for replicas; those that lack older ones are sent every row",
                 self._source.name, self._capacity,

@@ -22,8 +22,10 @@ from shoal.serving.security import ClientSecurity, open_channel
 from shoal.serving.server.servable import Servable, Signature, Tensors
 from shoal.serving.status import StatusError, from_rpc_error
 from shoal.serving.sync.handle import SyncClientHandle
-from shoal.serving.sync.touched import CAPACITY, Groups, count, merge
+from shoal.serving.sync.history import History
+from shoal.serving.sync.touched import CAPACITY
 from shoal.serving.tensors import decode_tensor, encode_tensor
+from shoal.stamps import Stamp
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class SyncSource:
     def __init__(self, server: Any, handle: SyncClientHandle, model_name: str = "trainer") -> None:
         self._handle = handle
         self._lock = threading.Lock()
-        self._held: list[tuple[int, Groups]] = []  # by number, oldest first: what was not acknowledged
+        self._held = History(Stamp(0, 0), CAPACITY + 1)  # what was not acknowledged, by number
         self._sequence = time.time_ns()  # numbers of another run of the trainer are none of this one's
         names = handle.table_names
         lookup = SignatureSpec(
@@ -71,16 +73,18 @@ class SyncSource:
         delivered, received = int(inputs["ack"]), int(inputs["received"])
         with self._lock:
             if delivered <= self._sequence:
-                self._held = [(number, groups) for number, groups in self._held if number > delivered]
+                self._held.forget(Stamp(0, delivered))
             fresh, _ = self._handle.touched.steal()
             if fresh:
                 self._sequence += 1
-                self._held.append((self._sequence, fresh))
-            wanted: Groups = {}
-            for number, groups in self._held:
-                if number > received or received > self._sequence:
-                    wanted = merge(wanted, groups)
-            self._join()
+                if dropped := self._held.add(Stamp(0, self._sequence), fresh):
+                    name = self._handle.name
+                    emit_counter("touched_key_set_dropped", dropped, f"name={name}")
+                    log.warning(
+                        "%s: %d ids that no follower acknowledged were dropped; more are not held", name, dropped
+                    )
+            known = Stamp(0, received if received <= self._sequence else 0)
+            wanted = self._held.since(max(known, self._held.floor)) or {}
             result: Tensors = {"sequence": torch.tensor(self._sequence, device="cpu")}
         for number, name in enumerate(self._handle.table_order):
             ids = wanted.get(number)
@@ -88,20 +92,6 @@ class SyncSource:
                 torch.from_numpy(ids) if ids is not None else torch.empty(0, dtype=torch.int64, device="cpu")
             )
         return result
-
-    def _join(self) -> None:
-        """Joins batches of like size, so that there are few, and drops the oldest beyond the capacity."""
-        held = self._held
-        while len(held) > 1 and count(held[-2][1]) <= 2 * count(held[-1][1]):
-            number, newer = held.pop()
-            held[-1] = (number, merge(held[-1][1], newer))
-        dropped = 0
-        while len(held) > 1 and sum(count(groups) for _, groups in held) > CAPACITY + 1:
-            dropped += count(held.pop(0)[1])
-        if dropped:
-            name = self._handle.name
-            emit_counter("touched_key_set_dropped", dropped, f"name={name}")
-            log.warning("%s: %d ids that no follower acknowledged were dropped; more are not held", name, dropped)
 
 
 class SourceFollower:

@@ -5,18 +5,15 @@ import time
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 
 from shoal.metrics import emit_counter
+from shoal.serving.sync.history import Ids, count, merge
 from shoal.table.touched import TouchedKeySet
 
 log = logging.getLogger(__name__)
 
 CAPACITY = 64 * 1024 * 1024 // 32
 CONCURRENCY_LEVEL = 1024
-
-Groups = dict[int, np.ndarray]
-"""table number -> distinct int64 ids"""
 
 
 class TouchedPairs:
@@ -34,7 +31,7 @@ class TouchedPairs:
         if not len(self.keys):
             self._since = now
 
-    def steal(self) -> tuple[Groups, float]:
+    def steal(self) -> tuple[Ids, float]:
         """(all pairs by table, Unix time before which none of them was trained); the set is empty afterwards."""
         since, self._since = self._since, time.time()  # before stealing: a pair in between only looks older than it is
         ids, tables = (each.numpy() for each in self.keys.steal_pairs())
@@ -45,34 +42,15 @@ class TouchedPairs:
         return len(self.keys)
 
 
-class History:
-    """Every pair pushed since the last full export, for targets that must catch up. Bounded like the touched set."""
-
-    def __init__(self, name: str, capacity: int = CAPACITY) -> None:
-        self._keys = TouchedKeySet(capacity, CONCURRENCY_LEVEL)
-        self._keys.name = f"{name} catch-up"  # losses are counted under this name
-
-    def add(self, groups: Groups) -> None:
-        for table, ids in groups.items():
-            self._keys.insert(torch.from_numpy(ids), table)
-
-    def groups(self) -> Groups:
-        """All of them; they are kept."""
-        ids, tables = (each.numpy() for each in self._keys.steal_pairs())
-        found = {int(table): ids[tables == table] for table in np.unique(tables)}
-        self.add(found)
-        return found
-
-
 class Missed:
     """What each target still lacks, after failed pushes or because it has just appeared."""
 
     def __init__(self, name: str, capacity: int = CAPACITY) -> None:
         self._name = name
         self._capacity = capacity
-        self._of: dict[str, tuple[Groups, float]] = {}
+        self._of: dict[str, tuple[Ids, float]] = {}
 
-    def add(self, target: str, groups: Groups, oldest: float | None) -> None:
+    def add(self, target: str, groups: Ids, oldest: float | None) -> None:
         """Remembers pairs for a target; beyond the capacity everything it missed is dropped, counted and logged."""
         if not count(groups):
             return
@@ -87,7 +65,7 @@ class Missed:
         times = [each for each in (since, oldest) if each is not None]
         self._of[target] = (merged, min(times) if times else time.time())
 
-    def take(self, target: str) -> tuple[Groups, float | None]:
+    def take(self, target: str) -> tuple[Ids, float | None]:
         return self._of.pop(target, ({}, None))
 
     def keep_only(self, targets: Iterable[str]) -> None:
@@ -104,16 +82,3 @@ class Missed:
 
     def __bool__(self) -> bool:
         return bool(self._of)
-
-
-def merge(one: Groups, two: Groups) -> Groups:
-    """The pairs of both."""
-    merged = dict(one)
-    for table, ids in two.items():
-        merged[table] = np.union1d(merged[table], ids) if table in merged else ids
-    return merged
-
-
-def count(groups: Groups) -> int:
-    """How many pairs."""
-    return sum(len(ids) for ids in groups.values())
