@@ -55,7 +55,7 @@ def _check_fid(fid: Fid) -> None:
         if fid.dtype != torch.int64:
             raise ConfigError(f"a fid tensor must be int64, got {fid.dtype}{_hint(fid.dtype)}")
     elif not -(1 << 63) <= fid < 1 << 64:
-        raise ConfigError(f"a fid has 64 bits, got {fid}")
+        raise ConfigError(f"a fid must fit into 64 bits, got {fid}")
 
 
 def slot_v1(f: Fid) -> Fid:
@@ -77,7 +77,7 @@ def shard_of(ids: Fid, shards: int) -> Fid:
 
 def _make(slot: int, sig: Fid, bits: int, max_slot: int, version: str) -> Fid:
     if not 0 <= slot <= max_slot:
-        raise ConfigError(f"a {version} slot is 0..{max_slot}, got {slot}")
+        raise ConfigError(f"a {version} slot must be 0..{max_slot}, got {slot}")
     high = slot << bits
     if high >= 1 << 63:
         high -= 1 << 64

@@ -35,12 +35,12 @@ class Ragged:
         if not isinstance(row_splits, Tensor):  # as_tensor would move a tensor to torch's default device
             row_splits = torch.as_tensor(row_splits, device=_device(values))
         if row_splits.dtype not in (torch.int64, torch.int32):
-            raise ConfigError(f"row_splits are int64, got {row_splits.dtype}")
+            raise ConfigError(f"row_splits must be int64, got {row_splits.dtype}")
         row_splits = row_splits.long()
         if row_splits.dim() != 1 or row_splits.numel() < 1:
-            raise ConfigError(f"row_splits are 1-D with at least one element, got shape {list(row_splits.shape)}")
+            raise ConfigError(f"row_splits must be 1-D with at least one element, got shape {list(row_splits.shape)}")
         if isinstance(values, Tensor) and values.dim() < 1:
-            raise ConfigError("the values of a ragged tensor have at least one dimension, got a scalar")
+            raise ConfigError("the values of a ragged tensor must have at least one dimension, got a scalar")
         if not torch.compiler.is_compiling() and type(row_splits) is Tensor:
             _check_row_splits(row_splits, values.nrows() if isinstance(values, Ragged) else values.shape[0])
         self.values = values
@@ -68,9 +68,9 @@ class Ragged:
             row_lengths = torch.as_tensor(row_lengths, dtype=torch.int64, device=_device(values))
         lengths = row_lengths.to(torch.int64)
         if lengths.dim() != 1:
-            raise ConfigError(f"row lengths are 1-D, got shape {list(lengths.shape)}")
+            raise ConfigError(f"row lengths must be 1-D, got shape {list(lengths.shape)}")
         if not torch.compiler.is_compiling() and lengths.numel() and int(lengths.min()) < 0:
-            raise ConfigError(f"row lengths are not negative, got {int(lengths.min())}")
+            raise ConfigError(f"row lengths must be >= 0, got {int(lengths.min())}")
         return cls(values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
 
     @classmethod
@@ -86,7 +86,7 @@ class Ragged:
     def tensor(self) -> Tensor:
         """``values``, which must not be ragged itself."""
         if isinstance(self.values, Ragged):
-            raise ConfigError("a ragged tensor of one ragged dimension is needed, got two")
+            raise ConfigError("the tensor must have one ragged dimension, got two")
         return self.values
 
     def nrows(self) -> int:

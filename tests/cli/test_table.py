@@ -323,15 +323,15 @@ def test_imports_are_refused_whole(tmp_path, capsys):
     (tmp_path / "x.json").write_text("{}")
     for name, text in {
         "twice.npz": "an id that another row has, too (such as 1)",
-        "shape.npz": "weights are [2, dim]",
+        "shape.npz": "weights must be [2, dim]",
         "names.npz": "no array 'ids'",
         "bad.npz": "bad.npz: ",
         "bad.parquet": "bad.parquet: ",
         "ragged.csv": "ragged.csv: ",
-        "words.csv": "'id' holds string; ids and times are integers",
-        "late.csv": "a time is 0..4294967295 seconds, got -3",
+        "words.csv": "'id' holds string; ids and times must be integers",
+        "late.csv": "a time must be 0..4294967295 seconds, got -3",
         "x.json": "the ending says what it is",
-        "absent.csv": "is no file",
+        "absent.csv": "is not a file",
     }.items():
         assert text in refused(capsys, "import", tmp_path / name, "--name", "t", "--out", out), name
         assert not out.exists(), name
@@ -456,7 +456,7 @@ def test_from_monolith_refuses_what_is_not_whole(tmp_path, capsys):
     assert "those of [0] are missing" in refused(capsys, "from-monolith", tmp_path / "model", "--out", out)
     (tmp_path / "model" / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-7"\n')
     assert "there is no folder" in refused(capsys, "from-monolith", tmp_path / "model", "--out", out)
-    assert "takes OLD=NEW" in refused(capsys, "from-monolith", tmp_path / "model", "--out", out, "--rename", "x")
+    assert "must be OLD=NEW" in refused(capsys, "from-monolith", tmp_path / "model", "--out", out, "--rename", "x")
     assert not out.exists()
 
 

@@ -88,7 +88,7 @@ def test_a_damaged_file_is_told_and_a_missing_one_or_column_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no column 'v'"):
         form.units(str(path))
     write(path, y=["1"], a=[1], u=["u"], v=["v"])
-    with pytest.raises(ConfigError, match="column 'y' is a number, got string"):
+    with pytest.raises(ConfigError, match="column 'y' must be a number, got string"):
         read_all(form, path)
     write(path, y=[1], a=[1], u=[["u"]], v=["v"])
     with pytest.raises(ConfigError, match="set lists = true"):

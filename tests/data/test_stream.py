@@ -143,9 +143,9 @@ def test_files_of_nothing_give_no_batches(tmp_path):
 def test_wrong_arguments_are_refused(files, tmp_path):
     with pytest.raises(ConfigError, match="there is no file"):
         stream(str(tmp_path / "none-*"))
-    with pytest.raises(ConfigError, match="batch_size is at least 1, got 0"):
+    with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
         stream(files, batch_size=0)
-    with pytest.raises(ConfigError, match=r"rank is 0..1, got 2"):
+    with pytest.raises(ConfigError, match=r"rank must be 0..1, got 2"):
         stream(files, rank=2, world=2)
     with pytest.raises(DataError, match="lacks bad, batch"):
         stream(files).restart({"epoch": 0})
@@ -177,5 +177,5 @@ def test_generated_lines_are_criteo_lines_and_repeatable(tmp_path):
     assert len(torch.unique(batch.samples.ids)) > 20_000
     assert b"".join(CriteoLike(rows=20_000, seed=3).chunks()) == b"".join(CriteoLike(rows=20_000, seed=3).chunks())
     assert next(CriteoLike(rows=10, seed=3).chunks()) != next(CriteoLike(rows=10, seed=3, first_row=20_000).chunks())
-    with pytest.raises(ConfigError, match="not negative, got -1"):
+    with pytest.raises(ConfigError, match="must be >= 0, got -1"):
         CriteoLike(rows=-1)

@@ -249,15 +249,15 @@ def test_wrong_columns_and_options_are_refused_with_what_is_allowed(tmp_path):
         read_all(form, path)
     with pytest.raises(ConfigError, match="cannot read"):
         form.units(str(tmp_path / "none.csv"))
-    with pytest.raises(ConfigError, match="delimiter is one ASCII character, got 'ab'"):
+    with pytest.raises(ConfigError, match="delimiter must be one ASCII character, got 'ab'"):
         make_format("csv", SMALL, delimiter="ab")
     with pytest.raises(ConfigError, match="format 'csv' does not take lists; its options are"):
         make_format("csv", SMALL, lists=True)
-    with pytest.raises(ConfigError, match="format is one of criteo, csv"):
+    with pytest.raises(ConfigError, match="format must be one of criteo, csv"):
         make_format("xml", SMALL)
     with pytest.raises(ConfigError, match="'u' has several"):
         Schema(label="y", dense=("u",), sparse=("u",))
-    with pytest.raises(ConfigError, match=r"slot of 'u' is 0\.\.32767, got 40000"):
+    with pytest.raises(ConfigError, match=r"slot of 'u' must be 0\.\.32767, got 40000"):
         Schema(label="y", sparse=("u",), slots={"u": 40000})
 
 

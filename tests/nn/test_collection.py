@@ -296,7 +296,7 @@ BAD = {
         lambda b: b | {"clicked": (torch.arange(5), torch.tensor([0, 1, 1, 1, 1, 4]))},
         "'clicked'.*number of ids, 5",
     ),
-    "bags that are too few": (lambda b: b | {"user": [[1]]}, "equally many"),
+    "bags that are too few": (lambda b: b | {"user": [[1]]}, "same number of bags"),
 }
 
 

@@ -254,7 +254,7 @@ BAD = {
     ),
     "text": (lambda bag: bag("abc"), "str"),
     "doubly ragged": (lambda bag: bag(Ragged(Ragged(VALUES, OFFSETS), [0, 3])), "doubly"),
-    "keys of unequal batches": (lambda bag: bag({"u": [[1]], "i": [[1], [2]]}), "equally many"),
+    "keys of unequal batches": (lambda bag: bag({"u": [[1]], "i": [[1], [2]]}), "same number of bags"),
     "bags that keys cannot share": (lambda bag: bag(Keyed(["u", "i"], VALUES, OFFSETS.diff())), "equally many"),
 }
 

@@ -148,11 +148,11 @@ def break_state(state, name, change):
     ("name", "change", "message"),
     [
         ("ids", lambda t: t[:-1], "times"),
-        ("ids", lambda t: t.int(), "ids of a state dict are torch.int64"),
+        ("ids", lambda t: t.int(), "ids of a state dict must be torch.int64"),
         ("ids", lambda t: torch.zeros_like(t), "distinct"),
         ("rows", lambda t: t[:, :2], r"\[21, 4\]"),
         ("state", lambda t: t[:, :4], r"\[21, 16\]"),
-        ("times", lambda t: t - 2**40, "times are 0"),
+        ("times", lambda t: t - 2**40, "times must be 0"),
         ("config", lambda t: t[:-3], "config|rows of"),
         ("scales", lambda t: t[:0], "scales"),
     ],

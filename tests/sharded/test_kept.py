@@ -91,9 +91,9 @@ def test_a_name_is_no_path(tmp_path, name):
         learn(table, 1, seed=1)
         before = rows(table)
         if name:
-            with pytest.raises(ShoalError, match="is named RUN-WHAT"):
+            with pytest.raises(ShoalError, match="must be named RUN-WHAT"):
                 client.checkpoint(keep_as=name)
-        with pytest.raises(ShoalError, match="is named RUN-WHAT"):
+        with pytest.raises(ShoalError, match="must be named RUN-WHAT"):
             client.restore("item", name)
         assert rows(table) == before
         assert not list(tmp_path.glob("**/kept-*"))

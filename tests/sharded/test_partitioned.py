@@ -217,7 +217,7 @@ def test_assign_adds_up_and_checks_its_shard(build):
         torch.testing.assert_close(found[i][sub], first[i] + second[i])
     with pytest.raises(ValueError, match="id mod 2 == 0"):
         table.assign({0: {sub: (T([3]), torch.zeros(1, dim))}})
-    with pytest.raises(ValueError, match="not"):
+    with pytest.raises(ValueError, match="must be >= 0"):
         table.assign({0: {sub: (T([-2]), torch.zeros(1, dim))}})
     with pytest.raises(KeyError):
         table.assign({0: {"nobody": (T([2]), torch.zeros(1, dim))}})

@@ -46,7 +46,7 @@ def test_no_capacity_is_no_queue():
 
 def test_strange_objects_are_refused():
     for bad in (object(), 1.5, {"a": {1, 2}}):
-        with pytest.raises(ValueError, match="takes nested"):
+        with pytest.raises(ValueError, match="nested lists"):
             enqueue_dicts_with_queue_return(bad)
     with pytest.raises(ValueError, match="doubly"):
         enqueue_dicts_with_queue_return(Ragged.from_lists([[[1], [2]], [[3]]]))

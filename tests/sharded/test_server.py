@@ -626,9 +626,9 @@ def test_eviction_goes_through_the_log(servers, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"port": 70000}, "port is 0"),
-        ({"port": -3}, "port is 0"),
-        ({"http_port": 1 << 20}, "http_port is 0"),
+        ({"port": 70000}, "port must be 0"),
+        ({"port": -3}, "port must be 0"),
+        ({"http_port": 1 << 20}, "http_port must be 0"),
         ({"read_threads": 0}, "at least 1 thread"),
     ],
     ids=str,
@@ -639,7 +639,7 @@ def test_options_that_would_serve_nobody_are_refused(options, message):
 
 
 def test_limits_of_nothing_are_refused():
-    with pytest.raises(ValueError, match="max_ids is at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_ids must be at least 1, got 0"):
         Limits(max_ids=0)
 
 

@@ -237,7 +237,7 @@ def test_files_that_do_not_belong_together(tmp_path):
         expect_refusal(tmp_path, "meta file|entries|cannot have")
     meta.unlink()
     _core.write_records(str(tmp_path / "x"), str(meta), [b"\xff\xff"])
-    expect_refusal(tmp_path, "no MultiHashTableMetadata")
+    expect_refusal(tmp_path, "not a MultiHashTableMetadata")
     meta.write_bytes(kept[:-3])
     expect_refusal(tmp_path, "truncated")
     meta.unlink()

@@ -151,7 +151,7 @@ def test_adam_amsgrad_and_batch_softmax_worked_examples():
     assert amsgrad == pytest.approx([-0.09756098, -0.1645634, -0.2177652], abs=1e-6)
     softmax = steps(build("batch_softmax"), [2], 0.25, [0, 0, 0], [8, 20, 24])
     assert softmax == pytest.approx([3.5, 5.625, 5.21875], abs=1e-6)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="must be >= 0"):
         steps(build("batch_softmax"), [2], 0.25, [0], [-1])
 
 
@@ -219,7 +219,7 @@ def test_dc_forwards_and_dumps_the_wrapped_state():
     assert dc.dump(state).dump[0].adagrad.norm == pytest.approx([4.1, 1.1])
     with pytest.raises(ValueError, match="dc"):
         table.DcOptimizer(0.5, table.OptimizerConfig(dc=table.DcOptimizerConfig()), 2)
-    with pytest.raises(ValueError, match="g is float32 with 2"):
+    with pytest.raises(ValueError, match="g must be float32 with 2"):
         dc.optimize(state, w, torch.zeros(3), 0.1)
 
 

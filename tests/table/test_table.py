@@ -311,7 +311,7 @@ def test_a_name_is_free_again_when_its_table_could_not_be_made():
         hash_table_from_config(instance([segment], [1.0, 2.0]), name_suffix="x")
     with pytest.raises(ValueError, match="there is no table named 'MonolithHashTable_x'; there are none"):
         HashTable.from_proto(table.HashTableProto(shared_name="MonolithHashTable_x"))
-    with pytest.raises(ValueError, match="sync_client is one of create_parameter_sync_clients"):
+    with pytest.raises(ValueError, match="sync_client must be one of create_parameter_sync_clients"):
         hash_table_from_config(instance([segment], [1.0]), name_suffix="x", sync_client=TouchedKeySet())
     hash_table_from_config(instance([segment], [1.0]), name_suffix="x")
 

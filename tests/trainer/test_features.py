@@ -135,7 +135,7 @@ def test_models_that_multiply_rows_name_the_features_whose_dims_differ(data, mod
 
 def test_models_that_take_one_row_refuse_firstn(data):
     given = {"table_dot_features.C3.combiner": "firstn", "table_dot_features.C3.max_length": 2}
-    with pytest.raises(ConfigError, match="deepfm takes one row per feature, but the combiner of C3 is firstn"):
+    with pytest.raises(ConfigError, match="deepfm must get one row per feature, but the combiner of C3 is firstn"):
         open_run(settings(data, **given))[0].__enter__()
 
 

@@ -271,7 +271,7 @@ def from_monolith(options: FromMonolith) -> int:
     for pair in options.rename:
         old, equals, new = pair.partition("=")
         if not (old and equals and new):
-            raise ConfigError(f"--rename takes OLD=NEW, got {pair!r}")
+            raise ConfigError(f"--rename must be OLD=NEW, got {pair!r}")
         rename[old] = new
     source = rewrite.find_monolith(str(options.path))
     with counting("rows") as seen:

@@ -137,7 +137,7 @@ def changes(flags: Flags) -> dict[str, Any]:
         key, equals, text = one.partition("=")
         if not equals:
             hint = "; a configuration stands before --set" if one.endswith(".toml") else ""
-            raise ConfigError(f"--set takes section.name=value, such as table.lr=0.1, got {one!r}{hint}")
+            raise ConfigError(f"--set must be section.name=value, such as table.lr=0.1, got {one!r}{hint}")
         try:
             given[key.strip()] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
@@ -185,7 +185,7 @@ def _generate(flags: Flags) -> int:
 
     kind, _, rows = (flags.generate or "").partition(":")
     if kind != "criteo" or not rows.replace("_", "").isdigit():
-        raise ConfigError(f"--generate is criteo:N, such as criteo:1000000, got {flags.generate!r}")
+        raise ConfigError(f"--generate must be criteo:N, such as criteo:1000000, got {flags.generate!r}")
     if flags.config is None:
         raise ConfigError("--generate needs the file to write: shoal train --generate criteo:1000000 data.tsv")
     size = write_criteo(flags.config, CriteoLike(rows=int(rows), seed=flags.seed or 0))

@@ -157,7 +157,7 @@ def _from_toml(cls: Any, where: str, values: Mapping[str, Any]) -> Any:
     for name in values:
         if name not in known:
             raise ConfigError(
-                f"{where} knows no {name!r}{did_you_mean(name, known)}; it takes {', '.join(sorted(known))}"
+                f"{where} has no setting {name!r}{did_you_mean(name, known)}; it takes {', '.join(sorted(known))}"
             )
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     try:

@@ -78,7 +78,7 @@ def make_format(name: str, schema: Schema, **options: Any) -> Format:
     True
     """
     if name not in FORMATS:
-        raise ConfigError(f"data: format is one of {', '.join(FORMATS)}, got {name!r}")
+        raise ConfigError(f"data: format must be one of {', '.join(FORMATS)}, got {name!r}")
     make, known = FORMATS[name]
     wrong = sorted(set(options) - known)
     if wrong:

@@ -38,9 +38,9 @@ class CriteoLike:
 
     def __post_init__(self) -> None:
         if self.rows < 0:
-            raise ConfigError(f"generate: the number of rows is not negative, got {self.rows}")
+            raise ConfigError(f"generate: the number of rows must be >= 0, got {self.rows}")
         if not self.scale > 0:
-            raise ConfigError(f"generate: scale is above 0, got {self.scale}")
+            raise ConfigError(f"generate: scale must be above 0, got {self.scale}")
 
     def chunks(self) -> Iterator[bytes]:
         """The text, some thousand lines at a time."""

@@ -138,7 +138,7 @@ def _numbers(part: Any, name: str, path: str, missing: float = 0.0) -> Tensor:
 
     array = _array(part, name)
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_boolean(array.type)):
-        raise ConfigError(f"{path}: column {name!r} is a number, got {array.type}")
+        raise ConfigError(f"{path}: column {name!r} must be a number, got {array.type}")
     array = array.cast(pa.float64(), safe=False)
     array = array.fill_null(missing) if array.null_count else array
     return torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False), dtype=np.float64))
@@ -171,7 +171,7 @@ def _column(array: Any, schema: Schema, name: str, lists: bool, where: str) -> C
         values = np.array(array.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False), np.float64)
         return Column(kind=NUMBER, values=values, count=len(values), lengths=lengths, valid=valid)
     if raw:
-        raise ConfigError(f"{where} holds {array.type}, but with raw = true ids are integers")
+        raise ConfigError(f"{where} holds {array.type}, but ids must be integers with raw = true")
     large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     if not (large or pa.types.is_string(array.type) or pa.types.is_binary(array.type)):
         if pa.types.is_nested(array.type):

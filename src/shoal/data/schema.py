@@ -47,16 +47,16 @@ class Schema:
         if twice:
             raise ConfigError(f"data: every column has one role, but {', '.join(map(repr, twice))} has several")
         if not self.label:
-            raise ConfigError("data: label names the column to predict, got an empty name")
+            raise ConfigError("data: label must name the column to predict, got an empty name")
         if not self.dense and not self.sparse:
             raise ConfigError("data: there are neither dense nor sparse columns, so there is nothing to learn from")
         for name, slot in self.slots.items():
             if name not in self.sparse:
                 raise ConfigError(f"data: slots names {name!r}, which is not one of the sparse columns")
             if not isinstance(slot, int) or isinstance(slot, bool) or not 0 <= slot <= MAX_SLOT_V2:
-                raise ConfigError(f"data: the slot of {name!r} is 0..{MAX_SLOT_V2}, got {slot!r}")
+                raise ConfigError(f"data: the slot of {name!r} must be 0..{MAX_SLOT_V2}, got {slot!r}")
         if len(self.sparse) > MAX_SLOT_V2:
-            raise ConfigError(f"data: at most {MAX_SLOT_V2} sparse columns, got {len(self.sparse)}")
+            raise ConfigError(f"data: there must be at most {MAX_SLOT_V2} sparse columns, got {len(self.sparse)}")
 
         for name, given in self.definitions.items():
             role, names = ("dense", self.dense) if isinstance(given, Number) else ("sparse", self.sparse)
@@ -146,5 +146,5 @@ def text_fid(text: str | bytes, slot: int) -> int:
     True
     """
     if not 0 <= slot <= MAX_SLOT_V2:
-        raise ConfigError(f"text_fid: a slot is 0..{MAX_SLOT_V2}, got {slot}")
+        raise ConfigError(f"text_fid: a slot must be 0..{MAX_SLOT_V2}, got {slot}")
     return _core.text_fid(text.encode() if isinstance(text, str) else text, slot)

@@ -82,9 +82,9 @@ class Stream:
             ("epochs", epochs, 1),
         ):
             if value < least:
-                raise ConfigError(f"data: {name} is at least {least}, got {value}")
+                raise ConfigError(f"data: {name} must be at least {least}, got {value}")
         if not 0 <= rank < world:
-            raise ConfigError(f"data: rank is 0..{world - 1}, got {rank}")
+            raise ConfigError(f"data: rank must be 0..{world - 1}, got {rank}")
         self.form, self.schema = form, schema
         self.batch_size, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle_rows, seed, epochs
         self.rank, self.world = rank, world

@@ -54,11 +54,13 @@ class TextFormat:
         for name, allowed in (("delimiter", (1,)), ("quote", (0, 1)), ("separator", (0, 1))):
             value = getattr(self, name)
             if len(value.encode()) not in allowed:
-                raise ConfigError(f"data: {name} is one ASCII character{' or empty' * (0 in allowed)}, got {value!r}")
+                raise ConfigError(
+                    f"data: {name} must be one ASCII character{' or empty' * (0 in allowed)}, got {value!r}"
+                )
         if self.max_line_bytes < 1:
-            raise ConfigError(f"data: max_line_bytes is at least 1, got {self.max_line_bytes}")
+            raise ConfigError(f"data: max_line_bytes must be at least 1, got {self.max_line_bytes}")
         if self.part_bytes < 1:
-            raise ConfigError(f"data: part_bytes is at least 1, got {self.part_bytes}")
+            raise ConfigError(f"data: part_bytes must be at least 1, got {self.part_bytes}")
         if self.columns is not None:
             self.parser(self.columns, "data")
 

@@ -119,7 +119,8 @@ def write_saved(
 ) -> None:
     """Writes a manifest, whole or not at all."""
     if taken := [name for name in _OURS if name in fields]:
-        raise ValueError(f"a manifest's own fields are {', '.join(_OURS)}, got {taken[0]!r} among the others")
+        ours = ", ".join(_OURS)
+        raise ValueError(f"{taken[0]!r} must not be among the fields of a manifest, which writes {ours} itself")
     listed = {name: {"bytes": size, "crc32c": f"{crc or 0:08x}"} for name, (size, crc) in sorted(files.items())}
     whole: dict[str, Any] = {**fields, "files": listed}
     if moves:

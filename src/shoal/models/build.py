@@ -61,7 +61,7 @@ def find_object(path: str, where: str, forms: str = "package.module:Name", hint:
     """What ``package.module:Name`` names; ``where`` begins every error."""
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
-        raise ConfigError(f"{where} name is {forms}, got {path!r}{hint}")
+        raise ConfigError(f"{where} name must be {forms}, got {path!r}{hint}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does: a module beside the configuration is found
     try:

@@ -45,9 +45,9 @@ class DcnV2(nn.Module):
     ) -> None:
         super().__init__()
         if crosses < 1:
-            raise ConfigError(f"model: crosses is at least 1, got {crosses}")
+            raise ConfigError(f"model: crosses must be at least 1, got {crosses}")
         if rank is not None and rank < 1:
-            raise ConfigError(f"model: rank is at least 1, got {rank}")
+            raise ConfigError(f"model: rank must be at least 1, got {rank}")
         width = inputs.width
         self.crosses = nn.ModuleList(Cross(width, rank) for _ in range(crosses))
         self.deep = Mlp(width, hidden, dropout=dropout)

@@ -35,10 +35,10 @@ class Inputs:
         lengths = self.lengths or (1,) * len(self.sparse)
         for name, values in (("dim", (self.dim,)), ("dims", dims), ("lengths", lengths)):
             if any(value < 1 for value in values) and not (name == "dim" and self.dims):
-                raise ConfigError(f"model: {name} is at least 1, got {min(values)}")
+                raise ConfigError(f"model: {name} must be at least 1, got {min(values)}")
         if len(dims) != len(self.sparse) or len(lengths) != len(self.sparse):
             raise ConfigError(
-                f"model: dims and lengths have one number per feature ({len(self.sparse)}), got {len(dims)} and "
+                f"model: dims and lengths must have one number per feature ({len(self.sparse)}), got {len(dims)} and "
                 f"{len(lengths)}"
             )
         equal = len(set(dims)) <= 1 and set(lengths) <= {1}
@@ -77,7 +77,8 @@ class Inputs:
             return self.dim
         if long := [name for name, length in zip(self.sparse, self.lengths, strict=True) if length > 1]:
             raise ConfigError(
-                f"model: {model} takes one row per feature, but the combiner of {_listed(long)} is firstn, which gives "
+                f"model: {model} must get one row per feature, but the combiner of {_listed(long)} is firstn, which "
+                "gives "
                 "several; use sum, mean, sqrtn or max, or a model that puts rows side by side (dcn, "
                 "two_tower)"
             )

@@ -24,9 +24,9 @@ class Mlp(nn.Module):
         parts = [widths] if isinstance(widths, int) else list(widths)
         hidden = list(hidden)
         if any(not isinstance(width, int) or width < 1 for width in hidden):
-            raise ConfigError(f"model: hidden widths are integers of at least 1, got {hidden}")
+            raise ConfigError(f"model: hidden widths must be integers of at least 1, got {hidden}")
         if not 0 <= dropout < 1:
-            raise ConfigError(f"model: dropout is in [0, 1), got {dropout}")
+            raise ConfigError(f"model: dropout must be in [0, 1), got {dropout}")
         sizes = [sum(parts), *hidden, *([out] if out is not None else [])]
         self.parts = parts
         self.dropout = dropout

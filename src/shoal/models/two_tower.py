@@ -34,7 +34,7 @@ class TwoTower(nn.Module):
     ) -> None:
         super().__init__()
         if temperature is not None and not temperature > 0:
-            raise ConfigError(f"model: temperature is above 0, got {temperature}")
+            raise ConfigError(f"model: temperature must be above 0, got {temperature}")
         if both := sorted(set(user) & set(item)):
             raise ConfigError(f"model: {both[0]!r} is in both towers; a feature belongs to one")
         self.temperature = temperature
@@ -62,7 +62,7 @@ class _Tower(nn.Module):
         width = sum(one.stop - one.start for one in self.columns)
         hidden = list(hidden)
         if not hidden:
-            raise ConfigError("model: hidden has at least one width, that of the towers' vectors")
+            raise ConfigError("model: hidden must have at least one width, that of the towers' vectors")
         self.net = Mlp([len(self.dense), width], hidden[:-1], hidden[-1], dropout)
 
     def forward(self, dense: Tensor, rows: Tensor) -> Tensor:

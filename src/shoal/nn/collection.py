@@ -69,7 +69,7 @@ class EmbeddingBagCollection(TableModule):
     ) -> None:
         who = type(self).__name__
         if output not in ("concat", "dict"):
-            raise ConfigError(f"{who}: output is 'concat' or 'dict', got {output!r}")
+            raise ConfigError(f"{who}: output must be 'concat' or 'dict', got {output!r}")
         super().__init__(tables, padding_idx=padding_idx, insert_missing=insert_missing, fused=fused)
         own = self._tables
         named = {name: name for name in own.named} if features is None else features
@@ -100,7 +100,7 @@ class EmbeddingBagCollection(TableModule):
         """
         if not is_keyed(ids):
             raise ConfigError(
-                f"{type(self).__name__} has features {list(self._tables.features)}; give it ids by key, "
+                f"{type(self).__name__} has features {list(self._tables.features)}; ids must come by key, "
                 f"got {type(ids).__name__}"
             )
         return self._by_key(ids, per_sample_weights)
@@ -184,7 +184,7 @@ class EmbeddingBagCollection(TableModule):
                 "them, or use output='dict'"
             )
         if not names:
-            raise ConfigError(f"{who}: there are no keys, so there is nothing to put side by side")
+            raise ConfigError(f"{who}: a batch must have at least one key for output='concat', got none")
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, combiner={self.combiner!r}"

@@ -36,7 +36,7 @@ class Combiner(ABC):
         embedding = checks.floats(embedding, name, "embedding")
         count = key.values.nrows() if isinstance(key.values, Ragged) else key.values.shape[0]
         if embedding.dim() != 2:
-            raise ConfigError(f"{name}: embedding is 2-D, got shape {list(embedding.shape)}")
+            raise ConfigError(f"{name}: embedding must be 2-D, got shape {list(embedding.shape)}")
         checks.check_same(name, "the number of embedding rows", embedding.shape[0], "the number of key values", count)
         if key.row_splits.device != embedding.device:
             key = Ragged.trusted(key.values, key.row_splits.to(embedding.device))

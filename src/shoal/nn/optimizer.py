@@ -194,6 +194,6 @@ def _keepers(modules: Any) -> list[TableKeeper]:
             for one in thing:
                 yield from each(one)
         else:
-            raise ConfigError(f"SparseOptimizer takes modules and tables, got {type(thing).__name__}")
+            raise ConfigError(f"SparseOptimizer: members must be modules or tables, got {type(thing).__name__}")
 
     return list(dict.fromkeys(each(modules)))

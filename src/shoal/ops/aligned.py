@@ -27,7 +27,7 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
     if not parts:
         return torch.zeros(0, dtype=torch.float32, device=None)
     if any(part.dtype != parts[0].dtype for part in parts):
-        raise ConfigError(f"{op}: all inputs have one dtype, got {sorted({str(p.dtype) for p in parts})}")
+        raise ConfigError(f"{op}: all inputs must have one dtype, got {sorted({str(p.dtype) for p in parts})}")
     if _alike(parts) and isinstance(scale, int | float):
         from shoal.ops.cuda.concat import flat_concat
 
@@ -69,7 +69,7 @@ def aligned_flat_split(inputs: Any, flat: Any) -> list[Tensor]:
     op = "aligned_flat_split"
     flat = checks.floats(flat, op, "flat")
     if flat.dim() != 1:
-        raise ConfigError(f"{op}: flat is 1-D, got shape {list(flat.shape)}")
+        raise ConfigError(f"{op}: flat must be 1-D, got shape {list(flat.shape)}")
     outs, at = [], 0
     for x in checks.tensors(inputs, op, "inputs"):
         shape = x.shape if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu").shape

@@ -23,7 +23,7 @@ def int64(value: Any, op: str, name: str) -> Tensor:
     if value.dtype is torch.int64:
         return value
     if value.dtype not in _INTEGERS:
-        raise ConfigError(f"{op}: {name} is a tensor of int64, got {value.dtype}")
+        raise ConfigError(f"{op}: {name} must be a tensor of int64, got {value.dtype}")
     return value.long()
 
 
@@ -38,7 +38,7 @@ def vector(value: Any, op: str, name: str) -> Tensor:
     """An int64 tensor of one dimension."""
     value = int64(value, op, name)
     if value.dim() != 1:
-        raise ConfigError(f"{op}: {name} is 1-D, got shape {list(value.shape)}")
+        raise ConfigError(f"{op}: {name} must be 1-D, got shape {list(value.shape)}")
     return value
 
 
@@ -47,7 +47,7 @@ def floats(value: Any, op: str, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         return torch.as_tensor(value, dtype=torch.float32, device="cpu")
     if value.dtype not in _FLOATS:
-        raise ConfigError(f"{op}: {name} is float32 or float64, got {value.dtype}; convert with .float()")
+        raise ConfigError(f"{op}: {name} must be float32 or float64, got {value.dtype}; convert with .float()")
     return value
 
 
@@ -67,7 +67,7 @@ def scaled(grads: list[Tensor], scale: Any, op: str, name: str) -> tuple[list[Te
         return grads, float(scale)
     scale = scale if isinstance(scale, Tensor) else torch.as_tensor(scale, device="cpu")
     if scale.numel() != 1:
-        raise ConfigError(f"{op}: {name} is one number, got shape {list(scale.shape)}")
+        raise ConfigError(f"{op}: {name} must be one number, got shape {list(scale.shape)}")
     if torch.compiler.is_compiling():
         return [g * scale.reshape(()).to(g) for g in grads], 1.0
     return grads, float(scale.item())
@@ -79,7 +79,7 @@ def number(value: Any, op: str, name: str) -> int:
         return value  # type: ignore[return-value]
     value = int64(value, op, name)
     if value.numel() != 1:
-        raise ConfigError(f"{op}: {name} is one number, got shape {list(value.shape)}")
+        raise ConfigError(f"{op}: {name} must be one number, got shape {list(value.shape)}")
     return value.reshape(()).item()  # type: ignore[return-value]
 
 
@@ -90,7 +90,7 @@ def int_list(values: Any, op: str, name: str, *, least: int = 0) -> list[int]:
     try:
         out: list[int] = [v if isinstance(v, int) else _index(v) for v in values]
     except TypeError:
-        raise ConfigError(f"{op}: {name} is a list of ints, got {values!r}") from None
+        raise ConfigError(f"{op}: {name} must be a list of ints, got {values!r}") from None
     if out and min(out) < least:
         raise ConfigError(f"{op}: {name}[{out.index(min(out))}] must be at least {least}, got {min(out)}")
     return out
@@ -103,7 +103,7 @@ def _index(value: Any) -> Any:
 def tensors(values: Any, op: str, name: str) -> Sequence[Any]:
     """A list (or tuple) of whatever the caller converts next."""
     if not isinstance(values, list | tuple):
-        raise ConfigError(f"{op}: {name} is a list of tensors, got {type(values).__name__}")
+        raise ConfigError(f"{op}: {name} must be a list of tensors, got {type(values).__name__}")
     return values
 
 
@@ -143,10 +143,10 @@ def ragged(value: Any, op: str, name: str) -> Ragged:
     """A `Ragged` of int64; nested lists are converted."""
     if not isinstance(value, Ragged):
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{op}: {name} is a shoal.Ragged, got {type(value).__name__}")
+            raise ConfigError(f"{op}: {name} must be a shoal.Ragged, got {type(value).__name__}")
         value = Ragged.from_lists(value)
     if isinstance(value.values, Ragged):
-        raise ConfigError(f"{op}: {name} has one ragged dimension, got two")
+        raise ConfigError(f"{op}: {name} must have one ragged dimension, got two")
     values = int64(value.values, op, name)
     return value if values is value.values else Ragged(values, value.row_splits)
 

@@ -19,7 +19,7 @@ def fused_value_rowids(rt: Ragged) -> Tensor:
     [1, 1, 2]
     """
     if not isinstance(rt, Ragged):
-        raise ConfigError(f"fused_value_rowids: rt is a shoal.Ragged, got {type(rt).__name__}")
+        raise ConfigError(f"fused_value_rowids: rt must be a shoal.Ragged, got {type(rt).__name__}")
     if rt._row_ids is not None:
         return rt._row_ids
     length = rt.values.nrows() if isinstance(rt.values, Ragged) else rt.values.shape[0]

@@ -65,9 +65,9 @@ def sharding_sparse_fids(
     """
     kind = _KINDS.get(input_type)
     if kind is None:
-        raise ConfigError(f"{_OP}: input_type is one of {', '.join(_KINDS)}, got {input_type!r}")
+        raise ConfigError(f"{_OP}: input_type must be one of {', '.join(_KINDS)}, got {input_type!r}")
     if ps_num < 0:
-        raise ConfigError(f"{_OP}: ps_num is not negative, got {ps_num}")
+        raise ConfigError(f"{_OP}: ps_num must be >= 0, got {ps_num}")
     unique = bool(unique() if callable(unique) else unique)
     plan = plan_of(feature_cfgs)
     table_names = _table_names(feature_cfgs)
@@ -126,7 +126,7 @@ def _serialized(batch: Any, kind: int) -> list[bytes]:
         if hasattr(message, "SerializeToString"):
             message = message.SerializeToString()
         if not isinstance(message, bytes | bytearray | memoryview):
-            raise ConfigError(f"{_OP}: a message is bytes or a protobuf message, got {type(message).__name__}")
+            raise ConfigError(f"{_OP}: a message must be bytes or a protobuf message, got {type(message).__name__}")
         messages.append(bytes(message))
     return messages
 
@@ -143,7 +143,7 @@ def _from_dict(batch: Mapping[str, Any], plan: Plan, kind: int) -> tuple[list[tu
         if isinstance(value, Tensor):
             if kind != _EXAMPLE_BATCH or value.dim() != 1:
                 raise ConfigError(
-                    f"{_OP}: feature {name!r} is a Ragged or a list of id lists"
+                    f"{_OP}: feature {name!r} must be a Ragged or a list of id lists"
                     f" (with example_batch also a 1-D tensor, shared), got a tensor of shape {list(value.shape)}"
                 )
             ids = checks.int64(value, _OP, f"feature {name!r}").cpu().contiguous()

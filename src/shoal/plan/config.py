@@ -37,7 +37,7 @@ class TablePlan:
         _check(self, where, ("dim", "count"), 1)
         _check(self, where, ("ids_per_sample", "ids_per_day", "expire_days"), 0)
         if not 0 < self.unique_share <= 1:
-            raise ConfigError(f"{where}: unique_share is above 0 and at most 1, got {self.unique_share:g}")
+            raise ConfigError(f"{where}: unique_share must be above 0 and at most 1, got {self.unique_share:g}")
 
     @property
     def rows(self) -> float:
@@ -89,9 +89,9 @@ class HostPlan:
         _check(self, "host", ("latency_us", "dense_tflops"), 0)
         for name in ("memory_gb", "network_gbps", "servers_per_worker"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"host: {name} is above 0, got {getattr(self, name):g}")
+                raise ConfigError(f"host: {name} must be above 0, got {getattr(self, name):g}")
         if not self.hosts or any(not 1 <= n <= 100_000 for n in self.hosts):
-            raise ConfigError(f"host: hosts are numbers from 1 to 100000, got {list(self.hosts)}")
+            raise ConfigError(f"host: hosts must be numbers from 1 to 100000, got {list(self.hosts)}")
 
     @property
     def bytes_per_second(self) -> float:
@@ -108,7 +108,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not self.tables:
-            raise ConfigError("a plan has at least one [[table]]")
+            raise ConfigError("a plan must have at least one [[table]]")
 
 
 def load_plan(path: Path) -> Plan:
@@ -142,7 +142,7 @@ def load_plan(path: Path) -> Plan:
 def _build(kind: type, values: Any, where: str) -> Any:
     known = {each.name: each for each in fields(kind)}
     if not isinstance(values, dict):
-        raise ConfigError(f"{where} is a table of settings, got {values!r:.40}")
+        raise ConfigError(f"{where} must be a table of settings, got {values!r:.40}")
     if unknown := sorted(set(values) - set(known)):
         hint = did_you_mean(unknown[0], known)
         raise ConfigError(f"{where}: there is no {unknown[0]!r}{hint}; there are {', '.join(known)}")

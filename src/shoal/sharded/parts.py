@@ -190,7 +190,7 @@ class NamedTables:
         return torch.cat([rows[name].reshape(-1) for name in asked.names]) if rows else torch.empty(0, device=CPU)
 
     def insert(self, asked: Lists, seconds: int) -> Tensor:
-        raise NotImplementedError("tables by name are not asked to insert")
+        raise NotImplementedError("insert_missing must be False for tables by name")
 
     def apply(self, asked: Lists, flat: Tensor, step: Step, each: Each) -> None:
         if self._raw:

@@ -134,7 +134,9 @@ def scatter_rows(
     grads, offsets = [g.contiguous() for g in grads], [o.contiguous() for o in offsets]
     for grad, offset, dim in zip(grads, offsets, dims, strict=True):
         if grad.shape != (offset.numel(), dim) or grad.dtype != torch.float32:
-            raise ConfigError(f"gradients are float32 [{offset.numel()}, {dim}], got {grad.dtype} {list(grad.shape)}")
+            raise ConfigError(
+                f"gradients must be float32 [{offset.numel()}, {dim}], got {grad.dtype} {list(grad.shape)}"
+            )
     _core.fused_gather_gradient(
         flat.data_ptr(), size, 4, scale, [o.data_ptr() for o in offsets], [False] * len(grads),
         [g.data_ptr() for g in grads], [o.numel() for o in offsets], list(dims),

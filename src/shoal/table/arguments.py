@@ -41,13 +41,14 @@ def _check_place(tensor: Tensor, name: str, what: str, device: torch.device) -> 
     kind = type(tensor)
     if kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # FakeTensor, DTensor, ...
         raise ConfigError(
-            f"table {name!r}: {what} are an ordinary tensor, got a {kind.__name__}, whose numbers are elsewhere; "
+            f"table {name!r}: {what} must be an ordinary tensor, got a {kind.__name__}, whose numbers are elsewhere; "
             "inside compiled code use a module of shoal.nn, of a DTensor give to_local()"
         )
     if tensor.device != device or tensor.layout != torch.strided:
         place, move = ("CPU tensor", ".cpu()") if device == CPU else (f"tensor on {device}", f".to({str(device)!r})")
         raise ConfigError(
-            f"table {name!r}: {what} are a dense {place}, got {tensor.device}, {tensor.layout}; move them with {move}"
+            f"table {name!r}: {what} must be a dense {place}, got {tensor.device}, {tensor.layout}; move them with "
+            f"{move}"
         )
 
 
@@ -112,16 +113,16 @@ def as_int(value: Any, name: str, what: str) -> int:
         number = value.item() if isinstance(value, Tensor) else value
         whole = int(number)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ConfigError(f"table {name!r}: {what} is an integer, got {value!r}") from error
+        raise ConfigError(f"table {name!r}: {what} must be an integer, got {value!r}") from error
     if whole != number:
-        raise ConfigError(f"table {name!r}: {what} is an integer, got {value!r}")
+        raise ConfigError(f"table {name!r}: {what} must be an integer, got {value!r}")
     if not -(1 << 63) <= whole < 1 << 63:
-        raise ConfigError(f"table {name!r}: {what} has 64 bits, got {whole}")
+        raise ConfigError(f"table {name!r}: {what} must fit into 64 bits, got {whole}")
     return whole
 
 
 def check_rates(rates: list[float], name: str) -> list[float]:
     for index, rate in enumerate(rates):
         if not math.isfinite(rate):
-            raise ConfigError(f"table {name!r}: the learning rate of segment {index} is finite, got {rate}")
+            raise ConfigError(f"table {name!r}: the learning rate of segment {index} must be finite, got {rate}")
     return rates

@@ -49,11 +49,11 @@ class TableBase(ABC):
     ) -> None:
         if on_bad_gradient not in _BAD_GRADIENT:
             raise ConfigError(
-                f"table {name!r}: on_bad_gradient is one of {list(_BAD_GRADIENT)}, got {on_bad_gradient!r}"
+                f"table {name!r}: on_bad_gradient must be one of {list(_BAD_GRADIENT)}, got {on_bad_gradient!r}"
             )
         native_filter = getattr(hash_filter, "native", None)
         if hash_filter is not None and not isinstance(native_filter, _core.Filter):
-            raise ConfigError(f"table {name!r}: hash_filter is one of create_hash_filters(), got {hash_filter!r}")
+            raise ConfigError(f"table {name!r}: hash_filter must be one of create_hash_filters(), got {hash_filter!r}")
         client = sync_handle(sync_client, name)
         message = EmbeddingHashTableConfig()
         message.CopyFrom(config.table_config)
@@ -190,9 +190,7 @@ class TableBase(ABC):
 
     def _check_step(self, step: int) -> None:
         if step < 0 and self._has_batch_softmax:
-            raise ConfigError(
-                f"table {self.name!r}: batch_softmax needs a global_step that is not negative, got {step}"
-            )
+            raise ConfigError(f"table {self.name!r}: global_step of batch_softmax must be >= 0, got {step}")
 
     def check_trains(self, operation: str) -> None:
         """Refuses an operation that serving entries do not have."""
@@ -230,6 +228,7 @@ def sync_handle(sync_client: Any, name: str) -> Any:
     handle = getattr(sync_client, "handle", sync_client)
     if handle is not None and not hasattr(handle, "attach_table"):
         raise ConfigError(
-            f"table {name!r}: sync_client is one of create_parameter_sync_clients(), got {type(sync_client).__name__}"
+            f"table {name!r}: sync_client must be one of create_parameter_sync_clients(), got "
+            f"{type(sync_client).__name__}"
         )
     return handle

@@ -95,7 +95,7 @@ def fused_apply_gradient(
     _check_offsets("id_offsets", "ids", id_offsets, blocks.id_offsets, name)
     _check_offsets("grad_offsets", "floats", grad_offsets, blocks.offsets, name)
     if indices is not None and (given := as_tensor(indices).numel()) != ids.numel():
-        raise ConfigError(f"table {name!r}: indices are as many as the ids, {ids.numel()}, got {given}")
+        raise ConfigError(f"table {name!r}: there must be one index per id, {ids.numel()}, got {given}")
     grads = as_flat(id_grads, blocks.floats, name, "id_grads", device)
     if isinstance(learning_rate_tensors, list) and all(type(rate) is float for rate in learning_rate_tensors):
         rates = array.array("f", learning_rate_tensors).tolist()  # float32's, as native code has them
@@ -103,7 +103,9 @@ def fused_apply_gradient(
         rates = torch.as_tensor(learning_rate_tensors, dtype=torch.float32, device="cpu").reshape(-1).tolist()
     needed = sum(len(table.table_config.entry_config.segments) for table in tables)
     if len(rates) != needed:
-        raise ConfigError(f"table {name!r}: learning_rate_tensors has a rate per segment, {needed}, got {len(rates)}")
+        raise ConfigError(
+            f"table {name!r}: learning_rate_tensors must have a rate per segment, {needed}, got {len(rates)}"
+        )
     check_rates(rates, name)
     step = as_int(global_step, name, "global_step")
     seconds = as_time(req_time, name, clocked=any(table.clocked for table in tables))
@@ -174,20 +176,22 @@ def _blocks(tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Any, num_
     """The blocks that ``fused_slot_size`` cuts ids into, once it was checked."""
     sizes = torch.as_tensor(fused_slot_size, device="cpu")
     if sizes.dtype not in (torch.int32, torch.int64):
-        raise ConfigError(f"table {name!r}: fused_slot_size is int32, got {sizes.dtype}")
+        raise ConfigError(f"table {name!r}: fused_slot_size must be int32, got {sizes.dtype}")
     if num_of_shards < 1:
         raise ConfigError(f"table {name!r}: num_of_shards must be at least 1, got {num_of_shards}")
     if sizes.numel() != len(tables) * num_of_shards:
         raise ConfigError(
-            f"table {name!r}: fused_slot_size has {len(tables)} tables x {num_of_shards} shards elements, "
+            f"table {name!r}: fused_slot_size must have {len(tables)} tables x {num_of_shards} shards elements, "
             f"got {sizes.numel()}"
         )
     few = sizes.reshape(-1).tolist() if sizes.numel() <= _FEW else None
     least, total = (min(few, default=0), sum(few)) if few is not None else (int(sizes.min()), int(sizes.sum()))
     if least < 0:
-        raise ConfigError(f"table {name!r}: fused_slot_size holds counts, got {least}")
+        raise ConfigError(f"table {name!r}: fused_slot_size must hold counts, got {least}")
     if total != ids.numel():
-        raise ConfigError(f"table {name!r}: fused_slot_size adds up to the number of ids, {ids.numel()}, got {total}")
+        raise ConfigError(
+            f"table {name!r}: fused_slot_size must add up to the number of ids, {ids.numel()}, got {total}"
+        )
     dims = [table.dim_size for table in tables]
     if few is not None:
         return _few_blocks(num_of_shards, tuple(few), tuple(dims))
@@ -222,7 +226,8 @@ def _check_offsets(what: str, of: str, given: Any, expected: Tensor, name: str) 
     short = expected[:-1]  # the last offset follows from the others
     if not (torch.equal(flat, expected) or torch.equal(flat, short)):
         raise ConfigError(
-            f"table {name!r}: {what} are where the {of} of each block begin, {_shown(expected)}, got {_shown(flat)}"
+            f"table {name!r}: {what} must be the positions at which the {of} of each block begin, "
+            f"{_shown(expected)}, got {_shown(flat)}"
         )
 
 
@@ -234,7 +239,9 @@ def _device(tables: Sequence[HashTable]) -> torch.device:
     """Where the tables' tensors live."""
     devices = {table.device for table in tables} or {torch.device("cpu")}
     if len(devices) > 1 or len({table.on_gpu for table in tables}) > 1:
-        raise ConfigError(f"table {table_names(tables)!r}: they live on one device, got {sorted(map(str, devices))}")
+        raise ConfigError(
+            f"table {table_names(tables)!r}: tables must be on one device, got {sorted(map(str, devices))}"
+        )
     return next(iter(devices))
 
 
@@ -253,9 +260,9 @@ def hash_table_lookup_gradient(id_indices: Tensor, id_values: Tensor, input_grad
     rows = as_tensor(id_indices)
     ids = as_tensor(id_values)
     if rows.dim() != 2 or rows.shape[1] != 2 or rows.shape[0] != ids.numel():
-        raise ConfigError(f"id_indices is [{ids.numel()}, 2] for {ids.numel()} ids, got {list(rows.shape)}")
+        raise ConfigError(f"id_indices must be [{ids.numel()}, 2] for {ids.numel()} ids, got {list(rows.shape)}")
     if input_grads.dim() != 2:
-        raise ConfigError(f"input_grads is [B, dim], got {list(input_grads.shape)}")
+        raise ConfigError(f"input_grads must be [B, dim], got {list(input_grads.shape)}")
     first = rows[:, 0].long()
     if first.numel() and not 0 <= int(first.min()) <= int(first.max()) < input_grads.shape[0]:
         worst = int(first.min()) if int(first.min()) < 0 else int(first.max())
@@ -291,7 +298,10 @@ class FusedCalls:
     def _fused_tables(self) -> list[HashTable]:
         for name, table in self._tables.items():
             if not isinstance(table, HashTable):
-                raise ConfigError(f"slot {name!r}: fused operations need a local HashTable, got {type(table).__name__}")
+                raise ConfigError(
+                    f"slot {name!r}: the table of a fused operation must be a local HashTable, got "
+                    f"{type(table).__name__}"
+                )
         return list(self._tables.values())
 
     def fused_lookup(

@@ -60,7 +60,7 @@ class RawTables(FusedCalls):
         requests, rest = divmod(ids.nrows(), len(self._tables)) if self._tables else (0, ids.nrows())
         if rest or (self._tables and requests == 0):
             rows = f"a multiple of {len(self._tables)} rows of ids"
-            raise ConfigError(f"table {self.name!r}: raw_lookup takes {rows}, got {ids.nrows()}")
+            raise ConfigError(f"table {self.name!r}: raw_lookup must get {rows}, got {ids.nrows()}")
         sizes = ids.row_lengths().contiguous()
         dims = torch.tensor(self.get_table_dim_sizes(), dtype=torch.int64, device="cpu").repeat(requests)
         values = as_ids(ids.values, self.name, device=self.device).view(-1)
@@ -120,7 +120,9 @@ class RawTables(FusedCalls):
         """The floats of each table for one request, and all of them as a checked vector."""
         sizes = ids.row_lengths().tolist()
         if len(sizes) != len(self._tables):
-            raise ConfigError(f"table {self.name!r}: a request has {len(self._tables)} rows of ids, got {len(sizes)}")
+            raise ConfigError(
+                f"table {self.name!r}: a request must have {len(self._tables)} rows of ids, got {len(sizes)}"
+            )
         floats = [size * dim for size, dim in zip(sizes, self.get_table_dim_sizes(), strict=True)]
         return floats, as_flat(flat, sum(floats), self.name, device=self.device)
 

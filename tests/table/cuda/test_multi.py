@@ -122,7 +122,7 @@ def test_fused_calls(accumulate, device):
         same(cpu, gpu)
     for mine, theirs in zip(gpu.fused_lookup(ids.to(device), sizes, 2), cpu.fused_lookup(ids, sizes, 2), strict=True):
         torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ConfigError, match="they live on one device"):
+    with pytest.raises(ConfigError, match="tables must be on one device"):
         fused_apply_gradient(
             [cpu.tables["a"], gpu.tables["a"]], ids, None, [1, 1], grads, None, None, [0.1, 0.1], None, 0, 1
         )

@@ -284,7 +284,7 @@ def test_wrong_arguments_are_refused_before_any_effect(device):
         table.assign(ids, values.double())
     with pytest.raises(ConfigError, match="req_time"):
         table.assign(ids, values, -1)
-    with pytest.raises(ConfigError, match="are a dense"):
+    with pytest.raises(ConfigError, match="must be a dense"):
         table.lookup(ids.to_sparse())
     with pytest.raises(UnsupportedError, match="CPU tables"):
         _ = table._native

@@ -139,7 +139,7 @@ def init_sync_train_and_update_conf(dct_config: Any = None, *, conf: Any = None)
     """
     global _SYNC_TRAIN_INITED
     if (dct_config is None) == (conf is None):
-        raise TypeError("init_sync_train_and_update_conf takes one configuration, as dct_config")
+        raise TypeError("init_sync_train_and_update_conf must get one configuration, as dct_config")
     conf = dct_config if conf is None else conf
     logger.info("entering synchronous training")
     try:

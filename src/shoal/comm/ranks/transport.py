@@ -117,7 +117,9 @@ class BaseTransport(Transport):
         self._check(self.rank, "barrier on")
         with self._lock:
             if self._in_barrier:
-                raise self._error("two threads of one rank are in the barrier at once", "protocol", self.rank)
+                raise self._error(
+                    "only one thread of a rank must be in the barrier at a time, got two", "protocol", self.rank
+                )
             self._in_barrier = True
         try:
             self._barrier(self._deadline(timeout))
@@ -157,7 +159,7 @@ class BaseTransport(Transport):
         if self._closed:
             raise self._closed_error()
         if isinstance(peer, bool) or not hasattr(peer, "__index__") or not 0 <= peer < self.world_size:
-            raise self._error(f"cannot {what} rank {peer!r}; ranks are 0..{self.world_size - 1}", "bad_rank", peer)
+            raise self._error(f"cannot {what} rank {peer!r}; a rank must be 0..{self.world_size - 1}", "bad_rank", peer)
 
     def _error(self, text: str, kind: str, peer: int | None = None) -> TransportError:
         return TransportError(f"{type(self).__name__} of rank {self.rank}: {text}", kind=kind, peer=peer)

@@ -32,7 +32,7 @@ def pack12(indices: Tensor) -> Tensor:
         raise ValueError(f"pack12: indices must be integers, got {indices.dtype}")
     n = indices.numel()
     if n % 2:
-        raise ValueError(f"pack12: takes an even number of indices, got {n}")
+        raise ValueError(f"pack12: the number of indices must be even, got {n}")
     flat = indices.reshape(-1).to(torch.int64).contiguous()
     if not flat.is_cpu:
         return pack12_reference(flat)

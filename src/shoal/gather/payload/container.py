@@ -117,7 +117,7 @@ def _load_safetensors(data: Any, size: int) -> dict[str, Any]:
     if length > size - 8:
         raise _corrupt(f"a header of {length} bytes does not fit a file of {size}")
     if length > MAX_HEADER_BYTES:
-        raise _unsafe(f"a header of {length} bytes; {MAX_HEADER_BYTES} are allowed")
+        raise _unsafe(f"a header must have at most {MAX_HEADER_BYTES} bytes, got {length}")
     try:
         header = json.loads(raw[8 : 8 + length].numpy().tobytes())
     except (ValueError, RecursionError) as error:
@@ -208,7 +208,7 @@ def _load_pt(data: Any, size: int, spec: GradientSpec) -> Any:
 def _check_members(archive: zipfile.ZipFile, size: int, limit: int) -> None:
     members = archive.infolist()
     if len(members) > limit:
-        raise _unsafe(f"{len(members)} members, at most {limit} are allowed")
+        raise _unsafe(f"a container must have at most {limit} members, got {len(members)}")
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
             raise _unsafe("a member is compressed or encrypted")

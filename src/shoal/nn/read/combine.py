@@ -27,7 +27,7 @@ def features_of(who: str, tables: Mapping[str, int], combiner: Any, max_length: 
         raise ConfigError(f"{who}: combiner must have an entry for each of {list(tables)}, got {list(each)}")
     kinds = {name: _kind_of(who, one) for name, one in each.items()}
     if max_length is not None and FIRSTN not in kinds.values():
-        raise ConfigError(f"{who}: max_length goes with combiner='firstn', got it with {combiner!r}")
+        raise ConfigError(f"{who}: max_length must come with combiner='firstn', got it with {combiner!r}")
     features = {}
     for name, table in tables.items():
         kind, length = kinds[name], 0
@@ -35,7 +35,7 @@ def features_of(who: str, tables: Mapping[str, int], combiner: Any, max_length: 
             own = getattr(each[name], "max_seq_length", None)
             length = max_length if own is None or max_length is not None else own
             if length is None or length < 1:
-                raise ConfigError(f"{who}: firstn needs a max_length of at least 1, got {length}")
+                raise ConfigError(f"{who}: max_length of firstn must be at least 1, got {length}")
         features[name] = Feature(table, kind, length, each[name] if kind == CUSTOM else None)
     return features
 

@@ -52,7 +52,9 @@ def as_jagged(ids: Any, offsets: Any = None, weights: Any = None) -> Jagged:
             raise ConfigError("a nested tensor has offsets of its own; leave the separate ones out")
         weights = weights.values() if isinstance(weights, Tensor) and weights.is_nested else weights
         if ids.layout != torch.jagged or ids.dim() != 2:
-            raise ConfigError(f"nested ids are [B, j] in the jagged layout, got {ids.dim()} dimensions, {ids.layout}")
+            raise ConfigError(
+                f"nested ids must be [B, j] in the jagged layout, got {ids.dim()} dimensions, {ids.layout}"
+            )
         ids, offsets = ids.values(), ids.offsets()  # pyrefly: ignore[missing-attribute]
     values = as_id_values(ids)
     return Jagged(values, _as_offsets(offsets, values), _as_weights(weights, values))
@@ -68,14 +70,14 @@ def is_keyed(ids: Any) -> bool:
 def as_parts(ids: Mapping[Any, Any], weights: Any = None) -> list[Jagged]:
     """The bags of each key of a mapping; all keys have equally many."""
     if weights is not None and not isinstance(weights, Mapping):
-        raise ConfigError(f"ids came by key, so weights do, too; got {type(weights).__name__}")
+        raise ConfigError(f"weights must come by key, as the ids do; got {type(weights).__name__}")
     if weights and weights.keys() - ids.keys():
         raise ConfigError(f"weights came for {sorted(map(str, weights.keys() - ids.keys()))}, of which no ids came")
     weights = weights or {}
     parts = [as_bags(as_jagged(part, None, weights.get(key)), key) for key, part in ids.items()]
     sizes = [part.offsets.shape[0] - 1 for part in parts if part.offsets is not None]
     if any(size != sizes[0] for size in sizes):
-        raise ConfigError(f"every key has equally many bags, got {dict(zip(ids, sizes, strict=True))}")
+        raise ConfigError(f"all keys must have the same number of bags, got {dict(zip(ids, sizes, strict=True))}")
     weighted = [part.weights is not None for part in parts]
     if any(weighted) and not all(weighted):
         raise ConfigError("either every key has weights or none has")
@@ -181,7 +183,9 @@ def as_bags(part: Jagged, key: str) -> Jagged:
     if offsets is not None:
         return part
     if values.dim() != 2:
-        raise ConfigError(f"the ids of {key!r} are ragged, or [B, L]; got shape {list(values.shape)} without offsets")
+        raise ConfigError(
+            f"the ids of {key!r} must be ragged, or [B, L]; got shape {list(values.shape)} without offsets"
+        )
     bags, length = values.shape
     weights = None if weights is None else weights.reshape(-1)
     return Jagged(values.reshape(-1), steps(bags, length, values.device), weights, length)
@@ -191,7 +195,7 @@ def _from_object(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
     """Values, offsets and weights of something that is no tensor."""
     if isinstance(ids, Ragged):
         if isinstance(ids.values, Ragged):
-            raise ConfigError("ids are ragged in one dimension, got a doubly ragged tensor")
+            raise ConfigError("ids must be ragged in one dimension, got a doubly ragged tensor")
         return ids.values, ids.row_splits, weights.values if isinstance(weights, Ragged) else weights
     if isinstance(ids, list | tuple):
         return _from_lists(ids, offsets, weights)
@@ -205,7 +209,8 @@ def _from_object(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
     if hasattr(ids, "__array__"):
         return as_tensor(ids), offsets, weights
     raise ConfigError(
-        "ids are an int64 tensor, (values, offsets), lists of lists, Ragged, a nested tensor, or an object with values "
+        "ids must be an int64 tensor, (values, offsets), lists of lists, Ragged, a nested tensor, or an object with "
+        "values "
         f"and offsets; got {type(ids).__name__}"
     )
 
@@ -238,9 +243,9 @@ def _as_offsets(offsets: Any, values: Tensor) -> Tensor | None:
         return None
     offsets = torch.as_tensor(offsets, device=values.device)
     if offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32) or offsets.shape[0] < 1:
-        raise ConfigError(f"offsets are int64 [B + 1], got {offsets.dtype} {list(offsets.shape)}")
+        raise ConfigError(f"offsets must be int64 [B + 1], got {offsets.dtype} {list(offsets.shape)}")
     if values.dim() != 1:
-        raise ConfigError(f"with offsets the ids are 1-D, got shape {list(values.shape)}")
+        raise ConfigError(f"with offsets the ids must be 1-D, got shape {list(values.shape)}")
     return offsets.long()
 
 
@@ -250,6 +255,6 @@ def _as_weights(weights: Any, values: Tensor) -> Tensor | None:
     weights = torch.as_tensor(weights, device=values.device)
     if not weights.is_floating_point() or weights.shape != values.shape:
         raise ConfigError(
-            f"weights are floats, one an id ({list(values.shape)}), got {weights.dtype} {list(weights.shape)}"
+            f"weights must be floats, one per id ({list(values.shape)}), got {weights.dtype} {list(weights.shape)}"
         )
     return weights.float()

@@ -23,7 +23,7 @@ class Tables:
         self.one = not isinstance(given, Mapping)
         self.named: dict[str, Any] = {"": given} if self.one else {str(name): table for name, table in given.items()}
         if not self.named:
-            raise ConfigError(f"{who}: a mapping of tables has at least one")
+            raise ConfigError(f"{who}: a mapping of tables must have at least one")
         self.keepers: dict[str, TableKeeper] = {name: keeper_of(table) for name, table in self.named.items()}
         self.distinct = list(dict.fromkeys(self.keepers.values()))
         self.padding: int | None = None

@@ -128,7 +128,7 @@ def insert_at(keys: Tensor, slots: int, size: int, places: int, starts: Tensor |
     """`insert` with room for ``size`` slots at address ``slots``, a multiple of 8."""
     n = keys.shape[0]
     if n > _MOST:
-        raise ConfigError(f"one call takes at most {_MOST} ids on a GPU, got {n}; cut the batch")
+        raise ConfigError(f"a call on a GPU must have at most {_MOST} ids, got {n}; split the batch")
     _clear(blocks(size // 2, 4096)[0], slots, size // 2, BLOCK=4096)
     parts = 1 if starts is None else starts.shape[0] - 1
     _insert(

@@ -153,7 +153,7 @@ def _run(
     for q in requests:  # before anything is launched, which might leave the flag raised
         if q.nfl[1] < len(plan.feature_names):
             raise launch.ConfigError(
-                f"fused_embedding_to_layout: nfl_offset has an entry per feature, {len(plan.feature_names)}, "
+                f"fused_embedding_to_layout: nfl_offset must have an entry per feature, {len(plan.feature_names)}, "
                 f"got {q.nfl[1]}"
             )
     flag = launch.new_flag(like)

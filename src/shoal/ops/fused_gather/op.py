@@ -71,7 +71,7 @@ def _check_gather(fused: Tensor, offsets: list[Tensor], dims: list[int]) -> None
     size = fused.numel()
     for m, o in enumerate(offsets):
         if o.dim() != 1:
-            raise ConfigError(f"{_OP}: offsets[{m}] is 1-D, got shape {list(o.shape)}")
+            raise ConfigError(f"{_OP}: offsets[{m}] must be 1-D, got shape {list(o.shape)}")
         if dims[m] > size and o.shape[0]:  # before rows of that width are made
             raise ConfigError(f"{_OP}: width {dims[m]} of table {m} is more than the buffer's {size} floats")
 
@@ -100,16 +100,17 @@ def _gather_cpu(fused: Tensor, offsets: list[Tensor], dims: list[int]) -> list[T
 def _check_gradient(size: int, grads: list[Tensor], offsets: list[Tensor], dims: list[int], scale: float) -> None:
     op = "fused_gather_embeddings_by_input_gradient"
     if size < 0:
-        raise ConfigError(f"{op}: fused_embeddings_size is not negative, got {size}")
+        raise ConfigError(f"{op}: fused_embeddings_size must be >= 0, got {size}")
     checks.check_same(op, "the number of grads", len(grads), "the number of offset vectors", len(offsets))
     checks.check_same(op, "the number of widths", len(dims), "the number of offset vectors", len(offsets))
     for m, o in enumerate(offsets):
         grad, shape = grads[m], o.shape
         if len(shape) != 1:
-            raise ConfigError(f"{op}: offsets[{m}] is 1-D, got shape {list(shape)}")
+            raise ConfigError(f"{op}: offsets[{m}] must be 1-D, got shape {list(shape)}")
         if grad.shape != (shape[0], dims[m]) or grad.dtype is not grads[0].dtype:
             raise ConfigError(
-                f"{op}: grads[{m}] is {grads[0].dtype} [{shape[0]}, {dims[m]}], got {grad.dtype} {list(grad.shape)}"
+                f"{op}: grads[{m}] must be {grads[0].dtype} [{shape[0]}, {dims[m]}], got {grad.dtype} "
+                f"{list(grad.shape)}"
             )
 
 

@@ -48,11 +48,11 @@ def requests_of(
     """Checks the sizes of all inputs against each other and cuts them."""
     for b in batch_size:
         if b < 0:
-            raise ConfigError(f"{_OP}: batch_size is not negative, got {b}")
+            raise ConfigError(f"{_OP}: batch_size must be >= 0, got {b}")
     whole = ((0, nfl_offset.shape[0]), (0, feature_offset.shape[0]), (0, fid_offset.shape[0]))
     if version != 5:
         if len(batch_size) != 1:
-            raise ConfigError(f"{_OP}: batch_size is one number in version {version}, got {len(batch_size)}")
+            raise ConfigError(f"{_OP}: batch_size must be one number in version {version}, got {len(batch_size)}")
         return [Request(_BLOCKS[version](plan, embeddings, ps_num, row_splits, sizes), *whole, batch_size[0], 0)]
     count = len(plan.tables) * ps_num
     _check_count(embeddings, count)
@@ -78,15 +78,15 @@ def requests_of(
 
 def _check_count(embeddings: list[Tensor], count: int) -> None:
     if len(embeddings) != count:
-        raise ConfigError(f"{_OP}: embeddings_list holds {count} tensors (tables x shards), got {len(embeddings)}")
+        raise ConfigError(f"{_OP}: embeddings_list must hold {count} tensors (tables x shards), got {len(embeddings)}")
 
 
 def _counts(name: str, sizes: Tensor, length: int) -> list[int]:
     if sizes.dim() != 1 or sizes.shape[0] != length:
-        raise ConfigError(f"{_OP}: {name} has {length} entries, got shape {list(sizes.shape)}")
+        raise ConfigError(f"{_OP}: {name} must have {length} entries, got shape {list(sizes.shape)}")
     counts = sizes.tolist()
     if counts and min(counts) < 0:
-        raise ConfigError(f"{_OP}: {name} is not negative, got {min(counts)}")
+        raise ConfigError(f"{_OP}: {name} must be >= 0, got {min(counts)}")
     return counts
 
 
@@ -115,17 +115,17 @@ def _version_2(
 ) -> list[Block]:
     _check_count(embeddings, len(plan.tables) * ps_num)
     if len(row_splits) != len(embeddings):
-        raise ConfigError(f"{_OP}: fid_list_row_split holds {len(embeddings)} vectors, got {len(row_splits)}")
+        raise ConfigError(f"{_OP}: fid_list_row_split must hold {len(embeddings)} vectors, got {len(row_splits)}")
     blocks = []
     for i, (tensor, splits) in enumerate(zip(embeddings, row_splits, strict=True)):
         features = plan.tables[i // ps_num]
         if splits.dim() != 1 or splits.shape[0] != len(features) + 1:
             raise ConfigError(
-                f"{_OP}: fid_list_row_split[{i}] has {len(features) + 1} entries, got shape {list(splits.shape)}"
+                f"{_OP}: fid_list_row_split[{i}] must have {len(features) + 1} entries, got shape {list(splits.shape)}"
             )
         rows = splits.tolist()
         if rows[0] != 0 or any(b < a for a, b in itertools.pairwise(rows)):
-            raise ConfigError(f"{_OP}: fid_list_row_split[{i}] starts at 0 and never falls, got {rows}")
+            raise ConfigError(f"{_OP}: fid_list_row_split[{i}] must start at 0 and never fall, got {rows}")
         start = 0
         for j, f in enumerate(features):
             size = (rows[j + 1] - rows[j]) * plan.widths[f]

@@ -26,7 +26,7 @@ def nest_layout(feature_cfgs: Any, tensors: Any) -> dict[str, Tensor | list[Tens
     tensors = list(tensors)
     wanted = sum(count for _, _, count in layouts)
     if len(tensors) != wanted:
-        raise ConfigError(f"nest_layout: the layouts have {wanted} tensors, got {len(tensors)}")
+        raise ConfigError(f"nest_layout: there must be {wanted} tensors for the layouts, got {len(tensors)}")
     given = iter(tensors)
     return {name: [next(given) for _ in range(count)] if many else next(given) for name, many, count in layouts}
 
@@ -35,11 +35,11 @@ def flatten_layout(feature_cfgs: Any, nested: dict[str, Any]) -> list[Any]:
     """The inverse of `nest_layout`."""
     layouts = _layouts(feature_cfgs)
     if set(nested) != {name for name, _, _ in layouts}:
-        raise ConfigError(f"flatten_layout: the layouts are {[n for n, _, _ in layouts]}, got {sorted(nested)}")
+        raise ConfigError(f"flatten_layout: the layouts must be {[n for n, _, _ in layouts]}, got {sorted(nested)}")
     flat: list[Any] = []
     for name, many, count in layouts:
         tensors = list(nested[name]) if many else [nested[name]]
         if len(tensors) != count:
-            raise ConfigError(f"flatten_layout: layout {name!r} has {count} tensors, got {len(tensors)}")
+            raise ConfigError(f"flatten_layout: layout {name!r} must have {count} tensors, got {len(tensors)}")
         flat.extend(tensors)
     return flat

@@ -116,13 +116,15 @@ def _arguments(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The op's arguments in the order of its schema."""
     if variant_type not in _VARIANTS:
-        raise ConfigError(f"{op}: variant_type is one of {', '.join(_VARIANTS)}, got {variant_type!r}")
+        raise ConfigError(f"{op}: variant_type must be one of {', '.join(_VARIANTS)}, got {variant_type!r}")
     version = int(version) if version in (2, 3, 4, 5) else 1
     if (row_lengths is not None) != (version == 4):
         given = "None" if row_lengths is None else "a tensor"
-        raise ConfigError(f"{op}: fid_list_emb_row_lenth is given in version 4 only, got {given} in version {version}")
+        raise ConfigError(
+            f"{op}: fid_list_emb_row_lenth must be None except in version 4, got {given} in version {version}"
+        )
     if version != 1 and ps_num < 0:
-        raise ConfigError(f"{op}: ps_num is not negative, got {ps_num}")
+        raise ConfigError(f"{op}: ps_num must be >= 0, got {ps_num}")
     embeddings = checks.float_list(embeddings, op, "embeddings_list")
     if version == 2:
         row_splits = _required(op, row_splits, "fid_list_row_split", version)
@@ -180,7 +182,9 @@ def _batch_sizes(op: str, batch_size: Any) -> list[int]:
 def _requests(plan: Plan, args: tuple[Any, ...]) -> list[Request]:
     embeddings, fid_offset, feature_offset, nfl_offset, batch_size, _, ps_num, version, row_splits, sizes = args
     if any(e.dtype != embeddings[0].dtype for e in embeddings):
-        raise ConfigError(f"{_OP}: all embeddings have one dtype, got {sorted({str(e.dtype) for e in embeddings})}")
+        raise ConfigError(
+            f"{_OP}: all embeddings must have one dtype, got {sorted({str(e.dtype) for e in embeddings})}"
+        )
     return requests_of(
         plan, embeddings, fid_offset, feature_offset, nfl_offset, batch_size, ps_num, version, row_splits, sizes
     )
@@ -231,12 +235,12 @@ def _layout_fake(*args: Any) -> list[Tensor]:
 
 def _check_grads(plan: Plan, grads: list[Tensor], embeddings: list[Tensor], batch: int) -> None:
     if len(grads) != len(plan.shapes):
-        raise ConfigError(f"{_OP}_grad: there is a gradient per output, {len(plan.shapes)}, got {len(grads)}")
+        raise ConfigError(f"{_OP}_grad: there must be a gradient per output, {len(plan.shapes)}, got {len(grads)}")
     for i, (grad, shape) in enumerate(zip(grads, plan.shapes, strict=True)):
         wanted = reference.output_shape(shape, batch)
         if list(grad.shape) != wanted or (embeddings and grad.dtype != embeddings[0].dtype):
             raise ConfigError(
-                f"{_OP}_grad: gradient {i} is {embeddings[0].dtype if embeddings else ''} {wanted},"
+                f"{_OP}_grad: gradient {i} must be {embeddings[0].dtype if embeddings else ''} {wanted},"
                 f" got {grad.dtype} {list(grad.shape)}"
             )
 

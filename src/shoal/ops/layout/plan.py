@@ -95,7 +95,7 @@ def _message_bytes(configs: Any) -> bytes:
         return configs
     if hasattr(configs, "SerializeToString"):
         return configs.SerializeToString(deterministic=True)
-    raise ConfigError(f"feature_cfgs is a FeatureConfigs, got {type(configs).__name__}")
+    raise ConfigError(f"feature_cfgs must be a FeatureConfigs, got {type(configs).__name__}")
 
 
 def _byte_order(names: Any) -> list[str]:
@@ -113,7 +113,7 @@ def _build(key: str, configs: FeatureConfigs) -> Plan:
                 f"feature {name!r}: FIRSTN needs max_sequence_length >= 1, got {config.max_sequence_length}"
             )
         if any(dim < 0 for dim in config.slice_dims):
-            raise ConfigError(f"feature {name!r}: slice_dims are not negative, got {list(config.slice_dims)}")
+            raise ConfigError(f"feature {name!r}: slice_dims must be >= 0, got {list(config.slice_dims)}")
     tables = _byte_order({config.table for config in configs.feature_configs.values()})
     shapes: list[tuple[int, ...]] = []
     tasks: list[Task] = []

@@ -43,7 +43,9 @@ def map_id_to_embedding_gradient_back_prop(ids: Any, input: Any, grads: Any) -> 
     input = checks.int64(input, op, "input")
     grads = checks.constant(checks.floats(grads, op, "grads"))
     if grads.shape[:-1] != input.shape or grads.dim() != input.dim() + 1:
-        raise ConfigError(f"{op}: grads have shape input.shape + [d], got {list(grads.shape)} for {list(input.shape)}")
+        raise ConfigError(
+            f"{op}: grads must have shape input.shape + [d], got {list(grads.shape)} for {list(input.shape)}"
+        )
     return _sum_into(_places(ids, input), grads, [i.shape[0] for i in ids])
 
 
@@ -63,7 +65,7 @@ def gather_embeddings_by_input(
     op = "gather_embeddings_by_input"
     ids, rows = checks.vector(ids, op, "ids"), checks.floats(embeddings, op, "embeddings")
     if rows.dim() != 2 or rows.shape[0] != ids.shape[0]:
-        raise ConfigError(f"{op}: embeddings have a row per id, {ids.shape[0]}, got shape {list(rows.shape)}")
+        raise ConfigError(f"{op}: embeddings must have a row per id, {ids.shape[0]}, got shape {list(rows.shape)}")
     return tuple(_map([ids], [rows], checks.int64(input, op, "input"), bool(use_multi_threads)))
 
 
@@ -75,7 +77,8 @@ def gather_embeddings_by_ids_gradient_back_prop(ids: Any, grads: Any, index_mapp
     index = checks.int64(index_mapping, op, "index_mapping").reshape(-1)
     if grads.dim() < 1 or grads.numel() != index.numel() * grads.shape[-1]:
         raise ConfigError(
-            f"{op}: grads hold one row per entry of index_mapping, got shape {list(grads.shape)} for {index.numel()}"
+            f"{op}: grads must hold one row per entry of index_mapping, got shape {list(grads.shape)} for "
+            f"{index.numel()}"
         )
     return sum_by_index(index, grads.reshape(index.numel(), grads.shape[-1]), ids.shape[0])
 
@@ -93,10 +96,12 @@ def _check_map(ids: list[Tensor], embeddings: list[Tensor], input: Tensor, multi
     op = "map_id_to_embedding"
     checks.check_same(op, "the number of embeddings", len(embeddings), "the number of id lists", len(ids))
     if not ids:
-        raise ConfigError(f"{op}: ids holds at least one list, got none")
+        raise ConfigError(f"{op}: ids must hold at least one list, got none")
     for k, (i, rows) in enumerate(zip(ids, embeddings, strict=True)):
         if rows.dim() != 2 or rows.shape[0] != i.shape[0]:
-            raise ConfigError(f"{op}: embeddings[{k}] has a row per id, {i.shape[0]}, got shape {list(rows.shape)}")
+            raise ConfigError(
+                f"{op}: embeddings[{k}] must have a row per id, {i.shape[0]}, got shape {list(rows.shape)}"
+            )
         if rows.shape[1] != embeddings[0].shape[1] or rows.dtype != embeddings[0].dtype:
             raise ConfigError(
                 f"{op}: all embeddings have one width and dtype, but embeddings[{k}] is {rows.dtype}"
@@ -146,7 +151,7 @@ _map.register_gradient(_backward_map, _setup_map)
 
 def _check_places(ids: list[Tensor], input: Tensor) -> None:
     if not ids:
-        raise ConfigError("map_id_to_embedding: ids holds at least one list, got none")
+        raise ConfigError("map_id_to_embedding: ids must hold at least one list, got none")
 
 
 def _places_cpu(ids: list[Tensor], input: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def fused_sorted_segment_sum(indices: Any, values: Any, shapes: Any) -> list[Ten
     values = checks.tensors(values, op, "values")
     if not len(indices) == len(values) == len(shapes):
         raise ConfigError(
-            f"{op}: indices, values and shapes have one length, got {len(indices)}, {len(values)}, {len(shapes)}"
+            f"{op}: indices, values and shapes must have one length, got {len(indices)}, {len(values)}, {len(shapes)}"
         )
     return [_segment_sum(op, i, x, v, s) for i, (x, v, s) in enumerate(zip(indices, values, shapes, strict=True))]
 
@@ -111,7 +111,7 @@ def mean_by_index(index: Tensor, values: Tensor, rows: int) -> Tensor:
 def _rows(op: str, values: Any) -> Tensor:
     values = checks.floats(values, op, "id_values")
     if values.dim() != 2:
-        raise ConfigError(f"{op}: id_values are 2-D, got shape {list(values.shape)}")
+        raise ConfigError(f"{op}: id_values must be 2-D, got shape {list(values.shape)}")
     return values
 
 
@@ -120,22 +120,26 @@ def _reduce_ids(op: str, id_indices: Any, id_values: Any, id_length: Any, how: i
     if indices.shape == (0,):
         indices = indices.view(0, 1)  # an empty list
     if indices.dim() != 2 or indices.shape[1] < 1:
-        raise ConfigError(f"{op}: id_indices are [n, k] with k >= 1, got shape {list(indices.shape)}")
+        raise ConfigError(f"{op}: id_indices must be [n, k] with k >= 1, got shape {list(indices.shape)}")
     if not isinstance(id_length, int | torch.SymInt):
         id_length = checks.int64(id_length, op, "id_length")
         if id_length.dim() > 1 or id_length.numel() < 1:
-            raise ConfigError(f"{op}: id_length is 1-D with at least one element, got shape {list(id_length.shape)}")
+            raise ConfigError(
+                f"{op}: id_length must be 1-D with at least one element, got shape {list(id_length.shape)}"
+            )
         id_length = (id_length[0] if id_length.dim() else id_length).item()
     return _reduce(indices[:, 0], _rows(op, id_values), id_length, how)
 
 
 def _check(index: Tensor, values: Tensor, rows: int, how: int) -> None:
     if rows < 0:
-        raise ConfigError(f"the number of output rows is not negative, got {rows}")
+        raise ConfigError(f"the number of output rows must be >= 0, got {rows}")
     if values.dim() != 2:
-        raise ConfigError(f"the values to reduce are 2-D, got shape {list(values.shape)}")
+        raise ConfigError(f"the values to reduce must be 2-D, got shape {list(values.shape)}")
     if index.dim() != 1 or index.shape[0] != values.shape[0]:
-        raise ConfigError(f"there is one index per row, {values.shape[0]}, got indices of shape {list(index.shape)}")
+        raise ConfigError(
+            f"there must be one index per row, {values.shape[0]}, got indices of shape {list(index.shape)}"
+        )
 
 
 def _cpu(index: Tensor, values: Tensor, rows: int, how: int) -> Tensor:
@@ -162,7 +166,7 @@ def _backward_cpu(grad: Tensor, index: Tensor, how: int, values: Tensor | None, 
 
 def _check_backward(grad: Tensor, index: Tensor, how: int, values: Tensor | None, norm: Tensor | None) -> None:
     if grad.dim() != 2 or index.dim() != 1:
-        raise ConfigError(f"the gradient is 2-D and indices 1-D, got {list(grad.shape)} and {list(index.shape)}")
+        raise ConfigError(f"the gradient must be 2-D and indices 1-D, got {list(grad.shape)} and {list(index.shape)}")
     if how == SQRTN and (
         values is None or norm is None or norm.shape != grad.shape or values.shape != (index.shape[0], grad.shape[1])
     ):

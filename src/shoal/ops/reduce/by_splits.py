@@ -54,19 +54,19 @@ def first_n(values: Tensor, row_splits: Tensor, limit: int) -> Tensor:
 def _check(splits: list[Tensor], embeddings: list[Tensor], slices: list[int], counts: list[int]) -> None:
     if not len(splits) == len(embeddings) == len(counts):
         raise ConfigError(
-            f"{_OP}: splits, embeddings and slice_dims have one length,"
+            f"{_OP}: splits, embeddings and slice_dims must have one length,"
             f" got {len(splits)}, {len(embeddings)}, {len(counts)}"
         )
     cut = iter(slices)
     for i, (row_splits, rows, count) in enumerate(zip(splits, embeddings, counts, strict=True)):
         if row_splits.dim() != 1 or row_splits.shape[0] < 1 or row_splits.shape != splits[0].shape:
             raise ConfigError(
-                f"{_OP}: all splits are [B + 1] with the same B, got {list(row_splits.shape)} for table {i}"
+                f"{_OP}: all splits must be [B + 1] with the same B, got {list(row_splits.shape)} for table {i}"
                 f" and {list(splits[0].shape)} for table 0"
             )
         if rows.dim() != 2 or rows.dtype != embeddings[0].dtype:
             raise ConfigError(
-                f"{_OP}: embeddings[{i}] is 2-D of one dtype for all, got {rows.dtype} {list(rows.shape)}"
+                f"{_OP}: embeddings[{i}] must be 2-D of one dtype for all, got {rows.dtype} {list(rows.shape)}"
             )
         width = sum(next(cut) for _ in range(count))
         checks.check_same(_OP, f"the sum of slice_dims[{i}]", width, f"the width of embeddings[{i}]", rows.shape[1])
@@ -106,7 +106,7 @@ def _check_backward(splits: list[Tensor], grads: list[Tensor], rows: list[int], 
         raise ConfigError(f"{_OP}: the gradient's lists differ in length")
     for grad in grads:
         if grad.dim() != 2 or grad.shape[0] != splits[0].shape[0] - 1 or grad.dtype != grads[0].dtype:
-            raise ConfigError(f"{_OP}: a gradient is [{splits[0].shape[0] - 1}, slice], got {list(grad.shape)}")
+            raise ConfigError(f"{_OP}: a gradient must be [{splits[0].shape[0] - 1}, slice], got {list(grad.shape)}")
     if any(s.shape != splits[0].shape for s in splits):
         raise ConfigError(f"{_OP}: all splits are [B + 1] with the same B")
 
@@ -175,7 +175,7 @@ def _first_n_backward_cpu(grad: Tensor, row_splits: Tensor, n: int) -> Tensor:
 
 def _check_first_n_backward(grad: Tensor, row_splits: Tensor, n: int) -> None:
     if grad.dim() != 3 or grad.shape[0] != row_splits.shape[0] - 1:
-        raise ConfigError(f"the gradient of first_n is [rows, limit, d], got {list(grad.shape)}")
+        raise ConfigError(f"the gradient of first_n must be [rows, limit, d], got {list(grad.shape)}")
 
 
 _first_n = Op(

@@ -23,7 +23,7 @@ def empty_shards(num_of_shards: int, rank0_empty_shard: bool | None = None) -> i
     if rank0_empty_shard is None:
         return int(num_of_shards > 4 and switch(EMPTY_RANK0_VARIABLE, 1) == 1)
     if rank0_empty_shard and num_of_shards < 2:
-        raise ConfigError(f"rank0_empty_shard needs at least 2 shards, got {num_of_shards}")
+        raise ConfigError(f"with rank0_empty_shard there must be at least 2 shards, got {num_of_shards}")
     return int(rank0_empty_shard)
 
 
@@ -48,9 +48,9 @@ def reorder_by_indices(input: Any, shard_ids: Any, num_of_shards: int) -> tuple[
         input = input.float() if input.dim() == 2 else input.long() if input.numel() == 0 else input
     input = checks.constant(input)
     if input.dim() not in (1, 2):
-        raise ConfigError(f"{op}: input is 1-D or 2-D, got shape {list(input.shape)}")
+        raise ConfigError(f"{op}: input must be 1-D or 2-D, got shape {list(input.shape)}")
     if input.dim() == 2 and input.shape[1] == 0:
-        raise ConfigError(f"{op}: a 2-D input has at least one column, got shape {list(input.shape)}")
+        raise ConfigError(f"{op}: a 2-D input must have at least one column, got shape {list(input.shape)}")
     keys = _keys(input if input.dim() == 1 else input[:, 0])
     shards = checks.number(num_of_shards, op, "num_of_shards")
     order, sizes = _reorder(keys, checks.vector(shard_ids, op, "shard_ids"), shards)
@@ -140,12 +140,12 @@ def fused_reorder_by_indices(
 def _check_fused(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int) -> None:
     op = "fused_reorder_by_indices"
     if not inputs:
-        raise ConfigError(f"{op}: inputs holds at least one table, got none")
+        raise ConfigError(f"{op}: inputs must hold at least one table, got none")
     if num_of_shards < 1:
         raise ConfigError(f"{op}: num_of_shards must be at least 1, got {num_of_shards}")
     checks.check_same(op, "the number of dim_sizes", len(dim_sizes), "the number of inputs", len(inputs))
     if wish == 1 and num_of_shards < 2:
-        raise ConfigError(f"{op}: rank0_empty_shard needs at least 2 shards, got {num_of_shards}")
+        raise ConfigError(f"{op}: with rank0_empty_shard there must be at least 2 shards, got {num_of_shards}")
 
 
 def _empty(num_of_shards: int, wish: int) -> int:

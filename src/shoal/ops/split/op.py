@@ -61,13 +61,13 @@ def _check_indices(op: str, indices: Tensor, length: int, what: str, num_splits:
     if num_splits < 1:
         raise ConfigError(f"{op}: num_splits must be at least 1, got {num_splits}")
     if indices.dim() != 1:
-        raise ConfigError(f"{op}: indices are 1-D, got shape {list(indices.shape)}")
+        raise ConfigError(f"{op}: indices must be 1-D, got shape {list(indices.shape)}")
     checks.check_same(op, "the number of indices", indices.shape[0], f"the number of {what}", length)
 
 
 def _check_split(indices: Tensor, tensor: Tensor, num_splits: int) -> None:
     if tensor.dim() < 1:
-        raise ConfigError("split_by_indices: tensor has at least one dimension, got a scalar")
+        raise ConfigError("split_by_indices: tensor must have at least one dimension, got a scalar")
     _check_indices("split_by_indices", indices, tensor.shape[0], "rows", num_splits)
 
 

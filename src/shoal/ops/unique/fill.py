@@ -32,7 +32,7 @@ def fill_with_offset_map(
     """
     op = "fill_with_offset_map"
     if not isinstance(value_buffer, SharedTensor):
-        raise ConfigError(f"{op}: value_buffer is a SharedTensor, got {type(value_buffer).__name__}")
+        raise ConfigError(f"{op}: value_buffer must be a SharedTensor, got {type(value_buffer).__name__}")
     buffer = value_buffer.buffer(op)
     pos, offset_splits, offsets, dims = _map_arguments(op, pos, value_offset_map, dims)
     value = checks.floats(value, op, "value").float()
@@ -73,12 +73,12 @@ def finalize_shared_tensor(shared_tensor_handles: Any, dtype: torch.dtype, shape
     op = "finalize_shared_tensor"
     handles = list(checks.tensors(shared_tensor_handles, op, "shared_tensor_handles"))
     if not handles:
-        raise ConfigError(f"{op}: shared_tensor_handles holds at least one handle, got none")
+        raise ConfigError(f"{op}: shared_tensor_handles must hold at least one handle, got none")
     handle = handles[0]
     if not isinstance(handle, SharedTensor) or any(other is not handle for other in handles):
-        raise ConfigError(f"{op}: all handles are one and the same SharedTensor, got {handles}")
+        raise ConfigError(f"{op}: all handles must be one and the same SharedTensor, got {handles}")
     if dtype != torch.float32:
-        raise ConfigError(f"{op}: a shared tensor is float32, got {dtype}")
+        raise ConfigError(f"{op}: a shared tensor must be float32, got {dtype}")
     buffer = handle.buffer(op)
     if shape is not None:
         hint = list(shape)
@@ -122,7 +122,7 @@ def _map_arguments(op: str, pos: Any, value_offset_map: Any, dims: Any) -> tuple
     if not isinstance(value_offset_map, Ragged):
         if not isinstance(value_offset_map, list | tuple):
             raise ConfigError(
-                f"{op}: value_offset_map is a doubly ragged tensor, got {type(value_offset_map).__name__}"
+                f"{op}: value_offset_map must be a doubly ragged tensor, got {type(value_offset_map).__name__}"
             )
         rows = [Ragged.from_lists(row) for row in value_offset_map]
         value_offset_map = Ragged.from_row_lengths(
@@ -182,7 +182,7 @@ def _check_fill(pos: Tensor, pos_splits: Tensor, value: Tensor, offset_splits: T
     op = "fill_with_offset_map"
     _check_pos(op, pos, pos_splits, offset_splits, dims)
     if value.dim() != 1:
-        raise ConfigError(f"{op}: value is 1-D, got shape {list(value.shape)}")
+        raise ConfigError(f"{op}: value must be 1-D, got shape {list(value.shape)}")
 
 
 def _check_pos(op: str, pos: Tensor, pos_splits: Tensor, offset_splits: Tensor, dims: Sequence[int]) -> None:
@@ -250,7 +250,7 @@ def _check_gradient(
     op = "fill_with_offset_map_gradient"
     _check_pos(op, pos, pos_splits, offset_splits, dims)
     if grad.dim() != 1:
-        raise ConfigError(f"{op}: grad is 1-D, got shape {list(grad.shape)}")
+        raise ConfigError(f"{op}: grad must be 1-D, got shape {list(grad.shape)}")
 
 
 def _gradient_cpu(

@@ -53,7 +53,7 @@ def unique_key_with_value_and_offset(key: Any, dims: Any, generate_buffer: bool 
 def _check(values: Tensor, row_splits: Tensor, dims: list[int], generate_buffer: bool) -> None:
     op = "unique_key_with_value_and_offset"
     if not dims:
-        raise ConfigError(f"{op}: key has at least one row, got none")
+        raise ConfigError(f"{op}: key must have at least one row, got none")
     checks.check_same(op, "the number of dims", len(dims), "the number of rows", row_splits.shape[0] - 1)
 
 

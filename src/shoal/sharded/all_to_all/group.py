@@ -197,7 +197,8 @@ class AllToAllGroup:
         """The finds of the parts in their order, and for each the summed gradients of the ids that it asked for."""
         if each != "sum":
             raise ConfigError(
-                f"tables {self._named()}: an update over ranks makes one step per distinct id, got {each!r}"
+                f"tables {self._named()}: each must be 'sum' in an update over ranks, which makes one step per "
+                f"distinct id; got {each!r}"
             )
         if not self.traits.trains:
             raise ConfigError(f"tables {self._named()}: serving tables take no gradients")

@@ -182,7 +182,7 @@ class DistributedMultiTypeHashTableMpi:
             raise ConfigError("apply_gradients needs the bundle that lookup filled, once; this one holds no lookup")
         if len(slot_to_grad) != len(self._dims):
             raise ConfigError(
-                f"apply_gradients takes a gradient for each of {len(self._dims)} slots, got {sorted(slot_to_grad)}"
+                f"apply_gradients must get a gradient for each of {len(self._dims)} slots, got {sorted(slot_to_grad)}"
             )
         size, offsets = int(bundle["recv_embeddings_size"]), bundle["fused_embedding_offsets"]
         grads = [slot_to_grad[slot] for slot in sorted(slot_to_grad)]

@@ -111,7 +111,8 @@ def apply_gradients(
     """The short form for fused layouts. It clips by global norm or by norm, if ``clip_norm`` is above 0."""
     if GradClipType(clip_type) not in (GradClipType.ClipByGlobalNorm, GradClipType.ClipByNorm):
         raise ConfigError(
-            f"apply_gradients clips by ClipByGlobalNorm or ClipByNorm, got {GradClipType(clip_type).name}; use "
+            "clip_type of apply_gradients must be ClipByGlobalNorm or ClipByNorm, got "
+            f"{GradClipType(clip_type).name}; use "
             "apply_gradients_with_var_optimizer"
         )
     apply_gradients_with_var_optimizer(

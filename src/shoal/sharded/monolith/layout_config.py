@@ -113,7 +113,8 @@ def _pooling(feature: str, combiner: Any) -> tuple[PoolingType, int]:
     if kind == "FirstN" and combiner.max_seq_length > 0:
         return PoolingType.FIRSTN, int(combiner.max_seq_length)
     raise ConfigError(
-        f"feature {feature!r}: a combiner is ReduceSum, ReduceMean or FirstN with a length above 0, got {combiner!r}"
+        f"feature {feature!r}: a combiner must be ReduceSum, ReduceMean or FirstN with a length above 0, got "
+        f"{combiner!r}"
     )
 
 

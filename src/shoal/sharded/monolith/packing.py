@@ -48,7 +48,7 @@ def unpack_packed_tensors(
 ) -> list[dict[str, Tensor]]:
     """Undoes `pack_typed_keyed_tensors`."""
     if len(packed_list) < 2:
-        raise ConfigError(f"unpack_packed_tensors: a packed list has at least 2 parts, got {len(packed_list)}")
+        raise ConfigError(f"unpack_packed_tensors: a packed list must have at least 2 parts, got {len(packed_list)}")
     flats, sizes = packed_list[:-1], as_tensor(packed_list[-1])
     if len(flats) != len(typed_keyed_shape):
         raise ConfigError(f"unpack_packed_tensors: {len(typed_keyed_shape)} dicts of shapes, {len(flats)} flat tensors")

@@ -241,7 +241,7 @@ class PartitionedHashTable:
 
     def _check_part(self, ps: int) -> None:
         if not 0 <= ps < self._shards:
-            raise ConfigError(f"parts are 0..{self._shards - 1}, got {ps}")
+            raise ConfigError(f"parts must be 0..{self._shards - 1}, got {ps}")
 
     def _checked_rows(self, ps: int, name: str, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Rows that part ``ps`` may hold, on its device."""
@@ -252,8 +252,9 @@ class PartitionedHashTable:
         if ids.numel() and (int(ids.min()) < 0 or bool((shard_of(ids, self._shards) != ps).any())):
             bad = ids[(ids < 0) | (shard_of(ids, self._shards) != ps)][0]
             raise ConfigError(
-                f"sub-table {name!r}: part {ps} of {self._shards} holds the ids with id mod {self._shards} == {ps} "
-                f"that are not negative, got {int(bad)}"
+                f"sub-table {name!r}: ids of part {ps} of {self._shards} must be >= 0 with id mod {self._shards} == "
+                f"{ps}, "
+                f"got {int(bad)}"
             )
         return ids, values.view(-1, self._dims[name])
 

@@ -120,7 +120,7 @@ def _copy(value: Any, seen: dict[int, Any]) -> Any:
         return value
     if isinstance(value, Ragged):
         if isinstance(value.values, Ragged):
-            raise ConfigError("a queue takes ragged tensors with one ragged dimension, got a doubly ragged one")
+            raise ConfigError("ragged tensors in a queue must have one ragged dimension, got a doubly ragged one")
         return seen.setdefault(id(value), value)
     if isinstance(value, Mapping):
         copy = {key: _copy(item, seen) for key, item in value.items()}
@@ -131,7 +131,7 @@ def _copy(value: Any, seen: dict[int, Any]) -> Any:
     if isinstance(value, list):
         return [_copy(item, seen) for item in value]
     raise ConfigError(
-        f"a queue takes nested lists, tuples and dicts of tensors, and bool, int, str or None beside them, "
+        "elements of a queue must be nested lists, tuples and dicts of tensors, bool, int, str or None, "
         f"got {type(value).__name__}"
     )
 

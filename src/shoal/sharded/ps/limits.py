@@ -27,7 +27,7 @@ class Limits:
         for field in fields(self):
             value, least = getattr(self, field.name), 0 if field.name == "inline_ids" else 1
             if value < least:
-                raise ConfigError(f"limits of a server: {field.name} is at least {least}, got {value}")
+                raise ConfigError(f"limits of a server: {field.name} must be at least {least}, got {value}")
 
     @property
     def max_request_bytes(self) -> int:

@@ -179,24 +179,24 @@ def parse_request(header: Any, ids: Any = b"", values: Any = b"") -> Request:
     """A request from its frames; `DataError` where they are not one."""
     header = memoryview(header)
     if header.nbytes < _REQUEST.size:
-        raise DataError(f"a request's header has at least {_REQUEST.size} bytes, got {header.nbytes}")
+        raise DataError(f"a request's header must have at least {_REQUEST.size} bytes, got {header.nbytes}")
     magic, version, op, flags, request, stream, seq, acked, step, time, read, deadline, k, r = _REQUEST.unpack_from(
         header
     )
     if magic != MAGIC:
-        raise DataError(f"a request starts with {MAGIC!r}, got {magic!r}")
+        raise DataError(f"a request must start with {MAGIC!r}, got {magic!r}")
     if version != VERSION:
         raise DataError(f"this server speaks protocol version {VERSION}, the request is of version {version}")
     tail = _REQUEST.size + 8 * k + 4 * r
     if header.nbytes < tail:
-        raise DataError(f"a header of {k} tables and {r} rates has at least {tail} bytes, got {header.nbytes}")
+        raise DataError(f"a header of {k} tables and {r} rates must have at least {tail} bytes, got {header.nbytes}")
     names = _split(bytes(header[tail:]))
     if len(names) != k:
         raise DataError(f"the header counts {k} tables and names {len(names)}")
     numbers = struct.unpack_from(f"<{k}q{r}f", header, _REQUEST.size)
     counts = numbers[:k]
     if k and min(counts) < 0:
-        raise DataError(f"a table's number of ids is not negative, got {min(counts)}")
+        raise DataError(f"a table's number of ids must be >= 0, got {min(counts)}")
     try:
         op = Op(op)
     except ValueError:
@@ -251,7 +251,7 @@ def _split_once(names: bytes) -> tuple[str, ...]:
     try:
         return tuple(names.decode().split("\n")) if names else ()
     except UnicodeDecodeError as error:
-        raise DataError(f"table names are UTF-8 ({error})") from None
+        raise DataError(f"table names must be UTF-8 ({error})") from None
 
 
 def as_tensor(data: Any, dtype: torch.dtype) -> Tensor:
@@ -262,7 +262,7 @@ def as_tensor(data: Any, dtype: torch.dtype) -> Tensor:
     if not view.nbytes:
         return torch.empty(0, dtype=dtype, device="cpu")
     if view.nbytes % dtype.itemsize:
-        raise DataError(f"a frame of {dtype} has a multiple of {dtype.itemsize} bytes, got {view.nbytes}")
+        raise DataError(f"a frame of {dtype} must have a multiple of {dtype.itemsize} bytes, got {view.nbytes}")
     if view.readonly:
         view = memoryview(bytearray(view))
     tensor = torch.frombuffer(view, dtype=dtype)

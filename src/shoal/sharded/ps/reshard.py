@@ -106,7 +106,7 @@ def reshard_servers(source: str | os.PathLike[str], target: str | os.PathLike[st
     afterwards: let theirs finish before. Admission filters start to count anew.
     """
     if of < 1:
-        raise ConfigError(f"the number of shards is at least 1, got {of}")
+        raise ConfigError(f"the number of shards must be at least 1, got {of}")
     target = Path(target)
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target} is not empty; give a new folder")

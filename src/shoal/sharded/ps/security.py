@@ -76,7 +76,7 @@ def is_loopback(host: str) -> bool:
 
 def check_port(port: int, what: str) -> None:
     if not 0 <= port < 1 << 16:
-        raise ConfigError(f"{what} is 0 (any that is free) to 65535, got {port}")
+        raise ConfigError(f"{what} must be 0 (any that is free) to 65535, got {port}")
 
 
 def check_clients(keys: ServerKeys) -> None:

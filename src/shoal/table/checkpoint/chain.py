@@ -167,7 +167,7 @@ def _verify(found: Found) -> None:
 def read_chain(directory: str, name: str) -> list[Link]:
     """The full checkpoint and the deltas that lead to ``name``, oldest first."""
     if not _NAME.fullmatch(name):
-        raise CheckpointNotFoundError(f"a checkpoint is called like 'ckpt-00000001', got {name!r}")
+        raise CheckpointNotFoundError(f"a checkpoint must be called like 'ckpt-00000001', got {name!r}")
     chain: list[Link] = []
     wanted: str | None = None
     series = checkpoints_of(directory)
@@ -214,7 +214,7 @@ def table_in(manifest: Manifest, name: str, where: str) -> dict[str, Any]:
     for key, limit in {"shards": 1 << 20, "rows": 1 << 62, "removed": 1 << 48, "max_update_time": 1 << 32}.items():
         value = described.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-            raise DataError(f"{where}: {key} of table {name!r} is a number, got {value!r:.80}")
+            raise DataError(f"{where}: {key} of table {name!r} must be a number, got {value!r:.80}")
     described["scales"] = check_scales({name: described.get("scales")}, where)[name]
     return described
 

@@ -100,7 +100,7 @@ def _read_blocks(
     meta = blocks[0][1]
     for path, (_, other) in zip(paths, blocks, strict=True):
         if (other.head, other.head_increment) != (meta.head, meta.head_increment):
-            raise DataError(f"{path}: its head differs from that of the first file: they are of two saves")
+            raise DataError(f"{path}: its head differs from that of the first file; the files belong to two saves")
     return [state for state, _ in blocks], meta
 
 

@@ -249,7 +249,7 @@ def _members(tables: Tables, training: bool = True) -> list[HashTable]:
     members = [tables] if isinstance(tables, HashTable) else list(tables)
     names = [table.name for table in members]
     if not members:
-        raise ConfigError("an incremental checkpoint needs at least one table, got none")
+        raise ConfigError("an incremental checkpoint must have at least one table, got none")
     if len(set(names)) != len(names):
         raise ConfigError(f"tables of one checkpoint must have different names, got {sorted(names)}")
     for table in members:

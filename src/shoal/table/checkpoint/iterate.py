@@ -34,11 +34,13 @@ def save_as_tensor(
     """
     shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
     if not 0 <= shard_idx < num_shards:
-        raise ConfigError(f"table {table.name!r}: shard_idx is 0..num_shards - 1, got {shard_idx} of {num_shards}")
+        raise ConfigError(f"table {table.name!r}: shard_idx must be 0..num_shards - 1, got {shard_idx} of {num_shards}")
     if limit < 1:
         raise ConfigError(f"table {table.name!r}: limit must be at least 1, got {limit}")
     if offset < 0:
-        raise ConfigError(f"table {table.name!r}: offset is 0 or what the call before returned, got {offset}")
+        raise ConfigError(
+            f"table {table.name!r}: offset must be 0 or the one that the previous call returned, got {offset}"
+        )
     stripes = range(shard_idx, _core.Table.num_stripes, num_shards)
     at, place = offset >> _PLACE_BITS, offset & _PLACE
     entries: list[bytes] = []

@@ -187,7 +187,7 @@ def read_meta(path: str) -> list[tuple[str, int]]:
     try:
         messages = [MultiHashTableMetadata.FromString(record) for record in _core.read_records(path)]
     except DecodeError as error:
-        raise DataError(f"{path}: a record is no MultiHashTableMetadata message") from error
+        raise DataError(f"{path}: a record is not a MultiHashTableMetadata message") from error
     for message in messages:
         if message.num_entries >= 1 << 62:
             raise DataError(f"{path}: table {message.table_name!r} cannot have {message.num_entries} entries")

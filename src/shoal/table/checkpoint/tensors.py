@@ -70,11 +70,13 @@ def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
     _check(table, "state", states, torch.uint8, [n, layout.row_bytes - head_bytes])
     _check(table, "scales", scales, torch.float32, [len(native.scales())])
     if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
-        raise DataError(f"table {table.name!r}: times are 0..{MAX_TIME}, got {int(times.min())}..{int(times.max())}")
+        raise DataError(
+            f"table {table.name!r}: times must be 0..{MAX_TIME}, got {int(times.min())}..{int(times.max())}"
+        )
     fresh = _core.Table(layout, 0)
     _core.import_rows(fresh, ids.data_ptr(), times.data_ptr(), rows.data_ptr(), states.data_ptr(), n)
     if fresh.size() != n:
-        raise DataError(f"table {table.name!r}: ids are distinct, but {n} of them name {fresh.size()} rows")
+        raise DataError(f"table {table.name!r}: ids must be distinct, but {n} of them name {fresh.size()} rows")
     fresh.raise_max_update_time(int(times.max()) if n else 0)
     fresh.set_scales(scales.tolist())
     table.adopt(fresh)
@@ -99,7 +101,7 @@ def copy_table(table: HashTable) -> HashTable:
 def _check(table: HashTable, name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
     if tensor.dtype != dtype or list(tensor.shape) != shape:
         raise DataError(
-            f"table {table.name!r}: {name} of a state dict are {dtype} {shape} here, "
+            f"table {table.name!r}: {name} of a state dict must be {dtype} {shape} here, "
             f"got {tensor.dtype} {list(tensor.shape)}"
         )
 

@@ -61,7 +61,7 @@ class DcOptimizer:
     def _step(self, state: State, w: torch.Tensor, g: np.ndarray, lrs: Any, global_step: int) -> None:
         rates = torch.as_tensor(lrs, dtype=torch.float32, device="cpu").reshape(-1)
         if rates.numel() != 1:
-            raise ConfigError(f"DcOptimizer: lrs holds one learning rate, got {rates.numel()}")
+            raise ConfigError(f"DcOptimizer: lrs must hold one learning rate, got {rates.numel()}")
         old = self._vector("w", w)
         new = self._optimizer.step(state, old, g, np.float32(rates.item()), int(global_step))
         if self._rounding:
@@ -72,5 +72,5 @@ class DcOptimizer:
     def _vector(self, name: str, tensor: torch.Tensor) -> np.ndarray:
         if tensor.dtype != torch.float32 or tensor.numel() != self.dim_size:
             got = f"{tensor.dtype} with {tensor.numel()} elements"
-            raise ConfigError(f"DcOptimizer: {name} is float32 with {self.dim_size} elements, got {got}")
+            raise ConfigError(f"DcOptimizer: {name} must be float32 with {self.dim_size} elements, got {got}")
         return tensor.detach().cpu().numpy().reshape(-1)

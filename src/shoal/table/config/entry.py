@@ -63,7 +63,7 @@ class HashTableConfigInstance:
     def call_learning_rate_fns_fewer_ops(self, global_step: Any = None) -> list[float]:
         """The rates at ``global_step`` (the process-wide step when None), in segment order."""
         if not len(self.learning_rate_fns):
-            raise ConfigError("learning_rate_fns is empty; a table needs one learning rate per segment")
+            raise ConfigError("learning_rate_fns must have one learning rate per segment, got none")
         return [_rate(fn, global_step) for fn in self.learning_rate_fns]
 
     def call_learning_rate_fns(self, global_step: Any = None) -> torch.Tensor:

@@ -23,7 +23,7 @@ def set_global_step(step: SupportsInt) -> None:
     global _global_step
     step = int(step)
     if step < 0:
-        raise ConfigError(f"the global step is not negative, got {step}")
+        raise ConfigError(f"global_step must be >= 0, got {step}")
     _global_step = step
 
 
@@ -79,7 +79,7 @@ class PolynomialDecay(LearningRateFunction):
     def __call__(self, global_step: SupportsFloat | None = None) -> float:
         step = float(get_global_step() if global_step is None else global_step)
         if step < 0:
-            raise ConfigError(f"PolynomialDecay: the step is not negative, got {step:g}")
+            raise ConfigError(f"PolynomialDecay: the step must be >= 0, got {step:g}")
         span = float(self.decay_steps)
         if self.cycle:
             span *= max(1, math.ceil(step / span))

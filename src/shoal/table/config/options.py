@@ -31,7 +31,9 @@ def config_of_options(
     message, rate = as_row_optimizer(optimizer, lr)
     if isinstance(initializer, str):
         if initializer not in _INITIALIZERS:
-            raise ConfigError(f"table {name!r}: initializer is one of {sorted(_INITIALIZERS)}, got {initializer!r}")
+            raise ConfigError(
+                f"table {name!r}: initializer must be one of {sorted(_INITIALIZERS)}, got {initializer!r}"
+            )
         initializer = _INITIALIZERS[initializer]()
     config = EmbeddingHashTableConfig(
         entry_config=EntryConfig(segments=[CombineAsSegment(dim, initializer, message, Fp32Compressor())]),
@@ -47,17 +49,20 @@ def _days(expire_after: timedelta | str, name: str) -> int:
         number, unit = expire_after[:-1].strip(), expire_after[-1:]
         if unit not in _DAYS or not number.isdecimal():
             raise ConfigError(
-                f"table {name!r}: expire_after is whole days, weeks or years, as in '30d' or '2w', got {expire_after!r}"
+                f"table {name!r}: expire_after must be whole days, weeks or years, as in '30d' or '2w', got "
+                f"{expire_after!r}"
             )
         days = int(number) * _DAYS[unit]
     elif not isinstance(expire_after, timedelta):
-        raise ConfigError(f"table {name!r}: expire_after is a timedelta or text such as '30d', got {expire_after!r}")
+        raise ConfigError(
+            f"table {name!r}: expire_after must be a timedelta or text such as '30d', got {expire_after!r}"
+        )
     elif expire_after < timedelta() or expire_after % timedelta(days=1):
-        raise ConfigError(f"table {name!r}: expire_after is a whole number of days, got {expire_after}")
+        raise ConfigError(f"table {name!r}: expire_after must be a whole number of days, got {expire_after}")
     else:
         days = expire_after.days
     if days > _MAX_DAYS:
         raise ConfigError(
-            f"table {name!r}: expire_after is at most {_MAX_DAYS} days, got {expire_after!r}; None is never"
+            f"table {name!r}: expire_after must be at most {_MAX_DAYS} days, got {expire_after!r}; None means never"
         )
     return days

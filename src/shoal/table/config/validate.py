@@ -30,7 +30,7 @@ def validate_table_config(
     if entry.entry_type not in (EntryConfig.TRAINING, EntryConfig.SERVING):
         raise ConfigError(f"{where}entry_config.entry_type must be TRAINING or SERVING, got {entry.entry_type}")
     if not entry.segments:
-        raise ConfigError(f"{where}entry_config.segments is empty; a table has at least one segment")
+        raise ConfigError(f"{where}entry_config.segments must have at least one segment, got none")
     serving = entry.entry_type == EntryConfig.SERVING
     for index, segment in enumerate(entry.segments):
         _validate_segment(segment, serving, f"{where}segments[{index}].")
@@ -52,7 +52,7 @@ def _validate_segment(segment: EntryConfig.Segment, serving: bool, where: str) -
         raise ConfigError(f"{where}dim_size must be above 0, got {segment.dim_size}")
     compressor = segment.comp_config.WhichOneof("type")
     if serving and compressor is None:
-        raise ConfigError(f"{where}comp_config is not set; a serving table needs one in every segment")
+        raise ConfigError(f"{where}comp_config must be set in every segment of a serving table")
     if compressor is not None:
         _validate_compressor(segment.comp_config, f"{where}comp_config.{compressor}.")
     if serving:

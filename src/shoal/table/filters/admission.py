@@ -272,12 +272,12 @@ def _thresholds(config: bytes | SlotOccurrenceThresholdConfig) -> tuple[int, lis
 def _int64(id: int) -> int:
     id = int(id)
     if not -(1 << 63) <= id < 1 << 63:
-        raise ConfigError(f"an id is an int64, got {id}")
+        raise ConfigError(f"an id must be an int64, got {id}")
     return id
 
 
 def _count(count: int) -> int:
     count = int(count)
     if count < 0:
-        raise ConfigError(f"a count of occurrences is not negative, got {count}")
+        raise ConfigError(f"a count of occurrences must be >= 0, got {count}")
     return min(count, (1 << 32) - 1)

@@ -35,7 +35,9 @@ def intercept_gradient(filter: Any, ids: Tensor, embeddings: Tensor) -> Tensor:
     ids = as_int64(as_tensor(ids), "intercept_gradient: ids")
     if embeddings.dim() != 2 or embeddings.shape[0] != ids.numel():
         got = list(embeddings.shape)
-        raise ConfigError(f"intercept_gradient: {ids.numel()} ids need embeddings [{ids.numel()}, dim], got {got}")
+        raise ConfigError(
+            f"intercept_gradient: embeddings of {ids.numel()} ids must be [{ids.numel()}, dim], got {got}"
+        )
     return _InterceptGradient.apply(filter, ids, embeddings)
 
 

@@ -170,7 +170,7 @@ def import_rows(
     """
     for path in paths:
         if not os.path.isfile(path):
-            raise DataError(f"{path} is no file")
+            raise DataError(f"{path} is not a file")
     fresh: dict[int, bytes] = {}
     rows = 0
     with folder_writer(out, lambda _: shards or naming.shard_count(-1, _guess(paths))) as writer_of:
@@ -285,7 +285,7 @@ def _column(batch: Any, name: str, path: str) -> Any:
 def _ints(column: Any, name: str) -> Ints:
     pa = _arrow()
     if not pa.types.is_integer(column.type):
-        raise DataError(f"column {name!r} holds {column.type}; ids and times are integers")
+        raise DataError(f"column {name!r} holds {column.type}; ids and times must be integers")
     if column.type == pa.uint64():
         return column.to_numpy(zero_copy_only=False).view(np.int64)  # the same 64 bits
     return column.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -322,7 +322,7 @@ def _numbered(batch: Any, others: set[str], path: str) -> Floats:
     for name in names:
         column = _column(batch, name, path)
         if not (_arrow().types.is_floating(column.type) or _arrow().types.is_integer(column.type)):
-            raise DataError(f"column {name!r} holds {column.type}; weights are numbers")
+            raise DataError(f"column {name!r} holds {column.type}; weights must be numbers")
         columns.append(column.to_numpy(zero_copy_only=False).astype(np.float32))
     return np.stack(columns, axis=1) if len(batch) else np.empty((0, len(names)), np.float32)
 
@@ -342,11 +342,11 @@ def _read_npz(path: str, id_column: str, vector: str | None, time: str, now: int
             times = next((file[name] for name in (time, "times") if name in file.files), None)
         ids, weights = found["ids"], found["weights"]
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise DataError(f"ids are a vector of integers, got {ids.dtype} of shape {ids.shape}")
+            raise DataError(f"ids must be a vector of integers, got {ids.dtype} of shape {ids.shape}")
         if weights.ndim != 2 or len(weights) != len(ids) or weights.dtype.kind not in "fiu" or not weights.shape[1]:
-            raise DataError(f"weights are [{len(ids)}, dim] numbers, got {weights.dtype} of shape {weights.shape}")
+            raise DataError(f"weights must be [{len(ids)}, dim] numbers, got {weights.dtype} of shape {weights.shape}")
         if times is not None and (times.shape != ids.shape or times.dtype.kind not in "iu"):
-            raise DataError(f"times are {len(ids)} integers, got {times.dtype} of shape {times.shape}")
+            raise DataError(f"times must be {len(ids)} integers, got {times.dtype} of shape {times.shape}")
         ids = ids.view(np.int64) if ids.dtype == np.uint64 else ids.astype(np.int64)
         times = np.full(len(ids), now, np.int64) if times is None else times.astype(np.int64)
     for begin in range(0, len(ids), 1 << 16):

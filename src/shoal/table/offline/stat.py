@@ -25,7 +25,7 @@ def optimizers_of(state: bytes) -> list[dict[str, Any]]:
     try:
         dump = OptimizerDump.FromString(state)
     except DecodeError as error:
-        raise DataError("the state of a row is no OptimizerDump message") from error
+        raise DataError("the state of a row is not an OptimizerDump message") from error
     found = []
     for element in dump.dump:
         kind = element.WhichOneof("type")

@@ -52,7 +52,7 @@ class TableWriter:
         if len(ids) == 0:
             return
         if (bad := np.flatnonzero((times < 0) | (times > 0xFFFFFFFF))).size:
-            raise DataError(f"id {ids[bad[0]]}: a time is 0..4294967295 seconds, got {times[bad[0]]}")
+            raise DataError(f"id {ids[bad[0]]}: a time must be 0..4294967295 seconds, got {times[bad[0]]}")
         self._take(ids, times, weights.shape[1])
         for sink, rows in self._by_shard(ids):
             part_ids, part_times = np.ascontiguousarray(ids[rows]), np.ascontiguousarray(times[rows])

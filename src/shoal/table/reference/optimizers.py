@@ -340,7 +340,7 @@ class BatchSoftmax(ReferenceOptimizer):
 
     def step(self, state, w, g, lr, global_step=0):
         if global_step < 0:
-            raise ConfigError(f"batch_softmax: the global step is not negative, got {global_step}")
+            raise ConfigError(f"batch_softmax: the global step must be >= 0, got {global_step}")
         gap = F(global_step - state["global_step"])
         state["global_step"] = int(global_step)
         return (ONE - lr) * w + lr * gap

@@ -156,5 +156,5 @@ def make_hook(
         raise ConfigError(f"make_hook: name must be one of topk, powersgd, {', '.join(plain)}, got {name!r}")
     group = kw.pop("process_group", kw.pop("group", None))
     if kw:
-        raise ConfigError(f"make_hook: {name!r} takes a process group (group=...) and nothing else, got {sorted(kw)}")
+        raise ConfigError(f"make_hook: {name!r} must get no argument but a process group (group=...), got {sorted(kw)}")
     return group, plain[name]

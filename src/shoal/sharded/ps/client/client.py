@@ -46,7 +46,7 @@ class PsClient:
         import zmq.utils.monitor  # noqa: F401
 
         if not addresses:
-            raise ConfigError("a parameter-server client needs at least one address")
+            raise ConfigError("a parameter-server client must have at least one address")
         if max_staleness < 0:
             raise ConfigError(f"max_staleness must be >= 0, got {max_staleness}")
         check_duration(deadline, "deadline")

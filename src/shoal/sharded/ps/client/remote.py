@@ -63,7 +63,7 @@ class RemoteTables:
 
     def __init__(self, client: PsClient, shard: int, configs: Mapping[str, HashTableConfigInstance]) -> None:
         if not 0 <= shard < client.num_ps:
-            raise ConfigError(f"a remote table's shard is 0..{client.num_ps - 1}, got {shard}")
+            raise ConfigError(f"a remote table's shard must be 0..{client.num_ps - 1}, got {shard}")
         self.client, self.shard = client, shard
         self.configs = {name: configs[name] for name in sorted(configs)}
         self.dims = {name: infer_dim_size(config.table_config) for name, config in self.configs.items()}

@@ -38,7 +38,7 @@ def ps_table(
     message in hex).
     """
     if not isinstance(client, PsClient):
-        raise ConfigError(f"ps_table {name!r}: the first argument is a PsClient(addresses), got {client!r}")
+        raise ConfigError(f"ps_table {name!r}: the first argument must be a PsClient(addresses), got {client!r}")
     config = HashTable(dim, name=name, **table).config
     return DistributedHashTable(
         client.num_ps,
@@ -84,7 +84,7 @@ def _table(where: str, name: str, given: dict[str, Any], seed: int) -> tuple[Has
         kind = optimizer.pop("kind", None)
         if kind not in optim.ROW_OPTIMIZERS:
             raise ConfigError(
-                f"{where}: optimizer.kind is one of {', '.join(sorted(optim.ROW_OPTIMIZERS))}, got {kind!r}"
+                f"{where}: optimizer.kind must be one of {', '.join(sorted(optim.ROW_OPTIMIZERS))}, got {kind!r}"
             )
         try:
             optimizer = optim.ROW_OPTIMIZERS[kind](**optimizer)

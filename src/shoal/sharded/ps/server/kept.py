@@ -98,7 +98,7 @@ class Kept:
 
 def _checked(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+", name):
-        raise ConfigError(f"a kept checkpoint is named RUN-WHAT in letters, digits and underscores, got {name!r}")
+        raise ConfigError(f"a kept checkpoint must be named RUN-WHAT in letters, digits and underscores, got {name!r}")
     return name
 
 

@@ -56,7 +56,7 @@ class ParameterServer:
         check_port(port, "port")
         check_port(http_port or 0, "http_port")
         if read_threads < 1:
-            raise ConfigError(f"a server has at least 1 thread for large reads, got {read_threads}")
+            raise ConfigError(f"a server must have at least 1 thread for large reads, got {read_threads}")
         for period, what in ((checkpoint_every, "checkpoint_every"), (evict_every, "evict_every")):
             if period is not None:
                 check_duration(period, what)

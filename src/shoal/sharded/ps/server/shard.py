@@ -54,9 +54,9 @@ class Shard:
 
     def __init__(self, index: int, of: int) -> None:
         if of < 1:
-            raise ConfigError(f"the number of shards is at least 1, got {of}")
+            raise ConfigError(f"the number of shards must be at least 1, got {of}")
         if not 0 <= index < of:
-            raise ConfigError(f"a shard's index is 0..{of - 1} of {of}, got {index}")
+            raise ConfigError(f"a shard's index must be 0..{of - 1} of {of}, got {index}")
         self.index = index
         self.of = of
         self.tables: dict[str, HashTable] = {}
@@ -138,7 +138,7 @@ class Shard:
             return
         tables = self._find(request.names)
         if not 0 <= request.req_time <= MAX_TIME:
-            raise DataError(f"req_time is 0..{MAX_TIME} seconds, got {request.req_time}")
+            raise DataError(f"req_time must be 0..{MAX_TIME} seconds, got {request.req_time}")
         floats = sum(n * table.dim_size for n, table in zip(request.counts, tables, strict=True))
         if request.op in (Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY):
             values = request.values_tensor()
@@ -175,7 +175,7 @@ class Shard:
                 f"the tables have {wanted} segments, the request brings {len(request.rates)} learning rates"
             )
         if not all(map(math.isfinite, request.rates)):
-            raise DataError(f"learning rates are finite, got {list(request.rates)}")
+            raise DataError(f"learning rates must be finite, got {list(request.rates)}")
 
     def write(self, request: Request) -> list[Any]:
         """Applies a request that `check` passed; the payload of its reply."""

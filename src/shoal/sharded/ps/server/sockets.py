@@ -116,7 +116,7 @@ class Sockets:
             request.arrived = arrived
             if len(frames) > 3 or sum(request.counts) > self._limits.max_ids:
                 raise ConfigError(
-                    f"a request has at most 3 frames and {self._limits.max_ids} ids, got {len(frames)} and "
+                    f"a request must have at most 3 frames and {self._limits.max_ids} ids, got {len(frames)} and "
                     f"{sum(request.counts)}; ask in smaller parts"
                 )
         except Exception as error:

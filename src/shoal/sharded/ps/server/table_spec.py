@@ -36,17 +36,17 @@ def parse_spec(config: Any, options: Any) -> dict[str, Any]:
     except Exception as error:
         raise DataError(f"CREATE brings a table configuration and JSON options ({error})") from None
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise DataError("the options of CREATE are a JSON object with a name")
+        raise DataError("the options of CREATE must be a JSON object with a name")
     name = spec["name"]
     for key, value in spec.items():
         if key not in OPTIONS or not isinstance(value, OPTIONS[key]):
             raise ConfigError(f"table {name!r}: CREATE knows the options {', '.join(OPTIONS)}, got {key!r}: {value!r}")
     if not name or "\n" in name or name.encode("utf-8", "replace").decode() != name:
-        raise ConfigError(f"a table's name is not empty, holds no line break and is UTF-8, got {name!r}")
+        raise ConfigError(f"a table's name must be UTF-8, not empty and without line breaks, got {name!r}")
     if not all(isinstance(extra, str) for extra in spec.get("extra_restore_names", ())):
-        raise ConfigError(f"table {name!r}: extra_restore_names are names, got {spec['extra_restore_names']!r}")
+        raise ConfigError(f"table {name!r}: extra_restore_names must be names, got {spec['extra_restore_names']!r}")
     if spec.get("saver_parallel", -1) > MAX_FILES:
-        raise ConfigError(f"table {name!r}: saver_parallel is at most {MAX_FILES}, got {spec['saver_parallel']}")
+        raise ConfigError(f"table {name!r}: saver_parallel must be at most {MAX_FILES}, got {spec['saver_parallel']}")
     return {**spec, "config": bytes(config).hex()}
 
 
@@ -127,4 +127,4 @@ def build_filter(spec: dict[str, Any] | None, name: str) -> Any:
         return filters.create_probabilistic_filter(spec.get("equal_probability", False), config, name)
     if kind == "no_filter":
         return None
-    raise ConfigError(f"a filter's type is sliding_hash_filter, probabilistic_filter or no_filter, got {kind!r}")
+    raise ConfigError(f"a filter's type must be sliding_hash_filter, probabilistic_filter or no_filter, got {kind!r}")

@@ -224,7 +224,7 @@ def _names(request: Request) -> tuple[str, list[str]]:
     try:
         keep_as, others = json.loads(bytes(request.values))
         if not isinstance(keep_as, str) or not all(isinstance(one, str) for one in others):
-            raise ValueError("names are texts")
+            raise ValueError("names must be texts")
     except (ValueError, TypeError) as error:
         raise DataError(f"CHECKPOINT brings nothing, or a name and a list of names as JSON ({error})") from None
     return keep_as, list(others)

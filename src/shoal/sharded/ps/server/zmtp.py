@@ -132,7 +132,7 @@ class Reader:
             if not flags & COMMAND or size > MAX_COMMAND_BYTES:
                 raise ProtocolError("its handshake or a command of it is malformed")
         elif size > self._max_frame or self.pending_bytes + size > self._max_message:
-            raise ProtocolError(f"a frame has {size} bytes, at most {self._max_frame} are allowed")
+            raise ProtocolError(f"a frame must have at most {self._max_frame} bytes, got {size}")
         elif len(self._frames) >= MAX_FRAMES:
             raise ProtocolError(f"a message has more than {MAX_FRAMES} frames")
         self._flags = flags
