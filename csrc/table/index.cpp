@@ -48,9 +48,7 @@ int64_t Index::bytes() const {
 
 Slot Index::place(Bucket* first, uint32_t buckets, uint64_t hash, uint64_t id) {
   for (uint32_t b = start(hash, buckets);; b = next(b, buckets)) {
-    for (int lane = 0; lane < 4; ++lane) {
-      if (first[b].row[lane] < kFirstRow) return take(first, {first + b, lane}, id);
-    }
+    if (const uint32_t usable = usable_lanes(first[b])) return take(first, {first + b, std::countr_zero(usable)}, id);
   }
 }
 

@@ -109,8 +109,7 @@ class alignas(64) Index {
         }
       }
       const uint32_t* rows = bucket->row;
-      uint32_t usable = uint32_t{rows[0] < kFirstRow} | uint32_t{rows[1] < kFirstRow} << 1 |
-                        uint32_t{rows[2] < kFirstRow} << 2 | uint32_t{rows[3] < kFirstRow} << 3;
+      const uint32_t usable = usable_lanes(*bucket);
       if (!usable) continue;
       if (!open) open = {bucket, std::countr_zero(usable)};
       if ((rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow)) break;
@@ -131,11 +130,9 @@ class alignas(64) Index {
     if ((rows[0] != kFreeRow) & (rows[1] != kFreeRow) & (rows[2] != kFreeRow) & (rows[3] != kFreeRow)) return {};
     Bucket* first = home - start(hash, buckets_);
     if (head(first).count + head(first).erased >= limit()) return {};
-    const uint32_t usable = uint32_t{rows[0] < kFirstRow} | uint32_t{rows[1] < kFirstRow} << 1 |
-                            uint32_t{rows[2] < kFirstRow} << 2 | uint32_t{rows[3] < kFirstRow} << 3;
     *created = true;
     ++size_;
-    return take(first, {home, std::countr_zero(usable)}, id);
+    return take(first, {home, std::countr_zero(usable_lanes(*home))}, id);
   }
   // Asks for the memory that this needs besides the home bucket: an id that is inserted is counted there.
   void ask_for_count(uint64_t hash, const Bucket* home) const {
@@ -208,6 +205,12 @@ class alignas(64) Index {
     const uint64_t* ids = bucket.id;
     return uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
            uint32_t{ids[3] == id} << 3;
+  }
+  // The lanes that an id may be put into.
+  static uint32_t usable_lanes(const Bucket& bucket) {
+    const uint32_t* rows = bucket.row;
+    return uint32_t{rows[0] < kFirstRow} | uint32_t{rows[1] < kFirstRow} << 1 | uint32_t{rows[2] < kFirstRow} << 2 |
+           uint32_t{rows[3] < kFirstRow} << 3;
   }
   // The bucket that a hash wants among so many, and the one behind a bucket: a segment is a ring.
   [[gnu::always_inline]] static uint32_t start(uint64_t hash, uint32_t buckets) {

@@ -36,7 +36,7 @@ void find_rounds(const Contents& contents, const int64_t* ids, int64_t n, int32_
     for (const auto& stripe : contents.stripes) __builtin_prefetch(&stripe.index);
   Round ring[4];
   for (int64_t step = 0; step < rounds + 3; ++step) {
-    if (int64_t r = step - 3; r >= 0) finish(first(r), count(r), ring[r % 4].row, ring[r % 4].opens);
+    if (int64_t r = step - 3; r >= 0) finish(first(r), count(r), ring[r % 4].row, ring[r % 4].unknown);
     if (int64_t r = step - 1; r >= 0 && r < rounds)
       SHOAL_DISPATCH(probe_round)(homes, contents.rows, ids + first(r), count(r), row_bytes, ring[r % 4]);
     if (int64_t r = step - 2; r >= 0 && r < rounds)

@@ -17,8 +17,9 @@ struct Round {
   uint64_t hash[kRound];
   Bucket* home[kRound];
   char* row[kRound];     // null: there is none
-  uint8_t open[kRound];  // the ids that were not at home, and in the end those without a row
+  uint8_t open[kRound];  // the ids to probe on for
   int64_t opens;
+  int64_t unknown;  // ids that are known to have no row
 };
 
 // Where the homes of ids are: the index of each stripe, `stride` bytes from one to the next.

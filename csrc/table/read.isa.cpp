@@ -60,6 +60,8 @@ inline void ask_for_row(const char* row, int32_t bytes, bool one_line) {
     ask_for(reinterpret_cast<const void*>(line));
 }
 
+constexpr int kBehind = 3;  // buckets that are asked for when the home is full; almost no probe looks at more
+
 // kDim: of the rows, or 0 for any.
 template <int kDim>
 void copy(const float* const* rows, int64_t n, int64_t dim, bool stream, float* out) {
@@ -101,30 +103,33 @@ void probe_round(const Homes& homes, const RowArena& rows, const int64_t* ids, i
     opens += number == 0;
     ask_for_row(round.row[i], row_bytes, one_line);
   }
-  round.opens = opens;
+  round.opens = 0;
   for (int64_t k = 0; k < opens; ++k) {
-    Bucket*& home = round.home[round.open[k]];
-    const uint64_t hash = round.hash[round.open[k]];
-    home = has_free(*home) ? nullptr : index_of(homes, hash).behind(hash, home);
-    ask_for(home);
+    const uint8_t i = round.open[k];
+    const bool ends = has_free(*round.home[i]);
+    Bucket* behind = index_of(homes, round.hash[i]).behind(round.hash[i], round.home[i]);
+    round.row[i] = nullptr;
+    round.home[i] = ends ? round.home[i] : behind;  // not null: even a request for nothing is a walk through the pages
+    for (int more = 0; more < kBehind; ++more) ask_for(round.home[i] + more);
+    round.open[round.opens] = i;
+    round.opens += !ends;
   }
+  round.unknown = opens - round.opens;
 }
 
 void resolve_round(const Homes& homes, const RowArena& rows, const int64_t* ids, int32_t row_bytes, Round& round) {
   const bool one_line = rows.in_one_line(row_bytes);
-  int64_t unknown = 0;
   for (int64_t k = 0; k < round.opens; ++k) {
     const uint8_t i = round.open[k];
     const uint64_t hash = round.hash[i];
     uint32_t number = 0;
-    for (const Bucket* bucket = round.home[i]; bucket; bucket = index_of(homes, hash).behind(hash, bucket))
+    for (const Bucket* bucket = round.home[i];; bucket = index_of(homes, hash).behind(hash, bucket))
       if ((number = number_in(*bucket, ids[i])) || has_free(*bucket)) break;
-    round.row[i] = number ? rows.row(number) : nullptr;
-    if (number) ask_for_row(round.row[i], row_bytes, one_line);
-    round.open[unknown] = i;
-    unknown += number == 0;
+    round.unknown += number == 0;
+    if (!number) continue;
+    round.row[i] = rows.row(number);
+    ask_for_row(round.row[i], row_bytes, one_line);
   }
-  round.opens = unknown;
 }
 
 void copy_rows(const float* const* rows, int64_t n, int64_t dim, bool stream, float* out) {

@@ -2,7 +2,8 @@
 //
 // Ids are taken in rounds, and a round passes four stages, with other rounds in the other stages between them:
 //   start    hashes the ids and asks for their home buckets
-//   probe    looks into the home buckets, by no branch that depends on where an id lies, and asks for the rows; a writer
+//   probe    looks into the home buckets, by no branch that depends on where an id lies, and asks for the rows; a
+//   writer
 //            inserts unknown ids there, unless something has to grow for them, which is left to resolve
 //   resolve  probes on for the few ids that are not at home
 //   finish   uses the rows, in the order of the ids
@@ -24,6 +25,17 @@ inline void prefetch(const void* address, int32_t bytes) {
     __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 2);
 }
 
+// The same for a row that will be written: what another core has of it is taken away at once.
+inline void prefetch_row(char* row, int32_t bytes) {
+#if defined(__x86_64__)
+  const auto begin = reinterpret_cast<uintptr_t>(row);
+  for (uintptr_t line = begin & ~uintptr_t{63}; line < begin + static_cast<uintptr_t>(bytes); line += 64)
+    asm volatile("prefetchw (%0)" ::"r"(line));
+#else
+  prefetch(row, bytes);
+#endif
+}
+
 struct Resolved {
   char* row;  // null: there is none
   bool created;
@@ -34,8 +46,8 @@ struct Resolved {
 //   probed(i, slot, there)     called when the home bucket was looked at: whether the id is there, and in which slot;
 //                              what it returns says whether that may be the answer
 //   settle(i, hash, home)      the Resolved row of an id that was not settled so, if the home bucket can tell. It must
-//                              not move buckets, nor throw, nor insert an id that occurs twice: rows of the round before
-//                              are resolved later
+//                              not move buckets, nor throw, nor insert an id that occurs twice: rows of the round
+//                              before are resolved later
 //   resolve(i, hash)           the Resolved row of the ids that are left
 //   finish(i, row, created)    in order; row is null if there is none
 // If resolve throws, all rows that are known by then are finished first.
@@ -82,7 +94,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
       auto& entry = ring[(begin + list[k]) % kRing];
       entry.found = settle(begin + list[k], entry.hash, entry.home);
       if (entry.found.row) {
-        prefetch(entry.found.row, row_bytes);
+        prefetch_row(entry.found.row, row_bytes);
       } else {
         contents.stripes[stripe_of(entry.hash)].index.ask_beyond(entry.hash, entry.home);
         list[left++] = list[k];
@@ -101,7 +113,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
       for (int k = 0; k < listed; ++k) {
         auto& entry = ring[(begin + list[k]) % kRing];
         entry.found = resolve(begin + list[k], entry.hash);
-        if (entry.found.row) prefetch(entry.found.row, row_bytes);
+        if (entry.found.row) prefetch_row(entry.found.row, row_bytes);
       }
     } catch (...) {
       for (int64_t i = begin; i < probed; ++i)

@@ -256,9 +256,7 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
           if (there) stamp(slot, write.time);
           return true;
         },
-        [&](int64_t i, uint64_t hash, Bucket* home) {
-          return find_or_insert_at_home(hash, home, ids[i], write.time);
-        },
+        [&](int64_t i, uint64_t hash, Bucket* home) { return find_or_insert_at_home(hash, home, ids[i], write.time); },
         [&](int64_t i, uint64_t hash) { return find_or_insert(hash, ids[i], write.time); },
         [&](int64_t i, char* row, bool created) {
           const uint32_t first = distinct.first(chunk + i);
