@@ -8,6 +8,8 @@ import torch
 import shoal
 from shoal.errors import ConfigError, DeadlineError
 from shoal.serving import Feature, ModelExporter, ModelServer, publish
+from shoal.serving.cluster.records import Container, ContainerServiceInfo, SavedModel
+from shoal.serving.cluster.zk_backend import ZKBackend
 from shoal.sharded import AllToAllHashTable, PsClient, ps_table
 from shoal.sharded.placement.local import LocalServers
 from shoal.stamps import Stamp, new_run
@@ -206,3 +208,29 @@ def test_each_server_sends_its_own_rows_and_one_that_was_killed_goes_on(replica,
             step(table, 6, 7)
             publication.flush()
             assert scores(replica) == expected({2: 2, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1}, 0.5)
+
+
+@pytest.mark.timeout(600)
+def test_servers_that_were_told_by_their_flags_need_no_worker_to_publish(replica, tmp_path):
+    registry = f"dir:{tmp_path / 'registry'}"
+    backend = ZKBackend("shoal", registry)
+    backend.start()
+    container = Container("shoal", replica.address)
+    backend.report_service_info(container, ContainerServiceInfo(grpc=replica.address))
+    backend.sync_available_saved_models(container, {SavedModel("m", "entry")})
+    flags = [
+        "--durability", "log", "--dir", str(tmp_path / "ps"), "--publish", registry, "--publish-model", "m",
+        "--publish-every", "0.05s",
+    ]  # fmt: skip
+    with LocalServers(2, flags, env={"OMP_NUM_THREADS": "1"}) as servers, PsClient(servers.addresses) as client:
+        table = ps_table(client, DIM, name="user", optimizer=shoal.Sgd(lr=1.0), initializer="zeros")
+        step(table, 1, 2, 3)
+        eventually(lambda: scores(replica) == expected({1: 1, 2: 1, 3: 1}))
+        servers.kill(1)
+        servers.revive(1)
+        table.erase(torch.tensor([3]))
+        step(table, 2, 5)
+        eventually(lambda: scores(replica) == expected({1: 1, 2: 2, 5: 1}))
+        with pytest.raises(ConfigError, match="for model 'm'"):
+            publish(table, registry=registry, model="another")
+    backend.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from shoal.errors import ConfigError
@@ -26,6 +27,13 @@ class RegistryTargets:
     def close(self) -> None:
         """Ends the session."""
         self._backend.stop()
+
+
+def absolute(registry: str) -> str:
+    """A registry's address as processes with other working folders know it."""
+    if registry.startswith("dir:"):
+        return f"dir:{os.path.abspath(registry.removeprefix('dir:').replace('//', '/', 1))}"
+    return os.path.abspath(registry) if os.path.isdir(registry) else registry
 
 
 class FixedTargets:

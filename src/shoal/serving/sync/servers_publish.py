@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import DeadlineError
 from shoal.serving.sync.publisher import PublisherStatus, TargetStatus
+from shoal.serving.sync.replica_targets import absolute
 from shoal.sharded.ps.client.client import PsClient
 from shoal.stamps import Stamp
 
@@ -27,9 +27,12 @@ class ServersPublication:
         self, client: PsClient, *, model: str, registry: str | None, targets: Sequence[str] | None, every_s: float
     ) -> None:
         self._client = client
-        if registry is not None and os.path.isdir(registry):
-            registry = os.path.abspath(registry)  # servers have working folders of their own
-        self._wish = {"model": model, "registry": registry, "targets": targets, "every_s": every_s}
+        self._wish = {
+            "model": model,
+            "registry": None if registry is None else absolute(registry),
+            "targets": targets,
+            "every_s": every_s,
+        }
         client.publish(self._wish)
 
     def _ask(self, wish: dict[str, Any]) -> list[dict[str, Any]]:

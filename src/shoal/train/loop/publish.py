@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -61,8 +60,6 @@ class Publishing:
             return
         name, registry = model_name(config), config.serve.registry
         assert registry is not None
-        if os.path.isdir(registry):
-            registry = os.path.abspath(registry)
         if rows.client is None or ranks.first:
             ranks_of_rows = ranks.world_size if rows.client is None else 1
             self._publication = self._begin(rows, model, at, name, registry, ranks_of_rows)

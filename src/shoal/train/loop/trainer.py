@@ -362,6 +362,7 @@ class Trainer:
                 raise
             self.reporter.note(f"the export of step {self.at.step:,} failed ({error}); the run goes on")
             return
+        self.publishing.exported(int(os.path.basename(path)), self.at.stamp)
         self.reporter.exported(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
 
     def _begin_anew(self, saver: Saver) -> None:
