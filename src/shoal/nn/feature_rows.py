@@ -49,7 +49,9 @@ class FeatureRows(nn.Module):
         ragged: whether samples have offsets, so that a feature has any number of ids.
     """
 
-    def __init__(self, tables: Mapping[str, Any], features: Mapping[str, Pooling], *, ragged: bool) -> None:
+    def __init__(
+        self, tables: Mapping[str, Any], features: Mapping[str, Pooling], *, ragged: bool, fused: bool = True
+    ) -> None:
         super().__init__()
         self.features = tuple(features)
         self.dims = tuple(one.dim for one in features.values())
@@ -58,19 +60,19 @@ class FeatureRows(nn.Module):
         kinds = {one.combiner for one in features.values()}
         table = next(iter(tables.values()))
         alike = len(tables) == 1 and self._equal
-        self.single = HashEmbedding(table, fused=True) if alike and not ragged else None
+        self.single = HashEmbedding(table, fused=fused) if alike and not ragged else None
         self.bags = self.many = None
         if self.single is not None:
             return
         if alike and len(kinds) <= 1:
-            self.bags = HashEmbeddingBag(table, combiner=next(iter(kinds), "sum"), fused=True)
+            self.bags = HashEmbeddingBag(table, combiner=next(iter(kinds), "sum"), fused=fused)
         else:
             self.many = EmbeddingBagCollection(
                 dict(tables),
                 {feature: one.table for feature, one in features.items()},
                 combiner={feature: one.combine() for feature, one in features.items()},
                 output="concat" if set(self.lengths) <= {1} else "dict",
-                fused=True,
+                fused=fused,
             )
 
     def forward(self, samples: SampleIds) -> Tensor:

@@ -109,6 +109,23 @@ class TrainConfig:
     """Of the dense part."""
     optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
     """Of the dense part."""
+    schedule: Literal["constant", "linear", "cosine", "step"] = "constant"
+    """How learning rates fall after the warm-up, those of the dense part and of rows alike: to ``lr_end`` of
+    themselves at ``schedule_steps``, or by ``decay`` every ``decay_every`` steps."""
+    warmup_steps: int = 0
+    """Steps in which rates rise from near 0. Raise it when the loss jumps at the beginning."""
+    schedule_steps: int | None = None
+    """Of ``linear`` and ``cosine``; by default ``max_steps``."""
+    lr_end: float = 0.0
+    """The least share of its learning rate that a schedule goes down to."""
+    decay_every: int | None = None
+    decay: float = 0.1
+    """Of ``step``."""
+    accumulate: int = 1
+    """Batches whose gradients make one step: N batches of B samples are learnt from as one of N * B, in the memory of
+    one batch."""
+    amp: Literal["off", "bf16"] = "off"
+    """``bf16``: the dense part computes in bfloat16 where that is safe (torch.autocast); weights and rows do not."""
     max_steps: int | None = None
     seed: int = 0
     device: str = "cpu"
@@ -128,9 +145,32 @@ class TrainConfig:
     """Going on from a checkpoint brings the rows on the servers back to it. Turn it off where other runs share them."""
 
     def __post_init__(self) -> None:
-        at_least("train", self, epochs=1, batch_size=1, lr=0, max_steps=1, threads=1, ps_deadline_s=0)
+        at_least(
+            "train", self, epochs=1, batch_size=1, lr=0, max_steps=1, threads=1, ps_deadline_s=0, warmup_steps=0,
+            schedule_steps=1, lr_end=0, decay_every=1, decay=0, accumulate=1,
+        )  # fmt: skip
+        if self.lr_end > 1:
+            raise ConfigError(
+                f"[train] lr_end is a share of the learning rate and must be at most 1, got {self.lr_end}"
+            )
+        if self.schedule == "step" and self.decay_every is None:
+            raise ConfigError('[train] schedule = "step" needs decay_every, the steps after which rates fall')
+        if self.schedule in ("linear", "cosine") and self.schedule_steps is None and self.max_steps is None:
+            raise ConfigError(
+                f'[train] schedule = "{self.schedule}" needs schedule_steps (or max_steps), where it ends'
+            )
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise ConfigError(f"[train] seed is a 64-bit integer, got {self.seed}")
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether learning rates change."""
+        return self.schedule != "constant" or self.warmup_steps > 0
+
+    @property
+    def defers(self) -> bool:
+        """Whether rows are updated with the dense part at the end of a step, not in backward."""
+        return self.accumulate > 1 or self.scheduled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

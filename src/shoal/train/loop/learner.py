@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,13 @@ from shoal.data.samples import Samples
 from shoal.errors import ConfigError, DataError
 from shoal.models.build import build_model
 from shoal.models.inputs import Inputs
+from shoal.nn.optimizer import SparseOptimizer
 from shoal.train.aggregation.all_reduce import AllReduceAggregator
 from shoal.train.aggregation.buckets import GradientBucket
 from shoal.train.loop.config import Config
 from shoal.train.loop.machine import find_device, find_table_device
 from shoal.train.loop.measure.metrics import Metrics
+from shoal.train.loop.schedule import factor
 from shoal.train.loop.tables import Rows
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -52,7 +54,8 @@ class Learner:
         among = DistributedConfig(ranks.world_size, ranks.rank)
         self._aggregator = AllReduceAggregator(among, ranks, average=False, check="first")
         self.metrics = Metrics(config.out.auc_window)
-        self._scale = 1.0 / (train.batch_size * ranks.world_size)
+        self._scale = 1.0 / (train.batch_size * train.accumulate * ranks.world_size)
+        self._waiting = SparseOptimizer(self.rows) if train.defers and self.rows.features else None
 
     def logits(self, samples: Samples) -> Tensor:
         """``[B]``."""
@@ -64,7 +67,9 @@ class Learner:
                 f"[data] label {label!r}: labels are between 0 and 1, got {got:g}; with positive_above = T those above "
                 "T are 1 and the others 0"
             )
-        logits = self.model(samples.dense.to(self.device), self.rows(samples))
+        dense, rows = samples.dense.to(self.device), self.rows(samples)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.amp == "bf16"):
+            logits = self.model(dense, rows).float()
         if logits.shape != (len(samples),):
             raise ConfigError(
                 f"model {self.config.model.name!r}: forward gives logits of shape [{len(samples)}], "
@@ -72,9 +77,13 @@ class Learner:
             )
         return logits
 
-    def learn(self, samples: Samples | None, step: int) -> float:
+    def learn(self, parts: Sequence[Samples | None], step: int) -> float:
         """Gradients of the dense part, and new rows; the loss, which is NaN without samples."""
         self.bucket.zero()
+        losses = [self._learn_part(samples, step) for samples in parts]
+        return sum(loss for loss in losses if not math.isnan(loss)) if any(parts) else math.nan
+
+    def _learn_part(self, samples: Samples | None, step: int) -> float:
         if samples is None:
             self.rows.nothing(learn=True)
             return math.nan
@@ -90,16 +99,39 @@ class Learner:
         self.metrics.add(logits.detach().cpu().numpy(), samples.label.numpy())
         return loss.item()
 
-    def step(self, numbers: tuple[float, ...]) -> list[float]:
-        """Sums gradients and five numbers over all ranks; updates the dense part if the first number is above 0."""
+    def step(self, numbers: tuple[float, ...], step: int) -> list[float]:
+        """Sums gradients and five numbers over all ranks; updates the dense part if the first number is above 0.
+
+        Rows that were not updated in backward are updated here, too. ``step`` counts from 0.
+        """
         if self.ranks.world_size > 1:
             self.bucket.numbers.copy_(torch.tensor(numbers, device="cpu"))
             (total,) = self._aggregator.aggregate([self.bucket.flat])
             self.bucket.flat.copy_(total)
         summed = list(numbers) if self.ranks.world_size == 1 else self.bucket.numbers.tolist()
         if summed[0]:  # else it was the end of an epoch, and nobody learnt anything
+            self._set_rates(step)
             self.optimizer.step()
+            self._update_rows()
+        elif self._waiting is not None:
+            self._waiting.zero_grad()
         return summed
+
+    def _set_rates(self, step: int) -> None:
+        train = self.config.train
+        if train.scheduled:
+            share = factor(train, step)
+            for group in self.optimizer.param_groups:
+                group["lr"] = train.lr * share
+            for group in self._waiting.param_groups if self._waiting is not None else ():
+                group["lr"] = group["base_lr"] * share
+
+    def _update_rows(self) -> None:
+        """The step of rows whose gradients have waited for it."""
+        if self._waiting is not None:
+            number = max(self.rows.steps().values())
+            self._waiting.step(number)
+            self.rows.set_steps(dict.fromkeys(self.rows.tables, number + 1))
 
 
 def _check_finite(loss: Tensor, step: int) -> None:

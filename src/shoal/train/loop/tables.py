@@ -43,7 +43,7 @@ class Rows(nn.Module):
         for keeper in self.keepers():
             keeper.clock = clock
         self.pooling = pooling_of(config)
-        self.lookup = FeatureRows(self.tables, self.pooling, ragged=self._ragged)
+        self.lookup = FeatureRows(self.tables, self.pooling, ragged=self._ragged, fused=not config.train.defers)
 
     def _here(self, config: Config, device: str) -> dict[str, Any]:
         """In this process, or this process's part."""

@@ -144,10 +144,11 @@ class Trainer:
         while at.epoch < config.train.epochs:
             if config.train.max_steps is not None and at.step >= config.train.max_steps:
                 return "max_steps"
-            batch = batches.next_of(at.epoch)
+            parts = [batches.next_of(at.epoch) for _ in range(config.train.accumulate)]
+            batch = next((part for part in reversed(parts) if part is not None), None)
             if batch is not None or self.ranks.world_size > 1:
                 self.hooks.before_run()
-            total, stop, save, push = self._step(batch)
+            total, stop, save, push = self._step(parts)
             if not total:  # no rank has any more of this epoch
                 at.epoch += 1
                 if not config.eval.every_steps and self._evaluate():
@@ -186,17 +187,19 @@ class Trainer:
             ends.append(self.at.samples * self.config.train.max_steps / self.at.step)
         return max(0.0, min(ends) - self.at.samples) / rate if ends and rate else None
 
-    def _step(self, batch: Batch | None) -> tuple[int, bool, bool, bool]:
+    def _step(self, batches: Sequence[Batch | None]) -> tuple[int, bool, bool, bool]:
         """Samples of all ranks, and whether some rank wants to stop, to save or to push."""
-        samples = batch.samples if batch is not None and len(batch) else None
-        self._tell_time(samples)
-        self._loss = self.learner.learn(samples, self.at.step + 1)
+        parts = [batch.samples if batch is not None and len(batch) else None for batch in batches]
+        for samples in parts:
+            self._tell_time(samples)
+        self._loss = self.learner.learn(parts, self.at.step + 1)
         wants_save = self.saver is not None and self.saver.wants(self.at.step + 1)
         wants = float(self.stop()), float(wants_save), float(self.publishing.wants()), float(self.exports.wants())
-        total, stop, save, push, export = self.learner.step((len(samples) if samples is not None else 0, *wants))
+        total, stop, save, push, export = self.learner.step((sum(map(len, filter(None, parts))), *wants), self.at.step)
         self._export_due = export > 0
-        if batch is not None:
-            self.reader = batch.state
+        for batch in batches:
+            if batch is not None:
+                self.reader = batch.state
         return round(total), stop > 0, save > 0, push > 0
 
     def _tell_time(self, samples: Samples | None) -> None:
