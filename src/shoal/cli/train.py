@@ -37,6 +37,10 @@ A feature with a table of its own, wider and with another optimizer; rows in GPU
 
   shoal train my.toml --device cuda --set table.device=cuda
 
+With the rows and weights of an earlier run, as far as they fit:
+
+  shoal train new.toml --init-from old/run
+
 Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 130 interrupted, or
 143 by SIGTERM (a checkpoint was written if there is an --out)."""
 
@@ -93,6 +97,9 @@ class Flags:
     """End at the first bad row."""
     fresh: bool = False
     """Begin anew: checkpoints that are in --out are moved into a folder before-DATE there."""
+    init_from: str | None = None
+    """A checkpoint of another run, or its folder, whose rows and weights this one begins with as far as they fit. It
+    says what was taken, what is new and what was left out."""
     json: bool = False
     """One JSON object a line on stdout, for machines."""
     init: Path | None = None
@@ -154,7 +161,14 @@ def _train(flags: Flags, config: Any) -> int:
     with (
         _signals() as stop,
         make_reporter(config, ranks.rank, as_json=flags.json) as reporter,
-        trainer(config, ranks=ranks, reporter=reporter, stop=lambda: bool(stop), fresh=flags.fresh) as one,
+        trainer(
+            config,
+            ranks=ranks,
+            reporter=reporter,
+            stop=lambda: bool(stop),
+            fresh=flags.fresh,
+            init_from=flags.init_from,
+        ) as one,
     ):
         result = one.run()
     if result["why"] != "interrupted":

@@ -124,6 +124,11 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable
     return manifest
 
 
+def read_dense(saved: Saved) -> dict[str, Tensor]:
+    """The dense tensors of a checkpoint: ``model.NAME`` and ``optimizer.INDEX.NAME``."""
+    return _read_tensors(saved, _DENSE)
+
+
 def check_identity(saved: Saved, wanted: dict[str, Any]) -> None:
     """Refuses a checkpoint of a run with other data, table or model."""
     had = Manifest.of(saved).content.get("identity")

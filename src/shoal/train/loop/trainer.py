@@ -31,6 +31,7 @@ from shoal.train.loop.publish import Publishing
 from shoal.train.loop.reading import Epochs, Reading
 from shoal.train.loop.reporter import Reporter
 from shoal.train.loop.saving import Progress, Saver
+from shoal.train.loop.warm_start import warm_start
 
 
 class Trainer:
@@ -40,6 +41,8 @@ class Trainer:
         hooks: called around every step, after those of ``[train] hooks``: objects of `shoal.train.SessionRunHook`, or
             functions that take the trainer and return one.
         fresh: do not go on from the checkpoints in ``out.dir``; they are moved into a folder of their own there.
+        init_from: a checkpoint of another run, whose rows and weights this one begins with, as far as they fit. A run
+            that resumes from a checkpoint of its own has them already.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Trainer:
         stop: Callable[[], bool] = lambda: False,
         fresh: bool = False,
         hooks: Sequence[Any] = (),
+        init_from: str | None = None,
     ) -> None:
         self.config, self.ranks = config, ranks or start_ranks()
         self.reporter = reporter if reporter is not None and self.ranks.first else Reporter()
@@ -71,7 +75,7 @@ class Trainer:
         try:
             self.hooks = Hooks(make_hooks([*train.hooks, *hooks], self), self._context())
             self.hooks.begin()
-            self._open(fresh)
+            self._open(fresh, init_from)
         except BaseException:
             self.close()
             raise
@@ -81,7 +85,7 @@ class Trainer:
         tables = self.rows.tables
         return TrainContext(self.model, dict(zip(tables, self.rows.local or tables.values(), strict=True)))
 
-    def _open(self, fresh: bool) -> None:
+    def _open(self, fresh: bool, init_from: str | None) -> None:
         """Files, metrics and checkpoints."""
         config = self.config
         self.at = Progress()
@@ -98,6 +102,8 @@ class Trainer:
         if config.out.dir is not None:
             self.saver = Saver(config, self.ranks, self.rows, self.reporter.note, self.save_timer)
             self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
+        if init_from is not None:
+            self._begin_with(init_from)
         self.at.run = self.ranks.from_first(self.at.run)
         self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
         self.exports = Exports(config, self.ranks, self.learner)
@@ -374,6 +380,14 @@ class Trainer:
             self.reporter.note(f"--fresh: the checkpoints that were in {saver.directory} are in {moved} now")
         if self.rows.client is not None:
             self.reporter.note("--fresh: the parameter servers go on with the rows that they hold")
+
+    def _begin_with(self, path: str) -> None:
+        """Takes rows and weights of another run, and says which."""
+        if self.resumed is not None:
+            self.reporter.note(f"--init-from {path} is left out, since the run resumes from {self.resumed}")
+            return
+        for line in warm_start(path, self.config, self.model, self.rows, self.ranks, self.at.started_s):
+            self.reporter.note(line)
 
     def _resume(self, saver: Saver) -> str | None:
         snapshot = self._snapshot()
