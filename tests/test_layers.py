@@ -135,3 +135,23 @@ def test_collectives_of_torch_are_called_in_one_module():
             if any(f"{module}.{name}".lstrip(".").startswith("torch.distributed") for name in names):
                 found.add(path)
     assert found <= TORCH_DISTRIBUTED
+
+
+# Checkpoints, exports and everything else that must not be seen half written go through `shoal.durable`; these rename
+# files that are theirs alone: a registry's, a download's, several at once, parts whose number is known at the end.
+RENAMES = {
+    "gather/protocol/spill.py",
+    "serving/cluster/directory_store.py",
+    "table/offline/exchange.py",
+    "train/loop/export.py",
+}
+
+
+def test_only_the_kit_renames_what_others_read():
+    found = set()
+    for package, path, tree in modules():
+        for node in ast.walk(tree):
+            called = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if package != "durable" and called in ("os.rename", "os.renames", "os.replace", "shutil.move"):
+                found.add(path)
+    assert found <= RENAMES

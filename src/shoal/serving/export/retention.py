@@ -9,6 +9,7 @@ from pathlib import Path
 
 from google.protobuf import text_format
 
+from shoal.durable import write_whole
 from shoal.errors import DataError
 from shoal.metrics import emit_store
 from shoal.proto.serving.export_pb2 import ServingModelState
@@ -40,12 +41,10 @@ def get_export_saver_listener_state(export_dir_base: str | os.PathLike) -> Servi
 
 
 def overwrite_export_saver_listener_state(export_dir_base: str | os.PathLike, state: ServingModelState) -> None:
-    """Writes the state to a temporary file and renames it into place."""
+    """Writes the state, whole or not at all."""
     base = Path(export_dir_base)
     base.mkdir(parents=True, exist_ok=True)
-    temporary = base / f"{STATE_FILE}-tmp"
-    temporary.write_text(text_format.MessageToString(state))
-    os.replace(temporary, base / STATE_FILE)
+    write_whole(base / STATE_FILE, text_format.MessageToString(state))
 
 
 def add_export(export_dir_base: str | os.PathLike, export_dir: str | os.PathLike, global_step: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from shoal.comm.ranks.ranks import Ranks
-from shoal.durable import Found, remove_folder, sync_folder
+from shoal.durable import Found, move_folder, remove_folder, sync_folder
 from shoal.errors import ConfigError, DataError
 from shoal.stamps import Stamp, new_run
 from shoal.table.checkpoint.chain import checkpoints_of
@@ -183,7 +183,7 @@ class Saver:
         os.mkdir(folder)
         for step in steps:  # the newest last: until then a run that is killed here goes on from it
             path = self.series.path(step)
-            os.rename(path, os.path.join(folder, os.path.basename(path)))
+            move_folder(path, os.path.join(folder, os.path.basename(path)))
         sync_folder(folder)
         sync_folder(self.directory)
         return folder
