@@ -96,7 +96,7 @@ class EmbeddingBagCollection(TableModule):
 
         Raises:
             ConfigError: a feature is missing, or offsets do not rise from 0 to the number of ids. Offsets on a GPU are
-                checked there, once per shape, and the error comes with a later call.
+                checked there, and the error comes with a later call.
         """
         if not is_keyed(ids):
             raise ConfigError(

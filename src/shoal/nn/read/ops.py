@@ -49,7 +49,7 @@ def read(request: Request) -> list[Tensor]:
     if torch.compiler.is_compiling() or _dispatch_modes():
         return _read_by_op(request)
     if torch.is_grad_enabled():
-        out = _Read.apply(request.plan.anchor, request)
+        out = _Read.apply(request.plan.root, request)
         return [out] if isinstance(out, Tensor) else list(out)
     return _read(request)[0]
 
