@@ -10,8 +10,8 @@ import torch
 
 import shoal
 from shoal.cli.main import main
+from shoal.cli.shared.top_metrics import Reading, Sample, Status, parse_metrics, quantile, rate, summarise
 from shoal.cli.top import discover, registered, url_of, view
-from shoal.cli.top_metrics import Reading, Sample, Status, parse_metrics, quantile, rate, summarise
 from shoal.errors import ConfigError, DataError
 
 

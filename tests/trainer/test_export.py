@@ -12,14 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.cli.main import main
 from shoal.data.raw import InputMaker
+from shoal.errors import ConfigError, UnsupportedError
 from shoal.proto.serving.tf_serving_pb2 import ModelServerConfig
 from shoal.serving import ModelServer
 from shoal.serving.cluster.agent_utils import gen_model_config
 from shoal.serving.export.manifest import Manifest
 from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.tensors import decode_tensor, encode_tensor
-from shoal.train.loop.export import served_features
+from shoal.sharded import ParameterServer
+from shoal.sharded.ps.server.engine import Engine
+from shoal.sharded.ps.server.shard import Shard
+from shoal.testing import run_ranks
+from shoal.train.loop.tables import served_features
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 from tests.trainer.helpers import Told
@@ -318,3 +324,133 @@ def test_an_export_has_its_vocabularies_and_no_optimizer_state(trained):
     rows = sum(len(one) for one in trained[0].rows.local)
     width = sum(len(one) * one.dim_size for one in trained[0].rows.local)
     assert len(dumps) < 40 * rows + 5 * width  # an adagrad row would have as many floats again
+
+
+# --- when, and from where
+
+
+def run(path, **changes):
+    told = Told()
+    told.exports = []
+    told.exported = lambda **values: told.exports.append(values)
+    config = load_config(path, {name.replace("__", "."): value for name, value in changes.items()})
+    with trainer(config, reporter=told) as one:
+        one.run()
+        logits, _ = own_logits(one, ROWS)
+    return told, logits
+
+
+def versions(folder):
+    return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
+
+
+def served_logits(folder, **options):
+    with serving(folder, **options) as server:
+        return torch.tensor(by_rest(server, {"inputs": ROWS})["outputs"]["logit"])
+
+
+def test_a_run_exports_at_its_end_and_its_checkpoint_gives_the_same(tmp_path, capsys):
+    path = write_data(tmp_path)
+    exports = tmp_path / "exports/ctr"
+    told, logits = run(path, serve__dir=str(exports), out__dir=str(tmp_path / "run"))
+    assert [one["step"] for one in told.exports] == [20]
+    torch.testing.assert_close(served_logits(exports), logits, rtol=1e-5, atol=1e-6)
+    other = tmp_path / "other"
+    assert main(["export", str(tmp_path / "run"), "--out", str(other), "--model", "ctr"]) == 0
+    torch.testing.assert_close(served_logits(other), logits, rtol=1e-5, atol=1e-6)
+    first, second = (Manifest.read(one / str(versions(one)[0])).stamps["trainer"] for one in (exports, other))
+    assert first.run == second.run
+    assert 20 <= second.step <= first.step
+    for wrong, message in ((tmp_path / "nowhere", "there is no checkpoint"), (tmp_path, "holds no whole checkpoint")):
+        assert main(["export", str(wrong), "--out", str(other)]) == 2
+        assert message in capsys.readouterr().err
+    (newest,) = (tmp_path / "run").glob("ckpt-*")
+    dense = newest / "dense.safetensors"
+    dense.write_bytes(dense.read_bytes()[:-1] + b"x")
+    assert main(["export", str(newest), "--out", str(tmp_path / "damaged")]) == 1
+    assert not (tmp_path / "damaged").exists() or not versions(tmp_path / "damaged")
+
+
+def test_exports_come_by_time_and_the_oldest_are_removed(tmp_path):
+    path = write_data(tmp_path)
+    exports = tmp_path / "exports"
+    (exports / ".tmp-17-abc").mkdir(parents=True)  # of a run that was killed in the middle
+    told, logits = run(path, serve__dir=str(exports), serve__every_s=0.000001, serve__keep=2, train__max_steps=4)
+    assert [one["step"] for one in told.exports] == [1, 2, 3, 4]
+    assert len(versions(exports)) == 2
+    assert [name for name in os.listdir(exports) if not name.isdecimal()] == []
+    torch.testing.assert_close(served_logits(exports), logits, rtol=1e-5, atol=1e-6)
+
+
+def test_only_better_models_are_exported(tmp_path):
+    path = write_data(tmp_path)
+    data = str(tmp_path / "clicks.jsonl.csv")
+    told, _ = run(
+        path, serve__dir=str(tmp_path / "exports"), serve__when_better=True, data__eval=[data], eval__every_steps=5,
+        serve__keep=9,
+    )  # fmt: skip
+    best = [one["step"] for one in told.evaluations if one["is_best"]]
+    assert [one["step"] for one in told.exports] == best
+    assert len(versions(tmp_path / "exports")) == len(best)
+
+
+def test_a_table_without_rows_and_a_number_alone_are_exported(tmp_path):
+    path = write_data(tmp_path)
+    with trainer(load_config(path), reporter=Told()) as one:
+        target = one.export(str(tmp_path / "empty"), model="ctr")
+        logits, _ = own_logits(one, ROWS)
+    assert Manifest.read(Path(target)).global_step == 0
+    torch.testing.assert_close(served_logits(tmp_path / "empty"), logits, rtol=1e-5, atol=1e-6)
+
+
+def test_an_export_that_fails_leaves_nothing_and_the_run_goes_on(tmp_path):
+    path = write_data(tmp_path)
+    exports = tmp_path / "exports"
+    config = load_config(path, {"serve.dir": str(exports), "serve.every_s": 1e-6, "train.max_steps": 2})
+    told = Told()
+    with trainer(config, reporter=told) as one:
+        one.model.forward = lambda *both: torch.zeros(len(both[0]), requires_grad=True)  # not a net that can be traced
+        with pytest.raises(ConfigError, match="must name its two arguments"):
+            one.run()
+    assert "the export of step 1 failed" in told.notes[0]
+    assert os.listdir(exports) == []
+
+
+def test_rows_on_servers_are_exported_in_pages(tmp_path):
+    path = write_data(tmp_path)
+    servers = [ParameterServer(Engine(Shard(index, 2))) for index in range(2)]
+    try:
+        for server in servers:
+            server.start()
+        config = load_config(path, {"train.ps": [server.address for server in servers]})
+        with trainer(config, reporter=Told()) as one:
+            one.run()
+            target = one.export(str(tmp_path / "ctr"))
+            logits, _ = own_logits(one, ROWS)
+            pages = [len(ids) for ids, _ in one.rows.client.scan("features", page_bytes=16)]
+            assert sum(pages) == one.rows.sizes()["features"]
+            assert set(pages) == {1}
+            assert sorted(Manifest.read(Path(target)).stamps) == ["ps_0", "ps_1", "trainer"]
+            one.rows.client._operations = [ops - {"SCAN"} for ops in one.rows.client._operations]
+            one.rows.client._take_infos = lambda infos: None
+            with pytest.raises(UnsupportedError, match="does not know scan: it is of an older version"):
+                one.export(str(tmp_path / "ctr"))
+    finally:
+        for server in servers:
+            server.stop()
+    torch.testing.assert_close(served_logits(tmp_path / "ctr"), logits, rtol=1e-5, atol=1e-6)
+
+
+def export_of_ranks(rank, world, *, path, folder):
+    with trainer(load_config(path), reporter=Told()) as one:
+        one.run()
+        one.export(folder)
+        return own_logits(one, ROWS)[0].tolist()
+
+
+def test_rows_of_all_ranks_are_in_one_export(tmp_path):
+    path = write_data(tmp_path)
+    folder = tmp_path / "ctr"
+    logits = run_ranks(2, export_of_ranks, path=str(path), folder=str(folder))
+    torch.testing.assert_close(served_logits(folder), torch.tensor(logits[0]), rtol=1e-5, atol=1e-6)
+    assert sorted(Manifest.read(folder / str(versions(folder)[0])).stamps) == ["trainer_0", "trainer_1"]

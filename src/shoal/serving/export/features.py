@@ -46,9 +46,17 @@ class ServedFeatures:
             for name in ("serving_default", IDS)
         }
 
+    def to_json(self) -> dict[str, Any]:
+        """What `read` takes, with the words of vocabularies in it."""
+        return {
+            "schema": self.schema.to_json(), "lists": self.lists, "separator": self.separator,
+            "pooling": {name: asdict(one) for name, one in self.pooling.items()}, "words": {},
+        }  # fmt: skip
+
     def write(self, directory: Path) -> dict[str, Any]:
         """Writes vocabularies into an export's directory; ``features`` of its manifest."""
-        schema, files = self.schema.to_json(), {}
+        made, files = self.to_json(), {}
+        schema = made["schema"]
         for number, (name, given) in enumerate(schema.get("definitions", {}).items()):
             words = given.get("words")
             if not words or any("\n" in word or "\r" in word for word in words):
@@ -57,10 +65,7 @@ class ServedFeatures:
             (directory / "assets.extra").mkdir(exist_ok=True)
             (directory / files[name]).write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
             given["words"] = []
-        return {
-            "schema": schema, "lists": self.lists, "separator": self.separator,
-            "pooling": {name: asdict(one) for name, one in self.pooling.items()}, "words": files,
-        }  # fmt: skip
+        return made | {"words": files}
 
     @classmethod
     def read(cls, given: Mapping[str, Any], directory: Path) -> Self:

@@ -46,6 +46,9 @@ class Op(IntEnum):
     """LOOKUP that answers an unknown id with its initial row, zeros while an admission filter is active."""
     PUBLISH = 9
     """Has the server send its rows to replicas, or tell how far it is: JSON in and out."""
+    SCAN = 10
+    """A page of a table: at most as many rows as the count says. In: JSON ``[part, after]``; ``after`` is the last
+    id of the page before, or null. Out: ``[part, after]`` of the next page, or null; ids; rows."""
     ASSIGN = 32
     ASSIGN_ADD = 33
     APPLY = 34
@@ -69,7 +72,7 @@ WITH_IDS = frozenset(
     }
 )  # fmt: skip
 """Their ids frame holds the ids that the header counts."""
-ALWAYS = frozenset(Op) - {Op.FIND_INITIAL, Op.PUBLISH}
+ALWAYS = frozenset(Op) - {Op.FIND_INITIAL, Op.PUBLISH, Op.SCAN}
 """What a server knows that does not tell its operations: one of version 0.1."""
 
 

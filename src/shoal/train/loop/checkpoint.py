@@ -227,12 +227,21 @@ def _dense_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     return tensors
 
 
-def _load_dense(tensors: dict[str, Tensor], snapshot: Snapshot) -> None:
+def load_model(saved: Saved, model: nn.Module) -> None:
+    """The weights of a checkpoint's model; raises DataError where the file is damaged."""
+    _load_weights(_read_tensors(saved, _DENSE), model)
+
+
+def _load_weights(tensors: dict[str, Tensor], into: nn.Module) -> None:
     model = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     try:
-        snapshot.model.load_state_dict(model)
+        into.load_state_dict(model)
     except RuntimeError as error:
         raise ConfigError(f"the checkpoint's dense tensors do not fit the model: {error}") from None
+
+
+def _load_dense(tensors: dict[str, Tensor], snapshot: Snapshot) -> None:
+    _load_weights(tensors, snapshot.model)
     states: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):

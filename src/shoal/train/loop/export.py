@@ -9,7 +9,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +31,10 @@ from shoal.table.checkpoint import naming
 from shoal.table.config.messages import FloatCompressorConfig
 from shoal.table.config.optim import Sgd
 from shoal.table.table import HashTable
-from shoal.train.loop.config import Config
-from shoal.train.loop.tables import pooling_of
 
 Page = tuple[Tensor, Tensor]
 """Ids ``[n]`` and their weights ``[n, D]``."""
 _PER_FILE = 1 << 26  # bytes of weights that come in pages and become one file
-
-
-def served_features(config: Config) -> ServedFeatures:
-    """How raw values become inputs of a run's model, as its reader makes them."""
-    form, schema = config.data.make_format(), config.data.schema()
-    if config.data.format in ("example", "example_batch"):  # whose records hold ids
-        schema = replace(schema, raw=True)
-    separator = str(getattr(form, "separator", "") or "")
-    lists = bool(getattr(form, "lists", False)) or (config.data.format == "tfrecord")
-    lists = lists or (bool(form.ragged) and not separator and not schema.native().listed)
-    return ServedFeatures(schema=schema, pooling=pooling_of(config), lists=lists, separator=separator)
 
 
 class ExportedRows:

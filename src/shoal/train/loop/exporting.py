@@ -13,9 +13,10 @@ from shoal.stamps import Stamp
 from shoal.table.config.optim import Sgd
 from shoal.table.table import HashTable
 from shoal.train.loop.config import Config
-from shoal.train.loop.export import ExportedRows, Page, remove_drafts, served_features, write_export
+from shoal.train.loop.export import ExportedRows, Page, remove_drafts, write_export
 from shoal.train.loop.learner import Learner
 from shoal.train.loop.saving import Progress, why_not_writable
+from shoal.train.loop.tables import served_features
 
 
 class Exports:

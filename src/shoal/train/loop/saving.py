@@ -21,7 +21,7 @@ from shoal.train.loop import checkpoint
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
 from shoal.train.loop.hooks import SaveTimer
-from shoal.train.loop.tables import Rows
+from shoal.train.loop.tables import Rows, served_features
 
 
 @dataclass(slots=True)
@@ -115,6 +115,7 @@ class Saver:
         values = asdict(at) | {"now_s": self.rows.now_s} | _steps_to_json(self.rows.steps())
         del values["step"], values["base"]
         snapshot.content = {"identity": self.config.identity(), "progress": values, "files": files}
+        snapshot.content["served"] = served_features(self.config).to_json()
         if self.rows.client is not None:
             snapshot.content["servers"] = self._keep_on_servers(at)
         checkpoint.save_checkpoint(target, snapshot, self.rows.local, self.ranks, lambda: self._make_room(at.step))

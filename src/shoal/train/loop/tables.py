@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ from shoal.data.samples import Samples
 from shoal.errors import ConfigError, DeadlineError, UnsupportedError
 from shoal.nn.feature_rows import FeatureRows, Pooling
 from shoal.nn.keeper import TableKeeper, keeper_of
+from shoal.serving.export.features import ServedFeatures
 from shoal.table.table import HashTable
 from shoal.train.loop.config import Config
 from shoal.train.loop.table_config import PlannedTable, TableConfig
@@ -183,6 +185,17 @@ def pooling_of(config: Config) -> dict[str, Pooling]:
         table = where[feature]
         made[feature] = Pooling(table=table.name, dim=table.dim, combiner=own.combiner, max_length=own.length)
     return made
+
+
+def served_features(config: Config) -> ServedFeatures:
+    """How raw values become inputs of a run's model, as its reader makes them."""
+    form, schema = config.data.make_format(), config.data.schema()
+    if config.data.format in ("example", "example_batch"):  # whose records hold ids
+        schema = replace(schema, raw=True)
+    separator = str(getattr(form, "separator", "") or "")
+    lists = bool(getattr(form, "lists", False)) or (config.data.format == "tfrecord")
+    lists = lists or (bool(form.ragged) and not separator and not schema.native().listed)
+    return ServedFeatures(schema=schema, pooling=pooling_of(config), lists=lists, separator=separator)
 
 
 def _about(one: PlannedTable) -> dict[str, Any]:

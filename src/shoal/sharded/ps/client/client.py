@@ -12,12 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from shoal.errors import ConfigError, PeerError, UnsupportedError
 from shoal.sharded.ps.client.line import CLOSED, UNORDERED, Call, Line
 from shoal.sharded.ps.limits import check_duration
 from shoal.sharded.ps.metrics import STEPS, Histogram
-from shoal.sharded.ps.protocol import ALWAYS, Op, Reply, Request, nbytes_of
+from shoal.sharded.ps.protocol import ALWAYS, Op, Reply, Request, as_tensor, nbytes_of
 from shoal.sharded.ps.security import ClientKeys, zmq_module
+from shoal.stamps import Stamp
 
 
 class PsClient:
@@ -240,6 +243,37 @@ class PsClient:
         request = json.dumps(dict(wish)).encode()
         replies = self.read({shard: Request(Op.PUBLISH, values=request) for shard in range(self.num_ps)}, deadline)
         return [json.loads(bytes(replies[shard].payload[0])) for shard in range(self.num_ps)]
+
+    def scan(self, table: str, page_bytes: int = 4 << 20, deadline: timedelta | None = None) -> Iterator[Any]:
+        """All rows of a table, server after server, in pages of ids ``[n]`` and weights ``[n, D]``.
+
+        A row that is there from beginning to end comes once, as it was at the moment of its page.
+
+        Raises:
+            UnsupportedError: a server is of an older version and cannot.
+        """
+        self.verify(deadline)
+        for shard in range(self.num_ps):
+            info = self.info(deadline)[shard]
+            if table not in info["tables"]:
+                raise ConfigError(
+                    f"{self.addresses[shard]} holds no table {table!r}; it holds {sorted(info['tables'])}"
+                )
+            dim = info["tables"][table]
+            limit = max(1, min(page_bytes // (4 * dim), info["max_ids"]))
+            place: Any = [0, None]
+            while place is not None:
+                request = Request(Op.SCAN, counts=[limit], names=(table,), values=json.dumps(place).encode())
+                following, ids, rows = self.read({shard: request}, deadline)[shard].payload
+                place = json.loads(bytes(following))
+                found = as_tensor(ids, torch.int64)
+                if len(found):
+                    yield found, as_tensor(rows, torch.float32).view(len(found), dim)
+
+    def stamps(self, deadline: timedelta | None = None) -> dict[str, Stamp]:
+        """The stamp of the rows of each server, by the name that it publishes them under."""
+        infos = self.info(deadline)
+        return {f"ps_{info['shard']}": Stamp(info["run"], info["version"]) for info in infos if "run" in info}
 
     def checkpoint(
         self, deadline: timedelta | None = None, *, keep_as: str = "", others: Sequence[str] = ()

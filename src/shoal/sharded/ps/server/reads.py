@@ -39,7 +39,7 @@ class Reads:
         """Whether a hand-over to another thread would cost more than the answer."""
         return (
             not request.op.writes
-            and request.op not in (Op.CHECKPOINT, Op.PUBLISH)
+            and request.op not in (Op.CHECKPOINT, Op.PUBLISH, Op.SCAN)
             and sum(request.counts) <= self._limits.inline_ids
         )  # fmt: skip
 

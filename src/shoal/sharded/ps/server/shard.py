@@ -8,9 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shoal import _core
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, NOW, Op, Request, Status, as_tensor
@@ -89,7 +91,30 @@ class Shard:
             return [e for table, ids in self._with_ids(request) for e in table.lookup_entry(ids)]
         if request.op == Op.SIZES:
             return [json.dumps({name: table.size() for name, table in list(self.tables.items())}).encode()]
+        if request.op == Op.SCAN:
+            return self._scan(request)
         raise DataError(f"{request.op.name} is not a read of this server")
+
+    def _scan(self, request: Request) -> list[Any]:
+        """A page of rows: the next ids of a part of the table, in their order, so that writes in between hide none."""
+        (table,) = self._find(request.names[:1]) if request.names else (None,)
+        try:
+            part, after = json.loads(bytes(request.values))
+            limit = request.counts[0]
+            if table is None or not 0 <= part < _core.Table.num_stripes or limit < 1:
+                raise ValueError(f"part {part}, limit {limit}")
+        except (ValueError, TypeError, IndexError) as error:
+            raise DataError(f"SCAN brings one table, a limit and [part, after] as JSON ({error})") from None
+        self._check_reply(limit * table.dim_size)
+        ids = np.frombuffer(table._native.ids(part), np.int64)
+        ids = ids if after is None else ids[ids > after]
+        if len(ids) > limit:
+            ids = np.partition(ids, limit - 1)[:limit]
+            following = [part, int(ids[-1])]
+        else:
+            following = [part + 1, None] if part + 1 < _core.Table.num_stripes else None
+        found = torch.from_numpy(ids.copy())
+        return [json.dumps(following).encode(), found, table.lookup(found)]
 
     def lookup_one(self, name: bytes, ids: Any, n: int, *, initial: bool = False) -> Tensor | None:
         """The rows of ids in one table, without ceremony; None where anything is not as it should be."""

@@ -1,0 +1,103 @@
+"""An export of a checkpoint, without the run that wrote it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shoal.comm.ranks.ranks import SingleRank
+from shoal.durable import MANIFEST, Saved, read_folder
+from shoal.errors import ConfigError, DataError
+from shoal.models.build import build_model
+from shoal.models.inputs import Inputs
+from shoal.serving.export.features import ServedFeatures
+from shoal.stamps import Stamp
+from shoal.table.checkpoint import restore_table
+from shoal.table.checkpoint.chain import checkpoints_of
+from shoal.table.checkpoint.manifest import Manifest
+from shoal.table.config.optim import Sgd
+from shoal.table.table import HashTable
+from shoal.train.loop.checkpoint import load_model
+from shoal.train.loop.export import ExportedRows, write_export
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str], out: str, *, model: str | None = None, codec: str = "float32"
+) -> str:
+    """Writes a version for `shoal serve` from a checkpoint of `shoal train`; its path.
+
+    Args:
+        checkpoint: a folder ``ckpt-…``, or the folder of a run, whose newest whole checkpoint it is then.
+        out: the folder of the versions.
+        model: the name that servers and clients use, by default that of ``out``.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it has not what an export needs.
+        DataError: the checkpoint is damaged; nothing is written.
+    """
+    saved = _find(os.fspath(checkpoint))
+    manifest = Manifest.of(saved)
+    content = manifest.content
+    if not isinstance(content.get("identity"), dict):
+        raise ConfigError(f"{saved.folder} was not written by `shoal train`")
+    if "served" not in content:
+        raise ConfigError(
+            f"{saved.folder} was written by an earlier version, without what an export needs; go on from it with "
+            "`shoal train` and [serve] dir"
+        )
+    if content.get("servers") is not None:
+        raise ConfigError(
+            f"{saved.folder} has no rows, they were on parameter servers; export from the run with [serve] dir"
+        )
+    features = ServedFeatures.read(content["served"], Path(saved.folder))
+    progress = content["progress"]
+    stamp = Stamp(int(progress.get("run", 0)), manifest.step + int(progress.get("other_changes", 0)))
+    return write_export(
+        out,
+        model_name=model or os.path.basename(os.path.abspath(out)),
+        net=_net(saved, content["identity"]["model"], features),
+        features=features,
+        tables=[ExportedRows(_rows(saved, described)) for described in content["tables"]],
+        ranks=SingleRank(),
+        step=manifest.step,
+        stamps=lambda: {"trainer": stamp},
+        codec=codec,
+    )
+
+
+def _find(path: str) -> Saved:
+    if os.path.isfile(os.path.join(path, MANIFEST)):
+        return read_folder(path)
+    if not os.path.isdir(path):
+        raise ConfigError(f"there is no checkpoint {path!r}; name a folder ckpt-… or the folder of a run")
+    whole = checkpoints_of(path).whole()
+    if not whole:
+        raise ConfigError(f"{path!r} holds no whole checkpoint; name a folder ckpt-… or the folder of a run")
+    found = whole[-1].saved
+    assert found is not None
+    return found
+
+
+def _net(saved: Saved, model: dict[str, Any], features: ServedFeatures) -> nn.Module:
+    inputs = Inputs(
+        dense=features.schema.dense, sparse=features.schema.sparse,
+        dims=tuple(one.dim for one in features.pooling.values()),
+        lengths=tuple(one.max_length for one in features.pooling.values()),
+    )  # fmt: skip
+    net = build_model(model["name"], inputs, model["options"])
+    load_model(saved, net)
+    return net
+
+
+def _rows(saved: Saved, described: dict[str, Any]) -> HashTable:
+    """The weights of a table; what their optimizer kept is not read."""
+    try:
+        table = HashTable(int(described["dim"]), optimizer=Sgd(), initializer="zeros", name=described["name"])
+        base = os.path.join(saved.folder, described["file"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{saved.manifest} is not what `shoal train` writes ({error!r})") from error
+    restore_table(table, base, False, saved=saved)
+    return table
