@@ -77,9 +77,9 @@ def shoal(*arguments):
     return [sys.executable, "-m", "shoal", *map(str, arguments)]
 
 
-def train(config, steps):
+def train(config, steps, *launch):
     done = subprocess.run(
-        shoal("train", config, "--json", "--set", f"train.max_steps={steps}", "train.epochs=9"),
+        shoal(*launch, "train", config, "--json", "--set", f"train.max_steps={steps}", "train.epochs=9"),
         stdout=subprocess.PIPE, timeout=START_S, text=True,
     )  # fmt: skip
     assert done.returncode == 0
@@ -138,3 +138,16 @@ def test_a_replica_follows_a_run_that_is_killed_and_taken_up_again(folder, serve
             kill_after(shell, "progress", 75, pause_s=0.3)  # ahead of the checkpoint of step 60, and pushed
             train(config, 80)
             torch.testing.assert_close(answers(address), exported_answers(config, folder), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.timeout(600)
+def test_every_rank_sends_its_own_rows(folder):
+    two = ("launch", "-n", "2", "-m", "shoal")
+    train(write_config(folder, "first.toml", exports=True), 10, *two)
+    config = write_config(folder, "later.toml", exports=False)
+    with replica(folder) as address:
+        before = answers(address)
+        train(config, 40, *two)
+        after = answers(address)
+    assert not torch.allclose(before, after, rtol=1e-3)
+    torch.testing.assert_close(after, exported_answers(config, folder), rtol=1e-5, atol=1e-6)
