@@ -290,10 +290,15 @@ def cpu(args: Any) -> None:
 def new_rows(args: Any, dim: int = 16, batch: int = 65_536) -> None:
     """Steps on new ids from an empty table on, against steps on ids that it knows."""
     total = args.new_rows
+    if args.touch:
+        torch.empty(int(args.touch * (1 << 30)), dtype=torch.uint8).fill_(1)
     table = shoal.HashTable(dim, optimizer=shoal.Adagrad(lr=0.05), seed=0)
     bag = HashEmbeddingBag(table)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
     offsets, grad = torch.arange(batch + 1), torch.randn(batch, dim)
+    HashEmbeddingBag(shoal.HashTable(dim))(order[:batch], offsets).backward(
+        grad
+    )  # torch imports modules the first time
 
     def run() -> list[float]:
         times = []
@@ -341,6 +346,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rows", type=int, help="rows of a feature (cuda, 1 M), or of the large table (cpu, 20 M)")
     parser.add_argument("--new-rows", type=int, default=20_000_000)
+    parser.add_argument(
+        "--touch",
+        type=float,
+        default=0,
+        help="GiB of memory to write once and give back before rows are made: the first use that a virtual machine "
+        "makes of its memory is slower than any later one",
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", default="", help="cuda: one of 8192x1, 8192x10, 65536x1, dlrm")
     parser.add_argument("--batches", type=int, default=8, help="different batches, which take turns")
