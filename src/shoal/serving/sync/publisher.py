@@ -382,7 +382,11 @@ class Publisher:
             replica.error, replica.session = error.message or "the call failed", None
             if error.code == Code.FAILED_PRECONDITION and address in job.packages:  # it says what it has now
                 with contextlib.suppress(StatusError):
+                    before = replica.since
                     self._greet(replica, job.stamp)
+                    if not replica.backlog and replica.since >= before:  # what it lacks is in this package
+                        self._push(replica, job, *job.packages[address])
+                        replica.error = ""
         except Exception as error:
             log.exception("%s: %s", self._source.name, address)
             replica.error, replica.session = repr(error), None
