@@ -1,7 +1,7 @@
 """Uninitialised result tensors; large ones come from memory that is kept warm between calls.
 
 A fresh tensor of a megabyte costs more in page faults than a lookup costs to fill it. Large results of tables and
-ops therefore reuse the blocks of results that were freed. `set_buffer_cache_bytes` limits what lies idle (512 MiB at
+ops therefore reuse the blocks of results that were freed. `set_buffer_cache_bytes` limits what is kept idle (512 MiB at
 first, or ``SHOAL_BUFFER_CACHE_MB``); 0 turns the cache off.
 """
 

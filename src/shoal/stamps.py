@@ -7,8 +7,8 @@ from typing import NamedTuple
 class Stamp(NamedTuple):
     """When a value was learnt. The greater of two stamps is the newer one.
 
-    A run is one start of a trainer or of a parameter server, whether it begins anew or goes on from a checkpoint. What
-    it learns is newer than all that earlier runs learnt, also where it goes on from an earlier step than they reached.
+    A run is one start of a trainer or of a parameter server, whether it starts from nothing or from a checkpoint. What
+    it learns is newer than all that earlier runs learnt, even if it resumes from an earlier step than they reached.
     """
 
     run: int
@@ -18,5 +18,5 @@ class Stamp(NamedTuple):
 
 
 def new_run(former: int = 0) -> int:
-    """The number of a run that begins now, greater than ``former``, the one of the checkpoint that it goes on from."""
+    """The number of a run that begins now, greater than ``former``, the one of the checkpoint that it resumes from."""
     return max(time.time_ns(), former + 1)

@@ -84,7 +84,7 @@ def test_settings_of_a_feature_stand_above_those_of_the_table():
     ("given", "message"),
     [
         ({"table.features.C33.dim": 4}, r"\[table.features.C33\]: there is no feature 'C33' \(did you mean 'C3'\?\)"),
-        ({"table.features.C3.dmi": 4}, r"\[table.features.C3\] knows no 'dmi' \(did you mean 'dim'\?\)"),
+        ({"table.features.C3.dmi": 4}, r"\[table.features.C3\] has no setting 'dmi' \(did you mean 'dim'\?\)"),
         ({"table.features.C3": 4}, r"\[table.features.C3\] is a section, got 4"),
         ({"table.features": 4}, r"\[table.features\] is a table, got 4"),
         ({"table.features.C3.dim": 0}, r"\[table.features.C3\] dim is at least 1, got 0"),

@@ -126,7 +126,7 @@ async def _ask(client: Any, text: str, outputs: tuple[str, ...]) -> dict[str, An
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: texts as they are, bytes that are none as ``{"b64": …}``."""
+    """As JSON has it: texts as they are, bytes that are not text as ``{"b64": …}``."""
     if isinstance(value, bytes):
         try:
             return value.decode()

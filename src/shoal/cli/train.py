@@ -143,7 +143,7 @@ def changes(flags: Flags) -> dict[str, Any]:
     for one in flags.set or ():
         key, equals, text = one.partition("=")
         if not equals:
-            hint = "; a configuration stands before --set" if one.endswith(".toml") else ""
+            hint = "; a configuration must come before --set" if one.endswith(".toml") else ""
             raise ConfigError(f"--set must be section.name=value, such as table.lr=0.1, got {one!r}{hint}")
         try:
             given[key.strip()] = tomllib.loads(f"value = {text}")["value"]
@@ -260,7 +260,7 @@ lr = 0.001
 patience = 0                 # stop after so many evaluations without a new best
 
 [out]
-dir = "run"                  # checkpoints; the same command again goes on from the newest
+dir = "run"                  # checkpoints; run the same command again to resume from the newest
 every_steps = 200
 log_steps = 50
 """

@@ -88,7 +88,7 @@ class PlainReporter(Reporter):
         for one in values["tables"]:
             self.say(_table_line(one))
         if values["resumed"]:
-            self.say(f"goes on from {values['resumed']} at step {values['step']:,}")
+            self.say(f"resuming from {values['resumed']} at step {values['step']:,}")
 
     def progress(self, **values: Any) -> None:
         self.say(_line(values))

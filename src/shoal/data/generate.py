@@ -88,7 +88,7 @@ def _normal(words: np.ndarray) -> np.ndarray:
 def _lines(
     label: np.ndarray, counts: np.ndarray, no_count: np.ndarray, words: np.ndarray, no_word: np.ndarray
 ) -> bytes:
-    """Cells of fixed width side by side; zero bytes stand for nothing and are dropped at the end."""
+    """Cells of fixed width side by side; zero bytes are padding and are dropped at the end."""
     n = len(label)
     out = np.zeros((n, 2 + 13 * 9 + 26 * 9), dtype=np.uint8)
     out[:, 0] = ord("0") + label

@@ -1,4 +1,4 @@
-"""Parquet files through pyarrow, a row group at a time; texts are hashed natively where they lie."""
+"""Parquet files through pyarrow, a row group at a time; texts are hashed natively, without a copy."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Column:
     values: np.ndarray
     count: int
     text: Any = b""
-    """What texts lie in: bytes, or an array of them."""
+    """What holds texts: bytes, or an array of them."""
     lengths: np.ndarray | None = None
     """Values of each sample, int64; None: one."""
     valid: np.ndarray | None = None
@@ -210,7 +210,7 @@ def _numbers(values: Any, n: int, name: str, default: float) -> Tensor:
             values = [np.nan if value is None else value for value in values]
         numbers = torch.from_numpy(np.array(values, np.float64).reshape(n))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"number {name!r}: it must have one number a sample ({error})") from None
+        raise ConfigError(f"number {name!r}: it must have one number per sample ({error})") from None
     if bool(torch.isinf(numbers).any()):
         raise ConfigError(f"number {name!r}: it must be finite, got infinity")
     return torch.where(torch.isnan(numbers), default, numbers).float()

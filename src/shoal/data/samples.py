@@ -16,7 +16,7 @@ from shoal import _core
 class Samples:
     """n samples with D numbers and F features.
 
-    ``ids`` are int64 ``[n, F]``, one id a feature; or ``[m]`` with ``offsets`` ``[n * F + 1]``: feature f of sample i
+    ``ids`` are int64 ``[n, F]``, one id per feature; or ``[m]`` with ``offsets`` ``[n * F + 1]``: feature f of sample i
     has ``ids[offsets[i * F + f]:offsets[i * F + f + 1]]``.
     """
 

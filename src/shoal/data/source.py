@@ -141,7 +141,7 @@ def refuse_other_kinds(path: str, wanted: str) -> None:
         except DAMAGED:  # told where bad rows are
             return
     for magic, kind, way_out in _KINDS:
-        # A header of text may begin with the letters PAR1; the numbers that follow in a Parquet file are no text.
+        # A header of text may begin with the letters PAR1; the numbers that follow in a Parquet file are not text.
         if begin.startswith(magic) and (magic != b"PAR1" or any(byte < 9 for byte in begin)):
             raise ConfigError(f"data: {path} is {kind}, not {wanted}; {way_out}")
 

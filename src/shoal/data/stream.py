@@ -1,7 +1,7 @@
 """`Stream`: batches from files, shuffled in windows, shared out over ranks, and resumable to the sample.
 
 A stream reads a window of rows, permutes it by the seed, the epoch and the window's number, and hands it out in
-batches. Where it stands is therefore a few numbers: the cursor at the window's beginning, and how many of its batches
+batches. Its position is therefore a few numbers: the cursor at the window's beginning, and how many of its batches
 were taken. Going on from there reads that window again.
 """
 
@@ -28,7 +28,7 @@ _WINDOW = 1 << 15  # rows that are read at once, at least, if that is no less th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """``samples``, and the ``state`` from which a stream goes on behind them."""
+    """``samples``, and the ``state`` from which a stream continues after them."""
 
     samples: Samples
     state: dict[str, Any]
@@ -102,11 +102,11 @@ class Stream:
         self._progress: dict[str, Any] = {
             "epoch": 0, "unit": 0, "cursor": None, "stripe": 0, "window": 0, "rows": 0, "bad": 0, "batch": 0,
         }  # fmt: skip
-        # The batches of a shuffled window are copies, so the next one may lie where it was.
+        # The batches of a shuffled window are copies, so the next one may be in the same memory.
         self._room: dict[str, np.ndarray] | None = {} if shuffle_rows else None
         self._measured = (0, 0.0)  # rows and the share of everything that was read for them
         self.state = dict(self._progress)
-        """From where iteration begins; that of a `Batch` to go on behind it."""
+        """From where iteration begins; that of a `Batch` to continue after it."""
 
     @property
     def bad_rows(self) -> int:

@@ -35,10 +35,10 @@ class TextFormat:
     Args:
         columns: the names of the columns in order; None reads them from each file's first line.
         quote: what encloses cells that hold delimiters or newlines; empty for none, which lets ranks share one file.
-        separator: what stands between the values of a sparse cell; empty where a cell is one value.
+        separator: what separates the values of a sparse cell; empty where a cell is one value.
         max_line_bytes: a longer line is a bad row, whatever it holds.
         part_bytes: ranks share out pieces of this size.
-        threads: parse on all threads of the native pool; for reading that does not go on beside training.
+        threads: parse on all threads of the native pool; for reading that does not happen during training.
     """
 
     schema: Schema
@@ -205,7 +205,7 @@ class TextCursor:
         more = self._more()
         self._final = not more
         if self._damaged:
-            rest = b""  # the line that was cut is none
+            rest = b""  # the line that was cut is dropped
         self._buffer, self._at = rest + more, 0
         if len(rest) > self._form.max_line_bytes and b"\n" not in self._buffer:
             limit = self._form.max_line_bytes

@@ -24,7 +24,7 @@ from shoal.demo.stream import FIELDS, Batch, StreamConfig, stream
 from shoal.errors import PeerError
 
 PADDING = -1
-START_S, ANSWER_S = 300.0, 120.0  # nobody waits longer, and a machine that stalls is no reason to fail
+START_S, ANSWER_S = 300.0, 120.0  # long enough that a machine that stalls does not fail the demo
 LABELS = ("fed by the trainer every second", "a new export every day")
 
 

@@ -1,4 +1,4 @@
-"""`Mlp`: linear layers with ReLU between them, over one or several inputs that stand side by side."""
+"""`Mlp`: linear layers with ReLU between them, over one or several inputs that are side by side."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class ModelPlan:
     flops_per_sample: float = 0.0
     """Of the dense part, forward and backward; by default 6 for each parameter."""
     fused: bool = True
-    """All tables share one exchange a step, as the fused layouts do; False: each table has its own."""
+    """All tables share one exchange per step, as the fused layouts do; False: each table has its own."""
     samples_per_day: float = 0.0
     """What the stream brings; 0 leaves the question open whether it is kept up with."""
 

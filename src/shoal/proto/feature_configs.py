@@ -157,7 +157,7 @@ class FeatureConfigs(Message):
         try:
             message = pb.FeatureConfigs.FromString(data)
         except DecodeError as error:
-            raise DataError(f"FeatureConfigs: {len(data)} bytes are no valid message: {error}") from None
+            raise DataError(f"FeatureConfigs: {len(data)} bytes are not a valid message: {error}") from None
         return cls(
             {
                 name: FeatureConfig(

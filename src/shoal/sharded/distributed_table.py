@@ -24,7 +24,7 @@ class DistributedHashTable:
 
     Ids are de-duplicated here: one row per distinct id travels, and gradients of equal ids are summed into one
     optimizer step. ``assign`` and ``assign_add`` send every occurrence in order. Parts may be local tables or
-    `RemoteHashTable`; the latter are asked all at once. It can stand where a `shoal.HashTable` stands.
+    `RemoteHashTable`; the latter are asked all at once. It can be used in place of a `shoal.HashTable`.
     """
 
     def __init__(

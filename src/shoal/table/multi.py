@@ -183,7 +183,7 @@ class MultiHashTable(RawTables):
     # --- checkpoints and the rest -----------------------------------------------------------------------------------
 
     def save(self, basename: str, random_sleep_ms: int = 0) -> MultiHashTable:
-        """Writes all rows that have not expired; training may go on meanwhile."""
+        """Writes all rows that have not expired; training may continue meanwhile."""
         from shoal.table.checkpoint import save_multi_table
 
         save_multi_table(self, basename, random_sleep_ms=random_sleep_ms)

@@ -36,7 +36,7 @@ def row_difference(old: EmbeddingHashTableConfig, new: EmbeddingHashTableConfig)
 def reconfigure(table: HashTable, like: HashTable) -> None:
     """Gives ``table`` the settings of ``like``, an empty table whose rows look the same; its rows and seed stay.
 
-    No other thread writes to the table meanwhile; reads may go on.
+    No other thread writes to the table meanwhile; reads may continue.
     """
     if table.on_gpu or like.on_gpu:
         raise UnsupportedError(f"table {table.name!r}: settings of a table on a GPU cannot be changed")

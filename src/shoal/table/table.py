@@ -319,7 +319,7 @@ class HashTable(TableBase):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, basename: str, random_sleep_ms: int = 0) -> HashTable:
-        """Writes all rows that have not expired to ``<basename>-00000-of-0000N``; training may go on meanwhile."""
+        """Writes all rows that have not expired to ``<basename>-00000-of-0000N``; training may continue meanwhile."""
         from shoal.table.checkpoint import save_table
 
         self.check_trains("save")
@@ -336,7 +336,7 @@ class HashTable(TableBase):
     def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
         """At most ``limit`` serialized entries of one of ``num_shards`` parts from ``offset`` (0 at first) on.
 
-        Returns the offset to go on from and the entries; fewer than ``limit`` means that the part is finished.
+        Returns the offset to continue from and the entries; fewer than ``limit`` means that the part is finished.
         """
         from shoal.table.checkpoint import save_as_tensor
 

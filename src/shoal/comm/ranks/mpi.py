@@ -162,7 +162,7 @@ class MpiTransport(BaseTransport):
             pause()
 
     def _barrier(self, deadline: Deadline) -> None:
-        """A barrier that timed out goes on in the next call: MPI has no way to take it back."""
+        """A barrier that timed out continues in the next call: MPI has no way to take it back."""
         pause = _Pause()
         with self.calls:
             if self._barrier_request is None:

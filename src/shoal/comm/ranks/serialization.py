@@ -149,7 +149,7 @@ def _read_table(
         if math.prod(shape) * DTYPES[code].itemsize != nbytes or math.prod(n or 1 for n in shape) >> 60:
             raise SerializationError(f"tensor {i} of shape {tuple(shape)} cannot take {nbytes} bytes")
         if offset != _aligned(end) or offset + nbytes > payload_bytes:
-            raise SerializationError(f"tensor {i} lies at {offset}..{offset + nbytes}, overlapping or outside")
+            raise SerializationError(f"tensor {i} is at {offset}..{offset + nbytes}, overlapping or outside")
         end = offset + nbytes
         plan.append((DTYPES[code], tuple(shape), offset, nbytes, crc))
     if at != len(table):

@@ -173,7 +173,7 @@ def _steps(bags: int, length: int, device: torch.device) -> Tensor:
 
 
 def as_id_values(ids: Any) -> Tensor:
-    """int64, of the same shape; floats and booleans are no ids."""
+    """int64, of the same shape; floats and booleans are not ids."""
     return as_int64(as_tensor(ids), "ids")
 
 
@@ -192,7 +192,7 @@ def as_bags(part: Jagged, key: str) -> Jagged:
 
 
 def _from_object(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Values, offsets and weights of something that is no tensor."""
+    """Values, offsets and weights of something that is not a tensor."""
     if isinstance(ids, Ragged):
         if isinstance(ids.values, Ragged):
             raise ConfigError("ids must be ragged in one dimension, got a doubly ragged tensor")

@@ -60,7 +60,7 @@ _clocks: weakref.WeakKeyDictionary[Any, GroupClock] = weakref.WeakKeyDictionary(
 def next_step(group: Group, keepers: Sequence[TableKeeper]) -> Step:
     """The step of an update of some tables of a group in backward; counts it.
 
-    Tables that have seen different numbers of updates go on from the largest.
+    Tables that have seen different numbers of updates continue from the largest.
     """
     seconds = keepers[0].time()
     if not group.traits.capturable:

@@ -39,7 +39,7 @@ def flat_concat(parts: list[Tensor], scale: float, align: int) -> Tensor:
     for length in lengths:
         places.append(places[-1] + -(-length // align) * align)
     out = parts[0].new_empty(places[-1])
-    edges = tiles(lengths, _BLOCK)  # a place's zeros lie in the block of its last number
+    edges = tiles(lengths, _BLOCK)  # a place's zeros are in the block of its last number
     if edges[-1]:
         count = len(parts)
         bits = struct.unpack("<q", struct.pack("<d", scale))[0]

@@ -28,7 +28,7 @@ class Distinct(NamedTuple):
     ranks: Tensor
     """int32 ``[n]``: how many distinct keys a block of 1024 has up to and including each position."""
     bases: Tensor
-    """int32 ``[blocks + 1]``: how many distinct keys stand before each block."""
+    """int32 ``[blocks + 1]``: how many distinct keys come before each block."""
 
 
 @Kernel

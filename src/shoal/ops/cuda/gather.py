@@ -146,7 +146,7 @@ def _run(fused: Tensor, offsets: list[Tensor], rows: list[Tensor], dims: list[in
         table = tables - (at >> 32)
         row = 2147483647 - (at & 0xFFFFFFFF)
         return (
-            f"offsets[{table}][{row}] = {int(offsets[table][row])} + width {dims[table]} lies outside the buffer of "
+            f"offsets[{table}][{row}] = {int(offsets[table][row])} + width {dims[table]} is outside the buffer of "
             f"{size} floats"
         )
 

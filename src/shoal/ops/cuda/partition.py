@@ -22,7 +22,7 @@ PACKED_PARTS = 32
 
 @triton.jit
 def rank_in_tile(part, counts, kept, tile, tiles, parts, WORDS: tl.constexpr, TILE: tl.constexpr):
-    """How many kept elements of the same part stand before each one; leaves the tile's counts in ``counts``.
+    """How many kept elements of the same part come before each one; leaves the tile's counts in ``counts``.
 
     With 0 ``WORDS`` elements are compared by pairs, and ``counts`` must be zero before.
     """
@@ -92,7 +92,7 @@ class Partition(NamedTuple):
     """Where the elements go."""
 
     ranks: Tensor
-    """int32 ``[n]``: how many of the same part stand before an element in its tile."""
+    """int32 ``[n]``: how many of the same part come before an element in its tile."""
     counts: Tensor
     """int32 ``[parts, tiles]``."""
     ends: Tensor

@@ -104,7 +104,7 @@ def _shape(d: int, lanes: int) -> tuple[int, int]:
 
 def _message(index: Tensor, rows: int) -> Callable[[int], str]:
     n = index.shape[0]
-    return lambda at: f"a segment index must lie in [0, {rows}), got {int(index[n - at])}"
+    return lambda at: f"a segment index must be in [0, {rows}), got {int(index[n - at])}"
 
 
 def reduce_by_index(index: Tensor, values: Tensor, rows: int, how: int) -> Tensor:

@@ -176,7 +176,7 @@ def reorder_by_indices(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> t
     kept, bad = torch.cat([ends[-1:], flag]).tolist()
     if bad:
         raise ConfigError(
-            f"reorder_by_indices: a shard id must lie in [0, {num_of_shards}), got {int(shard_ids[n - bad])}"
+            f"reorder_by_indices: a shard id must be in [0, {num_of_shards}), got {int(shard_ids[n - bad])}"
         )
     return order[:kept], sizes[0]
 

@@ -58,7 +58,7 @@ def _ragged(
 def _row_splits(
     indices, counts, ends, row_splits, splits_at, n, tiles, parts, TILE: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """How many elements of each part stand before a row."""
+    """How many elements of each part come before a row."""
     row = tl.program_id(0)
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     real = part < parts
@@ -79,7 +79,7 @@ def _parts(indices: Tensor, parts: int) -> tuple[Partition, list[int]]:
     made = partition(indices, parts)
     if made.bad:
         bad = int(indices[indices.shape[0] - made.bad])
-        raise ConfigError(f"split_by_indices: an index must lie in [0, {parts}), got {bad}")
+        raise ConfigError(f"split_by_indices: an index must be in [0, {parts}), got {bad}")
     return made, made.sizes
 
 

@@ -16,7 +16,7 @@ from shoal.ops.cuda.launch import Fast, blocks, on_its_device, part_of, steps, u
 
 @Fast
 def _row_bounds(row_splits, ranks, bases, id_splits, rows, BLOCK: tl.constexpr):
-    """How many distinct keys stand before each row."""
+    """How many distinct keys come before each row."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = r <= rows
     at = tl.load(row_splits + r, mask=inside, other=0)
@@ -197,12 +197,12 @@ class _Map:
             launch.refuse_row_splits(self.offset_splits, offsets.shape[0])
         if bad_key:
             at = n - bad_key
-            raise ConfigError(f"{op}: an element of pos must lie in [0, {self.keys}), got {int(pos[at])}")
+            raise ConfigError(f"{op}: an element of pos must be in [0, {self.keys}), got {int(pos[at])}")
         if floats is not None and floats != self.floats:
             raise ConfigError(f"{op}: pos and dims need {self.floats} floats, but value has {floats}")
         flag = launch.new_flag(pos)
         self._run(0, self.offsets, self.offsets, flag)
-        launch.raise_if(flag, lambda at: f"{op}: an offset + width lies outside the buffer of {size} floats")
+        launch.raise_if(flag, lambda at: f"{op}: an offset + width is outside the buffer of {size} floats")
 
     def _run(self, mode: int, value: Tensor, buffer: Tensor, winners: Tensor, ordered: bool = False) -> None:
         n = self.offsets.shape[0]

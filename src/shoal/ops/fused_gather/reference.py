@@ -9,7 +9,7 @@ from shoal.errors import ConfigError
 def _places(offsets: Tensor, dim: int, size: int) -> Tensor:
     """Flat positions ``[n, dim]`` of the vectors that start at ``offsets``."""
     if offsets.numel() and (int(offsets.min()) < 0 or int(offsets.max()) + dim > size):
-        raise ConfigError(f"an offset + width {dim} lies outside the buffer of {size} floats: {offsets.tolist()}")
+        raise ConfigError(f"an offset + width {dim} is outside the buffer of {size} floats: {offsets.tolist()}")
     return offsets.long()[:, None] + torch.arange(dim, device=offsets.device)
 
 

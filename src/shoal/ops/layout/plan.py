@@ -26,7 +26,7 @@ from shoal.proto.feature_configs import (
 class Task:
     """One slice of one layout; the fields are those of the native ``LayoutTask``.
 
-    Its value for sample ``b``, sequence position ``t`` and column ``c`` lies in tensor ``output`` at element
+    Its value for sample ``b``, sequence position ``t`` and column ``c`` is in tensor ``output`` at element
     ``b * sample_stride + place + t * sequence_stride + c``.
     """
 

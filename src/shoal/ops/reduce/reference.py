@@ -10,7 +10,7 @@ SUM, MEAN, SQRTN = 0, 1, 2
 
 def _check(index: Tensor, rows: int) -> None:
     if index.numel() and (int(index.min()) < 0 or int(index.max()) >= rows):
-        raise ConfigError(f"a segment index must lie in [0, {rows}), got {int(index.min())}..{int(index.max())}")
+        raise ConfigError(f"a segment index must be in [0, {rows}), got {int(index.min())}..{int(index.max())}")
 
 
 def _scale(index: Tensor, rows: int, like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def reorder_by_indices(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> t
     bad = (shard_ids < 0) | (shard_ids >= num_of_shards)
     if bool(bad.any()):
         raise ConfigError(
-            f"reorder_by_indices: a shard id must lie in [0, {num_of_shards}), got {int(shard_ids[bad][0])}"
+            f"reorder_by_indices: a shard id must be in [0, {num_of_shards}), got {int(shard_ids[bad][0])}"
         )
     first = first_occurrences(keys)[0].flip(0)
     shards = shard_ids[first]

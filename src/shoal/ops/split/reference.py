@@ -9,7 +9,7 @@ from shoal.errors import ConfigError
 def _check(indices: Tensor, parts: int) -> None:
     bad = (indices < 0) | (indices >= parts)
     if bool(bad.any()):
-        raise ConfigError(f"split_by_indices: an index must lie in [0, {parts}), got {int(indices[bad][0])}")
+        raise ConfigError(f"split_by_indices: an index must be in [0, {parts}), got {int(indices[bad][0])}")
 
 
 def split_by_indices(indices: Tensor, tensor: Tensor, num_splits: int) -> list[Tensor]:

@@ -33,7 +33,7 @@ def _places(
 ) -> tuple[Tensor, Tensor]:
     """Per float of the value vector and offset of its element: the float's index, and its place in the buffer."""
     if pos.numel() and (int(pos.min()) < 0 or int(pos.max()) >= offset_splits.shape[0] - 1):
-        raise ConfigError(f"an element of pos must lie in [0, {offset_splits.shape[0] - 1}), got {pos.tolist()}")
+        raise ConfigError(f"an element of pos must be in [0, {offset_splits.shape[0] - 1}), got {pos.tolist()}")
     width = torch.tensor(dims, dtype=torch.int64, device=pos.device).repeat_interleave(pos_splits.diff())
     start = width.cumsum(0) - width
     repeats = offset_splits.diff()[pos]
@@ -42,7 +42,7 @@ def _places(
     place = offsets[offset_splits[pos[element]] + nth]
     width = width[element]
     if place.numel() and (int(place.min()) < 0 or int((place + width).max()) > floats):
-        raise ConfigError(f"an offset + width lies outside the buffer of {floats} floats")
+        raise ConfigError(f"an offset + width is outside the buffer of {floats} floats")
     pair = torch.arange(element.shape[0], device=pos.device).repeat_interleave(width)
     column = torch.arange(pair.shape[0], device=pos.device) - (width.cumsum(0) - width)[pair]
     return start[element[pair]] + column, place[pair] + column

@@ -27,7 +27,7 @@ class UniqueKeys(NamedTuple):
 
 
 def unique_key_with_value_and_offset(key: Any, dims: Any, generate_buffer: bool = True) -> UniqueKeys:
-    """Finds each row's distinct keys and where the values of all keys lie in one flat buffer.
+    """Finds each row's distinct keys and where the values of all keys are in one flat buffer.
 
     Args:
         key: ragged int64 with R rows.

@@ -15,7 +15,7 @@ class LayoutFilters:
     """Filters ``"<pattern>;<condition>"``, for example ``"ps_{i};i % 3 == 2"``. Without any, everything is accepted.
 
     Raises:
-        ValueError: a filter without ``;``, with another kind of expression, or with a pattern that is none.
+        ValueError: a filter without ``;``, with another kind of expression, or with an invalid pattern.
     """
 
     def __init__(self, filters: Sequence[str] | str | None, shard_id: int = 0, shard_num: int = 1) -> None:

@@ -33,7 +33,7 @@ _ONE = Features()
 class AllToAllHashTable:
     """One table whose rows are spread over the ranks of a process group by ``id mod N``; on one rank a plain table.
 
-    It stands where a `shoal.HashTable` stands, in `shoal.nn.HashEmbeddingBag` for one, but every rank must call it
+    It is used in place of a `shoal.HashTable`, in `shoal.nn.HashEmbeddingBag` for example, but every rank must call it
     together with the others, also a rank that has no ids. Updates are summed over a rank's equal ids; an id that
     several ranks use makes one step per rank, rank 0's first.
 

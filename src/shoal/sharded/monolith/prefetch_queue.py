@@ -280,7 +280,7 @@ class AsyncFunctionMgr:
 
 
 def _shallow(value: Any) -> Any:
-    """New containers around the same objects, so that a caller may go on using its own."""
+    """New containers around the same objects, so that a caller may continue to use its own."""
     if isinstance(value, dict):
         return {key: _shallow(item) for key, item in value.items()}
     if isinstance(value, list):

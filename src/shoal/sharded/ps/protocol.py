@@ -24,7 +24,7 @@ VERSION = 1
 
 FLOAT16 = 1  # values and replies are float16 on the wire
 DEDUP = 2  # apply_gradients sums equal ids first
-NATIVE = 4  # unknown table names are no error for lookups
+NATIVE = 4  # a lookup may name unknown tables
 NOW = 8  # the sender gave no time: the server puts its own in before the log, and no row's stamp goes back
 
 MAX_CACHED = 1 << 16  # bytes of table names that are kept split

@@ -59,7 +59,7 @@ def _check_logs(found: Sequence[Checkpoint]) -> None:
     for checkpoint in found:
         for number, *_ in replay(checkpoint.path.parent, checkpoint["number"], cut=False):
             raise DataError(
-                f"shard {checkpoint['shard']}: its log goes on to record {number} behind the checkpoint; start the "
+                f"shard {checkpoint['shard']}: its log has records up to {number} after the checkpoint; start the "
                 "server once and end it with SIGTERM, so that its last checkpoint holds everything"
             )
 

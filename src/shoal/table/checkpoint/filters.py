@@ -133,7 +133,7 @@ def _read_block(
                 f"{getattr(hash_filter, name)}; nothing was restored"
             )
     if sliding.head >= sliding.split_num:
-        raise DataError(f"{path}: the head {sliding.head} is none of the {sliding.split_num} blocks")
+        raise DataError(f"{path}: the head must be one of the {sliding.split_num} blocks, got {sliding.head}")
     # Every cell takes a byte of the file at least, so a size that is not there is not believed.
     if not 1 <= meta.total_size <= os.path.getsize(path) or not 1 <= meta.fill_rate <= 1e6:
         raise DataError(f"{path}: {meta.total_size} positions with fill rate {meta.fill_rate} cannot be in this file")

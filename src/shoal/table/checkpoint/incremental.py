@@ -68,8 +68,8 @@ def save_incremental(
     >>> restore_incremental(other, folder).name == delta.name and other.size()
     1000
 
-    Training may go on meanwhile; each row is then as it was at one moment. From the first call on a table keeps track
-    of what changes, which costs 4 bytes a row and 16 for each id removed.
+    Training may continue meanwhile; each row is then as it was at one moment. From the first call on a table tracks
+    what changes, which costs 4 bytes per row and 16 for each id removed.
 
     Args:
         tables: one training table, several, or a multi table; their names tell them apart.

@@ -29,8 +29,8 @@ def save_as_tensor(
         offset: 0 at first, then what the call before returned.
 
     Returns:
-        The offset to go on from, and the entries. Fewer than ``limit`` means that the part is finished. Without writes
-        in between every row is seen once.
+        The offset to continue from, and the entries. Fewer than ``limit`` means that the part is finished. Without
+        writes in between every row is seen once.
     """
     shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
     if not 0 <= shard_idx < num_shards:

@@ -75,7 +75,7 @@ def decode(config: FloatCompressorConfig, codes: np.ndarray) -> np.ndarray:
 
 
 class HashNet:
-    """The ``one_bit`` segment in training: a tanh that sharpens as training goes on. One scale for all rows."""
+    """The ``one_bit`` segment in training: a tanh that sharpens as training proceeds. One scale for all rows."""
 
     def __init__(self, config: Any) -> None:
         self.amplitude = F(config.amplitude)

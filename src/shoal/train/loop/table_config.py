@@ -173,7 +173,7 @@ def _row_optimizer(section: str, name: str, options: dict[str, Any], lr: float) 
     unknown = next((option for option in options if option not in takes), None)
     if unknown is not None:
         raise ConfigError(
-            f"[{section}] optimizer_options: {name} knows no {unknown!r}{did_you_mean(unknown, takes)}; it knows "
+            f"[{section}] optimizer_options: {name} has no setting {unknown!r}{did_you_mean(unknown, takes)}; it has "
             f"{', '.join(takes)}"
         )
     try:

@@ -96,7 +96,7 @@ def _section(kind: type[T], content: Any, name: str, where: str) -> T:
         first = next(iter(extra))
         hint = "" if first in FORMAT_OPTIONS else did_you_mean(first, names)
         if "options" not in names or (name == "data" and hint):  # options of models may have any name
-            raise ConfigError(f"{where}: [{name}] knows no {first!r}{hint}; it knows {', '.join(names)}")
+            raise ConfigError(f"{where}: [{name}] has no setting {first!r}{hint}; it has {', '.join(names)}")
         given["options"] = {**given.get("options", {}), **extra}
     for one in fields(kind):  # pyrefly: ignore[bad-argument-type]
         if one.default is MISSING and one.default_factory is MISSING and one.name not in given:

@@ -30,7 +30,7 @@ class PsClient:
 
     Args:
         deadline: how long a call waits, a dead server's restart included; the error names the shard.
-        max_staleness: how many of this worker's updates may be unanswered when it goes on; 0 waits for each.
+        max_staleness: how many of this worker's updates may be unanswered when it continues; 0 waits for each.
             Raise it when workers spend their time waiting for updates.
         keys: this worker's identity and the servers' public key, where they use CURVE.
         half_open_after: a connection that has been silent for so long is opened anew.
@@ -63,8 +63,8 @@ class PsClient:
         """At each lookup: this worker's updates that were not answered yet."""
         self.context = self.zmq.Context()
         self.sockets: set[Any] = set()
-        """All open sockets, for the end of a client that nobody closed: collection knows no order, and a context waits
-        for ever for a socket that is open."""
+        """All open sockets, for the end of a client that nobody closed: garbage collection has no order, and a context
+        waits for ever for a socket that is open."""
         self._dropped = weakref.finalize(self, _end, self.context, self.sockets)
         # Not at the end of the process: daemon threads may still use it then.
         self._dropped.atexit = False  # type: ignore[missing-attribute]
@@ -227,7 +227,7 @@ class PsClient:
         for shard, info in enumerate(infos):
             if (info["shard"], info["of"]) != (shard, self.num_ps):
                 raise ConfigError(
-                    f"{self.addresses[shard]} is shard {info['shard']} of {info['of']}, but stands as number {shard} "
+                    f"{self.addresses[shard]} is shard {info['shard']} of {info['of']}, but is number {shard} "
                     f"of {self.num_ps} addresses; list all servers in the order of their shards"
                 )
         self._max_frame_bytes = min(info["max_message_bytes"] for info in infos)

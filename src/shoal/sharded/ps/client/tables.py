@@ -93,7 +93,9 @@ def _table(where: str, name: str, given: dict[str, Any], seed: int) -> tuple[Has
     as_row_optimizer(optimizer)
     unknown = set(given) - {"dim", "initializer", "expire_after", "lr"}
     if unknown or "dim" not in given:
-        raise ConfigError(f"{where}: needs dim and knows no {', '.join(sorted(unknown)) or 'other keys'}")
+        raise ConfigError(
+            f"{where}: dim must be given, and there is no option {', '.join(sorted(unknown)) or 'but those listed'}"
+        )
     return HashTable(given.pop("dim"), optimizer=optimizer, name=name, **given).config, options
 
 

@@ -40,7 +40,7 @@ class Backlog:
         self._lock = threading.Lock()
 
     def add(self, target: bytes | Callable[[Reply], None], request: Request, size: int = 0) -> None:
-        """Takes a request in. Checkpoints stand in one order with writes."""
+        """Takes a request in. Checkpoints are ordered with the writes."""
         with self._lock:
             self.queued_bytes += size
             self.pending += 1

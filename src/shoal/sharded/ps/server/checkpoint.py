@@ -53,7 +53,7 @@ class Checkpoints:
         return whole[0].number + 1 if len(whole) > 1 else 0
 
     def save(self, snapshot: ShardSnapshot) -> Path:
-        """Writes a snapshot, under the name of the last write in it. Writes to the shard may go on."""
+        """Writes a snapshot, under the name of the last write in it. Writes to the shard may continue."""
         path = Path(self._series.path(snapshot.number))
         if snapshot.number in self._ours and path.exists():  # nothing has been written since
             return path

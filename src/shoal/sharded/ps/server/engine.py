@@ -47,7 +47,7 @@ class Durability(StrEnum):
 class Engine:
     """The writes of one shard, in one order. One thread at a time calls `apply` and `begin_checkpoint`.
 
-    A checkpoint is begun between two writes; another thread may finish it while writes go on.
+    A checkpoint is begun between two writes; another thread may finish it while writes continue.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Engine:
                 raise ConfigError(f"shard {self.shard.index}: {error}") from None
 
     def recover(self) -> None:
-        """Loads the newest whole checkpoint and replays the log behind it; then the log goes on."""
+        """Loads the newest whole checkpoint and replays the log behind it; then the log continues."""
         if self.checkpoints is None:
             self.loaded()
             return
@@ -107,7 +107,7 @@ class Engine:
             last = number
             self.recovered_records += 1
         if last < newest and (self.durability == Durability.LOG or not loaded):
-            way_out = f", or go on from write {last} with --durability checkpoint" if loaded else ""
+            way_out = f", or continue from write {last} with --durability checkpoint" if loaded else ""
             raise DataError(
                 f"shard {self.shard.index}: the checkpoint of write {newest} in {self.checkpoints.directory} is "
                 f"damaged, and the log has no writes {last + 1} to {newest}; bring the folder back from a copy{way_out}"
@@ -133,7 +133,7 @@ class Engine:
             draft.replace(path)
 
     def make_room(self) -> bool:
-        """Starts the log where a full disk did not let it start; whether there is one. Until then reads go on alone."""
+        """Starts the log if a full disk prevented that; whether there is one. Without it only reads are answered."""
         if self.log is not None or self.durability != Durability.LOG:
             return True
         assert self.checkpoints is not None
@@ -149,12 +149,12 @@ class Engine:
             if not self.read_only:
                 self.read_only = (
                     f"shard {self.shard.index} is read-only: {directory} has no room for its log ({error.strerror}); "
-                    "free some space there, and writes go on by themselves"
+                    "free some space there, and writes continue by themselves"
                 )
                 log.error("%s", self.read_only)
             return False
         if self.read_only:
-            log.warning("shard %d: %s has room again; writes go on", self.shard.index, directory)
+            log.warning("shard %d: %s has room again; writes continue", self.shard.index, directory)
         self.read_only = ""
         return True
 

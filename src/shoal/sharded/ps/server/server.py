@@ -189,7 +189,7 @@ class ParameterServer:
         self.stop()
 
     def checkpoint(self, timeout: timedelta = timedelta(hours=1)) -> str:
-        """Writes the shard as it is between two writes, while others go on; the checkpoint's path."""
+        """Writes the shard as it is between two writes, while other writes continue; the checkpoint's path."""
         return self._writes.checkpoint(timeout)
 
     def between_writes(self, call: Callable[[], Any], timeout: timedelta = timedelta(minutes=10)) -> Any:

@@ -1,4 +1,4 @@
-"""A shard as it was between two writes, written to files while further writes go on."""
+"""A shard as it was between two writes, written to files while further writes continue."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ShardSnapshot:
         }  # fmt: skip
 
     def before_write(self, request: Request) -> None:
-        """Puts aside the rows that a write is about to change. A table that came later is none of this snapshot's."""
+        """Puts aside the rows that a write is about to change. A table that was made later is not in this snapshot."""
         if request.op not in WITH_IDS:
             return
         ids = request.ids_tensor()

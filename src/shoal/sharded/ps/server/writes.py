@@ -21,7 +21,7 @@ from shoal.sharded.ps.server.snapshot import ShardSnapshot
 
 log = logging.getLogger("shoal.ps")
 
-TICK_S = 0.2  # between two looks at whether the server goes on
+TICK_S = 0.2  # between two checks whether the server still runs
 APPENDED = object()  # to the log: a wait for the disk has something to wait for
 
 
@@ -148,7 +148,7 @@ class Writes:
         return error_reply(request.request, Status.UNAVAILABLE, f"shard {self._engine.shard.index}: {why}")
 
     def checkpoint_loop(self) -> None:
-        """Writes checkpoints to the disk while `loop` goes on."""
+        """Writes checkpoints to the disk while `loop` continues."""
         with self._backlog.outlet() as outlet:
             while (begun := self._snapshots.get()) is not None:
                 waiting, snapshot = begun
