@@ -49,7 +49,7 @@ def read(request: Request) -> list[Tensor]:
     if torch.compiler.is_compiling() or _dispatch_modes():
         return _read_by_op(request)
     if torch.is_grad_enabled():
-        out = _Read.apply(request.plan.root, request)
+        out = _Read.apply(request.plan.anchor, request.plan.root, request)
         return [out] if isinstance(out, Tensor) else list(out)
     return _read(request)[0]
 
@@ -137,10 +137,11 @@ def _parts(
 
 
 class _Read(torch.autograd.Function):
-    """Its one input that wants a gradient is an empty anchor, by which autograd comes back to us."""
+    """What wants a gradient is empty: the anchor, by which autograd comes back to us and knows the stream, and the
+    root, by which it ends in the thread that began."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, request: Request) -> Any:  # pyrefly: ignore[bad-override]
+    def forward(ctx: Any, anchor: Tensor, root: Tensor, request: Request) -> Any:  # pyrefly: ignore[bad-override]
         outputs, founds = _read(request)
         ctx.plan, ctx.number = request.plan, next(numbers)
         ctx.pooled, ctx.weighted = bool(request.offsets), bool(request.weights)
@@ -152,14 +153,14 @@ class _Read(torch.autograd.Function):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:  # pyrefly: ignore[bad-override]
         saved, plan = ctx.saved_tensors, ctx.plan
         n = len(plan.calls)
         founds = [Found(*saved[4 * i : 4 * i + 4]) for i in range(n)]
         offsets = saved[4 * n : 5 * n] if ctx.pooled else NOTHING
         weights = saved[5 * n :] if ctx.weighted else NOTHING
         hand_over(ctx.number, _parts(plan, grads, founds, offsets, weights))
-        return None, None
+        return None, None, None
 
 
 # --- under a compiler -------------------------------------------------------------------------------------------------

@@ -79,8 +79,8 @@ class Plan:
         self.device: torch.device = calls[0].device if calls else torch.device("cpu")
         self.anchor, self.tape = _marks(self.device)
         self.root = _marks(torch.device("cpu"))[0]
-        """An anchor in host memory: by it backward ends, and updates, in the thread that began it, whatever device's
-        thread the gradients come from."""
+        """An anchor in host memory: by it backward mostly ends, and updates, in the thread that began it, whatever
+        device's thread the gradients come from."""
         self.handle = next(_handles)
         self.opaque: dict[int, tuple[Any, ...]] = {}
         """What `Found.where` and ``came`` of each call look like, for compiled graphs, which see bytes."""
