@@ -301,6 +301,55 @@ def predict(report: Any, folder: Path, quick: bool) -> None:
         process.stop()
 
 
+def raw(report: Any, folder: Path, quick: bool) -> None:
+    """Raw features against ids, of one model of `shoal train` on Criteo-like data, batches of 64."""
+    import numpy as np
+
+    from shoal.data.generate import CriteoLike, write_criteo
+    from shoal.data.schema import CRITEO, text_fid
+    from shoal.serving.predict import encode_request, model_spec
+    from shoal.serving.tensors import encode_tensor
+    from shoal.train.loop.trainer import trainer
+    from shoal.trainer import load_config
+
+    data = folder / "clicks.tsv"
+    write_criteo(data, CriteoLike(rows=4_000, seed=1))
+    changes = {"data.train": [str(data)], "train.batch_size": 512, "train.threads": 1, "model.hidden": [64, 32]}
+    with trainer(load_config(None, changes)) as one:
+        one.run()
+        version = one.export(str(folder / "raw"))
+    lines = [line.split("\t") for line in data.read_text().splitlines()[:64]]
+    texts = {name: [line[14 + place] for line in lines] for place, name in enumerate(CRITEO.sparse)}
+    dense = {
+        name: torch.tensor([float(line[1 + place] or "nan") for line in lines])
+        for place, name in enumerate(CRITEO.dense)
+    }
+    inputs = {
+        "raw": {name: np.array([text.encode() for text in column], object) for name, column in texts.items()},
+        "ids": {
+            name: torch.tensor([text_fid(text, place + 1) for text in texts[name]])
+            for place, name in enumerate(CRITEO.sparse)
+        },
+    }
+    requests = {
+        kind: encode_request(
+            model_spec("m", "ids" if kind == "ids" else ""),
+            {alias: encode_tensor(value) for alias, value in {**columns, **dense}.items()},
+        )
+        for kind, columns in inputs.items()
+    }
+    ours = Process(model_server, str(Path(version).parent))
+    rates: dict[str, list[float]] = {kind: [] for kind in requests}
+    for _ in range(2 if quick else 5):
+        for kind, request in requests.items():
+            rate, _, failures = measure(ours.port, request, 16, 1.5 if quick else 3.0)
+            assert not failures, failures
+            rates[kind].append(rate)
+    ours.stop()
+    of_raw, of_ids = (statistics.median(rates[kind]) for kind in ("raw", "ids"))
+    report("Raw features, batch 64", f"{of_raw:.0f} QPS; ids {of_ids:.0f} QPS", of_raw / of_ids, ">= 0.80 of ids")
+
+
 def under_pushes(report: Any, ours: Process, request: bytes, quick: bool) -> None:
     """p99 of four paced clients at rest and while 100 k rows a second arrive, in turn."""
     stop = mp.Event()
@@ -459,7 +508,7 @@ _EXPORTED: dict[str, Any] = {}
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer seconds, noisier figures")
-    parser.add_argument("--only", nargs="+", choices=["rows", "push", "predict", "freshness"])
+    parser.add_argument("--only", nargs="+", choices=["rows", "push", "predict", "freshness", "raw"])
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(argv)
     mp.set_start_method("spawn", force=True)
@@ -477,11 +526,11 @@ def main(argv: list[str] | None = None) -> int:
         "dim": DIM,
     }
     print("  ".join(f"{key} {value}" for key, value in info.items()))
-    wanted = options.only or ["rows", "push", "predict", "freshness"]
+    wanted = options.only or ["rows", "push", "predict", "freshness", "raw"]
     with tempfile.TemporaryDirectory() as folder:
         if "rows" in wanted:
             rows_by_codec(report, options.quick)
-        for name, run in (("push", push), ("predict", predict), ("freshness", freshness)):
+        for name, run in (("push", push), ("predict", predict), ("freshness", freshness), ("raw", raw)):
             if name in wanted:
                 run(report, Path(folder), options.quick)
     if options.json:
