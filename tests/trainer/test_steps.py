@@ -143,6 +143,22 @@ def test_bfloat16_learns_about_the_same(data):
     assert amp["logloss"] != exact["logloss"]
 
 
+def test_rows_on_servers_are_updated_as_those_of_this_process(data, tmp_path):
+    pytest.importorskip("zmq")
+    from shoal.sharded.ps import Engine, ParameterServer, Shard
+
+    how = {"train_dot_accumulate": 2, "train_dot_warmup_steps": 3, "train_dot_max_steps": 8, "data_dot_shuffle_rows": 0}
+    here = run(settings(data, tmp_path / "here", **how))
+    with ParameterServer(Engine(Shard(0, 1), directory=str(tmp_path / "ps"))) as server:
+        config = settings(data, None, train_dot_ps=[server.address], **how)
+        with trainer(config) as one:
+            one.run()
+            rows = weights_of(folder_of(here))
+            ids = torch.tensor([id_ for _, id_ in rows])
+            (table,) = one.rows.tables.values()
+            assert torch.allclose(table.lookup(ids), torch.stack(list(rows.values())), atol=1e-5)
+
+
 def learnt(rank, world, *, data, out):
     config = settings(
         data, out, train_dot_batch_size=32 if world == 2 else 64, train_dot_accumulate=2, train_dot_warmup_steps=3,

@@ -111,3 +111,16 @@ def begun(rank, world, *, data, path):
 def test_ranks_share_the_rows(data, former):
     (alone,) = run_ranks(1, begun, data=data, path=former[0])
     assert run_ranks(2, begun, data=data, path=former[0]) == [alone, alone]
+
+
+def test_rows_go_to_parameter_servers_too(data, former):
+    pytest.importorskip("zmq")
+    from shoal.sharded.ps import Engine, ParameterServer, Shard
+
+    with ParameterServer(Engine(Shard(0, 1))) as server:
+        opened, _ = begin(settings(data, None, train_dot_ps=[server.address]), former[0])
+        with opened as one:
+            old = weights_of(former[0])
+            (table,) = one.rows.tables.values()
+            found = table.lookup(torch.tensor([id_ for _, id_ in old]))
+            assert torch.equal(found, torch.tensor(list(old.values())))
