@@ -8,7 +8,7 @@ Two experiments with one small factorisation model on user and movie ids, "liked
 * collisions: trained for some epochs on the first four fifths of each user's ratings and tested on the last fifth, with
   a row per id, and with ids hashed into ever fewer rows;
 * freshness: one pass over the whole stream. A trainer learns every batch; replicas that were refreshed at their own
-  pace predict it first. A refresh moves the rows that were touched since the last one, as `shoal sync` does.
+  pace predict it first. A refresh pushes the rows that were touched since the last one, and the weights.
 
 Prints both tables, and writes `movielens_collisions.png`, `movielens_freshness.png` and `movielens.json`.
 """

@@ -1,5 +1,6 @@
 """The inputs of predictions as columns: what a user gives, in the form that a signature takes; joined, cut by rows."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,8 @@ def columns_of(inputs: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str
     """Columns of what a user gives; a scalar is one row.
 
     Integers become the dtype that the signature takes. Text stays text, whatever the signature says: servers that
-    know the model's features turn it into ids. Rows of texts with different lengths are filled up with "".
+    know the model's features turn it into ids. Rows of texts with different lengths are filled up with "". None is a
+    missing value: "" among texts, NaN among numbers.
 
     Raises:
         DataError: a value has no tensor form.
@@ -99,7 +101,7 @@ def _as_column(value: Any) -> Column:
             raise ValueError(
                 f"rows have {min(map(len, value))} to {max(map(len, value))} values; fill them up to one length"
             )
-        array = np.asarray(value)
+        array = np.asarray(_numbers(value))
         if array.dtype == np.float64:
             array = array.astype(np.float32)
     else:
@@ -121,6 +123,15 @@ def _first_leaf(value: Any) -> Any:
     return next((leaf for each in value if (leaf := _first_leaf(each)) is not None), None)
 
 
+def _numbers(rows: Sequence[Any]) -> Sequence[Any]:
+    """With NaN where a number is missing; integers are then as exact as float32 has them, or refused."""
+    if not any(row is None for row in rows):
+        return rows
+    if large := [row for row in rows if isinstance(row, int) and abs(row) > 1 << 24]:
+        raise ValueError(f"a column with missing values must be texts where integers are as large as {large[0]}")
+    return [math.nan if row is None else row for row in rows]
+
+
 def _texts(rows: Sequence[Any]) -> np.ndarray:
     """One text per row, or a list of them per row."""
     if not any(isinstance(row, list | tuple) for row in rows):
@@ -137,6 +148,8 @@ def _texts(rows: Sequence[Any]) -> np.ndarray:
 
 
 def _text(value: Any) -> str | bytes:
+    if value is None:
+        return ""
     if not isinstance(value, str | bytes):
         raise TypeError(f"texts and other values are mixed: {value!r:.40} is {type(value).__name__}")
     return value

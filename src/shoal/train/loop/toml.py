@@ -154,3 +154,7 @@ def _resolve_paths(content: dict[str, Any], base: Path) -> None:
                 inner[name] = str(base / value)
             elif isinstance(value, list):
                 inner[name] = [str(base / one) if isinstance(one, str) else one for one in value]
+    serve: Any = content.get("serve")
+    registry = serve.get("registry") if isinstance(serve, dict) else None
+    if isinstance(registry, str) and (registry.startswith("dir:") or (base / registry).is_dir()):
+        serve["registry"] = f"dir:{base / registry.removeprefix('dir:').removeprefix('//')}"

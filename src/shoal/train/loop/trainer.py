@@ -133,6 +133,7 @@ class Trainer:
                 raise self.reading.no_samples()
         seconds = time.perf_counter() - begun
         replace = why == "early_stop" and self._take_best()
+        self.publishing.round()  # replicas get it while the checkpoint is written
         path = self._save(last=True, replace=replace)
         self.publishing.finish()
         self._export(last=True, replace=replace)
