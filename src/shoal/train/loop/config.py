@@ -136,7 +136,7 @@ class TrainConfig:
     """A bad row ends the run."""
     hooks: tuple[str, ...] = ()
     """``package.module:Hook`` …, called around every step: classes (of `shoal.train.SessionRunHook`), or functions that
-    take the `Trainer` and return one."""
+    take the `Trainer` and return one; ``mlflow`` and ``wandb`` write settings and metrics there."""
     ps: tuple[str, ...] = ()
     """Addresses of parameter servers that hold the rows, all of them in the order of their shards."""
     ps_deadline_s: float = 600.0

@@ -11,9 +11,11 @@ from torch import nn
 from shoal.comm.horovod.hooks import RunContext, SessionRunHook
 from shoal.errors import ConfigError
 from shoal.models.build import find_object
+from shoal.train.loop.measure.trackers import TRACKERS, Tracker
 
 _METHODS = ("begin", "after_create_session", "before_run", "after_run", "end")
 _SAVES = ("before_save", "after_save")
+_REPORTS = ("on_progress", "on_evaluated")
 
 
 class SaveTimer:
@@ -85,6 +87,21 @@ class Hooks:
         for hook in self._hooks:
             hook.after_save(self.context, step)
 
+    def on_progress(self, step: int, values: Mapping[str, Any]) -> None:
+        """The numbers of a report, to hooks that have ``on_progress(ctx, values)``."""
+        self._report("on_progress", step, values)
+
+    def on_evaluated(self, step: int, values: Mapping[str, Any]) -> None:
+        """The numbers of an evaluation, to hooks that have ``on_evaluated(ctx, values)``."""
+        self._report("on_evaluated", step, values)
+
+    def _report(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        self.context.global_step = step
+        for hook in self._hooks:
+            method = getattr(hook, name, None)
+            if method is not None:
+                method(self.context, values)
+
     def end(self) -> None:
         for hook in self._hooks:
             hook.end(self.context)
@@ -95,7 +112,7 @@ class _Fitted(SessionRunHook):
     fewer (`before_save` of a listener of tables the step alone), and ``before_restore`` is called at the beginning."""
 
     def __init__(self, hook: Any) -> None:
-        for name in ("before_restore", *_METHODS, *_SAVES):
+        for name in ("before_restore", *_METHODS, *_SAVES, *_REPORTS):
             method = getattr(hook, name, None)
             if callable(method):
                 setattr(self, "begin" if name == "before_restore" else name, _fitted(method, name in _SAVES))
@@ -137,7 +154,11 @@ def make_hooks(given: Iterable[Any], run: Any) -> list[Any]:
 
 
 def _made(given: Any, run: Any) -> Any:
+    if isinstance(given, str) and given in TRACKERS:
+        return TRACKERS[given](run)
     found = find_object(given, "[train] hooks:", "package.module:Hook") if isinstance(given, str) else given
+    if isinstance(given, str) and isinstance(found, type) and issubclass(found, Tracker):
+        return found(run)
     if isinstance(given, str) and isinstance(found, type):
         try:
             return found()

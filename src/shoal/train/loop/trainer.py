@@ -173,6 +173,7 @@ class Trainer:
                 rate = (at.samples - mark_samples) / (now - mark)
                 values = self._values() | {"samples_per_s": rate, "eta_s": self._eta(rate)}
                 self.reporter.progress(**values)
+                self.hooks.on_progress(at.step, values)
                 self.summaries.progress(values, self.rows)
                 mark, mark_samples = time.perf_counter(), at.samples
             if config.eval.every_steps and at.step % config.eval.every_steps == 0 and self._evaluate():
@@ -244,6 +245,7 @@ class Trainer:
             self.reporter.note("the files of [data] eval gave no samples, so the evaluation says nothing")
         is_best = self.at.judge(self.config.eval.sign * values[self.config.eval.metric])
         self.reporter.evaluated(step=self.at.step, **values, is_best=is_best)
+        self.hooks.on_evaluated(self.at.step, values)
         self.summaries.evaluated(self.at.step, values)
         if is_best and (self.config.eval.patience or self.config.out.keep_best) and self.saver is not None:
             self._keep_best()
