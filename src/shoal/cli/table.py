@@ -10,7 +10,7 @@ from typing import Any
 from shoal.cli.shared.arguments import run_verb
 from shoal.cli.shared.console import counting, print_json, print_table, show_bytes, show_time
 from shoal.cli.table_options import Diff, Export, FromMonolith, Get, Import, Ls, Reshard, Stat, Top, Verify
-from shoal.errors import ConfigError, DataError, missing_extra
+from shoal.errors import ConfigError, DataError, UsageError, missing_extra
 
 ABOUT = """\
 A PATH is a basename (its files are <basename>-00000-of-00004 ...), one of its files, or a folder: of
@@ -151,11 +151,19 @@ def _vector(weights: list[float], shown: int) -> str:
 def get(options: Get) -> int:
     from shoal.table.offline.stat import find, state_of
 
+    if (options.id is None) == (options.text is None):
+        raise UsageError("what to get? Give an ID, or --text FEATURE=VALUE, and not both")
     source, wanted = _open(options.path, options.table)
-    if not -(1 << 63) <= options.id < 1 << 64:
-        raise ConfigError(f"an id must fit 64 bits, got {options.id}")
-    wanted_id = options.id - (1 << 64) if options.id >= 1 << 63 else options.id
-    rows = find(source, wanted, wanted_id)
+    if options.text is not None:
+        from shoal.train.loop.feature_ids import ids_of_text
+
+        ids = ids_of_text(source, options.text)
+    else:
+        assert options.id is not None
+        if not -(1 << 63) <= options.id < 1 << 64:
+            raise ConfigError(f"an id must fit 64 bits, got {options.id}")
+        ids = [options.id - (1 << 64) if options.id >= 1 << 63 else options.id]
+    rows = [row for one in ids for row in find(source, wanted, one)]
     if options.json:
         print_json([row.report() | {"optimizer": state_of(row).get("dump", [])} for row in rows])
     else:
@@ -167,7 +175,8 @@ def get(options: Get) -> int:
                 for kind, values in state.items():
                     print(f"  segment {segment}, {kind}: {_state(values)}")
     if not rows:
-        print(f"shoal table: {source.path} has no id {wanted_id}", file=sys.stderr)
+        of = f", which {options.text} is" if options.text is not None else ""
+        print(f"shoal table: {source.path} has no id {', '.join(map(str, ids))}{of}", file=sys.stderr)
     return 0 if rows else 1
 
 

@@ -54,12 +54,16 @@ class Get:
     """One id's weights and optimizer state.
 
     Example: shoal table get ckpt/item 42
+
+    In a checkpoint of `shoal train`, by the value of a feature: shoal table get run --text user=u17
     """
 
     path: Path
     """The checkpoint."""
-    id: int
+    id: int | None = None
     """The id."""
+    text: str | None = None
+    """FEATURE=VALUE instead of an id, as the data has it; the checkpoint says how it becomes one."""
     table: tuple[str, ...] = ()
     """Only these tables."""
     json: bool = False
