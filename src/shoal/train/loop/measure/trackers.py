@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 from shoal.comm.horovod.hooks import SessionRunHook
@@ -48,7 +49,7 @@ class MlflowHook(Tracker):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         try:
-            import mlflow
+            mlflow = import_module("mlflow")
         except ImportError:
             raise missing_extra("mlflow", "mlflow") from None
         self._mlflow = mlflow
@@ -76,7 +77,7 @@ class WandbHook(Tracker):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         try:
-            import wandb
+            wandb = import_module("wandb")
         except ImportError:
             raise missing_extra("wandb", "wandb") from None
         self._wandb, self._run = wandb, None
