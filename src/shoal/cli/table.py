@@ -155,7 +155,7 @@ def get(options: Get) -> int:
         raise UsageError("what to get? Give an ID, or --text FEATURE=VALUE, and not both")
     source, wanted = _open(options.path, options.table)
     if options.text is not None:
-        from shoal.train.loop.feature_ids import ids_of_text
+        from shoal.data.feature_ids import ids_of_text
 
         ids = ids_of_text(source, options.text)
     else:
