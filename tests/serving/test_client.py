@@ -67,7 +67,7 @@ def test_a_single_value_is_one_row_and_texts_of_different_lengths_are_filled_up(
         (["a", 3], "mixed"),
         ([[1, 2], [3]], "1 to 2 values"),
         ([object()], "object"),
-        ([None], "NoneType"),
+        ([{}], "dict"),
         ([1 + 2j], "complex"),
     ],
 )
