@@ -263,7 +263,7 @@ def test_a_model_of_ones_own_is_found_by_its_path(capsys, data, monkeypatch):
     assert main([*shell, "model.bias=-1.0", "--model", "my_models:Linear"]) == 0
     assert events(capsys.readouterr().out)[-1]["samples"] == 8192
     assert main([*shell, "model.bias=-1.0", "--model", "my_models:Wrong"]) == 2
-    assert "forward gives logits of shape [4096], got [4096, 1]" in capsys.readouterr().err
+    assert "forward must return logits of shape [4096], got [4096, 1]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["dlrm", "dcn"])

@@ -36,7 +36,7 @@ def test_an_id_gets_a_row_when_it_came_often_enough_and_counts_outlive_a_checkpo
 @pytest.mark.parametrize(
     ("text", "more", "code", "says"),
     [
-        ("5,1,u\n1,1,v\n", [], 2, "labels are between 0 and 1, got 5; with positive_above"),
+        ("5,1,u\n1,1,v\n", [], 2, "labels must be between 0 and 1, got 5; with positive_above"),
         ("-1,1,u\n1,1,v\n", [], 2, "got -1"),
         ("5,1,u\n1,1,v\n", ["data.positive_above=3"], 0, ""),
         ("x,1,u\ny,1,v\n", [], 1, "there are no samples that can be read"),

@@ -174,7 +174,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_cell(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("y,a,b,u,v,u\n1,1,1,u,v,u\n", "the column 'u' is there 2 times"),
+        ("y,a,b,u,v,u\n1,1,1,u,v,u\n", "column names must be unique, got 'u' 2 times"),
         ("y,a,b,u,V\r1,1,1,u,v\r", "its first line is not a header"),
         ("y,a,b,u,w\n1,1,1,u,v\n", "there is no column 'v'"),
     ],

@@ -40,7 +40,7 @@ class Prefetch:
                 item = self._queue.get(timeout=_TICK_S)
             except queue.Empty:
                 if not thread.is_alive() and self._queue.empty():
-                    raise PeerError("the reading thread ended without a word") from None
+                    raise PeerError("the reading thread ended without an error") from None
                 continue
             if item is _END:
                 return

@@ -105,7 +105,7 @@ class RecordCursor:
             self._number += len(payloads)
             good = [i for i, payload in enumerate(payloads) if payload is not None]
             for i in sorted(set(range(len(payloads))) - set(good)):
-                self._report(number + i, offset + offsets[i], "the record's checksum does not fit")
+                self._report(number + i, offset + offsets[i], "the record's checksum does not match")
             samples, bad = self._form.decode([payloads[i] for i in good])
             for i, why in bad:
                 self._report(number + good[i], offset + offsets[good[i]], why)

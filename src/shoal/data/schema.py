@@ -45,14 +45,14 @@ class Schema:
         names = [self.label, *self.dense, *self.sparse, *([self.time] if self.time else [])]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ConfigError(f"data: every column has one role, but {', '.join(map(repr, twice))} has several")
+            raise ConfigError(f"data: every column must have one role, but {', '.join(map(repr, twice))} has several")
         if not self.label:
             raise ConfigError("data: label must name the column to predict, got an empty name")
         if not self.dense and not self.sparse:
-            raise ConfigError("data: there are neither dense nor sparse columns, so there is nothing to learn from")
+            raise ConfigError("data: dense and sparse must not both be empty; name the columns to learn from")
         for name, slot in self.slots.items():
             if name not in self.sparse:
-                raise ConfigError(f"data: slots names {name!r}, which is not one of the sparse columns")
+                raise ConfigError(f"data: slots must name sparse columns, got {name!r}")
             if not isinstance(slot, int) or isinstance(slot, bool) or not 0 <= slot <= MAX_SLOT_V2:
                 raise ConfigError(f"data: the slot of {name!r} must be 0..{MAX_SLOT_V2}, got {slot!r}")
         if len(self.sparse) > MAX_SLOT_V2:

@@ -113,7 +113,7 @@ class TextFormat:
             raise ConfigError(f"{where}: {no_column(missing[0], columns)}")
         twice = [name for name in uses if columns.count(name) > 1]
         if twice:
-            raise ConfigError(f"{where}: the column {twice[0]!r} is there {columns.count(twice[0])} times")
+            raise ConfigError(f"{where}: column names must be unique, got {twice[0]!r} {columns.count(twice[0])} times")
         uses[schema.label].append((LABEL, 0))
         if schema.time:
             uses[schema.time].append((TIME, 0))

@@ -25,7 +25,7 @@ def shard_sizes(n: int, parts: int, layout: str = "balanced") -> list[int]:
     if layout not in LAYOUTS:
         raise ConfigError(f"shard_sizes: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if n < 0 or parts < 1:
-        raise ConfigError(f"shard_sizes: needs n >= 0 and parts >= 1, got n={n}, parts={parts}")
+        raise ConfigError(f"shard_sizes: n must be >= 0 and parts >= 1, got n={n}, parts={parts}")
     if layout == "balanced":
         return [n // parts + (i < n % parts) for i in range(parts)]
     chunk = -(-n // parts)
@@ -45,7 +45,7 @@ def shard_tensor(tensor: Tensor, num_shards: int, dim: int = 0, layout: str = "b
     dim = _dim(dim, tensor.ndim, "shard_tensor")
     size = tensor.shape[dim]
     if layout == "balanced" and num_shards > size:
-        raise ShapeError(f"shard_tensor: {num_shards} shards of {size} rows along dim {dim}; some would be empty")
+        raise ShapeError(f"shard_tensor: num_shards must be at most {size}, the size of dim {dim}, got {num_shards}")
     starts = itertools.accumulate(shard_sizes(size, num_shards, layout), initial=0)
     return [
         tensor.narrow(dim, a, b - a).clone(memory_format=torch.contiguous_format) for a, b in itertools.pairwise(starts)
@@ -55,7 +55,7 @@ def shard_tensor(tensor: Tensor, num_shards: int, dim: int = 0, layout: str = "b
 def gather_shards(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
     """The tensor that ``shards`` were cut from along ``dim``."""
     if not shards:
-        raise ShapeError("gather_shards: there are no shards")
+        raise ShapeError("gather_shards: shards must not be empty")
     first = shards[0]
     if first.ndim == 0:
         raise ShapeError("gather_shards: 0-d shards cannot be joined along a dimension")
@@ -76,7 +76,7 @@ def gather_shards(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def _dim(dim: int, ndim: int, who: str) -> int:
     if not -ndim <= dim < ndim:
-        raise ShapeError(f"{who}: dim {dim} of a tensor with {ndim} dimensions")
+        raise ShapeError(f"{who}: dim must be {-ndim}..{ndim - 1} for a tensor of {ndim} dimensions, got {dim}")
     return dim % ndim
 
 

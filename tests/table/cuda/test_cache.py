@@ -185,7 +185,7 @@ def test_a_batch_larger_than_the_cache_is_refused(device):
         cached.assign(torch.arange(5, device=device), torch.zeros(5, 2, device=device))
     with pytest.raises(ConfigError, match="cache_rows must be at least 1"):
         CachedHashTable(cached.below, cache_rows=0)
-    with pytest.raises(ConfigError, match="stands over a CPU table"):
+    with pytest.raises(ConfigError, match="must be a CPU table"):
         CachedHashTable(cached, cache_rows=4)
     assert cached.size() == 0
 

@@ -288,7 +288,7 @@ def test_wrong_arguments_are_refused_before_any_effect(device):
         table.lookup(ids.to_sparse())
     with pytest.raises(UnsupportedError, match="CPU tables"):
         _ = table._native
-    with pytest.raises(ConfigError, match="device is 'cpu' or 'cuda', got 'xpu'"):
+    with pytest.raises(ConfigError, match="device must be 'cpu' or 'cuda', got 'xpu'"):
         shoal.HashTable(3, device="xpu")
     assert table.size() == 0
 

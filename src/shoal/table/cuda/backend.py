@@ -22,9 +22,9 @@ def as_device(device: Any, name: str) -> torch.device:
     try:
         asked = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"table {name!r}: device is 'cpu' or 'cuda', got {device!r}") from error
+        raise ConfigError(f"table {name!r}: device must be 'cpu' or 'cuda', got {device!r}") from error
     if asked.type != "cuda":
-        raise ConfigError(f"table {name!r}: device is 'cpu' or 'cuda', got {device!r}")
+        raise ConfigError(f"table {name!r}: device must be 'cpu' or 'cuda', got {device!r}")
     if interpreted():
         return torch.device("cpu")
     if not torch.cuda.is_available():

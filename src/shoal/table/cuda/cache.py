@@ -54,7 +54,7 @@ class CachedHashTable(CudaHashTable):
         self, table: HashTable, *, cache_rows: int, device: Any = "cuda", timeout: timedelta = timedelta(minutes=2)
     ) -> None:
         if table.on_gpu or table.serving:
-            raise ConfigError(f"table {table.name!r}: a cache stands over a CPU table for training")
+            raise ConfigError(f"table {table.name!r}: a cached table must be a CPU table for training")
         if cache_rows < 1:
             raise ConfigError(f"table {table.name!r}: cache_rows must be at least 1, got {cache_rows}")
         self.below = table

@@ -87,7 +87,7 @@ class StoredTable(HashTable):
     def join(self, storage: Storage, number: int) -> None:
         """Makes this table, which has no rows yet, number ``number`` of a storage."""
         if self._shared is not None:
-            raise ConfigError(f"table {self.name!r} has rows of its own already")
+            raise ConfigError(f"table {self.name!r} must have no rows of its own")
         self._shared, self._number = storage, number
 
     @property
@@ -263,11 +263,13 @@ class StoredTable(HashTable):
         self.check_trains("save_as_tensor")
         shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
         if not 0 <= shard_idx < num_shards:
-            raise ConfigError(f"table {self.name!r}: shard_idx is 0..num_shards - 1, got {shard_idx} of {num_shards}")
+            raise ConfigError(
+                f"table {self.name!r}: shard_idx must be 0..num_shards - 1, got {shard_idx} of {num_shards}"
+            )
         if limit < 1:
             raise ConfigError(f"table {self.name!r}: limit must be at least 1, got {limit}")
         if offset < 0:
-            raise ConfigError(f"table {self.name!r}: offset is 0 or what the call before returned, got {offset}")
+            raise ConfigError(f"table {self.name!r}: offset must be 0 or what the call before returned, got {offset}")
         version = self._version, self._storage.turn.writes
         if self._walked is None or self._walked[0] != version:
             self._walked = version, *self._storage.entries(self._number)

@@ -135,10 +135,10 @@ def find_problem(gradients: Sequence[Any]) -> Exception | None:
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, Tensor):
             return AggregationError(
-                f"gradient {i} is {type(gradient).__name__}, not a tensor; give zeros where there is none"
+                f"gradient {i} must be a tensor, got {type(gradient).__name__}; give zeros where there is none"
             )
         if gradient.layout != torch.strided:
-            return AggregationError(f"gradient {i} has layout {gradient.layout}; make it dense first")
+            return AggregationError(f"gradient {i} must be dense, got layout {gradient.layout}; call to_dense() first")
         if gradient.dtype not in REDUCIBLE:
             return AggregationError(f"gradient {i} has dtype {gradient.dtype}, which cannot be reduced")
     return None

@@ -209,7 +209,7 @@ class TopKCompressor:
 
     def __init__(self, ratio: float, *, error_feedback: bool = False, decay: float = 1.0) -> None:
         if math.isnan(float(decay)):
-            raise ConfigError("TopKCompressor: decay is NaN; give a number, 1.0 loses nothing")
+            raise ConfigError("TopKCompressor: decay must be a number, got NaN; 1.0 loses nothing")
         self.ratio = clamped(ratio)
         self.error_feedback = error_feedback
         self.decay = decay

@@ -53,7 +53,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         at_least("data", self, shuffle_rows=0, prefetch=0)
         if not self.train:
-            raise ConfigError("[data] train names the files to learn from, got none")
+            raise ConfigError("[data] train must name the files to learn from, got none")
         self.make_format()
 
     def schema(self) -> Schema:
@@ -77,7 +77,7 @@ class DataConfig:
         options = dict(self.options)
         if self.format not in FORMATS:
             hint = did_you_mean(self.format, FORMATS)
-            raise ConfigError(f"[data] format is one of {', '.join(FORMATS)}, got {self.format!r}{hint}")
+            raise ConfigError(f"[data] format must be one of {', '.join(FORMATS)}, got {self.format!r}{hint}")
         if "threads" in FORMATS[self.format][1]:
             options.setdefault("threads", not self.ahead())
         return make_format(self.format, self.schema(), **options)
@@ -154,13 +154,15 @@ class TrainConfig:
                 f"[train] lr_end is a share of the learning rate and must be at most 1, got {self.lr_end}"
             )
         if self.schedule == "step" and self.decay_every is None:
-            raise ConfigError('[train] schedule = "step" needs decay_every, the steps after which rates fall')
+            raise ConfigError(
+                '[train] schedule = "step" needs decay_every, the steps between two cuts of the learning rates'
+            )
         if self.schedule in ("linear", "cosine") and self.schedule_steps is None and self.max_steps is None:
             raise ConfigError(
                 f'[train] schedule = "{self.schedule}" needs schedule_steps (or max_steps), where it ends'
             )
         if not -(1 << 63) <= self.seed < 1 << 63:
-            raise ConfigError(f"[train] seed is a 64-bit integer, got {self.seed}")
+            raise ConfigError(f"[train] seed must be a 64-bit integer, got {self.seed}")
 
     @property
     def scheduled(self) -> bool:
@@ -244,7 +246,7 @@ class Config:
         if self.serve.when_better and not self.data.eval:
             raise ConfigError("[serve] when_better needs files to evaluate on; name them with [data] eval")
         if self.out.keep_best and (not self.data.eval or self.out.dir is None):
-            raise ConfigError("[out] keep_best needs [data] eval, by which the best is found, and [out] dir")
+            raise ConfigError("[out] keep_best needs [data] eval to find the best step, and [out] dir to keep it in")
         sparse = self.data.schema().sparse
         if self.eval.group is not None and self.eval.group not in sparse:
             raise ConfigError(

@@ -64,15 +64,15 @@ class Learner:
             got = float(least if least < 0 else most)
             label = self.config.data.schema().label
             raise ConfigError(
-                f"[data] label {label!r}: labels are between 0 and 1, got {got:g}; with positive_above = T those above "
-                "T are 1 and the others 0"
+                f"[data] label {label!r}: labels must be between 0 and 1, got {got:g}; with positive_above = T "
+                "those above T are 1 and the others 0"
             )
         dense, rows = samples.dense.to(self.device), self.rows(samples)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.amp == "bf16"):
             logits = self.model(dense, rows).float()
         if logits.shape != (len(samples),):
             raise ConfigError(
-                f"model {self.config.model.name!r}: forward gives logits of shape [{len(samples)}], "
+                f"model {self.config.model.name!r}: forward must return logits of shape [{len(samples)}], "
                 f"got {list(logits.shape)}"
             )
         return logits

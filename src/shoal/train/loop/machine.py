@@ -45,11 +45,11 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"[train] device is cpu, cuda or cuda:0, …, got {name!r}") from None
+        raise ConfigError(f"[train] device must be cpu, cuda or cuda:N, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("[train] device is cuda, but torch finds no GPU here")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"[train] device is {name}, but torch finds {torch.cuda.device_count()} GPUs here")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"[train] device is cpu, cuda or cuda:0, …, got {name!r}")
+        raise ConfigError(f"[train] device must be cpu, cuda or cuda:N, got {name!r}")
     return device

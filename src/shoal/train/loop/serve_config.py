@@ -46,7 +46,9 @@ class ServeConfig:
             given = "every_s" if self.every_s else "when_better"
             raise ConfigError(f'[serve] {given} needs a folder for the exports; set dir = "exports/NAME"')
         if self.push_every_s and self.registry is None:
-            raise ConfigError("[serve] push_every_s needs a registry, where the replicas are found")
+            raise ConfigError(
+                '[serve] push_every_s needs a registry to find the replicas in; set registry = "dir:///PATH"'
+            )
         self._check_codec()
 
     def _check_codec(self) -> None:
@@ -58,7 +60,7 @@ class ServeConfig:
             raise ConfigError(f"[serve] codec must be one of {forms}, got {self.codec!r}{did_you_mean(kind, CODECS)}")
         needs = CODECS[kind]
         if needs is None and colon:
-            raise ConfigError(f"[serve] codec {kind} takes no number, got {self.codec!r}")
+            raise ConfigError(f"[serve] codec {kind} must be given without a number, got {self.codec!r}")
         if needs is not None and not _positive(text):
             raise ConfigError(f"[serve] codec must be {kind}: and its {needs}, such as {kind}:0.5, got {self.codec!r}")
 

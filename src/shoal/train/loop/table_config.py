@@ -19,7 +19,7 @@ def at_least(section: str, values: object, **limits: float) -> None:
     for name, least in limits.items():
         value = values[name] if isinstance(values, dict) else getattr(values, name)
         if value is not None and not least <= value < math.inf:
-            raise ConfigError(f"[{section}] {name} is at least {least:g}, got {value}")
+            raise ConfigError(f"[{section}] {name} must be at least {least:g}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,18 +156,20 @@ def _check(section: str, given: dict[str, Any]) -> None:
     """Refuses wrong settings of a table, with the section that they are in."""
     at_least(section, given, dim=1, lr=0, init_scale=0, admit_after=0, admit_capacity=1000, max_length=1)
     if given["admit_after"] > 14:
-        raise ConfigError(f"[{section}] admit_after is at most 14, got {given['admit_after']}")
+        raise ConfigError(f"[{section}] admit_after must be at most 14, got {given['admit_after']}")
     if given["combiner"] == "firstn" and given["max_length"] is None:
         raise ConfigError(f'[{section}] combiner = "firstn" needs a max_length, the number of rows that it keeps')
     if given["combiner"] != "firstn" and given["max_length"] is not None:
-        raise ConfigError(f'[{section}] max_length goes with combiner = "firstn", got {given["combiner"]!r}')
+        raise ConfigError(f'[{section}] max_length must be used with combiner = "firstn", got {given["combiner"]!r}')
     _row_optimizer(section, given["optimizer"], given["optimizer_options"], given["lr"])
 
 
 def _row_optimizer(section: str, name: str, options: dict[str, Any], lr: float) -> Any:
     if name not in ROW_OPTIMIZERS:
         known = ", ".join(sorted(ROW_OPTIMIZERS))
-        raise ConfigError(f"[{section}] optimizer is one of {known}, got {name!r}{did_you_mean(name, ROW_OPTIMIZERS)}")
+        raise ConfigError(
+            f"[{section}] optimizer must be one of {known}, got {name!r}{did_you_mean(name, ROW_OPTIMIZERS)}"
+        )
     make = ROW_OPTIMIZERS[name]
     takes = [one.name for one in fields(make) if one.name != "lr"]
     unknown = next((option for option in options if option not in takes), None)
@@ -217,7 +219,7 @@ def lender(table: TableConfig, feature: str) -> str:
     while (given := table.features.get(seen[-1])) is not None and given.table is not None:
         if given.table in seen:
             raise ConfigError(
-                f"[table.features.{feature}] table leads in a circle: {' -> '.join([*seen, given.table])}"
+                f"[table.features.{feature}] table must not form a circle, got {' -> '.join([*seen, given.table])}"
             )
         seen.append(given.table)
     return seen[-1]
@@ -241,7 +243,7 @@ def check_features(table: TableConfig, sparse: Sequence[str], slots: Mapping[str
             continue
         if given.table not in sparse:
             raise ConfigError(
-                f"{section} table is another feature whose rows this one uses, got {given.table!r}"
+                f"{section} table must be another feature whose rows this one uses, got {given.table!r}"
                 f"{did_you_mean(given.table, sparse)}; features are {_listed(sparse)}"
             )
         if own := given.of_table():

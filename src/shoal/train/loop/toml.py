@@ -46,13 +46,13 @@ def load_config(path: str | Path | None, changes: Mapping[str, Any] | None = Non
     for key, value in (changes or {}).items():
         section, _, name = key.partition(".")
         if not name:
-            raise ConfigError(f"settings are section.name, such as train.epochs, got {key!r}")
+            raise ConfigError(f"settings must be section.name, such as train.epochs, got {key!r}")
         inner = content.setdefault(section, {})
         *outer, last = name.split(".")
         for part in outer:
             inner = inner.setdefault(part, {}) if isinstance(inner, dict) else inner
         if not isinstance(inner, dict):
-            raise ConfigError(f"{key!r} is a setting inside {inner!r}, which holds none")
+            raise ConfigError(f"{key!r}: the part before the last dot must name a section, got the value {inner!r}")
         inner[last] = value
     return _config(content, str(path) if path is not None else "the configuration")
 
@@ -85,7 +85,7 @@ def _definitions(content: Any, where: str) -> dict[str, Feature | Number]:
 
 def _section(kind: type[T], content: Any, name: str, where: str) -> T:
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{where}: [{name}] is a section, got {content!r}")
+        raise ConfigError(f"{where}: [{name}] must be a section, got {content!r}")
     hints = typing.get_type_hints(kind)
     names = [f.name for f in fields(kind)]  # pyrefly: ignore[bad-argument-type]
     # What a section does not know goes to its options, where it has them: of the model or of the format.
@@ -122,22 +122,22 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return _convert(value, next(kind for kind in inner if kind is not type(None)), where)
     if origin is Literal:
         if value not in inner:
-            raise ConfigError(f"{where} is one of {', '.join(map(repr, inner))}, got {value!r}")
+            raise ConfigError(f"{where} must be one of {', '.join(map(repr, inner))}, got {value!r}")
         return value
     if origin is tuple:
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-            raise ConfigError(f"{where} is a list of texts, got {value!r}")
+            raise ConfigError(f"{where} must be a list of texts, got {value!r}")
         return tuple(value)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is a table, got {value!r}")
+            raise ConfigError(f"{where} must be a table, got {value!r}")
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-        raise ConfigError(f"{where} is {names.get(hint, hint)}, got {value!r}")
+        raise ConfigError(f"{where} must be {names.get(hint, hint)}, got {value!r}")
     return value
 
 

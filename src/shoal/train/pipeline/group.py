@@ -95,10 +95,12 @@ class GroupPipeline:
         stages, world = self.runner.config.num_stages, self.world_size
         if not self.multi:
             if stages != world:
-                raise ConfigError(f"PipelineRunner: {stages} stages on a group of {world} ranks; stage = group rank")
+                raise ConfigError(f"PipelineRunner: num_stages must be the size of the group, {world}, got {stages}")
             return list(range(stages))
         if stages % world:
-            raise ConfigError(f"PipelineRunner: {stages} stages cannot be spread evenly over {world} ranks")
+            raise ConfigError(
+                f"PipelineRunner: num_stages must be a multiple of the group's {world} ranks, got {stages}"
+            )
         if self.schedule_class.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
             return [s if s < world else stages - 1 - s for s in range(stages)]  # torch's V
         return [s % world for s in range(stages)]

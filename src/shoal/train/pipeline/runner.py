@@ -67,7 +67,7 @@ class PipelineRunner:
         self.stages = list(splits) if splits is not None else split_into_stages(len(self.layers), config.num_stages)
         _check_splits(self.stages, len(self.layers), config.num_stages)
         if devices is not None and len(devices) != config.num_stages:
-            raise ConfigError(f"PipelineRunner: {len(devices)} devices for {config.num_stages} stages; give one each")
+            raise ConfigError(f"PipelineRunner: devices must be one per stage, {config.num_stages}, got {len(devices)}")
         self.devices = [torch.device(d) for d in devices] if devices is not None else None
         self.loss_fn = loss_fn
         self.allow_uneven = allow_uneven
