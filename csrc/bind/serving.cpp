@@ -1,7 +1,10 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -9,6 +12,7 @@
 #include "bind/bind.h"
 #include "serving/batch.h"
 #include "serving/messages.h"
+#include "serving/raw_requests.h"
 #include "serving/varint.h"
 
 namespace shoal::bind {
@@ -93,9 +97,50 @@ nb::list split_responses(const nb::bytes& spec_bytes, const nb::list& given, con
   return answers;
 }
 
+// (name, features, numbers, place of its lengths or of its list or -1, listed, takes text, takes fractions, is lengths)
+using InputTuple = std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>, int64_t, bool, bool, bool, bool>;
+
+RawBatch read_requests(const RequestReader& reader, const nb::list& messages) {
+  std::vector<std::string_view> views;
+  size_t total = 0;
+  for (nb::handle message : messages) {
+    const auto bytes = nb::cast<nb::bytes>(message);
+    views.emplace_back(bytes.c_str(), bytes.size());  // the list keeps them alive
+    total += bytes.size();
+  }
+  if (total <= kHoldGil) return reader.read(views);
+  const nb::gil_scoped_release release;
+  return reader.read(views);
+}
+
+// To dense [total, numbers], ids, and offsets [samples * features + 1] where features have lists.
+void copy_batch(const RawBatch& batch, uintptr_t dense, uintptr_t ids, uintptr_t offsets) {
+  std::copy(batch.dense.begin(), batch.dense.end(), ptr<float>(dense));
+  std::copy(batch.ids.begin(), batch.ids.end(), ptr<int64_t>(ids));
+  if (!offsets) return;
+  auto* out = ptr<int64_t>(offsets);
+  int64_t at = *out++ = 0;
+  for (int64_t length : batch.lengths) *out++ = at += length;
+}
+
 }  // namespace
 
 void serving(nb::module_& m) {
+  nb::class_<RawBatch>(m, "RawBatch")
+      .def_ro("rows", &RawBatch::rows)
+      .def_ro("total", &RawBatch::total)
+      .def_prop_ro("ids", [](const RawBatch& batch) { return batch.ids.size(); })
+      .def_prop_ro("lengths", [](const RawBatch& batch) { return batch.lengths.size(); })
+      .def("copy", copy_batch);
+  nb::class_<RequestReader>(m, "RequestReader")
+      .def("__init__",
+           [](RequestReader* self, const FeatureSet& set, const std::vector<InputTuple>& given, bool ready) {
+             std::vector<std::pair<std::string, RawInput>> inputs;
+             for (const auto& [name, features, numbers, lengths, listed, text, real, is_lengths] : given)
+               inputs.emplace_back(name, RawInput{features, numbers, lengths, listed, text, real, is_lengths});
+             new (self) RequestReader(set, std::move(inputs), ready);
+           })
+      .def("read", read_requests);
   m.def("varint_size", raw<&varint_size>, NoGil());
   m.def("varint_encode", raw<&varint_encode>, NoGil());
   m.def("varint_count", raw<&varint_count>, NoGil());

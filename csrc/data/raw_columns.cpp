@@ -19,6 +19,11 @@ std::string_view text_at(const RawColumn& column, int64_t i) {
   return {column.text + begin, static_cast<size_t>(end - begin)};
 }
 
+std::string_view lone_text(const RawColumn& column, int64_t i) {
+  const Text& text = static_cast<const Text*>(column.values)[i];
+  return {text.data, static_cast<size_t>(text.size)};
+}
+
 bool add_value(const FeatureRule& feature, const RawColumn& column, int64_t i, std::vector<int64_t>* out,
                std::string* why) {
   if (column.valid && !column.valid[i]) return feature.add_missing(out, why);
@@ -27,6 +32,8 @@ bool add_value(const FeatureRule& feature, const RawColumn& column, int64_t i, s
       return feature.add_cell(text_at<int32_t>(column, i), out, why);
     case RawKind::text64:
       return feature.add_cell(text_at<int64_t>(column, i), out, why);
+    case RawKind::text:
+      return feature.add_cell(lone_text(column, i), out, why);
     case RawKind::integer:
       return feature.add(static_cast<const int64_t*>(column.values)[i], out, why);
     case RawKind::number:
@@ -76,6 +83,8 @@ void apply_plain(const FeatureSet& set, int64_t n, const std::vector<std::option
           id = text_fid(text_at<int32_t>(column, i), slot);
         } else if (column.kind == RawKind::text64) {
           id = text_fid(text_at<int64_t>(column, i), slot);
+        } else if (column.kind == RawKind::text) {
+          id = text_fid(lone_text(column, i), slot);
         } else {
           const int64_t value = static_cast<const int64_t*>(column.values)[i];
           id = column.kind == RawKind::ready ? value : number_fid(value, slot);

@@ -9,13 +9,19 @@
 
 namespace shoal {
 
-enum class RawKind : int { text32 = 0, text64 = 1, integer = 2, number = 3, ready = 4 };
+enum class RawKind : int { text32 = 0, text64 = 1, integer = 2, number = 3, ready = 4, text = 5 };
+
+// A text where it lies.
+struct Text {
+  const char* data;
+  int64_t size;
+};
 
 // The values of one column, one after the other. Texts lie at text[offsets[i], offsets[i + 1]), with offsets of 32 or
-// 64 bits; `ready` values are ids already.
+// 64 bits, or each at a `Text`; `ready` values are ids already.
 struct RawColumn {
   RawKind kind;
-  const void* values;  // offsets of texts, int64 or double
+  const void* values;  // offsets of texts, Text, int64 or double
   int64_t count;
   const char* text = nullptr;
   int64_t text_bytes = 0;

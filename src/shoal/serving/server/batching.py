@@ -76,7 +76,8 @@ class Batcher:
 
     Args:
         call: takes and gives ``{alias: tensor}``.
-        join: what ``call`` takes of several requests, and the rows of each. None, or any error: they are read alone.
+        join: what ``call`` takes of several requests, and the rows of each: -1 for one that is not part of it and is
+            read alone. None, or any error: all are.
         max_rows: a batch has at most this many rows, unless one request alone has more.
         pool: runs batches that take long; None = they run on the loop, too.
         outputs: alias -> what it is, as far as that is known.
@@ -216,6 +217,10 @@ class Batcher:
         if joined is None:
             return False
         inputs, rows = joined
+        if min(rows) < 0:
+            self._alone([each for each, own in zip(group, rows, strict=True) if own < 0])
+            group = [each for each, own in zip(group, rows, strict=True) if own >= 0]
+            rows = [own for own in rows if own >= 0]
         at = begin = 0
         while at < len(group):
             if not self._joins:  # what ran before showed that these must not be joined

@@ -171,7 +171,7 @@ class Signature:
         return inputs
 
     def join(self, where: str, calls: Sequence[PredictCall]) -> tuple[Tensors, list[int]] | None:
-        """What `run` takes of several requests together, and the rows of each; None where they are read one by one."""
+        """What `run` takes of several requests together, and the rows of each, as `Batcher` says."""
         joined = join_calls(calls)
         if joined is not None:
             self.check(where, joined[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal import _core
 from shoal.data.raw import InputMaker, Inputs
 from shoal.errors import ConfigError, DataError, did_you_mean
 from shoal.nn.feature_rows import FeatureRows, Pooling
@@ -120,6 +121,11 @@ class FeatureSignature(Signature):
     """A signature whose inputs are made natively of what a request has, by the definitions of training."""
 
     maker: InputMaker | None = None
+    reader: Any = None
+    """Reads requests together; None: each is read alone."""
+
+    def __post_init__(self) -> None:
+        self.reader = None if self.maker is None else request_reader(self.maker, self.spec.inputs)
 
     def check(self, where: str, inputs: Tensors) -> None:
         """Raises invalid argument for inputs that the model does not have, or of a type or form that it never takes."""
@@ -171,7 +177,46 @@ class FeatureSignature(Signature):
             raise invalid_argument(str(error)) from None
 
     def join(self, where: str, calls: Sequence[PredictCall]) -> tuple[Tensors, list[int]] | None:
+        """The inputs of all requests that are as they should be, made natively; the others are of -1 rows."""
+        if self.reader is None:
+            return None
+        made = self.reader.read([call.data for call in calls])
+        schema, total = self.maker.schema, made.total  # pyrefly: ignore
+        dense = torch.empty(total, len(schema.dense), device="cpu")
+        ids = torch.empty(made.ids, dtype=torch.int64, device="cpu")
+        offsets = None
+        if self.maker.rules.listed:  # pyrefly: ignore
+            offsets = torch.empty(made.lengths + 1, dtype=torch.int64, device="cpu")
+        made.copy(dense.data_ptr(), ids.data_ptr(), 0 if offsets is None else offsets.data_ptr())
+        if offsets is None:
+            ids = ids.view(total, len(schema.sparse))
+        return {BATCH: MadeInputs(Inputs(dense=dense, ids=ids, offsets=offsets))}, made.rows
+
+
+def request_reader(maker: InputMaker, known: Collection[str]) -> Any:
+    """A native reader of serialised requests, which makes of them what ``maker`` makes of their columns.
+
+    It leaves to `FeatureSignature.convert` what is not as it should be, or unusual. None where the name of an input
+    could also be that of a list's lengths.
+    """
+    schema = maker.schema
+    lists = {maker.columns[name] for name in maker.listed}
+    names = [*known, *(name + LENGTHS for name in lists)]
+    if len(set(names)) < len(names):
         return None
+    places = {name: place for place, name in enumerate(names)}
+    inputs = []
+    for name in names:
+        if name not in known:
+            inputs.append((name, [], [], places[name.removesuffix(LENGTHS)], False, False, False, True))
+            continue
+        features = [place for place, one in enumerate(schema.sparse) if maker.columns[one] == name]
+        numbers = [place for place, one in enumerate(schema.dense) if schema.column(one) == name]
+        raw = not (maker.ready and features)
+        inputs.append(
+            (name, features, numbers, places.get(name + LENGTHS, -1), name in lists, raw and bool(features), raw, False)
+        )
+    return _core.RequestReader(maker.rules, inputs, maker.ready)
 
 
 def _column(value: Any, lengths: Any, alias: str) -> Any:
