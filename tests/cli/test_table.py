@@ -566,6 +566,6 @@ def test_what_is_not_there(tmp_path, capsys):
     (tmp_path / "file.txt").write_text("x")
     assert "called like no shard" in refused(capsys, "stat", tmp_path / "file.txt")
     table_of()[0].save(tmp_path / "item")
-    assert "give --parquet FILE or --csv FILE" in refused(capsys, "export", tmp_path / "item")
+    assert "exactly one of --parquet FILE and --csv FILE" in refused(capsys, "export", tmp_path / "item")
     assert "at least 1, got 0" in refused(capsys, "reshard", tmp_path / "item", "--shards", 0, "--out", tmp_path / "y")
     assert "files of" in refused(capsys, "reshard", tmp_path / "item", "--shards", 2, "--out", tmp_path / "item")

@@ -74,9 +74,9 @@ def test_a_config_file_is_read(tmp_path, monkeypatch):
     ("text", "message"),
     [
         ("nonsense 1", "unknown key"),
-        ("num_ps __import__('os')", "not a number"),
+        ("num_ps __import__('os')", "must be a number"),
         ("num_ps 1.5", "whole number"),
-        ("dc_aware maybe", "boolean"),
+        ("dc_aware maybe", "must be one of true"),
         ("bzid", "no value"),
         ("bzid a\nbzid b", "one value"),
         ("deploy_type x", "deploy_type"),

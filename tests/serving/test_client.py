@@ -64,7 +64,7 @@ def test_a_single_value_is_one_row_and_texts_of_different_lengths_are_filled_up(
     ("value", "text"),
     [
         ([["a"], "b"], "every row must be a list"),
-        (["a", 3], "mixed"),
+        (["a", 3], "must hold texts only"),
         ([[1, 2], [3]], "1 to 2 values"),
         ([object()], "object"),
         ([{}], "dict"),

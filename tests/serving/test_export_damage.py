@@ -77,5 +77,5 @@ def test_shards_of_one_name_keep_their_rows_in_a_standalone_export(tmp_path):
 
 
 def test_two_tables_of_one_name_in_one_shard_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="two tables of the export are called 'user_0'; rename one"):
+    with pytest.raises(ConfigError, match="names of an export's tables must be unique, got 'user_0' twice; rename one"):
         exporter(tmp_path).export([[table_of("user"), table_of("user")]], global_step=1)

@@ -153,7 +153,7 @@ def test_a_small_request_cannot_take_much_memory(served):
     request = request_of()
     claim(request.inputs["user"], 9, 2 * MIB, 1)
     claim(request.inputs["price"], 9, 2 * MIB, 2)
-    with fails(CODE.INVALID_ARGUMENT, "expected float"):
+    with fails(CODE.INVALID_ARGUMENT, "must be float"):
         send(client, request)
     del request.inputs["price"]
     claim(request.inputs["price"], 1, 2 * MIB, 2)

@@ -148,9 +148,9 @@ def test_no_replica_lacks_anything(tmp_path):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"targets": ["a:1"], "registry": "dir:x", "model": "m"}, "one of the two"),
-        ({"model": "m"}, "one of the two"),
-        ({"targets": ["a:1"]}, "needs model"),
+        ({"targets": ["a:1"], "registry": "dir:x", "model": "m"}, "exactly one of registry and targets"),
+        ({"model": "m"}, "exactly one of registry and targets"),
+        ({"targets": ["a:1"]}, "model must be the name"),
         ({"targets": "a:1", "model": "m"}, "targets must be addresses"),
         ({"targets": ["a:1"], "model": "m", "every": "soon"}, "above 0"),
     ],

@@ -118,7 +118,7 @@ def test_values_in_a_codec_that_is_not_named_are_refused_with_what_is_taken(repl
     with fails(CODE.FAILED_PRECONDITION, "takes T_value in fixed_r8:8.0"):
         client.predict("m", "hashtable_assign", inputs)
     assert lookup(client) == 0.0
-    with fails(CODE.INVALID_ARGUMENT, "is half, expected float or int8"):
+    with fails(CODE.INVALID_ARGUMENT, "must be float or int8, got half"):
         client.predict("m", "hashtable_assign", {**inputs, "T_value": torch.ones(1, 2).half()})
     pusher.close()
 

@@ -148,7 +148,7 @@ def test_status_and_metadata(served):
             "/v1/models/m:predict",
             {"inputs": {"user": [[1], [1, 2]], "price": [[1, 2]]}},
             400,
-            "rows have 1 to 2 values",
+            "rows must have equal lengths, got 1 to 2 values",
         ),
         ("/v1/models/m:predict", {"instances": [{"user": [1]}, {"price": [1]}]}, 400, "same keys"),
         ("/v1/models/m:predict", {"signature_name": "x", "instances": [1]}, 400, "no signature 'x'"),

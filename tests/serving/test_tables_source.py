@@ -126,7 +126,7 @@ def test_tables_are_found_in_what_people_give():
     assert tables_of(a) == {"a": a}
     assert tables_of([a, b]) == {"a": a, "b": b}
     assert tables_of({"x": a}) == {"x": a}
-    with pytest.raises(ConfigError, match="publish takes a model"):
+    with pytest.raises(ConfigError, match="model_or_tables must be a model"):
         tables_of(3)
 
 
@@ -204,10 +204,10 @@ def test_what_a_worker_asks_a_server_is_checked():
     publishing = ShardPublishing(Engine(Shard(0, 1)))
     assert publishing.ask({})["publishing"] is False
     for wish, why in [
-        ({"model": "m"}, "a registry or to targets"),
-        ({"targets": ["a:1"]}, "under the name"),
+        ({"model": "m"}, "exactly one of registry and targets must be given"),
+        ({"targets": ["a:1"]}, "model must be the name"),
         ({"targets": ["a:1"], "model": "m", "every_s": 0}, "every_s must be"),
-        ({"what": 1}, "PUBLISH takes"),
+        ({"what": 1}, "settings of PUBLISH must be among"),
     ]:
         with pytest.raises(ValueError, match=why):
             publishing.ask(wish)

@@ -85,14 +85,14 @@ def serve(options: Options) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if (options.model_dir is None) == (options.config is None):
-        raise UsageError("give a MODEL_DIR or --config, and not both")
+        raise UsageError("exactly one of MODEL_DIR and --config must be given")
     tune_server_process()
     if options.threads:
         torch.set_num_threads(options.threads)
         set_num_threads(options.threads)
     root = options.model_dir.resolve() if options.model_dir is not None else None
     if root is not None and not root.is_dir():
-        raise ConfigError(f"{root} is not a directory; give the folder that exports were written to")
+        raise ConfigError(f"MODEL_DIR must be the folder that exports were written to; {root} is not a directory")
     config, names, bindings = models_of(options)
     server = ModelServer(
         concat_ip_and_port(options.host, options.port),

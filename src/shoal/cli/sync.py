@@ -107,7 +107,7 @@ def sync(options: Options) -> int:
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     if bool(options.target) == (options.registry is not None):
-        raise UsageError("give --registry or --target, and not both")
+        raise UsageError("exactly one of --registry and --target must be given")
     security = options.security.build()
     handle = SyncClientHandle(f"shoal-sync-{options.ps_index}")
     handle.manager = SyncClientManager(lambda target: PushClient(target, security, not options.full_precision))

@@ -237,7 +237,7 @@ def export(options: Export) -> int:
     from shoal.table.offline.exchange import export as write
 
     if (options.parquet is None) == (options.csv is None):
-        raise ConfigError("export: give --parquet FILE or --csv FILE, and not both")
+        raise ConfigError("export: exactly one of --parquet FILE and --csv FILE must be given")
     kind, out = ("parquet", options.parquet) if options.parquet is not None else ("csv", options.csv)
     source, wanted = _open(options.path, options.table)
     with counting("rows") as seen:

@@ -33,7 +33,9 @@ def split_address(address: str) -> tuple[str, int]:
     """(host, port) of ``host:port`` or ``[v6]:port``."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
-        raise ConfigError(f"address {address!r} is not host:port with a port up to 65535; an IPv6 host needs brackets")
+        raise ConfigError(
+            f"an address must be host:port with a port up to 65535 (and [host]:port for IPv6), got {address!r}"
+        )
     return host.strip("[]"), int(port)
 
 

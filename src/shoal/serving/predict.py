@@ -56,7 +56,7 @@ class PredictCall:
         check(heads)
         total = sum(head.nbytes for head in heads.values())
         if total > max_bytes:
-            raise DataError(f"the inputs take {total} bytes when they are decoded; a request may take {max_bytes}")
+            raise DataError(f"the inputs must take at most {max_bytes} bytes when they are decoded, got {total}")
         return {alias: self.tensor(alias, max_bytes) for alias in self.inputs}
 
 

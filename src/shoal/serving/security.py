@@ -78,7 +78,7 @@ class ServerSecurity:
         if self.allow_insecure or is_loopback(address) or (self.certificate is not None and self.authenticates):
             return
         raise ConfigError(
-            f"refusing to listen on {address}: off loopback a server needs TLS (certificate, key) and tokens or a "
+            f"refusing to listen on {address}: off loopback a server must have TLS (certificate, key) and tokens or a "
             "client CA; set them, listen on 127.0.0.1, or pass allow_insecure=True (--allow-insecure)"
         )
 

@@ -191,14 +191,14 @@ def _parsed(data: bytes, begin: int, size: int, max_bytes: int) -> tuple[_Kind, 
     if kind is None:
         raise DataError(f"tensor dtype {code} is not supported; known are {sorted(_BY_CODE)}")
     if unknown_rank:
-        raise DataError("a tensor's shape has unknown rank; a value needs a shape")
+        raise DataError("a tensor's shape must be known, got unknown rank")
     if (least := min(shape, default=0)) < 0:
-        raise DataError(f"a tensor's shape has a dimension of size {least}")
+        raise DataError(f"sizes of a tensor's shape must be >= 0, got {least}")
     width = np.dtype(kind.bits).itemsize
     if extent(shape) * width > max_bytes:
         count = math.prod(shape)
         raise DataError(
-            f"a {kind.name} tensor of shape {list(shape)} has {count * width} bytes; at most {max_bytes} are taken"
+            f"a {kind.name} tensor must have at most {max_bytes} bytes, got {count * width} of shape {list(shape)}"
             if count
             else f"a {kind.name} tensor of shape {list(shape)} is empty, but its other sizes are too large; the bytes "
             f"of shape {[length or 1 for length in shape]} must be at most {max_bytes}"

@@ -318,13 +318,14 @@ def _servers(servers: Any, security: ClientSecurity | None) -> tuple[list[str], 
         return [], servers
     addresses = list(dict.fromkeys(servers))
     if not addresses:
-        raise ConfigError("Client: give host:port of at least one server, or a registry")
+        raise ConfigError("Client: servers must name at least one host:port, or a registry, got none")
     for address in addresses:
         if not isinstance(address, str):
             raise ConfigError(f"Client: a server must be given as 'host:port', got {address!r}")
         if "://" in address:
             raise ConfigError(
-                f"Client: {address!r} is not host:port of a gRPC port, nor a registry (dir:///path, zk://host:port)"
+                f"Client: servers must be host:port of gRPC ports, or one registry (dir:///path, "
+                f"zk://host:port), got {address!r}"
             )
         if not address.startswith("unix:"):
             split_address(address)

@@ -99,7 +99,7 @@ def _as_column(value: Any) -> Column:
             return torch.stack([torch.as_tensor(each) for each in value]).detach().cpu()
         if any(isinstance(each, list | tuple) for each in value) and len({len(each) for each in value}) > 1:
             raise ValueError(
-                f"rows have {min(map(len, value))} to {max(map(len, value))} values; fill them up to one length"
+                f"rows must have equal lengths, got {min(map(len, value))} to {max(map(len, value))} values; pad them"
             )
         array = np.asarray(_numbers(value))
         if array.dtype == np.float64:
@@ -151,7 +151,7 @@ def _text(value: Any) -> str | bytes:
     if value is None:
         return ""
     if not isinstance(value, str | bytes):
-        raise TypeError(f"texts and other values are mixed: {value!r:.40} is {type(value).__name__}")
+        raise TypeError(f"a column of texts must hold texts only, got {value!r:.40} of type {type(value).__name__}")
     return value
 
 

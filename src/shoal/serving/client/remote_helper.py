@@ -24,7 +24,7 @@ class RemotePredictHelper:
     def __init__(self, name: str, input_tensors: Any, remote_func: Callable[[Any], Any]) -> None:
         context = get_current_export_ctx()
         if context is None:
-            raise ConfigError("RemotePredictHelper is made while exporting; enter it with enter_export_mode")
+            raise ConfigError("RemotePredictHelper must be created while exporting; use enter_export_mode")
         self.name = name
         self._inputs = input_tensors
         self.input_aliases = _aliases(input_tensors)

@@ -199,18 +199,18 @@ def _convert(kind: str, values: list[str]) -> Any:
     if len(values) > 1 and "list[int]" in kind:
         return [_convert("int", [value]) for value in values]
     if len(values) > 1:
-        raise ValueError(f"takes one value, got {values}")
+        raise ValueError(f"the value must be one value, got {values}")
     text = values[0]
     if text.lower() == "none" and "None" in kind:
         return None
     if kind.startswith("bool"):
         if text.lower() not in _TRUE + _FALSE:
-            raise ValueError(f"{text!r} is not a boolean; write one of {', '.join(_TRUE + _FALSE)}")
+            raise ValueError(f"the value must be one of {', '.join(_TRUE + _FALSE)}, got {text!r}")
         return text.lower() in _TRUE
     if kind.startswith("int"):
         number = evaluate_number(text)
         if int(number) != number:
-            raise ValueError(f"{text!r} is not a whole number")
+            raise ValueError(f"the value must be a whole number, got {text!r}")
         return int(number)
     if kind.startswith("float"):
         return float(evaluate_number(text))

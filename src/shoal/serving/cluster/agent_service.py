@@ -98,7 +98,7 @@ class AgentService:
         self.conf = conf if conf is not None else getattr(source, "config", None)
         if port is None:
             if self.conf is None:
-                raise ConfigError("AgentService: give conf, whose agent_port it listens on, or port")
+                raise ConfigError("AgentService: either conf, whose agent_port it listens on, or port must be given")
             port = self.conf.agent_port
         self._security = security if security is not None else ServerSecurity()
         self._server = grpc.server(
@@ -133,7 +133,10 @@ class AgentService:
     def _guard(self, handler: Callable) -> Callable:
         def guarded(request: Any, context: Any) -> Any:
             if caller(context, self._security) is None:
-                context.abort(grpc.StatusCode.UNAUTHENTICATED, "this agent wants a token; send authorization: Bearer …")
+                context.abort(
+                    grpc.StatusCode.UNAUTHENTICATED,
+                    "calls of this agent must carry a known token; send authorization: Bearer …",
+                )
             return handler(request, context)
 
         return guarded

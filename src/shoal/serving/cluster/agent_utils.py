@@ -48,14 +48,14 @@ def parse_sub_model_name(text: str) -> tuple[str, int]:
     """(type, index) of a sub-model's name: ``Dense_7`` is ("dense", 7), ``entry`` is ("entry", 0)."""
     text = text.strip()
     if not text:
-        raise ValueError("a sub-model's name is empty; expected something like ps_3, entry or dense_0")
+        raise ValueError("a sub-model's name must not be empty; examples are ps_3, entry and dense_0")
     kind, underscore, index = text.rpartition("_")
     if not underscore:
         return text.lower(), 0
     try:
         return kind.strip().lower(), int(index)
     except ValueError:
-        raise ValueError(f"sub-model name {text!r} does not end in a number") from None
+        raise ValueError(f"a sub-model's name must end in a number after '_', got {text!r}") from None
 
 
 pasre_sub_model_name = parse_sub_model_name

@@ -36,7 +36,7 @@ def evaluate_number(text: str) -> int | float:
             return -inner if isinstance(node.op, ast.USub) else inner
         if isinstance(node, ast.BinOp) and type(node.op) in operators:
             return operators[type(node.op)](value(node.left), value(node.right))
-        raise ValueError(f"{text!r} is not a number; numbers may use + - * / // % and parentheses")
+        raise ValueError(f"the value must be a number, got {text!r}; numbers may use + - * / // % and parentheses")
 
     try:
         return value(tree)
@@ -86,8 +86,8 @@ class Condition:
                 children = [node.left, *node.comparators]
             case _:
                 raise ValueError(
-                    f"condition {self.text!r}: {ast.unparse(node)!r} is not allowed; conditions are made of integers, "
-                    "names, + - * // %, comparisons, and/or/not, True and False"
+                    f"condition {self.text!r}: {ast.unparse(node)!r} is not allowed; conditions must be made of "
+                    "integers, names, + - * // %, comparisons, and/or/not, True and False"
                 )
         for child in children:
             self._check(child)
@@ -121,7 +121,7 @@ class Condition:
 
 def _parse(text: str) -> ast.expr:
     if len(text) > MAX_LENGTH:
-        raise ValueError(f"an expression of {len(text)} characters is too long; {MAX_LENGTH} are allowed")
+        raise ValueError(f"an expression must have at most {MAX_LENGTH} characters, got {len(text)}")
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError):

@@ -39,12 +39,15 @@ class LayoutFilters:
             text = text.replace(f"${{{name}}}", str(value))
         pattern, semicolon, condition = text.partition(";")
         if not semicolon:
-            raise ValueError(f"layout filter {text!r} has no ';'; write '<pattern>;<condition>'")
+            raise ValueError(f"a layout filter must be '<pattern>;<condition>', got {text!r}")
         try:
             compiled = re.compile(normalize_regex(pattern.strip()))
         except re.error as error:
             raise ValueError(f"layout filter {text!r}: bad pattern: {error}") from None
         checked = Condition(condition.strip())
         if unknown := checked.names - set(compiled.groupindex):
-            raise ValueError(f"layout filter {text!r}: {', '.join(sorted(unknown))} is not bound by the pattern")
+            raise ValueError(
+                f"layout filter {text!r}: the condition must use names of the pattern's groups, "
+                f"got {', '.join(sorted(unknown))}"
+            )
         return compiled, checked

@@ -30,7 +30,7 @@ def plan_export(
     if rank is None:
         shards = range(num_ps)
     elif not 0 <= rank < max(1, num_ps):
-        raise ConfigError(f"plan_export: rank {rank} is out of range for {num_ps} ranks")
+        raise ConfigError(f"plan_export: rank must be 0..{max(1, num_ps) - 1}, got {rank}")
     else:
         shards = range(rank, min(rank + 1, num_ps))
     names = ["entry"] if not rank else []
@@ -41,7 +41,9 @@ def plan_export(
     base = os.fspath(export_dir_base)
     if rank is not None:
         if global_step is None:
-            raise ConfigError("plan_export: synchronous training names versions by step; give global_step")
+            raise ConfigError(
+                "plan_export: global_step must be given with rank; synchronous training names versions by step"
+            )
         version = int(global_step)
     elif timestamp is not None:
         version = int(timestamp)

@@ -49,7 +49,7 @@ def named_apart(shards: Sequence[Sequence[TableView]]) -> list[TableView]:
     ]
     named = [view.name for view in views]
     if twice := sorted({name for name in named if named.count(name) > 1}):
-        raise ConfigError(f"two tables of the export are called {twice[0]!r}; rename one")
+        raise ConfigError(f"names of an export's tables must be unique, got {twice[0]!r} twice; rename one")
     return views
 
 

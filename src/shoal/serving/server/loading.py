@@ -207,4 +207,4 @@ def check_base_path(path: str, roots: Sequence[Path]) -> None:
     """Raises ConfigError unless a base path is inside one of the roots."""
     if not any(Path(path).resolve().is_relative_to(root.resolve()) for root in roots):
         inside = ", ".join(map(str, roots)) or "none; give the server a model_root"
-        raise ConfigError(f"base_path {path!r} is outside of the server's model roots ({inside})")
+        raise ConfigError(f"base_path must be inside the server's model roots ({inside}), got {path!r}")

@@ -144,7 +144,7 @@ class Rounds:
 
     def _round(self, info: PushInfo) -> _Round:
         if not info.source or not info.run:
-            raise invalid_argument(f"a round needs a source and a run, got {info.source!r} and {info.run}")
+            raise invalid_argument(f"a round must have a source and a run, got {info.source!r} and {info.run}")
         found = self._open.get(info.source)
         if found is None or found.name != info.round:  # what an earlier round left is never completed
             if len(self._open) >= MAX_SOURCES:
@@ -158,7 +158,9 @@ class Rounds:
         self.expect(info)
         size, offset = int(inputs["size"]), int(inputs["offset"])
         if not 0 <= offset <= offset + len(content) <= size <= MAX_WEIGHT_BYTES:
-            raise invalid_argument(f"{len(content)} bytes at {offset} are not a piece of {size}")
+            raise invalid_argument(
+                f"a piece of weights must end within their {size} bytes, got {len(content)} bytes at {offset}"
+            )
         with self._lock:
             mine = self._round(info)
             if mine.blob is None or len(mine.blob) != size:
@@ -293,7 +295,7 @@ def _read(inputs: Tensors) -> dict[str, Any]:
     try:
         said = json.loads(bytes(inputs["message"].numpy()))
         if not isinstance(said, dict):
-            raise ValueError(f"an object is expected, got {type(said).__name__}")
+            raise ValueError(f"it must be an object, got {type(said).__name__}")
         return said
     except ValueError as error:
         raise invalid_argument(f"the message is not JSON: {error}") from None

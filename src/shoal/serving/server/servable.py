@@ -145,22 +145,20 @@ class Signature:
         wanted = self.spec.inputs
         if inputs.keys() != wanted.keys():
             missing, extra = sorted(wanted.keys() - inputs.keys()), sorted(inputs.keys() - wanted.keys())
-            raise invalid_argument(
-                f"{where}: inputs do not match; missing {missing}, unexpected {extra}; it takes {sorted(wanted)}"
-            )
+            raise invalid_argument(f"{where}: inputs must be {sorted(wanted)}; missing {missing}, unexpected {extra}")
         for alias, value in inputs.items():
             spec = wanted[alias]
             got = value.dtype if isinstance(value, TensorHead) else dtype_of(value)
             if got != spec.dtype and got not in (self.accepts or {}).get(alias, ()):
                 takes = " or ".join((spec.dtype, *(self.accepts or {}).get(alias, ())))
-                raise invalid_argument(f"{where}: input {alias!r} is {got}, expected {takes}")
+                raise invalid_argument(f"{where}: input {alias!r} must be {takes}, got {got}")
             shape = tuple(value.shape)
             if spec.shape is not None and (
                 len(shape) != len(spec.shape)
                 or any(want is not None and want != have for want, have in zip(spec.shape, shape, strict=True))
             ):
                 raise invalid_argument(
-                    f"{where}: input {alias!r} has shape {list(shape)}, expected {spec.shape} (null = any)"
+                    f"{where}: input {alias!r} must have shape {spec.shape} (None = any), got {list(shape)}"
                 )
         if self.samples and len({value.shape[0] for value in inputs.values()}) > 1:
             rows = {alias: value.shape[0] for alias, value in sorted(inputs.items())}

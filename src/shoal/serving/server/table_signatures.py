@@ -114,9 +114,12 @@ def _assign_signature(views: Sequence[TableView], owner: Callable[[], Servable])
         work: list[Rows] = []
         for view in views:
             ids, values = inputs[f"{view.name}_id"], inputs[f"{view.name}_value"]
-            if len(values) != (0 if info.deleted else len(ids)):
+            wanted = 0 if info.deleted else len(ids)
+            if len(values) != wanted:
                 ids_are = "ids to delete" if info.deleted else "ids"
-                raise invalid_argument(f"table {view.name!r}: {len(ids)} {ids_are} for {len(values)} rows of values")
+                raise invalid_argument(
+                    f"table {view.name!r}: values must have {wanted} rows for {len(ids)} {ids_are}, got {len(values)}"
+                )
             work.append((view, 0, ids, None if info.deleted else decode(codecs[view.name], values)))
         _apply(owner, work)
         return {
@@ -132,7 +135,7 @@ def _splits(view: TableView, ids: torch.Tensor, splits: torch.Tensor, repeats: b
     length = len(splits) - 1
     if length < 0 or length % count or (length != count and not repeats):
         raise invalid_argument(
-            f"multi-table {view.name!r}: id_split has {len(splits)} entries; {count} tables need {count + 1}"
+            f"multi-table {view.name!r}: id_split must have {count + 1} entries for {count} tables, got {len(splits)}"
         )
     if splits[0] != 0 or splits[-1] != len(ids) or bool((splits[1:] < splits[:-1]).any()):
         raise invalid_argument(
@@ -175,7 +178,7 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
         counts = splits[1:] - splits[:-1]
         if info.deleted:
             if len(flat):
-                raise invalid_argument(f"multi-table {view.name!r}: deletions have no values, got {len(flat)}")
+                raise invalid_argument(f"multi-table {view.name!r}: deletions must have no values, got {len(flat)}")
             _apply(owner, [(view, number, part, None) for number, part in enumerate(ids.split(counts.tolist()))])
             return {"result": torch.tensor(0, dtype=torch.int32, device="cpu")}
         sizes = (counts * dims).tolist()
@@ -183,7 +186,9 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
         need = sum(multi_bytes(codecs, sizes) if packed else sizes)
         if need != len(flat):
             unit = "bytes" if packed else "values"
-            raise invalid_argument(f"multi-table {view.name!r}: these ids need {need} {unit}, got {len(flat)}")
+            raise invalid_argument(
+                f"multi-table {view.name!r}: flat_value must have {need} {unit} for these ids, got {len(flat)}"
+            )
         if packed:
             _check(owner, {"flat_value": codecs}, inputs)
             flat = decode_multi(codecs, sizes, flat)

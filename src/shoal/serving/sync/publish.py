@@ -180,11 +180,11 @@ def publish(
     tables = tables_of(model_or_tables)
     clients = {id(client): client for table in tables.values() if (client := client_of(table)) is not None}
     if not tables and net is None:
-        raise ConfigError("publish needs a model with tables, or tables, got none")
+        raise ConfigError("publish: model_or_tables must have at least one table or weight, got none")
     if (registry is None) == (targets is None):
-        raise ConfigError("publish needs a registry or targets, one of the two")
+        raise ConfigError("publish: exactly one of registry and targets must be given")
     if not model:
-        raise ConfigError("publish needs model, the name that the replicas serve it by")
+        raise ConfigError("publish: model must be the name that the replicas serve, got none")
     every_s = seconds_of(every, "publish: every")
     dense = net if net is not None else model_or_tables if isinstance(model_or_tables, nn.Module) else None
     here = {key: table for key, table in tables.items() if client_of(table) is None}
@@ -246,7 +246,9 @@ def tables_of(model_or_tables: Any) -> dict[str, Any]:
         return {table.name: table for table in model_or_tables}
     if hasattr(model_or_tables, "dim_size") or hasattr(model_or_tables, "name"):
         return {model_or_tables.name: model_or_tables}
-    raise ConfigError(f"publish takes a model, tables, or a mapping of tables, got {type(model_or_tables).__name__}")
+    raise ConfigError(
+        f"publish: model_or_tables must be a model, tables or a mapping of tables, got {type(model_or_tables).__name__}"
+    )
 
 
 def client_of(table: Any) -> PsClient | None:

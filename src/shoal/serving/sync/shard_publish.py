@@ -114,12 +114,12 @@ class ShardPublishing:
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(set(settings) - set(FIELDS)):
-        raise DataError(f"PUBLISH takes {list(FIELDS)}, got {unknown}")
+        raise DataError(f"settings of PUBLISH must be among {list(FIELDS)}, got {unknown}")
     found = {"registry": None, "targets": None, "model": "", "every_s": 1.0} | settings
     if (found["registry"] is None) == (found["targets"] is None):
-        raise ConfigError("rows are published to a registry or to targets, one of the two")
+        raise ConfigError("PUBLISH: exactly one of registry and targets must be given")
     if not isinstance(found["model"], str) or not found["model"]:
-        raise ConfigError("rows are published under the name that the replicas serve the model by; give it")
+        raise ConfigError(f"PUBLISH: model must be the name that the replicas serve, got {found['model']!r}")
     if not isinstance(found["every_s"], int | float) or not 0 < found["every_s"] < float("inf"):
         raise ConfigError(f"every_s must be a number of seconds above 0, got {found['every_s']!r}")
     return found

@@ -126,23 +126,23 @@ class _Handler(PooledHandler):
         limit = self.owner.max_message_bytes
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
-            raise invalid_argument("send the body with a Content-Length")
+            raise invalid_argument("the request must have a Content-Length")
         if int(length) > limit:
-            raise StatusError(Code.RESOURCE_EXHAUSTED, f"the body has {length} bytes; at most {limit} are taken")
+            raise StatusError(Code.RESOURCE_EXHAUSTED, f"the body must have at most {limit} bytes, got {length}")
         data = self.rfile.read(int(length))
         self.reading_since = None
         encoding = self.headers.get("Content-Encoding", "identity").lower()
         if encoding == "identity":
             return data
         if encoding not in ("gzip", "deflate"):
-            raise invalid_argument(f"Content-Encoding {encoding!r} is not taken; use gzip, deflate or none")
+            raise invalid_argument(f"Content-Encoding must be gzip, deflate or absent, got {encoding!r}")
         unpacker = zlib.decompressobj(wbits=47)
         try:
             data = unpacker.decompress(data, limit)
         except zlib.error as error:
             raise invalid_argument(f"the body is not {encoding}: {error}") from None
         if unpacker.unconsumed_tail:
-            raise StatusError(Code.RESOURCE_EXHAUSTED, f"the body unpacks to more than {limit} bytes")
+            raise StatusError(Code.RESOURCE_EXHAUSTED, f"the unpacked body must have at most {limit} bytes, got more")
         return data
 
     # --- routes -----------------------------------------------------------------------------------------------------

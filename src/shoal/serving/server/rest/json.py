@@ -100,12 +100,12 @@ def _filled(rows: Any, padding: int | None, most: int) -> Any:
         return rows
     if padding is None:
         raise ValueError(
-            f"rows have {min(lengths)} to {max(lengths)} values; fill them up to one length, or export ids with "
+            f"rows must have equal lengths, got {min(lengths)} to {max(lengths)} values; pad them, or export ids with "
             "Feature(padding=ID) to have that done here"
         )
     if (count := len(rows) * max(lengths)) > most:
         raise ValueError(
-            f"{len(rows)} rows filled up to {max(lengths)} values each are {count}; at most {max(0, most)} are taken"
+            f"rows must hold at most {max(0, most)} values when filled up, got {count} ({len(rows)} * {max(lengths)})"
         )
     return [[*row, *[padding] * (max(lengths) - len(row))] for row in rows]
 
@@ -120,7 +120,7 @@ def _strings(value: Any) -> Any:
             raise ValueError(f"b64 text is broken: {error}") from None
     if isinstance(value, str):
         return value.encode()
-    raise TypeError(f"{type(value).__name__} is not a string")
+    raise TypeError(f"values must be strings, got {type(value).__name__}")
 
 
 def plain(value: Any) -> Any:
