@@ -59,6 +59,43 @@ def test_a_lone_request_runs_at_once_and_those_that_come_meanwhile_run_together(
     assert (batcher.batches, batcher.requests) == (3, 4)
 
 
+def test_requests_of_other_kinds_and_filters_do_not_keep_the_others_apart():
+    sizes = []
+
+    def run(inputs):
+        sizes.append(len(inputs["x"]))
+        return {"y": inputs["x"] * 2, "z": inputs["x"] * 3}
+
+    def join(calls):
+        joined = join_calls([call for call in calls if call.data != broken.data])
+        assert joined is not None
+        rows = iter(joined[1])
+        return joined[0], [-1 if call.data == broken.data else next(rows) for call in calls]
+
+    def filtered(number, *names):
+        inputs = {"x": encode_tensor(torch.tensor([number]))}
+        return decode_request(encode_request(model_spec("m"), inputs, names))
+
+    async def ask_encoded(batcher, call):
+        def finish(outputs):
+            return encode_response(b"", {name: outputs[name] for name in call.output_filter or outputs})
+
+        answer = await batcher.submit(lambda: {"x": call.tensor("x")}, finish, call, b"")
+        return {name: decode_tensor(value).tolist() for name, value in decode_response(answer)[1].items()}
+
+    async def main():
+        batcher = Batcher(run, join)
+        encoded = [filtered(1), filtered(2, "z"), broken, filtered(4), filtered(5, "z"), filtered(6)]
+        asked = [ask_encoded(batcher, call) for call in encoded]
+        return await asyncio.gather(*asked, ask(batcher, {"x": torch.tensor([7])}))
+
+    broken = filtered(3)
+    *encoded, plain = asyncio.run(main())
+    assert encoded == [{"z": [3 * n]} if n in (2, 5) else {"y": [2 * n], "z": [3 * n]} for n in range(1, 7)]
+    assert plain["y"].tolist() == [14]
+    assert sorted(sizes) == [2, 2, 3]  # of one filter, read alone, and without a filter
+
+
 @pytest.mark.parametrize("encoded", [False, True])
 def test_a_request_that_the_model_cannot_run_does_not_fail_its_neighbours(encoded):
     def run(inputs):

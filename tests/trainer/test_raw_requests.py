@@ -182,6 +182,19 @@ def test_joined_requests_are_made_into_what_each_alone_is(signatures, name):
         assert len(joined[BATCH]) == begin
 
 
+@pytest.mark.parametrize("name", ["serving_default", "ids"])
+def test_inputs_that_were_read_alone_are_joined_by_rows(signatures, name):
+    signature, draw = signatures[name], random.Random(4)
+    make = ids_request if name == "ids" else raw_request
+    calls = [call_of(make(draw, n), name) for n in (3, 0, 1, 5)]
+    parts = [MadeInputs(one) for call in calls if (one := alone(signature, call)) is not None]
+    joined, begin = MadeInputs.cat(parts), 0
+    for part in parts:
+        assert_equal(joined, begin, len(part), part.made)
+        begin += len(part)
+    assert len(joined) == begin > 0
+
+
 def test_most_requests_are_read_together(signatures):
     """What the reader of the test above is compared with must not be what it leaves its requests to."""
     draw = random.Random(6)

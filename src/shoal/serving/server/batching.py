@@ -11,7 +11,7 @@ as long as that gathers others.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -192,40 +192,38 @@ class Batcher:
     def run(self, group: list[_Waiting]) -> None:
         """Gives each of the group its result or its error."""
         self.requests += len(group)
-        if self._run_joined(group):
-            return
-        for each in group:
+        read_alone: list[_Waiting] = []
+        for alike in _asking_alike(group):
+            read_alone += self._run_joined(alike)
+        for each in read_alone:
             self._prepare(each)
-        for batch in self._batches([each for each in group if each.error is None]):
+        for batch in self._batches([each for each in read_alone if each.error is None]):
             self._run_tensors(batch)
 
-    def _run_joined(self, group: list[_Waiting]) -> bool:
-        """The way of requests that came as bytes and ask alike; False when they are to be read one by one."""
-        first = group[0]
-        if first.call is None or (len(group) > 1 and not self._joins):
-            return False
-        calls: list[PredictCall] = []
-        for each in group:
-            call = each.call
-            if call is None or each.resolved != first.resolved or call.output_filter != first.call.output_filter:
-                return False
-            calls.append(call)
+    def _run_joined(self, group: list[_Waiting]) -> list[_Waiting]:
+        """The way of requests that came as bytes and ask alike; gives back those that are to be read one by one."""
+        if len(group) > 1 and not self._joins:
+            return group
+        calls = [each.call for each in group if each.call is not None]
+        if len(calls) < len(group):
+            return group
         try:
             joined = self._join(calls)
         except Exception:
-            return False
+            return group
         if joined is None:
-            return False
+            return group
         inputs, rows = joined
+        left: list[_Waiting] = []
         if min(rows) < 0:
-            self._alone([each for each, own in zip(group, rows, strict=True) if own < 0])
+            left = [each for each, own in zip(group, rows, strict=True) if own < 0]
             group = [each for each, own in zip(group, rows, strict=True) if own >= 0]
             rows = [own for own in rows if own >= 0]
         at = begin = 0
         while at < len(group):
             if not self._joins:  # what ran before showed that these must not be joined
                 self._alone(group[at:])
-                return True
+                return left
             end, count = at + 1, rows[at]
             while end < len(group) and count + rows[end] <= self._max_rows:
                 count += rows[end]
@@ -233,7 +231,7 @@ class Batcher:
             batch = inputs if end - at == len(group) else {a: v[begin : begin + count] for a, v in inputs.items()}
             self._run_native(group[at:end], batch, rows[at:end])
             at, begin = end, begin + count
-        return True
+        return left
 
     def _run_native(self, batch: list[_Waiting], inputs: Tensors, rows: list[int]) -> None:
         self.batches += 1
@@ -286,7 +284,7 @@ class Batcher:
             if len(batch) == 1:
                 outputs = self._call(batch[0].inputs)
             else:
-                outputs = self._call({a: torch.cat([each.inputs[a] for each in batch]) for a in batch[0].inputs})
+                outputs = self._call({a: _cat([each.inputs[a] for each in batch]) for a in batch[0].inputs})
                 if not self._row_wise(outputs, sum(each.rows for each in batch)):
                     self._alone(batch)
                     return
@@ -342,11 +340,38 @@ def _error_of(done: asyncio.Future[Any]) -> BaseException | None:
     return asyncio.CancelledError() if done.cancelled() else done.exception()
 
 
+def _asking_alike(group: list[_Waiting]) -> Collection[list[_Waiting]]:
+    """The requests by what they ask for; those that did not come as bytes are one list."""
+    alike: dict[Any, list[_Waiting]] = {}
+    for each in group:
+        key = None if each.call is None else (each.resolved, *each.call.output_filter)
+        alike.setdefault(key, []).append(each)
+    return alike.values()
+
+
+class Joinable:
+    """Inputs that are no tensors, but can be joined and cut by rows as those can."""
+
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @classmethod
+    def cat(cls, parts: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+
+def _cat(parts: Sequence[Any]) -> Any:
+    return parts[0].cat(parts) if isinstance(parts[0], Joinable) else torch.cat(parts)  # pyrefly: ignore
+
+
 def _joinable(one: _Waiting, two: _Waiting) -> bool:
     if one.rows < 0 or two.rows < 0:
         return False
     return all(
-        isinstance(value, torch.Tensor)
+        isinstance(value, torch.Tensor | Joinable)
         and value.shape[1:] == two.inputs[alias].shape[1:]
         and value.dtype == two.inputs[alias].dtype
         for alias, value in one.inputs.items()

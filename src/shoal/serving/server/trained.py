@@ -18,6 +18,7 @@ from shoal.serving.export.features import IDS, LENGTHS, OUTPUTS, ServedFeatures
 from shoal.serving.export.manifest import inside
 from shoal.serving.export.program_file import load_exported
 from shoal.serving.predict import PredictCall
+from shoal.serving.server.batching import Joinable
 from shoal.serving.server.moments import Fresh
 from shoal.serving.server.program import Program, direct_call
 from shoal.serving.server.servable import Signature, TableView, Tensors, dtype_of
@@ -32,12 +33,13 @@ _WHOLE = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
 _TAKEN = ("string", *_WHOLE, "float", "double")
 
 
-@dataclass(frozen=True, slots=True)
-class MadeInputs:
-    """Inputs of some rows, which can be cut by rows."""
+@dataclass(frozen=True)
+class MadeInputs(Joinable):
+    """Inputs of some rows, which can be joined and cut by rows."""
 
     made: Inputs
     ndim = 2
+    dtype = torch.float32
 
     def __len__(self) -> int:
         return self.made.dense.shape[0]
@@ -53,6 +55,15 @@ class MadeInputs:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.made.dense.shape)
+
+    @classmethod
+    def cat(cls, parts: Sequence[MadeInputs]) -> MadeInputs:
+        offsets = None
+        if parts[0].offsets is not None:
+            lengths = torch.cat([one.offsets.diff() for one in parts if one.offsets is not None])
+            offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        dense, ids = (torch.cat(each) for each in zip(*((one.made.dense, one.ids) for one in parts), strict=True))
+        return MadeInputs(Inputs(dense=dense, ids=ids, offsets=offsets))
 
     def __getitem__(self, rows: slice) -> MadeInputs:
         begin, end, _ = rows.indices(len(self))
