@@ -21,7 +21,8 @@ namespace {
 
 template <class T>
 void copy_out(const std::vector<T>& from, uintptr_t to, int64_t size) {
-  if (static_cast<int64_t>(from.size()) != size) throw std::invalid_argument("Block.copy: a tensor has another size");
+  if (static_cast<int64_t>(from.size()) != size)
+    throw std::invalid_argument("Block.copy: tensors must have the block's sizes");
   if (size > 0) std::memcpy(ptr<T>(to), from.data(), from.size() * sizeof(T));
 }
 
@@ -29,7 +30,7 @@ Vocabulary words_of(const std::vector<std::string>& words) {
   Vocabulary out;
   for (const std::string& word : words) {
     if (!out.emplace(word, static_cast<int64_t>(out.size())).second)
-      throw std::invalid_argument("the vocabulary has a word twice: " + word);
+      throw std::invalid_argument("the words of a vocabulary must be unique, got twice: " + word);
   }
   return out;
 }
@@ -39,7 +40,7 @@ using ColumnTuple = std::tuple<int, uintptr_t, int64_t, uintptr_t, int64_t, uint
 
 RawColumn column_of(const ColumnTuple& given) {
   const auto [kind, values, count, text, bytes, lengths, valid] = given;
-  if (kind < 0 || kind > static_cast<int>(RawKind::ready)) throw std::invalid_argument("a kind of column is 0..4");
+  if (kind < 0 || kind > static_cast<int>(RawKind::ready)) throw std::invalid_argument("a kind of column must be 0..4");
   return {static_cast<RawKind>(kind),  ptr<const char>(values),  count, ptr<const char>(text), bytes,
           ptr<const int64_t>(lengths), ptr<const uint8_t>(valid)};
 }
@@ -79,8 +80,8 @@ void data(nb::module_& m) {
           [](FeatureSet& self, int rule, uint64_t slot, bool listed, int separator, int64_t limit,
              std::optional<nb::bytes> missing, std::vector<double> edges, double steps,
              const std::vector<std::string>& words, int unknown, std::vector<int64_t> of) {
-            if (rule < 0 || rule > static_cast<int>(Rule::cross)) throw std::invalid_argument("a rule is 0..5");
-            if (unknown < 0 || unknown > 2) throw std::invalid_argument("unknown is 0..2");
+            if (rule < 0 || rule > static_cast<int>(Rule::cross)) throw std::invalid_argument("a rule must be 0..5");
+            if (unknown < 0 || unknown > 2) throw std::invalid_argument("unknown must be 0..2");
             FeatureRule feature;
             feature.rule = static_cast<Rule>(rule);
             feature.slot = slot;
@@ -125,7 +126,7 @@ void data(nb::module_& m) {
              std::vector<std::vector<TextUse>> columns(uses.size());
              for (size_t c = 0; c < columns.size(); ++c) {
                for (auto [role, index] : uses[c]) {
-                 if (role < 0 || role > 3) throw std::invalid_argument("a role is 0..3");
+                 if (role < 0 || role > 3) throw std::invalid_argument("a role must be 0..3");
                  columns[c].push_back({static_cast<Role>(role), index});
                }
              }
@@ -137,7 +138,8 @@ void data(nb::module_& m) {
           [](const TextParser& self, nb::bytes text, int64_t begin, bool final, int64_t max_rows, int64_t limit,
              bool threads) {
             const std::string_view view(text.c_str(), text.size());
-            if (begin < 0 || begin > static_cast<int64_t>(view.size())) throw std::invalid_argument("begin is outside");
+            if (begin < 0 || begin > static_cast<int64_t>(view.size()))
+              throw std::invalid_argument("begin must be within the bytes");
             const nb::gil_scoped_release release;
             return self.parse(view.substr(begin), final, max_rows, limit, threads);
           },
@@ -161,7 +163,8 @@ void data(nb::module_& m) {
       "read_frames",
       [](nb::bytes text, int64_t begin, int64_t max_records) {
         std::string_view view(text.c_str(), text.size());
-        if (begin < 0 || begin > static_cast<int64_t>(view.size())) throw std::invalid_argument("begin is outside");
+        if (begin < 0 || begin > static_cast<int64_t>(view.size()))
+          throw std::invalid_argument("begin must be within the bytes");
         view = view.substr(begin);
         int64_t consumed = 0;
         std::vector<Frame> frames;

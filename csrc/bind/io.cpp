@@ -72,7 +72,7 @@ std::vector<nb::bytes> lookup_entry(const Table& table, const std::vector<int64_
 // (table, expiry or None, epoch), and for a table whose rows live elsewhere also (take, parts): `take(part)` gives the
 // addresses of ids, times (int64) and rows without gaps, which stay good until the next call, and how many there are.
 SaveSource save_source(const nb::tuple& given) {
-  if (given.size() != 3 && given.size() != 5) throw std::invalid_argument("a source of a save has 3 or 5 parts");
+  if (given.size() != 3 && given.size() != 5) throw std::invalid_argument("a source of a save must have 3 or 5 parts");
   SaveSource source{.table = nb::cast<const Table*>(given[0]),
                     .expiry = given[1].is_none() ? nullptr : nb::cast<const Expiry*>(given[1]),
                     .changed_since = nb::cast<uint32_t>(given[2])};
@@ -181,7 +181,7 @@ void io(nb::module_& m) {
       .def(
           "__init__",
           [](Load* self, Table& table, bool strict, int64_t modulus, int64_t residue, uint32_t unstamped) {
-            if (modulus < 1) throw std::invalid_argument("the modulus of a shard is at least 1");
+            if (modulus < 1) throw std::invalid_argument("the modulus of a shard must be at least 1");
             new (self) Load(table, strict, {modulus, residue}, unstamped);
           },
           nb::arg("table"), nb::arg("strict") = true, nb::arg("modulus") = 1, nb::arg("residue") = 0,
@@ -225,7 +225,7 @@ void io(nb::module_& m) {
           [](const EntryScan& self, uintptr_t numbers, int64_t n, uintptr_t weights, int64_t floats) {
             const EntryColumns& c = self.columns();
             if (n != c.size() || floats != static_cast<int64_t>(c.weights.size())) {
-              throw std::invalid_argument("the buffers are those of other records");
+              throw std::invalid_argument("the buffers must be those of the records at hand");
             }
             if (n == 0) return;
             auto* out = ptr<int64_t>(numbers);

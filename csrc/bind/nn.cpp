@@ -45,7 +45,7 @@ void nn(nb::module_& m) {
               if (!pools.empty()) feature.pool = static_cast<Pool>(pools.at(f));
               if (!columns.empty()) feature.column = columns.at(f);
               if (feature.pool != Pool::sum && feature.pool != Pool::mean && feature.pool != Pool::sqrtn)
-                throw std::invalid_argument("only sum, mean and sqrtn are pooled while rows are read");
+                throw std::invalid_argument("the combiner must be sum, mean or sqrtn to pool while rows are read");
               features.push_back(feature);
             }
             new (self) Wiring(std::move(features), width, padding);

@@ -20,7 +20,7 @@ void def_enum(nb::class_<Segment>& segment, const char* name, int last) {
       name, [](const Segment& s) { return static_cast<int>(s.*field); },
       [name, last](Segment& s, int value) {
         if (value < 0 || value > last)
-          throw std::invalid_argument(std::string(name) + " is 0.." + std::to_string(last) + ", got " +
+          throw std::invalid_argument(std::string(name) + " must be 0.." + std::to_string(last) + ", got " +
                                       std::to_string(value));
         s.*field = static_cast<Enum>(value);
       });
@@ -89,7 +89,7 @@ void table(nb::module_& m) {
             new (self) Expiry{default_days, {}};
             if (!overrides.empty()) self->days_of_slot.assign(32768, default_days);
             for (auto [slot, days] : overrides) {
-              if (slot > 32767) throw std::invalid_argument("a slot is 0..32767, got " + std::to_string(slot));
+              if (slot > 32767) throw std::invalid_argument("a slot must be 0..32767, got " + std::to_string(slot));
               self->days_of_slot[slot] = days;
             }
           },
@@ -144,7 +144,7 @@ void table(nb::module_& m) {
           [](Table& t, uintptr_t ids, int64_t n, uintptr_t grads, const std::vector<float>& rates, int64_t step,
              uint32_t time, bool dedup, int bad, bool at_least) {
             if (rates.size() != t.layout().segments.size())
-              throw std::invalid_argument("one learning rate per segment is needed");
+              throw std::invalid_argument("there must be one learning rate per segment");
             try {
               return t.apply_gradients(ptr<int64_t>(ids, n), n, ptr<float>(grads, n), rates.data(), step,
                                        Stamp(time, at_least), dedup, static_cast<BadGradient>(bad));

@@ -23,13 +23,13 @@ struct UpdateGroup {
 
   UpdateGroup(const std::vector<Table*>& given, const std::vector<std::string>& given_names) {
     if (given.empty() || given.size() != given_names.size())
-      throw std::invalid_argument("a group has tables, and a name for each");
+      throw std::invalid_argument("a group must have tables, and a name for each");
     for (size_t k = 0; k < given.size(); ++k) {
       const auto at = std::find(tables.begin(), tables.end(), given[k]) - tables.begin();
       place.push_back(static_cast<int32_t>(at));
       if (at < static_cast<int64_t>(tables.size())) continue;
       if (given[k]->layout().dim != given[0]->layout().dim)
-        throw std::invalid_argument("the tables of a group have one dim");
+        throw std::invalid_argument("the tables of a group must have the same dim");
       tables.push_back(given[k]);
       names.push_back(given_names[k]);
     }
@@ -72,7 +72,7 @@ struct UpdateGroup {
       table_of.push_back(k);
       checks |= updates.back().bad != BadGradient::ignore;
     }
-    if (rate != rates.size()) throw std::invalid_argument("one learning rate per segment of each table is needed");
+    if (rate != rates.size()) throw std::invalid_argument("there must be one learning rate per segment of each table");
     const bool clean = !checks || joined.clean();
     for (Update& update : updates) update.clean = clean;
     try {
@@ -118,7 +118,7 @@ void update(nb::module_& m) {
              constexpr size_t kNumbers = 8;
              if (numbers.size() != kNumbers * features.size() || bad.size() != group.place.size() ||
                  clocked.size() != group.place.size())
-               throw std::invalid_argument("an update takes eight numbers per part, and settings for every table");
+               throw std::invalid_argument("an update must have eight numbers per part, and settings for every table");
              std::vector<GradientPart> parts;
              for (size_t k = 0; k < features.size(); ++k) {
                const int64_t* of = numbers.data() + kNumbers * k;

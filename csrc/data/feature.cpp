@@ -40,14 +40,14 @@ bool FeatureRule::add(std::string_view value, std::vector<int64_t>* out, std::st
       return true;
     case Rule::id: {
       int64_t id;
-      if (!to_id(value, &id)) return refuse(why, "is a 64-bit id", value);
+      if (!to_id(value, &id)) return refuse(why, "must be a 64-bit id", value);
       out->push_back(id);
       return true;
     }
     case Rule::bucket:
     case Rule::log: {
       double number;
-      if (!to_number(value, &number)) return refuse(why, "is a number", value);
+      if (!to_number(value, &number)) return refuse(why, "must be a number", value);
       add_number(number, out);
       return true;
     }
@@ -65,7 +65,7 @@ bool FeatureRule::add(std::string_view value, std::vector<int64_t>* out, std::st
     case Rule::cross:
       break;
   }
-  return refuse(why, "is a cross of features, which has no values of its own", value);
+  return refuse(why, "must have no values of its own: it is a cross of features", value);
 }
 
 bool FeatureRule::add(int64_t value, std::vector<int64_t>* out, std::string* why) const {
@@ -77,15 +77,15 @@ bool FeatureRule::add(int64_t value, std::vector<int64_t>* out, std::string* why
 
 bool FeatureRule::add(double value, std::vector<int64_t>* out, std::string* why) const {
   if (rule == Rule::bucket || rule == Rule::log) {
-    if (!std::isfinite(value)) return refuse(why, "is a finite number", spelled(value));
+    if (!std::isfinite(value)) return refuse(why, "must be a finite number", spelled(value));
     return add_number(value, out), true;
   }
-  return refuse(why, "is a text or an integer", spelled(value));
+  return refuse(why, "must be a text or an integer", spelled(value));
 }
 
 bool FeatureRule::add_missing(std::vector<int64_t>* out, std::string* why) const {
   if (missing) return add(std::string_view(*missing), out, why);
-  if (rule == Rule::id && !listed) return refuse(why, "is a 64-bit id", {});
+  if (rule == Rule::id && !listed) return refuse(why, "must be a 64-bit id", {});
   if (!listed) out->push_back(text_fid({}, slot));
   return true;
 }
@@ -104,7 +104,7 @@ bool FeatureRule::add_cell(std::string_view cell, std::vector<int64_t>* out, std
 bool FeatureRule::end(std::vector<int64_t>* out, std::string* why) const {
   if (limit > 0 && static_cast<int64_t>(out->size()) > limit) out->resize(static_cast<size_t>(limit));
   if (listed || out->size() == 1) return true;
-  *why = "has one value, got " + std::to_string(out->size());
+  *why = "must have one value, got " + std::to_string(out->size());
   return false;
 }
 

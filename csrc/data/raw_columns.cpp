@@ -101,7 +101,7 @@ Block apply_columns(const FeatureSet& set, int64_t n, const std::vector<std::opt
   if (columns.size() != width) throw std::invalid_argument("every feature must have a column");
   for (size_t f = 0; f < width; ++f)
     if (columns[f].has_value() == (set.features[f].rule == Rule::cross))
-      throw std::invalid_argument("crosses, and only they, have no column");
+      throw std::invalid_argument("crosses, and only they, must have no column");
   Block out;
   out.rows = out.lines = n;
   out.label.resize(n);  // of whoever has them

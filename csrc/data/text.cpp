@@ -180,13 +180,13 @@ bool TextParser::use_cell(const TextUse& use, std::string_view cell, Line* line)
   };
   switch (use.role) {
     case Role::label:
-      return to_float(cell, line->label) || bad("is the label, a number");
+      return to_float(cell, line->label) || bad("is the label and must be a number");
     case Role::dense:
       if (cell.empty()) return line->dense[use.index] = set_.numbers[use.index].missing, true;
-      return to_float(cell, line->dense + use.index) || bad("is a number or empty");
+      return to_float(cell, line->dense + use.index) || bad("must be a number or empty");
     case Role::time:
       return (to_integer(cell, line->time) && *line->time >= 0 && *line->time <= UINT32_MAX) ||
-             bad("is a time in seconds since 1970");
+             bad("must be a time in seconds since 1970");
     case Role::sparse:
       break;
   }
@@ -197,7 +197,7 @@ bool TextParser::use_cell(const TextUse& use, std::string_view cell, Line* line)
     return feature.add_cell(cell, list, &line->why) && feature.end(list, &line->why);
   }
   if (feature.rule == Rule::text) return line->ids[use.index] = text_fid(cell, feature.slot), true;
-  return to_id(cell, line->ids + use.index) || bad("is a 64-bit id");
+  return to_id(cell, line->ids + use.index) || bad("must be a 64-bit id");
 }
 
 bool TextParser::parse_line(const char* at, const char* end, Line* line) const {

@@ -19,7 +19,7 @@ struct Malformed : std::runtime_error {
 
 struct FailExample {
   [[noreturn]] void operator()(const std::string& what) const {
-    throw Malformed("it " + what + " and is no tf.Example");
+    throw Malformed("it " + what + " and is not a tf.Example");
   }
 };
 using Fields = WireFields<FailExample>;
@@ -138,7 +138,7 @@ Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::stri
                 if (what == What::time) time = number;
                 if (what == What::dense) row[index] = static_cast<float>(number);
               } else if (what != What::dense || values.kind == 1 || !values.floats.empty()) {
-                throw Malformed("feature '" + std::string(key.substr(0, 40)) + "' is no finite number");
+                throw Malformed("feature '" + std::string(key.substr(0, 40)) + "' must be a finite number");
               }
             }
           }
@@ -152,7 +152,8 @@ Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::stri
         }
         if (!layout.set.cross(&lists, &why)) throw Malformed("a cross " + why);
         if (!labelled) throw Malformed("it has no label '" + layout.label + "'");
-        if (!(time >= 0 && time <= 4294967295.0)) throw Malformed("its time is no time in seconds since 1970");
+        if (!(time >= 0 && time <= 4294967295.0))
+          throw Malformed("its time must be in seconds since 1970, 0..4294967295");
       } catch (const Malformed& error) {
         out.bad.push_back({i, 0, error.what()});
         continue;

@@ -341,7 +341,7 @@ void Load::commit() {
 
 FileDigest load_multi(const std::string& path, const std::vector<Load*>& loads, const std::vector<int64_t>& counts,
                       Progress* progress) {
-  if (loads.size() != counts.size()) throw std::invalid_argument("one count is needed for each table of the file");
+  if (loads.size() != counts.size()) throw std::invalid_argument("there must be one count for each table of the file");
   ChunkReader file(path, true);
   std::vector<int64_t> ends;  // records before and in each table
   for (int64_t count : counts) {

@@ -68,7 +68,7 @@ bool is_floats(uint32_t field_tag, uint32_t number) {
   return field_tag == tag(number, wire::fixed32) || field_tag == tag(number, wire::bytes);
 }
 
-DataError no_message() { return DataError("a record is no EntryDump message"); }
+DataError no_message() { return DataError("a record is not an EntryDump message"); }
 
 std::string count_of(int64_t n, const char* what) { return std::to_string(n) + " " + what; }
 
@@ -194,7 +194,7 @@ EntryHead EntryDecoder::decode(const char* data, size_t n, char* row) {
                     ", the table has dim " + std::to_string(layout_.dim));
   }
   if (time < 0 || time > 0xFFFFFFFFll) {
-    throw DataError(who() + "last_update_ts_sec is 0..4294967295, the record has " + std::to_string(time));
+    throw DataError(who() + "last_update_ts_sec must be 0..4294967295, got " + std::to_string(time));
   }
   head.time = static_cast<uint32_t>(time);
   if (layout_.serving) {

@@ -107,11 +107,11 @@ bool EntryScan::next() {
         good = in.skip(field);
       }
     }
-    if (!good) fail("it is no EntryDump message");
+    if (!good) fail("it is not an EntryDump message");
     if (!has_id || columns_.weights.size() == before) {
-      fail(std::string("it has no ") + (has_id ? "weights" : "id") + ", so it is no row of a table");
+      fail(std::string("it has no ") + (has_id ? "weights" : "id") + ", so it is not a row of a table");
     }
-    if (time < 0 || time > 0xFFFFFFFFll) fail("last_update_ts_sec is 0..4294967295, it has " + std::to_string(time));
+    if (time < 0 || time > 0xFFFFFFFFll) fail("last_update_ts_sec must be 0..4294967295, got " + std::to_string(time));
     columns_.ids.push_back(id);
     columns_.times.push_back(time);
     columns_.offsets.push_back(chunk_.offset + static_cast<int64_t>(chunk_.starts[i]));
@@ -151,11 +151,11 @@ void EntrySink::copy(const EntryScan& scan, const int64_t* indices, int64_t n) {
 
 void EntrySink::rows(const int64_t* ids, const int64_t* times, const float* weights, int64_t n, int64_t dim,
                      const char* states, int64_t state_bytes, const int64_t* ends) {
-  if (n < 0 || dim < 1 || state_bytes < 0) throw std::invalid_argument("rows have at least one weight");
+  if (n < 0 || dim < 1 || state_bytes < 0) throw std::invalid_argument("rows must have at least one weight");
   int64_t begin = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t end = ends ? ends[i] : state_bytes;
-    if (begin > end || end > state_bytes) throw std::invalid_argument("the ends of states rise up to their bytes");
+    if (begin > end || end > state_bytes) throw std::invalid_argument("the ends of states must rise up to their bytes");
     const size_t state = end - begin;
     char* const record = file_.room(kRecordHeader + 40 + 5 * dim + state + kRecordFooter);
     char* out = record + kRecordHeader;

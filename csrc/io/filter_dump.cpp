@@ -27,7 +27,7 @@ void read_cells(wire::Reader in, uint16_t* cells, int64_t n, const std::string& 
     if (offset >= static_cast<uint64_t>(n)) {
       throw DataError(where + "cell " + std::to_string(offset) + " is beyond the block's " + std::to_string(n));
     }
-    if (value > 0xFFFF) throw DataError(where + "a cell is 0..65535, got " + std::to_string(value));
+    if (value > 0xFFFF) throw DataError(where + "a cell must be 0..65535, got " + std::to_string(value));
     cells[offset++] = static_cast<uint16_t>(value);
   };
   while (!in.done()) {

@@ -120,8 +120,8 @@ bool ChunkReader::next(Chunk* chunk) {
       std::memcpy(&n, bytes.data() + place, 8);
       std::memcpy(&stored, bytes.data() + place + 8, 4);
       if (mask_crc(crc32c(bytes.data() + place, 8)) != stored) {
-        bytes_.fail(record() + ": the checksum of its length does not fit; the file is corrupt or is none of records" +
-                    at());
+        bytes_.fail(record() +
+                    ": the checksum of its length does not fit; the file is corrupt or not a file of records" + at());
       }
       if (n > bytes.size() - place - kRecordHeader || bytes.size() - place - kRecordHeader - n < kRecordFooter) break;
       chunk->starts.push_back(place);

@@ -12,13 +12,13 @@ namespace shoal {
 
 void check_offsets(const int64_t* offsets, int64_t bags, int64_t rows) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
-  if (bags < 0) refuse("offsets have at least one element");
-  if (offsets[0] != 0) refuse("offsets start at 0, got " + std::to_string(offsets[0]));
+  if (bags < 0) refuse("offsets must have at least one element");
+  if (offsets[0] != 0) refuse("offsets must start at 0, got " + std::to_string(offsets[0]));
   if (offsets[bags] != rows)
-    refuse("offsets end at the number of ids, " + std::to_string(rows) + ", got " + std::to_string(offsets[bags]));
+    refuse("offsets must end at the number of ids, " + std::to_string(rows) + ", got " + std::to_string(offsets[bags]));
   for (int64_t b = 0; b < bags; ++b)
     if (offsets[b + 1] < offsets[b])
-      refuse("offsets never fall, but entry " + std::to_string(b + 1) + " is " + std::to_string(offsets[b + 1]) +
+      refuse("offsets must never fall, but entry " + std::to_string(b + 1) + " is " + std::to_string(offsets[b + 1]) +
              " after " + std::to_string(offsets[b]));
 }
 

@@ -30,7 +30,7 @@ void check_offsets(const int64_t* offsets, int64_t begin, int64_t end, int64_t n
 
 Wiring::Wiring(std::vector<Feature> features, int64_t width, std::optional<int64_t> padding)
     : features_(std::move(features)), width_(width), padding_(padding) {
-  if (features_.empty()) refuse("at least one feature is needed");
+  if (features_.empty()) refuse("there must be at least one feature");
   dim_ = features_[0].table->layout().dim;
   for (const Feature& feature : features_) {
     if (feature.table->layout().dim != dim_)

@@ -20,7 +20,7 @@ int64_t to_v2(uint64_t v1) { return static_cast<int64_t>((v1 >> 54) << 48 | (v1 
 template <class F>
 void each_fixed64(const Reader& reader, F&& emit) {
   if (reader.type != 1 && reader.type != 2) return;
-  if (reader.bytes.size() % 8) fail("sharding_sparse_fids: a list of ids is not a multiple of 8 bytes long");
+  if (reader.bytes.size() % 8) fail("sharding_sparse_fids: the bytes of a list of ids must be a multiple of 8");
   for (size_t at = 0; at < reader.bytes.size(); at += 8) {
     uint64_t value;
     std::memcpy(&value, reader.bytes.data() + at, 8);
@@ -106,7 +106,7 @@ void read_batch(std::string_view message, const Names& names, WireBatch& out) {
       sized = true;
     }
   }
-  if (out.batch < 0) fail("sharding_sparse_fids: batch_size is not negative, got " + std::to_string(out.batch));
+  if (out.batch < 0) fail("sharding_sparse_fids: batch_size must be >= 0, got " + std::to_string(out.batch));
   int64_t unnamed = 0;  // samples of the first feature that nobody asked for, where nothing else tells the batch size
   for (std::string_view bytes : lists) {
     std::string_view name;
@@ -158,7 +158,7 @@ WireBatch read_wire(WireKind kind, const std::vector<std::string_view>& messages
   out.columns.resize(features.size());
   if (kind == WireKind::example_batch) {
     if (messages.size() != 1) {
-      fail("sharding_sparse_fids: an example batch is one message, got " + std::to_string(messages.size()));
+      fail("sharding_sparse_fids: an example batch must be one message, got " + std::to_string(messages.size()));
     }
     read_batch(messages[0], names, out);
     return out;

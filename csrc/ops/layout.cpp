@@ -23,9 +23,10 @@ struct ActiveFeature {
 };
 
 std::vector<ActiveFeature> check_request(const LayoutRequest& q) {
-  if (q.batch < 0) fail(std::string(kOp) + "batch_size is not negative, got " + str(q.batch));
+  if (q.batch < 0) fail(std::string(kOp) + "batch_size must be >= 0, got " + str(q.batch));
   if (q.nfl_count < q.features) {
-    fail(std::string(kOp) + "nfl_offset has an entry per feature, " + str(q.features) + ", got " + str(q.nfl_count));
+    fail(std::string(kOp) + "nfl_offset must have one entry per feature, " + str(q.features) + ", got " +
+         str(q.nfl_count));
   }
   for (int64_t i = 0; i < q.nfl_count; ++i) {
     const int64_t at = q.nfl[i] & kRowMask, before = i ? q.nfl[i - 1] & kRowMask : 0;

@@ -7,10 +7,11 @@
 namespace shoal::ops {
 
 void check_row_ends(const int64_t* splits, int64_t rows, int64_t length) {
-  if (rows < 0) fail("row_splits have at least one element, got none");
-  if (splits[0] != 0) fail("row_splits start at 0, got " + std::to_string(splits[0]));
+  if (rows < 0) fail("row_splits must have at least one element, got none");
+  if (splits[0] != 0) fail("row_splits must start at 0, got " + std::to_string(splits[0]));
   if (splits[rows] != length) {
-    fail("row_splits end at the number of values, " + std::to_string(length) + ", got " + std::to_string(splits[rows]));
+    fail("row_splits must end at the number of values, " + std::to_string(length) + ", got " +
+         std::to_string(splits[rows]));
   }
 }
 
@@ -20,11 +21,11 @@ void check_rising(const int64_t* splits, int64_t begin, int64_t end, int64_t len
   if (rising) return;
   for (int64_t r = begin; r < end; ++r) {
     if (splits[r + 1] < splits[r] || splits[r + 1] > length) {
-      fail("row_splits never fall, but entry " + std::to_string(r + 1) + " is " + std::to_string(splits[r + 1]) +
+      fail("row_splits must never fall, but entry " + std::to_string(r + 1) + " is " + std::to_string(splits[r + 1]) +
            " after " + std::to_string(splits[r]));
     }
   }
-  fail("row_splits never fall, but entry " + std::to_string(begin) + " is " + std::to_string(splits[begin]));
+  fail("row_splits must never fall, but entry " + std::to_string(begin) + " is " + std::to_string(splits[begin]));
 }
 
 void check_row_splits(const int64_t* splits, int64_t rows, int64_t length) {
@@ -45,11 +46,11 @@ void row_ids(const int64_t* splits, int64_t rows, int64_t length, int64_t* out) 
 }
 
 void normalize_merged_split(const int64_t* row_split, int64_t n, const int64_t* sizes, int64_t k, int64_t* out) {
-  if (k < 1) fail("normalize_merged_split: row_split_size has at least one entry, got none");
+  if (k < 1) fail("normalize_merged_split: row_split_size must have at least one entry, got none");
   int64_t left = n;
   for (int64_t i = 0; i < k; ++i) {
     if (sizes[i] < 1) {
-      fail("normalize_merged_split: a row split has at least one entry, but row_split_size[" + std::to_string(i) +
+      fail("normalize_merged_split: a row split must have at least one entry, but row_split_size[" + std::to_string(i) +
            "] is " + std::to_string(sizes[i]));
     }
     if (sizes[i] > left) {

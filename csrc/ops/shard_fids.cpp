@@ -33,7 +33,7 @@ ShardFids::ShardFids(std::vector<FeatureIds> features, int64_t tables, int64_t s
     rows_ += feature.rows;
   }
   if (starts_[count] > std::numeric_limits<int32_t>::max() || rows_ >= std::numeric_limits<int32_t>::max()) {
-    fail("sharding_sparse_fids: a batch has fewer than 2^31 ids and rows, got " + std::to_string(starts_[count]) +
+    fail("sharding_sparse_fids: a batch must have fewer than 2^31 ids and rows, got " + std::to_string(starts_[count]) +
          " ids; cut it into smaller batches");
   }
   shard_ = scratch<uint32_t>(starts_[count]);
@@ -48,7 +48,7 @@ ShardFids::ShardFids(std::vector<FeatureIds> features, int64_t tables, int64_t s
     uint32_t *shard = shard_.get() + starts_[f], *place = place_.get() + starts_[f];
     for (int64_t i = 0; i < n; ++i) {
       if (feature.ids[i] < 0) {
-        fail("sharding_sparse_fids: a v2 id is not negative, got " + std::to_string(feature.ids[i]));
+        fail("sharding_sparse_fids: a v2 id must be >= 0, got " + std::to_string(feature.ids[i]));
       }
     }
     if (!unique) {

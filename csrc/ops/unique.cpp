@@ -83,7 +83,7 @@ void each_element(const OffsetMap& map, bool parallel, F&& body) {
 void check_map(const OffsetMap& map, const char* op) {
   check_row_splits(map.pos_splits, map.rows, map.pos_splits[map.rows]);
   for (int64_t r = 0; r < map.rows; ++r) {
-    if (map.dims[r] < 0) fail(std::string(op) + ": dims are not negative, got " + std::to_string(map.dims[r]));
+    if (map.dims[r] < 0) fail(std::string(op) + ": dims must be >= 0, got " + std::to_string(map.dims[r]));
   }
 }
 

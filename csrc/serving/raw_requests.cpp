@@ -230,7 +230,7 @@ RequestReader::RequestReader(FeatureSet set, std::vector<std::pair<std::string, 
         input.lengths >= static_cast<int64_t>(inputs.size()) || (input.is_lengths && input.lengths < 0))
       throw std::invalid_argument("input " + name + " stands for a feature that is not there");
     for (int64_t feature : input.features)
-      if (set_.features[feature].rule == Rule::cross) throw std::invalid_argument("a cross has no input");
+      if (set_.features[feature].rule == Rule::cross) throw std::invalid_argument("a cross must have no input");
     places_.emplace(name, static_cast<int64_t>(inputs_.size()));
     inputs_.push_back(std::move(input));
   }

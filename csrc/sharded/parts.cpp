@@ -41,8 +41,8 @@ void gather_piece(const std::vector<const float*>& parts, const std::vector<int6
 void gather_from_parts(const std::vector<const float*>& parts, const std::vector<int64_t>& edges,
                        const int32_t* offsets, int64_t n, int64_t width, float* rows) {
   if (parts.empty() || edges.size() != parts.size() + 1 || edges[0] != 0 || !std::is_sorted(edges.begin(), edges.end()))
-    throw std::invalid_argument("edges rise from 0, one more than there are parts");
-  if (width < 1) throw std::invalid_argument("a row has at least one float");
+    throw std::invalid_argument("edges must rise from 0, and be one more than the parts");
+  if (width < 1) throw std::invalid_argument("a row must have at least one float");
   const int64_t grain = std::max<int64_t>(64, (int64_t{128} << 10) / (width * 4));
   parallel_for(n, grain, [&](int64_t begin, int64_t end) {
     switch (width) {
@@ -62,13 +62,13 @@ namespace {
 
 void check(const BagGradients& bags, const int32_t* places, int64_t n, int64_t size) {
   const auto all = static_cast<int64_t>(bags.columns.size()) * bags.bags;
-  if (bags.dim < 1 || bags.bags < 0) throw std::invalid_argument("a row has at least one float");
+  if (bags.dim < 1 || bags.bags < 0) throw std::invalid_argument("a row must have at least one float");
   for (int64_t column : bags.columns)
     if (column < 0 || column + bags.dim > bags.width)
       throw std::invalid_argument("column " + std::to_string(column) + " with " + std::to_string(bags.dim) +
                                   " floats lies outside a gradient of width " + std::to_string(bags.width));
   if (bags.offsets[0] != 0 || bags.offsets[all] != n || !std::is_sorted(bags.offsets, bags.offsets + all + 1))
-    throw std::invalid_argument("offsets rise from 0 to the number of ids, " + std::to_string(n));
+    throw std::invalid_argument("offsets must rise from 0 to the number of ids, " + std::to_string(n));
   for (int64_t i = 0; i < n; ++i)
     if (places[i] + bags.dim > size && places[i] >= 0)
       throw std::invalid_argument("place " + std::to_string(places[i]) + " (id number " + std::to_string(i) +

@@ -10,9 +10,9 @@ namespace shoal {
 
 void BagsAt::check() const {
   auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
-  if (dim < 1 || features < 1 || bags < 0) refuse("bags need a feature and rows of at least one float");
+  if (dim < 1 || features < 1 || bags < 0) refuse("bags must have a feature and rows of at least one float");
   if (static_cast<int64_t>(combiners.size()) != features || static_cast<int64_t>(columns.size()) != features)
-    refuse("there is a combiner and a column per feature");
+    refuse("there must be one combiner and one column per feature");
   for (int32_t kind : combiners) {
     if (kind != 0 && kind != 1 && kind != 3) refuse("combiner " + std::to_string(kind) + " is not sum, mean or sqrtn");
   }
@@ -20,7 +20,7 @@ void BagsAt::check() const {
     if (column < 0 || column + dim > width) refuse("column " + std::to_string(column) + " does not fit the width");
   }
   const int64_t all = features * bags;
-  if (offsets[0] != 0 || offsets[all] != ids) refuse("offsets rise from 0 to the number of ids");
+  if (offsets[0] != 0 || offsets[all] != ids) refuse("offsets must rise from 0 to the number of ids");
   for (int64_t b = 0; b < all; ++b) {
     if (offsets[b] > offsets[b + 1]) refuse("offsets fall at bag " + std::to_string(b));
   }

@@ -68,9 +68,9 @@ Rings::Rings(char* memory, int rank, int ranks, int64_t ring_bytes)
 #if !defined(__linux__)
   throw std::invalid_argument("shared memory between ranks needs Linux");
 #endif
-  if (rank < 0 || rank >= ranks) throw std::invalid_argument("a rank is one of the ranks");
-  if (ring_bytes < 64 || ring_bytes % 64) throw std::invalid_argument("a ring has a multiple of 64 bytes");
-  if (reinterpret_cast<uintptr_t>(memory) % 64) throw std::invalid_argument("the memory is aligned to 64 bytes");
+  if (rank < 0 || rank >= ranks) throw std::invalid_argument("rank must be 0..ranks - 1");
+  if (ring_bytes < 64 || ring_bytes % 64) throw std::invalid_argument("the bytes of a ring must be a multiple of 64");
+  if (reinterpret_cast<uintptr_t>(memory) % 64) throw std::invalid_argument("the memory must be aligned to 64 bytes");
 }
 
 Rings::Bell& Rings::bell(int rank) const { return *reinterpret_cast<Bell*>(memory_ + rank * int64_t{64}); }
@@ -89,11 +89,12 @@ void Rings::wake(int peer) const {
 void Rings::start(const char* data, const std::vector<int64_t>& send, char* out, const std::vector<int64_t>& recv,
                   const char* head) {
   if (static_cast<int>(send.size()) != ranks_ || static_cast<int>(recv.size()) != ranks_)
-    throw std::invalid_argument("one number of bytes per rank is needed");
+    throw std::invalid_argument("there must be one number of bytes per rank");
   for (int p = 0; p < ranks_; ++p) {
-    if (send[p] < 0 || recv[p] < 0) throw std::invalid_argument("a number of bytes is not negative");
+    if (send[p] < 0 || recv[p] < 0) throw std::invalid_argument("numbers of bytes must be >= 0");
   }
-  if (send[rank_] != recv[rank_]) throw std::invalid_argument("a rank gives itself as much as it takes");
+  if (send[rank_] != recv[rank_])
+    throw std::invalid_argument("a rank must send itself as many bytes as it receives from itself");
   for (int p = 0; p < ranks_; ++p) {
     Message& m = messages_[p];
     m = {};

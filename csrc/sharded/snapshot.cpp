@@ -66,7 +66,7 @@ void Snapshot::take(int stripe, Rows* out) {
 std::vector<SavedShard> Snapshot::save(const SaveTarget& target, Progress* progress) {
   {
     const std::lock_guard lock(mutex_);
-    if (taken_) throw std::invalid_argument("a snapshot is saved once");
+    if (taken_) throw std::invalid_argument("a snapshot must be saved only once");
   }
   const auto take_stripe = [this](int stripe, Rows* out) { take(stripe, out); };
   return shoal::save({{&table_, nullptr, 0, take_stripe}}, target, progress);

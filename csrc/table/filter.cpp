@@ -10,7 +10,7 @@ Thresholds::Thresholds(uint32_t default_threshold, const std::vector<std::pair<u
   if (of_slot.empty()) return;
   of_slot_.assign(kSlots, default_threshold);
   for (auto [slot, threshold] : of_slot) {
-    if (slot >= kSlots) throw std::invalid_argument("a slot is 0..32767, got " + std::to_string(slot));
+    if (slot >= kSlots) throw std::invalid_argument("a slot must be 0..32767, got " + std::to_string(slot));
     of_slot_[slot] = threshold;
     largest_ = std::max(largest_, threshold);
   }

@@ -13,11 +13,12 @@ namespace {
 constexpr int64_t kMaxTotal = int64_t{1} << 40;
 
 int64_t home_positions(int64_t capacity, double fill_rate) {
-  if (capacity < 1) throw std::invalid_argument("a filter's capacity is at least 1, got " + std::to_string(capacity));
+  if (capacity < 1)
+    throw std::invalid_argument("a filter's capacity must be at least 1, got " + std::to_string(capacity));
   const double total = static_cast<double>(capacity) * fill_rate;
   if (!(total >= 1 && total < static_cast<double>(kMaxTotal)))
-    throw std::invalid_argument("a filter's capacity * fill_rate is 1..2^40, got capacity " + std::to_string(capacity) +
-                                " and fill_rate " + std::to_string(fill_rate));
+    throw std::invalid_argument("a filter's capacity * fill_rate must be 1..2^40, got capacity " +
+                                std::to_string(capacity) + " and fill_rate " + std::to_string(fill_rate));
   return static_cast<int64_t>(total);
 }
 }  // namespace

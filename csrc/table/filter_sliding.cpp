@@ -11,7 +11,8 @@ SlidingFilter::SlidingFilter(int64_t capacity, int split_num, Thresholds thresho
     throw std::invalid_argument("a sliding filter counts to 15, so that an occurrence_threshold of " +
                                 std::to_string(largest_threshold()) + " would never admit; use 15 or less");
   const int blocks = std::max(split_num, 5);
-  if (blocks > 4096) throw std::invalid_argument("a filter has at most 4096 blocks, got " + std::to_string(blocks));
+  if (blocks > 4096)
+    throw std::invalid_argument("a filter must have at most 4096 blocks, got " + std::to_string(blocks));
   for (int i = 0; i < blocks; ++i) blocks_.emplace_back(std::max<int64_t>(1, capacity_ / (blocks - 1)), 1.2);
 }
 

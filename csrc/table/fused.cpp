@@ -39,7 +39,7 @@ std::vector<int64_t> fused_apply_gradients(const Blocks& blocks, const int64_t* 
   for (const Table* table : blocks.tables)
     rate.push_back(rate.back() + static_cast<int64_t>(table->layout().segments.size()));
   if (rate.back() != static_cast<int64_t>(rates.size()) || bad.size() != blocks.tables.size())
-    throw std::invalid_argument("one learning rate per segment of each table is needed: " +
+    throw std::invalid_argument("there must be one learning rate per segment of each table: " +
                                 std::to_string(rate.back()) + ", got " + std::to_string(rates.size()));
   for (int64_t block = 0; block < blocks.size(); ++block) {
     if (bad[block % k] != BadGradient::raise) continue;

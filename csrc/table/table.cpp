@@ -73,7 +73,7 @@ std::vector<float> Table::scales() const {
 }
 
 void Table::set_scales(const std::vector<float>& scales) {
-  if (scales.size() != scales_.size()) throw std::invalid_argument("one scale per segment is needed");
+  if (scales.size() != scales_.size()) throw std::invalid_argument("there must be one scale per segment");
   for (size_t i = 0; i < scales.size(); ++i) scales_[i].store(scales[i]);
 }
 
@@ -187,8 +187,7 @@ void Table::untrack(const std::shared_ptr<Tracker>& tracker) {
 void Table::note_removed(const std::vector<int64_t>& ids) const {
   if (ids.empty()) return;
   if (const auto trackers = this->trackers())
-    for (const Follower& follower : *trackers)
-      follower.tracker->removed(ids.data(), static_cast<int64_t>(ids.size()));
+    for (const Follower& follower : *trackers) follower.tracker->removed(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
 }  // namespace shoal

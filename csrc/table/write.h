@@ -8,7 +8,7 @@
 namespace shoal {
 
 inline void check_number(int64_t ids) {
-  if (ids > (int64_t{1} << 31)) throw std::invalid_argument("one call takes at most 2147483648 ids");
+  if (ids > (int64_t{1} << 31)) throw std::invalid_argument("one call must have at most 2147483648 ids");
 }
 
 struct Table::Write {

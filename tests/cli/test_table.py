@@ -523,9 +523,9 @@ def test_verify_of_repeated_ids_counts_widths_and_numbers(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"hello, I am a text file, and a rather long one at that", "none of records, at byte 0"),
-        (framed(b"\x0a\x03abc"), "it has no id, so it is no row of a table, at byte 0"),
-        (framed(b"\xff\xff\xff"), "it is no EntryDump message, at byte 0"),
+        (b"hello, I am a text file, and a rather long one at that", "not a file of records, at byte 0"),
+        (framed(b"\x0a\x03abc"), "it has no id, so it is not a row of a table, at byte 0"),
+        (framed(b"\xff\xff\xff"), "it is not an EntryDump message, at byte 0"),
         (entry(1, 2) + entry(2, 2)[:-3], f"truncated inside it, at byte {len(entry(1, 2))}"),
         (
             entry(1, 2) + entry(2, 2)[:-3] + b"abc",

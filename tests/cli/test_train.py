@@ -162,7 +162,7 @@ def test_bad_rows_are_counted_shown_once_and_stop_a_strict_run(capsys, data, tmp
         ("none.tsv", b"", [], "there are no samples, since DIR/none.tsv is empty"),
         ("none.parquet", b"", ["--format", "parquet"], "none.parquet is empty"),
         ("head.csv", b"y,u\n", ["--format", "csv"], "there are no samples in DIR/head.csv"),
-        ("bad.csv", b"y,u\nx,1\nx,2\n", ["--format", "csv"], "bad.csv, line 2: column 1 is the label, a number"),
+        ("bad.csv", b"y,u\nx,1\nx,2\n", ["--format", "csv"], "line 2: column 1 is the label and must be a number"),
         ("cut.parquet", b"", ["--format", "parquet"], "DIR/cut.parquet, row 1: the file is damaged"),
     ],
     ids=["empty", "empty parquet", "a header alone", "bad rows alone", "truncated parquet"],

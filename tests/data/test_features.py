@@ -268,7 +268,7 @@ def test_raw_values_that_do_not_fit_are_named():
     schema = Schema(
         label="y", dense=("x",), sparse=("age",), definitions={"age": Feature(kind="bucket", boundaries=(1,))}
     )
-    with pytest.raises(ConfigError, match="sample 1: feature 'age' is a number, got 'old'"):
+    with pytest.raises(ConfigError, match="sample 1: feature 'age' must be a number, got 'old'"):
         make_inputs(schema, {"age": ["3", "old"]})
     with pytest.raises(ConfigError, match="did you mean 'age'"):
         make_inputs(schema, {"aeg": [1]})
@@ -278,7 +278,7 @@ def test_raw_values_that_do_not_fit_are_named():
         make_inputs(schema, {"age": 3})
     with pytest.raises(ConfigError, match="finite"):
         make_inputs(schema, {"age": [1], "x": [math.inf]})
-    with pytest.raises(ConfigError, match="sample 0: feature 'age' has one value, got 2"):
+    with pytest.raises(ConfigError, match="sample 0: feature 'age' must have one value, got 2"):
         make_inputs(schema, {"age": [[1, 2]]})
 
 
@@ -287,7 +287,7 @@ def test_a_cell_that_does_not_fit_is_a_bad_row(tmp_path):
     (tmp_path / "a.csv").write_text("y,age\n1,2\n0,old\n1,\n")
     samples, bad = read(tmp_path / "a.csv", "csv", schema)
     assert len(samples) == 2
-    assert "column 2 is a number, got 'old'" in str(bad[0])
+    assert "column 2 must be a number, got 'old'" in str(bad[0])
 
 
 def test_many_samples_are_the_same_in_parts_and_at_once():

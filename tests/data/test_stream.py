@@ -84,7 +84,7 @@ def test_bad_rows_are_told_and_may_stop_the_stream(files):
     told = []
     list(stream(files, on_bad=told.append))
     assert len(told) == 10
-    assert str(told[0]).endswith("part-0.tsv, line 52: column 1 is the label, a number, got 'bad'")
+    assert str(told[0]).endswith("part-0.tsv, line 52: column 1 is the label and must be a number, got 'bad'")
 
     def stop(row):
         raise DataError(str(row))

@@ -76,7 +76,7 @@ def test_raw_ids_are_taken_as_they_are_and_slots_are_shared(tmp_path):
     path.write_text("y,u,v\n1,-5,18446744073709551615\n0,7,x\n")
     parts, bad = read_all(make_format("csv", Schema(label="y", sparse=("u", "v"), raw=True)), path)
     assert parts[0].ids.tolist() == [[-5, -1]]
-    assert "column 3 is a 64-bit id, got 'x'" in bad[0].why
+    assert "column 3 must be a 64-bit id, got 'x'" in bad[0].why
     shared = Schema(label="y", sparse=("u", "v"), slots={"v": 1})
     path.write_text("y,u,v\n1,q,q\n")
     (part,), _ = read_all(make_format("csv", shared), path)
@@ -89,8 +89,8 @@ def test_raw_ids_are_taken_as_they_are_and_slots_are_shared(tmp_path):
         ("1,2,3,u", "the line has 4 columns, not 5"),
         ("1,2,3,u,v,w", "more than 5 columns"),
         (",2,3,u,v", "column 1 is the label"),
-        ("1,x,3,u,v", "column 2 is a number or empty, got 'x'"),
-        ("1,nan,3,u,v", "column 2 is a number or empty, got 'nan'"),
+        ("1,x,3,u,v", "column 2 must be a number or empty, got 'x'"),
+        ("1,nan,3,u,v", "column 2 must be a number or empty, got 'nan'"),
         ("inf,1,3,u,v", "column 1 is the label"),
         ("1,1e99,3,u,v", "column 2"),
         ('1,2,3,"u,v', "quote that is not closed"),

@@ -55,9 +55,9 @@ def test_bad_input_is_refused_and_changes_nothing():
 
     with pytest.raises(ValueError, match="column 10 with 4 floats lies outside a gradient of width 13"):
         add(columns=(0, 10))
-    with pytest.raises(ValueError, match="offsets rise from 0"):
+    with pytest.raises(ValueError, match="offsets must rise from 0"):
         add(offsets=part.offsets + 1)
-    with pytest.raises(ValueError, match="offsets rise from 0"):
+    with pytest.raises(ValueError, match="offsets must rise from 0"):
         add(offsets=part.offsets.flip(0).contiguous())
     with pytest.raises(ValueError, match=r"place 36 .* lies outside the buffer of 36 floats"):
         add(at=torch.full_like(places, 36), size=36)

@@ -68,7 +68,7 @@ def test_ranks_that_disagree_are_told():
     assert a.run(0.01)
     assert b.differences() == [(0, 10, 11)]
     assert a.differences() == [(1, 12, 10)]
-    with pytest.raises(ValueError, match="gives itself"):
+    with pytest.raises(ValueError, match="must send itself"):
         a.start(data.ctypes.data, [1, 0], out.ctypes.data, [2, 0])
     with pytest.raises(ValueError, match="multiple of 64"):
         _core.Rings(64, 0, 1, 65)

@@ -227,7 +227,7 @@ def test_bad_arguments_are_refused():
         with pytest.raises(ConfigError, match="out must be"):
             pooled(out=wrong_out)
     for kind in (FIRSTN, MAX):
-        with pytest.raises(ConfigError, match="only sum, mean and sqrtn"):
+        with pytest.raises(ConfigError, match="must be sum, mean or sqrtn"):
             pooled(features=Features((0, 1), (SUM, kind), (0, DIM), 2 * DIM))
     with pytest.raises(ConfigError, match="columns must be"):
         pooled(features=Features((0, 1), (SUM, SUM), (0, DIM + 1), 2 * DIM))
