@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <optional>
 #include <stdexcept>
 
@@ -12,7 +13,8 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kString = 7, kStrings = 8;  // TensorFlow's DataType, and the field of its values
+constexpr int64_t kMaxBytes = (int64_t{1} << 31) - 1;  // of what is made of a request
+constexpr int64_t kString = 7, kStrings = 8;           // TensorFlow's DataType, and the field of its values
 
 // One input of one request: its values as a RawColumn has them.
 struct Values {
@@ -94,6 +96,8 @@ class RequestReader::Reading {
       n = values_[i].rows;
     }
     if (n < 0 || n > size) return -1;  // rows without a value could be any number
+    const auto width = static_cast<int64_t>(reader_.set_.features.size() + reader_.set_.numbers.size());
+    if (n > kMaxBytes / 8 / std::max<int64_t>(1, width)) return -1;
     for (size_t i = 0; i < values_.size(); ++i)
       if (values_[i].given && !shape(i)) return -1;
     return append(n, batch);
@@ -107,11 +111,11 @@ class RequestReader::Reading {
     out->width = parts.shape.size() == 2 ? parts.shape[1] : -1;
     out->has_lengths = false;
     out->valid.clear();
-    if (out->rows < 0 || (out->width >= 0 && !(input.listed && out->width > 0) && out->width != 1)) return false;
+    if (out->rows < 0 || (out->width >= 0 && !input.listed && out->width != 1)) return false;
     if (parts.dtype == kString) {
       if (!input.text || parts.content.size) return false;
       int64_t count;
-      if (__builtin_mul_overflow(out->rows, std::max<int64_t>(1, out->width), &count)) return false;
+      if (__builtin_mul_overflow(out->rows, std::abs(out->width), &count)) return false;
       out->kind = RawKind::text;
       out->texts.clear();
       for (const Span& each : tensor_strings(data, span, kStrings, count))
@@ -141,7 +145,7 @@ class RequestReader::Reading {
     if (input.is_lengths) return mine.width < 0 && values_[input.lengths].given;
     const Values* told = input.lengths >= 0 && values_[input.lengths].given ? &values_[input.lengths] : nullptr;
     if (told && mine.width < 0) return false;
-    if (!told && mine.width <= 1) {
+    if (!told && (mine.width < 0 || mine.width == 1)) {
       if (mine.kind != RawKind::number) return true;
       if (std::none_of(mine.reals.begin(), mine.reals.end(), [](double x) { return std::isnan(x); })) return true;
       for (double x : mine.reals) mine.valid.push_back(!std::isnan(x));

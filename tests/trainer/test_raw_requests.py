@@ -17,6 +17,7 @@ from shoal.serving.server.loader import load_servable
 from shoal.serving.server.trained import BATCH, MadeInputs
 from shoal.serving.status import StatusError
 from shoal.serving.tensors import decode_tensor, encode_content, encode_tensor
+from shoal.serving.wire import varint
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 from tests.trainer.helpers import Told
@@ -65,7 +66,7 @@ def whole(draw, values, n, shape=None):
 
 def listed(draw, name, n, values, made):
     """Adds a list in one of its forms."""
-    width = draw.choice([1, 2, 5])
+    width = draw.choice([0, 1, 2, 5])
     form = draw.choice(["one", "padded", "lengths"])
     if form == "one":
         made[name] = values(n, draw.choice([(n,), (n, 1)]))
@@ -100,7 +101,7 @@ def ids_request(draw, n):
     ids = [0, 1, -1, 2**62, -(2**63)]
 
     def wide(count, shape):
-        return encode_tensor(torch.tensor(pick(draw, ids, count)).reshape(shape))
+        return encode_tensor(torch.tensor(pick(draw, ids, count), dtype=torch.int64).reshape(shape))
 
     made = {name: wide(n, (n,)) for name in ("user", "zip", "age", "visits", "country", "color")}
     made |= {name: real(draw, [0.0, 3.5, float("nan")], n) for name in ("price", "grams")}
@@ -136,6 +137,7 @@ BROKEN = {
     "scalar": lambda n: {"user": encode_tensor(torch.tensor(3))},
     "cut off": lambda n: {"user": texts([b"u"] * n, (n,))[:-1]},
     "too many texts": lambda n: {"user": texts([b"u"] * n, (n,)) + b"\x42\x01u"},
+    "lengths alone": lambda n: {"tags/lengths": encode_tensor(torch.ones(n).long())},
     "two ages": lambda n: {"age": encode_tensor(torch.ones(n, 2))},
 }  # fmt: skip
 UNUSUAL = {
@@ -239,10 +241,16 @@ def test_damaged_bytes_are_never_read_otherwise_than_alone(signatures):
         assert read > 20
 
 
-def test_a_shape_that_claims_rows_without_values_takes_no_memory(signatures):
-    empty = b"\x08\x07\x12\x0c\x12\x06\x08\x80\x80\x80\x80\x04\x12\x02\x08\x00"
-    rows = signatures["serving_default"].join("here", [call_of({"tags": empty})])[1]
-    assert rows == [-1]
+@pytest.mark.parametrize("name", ["serving_default", "ids"])
+@pytest.mark.parametrize("width", [0, 1, None])
+def test_a_shape_that_claims_rows_without_values_takes_no_memory(signatures, name, width):
+    kind = b"\x09" if name == "ids" else b"\x07"
+    sizes = [2**27] if width is None else [2**27, width]
+    dims = b"".join(b"\x12" + bytes([len(one)]) + one for one in (b"\x08" + varint(size) for size in sizes))
+    call = call_of({"tags": b"\x08" + kind + b"\x12" + bytes([len(dims)]) + dims}, name)
+    assert signatures[name].join("here", [call])[1] == [-1]
+    with pytest.raises(StatusError, match="a request has 134217728 rows; at most"):
+        call.tensors(lambda heads: signatures[name].check("here", heads))
 
 
 def test_clients_at_once_get_what_each_gets_alone_and_only_broken_requests_fail(exported, signatures):

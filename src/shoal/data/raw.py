@@ -156,7 +156,8 @@ def column_of(values: Any, n: int, name: str) -> Column:
 def _array(values: np.ndarray, n: int) -> Column:
     kind, dtype = (NUMBER, np.float64) if values.dtype.kind == "f" else (INTEGER, np.int64)
     lengths = None if values.ndim == 1 else np.full(n, values[0].size if n else 0, np.int64)
-    flat = np.ascontiguousarray(values.reshape(-1), dtype)
+    with np.errstate(invalid="ignore"):  # a NaN of any bits is a missing value
+        flat = np.ascontiguousarray(values.reshape(-1), dtype)
     valid = None
     if kind == NUMBER and bool((missing := np.isnan(flat)).any()):
         valid = (~missing).astype(np.uint8)
@@ -208,7 +209,8 @@ def _numbers(values: Any, n: int, name: str, default: float) -> Tensor:
             values = values.detach().cpu().numpy()
         elif not isinstance(values, np.ndarray):
             values = [np.nan if value is None else value for value in values]
-        numbers = torch.from_numpy(np.array(values, np.float64).reshape(n))
+        with np.errstate(invalid="ignore"):  # a NaN of any bits is a missing value
+            numbers = torch.from_numpy(np.array(values, np.float64).reshape(n))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"number {name!r}: it must have one number per sample ({error})") from None
     if bool(torch.isinf(numbers).any()):

@@ -23,7 +23,7 @@ from shoal.serving.server.moments import Fresh
 from shoal.serving.server.program import Program, direct_call
 from shoal.serving.server.servable import Signature, TableView, Tensors, dtype_of
 from shoal.serving.status import invalid_argument
-from shoal.serving.tensors import TensorHead
+from shoal.serving.tensors import MAX_TENSOR_BYTES, TensorHead
 from shoal.table.config.optim import Sgd
 from shoal.table.table import HashTable
 
@@ -164,6 +164,13 @@ class FeatureSignature(Signature):
             raise invalid_argument(f"{where}: inputs must have one row per sample each, got different numbers: {rows}")
         if not rows:
             raise invalid_argument(f"{where}: a request must have at least one input; it takes {sorted(known)}")
+        if alone := [
+            alias for alias in inputs if alias in lists - known.keys() and alias.removesuffix(LENGTHS) not in inputs
+        ]:
+            raise invalid_argument(f"{where}: input {alone[0]!r} goes with {alone[0].removesuffix(LENGTHS)!r}")
+        width = len(self.maker.schema.sparse) + len(self.maker.schema.dense)
+        if (n := next(iter(rows.values()))) > (most := MAX_TENSOR_BYTES // 8 // max(1, width)):
+            raise invalid_argument(f"{where}: a request has {n} rows; at most {most} are taken")
 
     def _takes(self, alias: str) -> tuple[str, ...]:
         assert self.maker is not None
@@ -245,7 +252,9 @@ def _column(value: Any, lengths: Any, alias: str) -> Any:
         if lengths is not None:
             raise invalid_argument(f"input {alias + LENGTHS!r} goes with values of shape [rows, values]")
         return list(value) if value.dtype == object else value
-    if lengths is None:
+    if lengths is None and not value.shape[1]:
+        counts = [0] * len(value)
+    elif lengths is None:
         present = value != b"" if value.dtype == object else ~np.isnan(value) if value.dtype.kind == "f" else None
         if present is None:
             return value
