@@ -1,4 +1,4 @@
-"""`publish`: has what tables and a model learn follow into the replicas that serve them."""
+"""`publish`: keeps serving replicas up to date with tables and a model that are being trained."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class Targets(Protocol):
-    """Who is told: addresses of live replicas, asked before each round."""
+    """The addresses of live replicas, asked for before each round."""
 
     def __call__(self) -> list[str]: ...
     def close(self) -> None: ...
 
 
 class Publication:
-    """What `publish` gives: rounds of pushes until `close`. A context manager. Any thread may call it.
+    """What `publish` returns: sends rounds of pushes until `close`. A context manager. Any thread may call it.
 
     Args:
         publisher: sends the changes of a source.
@@ -68,7 +68,7 @@ class Publication:
             self._thread.start()
 
     def round(self) -> bool:
-        """Has what changed copied and sent; False where the round before is still being sent: the next one has it all.
+        """Copies and sends what changed. Returns False if the last round is still being sent; the next one has it all.
 
         Between two steps it copies rows and weights of one step. Sending is done by another thread.
         """
@@ -92,19 +92,19 @@ class Publication:
             raise DeadlineError(str(error)) from error
 
     def nudge(self) -> None:
-        """Has the thread make a round at once."""
+        """Makes the thread send a round at once."""
         self._now.set()
 
     def status(self) -> list[PublisherStatus]:
-        """How far each source is, replica by replica: this process, then parameter servers."""
+        """The state of each source and its replicas: this process first, then parameter servers."""
         return [self.publisher.status(), *(one for servers in self.servers for one in servers.status())]
 
     def exported(self, version: int, stamp: Stamp) -> None:
-        """There is an export with everything up to ``stamp``: see `Publisher.exported`."""
+        """Says that an export with everything up to ``stamp`` exists; see `Publisher.exported`."""
         self.publisher.exported(version, stamp)
 
     def close(self) -> None:
-        """Ends the rounds; what was not sent yet is not sent. `flush` before, where it is to be."""
+        """Ends the rounds. Changes that were not sent yet are not sent; call `flush` first to send them."""
         self._stop.set()
         self._now.set()
         if self._thread is not None:
@@ -150,7 +150,7 @@ def publish(
     base: Stamp | None = None,
     security: ClientSecurity | None = None,
 ) -> Publication:
-    """Has the replicas of a model follow tables and weights as they are learnt, whatever kind of tables they are.
+    """Sends tables and weights to the replicas of a model while they are trained. Works with every kind of table.
 
     Rows that were written since the last round are sent, those that were erased, evicted or have expired leave the
     replicas, and weights go with the rows of the same round, all at once::
@@ -252,7 +252,7 @@ def tables_of(model_or_tables: Any) -> dict[str, Any]:
 
 
 def client_of(table: Any) -> PsClient | None:
-    """Whose servers have the rows of a table; None where they are in this process."""
+    """The client of the servers that hold a table's rows; None if this process holds them."""
     parts = getattr(table, "tables", None)
     first = parts[0] if isinstance(parts, list) and parts else table
     client = getattr(first, "client", None)

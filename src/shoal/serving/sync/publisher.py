@@ -1,4 +1,4 @@
-"""The publisher: one source's changes to every live replica of a model, in rounds."""
+"""`Publisher`: sends the changes of one source to every live replica of a model, in rounds."""
 
 import contextlib
 import dataclasses
@@ -27,23 +27,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TargetStatus:
-    """How far one replica is."""
+    """What one replica has of a source."""
 
     target: str
     version: int | None = None
     complete: Stamp | None = None
-    """Up to which stamp it has everything."""
+    """The replica has every change up to this stamp."""
     waiting: int = 0
     """Ids that it does not have yet."""
     freshness: float | None = None
-    """Seconds from the oldest change of the last round that it took to its being servable."""
+    """Seconds from the oldest change in its last round until that change was served."""
     error: str = ""
-    """Why its last round failed, "" where it did not."""
+    """Why its last round failed; "" if it succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatus:
-    """How far a publisher is; `Publisher.status` makes it."""
+    """The state of a publisher, as `Publisher.status` returns it."""
 
     source: str
     rounds: int = 0
@@ -59,24 +59,24 @@ class PublisherStatus:
 
 HISTORY_IDS = 8 * 1024 * 1024
 BACKLOG_ROWS = 200_000
-"""Of those that a replica must catch up on, so many are read in one round: the trainer waits meanwhile."""
+"""Rows that one round reads for a replica that catches up. The trainer waits while they are read."""
 CHECK_SECS = 5.0
-"""A replica that was sent nothing for so long is asked whether it is still the one that it was."""
+"""After this time without a message a replica is asked whether it is still the same process."""
 PATIENCE_SECS = 2.0
-"""A round waits so long for slow replicas; then the next round is made, which they join when they are done."""
+"""A round waits this long for slow replicas. Then the next round starts, and they join it when they are done."""
 HELLO_SECS = 10.0
 MAX_PARALLEL = 32
 _NO_IDS = np.empty(0, np.int64)
 
 
 class _Replica:
-    """What the publisher knows of one target. While it is busy, it is its worker's alone."""
+    """What the publisher knows of one target. While a worker serves the target, only that worker may use it."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.session: Session | None = None
         self.since = Stamp(0, 0)
-        """It has every change up to here, but for the backlog."""
+        """It has every change up to this stamp, except the backlog."""
         self.backlog: Ids = {}
         self.complete: Stamp | None = None
         self.digest = ""
@@ -84,9 +84,9 @@ class _Replica:
         self.error = "it has not been asked yet"
         self.checked = float("-inf")
         self.greeted = 0
-        """The run that it was last asked in."""
+        """The run in which it was last asked what it has."""
         self.work: Future[None] | None = None
-        """What a thread does for it now; until that is done no round is made for it."""
+        """The call that a thread makes for it now; it gets no round until that ends."""
 
     @property
     def busy(self) -> bool:
@@ -95,11 +95,11 @@ class _Replica:
 
 @dataclass(slots=True)
 class _Job:
-    """One round for the thread: what it read, and which replicas get it."""
+    """One round for the thread: the rows that were read, and the replicas that get them."""
 
     stamp: Stamp
     packages: dict[str, tuple[Package, Ids]] = field(default_factory=dict)
-    """target -> what it gets, and what of its backlog is left then"""
+    """target -> what it gets, and the backlog that remains afterwards"""
 
 
 class Publisher:
@@ -150,7 +150,7 @@ class Publisher:
     # --- the caller's side --------------------------------------------------------------------------------------------
 
     def round(self) -> bool:
-        """Copies what changed and hands it to the thread; False where that is still busy: changes then accumulate.
+        """Copies what changed and hands it to the thread. Returns False if the thread is busy; changes then accumulate.
 
         A trainer calls it between two steps, so that rows and weights are of one step.
         """
@@ -192,7 +192,7 @@ class Publisher:
                 continue
             lacks = self._history.since(replica.since)
             if lacks is None:
-                replica.session = None  # it is asked, and planned, anew
+                replica.session = None  # ask it again what it has
                 continue
             now, left = _first(replica.backlog, BACKLOG_ROWS)
             wanted[address] = merge(lacks, now) if now else lacks
@@ -231,14 +231,14 @@ class Publisher:
             job.packages[address] = (package, leftovers[address])
 
     def _forget(self) -> None:
-        """Forgets ids that every replica has, and that every export which a replica may start with has."""
+        """Forgets ids that are on all replicas and in all exports that a replica may start from."""
         assert self._history is not None
         have = [replica.since for replica in self._replicas.values()]
         if self._exported is not None and have:
             self._history.forget(min(self._exported, *have))
 
     def flush(self, timeout_s: float = 60.0) -> None:
-        """Rounds until every live replica has everything up to now; call it between two steps.
+        """Sends rounds until every live replica has everything up to now. Call it between two steps.
 
         Raises:
             TimeoutError: names the replicas that do not have it, and why.
@@ -270,13 +270,13 @@ class Publisher:
         ]
 
     def exported(self, version: int, stamp: Stamp) -> None:
-        """An export with everything up to ``stamp`` is there: replicas that start from now on start with it."""
+        """Says that an export with everything up to ``stamp`` exists; replicas that start later start from it."""
         log.info("%s: replicas start with version %d from now on", self._source.name, version)
         with self._changed:
             self._exported = stamp
 
     def status(self) -> PublisherStatus:
-        """How far it is."""
+        """The state of the publisher and of each replica."""
         with self._changed:
             waiting = {address: self._waiting(replica) for address, replica in self._replicas.items()}
             targets = [
@@ -337,13 +337,15 @@ class Publisher:
         replicas = [(address, replica) for address, replica in self._replicas.items() if not replica.busy]
         for address, replica in replicas:
             replica.work = self._pool.submit(self._serve, address, replica, job)
-        wait([replica.work for _, replica in replicas if replica.work is not None], PATIENCE_SECS)  # others go on
+        wait(
+            [replica.work for _, replica in replicas if replica.work is not None], PATIENCE_SECS
+        )  # the others are not delayed
         if all(replica.complete is not None and replica.complete >= job.stamp for replica in self._replicas.values()):
             self._oldest = 0.0
         self._rounds += any(address in job.packages for address, _ in replicas)
 
     def _refresh(self) -> None:
-        """Asks for the live replicas; the former ones stay where nobody can say."""
+        """Asks for the live replicas. If that fails, the last known ones are kept."""
         try:
             wanted = list(dict.fromkeys(self._targets()))
         except Exception as error:
@@ -367,7 +369,7 @@ class Publisher:
             replica.target.close()
 
     def _serve(self, address: str, replica: _Replica, job: _Job) -> None:
-        """One replica's part of a round; it is asked what it has where that is not known."""
+        """Sends one replica its part of a round, and first asks what it has if that is unknown."""
         try:
             if replica.greeted != job.stamp.run:
                 replica.session = None  # the source was rolled back
@@ -454,7 +456,7 @@ class Publisher:
         return base <= have and have.run < self._run and (exported is None or exported <= base)
 
     def _own(self, listed: Ids) -> Ids:
-        """Of what a replica listed, under the names of its own tables, the ids that are this source's."""
+        """The ids of this source among those that a replica listed under its own tables' names."""
         found: Ids = {}
         for table in self._source.tables:
             shards = [ids for name, ids in listed.items() if name == table or _shard_of(name) == table]
@@ -470,7 +472,7 @@ def _shard_of(name: str) -> str:
 
 
 def _first(ids: Ids, most: int) -> tuple[Ids, Ids]:
-    """(at most so many of them, the others)."""
+    """(at most this many of the ids, the rest)."""
     now: Ids = {}
     left: Ids = {}
     for table, each in ids.items():

@@ -24,7 +24,7 @@ from shoal.serving.tensors import tensor_chunks
 from shoal.stamps import Stamp
 
 TOUCHED_AT = "shoal-touched-at-ms"
-"""Unix milliseconds of the oldest gradient in a push, from which a replica tells its lag."""
+"""Unix milliseconds of the oldest gradient in a push. A replica computes its lag from it."""
 
 READ_AT = "shoal-read-at-ms"
 """Unix milliseconds by which the trainer's rows had been read. Rows of an export that was begun later are newer."""
@@ -43,7 +43,7 @@ VERSION, REPLICA = "shoal-version", "shoal-replica"
 Where they are others by now, the push is refused, and the trailing metadata says which."""
 
 DELETED = "shoal-deleted"
-"""Present where the ids of a push have no rows any more; it then has no values."""
+"""Present if the push deletes its ids; it then has no values."""
 
 HELLO, WEIGHTS, COMMIT = "shoal/hello", "shoal/weights", "shoal/commit"
 """Signatures that publishers call: what a replica has; a piece of the dense weights; the switch to a round."""
@@ -54,7 +54,7 @@ _RUN_DIGITS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushInfo:
-    """The metadata of one push; times are Unix seconds. What the sender did not say is 0 or ""."""
+    """The metadata of one push; times are Unix seconds. Fields that the sender left out are 0 or ""."""
 
     touched_at: float = 0.0
     read_at: float = 0.0
@@ -89,7 +89,7 @@ class PushInfo:
 
     @classmethod
     def of(cls, metadata: Iterable[tuple[str, Any]]) -> "PushInfo":
-        """What a request's metadata says; values that are malformed count as absent."""
+        """Reads a request's metadata; malformed values count as absent."""
         said = {key: value for key, value in metadata if isinstance(value, str)}
         return cls(
             touched_at=_number(said.get(TOUCHED_AT)) / 1000,
@@ -116,7 +116,7 @@ push_info: contextvars.ContextVar[PushInfo] = contextvars.ContextVar("shoal_push
 log = logging.getLogger(__name__)
 
 REFUSALS = (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION)
-"""What a replica answers to values in a form that it does not take."""
+"""A replica's answer to values in a form that it does not accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class PushClient:
     def __init__(self, target: str, security: ClientSecurity | None = None, quantise: bool = False) -> None:
         self.target = target
         self.instance = ""
-        """Which process answered last, when it says so."""
+        """The process that answered last, if it said so."""
         self._quantise = quantise
         self._forms: dict[tuple[str, str], _Form] = {}
         self._security = security
@@ -234,19 +234,19 @@ class PushClient:
             again = False
 
     def _open(self) -> None:
-        """A new channel in place of the one that there is, which stays where no new one can be had."""
+        """Replaces the channel by a new one; keeps the old one if no new one can be opened."""
         former, self._channel = self._channel, open_channel(self.target, PUSH_MESSAGE_BYTES, self._security)
         self._predict = self._channel.unary_unary(PREDICT)
         if former is not None:
             former.close()
 
     def _notice_version(self, answer: bytes, form: _Form) -> None:
-        """Forgets how values are wanted where another version than the one that was asked has answered."""
+        """Forgets the form of values if another version answered than the one that was asked."""
         if self._forms and decode_response(answer)[0].version.value != form.version:
             self._forms.clear()
 
     def _form(self, batch: DeltaBatch, end: float) -> _Form:
-        """How the replica wants values, asked where it is not known; plain floats where it does not answer."""
+        """The form in which the replica wants values. Asks if it is unknown; plain floats if there is no answer."""
         key = (batch.model_name, batch.signature_name)
         if self._quantise and key not in self._forms:
             request = GetModelMetadataRequest(metadata_field=["signature_def"])

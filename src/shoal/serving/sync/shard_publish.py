@@ -1,4 +1,4 @@
-"""`ShardPublishing`: a parameter server that sends its own rows to the replicas."""
+"""`ShardPublishing`: how a parameter server sends its own rows to replicas."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ShardPublishing:
         )
 
     def start(self) -> None:
-        """Begins the rounds, once the server has started."""
+        """Starts the rounds. Call it after the server has started."""
         from shoal.serving.sync.publish import publish_source  # needs gRPC, which a server alone does not
 
         assert self.server is not None

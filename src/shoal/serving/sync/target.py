@@ -1,4 +1,4 @@
-"""One replica as a publisher sees it: what it has, and rounds that are sent to it part by part."""
+"""One replica as a publisher sees it: what it has, and how a round is sent to it in parts."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from shoal.stamps import Stamp
 log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20
-"""Of the rows or weights in one message: a replica reads it on the thread that answers predictions."""
+"""Bytes of rows or weights in one message. Small, because a replica reads it on the thread that predicts."""
 IN_FLIGHT = 4
 
 
@@ -41,14 +41,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a replica said of itself."""
+    """What a replica says about itself."""
 
     version: int
     replica: str
     complete: Stamp | None
-    """Up to when it has everything of the source."""
+    """It has everything of the source up to this stamp."""
     exported: Stamp | None
-    """Up to when its export has everything of the source."""
+    """Its export has everything of the source up to this stamp."""
     layouts: tuple[Layout, ...]
     listed: Ids
     """What it must be sent again."""
@@ -83,7 +83,7 @@ class Session:
 
 @dataclass(slots=True)
 class Package:
-    """What a round brings to one or several replicas."""
+    """What a round sends to one or several replicas."""
 
     model: str
     source: str
@@ -156,7 +156,7 @@ class Package:
         return ids, values
 
     def blob(self, session: Session) -> tuple[torch.Tensor, str] | None:
-        """The weights as the replica's net has them, and their digest; None where there are none for it."""
+        """The weights that the replica's net has, in its dtypes, and their digest; None if it gets none."""
         if self.weights is None or not session.weights:
             return None
         key = tuple(sorted(session.weights.items()))
@@ -282,7 +282,7 @@ class Target:
 
 
 def _finish(calls: deque[Any], most: int) -> None:
-    """Waits for the oldest calls until at most so many are under way; raises what went wrong, the others cancelled."""
+    """Waits for the oldest calls until at most this many run. If one fails, cancels the others and raises."""
     while len(calls) > most:
         try:
             calls.popleft().result()
