@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from shoal.serving.sync.history import History
 from shoal.serving.sync.publisher import Publisher
 from shoal.serving.sync.push import PushClient
 from shoal.serving.sync.split import Delta, DeltaBatch
-from shoal.serving.sync.target import Package, Target
+from shoal.serving.sync.target import Layout, Package, Target
 from shoal.serving.sync.weights import read_weights, write_weights
 from shoal.stamps import Stamp
 from shoal.table import test_hash_table
@@ -598,3 +599,19 @@ def test_a_history_knows_what_changed_since():
     assert history.add(Stamp(1, 50), {"t": np.arange(1000)}) > 0
     assert history.floor == Stamp(1, 49)
     assert len(history.since(Stamp(1, 49))["t"]) == 1000
+
+
+def test_replicas_that_are_sent_a_round_at_once_get_all_of_it():
+    rows = 60_000
+    layouts = (Layout("hashtable_assign", (("user", 2),), ()),)
+    for name in map(str, range(10)):
+        values = {"user": (np.arange(rows), np.ones((rows, 2), np.float32))}
+        package = Package("m", "trainer", {"user": 2}, Stamp(1, 1), name, values, {}, None, 0, 0)
+        begin = threading.Barrier(4)
+
+        def sent(_, package=package, begin=begin):
+            begin.wait(60)
+            return sum(total for *_, total in package.parts(layouts))
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(sent, range(4))) == [rows] * 4

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -99,20 +100,25 @@ class Package:
     read_at: float
     _parts: dict[Any, list[tuple[bytes, str, bool, int]]] = field(default_factory=dict)
     _blobs: dict[Any, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    _making: threading.Lock = field(default_factory=threading.Lock)
+    """Threads of several replicas ask for the same messages at once; the first one makes them."""
 
     def parts(self, layouts: tuple[Layout, ...]) -> list[tuple[bytes, str, bool, int]]:
         """(message, fingerprint of its codecs, whether these are deletions, ids) for replicas with these signatures."""
-        if layouts not in self._parts:
-            found = self._parts[layouts] = []
-            places = places_of(layouts, self.tables)
-            for layout in layouts:
-                codecs = dict(layout.codecs)
-                encode, mark = encoders(codecs), fingerprint(codecs)
-                for gone in (False, True):
-                    for batch in self._batches(layout, places, gone):
-                        payload, total = encode_push(batch, {} if gone else encode)
-                        found.append((payload, "" if gone else mark, gone, total))
-        return self._parts[layouts]
+        with self._making:
+            if layouts not in self._parts:
+                self._parts[layouts] = list(self._make_parts(layouts))
+            return self._parts[layouts]
+
+    def _make_parts(self, layouts: tuple[Layout, ...]) -> Iterator[tuple[bytes, str, bool, int]]:
+        places = places_of(layouts, self.tables)
+        for layout in layouts:
+            codecs = dict(layout.codecs)
+            encode, mark = encoders(codecs), fingerprint(codecs)
+            for gone in (False, True):
+                for batch in self._batches(layout, places, gone):
+                    payload, total = encode_push(batch, {} if gone else encode)
+                    yield payload, "" if gone else mark, gone, total
 
     def _batches(self, layout: Layout, places: Mapping[str, "Place"], gone: bool) -> Iterator[DeltaBatch]:
         """The rows of a signature's tables, cut so that a message is about `PART_BYTES`."""
@@ -160,20 +166,21 @@ class Package:
         if self.weights is None or not session.weights:
             return None
         key = tuple(sorted(session.weights.items()))
-        if key not in self._blobs:
-            given = self.weights
-            for name, (_, shape) in session.weights.items():
-                if name not in given or tuple(given[name].shape) != shape:
-                    have = list(given[name].shape) if name in given else "none"
-                    raise StatusError(
-                        Code.FAILED_PRECONDITION,
-                        f"the replica's net has {name!r} of shape {list(shape)}, the source {have}; export the model "
-                        "again",
-                    )
-            self._blobs[key] = write_weights(
-                {name: given[name].to(getattr(torch, dtype)) for name, (dtype, _) in session.weights.items()}
-            )
-        return self._blobs[key]
+        with self._making:
+            if key not in self._blobs:
+                self._blobs[key] = write_weights(self._weights_for(session.weights, self.weights))
+            return self._blobs[key]
+
+    @staticmethod
+    def _weights_for(wanted: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name, (_, shape) in wanted.items():
+            if name not in given or tuple(given[name].shape) != shape:
+                have = list(given[name].shape) if name in given else "none"
+                raise StatusError(
+                    Code.FAILED_PRECONDITION,
+                    f"the replica's net has {name!r} of shape {list(shape)}, the source {have}; export the model again",
+                )
+        return {name: given[name].to(getattr(torch, dtype)) for name, (dtype, _) in wanted.items()}
 
 
 Place = tuple[str, int, int]
