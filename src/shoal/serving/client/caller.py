@@ -16,9 +16,9 @@ from shoal.serving.status import Code, StatusError, from_rpc_error
 FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS = 0.02, 0.5
 
 AGAIN = frozenset({Code.UNAVAILABLE, Code.ABORTED, Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED})
-"""Codes of a server that is not well, or not there; another one, or the same one later, may answer."""
+"""Codes of a server that fails or cannot be reached. Another server, or the same one later, may answer."""
 LOST = ("stream removed", "rst_stream", "goaway", "socket closed", "connection reset", "broken pipe")
-"""What gRPC says of a connection that broke under a call when it calls that UNKNOWN or INTERNAL."""
+"""Words in gRPC's message when a connection broke during a call and the code is UNKNOWN or INTERNAL."""
 
 
 def may_retry(error: StatusError) -> bool:
@@ -29,7 +29,7 @@ def may_retry(error: StatusError) -> bool:
 
 
 def is_too_large(error: StatusError) -> bool:
-    """Whether the message, or what it holds, was larger than the server takes."""
+    """Whether the message, or its decoded content, was larger than the server accepts."""
     words = {Code.RESOURCE_EXHAUSTED: "larger than max", Code.INVALID_ARGUMENT: "bytes when they are decoded"}
     return error.code in words and words[Code(error.code)] in error.message
 

@@ -25,7 +25,7 @@ from shoal.serving.status import Code, StatusError, invalid_argument
 from shoal.serving.tensors import decode_tensor, encode_tensor
 
 MAX_CALL_BYTES = 16 * 1024 * 1024
-"""A call of more is cut; servers take 32 MiB by default."""
+"""A larger call is cut into parts; servers accept 32 MiB by default."""
 SLACK_SECS = 5.0
 """How much longer than its deadline a blocking call waits for the thread that keeps the deadlines."""
 
@@ -261,7 +261,7 @@ class Client:
         return await self._joiner.ask(target, columns_of(inputs, forms.inputs), end, by_row=forms.by_row)
 
     async def _ask_forms(self, signature: str, end: float) -> Forms:
-        """What the signature takes, asked once and again when the model may have changed."""
+        """The inputs of the signature; asked for once, and again when the model may have changed."""
         spec = model_spec(self.model, "", self.version)
         request = GetModelMetadataRequest(model_spec=spec, metadata_field=["signature_def"])
         answer, address = await self._caller.call(GET_MODEL_METADATA, request.SerializeToString(), end)

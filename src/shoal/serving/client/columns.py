@@ -24,7 +24,7 @@ class Form:
     dtype: torch.dtype | None
     """None for strings."""
     rank: int | None
-    """None where any will do."""
+    """None if any is accepted."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Forms:
 
 
 def forms_of(signature: SignatureDef) -> Forms:
-    """The forms that a server's metadata tell."""
+    """The forms of all signatures, from a server's metadata."""
     forms = {}
     for alias, info in signature.inputs.items():
         try:
@@ -124,7 +124,7 @@ def _first_leaf(value: Any) -> Any:
 
 
 def _numbers(rows: Sequence[Any]) -> Sequence[Any]:
-    """With NaN where a number is missing; integers are then as exact as float32 has them, or refused."""
+    """Missing numbers become NaN; integers next to them must then be exact in float32."""
     if not any(row is None for row in rows):
         return rows
     if large := [row for row in rows if isinstance(row, int) and abs(row) > 1 << 24]:
@@ -192,7 +192,7 @@ def _concatenated(values: Sequence[Column]) -> Column:
 
 
 def cut(columns: Mapping[str, Column], rows: Sequence[int]) -> list[dict[str, Column]] | None:
-    """The columns in parts of so many rows; None where a column has another number of rows."""
+    """The columns in parts of this many rows; None if a column has another number of rows."""
     if any(not column.ndim or len(column) != sum(rows) for column in columns.values()):
         return None
     parts, at = [], 0

@@ -1,4 +1,4 @@
-"""Small requests that come together travel as one, large ones in parts; answers go back to who asked."""
+"""Joins small requests into one call and cuts large ones into parts; each caller gets its own answer."""
 
 import asyncio
 import time
@@ -77,7 +77,7 @@ class Joiner:
         return waiting.answer
 
     def _pump_soon(self) -> None:
-        """After everything that has arrived by now is in the queue."""
+        """Runs after all requests that have arrived by now are in the queue."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -160,7 +160,7 @@ class Joiner:
             half.answer.exception()  # seen
 
     def close(self) -> None:
-        """Ends what is under way and what waits."""
+        """Ends calls under way and requests that wait."""
         for queue in self._queues.values():
             _fail(list(queue), StatusError(Code.CANCELLED, "the client was closed"))
         self._queues.clear()

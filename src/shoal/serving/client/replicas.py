@@ -1,4 +1,4 @@
-"""The replicas that a client may call: which there are, how they did lately, and which one is next."""
+"""The replicas that a client may call: their addresses, their recent failures, and which one is next."""
 
 import logging
 import random
@@ -56,7 +56,7 @@ class ReplicaSet:
         return list(self._replicas)
 
     def replace(self, addresses: Iterable[str]) -> bool:
-        """These addresses and no others from now on; those that stay keep what is known. Whether it is a change."""
+        """Replaces the addresses; those that stay keep their state. Returns whether anything changed."""
         fresh = {address: self._replicas.get(address) or Replica(address) for address in addresses}
         changed = fresh.keys() != self._replicas.keys()
         self._replicas = fresh

@@ -1,4 +1,4 @@
-"""When a run exports its model, and what of it."""
+"""`Exports`: when a run exports its model, and with which tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.train.loop.tables import served_features
 
 
 class Exports:
-    """The exports of a run; all ranks call it together, but for `wants`."""
+    """The exports of a run. All ranks call its methods together, except `wants`."""
 
     def __init__(self, config: Config, ranks: Ranks, learner: Learner) -> None:
         self.config, self.ranks, self.learner = config, ranks, learner
@@ -53,11 +53,11 @@ class Exports:
         return time.monotonic() - self._at >= self.config.serve.every_s
 
     def has(self, step: int) -> bool:
-        """Whether the newest export is of that step."""
+        """Whether the newest export has that step."""
         return self._step == step
 
     def write(self, at: Progress, folder: str | None = None, model: str | None = None) -> str:
-        """Exports the model of now into a folder, by default ``[serve] dir``; the path of the version."""
+        """Exports the current model into a folder, by default ``[serve] dir``. Returns the version's path."""
         serve, rows = self.config.serve, self.learner.rows
         own = folder is None
         folder = serve.dir if own else folder

@@ -78,7 +78,7 @@ class Learner:
         return logits
 
     def learn(self, parts: Sequence[Samples | None], step: int) -> float:
-        """Gradients of the dense part, and new rows; the loss, which is NaN without samples."""
+        """Computes the dense gradients and updates rows. Returns the loss, NaN without samples."""
         self.bucket.zero()
         losses = [self._learn_part(samples, step) for samples in parts]
         return sum(loss for loss in losses if not math.isnan(loss)) if any(parts) else math.nan
@@ -127,7 +127,7 @@ class Learner:
                 group["lr"] = group["base_lr"] * share
 
     def _update_rows(self) -> None:
-        """The step of rows whose gradients have waited for it."""
+        """Updates the rows whose gradients were held back for this step."""
         if self._waiting is not None:
             number = max(self.rows.steps().values())
             self._waiting.step(number)

@@ -23,7 +23,7 @@ AGAIN_S = 0.05  # after a round that came while the last one was still being sen
 
 
 def source_name(rank: int, world: int) -> str:
-    """Who learns the rows of a rank, as exports and pushes call it. Rank 0 has the weights, too."""
+    """The name of a rank as a source of rows, in exports and pushes. Rank 0 is the source of the weights, too."""
     return "trainer" if world == 1 else f"trainer_{rank}"
 
 
@@ -99,12 +99,12 @@ class Publishing:
         self._next_at = max(self._next_at + self._every_s, time.monotonic()) if begun else time.monotonic() + AGAIN_S
 
     def exported(self, version: int, stamp: Stamp) -> None:
-        """There is an export with everything up to ``stamp``: replicas that start later start with it."""
+        """Says that an export with everything up to ``stamp`` exists; replicas that start later start from it."""
         if self._publication is not None:
             self._publication.exported(version, stamp)
 
     def finish(self) -> None:
-        """Waits until every live replica has what was learnt last; says so where one does not get it in time."""
+        """Waits until every live replica has the last changes; notes it if one does not get them in time."""
         self._at().other_changes += 1  # whatever else changed since the last round
         if self._publication is not None:
             try:
@@ -113,7 +113,7 @@ class Publishing:
                 self._note(f"not every replica has what was learnt last: {error}")
 
     def status(self) -> list[Any]:
-        """How far each source is, replica by replica."""
+        """The state of each source and its replicas."""
         return [] if self._publication is None else self._publication.status()
 
     def close(self) -> None:

@@ -26,39 +26,39 @@ from shoal.train.loop.tables import Rows, served_features
 
 @dataclass(slots=True)
 class Progress:
-    """What goes on over a checkpoint."""
+    """The state of a run that a checkpoint keeps."""
 
     step: int = 0
     samples: int = 0
     started_s: int = field(default_factory=lambda: int(time.time()))
     best: float | None = None
-    """Of the evaluations, the more the better."""
+    """The best evaluation so far; higher is better."""
     since_best: int = 0
     kept_step: int | None = None
-    """The step of the best model that a checkpoint holds, which stays beside the newest ones."""
+    """The step of the best model in a checkpoint. That checkpoint is kept besides the newest ones."""
     kept_value: float | None = None
-    """Its evaluation, the more the better."""
+    """The evaluation of that step; higher is better."""
     restored: bool = False
     """Whether rows and weights are those of ``kept_step`` rather than those of ``step``."""
     epoch: int = 0
-    """Whose end has not been evaluated yet."""
+    """The epoch whose end has not been evaluated yet."""
     name: str = field(default_factory=lambda: secrets.token_hex(8))
-    """What checkpoints on parameter servers are kept under; that of the first rank counts."""
+    """The name under which parameter servers keep their checkpoints; the first rank's is used."""
     run: int = field(default_factory=new_run, compare=False)
-    """Of the `Stamp`s of what is learnt: another one at each start; the same on all ranks."""
+    """The run in `Stamp`s: a new one at each start, the same on all ranks."""
     base: Stamp | None = None
-    """The stamp of the checkpoint that this start goes on from; None: it began from nothing."""
+    """The stamp of the checkpoint that this start resumed from; None if it began without one."""
 
     other_changes: int = 0
-    """Changes that no step made: removals of expired rows, the best model brought back. Stamps count them, too."""
+    """Changes outside of steps: expired rows removed, the best model restored. Stamps count them, too."""
 
     @property
     def stamp(self) -> Stamp:
-        """Of the rows and weights of now."""
+        """The stamp of the current rows and weights."""
         return Stamp(self.run, self.step + self.other_changes)
 
     def judge(self, value: float) -> bool:
-        """Takes an evaluation; whether it is the best so far, which NaN never is."""
+        """Records an evaluation. Returns whether it is the best so far; NaN never is."""
         is_best = value > (float("-inf") if self.best is None else self.best)
         if is_best:
             self.best, self.since_best = value, 0
@@ -81,7 +81,7 @@ class Saver:
         self._saved_at = time.monotonic()
         self._told_inexact = False
         self.newest: str | None = None
-        """The checkpoint that this run wrote last, or goes on from."""
+        """The checkpoint that this run wrote last, or resumed from."""
         self._damaged: set[int] = set()
         why = ranks.from_first(why_not_writable(self.directory) if ranks.first else None)
         if why:
@@ -99,7 +99,7 @@ class Saver:
         return bool(out.every_s) and self.ranks.first and time.monotonic() - self._saved_at > out.every_s
 
     def has(self, step: int) -> bool:
-        """Whether this run wrote the checkpoint of a step, or goes on from it."""
+        """Whether this run wrote the checkpoint of a step, or resumed from it."""
         return self.newest == self.series.path(step)
 
     def save(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str:
@@ -125,7 +125,7 @@ class Saver:
         return target
 
     def _make_room(self, step: int) -> None:
-        """Takes what has the name of a complete new checkpoint out of its way."""
+        """Moves or removes whatever has the name of the new checkpoint."""
         target = self.series.path(step)
         if not os.path.lexists(target):
             return
@@ -190,7 +190,7 @@ class Saver:
         return folder
 
     def resume(self, snapshot: Snapshot, files: list[list[Any]]) -> Progress | None:
-        """Takes the run up again where its newest whole checkpoint is; None where there is none at all.
+        """Resumes from the newest whole checkpoint; returns None if there is no checkpoint.
 
         Rows, weights and random state are loaded; ``snapshot`` gets reader and metrics where they fit.
 
@@ -261,7 +261,7 @@ class Saver:
         return at
 
     def load_best(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str | None:
-        """Brings rows and weights back to those of ``at.kept_step``; None, or why that cannot be."""
+        """Restores the rows and weights of ``at.kept_step``. Returns None, or why that failed."""
         assert at.kept_step is not None
         found = self.series.look(at.kept_step)
         if found.saved is None:
@@ -306,7 +306,7 @@ def _servers(manifest: Manifest) -> dict[str, Any] | None:
 
 
 def _remove_drafts(directory: str) -> None:
-    """What a process that was killed left half written."""
+    """Removes what a killed process left half written."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.startswith(".tmp-ckpt-"):
@@ -314,7 +314,7 @@ def _remove_drafts(directory: str) -> None:
 
 
 def why_not_writable(directory: str) -> str | None:
-    """Tried now rather than after the first hour."""
+    """Why files cannot be written to a folder; None if they can. Checked at the start of a run."""
     try:
         os.makedirs(directory, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

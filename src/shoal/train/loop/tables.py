@@ -36,7 +36,7 @@ class Rows(nn.Module):
         self.plan = config.tables()
         self.features = config.data.schema().sparse
         self.now_s = 0
-        """What rows are stamped with."""
+        """The time that rows are stamped with."""
         self.client: Any = None
         self._ragged = bool(config.data.make_format().ragged)
         self.together = ranks.world_size > 1 and not config.train.ps
@@ -48,7 +48,7 @@ class Rows(nn.Module):
         self.lookup = FeatureRows(self.tables, self.pooling, ragged=self._ragged, fused=not config.train.defers)
 
     def _here(self, config: Config, device: str) -> dict[str, Any]:
-        """In this process, or this process's part."""
+        """Makes the tables in this process, or this process's part of them."""
         kind: Any = HashTable
         if self.together:
             from shoal.sharded import AllToAllHashTable
@@ -80,7 +80,7 @@ class Rows(nn.Module):
             raise
 
     def _greet(self, note: Callable[[str], None]) -> None:
-        """Says who is waited for, where servers do not answer at once."""
+        """Says which servers are waited for if they do not answer at once."""
         try:
             self.client.info(min(_AT_ONCE, self.client.deadline))
         except DeadlineError as error:
@@ -140,7 +140,7 @@ class Rows(nn.Module):
             keeper.global_step = steps[name]
 
     def evict(self) -> bool:
-        """Removes this process's rows that have expired; whether any can."""
+        """Removes this process's expired rows. Returns whether rows can expire."""
         expire = [
             table for one, table in zip(self.plan, self.local, strict=False) if one.config.expire_after is not None
         ]
@@ -151,7 +151,7 @@ class Rows(nn.Module):
     # --- servers ------------------------------------------------------------------------------------------------------
 
     def keep_on_servers(self, name: str, others: list[str]) -> str | None:
-        """Has the servers keep the rows of now under a name, beside those of other names; None if they cannot."""
+        """Makes the servers keep the current rows under a name, besides those of other names; None if they cannot."""
         self.client.flush()
         try:
             self.client.checkpoint(keep_as=name, others=others)

@@ -111,7 +111,7 @@ class Trainer:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Trains to the end, or until ``stop``; what came of it."""
+        """Trains to the end, or until ``stop``. Returns the last report, and why the run ended."""
         parameters = sum(p.numel() for p in self.model.parameters())
         self.reporter.start(
             step=self.at.step, resumed=self.resumed, world=self.ranks.world_size, model=self.config.model.name,
@@ -211,7 +211,7 @@ class Trainer:
         return round(total), stop > 0, save > 0, push > 0
 
     def _tell_time(self, samples: Samples | None) -> None:
-        """What rows of this step are stamped with."""
+        """Sets the time that rows of this step are stamped with."""
         if samples is None:
             return
         if samples.time is not None:
@@ -219,7 +219,7 @@ class Trainer:
         elif self._expires:
             self.rows.now_s = int(time.time())
         else:
-            self.rows.now_s = self.at.started_s  # the same however often a run is taken up again
+            self.rows.now_s = self.at.started_s  # the same however often a run is resumed
 
     def _after_run(self, batch: Batch | None, total: int, stop: bool, save: bool) -> tuple[bool, bool]:
         """Calls the hooks after a step; whether to stop and to save then, which all ranks agree on."""
@@ -237,7 +237,7 @@ class Trainer:
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def _evaluate(self) -> bool:
-        """Whether to give up."""
+        """Evaluates. Returns whether patience is used up."""
         if self.reading.eval is None:
             return False
         values = self.evaluate()
@@ -266,7 +266,7 @@ class Trainer:
         )  # fmt: skip
 
     def _keep_best(self) -> None:
-        """A checkpoint of now, which stays until there is a better one."""
+        """Writes a checkpoint that is kept until there is a better one."""
         at = self.at
         before = at.kept_step, at.kept_value
         at.kept_step, at.kept_value = at.step, at.best
@@ -300,7 +300,7 @@ class Trainer:
         return int(self.ranks.sum(torch.tensor([self.reader["rows"]], device="cpu")))
 
     def _values(self) -> dict[str, Any]:
-        """What a report tells; all ranks ask together."""
+        """The values of a report. All ranks call it together."""
         values = merged(self.metrics, self.ranks)
         values.pop("samples")
         bad = self.stream.bad_rows if self._exhausted else self.reader["bad"]  # the last ones are behind the last batch
@@ -327,7 +327,7 @@ class Trainer:
         )  # fmt: skip
 
     def _save(self, *, last: bool = False, replace: bool = False) -> str | None:
-        """Writes a checkpoint; its path. If it cannot be written, the next one will be tried; the last one raises."""
+        """Writes a checkpoint and returns its path. A failure is noted; that of the last checkpoint raises."""
         if self.saver is None:
             return None
         if self.saver.has(self.at.step) and not replace:
@@ -357,7 +357,7 @@ class Trainer:
         return self.exports.write(self.at, dir, model)
 
     def _export(self, *, last: bool = False, replace: bool = False) -> None:
-        """An export into ``[serve] dir``, if there is one. If it fails the next one will be tried; the last raises."""
+        """Exports into ``[serve] dir``, if it is set. A failure is noted; that of the last export raises."""
         serve = self.config.serve
         if serve.dir is None or (self.exports.has(self.at.step) and not replace):
             return
@@ -405,7 +405,7 @@ class Trainer:
         return saver.newest
 
     def close(self) -> None:
-        """Lets go of replicas, servers and ranks."""
+        """Closes the connections to replicas, servers and ranks."""
         if self.publishing is not None:
             self.publishing.close()
         self.rows.close()
