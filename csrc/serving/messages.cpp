@@ -1,5 +1,6 @@
 #include "serving/messages.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -75,6 +76,7 @@ class Reader {
   const int64_t end_;
 };
 
+constexpr uint64_t kStrings = 8;  // of a tensor: one field per value
 constexpr size_t kMaxDims = 64;
 constexpr size_t kMaxLists = 16;        // writers use one; a tensor in more of them is read by tensor_values
 constexpr size_t kMaxFields = 1 << 17;  // inputs and output filters of a request
@@ -123,7 +125,7 @@ TensorParts tensor_parts(const uint8_t* data, Span span) {
       }
     } else if (field.number == 4 && field.wire == 2) {
       parts.content = field.span;
-    } else if (field.number >= 5 && field.number <= 17) {
+    } else if (field.number >= 5 && field.number <= 17 && field.number != kStrings) {
       parts.unpacked |= field.wire != 2 || parts.lists.size() == kMaxLists;
       if (parts.unpacked) continue;
       parts.lists.push_back(field.span);
@@ -176,6 +178,7 @@ std::vector<uint8_t> tensor_values(const uint8_t* data, Span span, int64_t field
 
 std::vector<Span> tensor_strings(const uint8_t* data, Span span, int64_t field, int64_t limit) {
   std::vector<Span> out;
+  out.reserve(static_cast<size_t>(std::min(limit, span.size / 2)));  // of two bytes at least
   Field found;
   for (Reader reader(data, span); reader.next(&found);) {
     if (static_cast<int64_t>(found.number) != field) continue;

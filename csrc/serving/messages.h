@@ -26,7 +26,7 @@ struct TensorParts {
   std::vector<int64_t> shape;
   bool unknown_rank = false;
   Span content;             // field 4
-  std::vector<Span> lists;  // packed lists, with their field numbers
+  std::vector<Span> lists;  // packed lists, with their field numbers; not of strings
   std::vector<int32_t> list_fields;
   bool unpacked = false;  // some element stands alone, or there are more lists than these few
 };

@@ -107,11 +107,12 @@ class RequestReader::Reading {
   static bool decode(const uint8_t* data, Span span, const RawInput& input, Values* out) {
     const TensorParts parts = tensor_parts(data, span);
     if (parts.unknown_rank || parts.shape.empty() || parts.shape.size() > 2) return false;
+    if (std::any_of(parts.shape.begin(), parts.shape.end(), [](int64_t size) { return size < 0; })) return false;
     out->rows = parts.shape[0];
     out->width = parts.shape.size() == 2 ? parts.shape[1] : -1;
     out->has_lengths = false;
     out->valid.clear();
-    if (out->rows < 0 || (out->width >= 0 && !input.listed && out->width != 1)) return false;
+    if (out->width >= 0 && !input.listed && out->width != 1) return false;
     if (parts.dtype == kString) {
       if (!input.text || parts.content.size) return false;
       int64_t count;

@@ -17,7 +17,7 @@ from shoal.serving.server.loader import load_servable
 from shoal.serving.server.trained import BATCH, MadeInputs
 from shoal.serving.status import StatusError
 from shoal.serving.tensors import decode_tensor, encode_content, encode_tensor
-from shoal.serving.wire import varint
+from shoal.serving.wire import field, varint
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 from tests.trainer.helpers import Told
@@ -117,6 +117,12 @@ def thinned(draw, made):
     return {name: made[name] for name in kept if not name.endswith("/lengths") or name.removesuffix("/lengths") in kept}
 
 
+def tensor_of(kind, sizes, values=b""):
+    """A tensor as bytes, of a shape that need not fit its values."""
+    dims = b"".join(field(2, b"\x08" + varint(size)) for size in sizes)
+    return b"\x08" + bytes([kind]) + field(2, dims) + values
+
+
 BROKEN = {
     "unknown": lambda n: {"usr": texts([b"u"] * n, (n,))},
     "bad id": lambda n: {"postcode": texts([b"8001"] * (n - 1) + [b"x"], (n,))},
@@ -138,12 +144,14 @@ BROKEN = {
     "cut off": lambda n: {"user": texts([b"u"] * n, (n,))[:-1]},
     "too many texts": lambda n: {"user": texts([b"u"] * n, (n,)) + b"\x42\x01u"},
     "lengths alone": lambda n: {"tags/lengths": encode_tensor(torch.ones(n).long())},
+    "negative width": lambda n: {"tags": tensor_of(7, [n, -1], b"\x42\x01a" * n)},
+    "negative rows": lambda n: {"tags": tensor_of(7, [-n])},
     "two ages": lambda n: {"age": encode_tensor(torch.ones(n, 2))},
 }  # fmt: skip
 UNUSUAL = {
-    "few texts": lambda n: {"user": b"\x08\x07\x12\x04\x12\x02\x08" + bytes([n])},
+    "few texts": lambda n: {"user": tensor_of(7, [n])},
     "uint8": lambda n: {"grams": encode_tensor(torch.full((n,), 3, dtype=torch.uint8))},
-    "lone numbers": lambda n: {"price": b"\x08\x01\x12\x04\x12\x02\x08" + bytes([n]) + b"\x2d\0\0\x80\x3f" * n},
+    "lone numbers": lambda n: {"price": tensor_of(1, [n], b"\x2d\0\0\x80\x3f" * n)},
 }  # fmt: skip
 
 
@@ -244,10 +252,8 @@ def test_damaged_bytes_are_never_read_otherwise_than_alone(signatures):
 @pytest.mark.parametrize("name", ["serving_default", "ids"])
 @pytest.mark.parametrize("width", [0, 1, None])
 def test_a_shape_that_claims_rows_without_values_takes_no_memory(signatures, name, width):
-    kind = b"\x09" if name == "ids" else b"\x07"
     sizes = [2**27] if width is None else [2**27, width]
-    dims = b"".join(b"\x12" + bytes([len(one)]) + one for one in (b"\x08" + varint(size) for size in sizes))
-    call = call_of({"tags": b"\x08" + kind + b"\x12" + bytes([len(dims)]) + dims}, name)
+    call = call_of({"tags": tensor_of(9 if name == "ids" else 7, sizes)}, name)
     assert signatures[name].join("here", [call])[1] == [-1]
     with pytest.raises(StatusError, match="a request has 134217728 rows; at most"):
         call.tensors(lambda heads: signatures[name].check("here", heads))
