@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,6 +15,8 @@ import torch
 
 from shoal.serving.predict import PREDICT, decode_response
 from shoal.serving.server.loader import load_servable
+from shoal.serving.server.moments import Fresh
+from shoal.serving.server.trained import BATCH
 from shoal.serving.sync.publisher import Publisher
 from shoal.serving.tensors import decode_tensor
 from shoal.train.loop.trainer import trainer
@@ -102,6 +105,36 @@ def test_every_answer_is_of_one_round_of_rows_and_weights(tmp_path, codec):
     for place, own_answers in enumerate(seen):
         assert all(is_of(got, place, rounds) for got in own_answers)
         assert is_of(own_answers[-1], place, rounds[-1:])
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_rows_that_lie_over_the_tables_are_as_those_that_are_written(tmp_path, lists):
+    (tmp_path / "log.csv").write_text("click,user,item,tags\n" + "1,u1,i1,a|b\n0,u2,i2,\n" * 32)
+    path = tmp_path / "run.toml"
+    tags = '[features.tags]\nseparator = "|"\n' if lists else ""
+    path.write_text(
+        f'[data]\ntrain = ["{tmp_path / "log.csv"}"]\nformat = "csv"\nlabel = "click"\n'
+        f"[features.user]\n[features.item]\n{tags}[table]\ndim = 4\n"
+        '[model]\nname = "deepfm"\nhidden = [4]\n[train]\nbatch_size = 16\n'
+    )
+    with trainer(load_config(path), reporter=Told()) as one:
+        one.run()
+        version = Path(one.export(str(tmp_path / "exports/ctr")))
+    own = load_servable(version, version.parent)
+    (view,) = own.tables.values()
+    program = own.program
+    signature = own.signatures["serving_default"]
+    columns = {"user": ["u1", "u2", "new"], "item": ["i1", "other", "i2"], "tags": [["a", "c"], [], ["b"]]}
+    inputs = signature.convert({name: columns[name] for name in signature.spec.inputs})
+    before = program(inputs)["logit"]
+    ids = inputs[BATCH].ids.reshape(-1).unique()[::2]
+    values = torch.randn(len(ids), 4)
+    program.moments.switch(None, {(view.name, 0): Fresh(ids, values)})
+    over = program(inputs)["logit"]
+    view.table.assign(ids, values)
+    program.moments.switch(None, {})
+    torch.testing.assert_close(over, program(inputs)["logit"])
+    assert not torch.allclose(over, before)
 
 
 def test_a_replica_with_half_rows_is_asked_as_a_command(tmp_path):

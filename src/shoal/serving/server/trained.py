@@ -107,12 +107,22 @@ class TrainedProgram(Program):
         with torch.inference_mode():
             moment = self.moments.enter()
             try:
-                module = self._module(self._overlaid(batch, moment.fresh)) if moment.fresh else self._rows
-                found = module(batch)
+                found = self._fresh_rows(batch, moment.fresh) if moment.fresh else self._rows(batch)
             finally:
                 moment.readers.pop()
             logit = moment.net(**{dense: batch.made.dense, rows: found})
             return dict(zip(OUTPUTS, (logit, logit.sigmoid()), strict=True))
+
+    def _fresh_rows(self, batch: MadeInputs, fresh: Mapping[tuple[str, int], Fresh]) -> torch.Tensor:
+        """The rows of a batch as they will be when what was pushed last has been written."""
+        if self._rows.single is None:
+            return self._module(self._overlaid(batch, fresh))(batch)
+        ((name, table),) = self._tables.items()
+        ids = batch.ids.reshape(-1)
+        rows = table.lookup(ids)
+        if (name, 0) in fresh:
+            fresh[name, 0].onto(ids, rows)
+        return rows.view(*batch.ids.shape, table.dim_size)
 
     def _overlaid(self, batch: MadeInputs, fresh: Mapping[tuple[str, int], Fresh]) -> dict[str, HashTable]:
         """Tables of the batch's rows as they will be when what was pushed last has been written."""
