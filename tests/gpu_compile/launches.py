@@ -63,12 +63,12 @@ def compared(quick, slow):
 
 def watch_bound(call=launch.Bound.__call__):
     def both(bound, programs, *arguments):
-        known = {key: made[3] for key, made in bound._made.items()}
+        known = dict(bound._made)
         compared(
             lambda: call(bound, programs, *arguments),
             lambda: bound._fn[(programs,)](*arguments, **bound._constants, **bound._options),
         )
-        COMPARED["again" if known == {key: made[3] for key, made in bound._made.items()} else "first"] += 1
+        COMPARED["again" if known == bound._made else "first"] += 1
 
     launch.Bound.__call__ = both
 

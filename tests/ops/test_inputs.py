@@ -105,7 +105,7 @@ def test_an_empty_list_stands_for_rows_of_the_width_that_is_known():
 
 @pytest.mark.parametrize("dims", [[1.5], [None], 3, "x"], ids=str)
 def test_widths_are_whole_numbers(dims):
-    with pytest.raises(ValueError, match="dim_sizes is a list of ints"):
+    with pytest.raises(ValueError, match="dim_sizes must be a list of ints"):
         ops.fused_reorder_by_indices([[1]], 2, dims)
     with pytest.raises(ValueError, match="num_splits"):
         ops.split_by_indices([0], [1.0], 1.5)
@@ -115,7 +115,7 @@ def test_widths_are_whole_numbers(dims):
 def test_a_scale_is_a_number_or_a_tensor_of_one(scale):
     assert ops.aligned_flat_concat([[2.0]], scale)[:2].tolist() == [1, 0]
     assert ops.fused_gather_embeddings_by_input_gradient(2, [[[4.0]]], [[1]], [1], scale).tolist() == [0, 2]
-    with pytest.raises(ValueError, match="scale is one number"):
+    with pytest.raises(ValueError, match="scale must be one number"):
         ops.fused_gather_embeddings_by_input_gradient(2, [[[4.0]]], [[1]], [1], [1.0, 2.0])
 
 

@@ -287,10 +287,10 @@ def test_the_bytes_of_a_forward():
 def test_an_operation_that_a_server_does_not_know_is_refused(servers):
     [server] = servers(1)
     header = bytearray.fromhex(GOLDEN)
-    header[6] = 9  # a read of some later version
+    header[6] = 99  # a read of some later version
     reply = send(server.address, [bytes(header), T([7, -1]).numpy().tobytes()])
     assert reply.status == Status.BAD_REQUEST
-    assert "there is no operation 9" in reply.text()
+    assert "there is no operation 99" in reply.text()
 
 
 def test_a_server_of_an_older_version_is_not_asked(servers):

@@ -161,7 +161,7 @@ def test_hooks_of_the_configuration_are_found_by_name(data, tmp_path, module):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Hook", r"\[train\] hooks: name is package.module:Hook, got 'Hook'"),
+        ("Hook", r"\[train\] hooks: name must be package.module:Hook, got 'Hook'"),
         ("no_such_module:Hook", r"\[train\] hooks: there is no module 'no_such_module'"),
         ("my_hooks:Naemd", r"module 'my_hooks' has no 'Naemd' \(did you mean 'Named'\?\)"),
         ("my_hooks:Needy", "cannot be made without arguments .* name a function that takes the Trainer"),

@@ -96,7 +96,7 @@ def _as_column(value: Any) -> Column:
         if isinstance(leaf, str | bytes):
             return _texts(value)
         if isinstance(leaf, torch.Tensor):
-            return torch.stack([torch.as_tensor(each) for each in value]).detach().cpu()
+            return torch.stack([torch.as_tensor(each, device="cpu") for each in value]).detach().cpu()
         if any(isinstance(each, list | tuple) for each in value) and len({len(each) for each in value}) > 1:
             raise ValueError(
                 f"rows must have equal lengths, got {min(map(len, value))} to {max(map(len, value))} values; pad them"

@@ -113,7 +113,7 @@ class TablesSource:
     def owns(self, table: str, ids: Tensor) -> Tensor:
         """Which ids are learnt here."""
         index, number = self.part
-        return torch.as_tensor(shard_of(ids, number) == index)
+        return torch.as_tensor(shard_of(ids, number) == index, device="cpu")
 
     def close(self) -> None:
         """Follows the tables no longer."""

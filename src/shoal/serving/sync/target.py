@@ -261,7 +261,11 @@ class Target:
             assert blob is not None
             size = torch.tensor(len(blob[0]), device="cpu")
             for at in range(0, len(blob[0]), PART_BYTES):
-                piece = {"size": size, "offset": torch.tensor(at), "content": blob[0][at : at + PART_BYTES]}
+                piece = {
+                    "size": size,
+                    "offset": torch.tensor(at, device="cpu"),
+                    "content": blob[0][at : at + PART_BYTES],
+                }
                 calls.append(self._begin(self._message(WEIGHTS, piece), PushInfo(**common), end))
                 _finish(calls, IN_FLIGHT)
         _finish(calls, 0)

@@ -20,7 +20,7 @@ def write_weights(weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, st
     text = json.dumps(head).encode()
     begin = -(-(8 + len(text)) // ALIGN) * ALIGN
     blob = torch.zeros(begin + at, dtype=torch.uint8, device="cpu")
-    blob[:8] = torch.tensor(list(len(text).to_bytes(8, "little")), dtype=torch.uint8)
+    blob[:8] = torch.tensor(list(len(text).to_bytes(8, "little")), dtype=torch.uint8, device="cpu")
     blob[8 : 8 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for name, _, _, offset in head:
         value = weights[name].detach().contiguous().reshape(-1)
