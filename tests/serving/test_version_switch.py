@@ -17,6 +17,7 @@ from shoal.serving.server.servable import Servable, TableView
 from shoal.serving.server.table_signatures import table_signatures
 from shoal.serving.sync.push import PushClient, PushInfo
 from shoal.serving.sync.split import Delta, DeltaBatch
+from shoal.stamps import Stamp
 from shoal.table import MultiHashTable, test_hash_table
 from tests.serving.test_server import Client, config_of, export
 from tests.serving.test_sync_client import instance
@@ -47,14 +48,45 @@ def pushed_since(log, since):
     return {int(each): found.marks[number].read_at for each, number in zip(found.ids, found.of, strict=True)}
 
 
-def test_a_log_is_merged_while_it_grows(monkeypatch):
-    monkeypatch.setattr("shoal.serving.server.push_log.MERGE_ROWS", 10)
+def test_a_log_has_few_parts_and_marks_however_much_is_pushed(monkeypatch):
+    monkeypatch.setattr("shoal.serving.server.push_log.MARKS", 10)
     log = PushLog()
+    log._most_marks = 10
     for at in range(200):
         log.add(torch.arange(8), Mark.at(float(at)))
-    assert pushed_since(log, 0) == dict.fromkeys(range(8), 199.0)
-    assert sum(len(each) for each, _ in log._recent) == 0
-    assert len(log._marks) == 1
+        log.add(torch.arange(100 * at, 100 * at + 50), Mark(Stamp(1, at), float(at), "other"))
+    found = log.pushed()
+    assert len(found.ids) == 200 * 50
+    assert {int(each): found.marks[number].read_at for each, number in zip(found.ids, found.of, strict=True)} == {
+        **{100 * at + each: float(at) for at in range(200) for each in range(50)}, **dict.fromkeys(range(8), 199.0),
+    }  # fmt: skip
+    assert max(map(len, log._of.values())) <= 12
+    assert len(log._marks) < 420
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.lists(st.integers(0, 20), max_size=9, unique=True),
+                  st.booleans()),
+        max_size=12,
+    )
+)  # fmt: skip
+def test_sources_are_compared_by_run_and_step(pushes):
+    log, model = PushLog(), {}
+    for step, (source, run, ids, gone) in enumerate(pushes):
+        mark = Mark(Stamp(run, step), float(step), source)
+        older = log.older(torch.arange(21), mark)
+        want = [each not in model or model[each][0] <= mark.stamp for each in range(21)]
+        assert want == ([True] * 21 if older is None else older.tolist())
+        log.add(torch.tensor(ids, dtype=torch.int64), mark, gone)
+        for each in ids:
+            if each not in model or model[each][0] <= mark.stamp:
+                model[each] = (mark.stamp, gone)
+    copy = PushLog()
+    copy.extend(log.pushed())
+    for one in (log.pushed(), copy.pushed()):
+        found = {int(i): (one.marks[of].stamp, bool(g)) for i, of, g in zip(one.ids, one.of, one.gone, strict=True)}
+        assert found == model
 
 
 def test_a_push_says_when_its_rows_were_read_and_never_too_early():
