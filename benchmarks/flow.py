@@ -498,6 +498,8 @@ def bench_kills(report: Report, arguments: argparse.Namespace) -> None:
                     report.add(what, str(len(asking.failures)), "", float(len(asking.failures)), 0, at_most=True)
                     for failure in asking.failures[:3]:
                         print("  ", failure)
+    if not float(results[0][0].std()):
+        raise RuntimeError("all answers are alike, so nothing was learnt")
     between = float((results[arguments.kills][0] - results[arguments.kills][1]).abs().max())
     without = float((results[arguments.kills][0] - results[0][0]).abs().max())
     report.add("answers of the two replicas, largest difference", f"{between:.1e}", "", between, 1e-6, at_most=True)

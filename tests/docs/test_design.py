@@ -1,7 +1,6 @@
 """What docs/design.md says of the tree is true: folders, files, and the modules that requests pass."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -42,8 +41,7 @@ def passed(tmp_path_factory):
     """What of serving and gather each request passed, as another process saw it."""
     script = Path(__file__).with_name("trace_paths.py")
     command = [sys.executable, str(script), str(tmp_path_factory.mktemp("trace"))]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
-                           env=os.environ | {"PYTHONPATH": f"{SRC.parent}:{ROOT}"})  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
     assert found.returncode == 0, found.stderr[-3000:]
     return json.loads(found.stdout.splitlines()[-1])
 

@@ -505,7 +505,7 @@ def test_help_has_an_example_and_wrong_flags_are_usage_errors(command, capsys):
         (["serve"], "MODEL_DIR"),
         (["serve", "EMPTY"], "no exports"),
         (["serve", "EMPTY", "--host", "0.0.0.0"], "."),
-        (["sync", "--source", "127.0.0.1:1", "--model", "m"], "--registry or --target"),
+        (["sync", "--source", "127.0.0.1:1", "--model", "m"], "exactly one of --registry and --target"),
         (["agent", "--config", "/nowhere"], "cannot read"),
     ],
 )

@@ -227,7 +227,7 @@ def test_assign_adds_up_and_checks_its_shard(build):
 
 
 def test_negative_ids_are_refused(build):
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="must be >= 0"):
         build(2).lookup({f"{PRE}sparse_features": {"user": [[-1]], "price": [[]], "shop": [[]]}}, {})
 
 
