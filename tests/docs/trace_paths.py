@@ -8,6 +8,7 @@ from pathlib import Path
 import shoal
 
 SRC = f"{Path(shoal.__file__).parent}/"
+sys.path.append(str(Path(__file__).parents[2]))  # for what the tests share
 passed = {}
 request = None
 
