@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from shoal.durable.files import StrPath, make_parents, temporary_path
+from shoal.durable.files import TEMPORARY, StrPath, make_parents, temporary_path
 from shoal.durable.manifest import FileDigest, Saved, read_saved
 from shoal.durable.replace import SIDECAR, replace_files
 from shoal.errors import DataError
@@ -88,13 +88,15 @@ def find_saved(basename: StrPath) -> Saved | None:
 
 def read_newest(basenames: Sequence[StrPath], read: Callable[[], T]) -> T:
     """``read()``, which changes nothing when it fails, and again where another save has taken the place of one of the
-    basenames meanwhile: its files then were no longer those that the manifest named."""
+    basenames meanwhile: its files then were no longer those that the manifest named. Files of a save that has just
+    been sealed may get their names meanwhile, too."""
     for _ in range(_TRIES):
         before = [_id_of(basename) for basename in basenames]
         try:
             return read()
-        except (DataError, OSError):
-            if before == [_id_of(basename) for basename in basenames]:
+        except (DataError, OSError) as error:
+            moved = isinstance(error, FileNotFoundError) and TEMPORARY in str(error)  # it has got its name meanwhile
+            if not moved and before == [_id_of(basename) for basename in basenames]:
                 raise
     return read()
 

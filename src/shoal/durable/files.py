@@ -13,9 +13,13 @@ from typing import TypeAlias
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
+TEMPORARY = "-tmp-"
+"""In the name of a file that has not got its own yet."""
+
+
 def temporary_path(path: StrPath) -> str:
     """A name next to ``path`` that nobody else uses and that no reader takes for a finished file."""
-    return f"{os.fspath(path)}-tmp-{secrets.token_hex(8)}"
+    return f"{os.fspath(path)}{TEMPORARY}{secrets.token_hex(8)}"
 
 
 def make_parents(path: StrPath) -> None:
