@@ -14,7 +14,8 @@ TouchedKeys::TouchedKeys(int64_t capacity) : capacity_(capacity) {
 }
 
 size_t TouchedKeys::first_slot(int64_t id, int32_t table) const {
-  return hash_id(static_cast<uint64_t>(id) + static_cast<uint64_t>(table) * 0x9e3779b97f4a7c15ULL) & (slots_.size() - 1);
+  return hash_id(static_cast<uint64_t>(id) + static_cast<uint64_t>(table) * 0x9e3779b97f4a7c15ULL) &
+         (slots_.size() - 1);
 }
 
 void TouchedKeys::place(const Key& key) {

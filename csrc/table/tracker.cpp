@@ -11,7 +11,8 @@ Tracker::Taken Tracker::take() {
   taken.all = all_.exchange(false);
   written_.steal(&taken.ids, &tables);
   removed_.steal(&removed, &tables);
-  // Counted after stealing: what is lost in between is found lost now, and the ids that push it out are of the next take.
+  // Counted after stealing: what is lost in between is found lost now, and the ids that push it out are of the next
+  // take.
   const int64_t written_lost = written_.dropped(), removed_lost = removed_.dropped();
   taken.all |= written_lost > written_lost_.exchange(written_lost);
   taken.lost = removed_lost - removed_lost_.exchange(removed_lost);

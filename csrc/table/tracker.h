@@ -12,7 +12,8 @@ namespace shoal {
 // changed again by then, and then it is told again.
 class Tracker {
  public:
-  // Of each kind at most about `capacity` ids are kept. Beyond, written ids are given up for `all`; removed ones are lost.
+  // Of each kind at most about `capacity` ids are kept. Beyond, written ids are given up for `all`; removed ones are
+  // lost.
   explicit Tracker(int64_t capacity) : written_(capacity), removed_(capacity) {}
 
   void wrote(const int64_t* ids, int64_t n) { written_.insert(ids, n); }
