@@ -119,7 +119,7 @@ class alignas(64) Index {
     ++size_;
     return take(first, open, id);
   }
-  // The same where the home bucket settles it and nothing has to grow; else there is no slot.
+  // The same, if looking at the home bucket is enough and nothing must grow; otherwise an empty slot and no change.
   Slot find_or_insert_at_home(uint64_t hash, Bucket* home, uint64_t id, bool* created) {
     const uint32_t* rows = home->row;
     if (const uint32_t there = lane_at_home(*home, id)) {

@@ -69,7 +69,7 @@ Resolved Table::find_or_insert(uint64_t hash, int64_t id, Stamp time) {
   return {contents.rows.row(slot.row()), created};
 }
 
-// The same where the home bucket settles it and nothing has to grow; else there is no row.
+// The same, if looking at the home bucket is enough and nothing must grow; otherwise no row and no change.
 Resolved Table::find_or_insert_at_home(uint64_t hash, Bucket* home, int64_t id, Stamp time) {
   Contents& contents = *contents_;
   Stripe& stripe = contents.stripes[stripe_of(hash)];

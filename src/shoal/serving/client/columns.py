@@ -117,7 +117,7 @@ def _as_column(value: Any) -> Column:
 
 
 def _first_leaf(value: Any) -> Any:
-    """The first value in nested lists, past empty ones; None where there is none."""
+    """The first value in nested lists, skipping empty ones; None if all are empty."""
     if not isinstance(value, list | tuple):
         return value
     return next((leaf for each in value if (leaf := _first_leaf(each)) is not None), None)

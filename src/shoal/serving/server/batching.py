@@ -350,7 +350,7 @@ def _asking_alike(group: list[_Waiting]) -> Collection[list[_Waiting]]:
 
 
 class Joinable:
-    """Inputs that are no tensors, but can be joined and cut by rows as those can."""
+    """Inputs that are not tensors, but can be joined and cut by rows as tensors can."""
 
     dtype: torch.dtype
 

@@ -40,7 +40,7 @@ class Source(Protocol):
 
     @property
     def base(self) -> Stamp | None:
-        """Of the checkpoint that this run goes on from, None where it began from nothing."""
+        """Stamp of the checkpoint that this run continues from; None if the run began from nothing."""
         ...
 
     @property
