@@ -8,11 +8,11 @@
 #include <tuple>
 
 #include "bind/bind.h"
-#include "table/filter_block.h"
-#include "table/filter_probabilistic.h"
-#include "table/filter_sliding.h"
-#include "table/touched.h"
-#include "table/tracker.h"
+#include "table/changes/touched.h"
+#include "table/changes/tracker.h"
+#include "table/filters/filter_block.h"
+#include "table/filters/filter_probabilistic.h"
+#include "table/filters/filter_sliding.h"
 
 namespace shoal::bind {
 

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "bind/bind.h"
-#include "table/gradients.h"
+#include "table/rows/gradients.h"
 
 namespace shoal::bind {
 namespace {

@@ -5,8 +5,8 @@
 #include <span>
 
 #include "io/error.h"
-#include "table/codec.h"
-#include "table/optimizers.h"
+#include "table/rows/codec.h"
+#include "table/rows/optimizers.h"
 
 namespace shoal {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "io/wire.h"
-#include "table/layout.h"
+#include "table/rows/layout.h"
 
 namespace shoal {
 

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "ops/common.h"
-#include "ops/sum.h"
+#include "ops/ragged/sum.h"
 
 namespace shoal::ops {
 namespace {

@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "ops/common.h"
-#include "ops/ragged.h"
+#include "ops/ragged/ragged.h"
 
 namespace shoal::ops {
 

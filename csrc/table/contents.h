@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "table/index.h"
-#include "table/memory.h"
+#include "table/rows/memory.h"
 #include "table/table.h"
 
 namespace shoal {

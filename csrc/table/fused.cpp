@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/thread_pool.h"
-#include "table/optimizers.h"
+#include "table/rows/optimizers.h"
 
 namespace shoal {
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/hash.h"
-#include "table/memory.h"
+#include "table/rows/memory.h"
 
 namespace shoal {
 

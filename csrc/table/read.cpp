@@ -10,9 +10,9 @@
 #endif
 
 #include "core/thread_pool.h"
-#include "table/codec.h"
 #include "table/contents.h"
 #include "table/rounds.h"
+#include "table/rows/codec.h"
 
 namespace shoal {
 namespace {

@@ -13,13 +13,13 @@
 
 #include "core/at_fork.h"
 #include "core/function_ref.h"
-#include "table/filter.h"
-#include "table/layout.h"
-#include "table/optimizers.h"
+#include "table/changes/touched.h"
+#include "table/changes/tracker.h"
+#include "table/filters/filter.h"
 #include "table/readers.h"
+#include "table/rows/layout.h"
+#include "table/rows/optimizers.h"
 #include "table/rwlock.h"
-#include "table/touched.h"
-#include "table/tracker.h"
 
 namespace shoal {
 

@@ -7,9 +7,9 @@
 
 #include "core/hash.h"
 #include "core/thread_pool.h"
-#include "table/codec.h"
 #include "table/contents.h"
 #include "table/rounds.h"
+#include "table/rows/codec.h"
 
 namespace shoal {
 namespace {

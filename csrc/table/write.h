@@ -2,7 +2,7 @@
 #pragma once
 #include <stdexcept>
 
-#include "table/gradients.h"
+#include "table/rows/gradients.h"
 #include "table/table.h"
 
 namespace shoal {

@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "check.h"
-#include "table/filter_block.h"
-#include "table/filter_probabilistic.h"
-#include "table/filter_sliding.h"
+#include "table/changes/touched.h"
+#include "table/filters/filter_block.h"
+#include "table/filters/filter_probabilistic.h"
+#include "table/filters/filter_sliding.h"
 #include "table/fused.h"
-#include "table/touched.h"
 
 using namespace shoal;
 

@@ -10,7 +10,7 @@
 
 #include "core/buffers.h"
 #include "core/thread_pool.h"
-#include "table/filter_sliding.h"
+#include "table/filters/filter_sliding.h"
 #include "table/table.h"
 #include "tests/check.h"
 

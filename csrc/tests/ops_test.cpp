@@ -8,13 +8,13 @@
 #include "ops/example_wire.h"
 #include "ops/fused_gather.h"
 #include "ops/id_index.h"
-#include "ops/layout.h"
+#include "ops/layouts/layout.h"
 #include "ops/lookup.h"
-#include "ops/ragged.h"
-#include "ops/reduce.h"
-#include "ops/reorder.h"
-#include "ops/shard.h"
-#include "ops/split.h"
+#include "ops/ragged/ragged.h"
+#include "ops/ragged/reduce.h"
+#include "ops/shard/reorder.h"
+#include "ops/shard/shard.h"
+#include "ops/shard/split.h"
 
 using namespace shoal;
 using namespace shoal::ops;

@@ -12,7 +12,7 @@
 #include <unordered_map>
 
 #include "core/thread_pool.h"
-#include "table/codec.h"
+#include "table/rows/codec.h"
 #include "tests/check.h"
 
 using namespace shoal;

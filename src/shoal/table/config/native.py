@@ -10,7 +10,7 @@ from shoal.table.config.messages import (
 )
 from shoal.table.config.optimizers import Optimizer
 
-# The orders of the enums in csrc/table/layout.h and kinds.h.
+# The orders of the enums in csrc/table/rows/layout.h and kinds.h.
 OPTIMIZERS: tuple[str, ...] = tuple(name for name, _ in _core.OPTIMIZERS)
 INITIALIZERS = ("zeros", "ones", "constants", "random_uniform")
 CODECS = ("fp32", "fp16", "fixed_r8", "one_bit")

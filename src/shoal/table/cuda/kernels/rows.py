@@ -14,7 +14,7 @@ GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 
 @triton.jit
 def uniform(noise, i):
-    """In [0, 1) with 24 bits: `uniform` of csrc/table/optimizers.isa.cpp."""
+    """In [0, 1) with 24 bits: `uniform` of csrc/table/rows/optimizers.isa.cpp."""
     return (hash_id(noise + i.to(tl.uint64) * GOLDEN) >> 40).to(tl.float32) * 5.9604644775390625e-08
 
 

@@ -1,7 +1,7 @@
 # pyrefly: ignore-errors
 """Serving rows in kernels: weights encoded as float16, one byte or one bit, in 4-byte words of their own.
 
-One launch is one segment. The codecs are those of csrc/table/optimizers.isa.cpp.
+One launch is one segment. The codecs are those of csrc/table/rows/optimizers.isa.cpp.
 """
 # ruff: noqa: RET505 - Triton's compiler leaves a branch out only where it is an `else`
 

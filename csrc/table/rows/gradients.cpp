@@ -1,0 +1,261 @@
+#include "table/rows/gradients.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "core/thread_pool.h"
+
+namespace shoal {
+namespace {
+
+constexpr int32_t kSum = 0, kMean = 1, kSqrtn = 3;
+constexpr int64_t kPiece = 8192;  // ids of one thread's turn
+
+void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+// body(i) for i in [0, n), on several threads if there are enough ids.
+void each_of(int64_t n, int64_t ids, FunctionRef<void(int64_t)> body) {
+  if (ids >= kPiece) return parallel_parts(n, body);
+  for (int64_t i = 0; i < n; ++i) body(i);
+}
+
+}  // namespace
+
+// The ids of one feature of one part.
+struct JoinedParts::Span {
+  const GradientPart* part;
+  size_t feature;
+  int64_t begin, end;   // in part->ids
+  bool single = false;  // every bag has one id
+  int32_t combiner() const { return part->offsets ? part->features->combiners[feature] : kSum; }
+  bool factors() const { return part->weights || (!single && combiner() != kSum); }
+  // Bag b is ids[first(b) .. first(b + 1)); where there are no bags every id is one.
+  int64_t bags() const { return part->offsets ? part->bags : end - begin; }
+  int64_t first(int64_t bag) const {
+    return part->offsets ? part->offsets[static_cast<int64_t>(feature) * part->bags + bag] : begin + bag;
+  }
+  const float* gradient(int64_t bag) const {
+    return part->offsets ? part->grad + bag * part->stride + part->features->columns[feature]
+                         : part->grad + (begin + bag) * part->stride;
+  }
+  void check_offsets();
+};
+
+void JoinedParts::Span::check_offsets() {
+  if (!part->offsets) return;
+  if (first(0) != begin || first(part->bags) != end)
+    refuse("the offsets of feature " + std::to_string(feature) + " must go from " + std::to_string(begin) + " to " +
+           std::to_string(end) + ", got " + std::to_string(first(0)) + " to " + std::to_string(first(part->bags)));
+  bool falls = false, other = false;
+  const int64_t* offsets = part->offsets + static_cast<int64_t>(feature) * part->bags;
+  for (int64_t b = 0; b < part->bags; ++b) {
+    falls |= offsets[b + 1] < offsets[b];
+    other |= offsets[b + 1] != offsets[b] + 1;
+  }
+  if (falls) refuse("the offsets of feature " + std::to_string(feature) + " must not fall");
+  single = !other;
+}
+
+// Whole bags of a span.
+struct JoinedParts::Piece {
+  const Span* span;
+  int64_t begin, end;  // bags
+  int64_t ids;         // that are not padding
+  int64_t to;          // their place among the table's
+
+  int64_t kept(int64_t bag) const {
+    const FeatureMap& features = *span->part->features;
+    const int64_t *from = span->part->ids + span->first(bag), *last = span->part->ids + span->first(bag + 1);
+    return features.pads ? last - from - std::count(from, last, features.padding) : last - from;
+  }
+
+  // ids, each and factors begin at the piece's place; ids and factors may be null.
+  void fill(int64_t* ids, const float** each, float* factors) const {
+    const GradientPart& part = *span->part;
+    const bool pads = part.features->pads;
+    const int64_t padding = part.features->padding;
+    const int32_t combiner = span->combiner();
+    for (int64_t bag = begin; bag < end; ++bag) {
+      const float* gradient = span->gradient(bag);
+      float factor = 1.0f;
+      if (factors && combiner != kSum) {
+        const auto n = static_cast<float>(std::max<int64_t>(1, kept(bag)));
+        factor = 1.0f / (combiner == kMean ? n : std::sqrt(n));
+      }
+      for (int64_t i = span->first(bag); i < span->first(bag + 1); ++i) {
+        if (pads && part.ids[i] == padding) continue;
+        if (ids) *ids++ = part.ids[i];
+        *each++ = gradient;
+        if (factors) *factors++ = part.weights ? factor * part.weights[i] : factor;
+      }
+    }
+  }
+};
+
+void JoinedParts::check(const GradientPart& part, int64_t tables) const {
+  const FeatureMap& features = *part.features;
+  int64_t n = 0;
+  for (size_t f = 0; f < features.tables.size(); ++f) {
+    if (features.tables[f] < 0 || features.tables[f] >= tables)
+      refuse("feature " + std::to_string(f) + " must name one of " + std::to_string(tables) + " tables, got " +
+             std::to_string(features.tables[f]));
+    if (part.counts[f] < 0) refuse("counts must not be negative, got " + std::to_string(part.counts[f]));
+    n += part.counts[f];
+  }
+  if (n != part.n) refuse("counts must add up to " + std::to_string(part.n) + " ids, got " + std::to_string(n));
+  if (!part.offsets) return;
+  if (features.combiners.size() != features.tables.size() || features.columns.size() != features.tables.size())
+    refuse("every feature of bags needs a combiner and a column");
+  for (size_t f = 0; f < features.tables.size(); ++f) {
+    const int32_t combiner = features.combiners[f];
+    if (combiner != kSum && combiner != kMean && combiner != kSqrtn)
+      refuse("the combiner of pooled rows must be sum, mean or sqrtn, got number " + std::to_string(combiner));
+    if (features.columns[f] < 0 || features.columns[f] > features.width - dim_)
+      refuse("columns of feature " + std::to_string(f) + " must lie within " + std::to_string(features.width) +
+             ", got " + std::to_string(features.columns[f]) + " and a dim of " + std::to_string(dim_));
+  }
+}
+
+JoinedParts::JoinedParts(const std::vector<GradientPart>& parts, int64_t tables, int64_t dim)
+    : parts_(parts), dim_(dim), joined_(static_cast<size_t>(tables)), named_(static_cast<size_t>(tables), 0) {
+  std::vector<std::vector<Span>> spans(static_cast<size_t>(tables));
+  std::vector<Span*> bags;
+  int64_t ids = 0, offsets = 0;
+  for (const GradientPart& part : parts) {
+    check(part, tables);
+    int64_t begin = 0;
+    for (size_t f = 0; f < part.features->tables.size(); ++f) {
+      const int64_t end = begin + part.counts[f];
+      spans[part.features->tables[f]].push_back({&part, f, begin, end});
+      named_[part.features->tables[f]] = 1;
+      begin = end;
+    }
+    ids += part.n;
+    if (part.offsets) offsets += part.bags * static_cast<int64_t>(part.features->tables.size());
+  }
+  for (auto& of_table : spans)
+    for (Span& span : of_table)
+      if (span.part->offsets) bags.push_back(&span);
+  each_of(static_cast<int64_t>(bags.size()), offsets, [&](int64_t i) { bags[i]->check_offsets(); });
+
+  // Where the arrays of a table are as they came, nothing is copied.
+  struct Copied {
+    int64_t table;
+    size_t begin, end;  // pieces
+    bool ids, factors;
+  };
+  std::vector<Copied> copied;
+  std::vector<Piece> pieces;
+  for (int64_t t = 0; t < tables; ++t) {
+    const auto& of_table = spans[t];
+    if (of_table.empty()) continue;
+    const Span& only = of_table[0];
+    const bool as_it_is = of_table.size() == 1 && !only.part->features->pads;
+    const float* weights = only.part->weights ? only.part->weights + only.begin : nullptr;
+    if (as_it_is) {
+      joined_[t].ids = only.part->ids + only.begin;
+      joined_[t].n = only.end - only.begin;
+      if (only.combiner() == kSum || only.single) joined_[t].factors = weights;
+      if (!only.part->offsets || only.single) {
+        joined_[t].rows = only.gradient(0);
+        joined_[t].stride = only.part->stride;
+        continue;
+      }
+    }
+    Copied plan{t, pieces.size(), 0, !as_it_is, false};
+    for (const Span& span : of_table) {
+      plan.factors |= span.factors();
+      for (int64_t bag = 0; bag < span.bags();) {
+        const int64_t first = span.first(bag);
+        int64_t end = bag + 1;
+        if (!span.part->offsets) end = std::min(span.bags(), bag + kPiece);
+        while (end < span.bags() && span.first(end + 1) - first <= kPiece) ++end;
+        pieces.push_back({&span, bag, end, span.first(end) - first, 0});
+        bag = end;
+      }
+    }
+    if (joined_[t].factors) plan.factors = false;
+    plan.end = pieces.size();
+    copied.push_back(plan);
+  }
+  each_of(static_cast<int64_t>(pieces.size()), ids, [&](int64_t i) {
+    Piece& piece = pieces[i];
+    if (!piece.span->part->features->pads) return;
+    piece.ids = 0;
+    for (int64_t bag = piece.begin; bag < piece.end; ++bag) piece.ids += piece.kept(bag);
+  });
+
+  std::vector<const Copied*> plan_of(pieces.size());
+  for (const Copied& plan : copied) {
+    Gradients& joined = joined_[plan.table];
+    joined.n = 0;
+    for (size_t i = plan.begin; i < plan.end; ++i) {
+      pieces[i].to = joined.n;
+      joined.n += pieces[i].ids;
+      plan_of[i] = &plan;
+    }
+    const auto n = static_cast<size_t>(joined.n);
+    joined.each = memory_.emplace_back(n * sizeof(float*)).as<const float*>();
+    if (plan.ids) joined.ids = memory_.emplace_back(n * sizeof(int64_t)).as<int64_t>();
+    if (plan.factors) joined.factors = memory_.emplace_back(n * sizeof(float)).as<float>();
+  }
+  each_of(static_cast<int64_t>(pieces.size()), ids, [&](int64_t i) {
+    const Piece& piece = pieces[i];
+    const Copied& plan = *plan_of[i];
+    const Gradients& to = joined_[plan.table];  // of which the arrays that are filled here are its own
+    piece.fill(plan.ids ? const_cast<int64_t*>(to.ids) + piece.to : nullptr,
+               const_cast<const float**>(to.each) + piece.to,
+               plan.factors ? const_cast<float*>(to.factors) + piece.to : nullptr);
+  });
+}
+
+bool JoinedParts::clean() const {
+  return std::all_of(parts_.begin(), parts_.end(), [&](const GradientPart& part) { return clean(part); });
+}
+
+bool JoinedParts::clean(const GradientPart& part) const {
+  const FeatureMap& features = *part.features;
+  const auto own = static_cast<int64_t>(features.columns.size()) * dim_;
+  const bool bags = part.offsets, whole = !bags || own == features.width;
+  const int64_t rows = bags ? part.bags : part.n, width = bags ? features.width : dim_;
+  std::atomic<uint32_t> largest{0};
+  auto raise = [&](uint32_t bits) {
+    uint32_t seen = largest.load(std::memory_order_relaxed);
+    while (seen < bits && !largest.compare_exchange_weak(seen, bits, std::memory_order_relaxed)) {
+    }
+  };
+  parallel_for(rows, std::max<int64_t>(1, 65536 / std::max<int64_t>(1, width)), [&](int64_t begin, int64_t end) {
+    uint32_t bits = 0;
+    if (whole && part.stride == width) {
+      bits = SHOAL_DISPATCH(largest_bits)(part.grad + begin * width, (end - begin) * width);
+    } else {
+      for (int64_t row = begin; row < end && bits < kInfiniteBits; ++row) {
+        const float* grad = part.grad + row * part.stride;
+        if (whole) {
+          bits = std::max(bits, SHOAL_DISPATCH(largest_bits)(grad, width));
+        } else {
+          for (int64_t column : features.columns)
+            bits = std::max(bits, SHOAL_DISPATCH(largest_bits)(grad + column, dim_));
+        }
+      }
+    }
+    raise(bits);
+  });
+  if (largest >= kInfiniteBits) return false;
+  if (!part.weights) return true;
+  const uint32_t of_weights = SHOAL_DISPATCH(largest_bits)(part.weights, part.n);
+  float gradient, weight;
+  const uint32_t bits = largest;
+  std::memcpy(&gradient, &bits, sizeof bits);
+  std::memcpy(&weight, &of_weights, sizeof of_weights);
+  // Products are finite, too.
+  return of_weights < kInfiniteBits &&
+         double{gradient} * std::max(1.0, double{weight}) < 0.99 * double{std::numeric_limits<float>::max()};
+}
+
+}  // namespace shoal

@@ -1,0 +1,64 @@
+// What one row of a table looks like: its segments, where their weights and optimizer states lie, how they are stored.
+//
+// A training row is float weights[dim], then the optimizer states of the segments in order, without gaps; an int64
+// inside a state may be unaligned, so it is copied. A serving row is the encoded weights of the segments in order.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "table/rows/kinds.h"
+
+namespace shoal {
+
+enum class Init : int32_t { zeros, ones, constants, random_uniform };
+enum class Codec : int32_t { fp32, fp16, fixed_r8, one_bit };
+
+struct Segment {
+  int32_t dim = 0;
+
+  Opt opt = Opt::sgd;
+  float initial_accumulator = 0.1f;
+  float weight_decay = 0;
+  float beta1 = 0.9f;  // also adadelta's averaging ratio and the momentum of those that have one
+  float beta2 = 0.99f;
+  float epsilon = 0;               // added to the root that a step is divided by; adadelta: under the roots
+  bool corrected_epsilon = false;  // of the adam family: added to the bias-corrected root
+  float beta = 0;                  // of the ftrl family and group_adagrad
+  float l1 = 0, l2 = 0;
+  bool nesterov = false;
+  bool decoupled = false;  // decouple_weight_decay
+  bool stochastic_rounding = false;
+
+  Init init = Init::zeros;
+  float init_low = 0, init_high = 0;  // constants: low; random_uniform: [low, high)
+
+  // Training: fixed_r8 and one_bit make lookups quantisation-aware. Serving: how the row is stored.
+  Codec codec = Codec::fp32;
+  float r = 1.0f;  // fixed_r8
+  int64_t step_size = 200;
+  float init_scale = 1.0f, max_scale = 10000.0f, amplitude = 0.1f;  // one_bit
+
+  // Set by Layout.
+  int32_t weight = 0;  // first weight, in floats from the start of the embedding
+  int32_t state = 0;   // first byte of the state in a training row
+  int32_t state_bytes = 0;
+  int32_t code = 0;  // first byte of the code in a serving row
+  int32_t code_bytes = 0;
+};
+
+struct Layout {
+  // Throws std::invalid_argument for an empty list, a dim below 1 or one that makes a row larger than 2^28 bytes.
+  Layout(std::vector<Segment> segments, bool serving, bool skip_zero);
+
+  std::vector<Segment> segments;
+  bool serving;
+  bool skip_zero;         // serving: an all-zero vector is not stored
+  int32_t dim = 0;        // floats of one embedding
+  int32_t row_bytes = 0;  // what a row holds
+  int32_t stride = 0;     // what a row takes in memory: row_bytes rounded up to a multiple of 4
+};
+
+int32_t state_bytes(Opt opt, int32_t dim);
+int32_t code_bytes(Codec codec, int32_t dim);
+
+}  // namespace shoal

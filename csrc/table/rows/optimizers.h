@@ -1,0 +1,32 @@
+// One optimizer step over one segment of a row. The formulas, for reading, are in src/shoal/table/reference.
+#pragma once
+#include <cstdint>
+
+#include "core/isa.h"
+#include "table/rows/layout.h"
+
+namespace shoal {
+
+// w[dim] and the state are changed in place; g is read only. lr is the segment's rate at this step.
+using StepFn = void (*)(const Segment& s, float* w, char* state, const float* g, float lr, int64_t global_step);
+
+SHOAL_PER_ISA(
+    StepFn step_function(Opt opt);
+    // Quantisation-aware lookups of training rows, in place.
+    void fake_quantize(float* w, int64_t n, float r); void hash_net(float* w, int64_t n, float amplitude, float scale);
+    // The gradient that reaches the optimizer of a hash-net segment: out = g * amplitude * scale * (1 - tanh^2).
+    void hash_net_gradient(const float* w, const float* g, int64_t n, float amplitude, float scale, float* out);
+    // Every weight becomes a float16 neighbour, the upper one with the probability of its nearness.
+    void round_to_half(float* w, int64_t n, uint64_t noise);
+    // Serving rows.
+    void encode_segment(const Segment& s, const float* w, char* code);
+    void decode_segment(const Segment& s, const char* code, float* out);
+    void init_weights(const Segment& s, int32_t index, uint64_t noise, float* w);
+    bool all_finite(const float* x, int64_t n); void add(const float* x, int64_t n, float* sum);)
+
+// The state of a fresh row.
+void init_state(const Segment& s, char* state);
+
+StepFn step_function(Opt opt);
+
+}  // namespace shoal
