@@ -18,7 +18,7 @@ VOCABULARY = {
         "tensors.py",
         "wire.py",
         "security.py",
-        "sync/touched.py",
+        "sync/replica.py",
         "sync/split.py",
         "sync/quantise.py",
         "sync/history.py",

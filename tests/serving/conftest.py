@@ -9,7 +9,7 @@ import torch
 
 from shoal.metrics import set_metrics_sink
 from shoal.serving.client.addresses import set_address_table
-from shoal.serving.sync.client import reset_sync_clients
+from shoal.serving.sync.monolith.client import reset_sync_clients
 from shoal.table import reset_registry
 from tests.serving.helpers import ZOOKEEPER_JAR, Net, ZooKeeper
 

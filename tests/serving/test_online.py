@@ -37,8 +37,8 @@ from shoal.serving import (
     remote_predict,
     set_address_table,
 )
-from shoal.serving.sync import online
-from shoal.serving.sync.handle import SyncClientHandle
+from shoal.serving.sync.monolith import online
+from shoal.serving.sync.monolith.handle import SyncClientHandle
 from shoal.table import MultiHashTable, test_hash_table
 from tests.serving.helpers import eventually, free_port
 from tests.serving.test_sync_client import instance, step

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shoal.serving import Feature, ModelExporter, ModelServer
-from shoal.serving.export.manifest import Manifest
+from shoal.serving.export.manifest import Manifest, SignatureSpec
+from shoal.serving.server.servable import Servable, Signature
 from shoal.serving.status import Code, StatusError
 from shoal.serving.sync.history import History
 from shoal.serving.sync.publisher import Publisher
@@ -330,7 +331,7 @@ def package(source, rows, stamp=None, gone=None, weights=None):
         values[table] = (np.array(list(each), np.int64), np.repeat(given, source.tables[table], 1))
     stamp = stamp or source.stamp
     name, now = f"r{time.monotonic_ns()}", time.time()
-    return Package("m", source.name, source.tables, stamp, name, values, gone or {}, weights, 0, now)
+    return Package("m", source.name, source.tables, stamp, name, values, gone or {}, weights, now)
 
 
 def test_the_newer_of_two_values_stays_whatever_comes_first(serve):
@@ -339,15 +340,19 @@ def test_the_newer_of_two_values_stays_whatever_comes_first(serve):
     source = HandSource({"user": 2})
     target = Target(server.address, "m")
     session = target.hello("trainer", 1000, None, False, LONG)
-    target.send(package(source, {"user": {1: 5.0, 2: 5.0}}, Stamp(1000, 5)), session, "", True, LONG)
-    target.send(package(source, {"user": {2: 4.0, 3: 4.0}}, Stamp(1000, 4)), session, "", True, LONG)
+    target.send(package(source, {"user": {1: 5.0, 2: 5.0}}, Stamp(1000, 5)), session, "", True, 0.0, LONG)
+    target.send(package(source, {"user": {2: 4.0, 3: 4.0}}, Stamp(1000, 4)), session, "", True, 0.0, LONG)
     assert table.lookup(torch.tensor([1, 2, 3]))[:, 0].tolist() == [5.0, 5.0, 4.0]
-    target.send(package(source, {"user": {2: 1.0}}, Stamp(2000, 1)), session, "", True, LONG)  # a later run, at step 1
-    target.send(package(source, {"user": {2: 9.0}}, Stamp(1000, 9)), session, "", True, LONG)
+    target.send(
+        package(source, {"user": {2: 1.0}}, Stamp(2000, 1)), session, "", True, 0.0, LONG
+    )  # a later run, at step 1
+    target.send(package(source, {"user": {2: 9.0}}, Stamp(1000, 9)), session, "", True, 0.0, LONG)
     assert table.lookup(torch.tensor([2]))[:, 0].tolist() == [1.0]
     gone = {"user": np.array([1], np.int64)}
-    target.send(package(source, {}, Stamp(2000, 2), gone), session, "", True, LONG)
-    target.send(package(source, {"user": {1: 8.0}}, Stamp(2000, 1)), session, "", True, LONG)  # before the deletion
+    target.send(package(source, {}, Stamp(2000, 2), gone), session, "", True, 0.0, LONG)
+    target.send(
+        package(source, {"user": {1: 8.0}}, Stamp(2000, 1)), session, "", True, 0.0, LONG
+    )  # before the deletion
     assert not table.contains(torch.tensor([1])).any()
     assert target.hello("trainer", 2000, None, False, LONG).complete == Stamp(2000, 2)
     target.close()
@@ -444,12 +449,12 @@ def test_a_push_for_another_version_is_refused_with_what_it_should_be(serve, tmp
     export(tmp_path, 2, {1: 2.0})
     server.refresh()
     with pytest.raises(StatusError, match=r"the push is for version 1; this replica has version 2") as error:
-        target.send(package(source, {"user": {1: 5.0}}), session, "", True, LONG)
+        target.send(package(source, {"user": {1: 5.0}}), session, "", True, 0.0, LONG)
     assert error.value.code == Code.FAILED_PRECONDITION
     assert dict(error.value.metadata)["shoal-version"] == "2"
     assert scores(server, [1]) == [4.0]
     again = target.hello("trainer", 1000, None, False, LONG)
-    target.send(package(source, {"user": {1: 5.0}}, Stamp(1000, 1)), again, "", True, LONG)
+    target.send(package(source, {"user": {1: 5.0}}, Stamp(1000, 1)), again, "", True, 0.0, LONG)
     assert scores(server, [1]) == [10.0]
     target.close()
 
@@ -463,17 +468,17 @@ def test_a_round_that_is_not_whole_changes_nothing(serve, tmp_path):
     ((payload, mark, gone, total),) = whole.parts(session.layouts)
     whole._parts[session.layouts] = [(payload, mark, gone, total + 1)]
     with pytest.raises(StatusError, match="1 and 0 have come") as error:
-        target.send(whole, session, "", True, LONG)
+        target.send(whole, session, "", True, 0.0, LONG)
     assert error.value.code == Code.DATA_LOSS
     whole._parts.clear()
     blob, _ = whole.blob(session)
     whole._blobs = dict.fromkeys(whole._blobs, (blob, "0" * 64))
     with pytest.raises(StatusError, match="not 0000") as error:
-        target.send(whole, session, "", True, LONG)
+        target.send(whole, session, "", True, 0.0, LONG)
     assert error.value.code == Code.DATA_LOSS
     assert scores(server, [1]) == [3.0]  # neither rows nor weights
     whole._blobs.clear()
-    target.send(whole, session, "", True, LONG)
+    target.send(whole, session, "", True, 0.0, LONG)
     assert scores(server, [1]) == [19.0]
     target.close()
 
@@ -495,6 +500,40 @@ def test_an_old_sender_works_as_before(serve, tmp_path):
     answer = PushClient(server.address).push(DeltaBatch("m", "hashtable_assign", 60_000, False, [delta]))
     assert (answer.status_code, answer.update_num) == (0, 2)
     assert scores(server, [1, 2]) == [10.0, 10.0]
+
+
+def without_rounds(server):
+    """A replica as versions before rounds of pushes were, and other servers of the protocol are."""
+    version = server.model("m").current()
+    version.servable.rounds.signatures.clear()
+
+
+def test_a_replica_of_an_older_version_gets_all_rows_then_changes_as_plain_pushes(serve, publish, tmp_path, caplog):
+    server = serve(config_of(m=(export(tmp_path, 1, {1: 1.0}, bias=1.0), "latest")))
+    without_rounds(server)
+    source = HandSource({"user": 2})
+    source.learn("user", [2], 2.0)
+    source.learn("user", [3], 3.0)
+    source.set_weights({"bias": torch.ones(1) * 9, "scale": torch.ones(1)})
+    publisher = publish(source, server)
+    publisher.flush(LONG)
+    assert scores(server, [1, 2, 3]) == [3.0, 5.0, 7.0]  # its own weights
+    assert "is sent rows" in caplog.text
+    assert "serve the model with this version of shoal" in caplog.text
+    (target,) = publisher.status().targets
+    assert (target.plain, target.error, target.waiting) == (True, "", 0)
+    source.learn("user", [3], 5.0)
+    source.remove("user", [2])
+    publisher.flush(LONG)
+    assert scores(server, [1, 2, 3]) == [3.0, 1.0, 11.0]
+
+
+def test_a_server_that_takes_no_rows_is_named_with_what_to_do(serve, publish):
+    server = serve()
+    server.publish("m", Servable({"serving_default": Signature(SignatureSpec(), lambda inputs: inputs)}))
+    publisher = publish(HandSource({"user": 2}), server)
+    with pytest.raises(TimeoutError, match=r"takes neither rounds of pushes .* serve the model with this version"):
+        publisher.flush(1.0)
 
 
 def test_a_publisher_says_what_it_cannot_use(serve, publish):
@@ -606,7 +645,7 @@ def test_replicas_that_are_sent_a_round_at_once_get_all_of_it():
     layouts = (Layout("hashtable_assign", (("user", 2),), ()),)
     for name in map(str, range(10)):
         values = {"user": (np.arange(rows), np.ones((rows, 2), np.float32))}
-        package = Package("m", "trainer", {"user": 2}, Stamp(1, 1), name, values, {}, None, 0, 0)
+        package = Package("m", "trainer", {"user": 2}, Stamp(1, 1), name, values, {}, None, 0)
         begin = threading.Barrier(4)
 
         def sent(_, package=package, begin=begin):

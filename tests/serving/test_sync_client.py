@@ -26,7 +26,7 @@ from shoal.serving import (
     enter_export_mode,
     parameter_sync_client_from_config,
 )
-from shoal.serving.sync.touched import TouchedPairs
+from shoal.serving.sync.monolith.touched import TouchedPairs
 from shoal.table import (
     CombineAsSegment,
     CuckooEmbeddingHashTableConfig,
@@ -406,7 +406,7 @@ def test_extra_info_needs_lists_of_one_length_and_the_first_of_duplicates_wins()
 
 
 def test_responses_are_ordered_by_target_and_part_and_carry_their_target(monkeypatch):
-    monkeypatch.setattr("shoal.serving.sync.manager.MAX_PART_BYTES", 60)
+    monkeypatch.setattr("shoal.serving.sync.monolith.manager.MAX_PART_BYTES", 60)
     manager = SyncClientManager(FakeClient)
     manager.try_replace(["b:1", "a:1"], [])
     result = manager.push(push_of(10), "m", "s")

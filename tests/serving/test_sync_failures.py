@@ -6,9 +6,7 @@ import logging
 import pytest
 
 from shoal.serving import ClientConfig, DummySyncServer, SyncClientManager, parameter_sync_client_from_config
-from shoal.serving.sync.history import History
 from shoal.serving.sync.push import PushClient
-from shoal.stamps import Stamp
 from shoal.table import test_hash_table
 from tests.serving.test_sync_client import FakeClient, address, config_of, push_of, step, sync
 
@@ -28,7 +26,7 @@ def test_a_round_that_breaks_in_the_middle_keeps_its_ids(server, monkeypatch):
     def broken(*args):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(handle.manager, "push_each", broken)
+    monkeypatch.setattr(handle.manager, "push_to", broken)
     with pytest.raises(RuntimeError, match="new thread"):
         handle.sync(config_of(address(server)))
     monkeypatch.undo()
@@ -39,16 +37,16 @@ def test_a_round_that_breaks_in_the_middle_keeps_its_ids(server, monkeypatch):
 def test_a_target_that_vanishes_during_the_round_keeps_its_ids(server):
     handle = parameter_sync_client_from_config()
     table = test_hash_table(1, name_suffix="t", sync_client=handle)
-    real = handle.manager.push_each
+    real = handle.manager.push_to
 
-    def push_each(*args):
+    def push_to(*args):
         handle.manager.try_replace([])  # by somebody else
         return real(*args)
 
-    handle.manager.push_each = push_each
+    handle.manager.push_to = push_to
     step(table, [1, 2])
     assert not handle.sync(config_of(address(server))).responses
-    handle.manager.push_each = real
+    handle.manager.push_to = real
     assert sync(handle, config_of(address(server)))["responses"][0]["update_num"] == 2
 
 
@@ -115,13 +113,13 @@ def test_ids_of_a_target_that_leaves_are_counted(server, refused, metrics, caplo
 def test_what_the_history_cannot_hold_is_counted_under_the_clients_name(metrics, server):
     handle = parameter_sync_client_from_config()
     handle.catch_up()
-    handle._history = History(Stamp(0, 0), 4)
+    handle._publisher._capacity = 4
     table = test_hash_table(1, name_suffix="t", sync_client=handle)
     for ids in ([1, 2, 3], [4, 5]):
         step(table, ids)
         handle.sync(config_of(address(server)))
     assert [each for each in metrics.counters if each[0] == "touched_key_set_dropped"] == [
-        ("touched_key_set_dropped", 3, "name=MonolithSyncClient_ catch-up")
+        ("touched_key_set_dropped", 3, "name=MonolithSyncClient_")
     ]
 
 

@@ -17,8 +17,8 @@ from shoal.serving import (
 )
 from shoal.serving.export.manifest import SignatureSpec, TensorSpec
 from shoal.serving.server.servable import Servable, Signature
-from shoal.serving.sync.handle import SyncClientHandle
 from shoal.serving.sync.history import History
+from shoal.serving.sync.monolith.handle import SyncClientHandle
 from shoal.stamps import Stamp
 from shoal.table import test_hash_table
 from tests.serving.helpers import eventually

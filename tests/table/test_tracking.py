@@ -116,7 +116,7 @@ def test_two_trackers_are_told_alike_and_one_may_leave():
 
 
 def test_a_sync_client_hears_of_gradients_alone_beside_a_tracker():
-    from shoal.serving.sync.handle import SyncClientHandle
+    from shoal.serving.sync.monolith.handle import SyncClientHandle
 
     table, handle = make(name="beside"), SyncClientHandle("beside")
     table.attach(handle)

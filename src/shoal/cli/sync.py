@@ -77,7 +77,7 @@ class _Fixed:
 
 
 def _backend(options: Options) -> Any:
-    from shoal.serving.sync.online import OnlineTrainingConfig, create_sync_backend
+    from shoal.serving.sync.monolith.online import OnlineTrainingConfig, create_sync_backend
 
     if options.target:
         return _Fixed(options.model, options.target)
@@ -97,11 +97,11 @@ def _backend(options: Options) -> Any:
 
 def sync(options: Options) -> int:
     """Rounds until SIGTERM or SIGINT, or one with ``once``."""
-    from shoal.serving.sync.handle import SyncClientHandle
-    from shoal.serving.sync.manager import SyncClientManager
-    from shoal.serving.sync.online import SyncLoop
+    from shoal.serving.sync.monolith.handle import SyncClientHandle
+    from shoal.serving.sync.monolith.manager import SyncClientManager
+    from shoal.serving.sync.monolith.online import SyncLoop
+    from shoal.serving.sync.monolith.source import follow_source
     from shoal.serving.sync.push import PushClient
-    from shoal.serving.sync.source import follow_source
 
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr

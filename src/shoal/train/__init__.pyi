@@ -19,7 +19,7 @@ from shoal.errors import SerializationError as SerializationError
 from shoal.errors import ShapeError as ShapeError
 from shoal.errors import StepAborted as StepAborted
 from shoal.errors import TransportError as TransportError
-from shoal.serving.sync.online import ParameterSyncHook as ParameterSyncHook
+from shoal.serving.sync.monolith.online import ParameterSyncHook as ParameterSyncHook
 from shoal.train.aggregation.aggregate import GradientAggregator as GradientAggregator
 from shoal.train.aggregation.aggregate import LocalAggregator as LocalAggregator
 from shoal.train.aggregation.all_reduce import AllReduceAggregator as AllReduceAggregator

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,43 +18,12 @@ from shoal.metrics import emit_counter, emit_timer
 from shoal.serving.security import ClientSecurity
 from shoal.serving.status import Code, StatusError
 from shoal.serving.sync.history import History, Ids, count, merge
-from shoal.serving.sync.publication import Source
-from shoal.serving.sync.target import Package, Session, Target, places_of
+from shoal.serving.sync.publication import Changes, Source
+from shoal.serving.sync.replica import PublisherStatus, Replica, TargetStatus
+from shoal.serving.sync.target import Package, Target, Wire, places_of
 from shoal.stamps import Stamp
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TargetStatus:
-    """What one replica has of a source."""
-
-    target: str
-    version: int | None = None
-    complete: Stamp | None = None
-    """The replica has every change up to this stamp."""
-    waiting: int = 0
-    """Ids that it does not have yet."""
-    freshness: float | None = None
-    """Seconds from the oldest change in its last round until that change was served."""
-    error: str = ""
-    """Why its last round failed; "" if it succeeded."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublisherStatus:
-    """The state of a publisher, as `Publisher.status` returns it."""
-
-    source: str
-    rounds: int = 0
-    """Rounds that were sent."""
-    stamp: Stamp | None = None
-    """Of the last round."""
-    unacknowledged: int = 0
-    """Ids that not every live replica has."""
-    targets: list[TargetStatus] = field(default_factory=list)
-    asked: bool = False
-    """Whether it is known which replicas are live."""
 
 
 HISTORY_IDS = 8 * 1024 * 1024
@@ -66,31 +35,8 @@ PATIENCE_SECS = 2.0
 """A round waits this long for slow replicas. Then the next round starts, and they join it when they are done."""
 HELLO_SECS = 10.0
 MAX_PARALLEL = 32
+MANY_TIMES = 1024
 _NO_IDS = np.empty(0, np.int64)
-
-
-class _Replica:
-    """What the publisher knows of one target. While a worker serves the target, only that worker may use it."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.session: Session | None = None
-        self.since = Stamp(0, 0)
-        """It has every change up to this stamp, except the backlog."""
-        self.backlog: Ids = {}
-        self.complete: Stamp | None = None
-        self.digest = ""
-        self.freshness: float | None = None
-        self.error = "it has not been asked yet"
-        self.checked = float("-inf")
-        self.greeted = 0
-        """The run in which it was last asked what it has."""
-        self.work: Future[None] | None = None
-        """The call that a thread makes for it now; it gets no round until that ends."""
-
-    @property
-    def busy(self) -> bool:
-        return self.work is not None and not self.work.done()
 
 
 @dataclass(slots=True)
@@ -98,8 +44,8 @@ class _Job:
     """One round for the thread: the rows that were read, and the replicas that get them."""
 
     stamp: Stamp
-    packages: dict[str, tuple[Package, Ids]] = field(default_factory=dict)
-    """target -> what it gets, and the backlog that remains afterwards"""
+    packages: dict[str, tuple[Package, Ids, float]] = field(default_factory=dict)
+    """target -> what it gets, the backlog that remains afterwards, and since when it lacks what it gets (Unix time)"""
 
 
 class Publisher:
@@ -113,6 +59,8 @@ class Publisher:
         security: what to show to the replicas.
         history: ids kept for replicas that start late or were out of reach; beyond, they are sent every row.
         timeout_s: for one round to one replica.
+        connect: address -> what speaks to the replica there; by default `Target`.
+        backlog_rows: rows that one round reads for a replica that catches up.
     """
 
     def __init__(
@@ -124,17 +72,21 @@ class Publisher:
         security: ClientSecurity | None = None,
         history: int = HISTORY_IDS,
         timeout_s: float = 60.0,
+        connect: Callable[[str], Wire] | None = None,
+        backlog_rows: int = BACKLOG_ROWS,
     ) -> None:
-        self._source, self._model, self._security, self._timeout = source, model, security, timeout_s
+        self._source, self._model, self._timeout = source, model, timeout_s
         fixed = None if callable(targets) else list(dict.fromkeys(targets))
         self._targets: Callable[[], Sequence[str]] = targets if callable(targets) else lambda: fixed or []
+        self._connect = connect or (lambda address: Target(address, model, security))
+        self._backlog_rows = backlog_rows
         self._capacity = history
         self._history: History | None = None
         self._run = 0
         self._weights: Mapping[str, torch.Tensor] | None = None
-        self._oldest = 0.0
+        self._times: list[tuple[Stamp, float]] = []  # of rounds with changes: since when they have been made
         self._exported: Stamp | None = None
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, Replica] = {}
         self._broken: dict[str, str] = {}  # address -> why there is no replica
         self._asked = False  # whether the targets have ever been asked for
         self._targets_error = ""
@@ -144,8 +96,7 @@ class Publisher:
         self._job: _Job | None = None
         self._closed = False
         self._pool = ThreadPoolExecutor(MAX_PARALLEL, f"shoal-publish-{source.name}")
-        self._thread = threading.Thread(target=self._work, name=f"shoal-publish-{source.name}", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     # --- the caller's side --------------------------------------------------------------------------------------------
 
@@ -159,31 +110,64 @@ class Publisher:
                 raise ConfigError(f"the publisher of {self._source.name} is closed")
             if self._job is not None:
                 return False
-        job = self._take()
+        job = self._plan(self._note())
         with self._changed:
             self._job = job
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=f"shoal-publish-{self._source.name}")
+                self._thread.daemon = True
+                self._thread.start()
             self._changed.notify_all()
         return True
 
-    def _take(self) -> _Job:
+    def run(self) -> None:
+        """One whole round on the calling thread: asks for the targets, copies what changed and sends it to all of them.
+
+        Returns when all have answered; `status` says what they have. Do not mix it with `round`.
+        """
+        changes = self._note()
+        self._refresh()
+        for address, replica in self._replicas.items():
+            if replica.session is None or replica.greeted != self._run:
+                self._serve(address, replica, _Job(changes.stamp))
+        job = self._plan(changes)
+        works = [self._pool.submit(self._serve, address, self._replicas[address], job) for address in job.packages]
+        for work in works:
+            work.result()
+        self._rounds += bool(works)
+
+    def forget_targets(self) -> None:
+        """There are no replicas for now: those that come are new. Changes stay at the source."""
+        self._replace({}, {})
+
+    def _note(self) -> Changes:
+        """Takes what changed and writes it down."""
         changes = self._source.take()
-        read_at = time.time()
         if self._history is None or changes.stamp.run != self._run:  # the first round, or the source was rolled back
             self._run = changes.stamp.run
             self._history = History(Stamp(self._run, -1), self._capacity)
+            self._times = []
         if changes.lost:
             log.warning("%s: more was learnt than was kept track of; every row is sent again", self._source.name)
             self._history = History(changes.stamp, self._capacity)
         self._stamp = changes.stamp
-        if changes.since and (not self._oldest or changes.since < self._oldest):
-            self._oldest = changes.since
+        if changes.since:
+            self._times.append((changes.stamp, changes.since))
+            if len(self._times) > MANY_TIMES:
+                del self._times[1]  # the oldest one stays: what is reported may be older than it was, never newer
         self._weights = changes.weights if changes.weights is not None else self._weights
         fresh = {table: ids.numpy() for table, ids in changes.ids.items() if len(ids)}
-        if self._history.add(changes.stamp, fresh):
+        if dropped := self._history.add(changes.stamp, fresh):
+            emit_counter("touched_key_set_dropped", dropped, f"name={self._source.name}")
             log.warning(
-                "%s: more than %d ids wait for replicas; those that lack older ones are sent every row",
+                "%s: more than %d ids wait for replicas; those that lack older ones are asked what they have",
                 self._source.name, self._capacity,
             )  # fmt: skip
+        return changes
+
+    def _plan(self, changes: Changes) -> _Job:
+        """Who gets what, with the rows read."""
+        assert self._history is not None
         job = _Job(changes.stamp)
         wanted: dict[str, Ids] = {}
         leftovers: dict[str, Ids] = {}
@@ -194,27 +178,33 @@ class Publisher:
             if lacks is None:
                 replica.session = None  # ask it again what it has
                 continue
-            now, left = _first(replica.backlog, BACKLOG_ROWS)
+            now, left = _first(replica.backlog, self._backlog_rows)
             wanted[address] = merge(lacks, now) if now else lacks
             if wanted[address] or changes.weights is not None or replica.complete is None:
                 leftovers[address] = left
             else:
                 replica.since = replica.complete = changes.stamp  # nothing changed for it
-        self._read(job, {address: wanted[address] for address in leftovers}, leftovers, read_at)
+        self._read(job, {address: wanted[address] for address in leftovers}, leftovers)
         self._forget()
         return job
 
-    def _read(self, job: _Job, wanted: dict[str, Ids], leftovers: dict[str, Ids], read_at: float) -> None:
+    def _lacks_since(self, replica: Replica) -> float:
+        """Unix time of the oldest change that a replica lacks; 0 where that is not known."""
+        first = next((since for stamp, since in self._times if stamp > replica.since), 0.0)
+        return min(filter(None, (first, replica.backlog_since)), default=0.0)
+
+    def _read(self, job: _Job, wanted: dict[str, Ids], leftovers: dict[str, Ids]) -> None:
         """Reads every row that a replica wants once; replicas that want the same get the same package."""
         built: list[tuple[Ids, Package]] = []
         every = merge(*wanted.values())
         rows = {table: self._source.read(table, torch.from_numpy(ids)) for table, ids in every.items() if len(ids)}
+        read_at = time.time()  # after the reading: an export that was begun later has none of these rows older
         for address, ids in wanted.items():
             package = next((package for same, package in built if _equal(same, ids)), None)
             if package is None:
                 package = Package(
                     self._model, self._source.name, self._source.tables, job.stamp, uuid.uuid4().hex[:16], {}, {},
-                    self._weights, self._oldest, read_at,
+                    self._weights, read_at,
                 )  # fmt: skip
                 for table, mine in ids.items():
                     if not len(mine):
@@ -228,14 +218,16 @@ class Publisher:
                     else:
                         package.rows[table], package.gone[table] = (mine[present], values[present]), mine[~present]
                 built.append((ids, package))
-            job.packages[address] = (package, leftovers[address])
+            job.packages[address] = (package, leftovers[address], self._lacks_since(self._replicas[address]))
 
     def _forget(self) -> None:
         """Forgets ids that are on all replicas and in all exports that a replica may start from."""
         assert self._history is not None
         have = [replica.since for replica in self._replicas.values()]
-        if self._exported is not None and have:
-            self._history.forget(min(self._exported, *have))
+        if have:
+            self._times = [(stamp, since) for stamp, since in self._times if stamp > min(have)]
+            if self._exported is not None:
+                self._history.forget(min(self._exported, *have))
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Sends rounds until every live replica has everything up to now. Call it between two steps.
@@ -272,8 +264,17 @@ class Publisher:
     def exported(self, version: int, stamp: Stamp) -> None:
         """Says that an export with everything up to ``stamp`` exists; replicas that start later start from it."""
         log.info("%s: replicas start with version %d from now on", self._source.name, version)
+        self.forget(stamp)
+
+    def forget(self, stamp: Stamp) -> None:
+        """Says that no replica will ask for changes up to ``stamp``; those that the replicas of now lack are kept."""
         with self._changed:
             self._exported = stamp
+
+    @property
+    def floor(self) -> Stamp:
+        """It is known what changed after this stamp."""
+        return Stamp(self._run, -1) if self._history is None else self._history.floor
 
     def status(self) -> PublisherStatus:
         """The state of the publisher and of each replica."""
@@ -284,6 +285,7 @@ class Publisher:
                     address,
                     replica.session.version if replica.session is not None else None,
                     replica.complete, waiting[address], replica.freshness, replica.error,
+                    replica.session is not None and replica.session.plain,
                 )
                 for address, replica in sorted(self._replicas.items())
             ]  # fmt: skip
@@ -292,7 +294,7 @@ class Publisher:
             most = max(waiting.values()) if waiting else kept
             return PublisherStatus(self._source.name, self._rounds, self._stamp, most, targets, self._asked)
 
-    def _waiting(self, replica: _Replica) -> int:
+    def _waiting(self, replica: Replica) -> int:
         if self._history is None:
             return 0
         lacks = self._history.since(replica.since) if replica.session is not None else None
@@ -303,9 +305,10 @@ class Publisher:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if not self._thread.is_alive():
+        if self._thread is None or not self._thread.is_alive():
             for replica in self._replicas.values():
                 replica.target.close()
 
@@ -340,8 +343,6 @@ class Publisher:
         wait(
             [replica.work for _, replica in replicas if replica.work is not None], PATIENCE_SECS
         )  # the others are not delayed
-        if all(replica.complete is not None and replica.complete >= job.stamp for replica in self._replicas.values()):
-            self._oldest = 0.0
         self._rounds += any(address in job.packages for address, _ in replicas)
 
     def _refresh(self) -> None:
@@ -357,18 +358,21 @@ class Publisher:
         for address in wanted:
             if address not in replicas:
                 try:
-                    replicas[address] = _Replica(Target(address, self._model, self._security))
+                    replicas[address] = Replica(self._connect(address))
                 except Exception as error:
                     broken[address] = f"it cannot be used: {error}"
                     if self._broken.get(address) != broken[address]:
                         log.warning("%s: %s cannot be used: %s", self._source.name, address, error)
+        self._replace(replicas, broken)
+
+    def _replace(self, replicas: dict[str, Replica], broken: dict[str, str]) -> None:
         gone = [replica for address, replica in self._replicas.items() if address not in replicas]
         with self._changed:
             self._replicas, self._broken, self._asked, self._targets_error = replicas, broken, True, ""
         for replica in gone:
             replica.target.close()
 
-    def _serve(self, address: str, replica: _Replica, job: _Job) -> None:
+    def _serve(self, address: str, replica: Replica, job: _Job) -> None:
         """Sends one replica its part of a round, and first asks what it has if that is unknown."""
         try:
             if replica.greeted != job.stamp.run:
@@ -393,7 +397,7 @@ class Publisher:
             log.exception("%s: %s", self._source.name, address)
             replica.error, replica.session = repr(error), None
 
-    def _push(self, replica: _Replica, job: _Job, package: Package, left: Ids) -> None:
+    def _push(self, replica: Replica, job: _Job, package: Package, left: Ids, touched_at: float) -> None:
         session = replica.session
         assert session is not None
         try:
@@ -403,20 +407,19 @@ class Publisher:
                 log.error("%s: %s: %s", self._source.name, replica.target.address, error)
             replica.digest = "unfit"
             package = dataclasses.replace(package, weights=None)
-        begin = time.monotonic()
-        ids, digest = replica.target.send(package, session, replica.digest, not left, self._timeout)
-        replica.digest, replica.backlog, replica.since = digest, left, job.stamp
-        replica.checked = now = time.monotonic()
-        tags = f"source={self._source.name}|model_name={self._model}|target={replica.target.address}"
-        emit_timer("parameter_sync_latency", (now - begin) * 1e6, tags)
-        emit_counter("parameter_sync_fid_count", ids, f"{tags}|status=OK")
-        if not left:
+        sent = replica.target.send(package, session, replica.digest, not left, touched_at, self._timeout)
+        replica.digest, replica.backlog = sent.digest, merge(sent.left, left) if sent.left else left
+        replica.since = job.stamp if sent.since is None else sent.since
+        replica.backlog_since = touched_at if replica.backlog else 0.0
+        replica.checked = time.monotonic()
+        if not replica.backlog and replica.since == job.stamp:
             replica.complete = job.stamp
-            if package.touched_at:
-                replica.freshness = time.time() - package.touched_at
+            if touched_at:
+                replica.freshness = time.time() - touched_at
+                tags = f"source={self._source.name}|model_name={self._model}|target={replica.target.address}"
                 emit_timer("parameter_sync_freshness_seconds", replica.freshness, tags)
 
-    def _greet(self, replica: _Replica, stamp: Stamp) -> None:
+    def _greet(self, replica: Replica, stamp: Stamp) -> None:
         """Asks a replica what it has, and plans what it gets from the next round on."""
         source, former = self._source, replica.session
         session = replica.target.hello(source.name, self._run, source.base, False, HELLO_SECS)
@@ -429,7 +432,7 @@ class Publisher:
         if unknown:
             log.warning("%s: %s has no tables %s of these dims: their rows are not sent",
                         source.name, replica.target.address, unknown)  # fmt: skip
-        replica.complete, replica.digest = None, ""
+        replica.complete, replica.digest, replica.backlog_since = None, "", 0.0
         have, base = session.complete, source.base
         assert self._history is not None
         if have is not None and have.run >= self._run and have >= self._history.floor:

@@ -7,19 +7,21 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
 import torch
 
-from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
+from shoal.metrics import emit_counter, emit_timer
+from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, SignatureDefMap
+from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_channel
 from shoal.serving.status import Code, StatusError, from_rpc_error
 from shoal.serving.sync.history import Ids, merge
 from shoal.serving.sync.push import COMMIT, HELLO, WEIGHTS, PushInfo, encode_push
 from shoal.serving.sync.quantise import encoders, fingerprint, known
-from shoal.serving.sync.split import Delta, DeltaBatch
+from shoal.serving.sync.split import Delta, DeltaBatch, sendable_parts
 from shoal.serving.sync.weights import write_weights
 from shoal.serving.tensors import decode_tensor, encode_tensor
 from shoal.stamps import Stamp
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 PART_BYTES = 1 << 20
 """Bytes of rows or weights in one message. Small, because a replica reads it on the thread that predicts."""
 IN_FLIGHT = 4
+STRANGERS = (Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.FAILED_PRECONDITION, Code.UNIMPLEMENTED)
+"""What servers answer to a signature that they do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Session:
     """What it must be sent again."""
     weights: Mapping[str, tuple[str, tuple[int, ...]]]
     """name -> (dtype, shape) of what its net has."""
+    plain: bool = False
+    """Whether it takes plain pushes only: it knows of no rounds, deletions and weights."""
 
     @classmethod
     def of(cls, said: Mapping[str, Any], ids: torch.Tensor) -> "Session":
@@ -82,6 +88,42 @@ class Session:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What became of a round at one replica."""
+
+    ids: int = 0
+    digest: str = ""
+    """Of the weights that the replica has now."""
+    left: Ids = field(default_factory=dict)
+    """What it did not take, of the source's tables."""
+    since: Stamp | None = None
+    """Up to when it has everything but what is left, if that is not the round's stamp."""
+
+
+class Wire(Protocol):
+    """How a publisher speaks to one replica. Calls raise `StatusError`."""
+
+    @property
+    def address(self) -> str: ...
+
+    def hello(self, source: str, run: int, base: Stamp | None, everything: bool, timeout: float) -> Session:
+        """What the replica has; with ``everything`` all of its ids are listed, else those that a roll-back changed."""
+        ...
+
+    def send(
+        self, package: "Package", session: Session, digest: str, complete: bool, touched_at: float, timeout: float
+    ) -> Sent:
+        """Sends a round.
+
+        ``digest``: of the weights that it has, which are not sent again. ``complete``: whether the replica then lacks
+        nothing up to the round's stamp. ``touched_at``: Unix time of the oldest change; 0 where that is not known.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class Package:
     """What a round sends to one or several replicas."""
@@ -96,7 +138,6 @@ class Package:
     """table -> ids and float32 values ``[n, dim]``"""
     gone: Ids
     weights: Mapping[str, torch.Tensor] | None
-    touched_at: float
     read_at: float
     _parts: dict[Any, list[tuple[bytes, str, bool, int]]] = field(default_factory=dict)
     _blobs: dict[Any, tuple[torch.Tensor, str]] = field(default_factory=dict)
@@ -146,6 +187,22 @@ class Package:
                     current, room = {}, PART_BYTES
         if current:
             yield batch(current)
+
+    def whole(self, layout: Layout, timeout_in_ms: int = 0) -> DeltaBatch:
+        """All rows of a signature's tables as one plain push, in which a row that is gone is zeros."""
+        places = places_of((layout,), self.tables)
+        made = DeltaBatch(
+            self.model, layout.signature, timeout_in_ms, not layout.signature.endswith("hashtable_assign"),
+            read_at=self.read_at,
+        )  # fmt: skip
+        for name, dim in layout.tables:
+            ids, values = self._of(places.get(name), dim, False)
+            gone, _ = self._of(places.get(name), dim, True)
+            if len(gone):
+                ids = np.concatenate([ids, gone])
+                values = np.concatenate([values, np.zeros((len(gone), dim), np.float32)])
+            made.deltas.append(Delta(name, dim, ids, values))
+        return made
 
     def _of(self, place: "Place | None", dim: int, gone: bool) -> tuple[np.ndarray, np.ndarray]:
         """The ids and values that go to a replica's table."""
@@ -207,6 +264,7 @@ class Target:
     def __init__(self, address: str, model: str, security: ClientSecurity | None = None) -> None:
         self.address, self._model, self._security = address, model, security
         self._channel: Any = None
+        self._told = False
         self._open()
 
     def _open(self) -> None:
@@ -219,8 +277,21 @@ class Target:
         self._channel.close()
 
     def hello(self, source: str, run: int, base: Stamp | None, everything: bool, timeout: float) -> Session:
-        """What the replica has; with ``everything`` all of its ids are listed, else those that a roll-back changed."""
-        said, ids = self._hello(source, run, {"base": base, "all": everything}, timeout)
+        """What the replica has; one that has never heard of rounds is asked for its signatures."""
+        try:
+            said, ids = self._hello(source, run, {"base": base, "all": everything}, timeout)
+        except StatusError as error:
+            if error.code not in STRANGERS:
+                raise
+            session = plain_session(self._channel, self._model, timeout, error)
+            if not self._told:
+                self._told = True
+                log.warning(
+                    "%s does not take rounds of pushes (%s): it is sent rows, with zeros for those that are gone, and "
+                    "no weights; serve the model with this version of shoal to have all of it",
+                    self.address, error.message,
+                )  # fmt: skip
+            return session
         session = Session.of(said, ids)
         for part in range(1, said["parts"]):
             more = {"base": base, "all": everything, "part": part, "parts": said["parts"]}
@@ -237,16 +308,38 @@ class Target:
             raise
         return json.loads(bytes(answer["answer"].numpy())), answer["id"]
 
-    def send(self, package: Package, session: Session, digest: str, complete: bool, timeout: float) -> tuple[int, str]:
-        """Sends a round and commits it: (ids, digest of the weights that the replica has now).
+    def send(
+        self, package: Package, session: Session, digest: str, complete: bool, touched_at: float, timeout: float
+    ) -> Sent:
+        """Sends a round and commits it."""
+        begin = time.monotonic()
+        rounds = self._send_plain if session.plain else self._send_round
+        sent = rounds(package, session, digest, complete, touched_at, begin + timeout)
+        tags = f"source={package.source}|model_name={self._model}|target={self.address}"
+        emit_timer("parameter_sync_latency", (time.monotonic() - begin) * 1e6, tags)
+        emit_counter("parameter_sync_fid_count", sent.ids, f"{tags}|status=OK")
+        return sent
 
-        ``digest``: of the weights that it has, which are not sent again. ``complete``: whether the replica then lacks
-        nothing up to the round's stamp.
-        """
-        end = time.monotonic() + timeout
+    def _send_plain(
+        self, package: Package, session: Session, digest: str, complete: bool, touched_at: float, end: float
+    ) -> Sent:
+        calls: deque[Any] = deque()
+        ids, info = 0, PushInfo(touched_at=touched_at, read_at=package.read_at)
+        for layout in session.layouts:
+            for part in sendable_parts(package.whole(layout), PART_BYTES):
+                payload, total = encode_push(part)
+                ids += total
+                calls.append(self._begin(payload, info, end))
+                _finish(calls, IN_FLIGHT)
+        _finish(calls, 0)
+        return Sent(ids)
+
+    def _send_round(
+        self, package: Package, session: Session, digest: str, complete: bool, touched_at: float, end: float
+    ) -> Sent:
         common = {
             "source": package.source, "run": package.stamp.run, "step": package.stamp.step, "round": package.name,
-            "version": session.version, "replica": session.replica, "touched_at": package.touched_at,
+            "version": session.version, "replica": session.replica, "touched_at": touched_at,
             "read_at": package.read_at,
         }  # fmt: skip
         counts = {False: 0, True: 0}
@@ -274,7 +367,7 @@ class Target:
             "weights": blob[1] if fresh and blob is not None else "",
         }  # fmt: skip
         self._call(COMMIT, {"message": _bytes(message)}, PushInfo(**common), max(0.001, end - time.monotonic()))
-        return sum(counts.values()), blob[1] if blob is not None else digest
+        return Sent(sum(counts.values()), blob[1] if blob is not None else digest)
 
     def _message(self, signature: str, inputs: Mapping[str, torch.Tensor]) -> bytes:
         return encode_request(
@@ -290,6 +383,42 @@ class Target:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         return {alias: decode_tensor(data) for alias, data in decode_response(answer)[1].items()}
+
+
+def plain_session(channel: Any, model: str, timeout: float, refusal: StatusError) -> Session:
+    """What a server that knows of no rounds takes, by its metadata.
+
+    Raises:
+        StatusError: it takes no rows, or does not say so; ``refusal`` is how it answered a hello.
+    """
+    request = GetModelMetadataRequest(metadata_field=["signature_def"])
+    request.model_spec.name = model
+    ask = channel.unary_unary(
+        GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
+    )
+    signatures = SignatureDefMap()
+    try:
+        answer = ask(request, timeout=timeout)
+    except grpc.RpcError:
+        raise refusal from None  # it does not have the model, or does not have it yet
+    answer.metadata["signature_def"].Unpack(signatures)
+    layouts = []
+    for name, signature in sorted(signatures.signature_def.items()):
+        if name == "hashtable_assign":
+            tables = {
+                alias.removesuffix("_value"): info.tensor_shape.dim[1].size
+                for alias, info in signature.inputs.items()
+                if alias.endswith("_value") and len(info.tensor_shape.dim) == 2
+            }
+            layouts.append(Layout(name, tuple(sorted(tables.items())), ()))
+    if not layouts:
+        raise StatusError(
+            refusal.code,
+            f"it takes neither rounds of pushes ({refusal.message}) nor rows by a signature hashtable_assign; serve "
+            "the model with this version of shoal",
+        )
+    version = answer.model_spec.version.value
+    return Session(version, "", None, None, tuple(layouts), {}, {}, plain=True)
 
 
 def _finish(calls: deque[Any], most: int) -> None:

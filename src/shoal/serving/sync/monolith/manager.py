@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -129,22 +129,32 @@ class SyncClientManager:
         """Pushes one request to every target."""
         with self._lock.shared():
             parts = sendable_parts(request, MAX_PART_BYTES)
-            result, _ = self._push(dict.fromkeys(self._clients, parts), model_name, signature_name, {})
-        return result
+            end, targets = time.monotonic() + ROUND_BUDGET_SECS, sorted(self._clients)
 
-    def push_each(
-        self, batches: Mapping[str, DeltaBatch], model_name: str, signature_name: str, touched_at: Mapping[str, float]
-    ) -> tuple[PushResult, dict[str, list[DeltaBatch]]]:
-        """Pushes each target its own batch; returns the result and, per target, the parts that failed."""
-        split: dict[int, list[Part]] = {}
+            def one(target: str) -> list[PushResponse]:
+                return self._push_target(target, parts, model_name, signature_name, end, None)
+
+            if len(targets) > 1:
+                with ThreadPoolExecutor(min(16, len(targets)), "shoal-push") as pool:
+                    answers = list(pool.map(one, targets))
+            else:
+                answers = [one(target) for target in targets]
+        return PushResult(responses=[response for responses in answers for response in responses])
+
+    def push_to(
+        self, target: str, batch: DeltaBatch, model_name: str, signature_name: str, touched_at: float
+    ) -> tuple[list[PushResponse], list[DeltaBatch]] | None:
+        """Pushes a batch to one target: its responses, and the parts that failed; None if it is not a target any more.
+
+        ``touched_at``: Unix time of the oldest gradient, 0 where that is not known.
+        """
         with self._lock.shared():
-            work = {}
-            for target, batch in batches.items():
-                if target in self._clients:
-                    if id(batch) not in split:
-                        split[id(batch)] = sendable_parts(batch, MAX_PART_BYTES)
-                    work[target] = split[id(batch)]
-            return self._push(work, model_name, signature_name, touched_at)  # pyrefly: ignore
+            if target not in self._clients:
+                return None
+            parts = sendable_parts(batch, MAX_PART_BYTES)
+            end = time.monotonic() + ROUND_BUDGET_SECS
+            responses = self._push_target(target, parts, model_name, signature_name, end, touched_at or None)
+            return responses, [part for part, each in zip(parts, responses, strict=True) if each.status_code]
 
     def instance(self, target: str) -> str:
         """Which process answered the last push to a target; "" where it does not say."""
@@ -152,28 +162,6 @@ class SyncClientManager:
 
     def close(self) -> None:
         self.try_replace([])
-
-    def _push(
-        self, work: dict[str, list], model: str, signature: str, touched_at: Mapping[str, float]
-    ) -> tuple[PushResult, dict[str, list]]:
-        end = time.monotonic() + ROUND_BUDGET_SECS
-        targets = sorted(work)
-
-        def one(target: str) -> list[PushResponse]:
-            return self._push_target(target, work[target], model, signature, end, touched_at.get(target))
-
-        if len(targets) > 1:
-            with ThreadPoolExecutor(min(16, len(targets)), "shoal-push") as pool:
-                answers = list(pool.map(one, targets))
-        else:
-            answers = [one(target) for target in targets]
-        result, failed = PushResult(), {}
-        for target, responses in zip(targets, answers, strict=True):
-            result.responses.extend(responses)
-            bad = [part for part, response in zip(work[target], responses, strict=True) if response.status_code]
-            if bad:
-                failed[target] = bad
-        return result, failed
 
     def _push_target(
         self, target: str, parts: list, model: str, signature: str, end: float, touched_at: float | None

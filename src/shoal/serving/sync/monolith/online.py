@@ -15,8 +15,8 @@ from shoal.serving.cluster.backends import SyncBackend, refresh_sync_config
 from shoal.serving.cluster.registry import open_registry, registry_of
 from shoal.serving.cluster.replica_watcher import ReplicaWatcher, ReplicaWatcherSync
 from shoal.serving.cluster.zk_backend import ZKBackend
-from shoal.serving.sync.client import ParameterSyncClient, create_parameter_sync_clients
-from shoal.serving.sync.handle import SyncClientHandle
+from shoal.serving.sync.monolith.client import ParameterSyncClient, create_parameter_sync_clients
+from shoal.serving.sync.monolith.handle import SyncClientHandle
 
 log = logging.getLogger(__name__)
 

@@ -3,24 +3,26 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from shoal.metrics import emit_counter, emit_timer
+from shoal.metrics import emit_counter
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushResult
 from shoal.serving.status import Code, StatusError, invalid_argument
-from shoal.serving.sync.history import History, Ids, merge
-from shoal.serving.sync.manager import SyncClientManager
-from shoal.serving.sync.split import Delta, DeltaBatch
-from shoal.serving.sync.touched import CAPACITY, Missed, TouchedPairs
+from shoal.serving.sync.monolith.manager import ROUND_BUDGET_SECS, SyncClientManager
+from shoal.serving.sync.monolith.plain import Answers, PlainTarget, TouchedSource
+from shoal.serving.sync.monolith.touched import CAPACITY, TouchedPairs
+from shoal.serving.sync.publisher import Publisher
+from shoal.serving.sync.target import Layout
 from shoal.stamps import Stamp
 from shoal.table.touched import TouchedKeySet
 
 log = logging.getLogger(__name__)
+
+_NEWEST = Stamp(1 << 62, 0)  # no target asks for what was before
 
 
 @dataclass(slots=True)
@@ -47,13 +49,10 @@ class SyncClientHandle:
         if config is not None:
             self.manager.try_replace(config.targets, config.targets_extra_info)
         self.touched = TouchedPairs(name)
-        self.freshness: dict[str, float] = {}
-        """target -> seconds from the oldest gradient of the last push to its being servable."""
-        self._missed = Missed(name)
-        self._stamp = Stamp(0, 0)  # of the last round
-        self._history: History | None = None  # pairs pushed since the last full export, when catching up
-        self._instances: dict[str, str] = {}  # target -> the process that last answered there
-        self._seen: set[str] = set()
+        self.answers = Answers(ClientConfig(), Layout("", (), ()))
+        """Of the round that runs."""
+        self._exported: Stamp | None = None  # of the last full export, where new targets catch up
+        self._begin()
         self._tables: list[_Attached] = []
         self._numbers: dict[str, int] = {}
         self._multi: str | None = None
@@ -67,6 +66,15 @@ class SyncClientHandle:
 
     def __repr__(self) -> str:
         return f"SyncClientHandle({self.name!r})"
+
+    def _begin(self) -> None:
+        self._source = TouchedSource(self)
+        self._publisher = Publisher(
+            self._source, lambda: self.manager.targets, model="", connect=lambda address: PlainTarget(address, self),
+            history=CAPACITY + 1, timeout_s=ROUND_BUDGET_SECS, backlog_rows=1 << 62,
+        )  # fmt: skip
+        self._exported = None if self._exported is None else self._source.stamp
+        self._publisher.forget(self._exported or _NEWEST)
 
     # --- tables -----------------------------------------------------------------------------------------------------
 
@@ -136,7 +144,8 @@ class SyncClientHandle:
         with self._round, self._lock:
             self._tables, self._numbers, self._multi = [], {}, None
             self.touched.steal()
-            self._missed.keep_only(())
+            self._publisher.close()
+            self._begin()
 
     # --- catching up ------------------------------------------------------------------------------------------------
 
@@ -146,13 +155,26 @@ class SyncClientHandle:
         A target that was restarted at the same address counts as new.
         """
         with self._round:
-            self._history = History(Stamp(0, 0), CAPACITY + 1) if enable else None
+            self._exported = self._source.stamp if enable else None
+            self._publisher.forget(self._exported or _NEWEST)
 
     def exported(self) -> None:
         """A full export has been made: what a new replica must catch up on starts from here."""
         with self._round:
-            if self._history is not None:
-                self._history.forget(self._stamp)
+            if self.catches_up:
+                self._exported = self._source.stamp
+                self._publisher.forget(self._exported)
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether a target that newly appears is pushed what was touched since the last full export."""
+        return self._exported is not None
+
+    def newcomers_have(self) -> Stamp:
+        """Up to when a target that newly appears needs nothing."""
+        if self._exported is None:
+            return Stamp(self._source.stamp.run, self._source.stamp.step - 1)  # it takes part in this round
+        return max(self._exported, self._publisher.floor)
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -168,29 +190,40 @@ class SyncClientHandle:
             self._forget_all_but(targets)
             if not targets:
                 self.touched.keys.report_dropped()
-                self._seen.clear()
+                self._publisher.forget_targets()
                 return PushResult()
-            groups, oldest = self.touched.steal()
-            if self._history is not None:
-                if fresh := set(targets) - self._seen:
-                    former = self._history.since(self._history.floor) or {}
-                    for target in fresh:
-                        self._missed.add(target, former, None)
-                self._stamp = Stamp(0, self._stamp.step + 1)
-                if dropped := self._history.add(self._stamp, groups):
-                    emit_counter("touched_key_set_dropped", dropped, f"name={self.name} catch-up")
-                    log.warning("%s: new replicas do not catch up on %d ids; no more are held", self.name, dropped)
-            self._seen = set(targets)
-            if not groups and not self._missed:
+            answers = self.answers = Answers(config, self._layout(config))
+            try:
+                self._publisher.run()
+            except Exception as error:
+                raise invalid_argument(f"{self.name}: cannot build the push: {error}") from error
+            if answers.failure is not None:
+                raise answers.failure
+            result = answers.result()
+            if result.responses:
+                rows = sum(each.update_num for each in result.responses)
+                self._log("pushed %d rows to %d targets of %s", 60, rows, len(targets), config.model_name)
+                self._log("responses: %s", 600, result)
+            else:
                 self._log("No updated FIDs!", 600)
-                return PushResult()
-            return self._push(config, targets, groups, oldest)
+            return result
 
     def _forget_all_but(self, targets: list[str]) -> None:
-        self._missed.keep_only(targets)
-        for known in (self.freshness, self._instances):
-            for gone in known.keys() - set(targets):
-                del known[gone]
+        """Counts what targets that left the list have missed."""
+        for target in self._publisher.status().targets:
+            if target.target not in targets and target.waiting:
+                emit_counter(
+                    "parameter_sync_forgotten_fids", target.waiting, f"name={self.name}|target={target.target}"
+                )
+                log.info("%s: %s left the targets; %d ids that it missed are forgotten",
+                         self.name, target.target, target.waiting)  # fmt: skip
+
+    def _layout(self, config: ClientConfig) -> Layout:
+        """The signature that takes the rows, and its tables in order."""
+        tables = [(table.name, table.dim) for table in self._tables]
+        if self._multi is not None:
+            return Layout(f"{self._multi}/raw_assign", tuple(tables), ())
+        return Layout(config.signature_name, tuple(sorted(tables)), ())
 
     def _log(self, text: str, every_secs: float, *args: Any) -> None:
         """One line, at most once in a while for each text."""
@@ -199,91 +232,20 @@ class SyncClientHandle:
             self._logged[text] = now
             log.info(text, *args)
 
-    def _push(self, config: ClientConfig, targets: list[str], groups: Ids, oldest: float | None) -> PushResult:
-        plan: dict[str, tuple[Ids, float | None]] = {}
-        for target in targets:
-            missed, since = self._missed.take(target)
-            times = [each for each in (oldest, since) if each is not None]
-            plan[target] = (merge(missed, groups) if missed else groups, min(times) if times else None)
-        try:
-            batches = self._build_each(config, plan)
-            signature = next(iter(batches.values())).signature_name
-            touched_at = {target: since for target, (_, since) in plan.items() if since is not None}
-            fids = sum(sum(batch.counts()) for batch in batches.values())
-            self._log("pushing %d rows to %d targets of %s", 60, fids, len(targets), config.model_name)
-            result, failed = self.manager.push_each(batches, config.model_name, signature, touched_at)
-        except BaseException:  # whatever it was, nobody is known to have these rows
-            for target, (wanted, since) in plan.items():
-                self._missed.add(target, wanted, since)
-            raise
-        self._log("responses: %s", 600, result)
-        answered = {response.target for response in result.responses}
-        for target, (wanted, since) in plan.items():
-            if target not in answered:
-                self._missed.add(target, wanted, since)
-            elif target in failed:
-                self._missed.add(target, self._groups_of(failed[target]), since)
-        done = answered - set(failed)
-        self._measure(done, touched_at)
-        self._notice_restarts(done)
-        return result
-
-    def _build_each(self, config: ClientConfig, plan: Mapping[str, tuple[Ids, float | None]]) -> dict[str, DeltaBatch]:
-        """The batch of each target; those that want the same ids share one."""
-        built: dict[int, DeltaBatch] = {}
-        try:
-            for wanted, _ in plan.values():
-                if id(wanted) not in built:
-                    built[id(wanted)] = self._build(config, wanted)
-        except Exception as error:
-            raise invalid_argument(f"{self.name}: cannot build the push: {error}") from error
-        return {target: built[id(wanted)] for target, (wanted, _) in plan.items()}
-
-    def _notice_restarts(self, done: set[str]) -> None:
-        """A target that answers as another process than before has only its export: it catches up next round."""
-        for target in done:
-            instance = self.manager.instance(target)
-            before = self._instances.get(target)
-            if instance:
-                self._instances[target] = instance
-            if self._history is not None and before and instance and before != instance:
-                log.info("%s: %s was restarted; it catches up", self.name, target)
-                self._missed.add(target, self._history.since(self._history.floor) or {}, None)
-
-    def _build(self, config: ClientConfig, groups: Ids) -> DeltaBatch:
-        multi = self._multi is not None
-        signature = f"{self._multi}/raw_assign" if multi else config.signature_name
-        batch = DeltaBatch(config.model_name, signature, config.timeout_in_ms, multi)
-        order = range(len(self._tables)) if multi else [self._numbers[name] for name in sorted(self._numbers)]
-        for number in order:
-            table = self._tables[number]
-            fids = groups.get(number, np.empty(0, np.int64))
-            values = table.lookup(torch.from_numpy(fids)) if fids.size else torch.empty(0, table.dim, device="cpu")
-            values = values.detach().to("cpu", torch.float32).contiguous().numpy()
-            batch.deltas.append(Delta(table.name, table.dim, fids, values.reshape(fids.size, table.dim)))
-        batch.read_at = time.time()  # after the reading: an export that was begun later has none of these rows older
-        return batch
-
-    def _groups_of(self, parts: list[DeltaBatch]) -> Ids:
-        """The pairs of parts of one batch, which have none in common."""
-        found: dict[int, list[np.ndarray]] = {}
-        for part in parts:
-            for delta in part.deltas:
-                if len(delta.fids):
-                    found.setdefault(self._numbers[delta.unique_id], []).append(delta.fids)
-        return {number: np.concatenate(fids) for number, fids in found.items()}
-
-    def _measure(self, done: set[str], touched_at: dict[str, float]) -> None:
-        now = time.time()
-        for target in done & touched_at.keys():
-            self.freshness[target] = now - touched_at[target]
-            emit_timer(
-                "parameter_sync_freshness_seconds", self.freshness[target], f"client={self.name}|target={target}"
-            )
+    @property
+    def freshness(self) -> dict[str, float]:
+        """target -> seconds from the oldest gradient of the last push to its being servable."""
+        return {one.target: one.freshness for one in self._publisher.status().targets if one.freshness is not None}
 
     def waiting(self) -> dict[str, int]:
         """target -> ids that it missed, and under "" the ids touched since the last round."""
-        return {"": len(self.touched), **{target: self._missed.count(target) for target in self.manager.targets}}
+        missed = {one.target: one.waiting for one in self._publisher.status().targets}
+        return {"": len(self.touched), **{target: missed.get(target, 0) for target in self.manager.targets}}
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._publisher.close()
+        self.manager.close()
 
 
 class DummySyncHandle(SyncClientHandle):

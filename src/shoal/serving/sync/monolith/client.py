@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from shoal.errors import ConfigError
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig
 from shoal.serving.status import invalid_argument
-from shoal.serving.sync.handle import DummySyncHandle, SyncClientHandle
+from shoal.serving.sync.monolith.handle import DummySyncHandle, SyncClientHandle
 from shoal.serving.sync.push import result_json
 from shoal.table.export_mode import is_exporting_standalone
 
@@ -35,7 +35,7 @@ def reset_sync_clients() -> None:
         handles = list(_registry.handles.values())
         _registry.handles.clear()
     for handle in handles:
-        handle.manager.close()
+        handle.close()
 
 
 def parameter_sync_client_from_config(

@@ -21,9 +21,9 @@ from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, 
 from shoal.serving.security import ClientSecurity, open_channel
 from shoal.serving.server.servable import Servable, Signature, Tensors
 from shoal.serving.status import StatusError, from_rpc_error
-from shoal.serving.sync.handle import SyncClientHandle
 from shoal.serving.sync.history import History
-from shoal.serving.sync.touched import CAPACITY
+from shoal.serving.sync.monolith.handle import SyncClientHandle
+from shoal.serving.sync.monolith.touched import CAPACITY
 from shoal.serving.tensors import decode_tensor, encode_tensor
 from shoal.stamps import Stamp
 
