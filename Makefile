@@ -8,7 +8,7 @@ export PIP_RETRIES ?= 8
 export PIP_DEFAULT_TIMEOUT ?= 60
 
 .NOTPARALLEL: # packages come before what is built with them
-.PHONY: demo test docs bench lint format proto native core-test sanitize clean help packages build-packages wheel wheel-test
+.PHONY: demo test docs bench lint format proto native core-test sanitize fuzz fuzz-sanitize clean help packages build-packages wheel wheel-test
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -82,6 +82,20 @@ sanitize: ## the same under address+undefined and thread sanitizers
 	  cmake -S . -B build/san-$${s%%,*} -DSHOAL_PYTHON=OFF -DSHOAL_TESTS=ON -DSHOAL_SANITIZE=$$s >/dev/null && \
 	  cmake --build build/san-$${s%%,*} -j $(JOBS) >/dev/null && \
 	  ctest --test-dir build/san-$${s%%,*} --output-on-failure || exit 1; done
+
+SECONDS ?= 3600
+fuzz: $(VENV)/.installed ## damaged input for every reader of bytes from outside, SECONDS=3600 before a release
+	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)
+
+fuzz-sanitize: $(VENV)/.installed ## the same on an extension built with address and undefined-behaviour sanitizers
+	$(BIN)/pip install -q "nanobind>=3.1"
+	rm -rf build/san-python/shoal && mkdir -p build/san-python && cp -r src/shoal build/san-python/
+	cmake -S . -B build/san-python/cmake -DSHOAL_SANITIZE=address,undefined -DPython_EXECUTABLE=$(abspath $(BIN))/python \
+	  -DSHOAL_OUTPUT=$(abspath build/san-python/shoal) >/dev/null
+	cmake --build build/san-python/cmake -j $(JOBS) >/dev/null
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" PYTHONPATH=build/san-python \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  $(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)
 
 clean: ## remove everything that was built
 	rm -rf $(VENV) build dist out src/shoal/_core*.so

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from shoal import _core
 from shoal.errors import ConfigError, did_you_mean
@@ -160,6 +160,10 @@ def _from_toml(cls: Any, where: str, values: Mapping[str, Any]) -> Any:
                 f"{where} has no setting {name!r}{did_you_mean(name, known)}; it takes {', '.join(sorted(known))}"
             )
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if not _is(value, hints[name]):
+            raise ConfigError(f"{where}: {name} must be {_words_of(hints[name])}, got {value!r}")
     try:
         return cls(**values)
     except ConfigError as error:
@@ -168,15 +172,38 @@ def _from_toml(cls: Any, where: str, values: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{where}: {error}") from None
 
 
+def _is(value: Any, hint: Any) -> bool:
+    """Whether a value of TOML or JSON is of a field's type; integers are numbers, booleans are not."""
+    kinds = get_args(hint)
+    if get_origin(hint) is Literal:
+        return isinstance(value, str)  # which one is checked by the class, with a hint
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_is(one, kinds[0]) for one in value)
+    if kinds:
+        return any(_is(value, kind) for kind in kinds)
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _words_of(hint: Any) -> str:
+    names = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
+    if get_origin(hint) is tuple:
+        return f"a list of {names[get_args(hint)[0]].split()[-1]}s"
+    return " or ".join(names[kind] for kind in get_args(hint) or (hint,) if kind in names) or "a text"
+
+
 def read_words(path: str, name: str) -> tuple[str, ...]:
-    """The words of a vocabulary file, one a line."""
+    """The words of a vocabulary file, one per line."""
+    if not isinstance(path, str):
+        raise ConfigError(f"[features.{name}] file must be the path of a vocabulary, got {path!r}")
     try:
         with open(path, encoding="utf-8") as file:
             words = tuple(line.rstrip("\r\n") for line in file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"[features.{name}] file: {path} cannot be read as a vocabulary ({error})") from None
     if not words:
-        raise ConfigError(f"[features.{name}] file: {path} is empty; it must have a word a line")
+        raise ConfigError(f"[features.{name}] file: {path} is empty; it must have one word per line")
     return words
 
 

@@ -42,7 +42,7 @@ class ParquetFormat:
                 raise ConfigError(f'data: {path} is not a Parquet file; set [data] format to what it is, such as "csv"')
         try:
             file = _parquet().ParquetFile(path)
-        except (OSError, ValueError):
+        except _damaged():
             return [Unit(path=path, begin=-1)]  # its cursor tells why, where bad rows are counted
         with file:
             names = set(file.schema_arrow.names)
@@ -74,7 +74,7 @@ class ParquetCursor:
                 groups = range(max(unit.begin, 0))
                 self._first = sum(file.metadata.row_group(group).num_rows for group in groups)
                 self._table = file.read_row_group(max(unit.begin, 0), columns=form.columns())
-        except (OSError, ValueError) as error:
+        except _damaged() as error:
             why = f"the file is damaged ({str(error).strip().splitlines()[0]})"
             bad(BadRow(path=unit.path, why=why, line=self._first + 1, rest=True, noun="row"))
 
@@ -209,6 +209,13 @@ def _ints(array: Any) -> np.ndarray:
     array = array.cast(pa.int64(), safe=False)
     array = array.fill_null(0) if array.null_count else array
     return np.array(array.to_numpy(zero_copy_only=False), np.int64)
+
+
+def _damaged() -> tuple[type[BaseException], ...]:
+    """What reading a broken file raises."""
+    import pyarrow as pa
+
+    return OSError, ValueError, pa.ArrowException
 
 
 def _parquet() -> Any:

@@ -167,7 +167,7 @@ def _read_json(where: str) -> dict[str, Any]:
         raise
     except OSError as error:
         raise DataError(f"{where} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also for integers of thousands of digits
         raise DataError(f"{where} is not a JSON file: {error}") from error
     if not isinstance(whole, dict):
         raise DataError(f"{where} is not a manifest: it holds a JSON {type(whole).__name__}")

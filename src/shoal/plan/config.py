@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -158,7 +158,7 @@ def _build(kind: type, values: Any, where: str) -> Any:
             good = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
             value = tuple(value) if good else value
         else:
-            good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
             good = good and (wanted != "int" or value == int(value))
         if not good:
             raise ConfigError(f"{where}: {name} must be of type {wanted}, got {value!r:.40}")

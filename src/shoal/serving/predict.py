@@ -127,14 +127,17 @@ def encode_response(spec: ModelSpec | bytes, outputs: Mapping[str, Any]) -> byte
 
 
 def decode_response(data: bytes) -> tuple[ModelSpec, dict[str, memoryview]]:
-    """(model_spec, outputs still encoded)."""
+    """(model_spec, outputs still encoded); raises DataError for bytes that are not a PredictResponse."""
     spec, outputs = ModelSpec(), {}
     for number, wire, value in read_fields(memoryview(data)):
         if wire == 2 and number == 1:
             alias, tensor = _map_entry(value)  # pyrefly: ignore
             outputs[alias] = tensor
         elif wire == 2 and number == 2:
-            spec.MergeFromString(bytes(value))  # pyrefly: ignore
+            try:
+                spec.MergeFromString(bytes(value))  # pyrefly: ignore
+            except DecodeError as error:
+                raise DataError(f"it is not a PredictResponse: {error}") from None
     return spec, outputs
 
 

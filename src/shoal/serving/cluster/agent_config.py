@@ -234,6 +234,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, list[str]]:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     items: dict[str, list[str]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()

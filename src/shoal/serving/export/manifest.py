@@ -138,7 +138,7 @@ class Manifest:
             )
         except DataError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise DataError(f"{file} is not a manifest of format {FORMAT}: {error!r}") from None
 
 

@@ -228,12 +228,16 @@ class Reply:
 
 
 def parse_reply(frames: Sequence[Any]) -> Reply:
+    """A reply from its frames; `DataError` where they are not one."""
     if not frames or memoryview(frames[0]).nbytes != _REPLY.size:
         raise DataError("a reply's header is missing or has another size; is that a parameter server?")
     magic, version, status, request, shard_version = _REPLY.unpack(frames[0])
     if magic != MAGIC or version != VERSION:
         raise DataError(f"this client speaks protocol version {VERSION}, the reply is of {magic!r} version {version}")
-    return Reply(Status(status), request, shard_version, frames[1:])
+    try:
+        return Reply(Status(status), request, shard_version, frames[1:])
+    except ValueError:
+        raise DataError(f"the reply has status {status}, which this client does not know") from None
 
 
 def error_reply(request: int, status: Status, text: str, version: int = 0) -> Reply:
