@@ -90,6 +90,75 @@ def test_a_thread_makes_the_rounds(replica):
         eventually(lambda: scores(replica) == expected({5: 2, 6: 1}))
 
 
+class Torn(torch.nn.Module):
+    """0 where rows and both weights are of one step."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.zeros(1))
+        self.two = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, user):
+        return {"score": (self.one - self.two) * 1000 + (user.sum(-1) - DIM * self.one)}
+
+
+class Slow(torch.optim.Optimizer):
+    """Adds 1 to each weight, with a pause between them in which others may look."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.add_(1.0)
+                time.sleep(0.002)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one optimizer", "two optimizers"])
+def test_rounds_by_the_clock_have_rows_and_weights_of_one_step(tmp_path, together):
+    table, net = make(), Torn()
+    tool = ModelExporter(tmp_path / "m", model_name="m", net=net, features={"user": Feature(slot="user")})
+    tool.export([[make()]], global_step=0)
+    optimizers = [Slow(net.parameters())] if together else [Slow([net.one]), Slow([net.two])]
+    server = ModelServer("127.0.0.1:0", config=config_of(m=(tmp_path / "m" / "exported_models",))).start()
+    try:
+        with publish({"user": table}, net=net, targets=[server.address], model="m", every="20ms") as publication:
+            seen, steps = [], 0
+            while publication.status()[0].rounds < 25 or steps < 50:
+                step(table, 1)
+                for optimizer in optimizers:
+                    optimizer.step()
+                steps += 1
+                seen += scores(server, [1])
+                assert steps < 3000
+            assert set(seen) == {0.0}
+            publication.flush()
+            assert scores(server, [1]) == [0.0]
+            assert float(net.one.detach()) == steps
+            Slow([torch.zeros(1)]).step()  # of something else
+    finally:
+        server.stop(0)
+
+
+def test_an_optimizer_that_raises_does_not_end_the_rounds(replica):
+    net = Score()
+
+    class Broken(Slow):
+        def step(self):
+            raise RuntimeError("no memory")
+
+    with publish({"user": make()}, net=net, targets=[replica.address], model="m", every="20ms") as publication:
+        Slow([net.bias]).step()
+        with pytest.raises(RuntimeError, match="no memory"):
+            Broken([net.bias]).step()
+        with torch.no_grad():
+            net.bias.fill_(3.0)
+        publication.flush()
+        assert scores(replica) == expected({}, 3.0)
+
+
 def test_a_table_that_is_cleared_or_restored_is_followed(replica, tmp_path):
     table = make()
     step(table, 1, 2)

@@ -15,6 +15,7 @@ from torch import nn
 from shoal.errors import ConfigError, DeadlineError, ShoalError
 from shoal.nn.module import TableModule
 from shoal.serving.security import ClientSecurity
+from shoal.serving.sync.boundaries import Due, StepBoundaries
 from shoal.serving.sync.publisher import Publisher, PublisherStatus
 from shoal.serving.sync.replica_targets import FixedTargets, RegistryTargets
 from shoal.serving.sync.servers_publish import ServersPublication
@@ -44,6 +45,7 @@ class Publication:
         every_s: seconds between rounds, which a thread makes; None: `round` makes them.
         call: how a round is called; in it nobody writes, where rows of one step are wanted.
         servers: parameter servers that send their own rows beside it.
+        net: whose optimizers' steps the rounds of the thread keep out of; None: of none.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Publication:
         every_s: float | None,
         call: Callable[[Callable[[], Any]], Any] = lambda round_: round_(),
         servers: Sequence[ServersPublication] = (),
+        net: nn.Module | None = None,
     ) -> None:
         self.servers = list(servers)
         self.publisher, self.source = publisher, source
@@ -62,6 +65,11 @@ class Publication:
         self._one_round = threading.Lock()
         self._stop = threading.Event()
         self._now = threading.Event()
+        self._due = Due()
+        self._boundaries: StepBoundaries | None = None
+        if net is not None:
+            self._boundaries = StepBoundaries(net, self._at_the_end_of_a_step)
+            source.whole = self._boundaries.whole
         self._thread: threading.Thread | None = None
         if every_s is not None:
             self._thread = threading.Thread(target=self._loop, name=f"publish-{source.name}", daemon=True)
@@ -107,6 +115,9 @@ class Publication:
         """Ends the rounds. Changes that were not sent yet are not sent; call `flush` first to send them."""
         self._stop.set()
         self._now.set()
+        self._due.made.set()
+        if self._boundaries is not None:
+            self._boundaries.close()
         if self._thread is not None:
             self._thread.join(30)
         self.publisher.close()
@@ -128,13 +139,27 @@ class Publication:
             if self._stop.is_set():
                 return
             next_at = max(next_at + self._every_s, time.monotonic())
-            try:
-                self.round()
-            except ShoalError as error:
-                if not self._stop.is_set():
-                    log.error("%s: a round of pushes failed: %s", self.source.name, error)
-            except Exception:
-                log.exception("%s: a round of pushes failed", self.source.name)
+            steps = self._boundaries
+            made = steps is not None and steps.stepping() and self._due.ask(self._every_s)
+            if not made and not self._stop.is_set():  # nobody steps now
+                self._try_round()
+
+    def _try_round(self) -> None:
+        try:
+            self.round()
+        except ShoalError as error:
+            if not self._stop.is_set():
+                log.error("%s: a round of pushes failed: %s", self.source.name, error)
+        except Exception:
+            log.exception("%s: a round of pushes failed", self.source.name)
+
+    def _at_the_end_of_a_step(self) -> None:
+        """Makes the round that is due, on the thread that trains."""
+        if self._due.wanted and self._one_round.acquire(blocking=False):  # else somebody flushes
+            self._one_round.release()
+            self._due.wanted = False
+            self._try_round()
+            self._due.made.set()
 
 
 def publish(
@@ -169,8 +194,9 @@ def publish(
         targets: addresses of replicas, in place of a registry.
         model: the name that the replicas serve it by.
         every: time between rounds, such as ``"1s"``; None: rounds are made by `Publication.round`, which copies rows
-            and weights of one step where it is called between two steps. Rounds of the thread read while others write:
-            each row is whole, weights may be of two steps.
+            and weights of one step where it is called between two steps. A round that is due is copied by the training
+            thread, at the end of the step of a torch optimizer that changes the net, so that it has rows and weights of
+            one step, too. Where no optimizer steps for that long, a thread copies it.
         net: whose weights the export has, by its names; by default the model.
         name: of this source among those of the model.
         run: the number of this run (`shoal.stamps.new_run`).
@@ -204,8 +230,9 @@ def publish(
         for client in clients.values()
     ]
     return publish_source(
-        source, registry=registry, targets=targets, model=model, every_s=every_s, security=security, servers=servers
-    )
+        source, registry=registry, targets=targets, model=model, every_s=every_s, security=security, servers=servers,
+        net=dense if part[0] == 0 else None,
+    )  # fmt: skip
 
 
 def publish_source(
@@ -218,6 +245,7 @@ def publish_source(
     security: ClientSecurity | None = None,
     call: Callable[[Callable[[], Any]], Any] = lambda round_: round_(),
     servers: Sequence[ServersPublication] = (),
+    net: nn.Module | None = None,
 ) -> Publication:
     """A publication of a source; see `publish` and `Publication`."""
     where: Targets = RegistryTargets(registry, model) if registry is not None else FixedTargets(targets or ())
@@ -227,7 +255,7 @@ def publish_source(
         where.close()
         source.close()
         raise
-    return Publication(publisher, source, where, every_s=every_s, call=call, servers=servers)
+    return Publication(publisher, source, where, every_s=every_s, call=call, servers=servers, net=net)
 
 
 def tables_of(model_or_tables: Any) -> dict[str, Any]:

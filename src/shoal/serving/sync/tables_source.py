@@ -48,6 +48,8 @@ class TablesSource:
         self._now: Callable[[], Mapping[str, HashTable]] = tables if callable(tables) else lambda: tables
         self._stamp = stamp
         self._weights = weights
+        self.whole: Callable[[Callable[[], dict[str, Tensor]]], dict[str, Tensor]] = lambda copy: copy()
+        """How weights are copied: so that they are of one step, where others may write meanwhile."""
         self._lost = not complete
         self._told: Stamp | None = None
         self._sent: dict[str, Tensor] | None = None
@@ -96,7 +98,8 @@ class TablesSource:
     def _changed_weights(self) -> dict[str, Tensor] | None:
         if self._weights is None:
             return None
-        now = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._weights().items()}
+        weights = self._weights
+        now = self.whole(lambda: {name: one.detach().to("cpu", copy=True) for name, one in weights().items()})
         if self._sent is not None and _equal(self._sent, now):
             return None
         self._sent = now
