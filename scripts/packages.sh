@@ -6,7 +6,7 @@ set -eu
 want=""
 commands="c++:g++"
 if [ "${1:-all}" = all ]; then
-  commands="$commands cmake:cmake ninja:ninja-build openssl:openssl chromium:chromium java:default-jre-headless"
+  commands="$commands cmake:cmake ninja:ninja-build openssl:openssl chromium:chromium java:default-jre-headless redis-server:redis-server"
   [ -e /usr/share/java/zookeeper.jar ] || want="$want zookeeper" # discovery is tested against a real one
 fi
 for pair in $commands; do

@@ -1,0 +1,5 @@
+"""Sources that never end, read at exact positions: Redis streams, Kafka topics, growing directories, standard input."""
+
+from shoal.lazy import exports
+
+__all__, __getattr__, __dir__ = exports(__name__)

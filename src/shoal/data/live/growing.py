@@ -1,0 +1,242 @@
+"""A directory in which files appear and grow, read line by line in the order of their names."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+from shoal.data.live.address import Address, bad_from, log, remaining
+from shoal.data.live.lines import Lines
+from shoal.data.live.protocol import Chunk, Lag
+from shoal.data.source import open_bytes
+from shoal.errors import ConfigError, DataError
+from shoal.metrics import emit_counter
+
+_BLOCK = 1 << 20
+_PAUSE_S = 0.05
+_LIST_S = 0.2
+_FILE_BYTES = 1 << 26
+
+
+class Folder:
+    """The files of a growing directory, by name. A file is finished when one with a later name exists, so files must
+    appear in the order of their names; one that comes too late is counted (``stream_late_files_total``) and not read.
+
+    Names that begin with ``.`` or ``_``, or end with ``.tmp``, are left out: write under such a name and rename.
+    """
+
+    def __init__(self, address: Address, *, rank: int = 0, world: int = 1) -> None:
+        self.path, self._address = address.name, address
+        self._pattern = address.options.get("pattern", "*")
+        self._share = rank, world
+        self.names: list[str] = []
+        self._known: set[str] = set()
+        self._listed_s = float("-inf")
+        if not os.path.isdir(self.path):
+            raise ConfigError(f"{address}: there is no directory {self.path!r}")
+
+    def refresh(self, current: str | None, *, force: bool = False) -> None:
+        """Lists the directory again, if that was not done just now."""
+        now = time.monotonic()
+        if not force and now - self._listed_s < _LIST_S:
+            return
+        self._listed_s = now
+        with os.scandir(self.path) as entries:
+            found = {one.name for one in entries if self._ours(one.name) and one.is_file()}
+        for name in sorted(found - self._known):
+            if current is not None and self._known and name < current:
+                emit_counter("stream_late_files_total", 1, f"source={self._address}")
+                log.warning(
+                    "%s: %s is not read, since it appeared after %s; files must appear in the order of their names",
+                    self._address, name, current,
+                )  # fmt: skip
+        self._known = found
+        self.names = sorted(found)
+
+    def _ours(self, name: str) -> bool:
+        if name[0] in "._" or name.endswith(".tmp") or not fnmatch.fnmatch(name, self._pattern):
+            return False
+        return self._share[1] == 1 or crc32(name.encode()) % self._share[1] == self._share[0]
+
+    def after(self, current: str | None) -> str | None:
+        """The next file; None if there is none yet."""
+        return next((name for name in self.names if current is None or name > current), None)
+
+    def full(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+
+class GrowingReader:
+    """A position is ``[file, offset]``, the offset in what is unpacked where the file is gzip."""
+
+    def __init__(self, address: Address, *, rank: int = 0, world: int = 1) -> None:
+        self._folder = Folder(address, rank=rank, world=world)
+        self._address = address
+        self._partition = "files" if world == 1 else f"files-{rank}-of-{world}"
+        self._current: str | None = None
+        self._file: Any = None
+        self._lines = Lines()
+        self.ended = False
+
+    def open(self, positions: Mapping[str, Any] | None = None) -> None:
+        self._leave()
+        self._folder.refresh(None, force=True)
+        given = (positions or {}).get(self._partition)
+        if given is None:
+            given = self._first()
+        try:
+            self._current, offset = given[0], int(given[1])
+        except (TypeError, ValueError, LookupError):
+            raise DataError(f"{self._address}: a position must be [file, offset], got {given!r}") from None
+        self._lines = Lines(offset)
+        if self._current is not None and offset and self._current not in self._folder.names:
+            log.warning("%s: %s was deleted; reading goes on with the next file", self._address, self._current)
+
+    def _first(self) -> list[Any]:
+        text = self._address.options.get("from", "beginning")
+        names = self._folder.names
+        if text == "beginning":
+            return [None, 0]
+        if text == "end":
+            return [names[-1], os.path.getsize(self._folder.full(names[-1]))] if names else [None, 0]
+        if text not in names:
+            raise (
+                bad_from(self._address, "the name of a file to begin with")
+                if not names
+                else ConfigError(
+                    f"{self._address}: from must be beginning, end or the name of one of its files, got {text!r}"
+                )
+            )
+        return [text, 0]
+
+    def poll(self, max_records: int, timeout_s: float) -> list[Chunk]:
+        deadline = time.monotonic() + timeout_s
+        while not self._lines:
+            if self._read():
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return []
+            time.sleep(min(left, _PAUSE_S))
+        name = self._current
+        records, offsets = self._lines.take(max_records)
+        return [Chunk(self._partition, records, [[name, offset] for offset in offsets])]
+
+    def _read(self) -> bool:
+        """Reads on; whether there was anything."""
+        if self._file is None and self._current is not None and os.path.exists(self._folder.full(self._current)):
+            self._file = open_bytes(self._folder.full(self._current))
+            self._file.seek(self._lines.offset)
+        block = self._file.read(_BLOCK) if self._file is not None else b""
+        if block:
+            self._lines.add(block)
+            return True
+        self._folder.refresh(self._current)
+        following = self._folder.after(self._current)
+        if following is None:
+            return False
+        if self._file is not None:
+            block = self._file.read(_BLOCK)  # what was written before the next file appeared
+            if block:
+                self._lines.add(block)
+                return True
+            self._lines.finish()
+            if self._lines:
+                return True
+        self._leave()
+        self._current, self._lines = following, Lines()
+        return True
+
+    def _leave(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def positions(self) -> dict[str, Any]:
+        return {self._partition: [self._current, self._lines.offset]}
+
+    def acknowledge(self, positions: Mapping[str, Any]) -> None:
+        return None
+
+    def lag(self) -> Lag:
+        """In seconds: how long ago the file that is read was last written to, if something in it or after it waits."""
+        self._folder.refresh(self._current)
+        following = self._folder.after(self._current)
+        try:
+            at = self._folder.full(self._current) if self._current is not None else None
+            waits = following is not None or (at is not None and os.path.getsize(at) > self._lines.offset)
+            if not waits:
+                return Lag(0, 0.0)
+            changed = os.path.getmtime(at if at is not None else self._folder.full(str(following)))
+        except OSError:
+            return Lag()
+        return Lag(None, max(0.0, time.time() - changed))
+
+    def close(self) -> None:
+        self._leave()
+
+
+class GrowingWriter:
+    """Appends lines to files ``part-00000000.txt`` … of about 64 MiB each; an `append` is on disk when it returns."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        os.makedirs(address.name, exist_ok=True)
+        self._counts: dict[str, int] = {}
+        names = self._names()
+        self._name = names[-1] if names else "part-00000000.txt"
+        path = os.path.join(address.name, self._name)
+        self._file = open(path, "a+b")  # noqa: SIM115  closed by `close`
+        self._cut_torn_line()
+
+    def _names(self) -> list[str]:
+        return sorted(name for name in os.listdir(self._address.name) if name[0] not in "._")
+
+    def _cut_torn_line(self) -> None:
+        """Removes a line without an end, which a writer that was killed left."""
+        size = self._file.seek(0, os.SEEK_END)
+        keep = size
+        while keep:
+            begin = max(0, keep - _BLOCK)
+            self._file.seek(begin)
+            cut = self._file.read(keep - begin).rfind(b"\n")
+            keep = begin + cut + 1 if cut >= 0 else begin
+            if cut >= 0:
+                break
+        if keep < size:
+            self._file.truncate(keep)
+
+    def append(self, records: Sequence[bytes], *, partition: str | None = None, at: int | None = None) -> None:
+        if any(b"\n" in record for record in records):
+            raise ConfigError(f"{self._address}: a record in a file of lines must not have a newline in it")
+        if at is not None:
+            records = remaining(self._address, records, at, self.written())
+        if not records:
+            return
+        if self._file.tell() > _FILE_BYTES:
+            self._file.close()
+            number = int(self._name.removeprefix("part-").removesuffix(".txt")) + 1
+            self._name = f"part-{number:08d}.txt"
+            self._file = open(os.path.join(self._address.name, self._name), "a+b")  # noqa: SIM115
+        self._file.write(b"\n".join(records) + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def written(self, partition: str | None = None) -> int:
+        """Counts the newlines of all files; finished ones once."""
+        total = 0
+        for name in self._names():
+            if name not in self._counts or name == self._name:
+                with open(os.path.join(self._address.name, name), "rb") as file:
+                    self._counts[name] = sum(
+                        block.count(b"\n") for block in iter(lambda file=file: file.read(_BLOCK), b"")
+                    )
+            total += self._counts[name]
+        return total
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,347 @@
+"""Kafka topics: partitions assigned by hand, read from exact offsets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from shoal.data.live.address import Address, Away, bad_from, from_time_ms, log, records_lost, remaining
+from shoal.data.live.protocol import Chunk, Lag
+from shoal.errors import ConfigError, DataError, PeerError, missing_extra
+
+_ASK_S = 5.0
+_PAUSE_S = 0.2
+_PROBE_S = 1.0
+
+
+def _kafka() -> Any:
+    try:
+        import confluent_kafka
+    except ImportError:
+        raise missing_extra("confluent-kafka", "kafka") from None
+    return confluent_kafka
+
+
+def settings(address: Address) -> dict[str, Any]:
+    """The client's settings: hosts, login, and every option of the address that has a dot in its name."""
+    given: dict[str, Any] = {
+        "bootstrap.servers": ",".join(f"{host}:{port}" for host, port in address.hosts),
+        "client.id": "shoal",
+        "log.connection.close": False,
+        "reconnect.backoff.max.ms": 1000,
+        "logger": log,
+    }
+    if address.user is not None:
+        given |= {"sasl.username": address.user, "sasl.password": address.password or ""}
+        given |= {"security.protocol": "SASL_SSL", "sasl.mechanisms": "PLAIN"}
+    return given | {name: value for name, value in address.options.items() if "." in name}
+
+
+class KafkaReader:
+    """The partitions of a topic that belong to this rank. A position is the offset of the next record."""
+
+    def __init__(self, address: Address, *, rank: int = 0, world: int = 1) -> None:
+        kafka = _kafka()
+        self._kafka, self._address, self._away = kafka, address, Away(address)
+        self._group = address.options.get("group")
+        self._share = rank, world
+        self._down: Any = None  # the error since all brokers are away
+        self._probed_s = 0.0
+        own = {
+            "group.id": self._group or f"shoal-{address.name}",  # the client wants one; without a group it is not used
+            "enable.auto.commit": False, "enable.auto.offset.store": False, "auto.offset.reset": "error",
+            "error_cb": self._on_error,
+        }  # fmt: skip
+        try:
+            self._consumer = kafka.Consumer(settings(address) | own)
+        except kafka.KafkaException as error:
+            raise ConfigError(f"{address}: {error.args[0].str()}") from None
+        self._next: dict[int, int] = {}
+        self._read_ms: int | None = None  # when the last record was produced
+        self.ended = False
+
+    def open(self, positions: Mapping[str, Any] | None = None) -> None:
+        given = {}
+        for name, offset in (positions or {}).items():
+            if not str(name).isdecimal() or not isinstance(offset, int):
+                raise DataError(f"{self._address}: a position must be an offset by partition, got {name!r}: {offset!r}")
+            given[int(name)] = offset
+        mine = self._partitions()
+        unknown = sorted(given.keys() - set(mine))
+        if unknown:
+            records_lost(self._address, f"reading stopped in partition {unknown[0]}, which is not one of this reader's")
+        starts = self._starts([one for one in mine if one not in given])
+        for partition in mine:
+            if partition in given:
+                starts[partition] = self._kept(partition, given[partition])
+        self._next = starts
+        self._assign()
+
+    def poll(self, max_records: int, timeout_s: float) -> list[Chunk]:
+        # `consume` waits until it has all of them, so the first one is waited for by itself.
+        first = self._consumer.poll(timeout_s)
+        if first is None:
+            self._check_down()
+            return []
+        messages = [first]
+        if max_records > 1:
+            messages += self._consumer.consume(max_records - 1, 0.0)
+        if any([one.error() for one in messages]):  # noqa: C419  a list is quicker
+            messages = self._without_errors(messages)
+            if not messages:
+                return []
+        if self._down is not None:
+            self._down = None
+            self._away.back()
+        self._read_ms = messages[-1].timestamp()[1]
+        if len(self._next) == 1:
+            return [self._chunk(next(iter(self._next)), messages)]
+        runs = groupby(messages, key=self._kafka.Message.partition)
+        return [self._chunk(partition, list(run)) for partition, run in runs]
+
+    def positions(self) -> dict[str, Any]:
+        return {str(partition): offset for partition, offset in sorted(self._next.items())}
+
+    def acknowledge(self, positions: Mapping[str, Any]) -> None:
+        if self._group is None or self._down is not None or not positions:
+            return
+        offsets = [self._at(int(partition), offset) for partition, offset in positions.items()]
+        try:
+            self._consumer.commit(offsets=offsets, asynchronous=False)
+        except self._kafka.KafkaException as error:
+            log.warning("%s: offsets could not be committed (%s); tried again later", self._address, error)
+
+    def lag(self) -> Lag:
+        records = 0
+        for partition, offset in self._next.items():
+            try:
+                _, high = self._consumer.get_watermark_offsets(self._at(partition), timeout=_ASK_S, cached=True)
+                if high < 0:
+                    _, high = self._consumer.get_watermark_offsets(self._at(partition), timeout=_ASK_S)
+            except self._kafka.KafkaException:
+                return Lag()
+            records += max(0, high - offset)
+        if not records:
+            return Lag(0, 0.0)
+        return Lag(records, None if self._read_ms is None else max(0.0, time.time() - self._read_ms / 1000))
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _chunk(self, partition: int, messages: list[Any]) -> Chunk:
+        positions = [one.offset() + 1 for one in messages]
+        self._next[partition] = positions[-1]
+        records = [one.value() for one in messages]
+        if None in records:  # of a compacted topic: the key was deleted
+            records = [b"" if one is None else one for one in records]
+        return Chunk(str(partition), records, positions)
+
+    def _without_errors(self, messages: list[Any]) -> list[Any]:
+        """Of a poll that also brought errors: the records of the partitions that have none."""
+        codes = self._kafka.KafkaError
+        reset, good = False, []
+        for one in messages:
+            error = one.error()
+            if error is None:
+                good.append(one)
+            elif error.code() in (codes._AUTO_OFFSET_RESET, codes.OFFSET_OUT_OF_RANGE):
+                partition = one.partition()
+                records_lost(
+                    self._address,
+                    f"the offset {self._next[partition]} of partition {partition} does not exist any more",
+                )
+                self._next[partition] = self._marks(partition)[0]
+                reset = True
+            elif error.fatal() or not (error.retriable() or error.code() == codes._PARTITION_EOF):
+                raise PeerError(f"{self._address}: {error.str()}")
+        if reset:
+            self._assign()
+            return []  # those that came with it come again
+        return good
+
+    def _on_error(self, error: Any) -> None:
+        """Called by `poll`."""
+        if error.code() == self._kafka.KafkaError._ALL_BROKERS_DOWN:
+            self._down = error
+        elif error.code() == self._kafka.KafkaError._AUTHENTICATION:
+            raise ConfigError(f"{self._address}: Kafka refuses the login ({error.str()})")
+
+    def _check_down(self) -> None:
+        if self._down is None:
+            return
+        now = time.monotonic()
+        if now - self._probed_s > _PROBE_S and self._next:
+            self._probed_s = now
+            try:
+                self._consumer.get_watermark_offsets(self._at(next(iter(self._next))), timeout=_PROBE_S)
+            except self._kafka.KafkaException as error:
+                self._away.failed(error)
+                return
+            self._down = None
+            self._away.back()
+
+    # --- beginning ----------------------------------------------------------------------------------------------------
+
+    def _at(self, partition: int, offset: int | None = None) -> Any:
+        if offset is None:
+            return self._kafka.TopicPartition(self._address.name, partition)
+        return self._kafka.TopicPartition(self._address.name, partition, offset)
+
+    def _assign(self) -> None:
+        self._consumer.assign([self._at(partition, offset) for partition, offset in self._next.items()])
+
+    def _ask(self, question: Any) -> Any:
+        """What a call answers, however often it has to be made."""
+        while True:
+            try:
+                answer = question()
+            except self._kafka.KafkaException as error:
+                self._away.failed(error)
+                time.sleep(_PAUSE_S)
+                continue
+            self._away.back()
+            return answer
+
+    def _partitions(self) -> list[int]:
+        name = self._address.name
+
+        def ask() -> list[int]:
+            topic = self._consumer.list_topics(name, timeout=_ASK_S).topics[name]
+            if topic.error is not None:
+                raise self._kafka.KafkaException(topic.error)
+            return sorted(topic.partitions)
+
+        there = self._ask(ask)
+        if (chosen := self._address.options.get("partitions")) is not None:
+            try:
+                wanted = sorted({int(one) for one in chosen.split(",")})
+            except ValueError:
+                wanted = []
+            if not wanted or not set(wanted) <= set(there):
+                names = ", ".join(map(str, there))
+                raise ConfigError(f"{self._address}: partitions must be some of {names}, got {chosen!r}")
+            there = wanted
+        if len(there) < self._share[1]:
+            raise ConfigError(
+                f"{self._address}: each rank needs a partition of its own, got {len(there)} partitions for "
+                f"{self._share[1]} ranks"
+            )
+        return there[self._share[0] :: self._share[1]]
+
+    def _marks(self, partition: int) -> tuple[int, int]:
+        return self._ask(lambda: self._consumer.get_watermark_offsets(self._at(partition), timeout=_ASK_S))
+
+    def _kept(self, partition: int, offset: int) -> int:
+        """An offset that is there to be read from."""
+        low, high = self._marks(partition)
+        if low <= offset <= high:
+            return offset
+        what = "were deleted before they were read" if offset < low else "are not there: it is another topic"
+        first, last = (offset, low) if offset < low else (high, offset)
+        records_lost(self._address, f"the records {first} to {last - 1} of partition {partition} {what}")
+        return low
+
+    def _starts(self, partitions: list[int]) -> dict[int, int]:
+        """Where partitions without a position begin: at what the group committed, else where the address says."""
+        starts: dict[int, int] = {}
+        if self._group is not None and partitions:
+            asked = [self._at(one) for one in partitions]
+            committed = self._ask(lambda: self._consumer.committed(asked, timeout=_ASK_S))
+            starts = {one.partition: self._kept(one.partition, one.offset) for one in committed if one.offset >= 0}
+        text = self._address.options.get("from", "beginning")
+        for partition in (one for one in partitions if one not in starts):
+            low, high = self._marks(partition)
+            if text in ("beginning", "end"):
+                starts[partition] = low if text == "beginning" else high
+            elif text.isdecimal():
+                starts[partition] = self._kept(partition, int(text))
+            elif (at_ms := from_time_ms(text)) is not None:
+                asked = [self._at(partition, at_ms)]
+                (found,) = self._ask(lambda asked=asked: self._consumer.offsets_for_times(asked, timeout=_ASK_S))
+                starts[partition] = found.offset if found.offset >= 0 else high
+            else:
+                raise bad_from(self._address, "an offset")
+        return starts
+
+
+class KafkaWriter:
+    """Produces records, to all in-sync replicas, in order and without duplicates within one writer's life."""
+
+    def __init__(self, address: Address) -> None:
+        self._kafka, self._address, self._away = _kafka(), address, Away(address)
+        own = {
+            "enable.idempotence": True,
+            "linger.ms": 5,
+            "delivery.timeout.ms": 60_000,
+            "error_cb": lambda error: None,
+        }
+        try:
+            self._producer = self._kafka.Producer(own | settings(address))
+        except self._kafka.KafkaException as error:
+            raise ConfigError(f"{address}: {error.args[0].str()}") from None
+        self._asking: Any = None
+
+    def append(self, records: Sequence[bytes], *, partition: str | None = None, at: int | None = None) -> None:
+        if at is None:
+            self._produce(records, partition)
+            return
+        if partition is None:
+            raise ConfigError(f"{self._address}: append needs a partition where it is told the number of records")
+        while rest := remaining(self._address, records, at, self.written(partition)):
+            try:
+                self._produce(rest, partition)
+            except PeerError as error:
+                self._away.failed(error)
+
+    def _produce(self, records: Sequence[bytes], partition: str | None) -> None:
+        failed: list[Any] = []
+
+        def delivered(error: Any, _: Any) -> None:
+            if error is not None:
+                failed.append(error)
+
+        where = {} if partition is None else {"partition": int(partition)}
+        for record in records:
+            while True:
+                try:
+                    self._producer.produce(self._address.name, record, on_delivery=delivered, **where)
+                    break
+                except BufferError:
+                    self._producer.poll(0.1)
+            self._producer.poll(0)
+        self._producer.flush()  # at most delivery.timeout.ms
+        if failed:
+            raise PeerError(f"{self._address}: {len(failed)} of {len(records)} records were not stored ({failed[0]})")
+        self._away.back()
+
+    def written(self, partition: str | None = None) -> int:
+        if self._asking is None:
+            own = {"group.id": "shoal-writer", "enable.auto.commit": False, "error_cb": lambda error: None}
+            self._asking = self._kafka.Consumer(settings(self._address) | own)
+        while True:
+            try:
+                topic = self._producer.list_topics(self._address.name, timeout=_ASK_S).topics[self._address.name]
+                if topic.error is not None:
+                    raise self._kafka.KafkaException(topic.error)
+                partitions = list(topic.partitions) if partition is None else [int(partition)]
+                marks = [
+                    self._asking.get_watermark_offsets(
+                        self._kafka.TopicPartition(self._address.name, one), timeout=_ASK_S
+                    )
+                    for one in partitions
+                ]
+            except self._kafka.KafkaException as error:
+                self._away.failed(error)
+                time.sleep(_PAUSE_S)
+                continue
+            self._away.back()
+            return sum(high for _, high in marks)
+
+    def close(self) -> None:
+        self._producer.flush(_ASK_S)
+        if self._asking is not None:
+            self._asking.close()

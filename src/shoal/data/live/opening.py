@@ -1,0 +1,69 @@
+"""Addresses to readers and writers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.data.live.address import Address, parse_address
+from shoal.data.live.protocol import Reader, Writer
+from shoal.errors import ConfigError
+
+
+def open_reader(
+    address: str | Address,
+    positions: Mapping[str, Any] | None = None,
+    *,
+    rank: int = 0,
+    world: int = 1,
+) -> Reader:
+    """A reader of an address at ``positions``, or where the address says that it begins.
+
+    Args:
+        rank: of ``world`` processes that share the work: each reads partitions of its own. A Redis stream is one
+            partition, which is shared by a ``group``.
+    """
+    one = parse_address(address) if isinstance(address, str) else address
+    made: Reader
+    if one.scheme in ("redis", "rediss"):
+        from shoal.data.live.redis_stream import RedisReader
+
+        made = RedisReader(one, rank=rank, world=world)
+    elif one.scheme == "kafka":
+        from shoal.data.live.kafka_topic import KafkaReader
+
+        made = KafkaReader(one, rank=rank, world=world)
+    elif one.scheme == "dir":
+        from shoal.data.live.growing import GrowingReader
+
+        made = GrowingReader(one, rank=rank, world=world)
+    else:
+        from shoal.data.live.standard_input import StdinReader
+
+        if world > 1:
+            raise ConfigError(f"standard input is read by one process, got {world} ranks")
+        made = StdinReader()
+    try:
+        made.open(positions)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def open_writer(address: str | Address) -> Writer:
+    """What appends to an address."""
+    one = parse_address(address) if isinstance(address, str) else address
+    if one.scheme in ("redis", "rediss"):
+        from shoal.data.live.redis_stream import RedisWriter
+
+        return RedisWriter(one)
+    if one.scheme == "kafka":
+        from shoal.data.live.kafka_topic import KafkaWriter
+
+        return KafkaWriter(one)
+    if one.scheme == "dir":
+        from shoal.data.live.growing import GrowingWriter
+
+        return GrowingWriter(one)
+    raise ConfigError("standard input cannot be written to")
