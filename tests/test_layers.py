@@ -24,7 +24,7 @@ LAYERS = (
     ("train", "trainer"),
     ("gather",),
     ("testing",),
-    ("plan", "demo"),
+    ("plan", "demo", "up"),
     ("cli",),
     ("__main__",),
 )

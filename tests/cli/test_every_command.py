@@ -92,6 +92,7 @@ MISUSES = {
         ["ps", "reshard", "--source", "absent", "--target", "new", "--of", "3"], ["serve", "absent"],
         ["serve", "--config", "absent"], ["table", "stat", "absent"], ["top", "--discover", "absent"],
         ["train", "absent.toml"], ["train", "--train", "absent.tsv"],
+        ["rollback", "absent.toml"],
     ],
     "a value that is not allowed": [
         ["bench", "comm", "--largest", "many"], ["demo", "--seconds", "1"],
@@ -105,7 +106,7 @@ MISUSES = {
     "something that is missing": [
         ["agent"], ["bench"], ["gather"], ["gather", "run"], ["launch"], ["plan"], ["predict"], ["predict", "h:1"],
         ["ps", "status"], ["serve"],
-        ["sync"], ["table"], ["table", "stat"], ["top"], ["train"],
+        ["sync"], ["table"], ["table", "stat"], ["top"], ["train"], ["rollback"],
     ],
 }  # fmt: skip
 

@@ -41,8 +41,11 @@ With the rows and weights of an earlier run, as far as they fit:
 
   shoal train new.toml --init-from old/run
 
-Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 130 interrupted, or
-143 by SIGTERM (a checkpoint was written if there is an --out)."""
+Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 3 ended by [serve.guard],
+130 interrupted, or 143 by SIGTERM (a checkpoint was written if there is an --out)."""
+
+
+GUARD_EXIT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,8 @@ class Flags:
     """Stop after so many evaluations without a new best, and end with the best model."""
     tensorboard: str | None = None
     """Folder for TensorBoard."""
+    metrics: str | None = None
+    """host:port at which to serve /metrics for Prometheus and `shoal top`; port 0 takes a free one."""
     set: tuple[str, ...] | None = None
     """Any settings: section.name=value, values as in TOML; as often as you like."""
     strict: bool = False
@@ -114,6 +119,7 @@ _WHERE = {
     "dim": "table.dim", "seed": "train.seed", "device": "train.device", "threads": "train.threads", "ps": "train.ps",
     "out": "out.dir", "keep": "out.keep", "checkpoint_steps": "out.every_steps", "log_steps": "out.log_steps",
     "eval_steps": "eval.every_steps", "patience": "eval.patience", "tensorboard": "out.tensorboard",
+    "metrics": "out.metrics",
 }  # fmt: skip
 
 
@@ -171,6 +177,8 @@ def _train(flags: Flags, config: Any) -> int:
         ) as one,
     ):
         result = one.run()
+    if result["why"] == "guard":
+        return GUARD_EXIT
     if result["why"] != "interrupted":
         return 0
     return 128 + (stop[0] if stop else signal.SIGINT)  # it may have been another rank that was asked

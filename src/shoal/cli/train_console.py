@@ -65,6 +65,9 @@ class JsonReporter(Reporter):
     def note(self, text: str) -> None:
         self._write("note", {"text": text})
 
+    def alert(self, text: str) -> None:
+        self._write("alert", {"text": text})
+
     def end(self, **values: Any) -> None:
         self._write("end", values)
 
@@ -87,6 +90,8 @@ class PlainReporter(Reporter):
         )
         for one in values["tables"]:
             self.say(_table_line(one))
+        if values.get("metrics"):
+            self.say(f"metrics on http://{values['metrics']}/metrics")
         if values["resumed"]:
             self.say(f"resuming from {values['resumed']} at step {values['step']:,}")
 
@@ -117,6 +122,9 @@ class PlainReporter(Reporter):
 
     def note(self, text: str) -> None:
         self.say(f"note: {text}")
+
+    def alert(self, text: str) -> None:
+        self.say(f"ALERT: {text}")
 
     def end(self, **values: Any) -> None:
         print(summary(values), flush=True)
@@ -238,7 +246,7 @@ def summary(values: dict[str, Any]) -> str:
     """The end of a run for people."""
     why = {
         "finished": "finished", "early_stop": "stopped early: no new best", "max_steps": "stopped at max_steps",
-        "stopped": "stopped by a hook",
+        "stopped": "stopped by a hook", "guard": "stopped by [serve.guard]",
         "interrupted": "interrupted",
     }[values["why"]]  # fmt: skip
     path = values["checkpoint"]

@@ -62,6 +62,8 @@ class Publication:
         self.servers = list(servers)
         self.publisher, self.source = publisher, source
         self._targets, self._call, self._every_s = targets, call, every_s
+        self.paced = False
+        """Whether the thread makes rounds only when it is nudged."""
         self._one_round = threading.Lock()
         self._stop = threading.Event()
         self._now = threading.Event()
@@ -134,10 +136,12 @@ class Publication:
         assert self._every_s is not None
         next_at = time.monotonic() + self._every_s
         while not self._stop.is_set():
-            self._now.wait(max(0.0, next_at - time.monotonic()))
+            nudged = self._now.wait(self._every_s if self.paced else max(0.0, next_at - time.monotonic()))
             self._now.clear()
             if self._stop.is_set():
                 return
+            if self.paced and not nudged:
+                continue
             next_at = max(next_at + self._every_s, time.monotonic())
             steps = self._boundaries
             made = steps is not None and steps.stepping() and self._due.ask(self._every_s)

@@ -18,21 +18,32 @@ POLL_S = 0.02
 class ServersPublication:
     """Has the servers of a client publish; those that do so for the same model already go on as they were told.
 
+    With ``paced`` they make rounds when `nudge` asks for them, not by the clock.
+
     Raises:
         UnsupportedError: a server cannot, for it was not started by ``shoal ps``.
         ConfigError: a server publishes another model.
     """
 
     def __init__(
-        self, client: PsClient, *, model: str, registry: str | None, targets: Sequence[str] | None, every_s: float
+        self,
+        client: PsClient,
+        *,
+        model: str,
+        registry: str | None,
+        targets: Sequence[str] | None,
+        every_s: float,
+        paced: bool = False,
     ) -> None:
         self._client = client
-        self._wish = {
+        self._wish: dict[str, Any] = {
             "model": model,
             "registry": None if registry is None else absolute(registry),
             "targets": targets,
             "every_s": every_s,
         }
+        if paced:  # servers of earlier versions do not know it
+            self._wish["paced"] = True
         client.publish(self._wish)
 
     def _ask(self, wish: dict[str, Any]) -> list[dict[str, Any]]:
@@ -66,6 +77,15 @@ class ServersPublication:
             if target.complete is None or target.complete < wanted
         ]
         return f"{', '.join(without)} lacks rows of {status.source}" if without else ""
+
+    def nudge(self) -> None:
+        """Has every server make a round now."""
+        self._ask({"nudge": True})
+
+    def pending(self) -> tuple[int, int]:
+        """(ids that changed since the servers' last rounds, rows that they hold)."""
+        told = self._ask({})
+        return sum(one.get("changed", 0) for one in told), sum(one.get("rows", 0) for one in told)
 
     def status(self) -> list[PublisherStatus]:
         """How far each server is."""

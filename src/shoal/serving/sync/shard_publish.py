@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.serving.security import ClientSecurity
     from shoal.serving.sync.publish import Publication
 
-FIELDS = ("registry", "targets", "model", "every_s")
+FIELDS = ("registry", "targets", "model", "every_s", "paced")
 KEPT = "publish.json"
 
 
@@ -70,14 +70,17 @@ class ShardPublishing:
         if self._source is None:
             self.server.between_writes(lambda: self._follow(complete=False))
         assert self._source is not None
+        given = {name: value for name, value in self.settings.items() if name != "paced"}
         self.publication = publish_source(
-            self._source, **self.settings, security=self._security, call=self.server.between_writes
+            self._source, **given, security=self._security, call=self.server.between_writes
         )
+        self.publication.paced = self.settings["paced"]
 
     def ask(self, wish: dict[str, Any]) -> dict[str, Any]:
         """What a worker asks for: settings to begin with, ``nudge`` for a round at once, or nothing; the status.
 
-        A server that publishes already goes on as it was told first.
+        A server that publishes already goes on as it was told first; only ``paced`` is changed: with it rounds are made
+        when a worker nudges, not by the clock.
 
         Raises:
             ConfigError: the server publishes another model already.
@@ -90,21 +93,29 @@ class ShardPublishing:
                 if self.publication is None:
                     self.settings = settings
                     self.start()
-                    if self._kept is not None:
-                        self._kept.write_text(json.dumps(settings))
+                    self._keep()
                 elif self.settings is not None and settings["model"] != self.settings["model"]:
                     raise ConfigError(
                         f"shard {self._engine.shard.index} publishes its rows for model {self.settings['model']!r} "
                         f"already, asked for was {settings['model']!r}"
                     )
+                elif self.settings is not None and settings["paced"] != self.settings["paced"]:
+                    self.settings = self.settings | {"paced": settings["paced"]}
+                    self.publication.paced = settings["paced"]
+                    self._keep()
         if self.publication is None:
             return {"publishing": False, "now": list(self._engine.shard.stamp)}
         if nudge:
             self.publication.nudge()
+        changed, rows = self._source.pending() if self._source is not None else (0, 0)
         return {
-            "publishing": True, "settings": self.settings, "now": list(self._engine.shard.stamp),
-            **asdict(self.publication.publisher.status()),
+            "publishing": True, "settings": self.settings, "now": list(self._engine.shard.stamp), "changed": changed,
+            "rows": rows, **asdict(self.publication.publisher.status()),
         }  # fmt: skip
+
+    def _keep(self) -> None:
+        if self._kept is not None:
+            self._kept.write_text(json.dumps(self.settings))
 
     def close(self) -> None:
         """Ends the rounds."""
@@ -115,11 +126,13 @@ class ShardPublishing:
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(set(settings) - set(FIELDS)):
         raise DataError(f"settings of PUBLISH must be among {list(FIELDS)}, got {unknown}")
-    found = {"registry": None, "targets": None, "model": "", "every_s": 1.0} | settings
+    found = {"registry": None, "targets": None, "model": "", "every_s": 1.0, "paced": False} | settings
     if (found["registry"] is None) == (found["targets"] is None):
         raise ConfigError("PUBLISH: exactly one of registry and targets must be given")
     if not isinstance(found["model"], str) or not found["model"]:
         raise ConfigError(f"PUBLISH: model must be the name that the replicas serve, got {found['model']!r}")
     if not isinstance(found["every_s"], int | float) or not 0 < found["every_s"] < float("inf"):
         raise ConfigError(f"every_s must be a number of seconds above 0, got {found['every_s']!r}")
+    if not isinstance(found["paced"], bool):
+        raise ConfigError(f"PUBLISH: paced must be true or false, got {found['paced']!r}")
     return found

@@ -81,6 +81,14 @@ class TablesSource:
             something = bool(ids) or lost or weights is not None
             return Changes(stamp=stamp, ids=ids, since=since if something else 0.0, weights=weights, lost=lost)
 
+    def pending(self) -> tuple[int, int]:
+        """(ids that changed since the last `take`, rows there are now), of all tables."""
+        with self._lock:
+            now = dict(self._now())
+            followed = {name: tracker for name, tracker in self._trackers.items() if tracker.table is now.get(name)}
+            new = sum(table.size() for name, table in now.items() if name not in followed)
+            return new + sum(map(len, followed.values())), sum(table.size() for table in now.values())
+
     def _changed(self, name: str, table: HashTable) -> tuple[Tensor, bool]:
         """Ids that were written or removed, and whether any other may have been written, too."""
         tracker = self._trackers.get(name)

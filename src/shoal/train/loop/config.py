@@ -223,9 +223,14 @@ class OutConfig:
     """Samples of the exact AUC."""
     tensorboard: str | None = None
     """Folder for TensorBoard's summaries."""
+    metrics: str | None = None
+    """``host:port`` at which the first rank serves /metrics, for Prometheus and `shoal top`; port 0 for a free one."""
 
     def __post_init__(self) -> None:
         at_least("out", self, every_steps=0, every_s=0, keep=1, log_steps=1, auc_window=1)
+        host, colon, port = (self.metrics or "127.0.0.1:0").rpartition(":")
+        if not host or not colon or not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(f"[out] metrics must be host:port, such as 127.0.0.1:9100, got {self.metrics!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +252,11 @@ class Config:
             raise ConfigError("[serve] when_better needs files to evaluate on; name them with [data] eval")
         if self.out.keep_best and (not self.data.eval or self.out.dir is None):
             raise ConfigError("[out] keep_best needs [data] eval to find the best step, and [out] dir to keep it in")
+        if self.serve.guard.active and self.serve.guard.window > self.out.auc_window:
+            raise ConfigError(
+                f"[serve.guard] window must be at most [out] auc_window = {self.out.auc_window}, the samples that are "
+                f"kept, got {self.serve.guard.window}"
+            )
         sparse = self.data.schema().sparse
         if self.eval.group is not None and self.eval.group not in sparse:
             raise ConfigError(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from shoal.comm.ranks.ranks import Ranks
 from shoal.errors import ConfigError
+from shoal.serving.cluster.rollout import newest_version
 from shoal.stamps import Stamp
 from shoal.table.config.optim import Sgd
 from shoal.table.table import HashTable
@@ -28,6 +30,7 @@ class Exports:
         """What this run exported last into ``[serve] dir``."""
         self._step = -1
         self._at = time.monotonic()
+        self._first_due = False
         folder = config.serve.dir
         if folder is None:
             return
@@ -36,10 +39,13 @@ class Exports:
             raise ConfigError(f"[serve] dir: exports cannot be written to {folder!r} ({why})")
         if ranks.first:
             remove_drafts(folder)
+            self._first_due = config.serve.at_start and newest_version(Path(folder)) is None
 
     def wants(self) -> bool:
         """Whether this rank asks for an export now, by time."""
         serve = self.config.serve
+        if self._first_due:
+            return True
         return bool(serve.every_s) and not serve.when_better and self.ranks.first and self._old_enough()
 
     def wants_better(self) -> bool:
@@ -63,6 +69,7 @@ class Exports:
         folder = serve.dir if own else folder
         if folder is None:
             raise ConfigError("export needs a folder; give it one, or set [serve] dir")
+        self._first_due = self._first_due and not own
         self._at = time.monotonic() if own else self._at  # one that fails is tried again when the next one is due
         path = write_export(
             folder,

@@ -53,6 +53,7 @@ class Publishing:
         note: Callable[[str], None],
     ) -> None:
         self._every_s = config.serve.push_every_s
+        self._guarded = config.serve.guard.active
         self._ranks, self._note, self._at = ranks, note, at
         self._next_at = time.monotonic() + self._every_s
         self._publication: Publication | None = None
@@ -75,8 +76,11 @@ class Publishing:
         if rows.client is not None:
             try:
                 servers = [
-                    ServersPublication(rows.client, model=name, registry=registry, targets=None, every_s=self._every_s)
-                ]
+                    ServersPublication(
+                        rows.client, model=name, registry=registry, targets=None, every_s=self._every_s,
+                        paced=self._guarded,
+                    )
+                ]  # fmt: skip
             except UnsupportedError as error:
                 self._note(f"{error}; until then weights are pushed, and no rows")
         source = TablesSource(
@@ -95,8 +99,19 @@ class Publishing:
 
     def round(self) -> None:
         """Copies what changed up to this step and has it sent."""
+        if self._publication is not None and self._guarded:  # otherwise servers make rounds by their own clocks
+            for servers in self._publication.servers:
+                servers.nudge()
         begun = self._publication is None or self._publication.round()
         self._next_at = max(self._next_at + self._every_s, time.monotonic()) if begun else time.monotonic() + AGAIN_S
+
+    def changed_rows(self) -> float | None:
+        """The share of rows, of this rank or on the servers, that changed since the last round; None without rows."""
+        if self._publication is None:
+            return None
+        counts = [self._publication.source.pending(), *(one.pending() for one in self._publication.servers)]
+        changed, rows = (sum(part) for part in zip(*counts, strict=True))
+        return changed / rows if rows else None
 
     def exported(self, version: int, stamp: Stamp) -> None:
         """Says that an export with everything up to ``stamp`` exists; replicas that start later start from it."""

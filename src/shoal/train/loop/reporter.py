@@ -38,8 +38,12 @@ class Reporter:
     def note(self, text: str) -> None:
         """Something that a person should know."""
 
+    def alert(self, text: str) -> None:
+        """The guard has stopped pushes and exports, or let them begin again."""
+
     def end(self, **values: Any) -> None:
-        """How it ended: ``why`` is finished, early_stop, max_steps, stopped (by a hook) or interrupted.
+        """How it ended: ``why`` is finished, early_stop, max_steps, stopped (by a hook), guard (by ``[serve.guard]``)
+        or interrupted.
 
         ``model_step`` is the step of the model that it ended with, ``kept_step`` that of the best one in a checkpoint.
         """

@@ -20,6 +20,7 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.train.loop import checkpoint
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
+from shoal.train.loop.guard.rollback import forget_rollback, rolled_back
 from shoal.train.loop.hooks import SaveTimer
 from shoal.train.loop.tables import Rows, served_features
 
@@ -82,7 +83,11 @@ class Saver:
         self._told_inexact = False
         self.newest: str | None = None
         """The checkpoint that this run wrote last, or resumed from."""
+        self.rolled_back = False
+        """Whether it resumed from a checkpoint that `shoal rollback` brought back."""
         self._damaged: set[int] = set()
+        self.pinned: Callable[[], list[int]] = list
+        """Steps whose checkpoints must stay, besides the newest ones."""
         why = ranks.from_first(why_not_writable(self.directory) if ranks.first else None)
         if why:
             raise ConfigError(f"[out] dir: checkpoints cannot be written to {self.directory!r} ({why})")
@@ -140,7 +145,9 @@ class Saver:
     def _prune(self, at: Progress) -> None:
         if self.ranks.first:
             try:
-                self.series.prune(self.config.out.keep, () if at.kept_step is None else (at.kept_step,))
+                best = () if at.kept_step is None else (at.kept_step,)
+                self.series.prune(self.config.out.keep, (*best, *self.pinned()))
+                forget_rollback(self.directory)
                 _remove_drafts(self.directory)
             except OSError as error:
                 self._note(f"old checkpoints could not be removed from {self.directory} ({error})")
@@ -222,7 +229,23 @@ class Saver:
         if at is not None:
             self.newest = self.series.path(at.step)
             self._damaged = {number for number in self.series.numbers() if number > at.step}
+            self._read_on(snapshot, at, files)
         return at
+
+    def _read_on(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> None:
+        """After a roll-back: reads on where the run was, not where its earlier checkpoint is."""
+        asked = self.ranks.from_first(rolled_back(self.directory, at.step) if self.ranks.first else None)
+        if asked is None:
+            return
+        self.rolled_back = True
+        later = asked["reader"]
+        if later is None:
+            self._note(f"rolled back to step {at.step:,}: the samples since then are read again")
+        elif later.get("world") == self.ranks.world_size and later.get("files", files) == files:
+            snapshot.reader, at.epoch = later["readers"][self.ranks.rank], later["progress"]["epoch"]
+            self._note(f"rolled back to step {at.step:,}: reading goes on behind the samples that were learnt since")
+        else:
+            self._note(f"rolled back to step {at.step:,}: files or ranks are others now, reading begins as said above")
 
     def _load(self, found: Found, snapshot: Snapshot, files: list[list[Any]]) -> Progress:
         saved = found.saved

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.errors import ConfigError, did_you_mean
+from shoal.train.loop.guard.config import GuardConfig
 from shoal.train.loop.table_config import at_least
 
 CODECS = {"float32": None, "half": None, "fixed_r8": "r", "one_bit": "amplitude"}
@@ -34,6 +35,10 @@ class ServeConfig:
     codec: str = "float32"
     """How replicas store rows: ``float32``, ``half``, ``fixed_r8:R`` (one byte per weight, in [-R, R)) or
     ``one_bit:A`` (-A or A). Rows are exported and pushed in this form."""
+    at_start: bool = False
+    """Export after the first step, too, if ``dir`` has no version yet, so that replicas can start."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """``[serve.guard]``: when pushes and exports stop by themselves."""
 
     def __post_init__(self) -> None:
         at_least("serve", self, every_s=0, keep=1, push_every_s=0)
@@ -42,8 +47,8 @@ class ServeConfig:
                 raise ConfigError(f"[serve] {name} must not be empty; leave it out instead")
         if self.model is not None and (os.sep in self.model or self.model in (".", "..") or "\0" in self.model):
             raise ConfigError(f"[serve] model must be a name without {os.sep!r}, got {self.model!r}")
-        if self.dir is None and (self.every_s or self.when_better):
-            given = "every_s" if self.every_s else "when_better"
+        if self.dir is None and (self.every_s or self.when_better or self.at_start):
+            given = "every_s" if self.every_s else "when_better" if self.when_better else "at_start"
             raise ConfigError(f'[serve] {given} needs a folder for the exports; set dir = "exports/NAME"')
         if self.push_every_s and self.registry is None:
             raise ConfigError(

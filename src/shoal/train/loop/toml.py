@@ -19,6 +19,9 @@ from shoal.train.loop.table_config import TableConfig
 
 T = TypeVar("T")
 
+ONLINE_SECTIONS = ("servers", "replicas", "registry", "join", "trainers", "up")
+"""Sections of a file for `shoal up` that a training run passes over: one file then describes all processes."""
+
 _SECTIONS: dict[str, type] = {
     "data": DataConfig, "table": TableConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig,
     "out": OutConfig, "serve": ServeConfig,
@@ -58,7 +61,7 @@ def load_config(path: str | Path | None, changes: Mapping[str, Any] | None = Non
 
 
 def _config(content: Mapping[str, Any], where: str) -> Config:
-    content = dict(content)
+    content = {name: value for name, value in content.items() if name not in ONLINE_SECTIONS}
     defined = _definitions(content.pop("features", {}), where)
     unknown = sorted(set(content) - set(_SECTIONS))
     if unknown:
@@ -110,6 +113,8 @@ def _field(value: Any, hint: Any, section: str, key: str, where: str) -> Any:
     if typing.get_origin(hint) is dict and is_dataclass(inner[1]):
         given = _convert(value, hint, f"{where}: [{section}.{key}]")
         return {name: _section(inner[1], one, f"{section}.{key}.{name}", where) for name, one in given.items()}
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _section(hint, value, f"{section}.{key}", where)
     return _convert(value, hint, f"{where}: [{section}] {key}")
 
 
@@ -124,6 +129,10 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if value not in inner:
             raise ConfigError(f"{where} must be one of {', '.join(map(repr, inner))}, got {value!r}")
         return value
+    if origin is tuple and inner[0] is float:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where} must be a list of numbers, got {value!r}")
+        return tuple(_convert(one, float, where) for one in value)
     if origin is tuple:
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):

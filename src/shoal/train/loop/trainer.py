@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +21,13 @@ from shoal.errors import ShoalError
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
 from shoal.train.loop.exporting import Exports
+from shoal.train.loop.guard.config import GuardConfig
+from shoal.train.loop.guard.guard import Guard
+from shoal.train.loop.guard.rollback import running
 from shoal.train.loop.hooks import Hooks, SaveTimer, TrainContext, make_hooks
 from shoal.train.loop.learner import Learner
 from shoal.train.loop.machine import fair_threads, resident_bytes
+from shoal.train.loop.measure.endpoint import Endpoint
 from shoal.train.loop.measure.evaluation import evaluate
 from shoal.train.loop.measure.metrics import merged
 from shoal.train.loop.measure.summaries import Summaries
@@ -72,6 +76,7 @@ class Trainer:
         self._expires = config.expires()
         self.save_timer = SaveTimer()
         self.publishing: Any = None
+        self._opened = ExitStack()
         try:
             self.hooks = Hooks(make_hooks([*train.hooks, *hooks], self), self._context())
             self.hooks.begin()
@@ -101,12 +106,38 @@ class Trainer:
         self.resumed: str | None = None
         if config.out.dir is not None:
             self.saver = Saver(config, self.ranks, self.rows, self.reporter.note, self.save_timer)
+            if self.ranks.first:
+                self._opened.enter_context(running(config.out.dir))
             self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
         if init_from is not None:
             self._begin_with(init_from)
         self.at.run = self.ranks.from_first(self.at.run)
         self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
         self.exports = Exports(config, self.ranks, self.learner)
+        self.guard = self._make_guard()
+        self._endpoint: Endpoint | None = None
+        if config.out.metrics is not None and self.ranks.first:
+            progress, guard = (lambda: (self.at.step, self.at.samples)), self.guard
+            trip = lambda: "" if guard.trip is None else guard.trip.reason  # noqa: E731
+            self._endpoint = Endpoint(config.out.metrics, progress, trip)
+            self._opened.callback(self._endpoint.close)
+
+    def _make_guard(self) -> Guard:
+        """Judges the first rank, for all; nothing stops the others."""
+        serve, saver = self.config.serve, self.saver
+        guard = Guard(
+            serve.guard if self.ranks.first else GuardConfig(),
+            learnt=lambda: self.at.samples,
+            recent=self.metrics.recent,
+            changed_rows=self.publishing.changed_rows,
+            folder=self.config.out.dir,
+            checkpoints=lambda: [] if saver is None else [one.number for one in saver.series.whole()],
+            alert=self.reporter.alert,
+            every_s=serve.push_every_s or 1.0,
+        )
+        if saver is not None:
+            saver.pinned = lambda: guard.pinned
+        return guard
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -116,7 +147,7 @@ class Trainer:
         self.reporter.start(
             step=self.at.step, resumed=self.resumed, world=self.ranks.world_size, model=self.config.model.name,
             parameters=parameters, files=len(self.stream.files), batch_size=self.config.train.batch_size,
-            tables=self.rows.describe(),
+            tables=self.rows.describe(), metrics=None if self._endpoint is None else self._endpoint.address,
         )  # fmt: skip
         self.hooks.after_create_session(self.at.step)
         why = "early_stop" if self._gives_up() else "finished"
@@ -133,10 +164,13 @@ class Trainer:
                 raise self.reading.no_samples()
         seconds = time.perf_counter() - begun
         replace = why == "early_stop" and self._take_best()
-        self.publishing.round()  # replicas get it while the checkpoint is written
+        allowed = self.ranks.from_first(self.guard.allows(self.at.step))
+        if allowed:
+            self.publishing.round()  # replicas get it while the checkpoint is written
         path = self._save(last=True, replace=replace)
-        self.publishing.finish()
-        self._export(last=True, replace=replace)
+        if allowed:
+            self.publishing.finish()
+            self._export(last=True, replace=replace)
         result = self._values() | self._verdict() | {"why": why, "seconds": seconds, "checkpoint": path}
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
         self.hooks.end()
@@ -148,6 +182,8 @@ class Trainer:
         """Why it ended."""
         config, at = self.config, self.at
         mark, mark_samples = time.perf_counter(), at.samples
+        if self.saver is not None and self.saver.rolled_back:
+            self._export()  # replicas that start now must not start from what was rolled back
         while at.epoch < config.train.epochs:
             if config.train.max_steps is not None and at.step >= config.train.max_steps:
                 return "max_steps"
@@ -173,19 +209,26 @@ class Trainer:
                 rate = (at.samples - mark_samples) / (now - mark)
                 values = self._values() | {"samples_per_s": rate, "eta_s": self._eta(rate)}
                 self.reporter.progress(**values)
+                if self._endpoint is not None:
+                    self._endpoint.report(values)
                 self.hooks.on_progress(at.step, values)
                 self.summaries.progress(values, self.rows)
                 mark, mark_samples = time.perf_counter(), at.samples
             if config.eval.every_steps and at.step % config.eval.every_steps == 0 and self._evaluate():
                 return "early_stop"
             if stop:
-                return "stopped" if self.hooks.context.stop_requested else "interrupted"
+                return self.ranks.from_first(self._why_stopped())
             if save:
                 self._save()
             if self._export_due:
                 self._export()
         self._exhausted = True
         return "finished"
+
+    def _why_stopped(self) -> str:
+        if self.hooks.context.stop_requested:
+            return "stopped"
+        return "guard" if self.guard.stops and not self.stop() else "interrupted"
 
     def _eta(self, rate: float) -> float | None:
         """Seconds to the end at a rate of samples; None where nobody knows how many there are."""
@@ -202,13 +245,18 @@ class Trainer:
             self._tell_time(samples)
         self._loss = self.learner.learn(parts, self.at.step + 1)
         wants_save = self.saver is not None and self.saver.wants(self.at.step + 1)
-        wants = float(self.stop()), float(wants_save), float(self.publishing.wants()), float(self.exports.wants())
-        total, stop, save, push, export = self.learner.step((sum(map(len, filter(None, parts))), *wants), self.at.step)
+        wants_push, wants_export = self.publishing.wants(), self.exports.wants()
+        if wants_push or wants_export:
+            allowed = self.guard.allows(self.at.step)
+            wants_push, wants_export = wants_push and allowed, wants_export and allowed
+        stop = self.stop() or self.guard.stops
+        wants = float(stop), float(wants_save), float(wants_push), float(wants_export)
+        total, ends, save, push, export = self.learner.step((sum(map(len, filter(None, parts))), *wants), self.at.step)
         self._export_due = export > 0
         for batch in batches:
             if batch is not None:
                 self.reader = batch.state
-        return round(total), stop > 0, save > 0, push > 0
+        return round(total), ends > 0, save > 0, push > 0
 
     def _tell_time(self, samples: Samples | None) -> None:
         """Sets the time that rows of this step are stamped with."""
@@ -249,7 +297,7 @@ class Trainer:
         self.summaries.evaluated(self.at.step, values)
         if is_best and (self.config.eval.patience or self.config.out.keep_best) and self.saver is not None:
             self._keep_best()
-        if is_best and self.exports.wants_better():
+        if is_best and self.exports.wants_better() and self.ranks.from_first(self.guard.allows(self.at.step)):
             self._export()
         return self._gives_up()
 
@@ -406,6 +454,7 @@ class Trainer:
 
     def close(self) -> None:
         """Closes the connections to replicas, servers and ranks."""
+        self._opened.close()
         if self.publishing is not None:
             self.publishing.close()
         self.rows.close()

@@ -66,10 +66,22 @@ class Metrics:
 
     def window_auc(self) -> float:
         """Exactly, of the last predictions."""
-        if not self._recent:
-            return math.nan
-        scores, labels = (np.concatenate(part) for part in zip(*self._recent, strict=True))
-        return exact_auc(scores, labels)
+        return exact_auc(*self.recent(self._recent_rows)) if self._recent else math.nan
+
+    def recent(self, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """(logits, whether positive) of the newest predictions, oldest first: ``most`` of them, or as many as there
+        are."""
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        left = most
+        for logits, positive in reversed(self._recent):
+            if left <= 0:
+                break
+            parts.append((logits[-left:], positive[-left:]))
+            left -= len(logits)
+        if not parts:
+            return np.empty(0, np.float32), np.empty(0, bool)
+        scores, labels = (np.concatenate(part[::-1]) for part in zip(*parts, strict=True))
+        return scores, labels
 
     def state(self) -> dict[str, np.ndarray]:
         """As arrays, which `load` takes back."""

@@ -1,0 +1,1 @@
+"""Commands for a system that never stops: `shoal up` and `shoal rollback`."""

@@ -1,0 +1,221 @@
+"""`Online`: a file for `shoal up`, which is a configuration of `shoal train` with sections for the other processes."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from shoal.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """``[servers]``: parameter servers, which hold the rows. Without the section the trainer holds them."""
+
+    count: int = 1
+    durability: Literal["none", "checkpoint", "log"] = "log"
+    """What survives a crash of a server: nothing, its last checkpoint, or everything that was acknowledged."""
+    checkpoint_every: str = "10m"
+    evict_every: str = "0"
+    threads: int = 2
+    insecure: bool = False
+    """Listen beyond one machine without keys, as `--on ray` on several machines and files for containers need it."""
+    options: tuple[str, ...] = ()
+    """Further flags of `shoal ps`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """``[replicas]``: processes that answer predictions."""
+
+    count: int = 1
+    rest_port: int = 0
+    """Of the first one; the others have the ports after it. 0: the system chooses."""
+    port: int = 0
+    """gRPC port of the first one, as above."""
+    host: str = "127.0.0.1"
+    wait_s: float = 600.0
+    """How long a replica waits for the first export."""
+    insecure: bool = False
+    """Listen beyond one machine without TLS or tokens."""
+    options: tuple[str, ...] = ()
+    """Further flags of `shoal serve`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registry:
+    """``[registry]``: where replicas are found."""
+
+    url: str | None = None
+    """``dir:PATH`` or ``zk://host:port``; by default a folder of ``[up] dir``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainers:
+    """``[trainers]``: the ranks of `shoal train`."""
+
+    ranks: int = 1
+    options: tuple[str, ...] = ()
+    """Further flags of `shoal train`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Up:
+    """``[up]``: how processes are kept running."""
+
+    dir: str | None = None
+    """Logs, state, and by default checkpoints, exports and registry; by default the file's name with ``.run``."""
+    start_s: float = 120.0
+    """How long a process may take to be ready."""
+    stop_s: float = 60.0
+    """How long a process may take to end after SIGTERM; then it is killed."""
+    max_restarts: int = 5
+    """Restarts after failures before a process counts as failed. A process that was ready for ``stable_s`` since its
+    last start begins to count anew."""
+    stable_s: float = 60.0
+    backoff_s: float = 0.5
+    """Wait before the first restart; it doubles with each further one."""
+    max_backoff_s: float = 30.0
+    log_bytes: int = 10_000_000
+    """Size at which a log is put aside."""
+    log_files: int = 3
+    """Logs put aside that stay, of each process."""
+
+
+_SECTIONS: dict[str, type] = {
+    "servers": Servers, "replicas": Replicas, "registry": Registry, "trainers": Trainers, "up": Up
+}  # fmt: skip
+_AT_LEAST = {
+    "count": 0, "rest_port": 0, "port": 0, "wait_s": 0, "ranks": 1, "start_s": 0, "stop_s": 0, "max_restarts": 0,
+    "stable_s": 0, "backoff_s": 0, "max_backoff_s": 0, "log_bytes": 1024, "log_files": 0, "threads": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Online:
+    """A whole system. Paths are as a user would type them: relative to the working directory, or absolute."""
+
+    file: str
+    servers: Servers | None
+    """None: the trainer holds the rows."""
+    replicas: Replicas
+    registry: Registry
+    trainers: Trainers
+    up: Up
+    content: Mapping[str, Any] = field(repr=False)
+    """All sections, as the file has them."""
+
+    @property
+    def base(self) -> str:
+        """The folder of the file."""
+        return os.path.dirname(self.file)
+
+    def path(self, name: str) -> str:
+        """A path of the file, as seen from the working directory."""
+        return os.path.join(self.base, name)
+
+    @property
+    def dir(self) -> str:
+        """Where everything of the system is kept."""
+        return self.path(self.up.dir) if self.up.dir is not None else f"{os.path.splitext(self.file)[0]}.run"
+
+    def given(self, section: str, name: str) -> Any:
+        """A setting of the training run, None where the file does not have it."""
+        inner = self.content.get(section)
+        return inner.get(name) if isinstance(inner, Mapping) else None
+
+    @property
+    def model(self) -> str:
+        """The name that the replicas serve."""
+        named = self.given("serve", "model")
+        if isinstance(named, str):
+            return named
+        folder = self.given("serve", "dir")
+        return os.path.basename(os.path.abspath(folder)) if isinstance(folder, str) else Path(self.file).stem
+
+    @property
+    def checkpoints(self) -> str:
+        """``[out] dir``."""
+        named = self.given("out", "dir")
+        return self.path(named) if isinstance(named, str) else os.path.join(self.dir, "checkpoints")
+
+    @property
+    def exports(self) -> str:
+        """``[serve] dir``."""
+        named = self.given("serve", "dir")
+        return self.path(named) if isinstance(named, str) else os.path.join(self.dir, "exports", self.model)
+
+    @property
+    def registry_url(self) -> str:
+        """Where replicas are found."""
+        url = self.registry.url or self.given("serve", "registry")
+        if url is None:
+            return f"dir:{os.path.join(self.dir, 'registry')}"
+        if url.startswith("dir:"):
+            return f"dir:{self.path(url.removeprefix('dir:').removeprefix('//'))}"
+        return url
+
+
+def load_online(file: str | Path) -> Online:
+    """Reads a file. Sections of the training run are checked by `shoal train` itself.
+
+    Raises:
+        ConfigError: it cannot be read, or a section for the other processes has a setting that is not known.
+    """
+    path = os.fspath(file)
+    try:
+        with open(path, "rb") as opened:
+            content = tomllib.load(opened)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path!r} ({error.strerror or error})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    made = {name: _section(kind, content.get(name, {}), name, path) for name, kind in _SECTIONS.items()}
+    if "servers" not in content or made["servers"].count == 0:
+        made["servers"] = None
+    for section, value in (("registry", made["registry"].url), ("serve", (content.get("serve") or {}).get("registry"))):
+        if value == "":
+            raise ConfigError(f"{path}: [{section}] must not have an empty registry; leave it out instead")
+    return Online(file=path, content=content, **made)
+
+
+def _section(kind: type[T], content: Any, name: str, where: str) -> T:
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where}: [{name}] must be a section, got {content!r}")
+    hints = typing.get_type_hints(kind)
+    names = [one.name for one in fields(kind)]  # pyrefly: ignore[bad-argument-type]
+    for key in content:
+        if key not in names:
+            hint = did_you_mean(key, names)
+            raise ConfigError(f"{where}: [{name}] has no setting {key!r}{hint}; it has {', '.join(names)}")
+    return kind(**{key: _value(value, hints[key], f"{where}: [{name}] {key}", key) for key, value in content.items()})
+
+
+def _value(value: Any, hint: Any, where: str, name: str) -> Any:
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        hint = next(one for one in inner if one is not type(None))
+    if typing.get_origin(hint) is Literal:
+        if value not in inner:
+            raise ConfigError(f"{where} must be one of {', '.join(map(repr, inner))}, got {value!r}")
+        return value
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ConfigError(f"{where} must be a list of texts, got {value!r}")
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+        raise ConfigError(f"{where} must be {words.get(hint, hint)}, got {value!r}")
+    if name in _AT_LEAST and value < _AT_LEAST[name]:
+        raise ConfigError(f"{where} must be at least {_AT_LEAST[name]}, got {value}")
+    return value
