@@ -66,6 +66,7 @@ void table(nb::module_& m) {
       .def_rw("stochastic_rounding", &Segment::stochastic_rounding)
       .def_rw("init_low", &Segment::init_low)
       .def_rw("init_high", &Segment::init_high)
+      .def_rw("init_column", &Segment::init_column)
       .def_rw("r", &Segment::r)
       .def_rw("step_size", &Segment::step_size)
       .def_rw("init_scale", &Segment::init_scale)

@@ -145,15 +145,19 @@ class FollowedGroup:
         )
 
 
-def two_ranks(count, **options):
-    """Tables of `tests.table.group_conformance.DIM` over two ranks."""
+def two_ranks(count, *, ways=("row",), **options):
+    """Tables of `tests.table.group_conformance.DIM` over two ranks, spread in turn as ``ways`` say."""
     from tests.table.group_conformance import DIM
 
     ranks = InProcessRanks.create_group(2, timeout_s=LIMIT_S)
     return [
         Followed(
             [
-                AllToAllHashTable(backend=each, factory=lambda rank, k=k: shoal.HashTable(DIM, name=f"t{k}", **options))
+                AllToAllHashTable(
+                    backend=each,
+                    way=ways[k % len(ways)],
+                    factory=lambda rank, k=k: shoal.HashTable(DIM, name=f"t{k}", **options),
+                )
                 for each in ranks
             ]
         )

@@ -36,6 +36,8 @@ class Kind:
     """Waits until updates are done; raises what they raised late."""
     has: frozenset[str] = frozenset({"initial", "occurrence", "lr_scale", "raises", "schedule"})
     """What not every kind can do."""
+    bags: bool = False
+    """Finds get the offsets of bags in place of counts, for kinds whose traits say ``takes_bags``."""
 
     def same(self, ours: Tensor, want: Tensor) -> None:
         if self.exact:
@@ -59,10 +61,11 @@ class Batch:
         self.weights = torch.rand(n, generator=make).to(kind.device)
         self.grad = torch.randn(bags, features.width, generator=make).to(kind.device)
         self.row_grad = torch.randn(n, DIM, generator=make).to(kind.device)
-        self.features, self.bags = features, bags
+        self.features, self.bags, self.by_bags = features, bags, kind.bags
 
     def find(self, missing: Any = "zeros") -> Found:
-        return self.group.find(self.ids, self.counts, self.features, missing=missing)
+        counts = self.offsets if self.by_bags else self.counts
+        return self.group.find(self.ids, counts, self.features, missing=missing)
 
     def pooled(self, found: Found, weights: Tensor | None, missing: Any = "zeros") -> Tensor:
         out = torch.full((self.bags, self.features.width), 9.0, device=self.ids.device)
@@ -129,7 +132,7 @@ def apply(judge: list[Any], parts: list[Part], step: int = 0, dedup: bool = True
     grads: list[list[Tensor]] = [[] for _ in judge]
     for part in map(host, parts):
         rows = row_gradients(part, DIM)
-        sizes = part.found.counts.tolist()
+        sizes = part.found.sizes(part.features)
         for table, own, grad in zip(part.features.tables, part.found.ids.split(sizes), rows.split(sizes), strict=True):
             keep = torch.ones_like(own, dtype=torch.bool)
             if part.features.padding is not None:

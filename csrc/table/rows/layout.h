@@ -31,6 +31,7 @@ struct Segment {
 
   Init init = Init::zeros;
   float init_low = 0, init_high = 0;  // constants: low; random_uniform: [low, high)
+  int32_t init_column = 0;            // of a segment that is a slice of a wider one: its first column there
 
   // Training: fixed_r8 and one_bit make lookups quantisation-aware. Serving: how the row is stored.
   Codec codec = Codec::fp32;

@@ -458,7 +458,10 @@ void init_weights(const Segment& s, int32_t index, uint64_t noise, float* w) {
       const uint64_t stream = hash_id(noise + static_cast<uint64_t>(index) + 1);
       const float low = s.init_low, width = s.init_high - s.init_low;
       const float last = width > 0 ? below(s.init_high) : low;
-      for (int i = 0; i < s.dim; ++i) w[i] = std::min(low + uniform(stream, static_cast<uint32_t>(i)) * width, last);
+      const auto first = static_cast<uint32_t>(s.init_column);
+      for (int i = 0; i < s.dim; ++i) {
+        w[i] = std::min(low + uniform(stream, first + static_cast<uint32_t>(i)) * width, last);
+      }
       break;
     }
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from shoal.nn.keeper import TableKeeper, keeper_of
 from shoal.nn.module import TableModule
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.update.gradients import clear_pending, is_empty, put_back, take_pending
-from shoal.nn.update.units import Unit, by_clock
+from shoal.nn.update.units import Unit, by_clock, update_all
 from shoal.table.config.learning_rate import check_rate
 from shoal.table.protocol import Step
 
@@ -108,16 +109,21 @@ class SparseOptimizer(torch.optim.Optimizer):
         units = take_pending(self._keepers)
         if req_time is None:
             units = [one for unit in units for one in by_clock(unit, unit.touched())]
-        for done, unit in enumerate(units):
+        batches = _in_step(units)
+        for done, batch in enumerate(batches):
             try:
-                touched = unit.touched()
-                scales = [_factor(groups[keeper]) if keeper in touched else 1.0 for keeper in unit.keepers]
-                if not is_empty(unit):
+                updates = []
+                for unit in batch:
+                    touched = unit.touched()
+                    scales = [_factor(groups[keeper]) if keeper in touched else 1.0 for keeper in unit.keepers]
+                    if is_empty(unit):
+                        continue
                     _check_not_captured(unit)
-                    step = Step(number, touched[0].time(req_time), scales if any(s != 1.0 for s in scales) else None)
-                    unit.group.update(unit.parts, step=step)
+                    scaled = scales if any(s != 1.0 for s in scales) else None
+                    updates.append((unit, Step(number, touched[0].time(req_time), scaled)))
+                update_all(updates)
             except BaseException:
-                for left in units[done:]:
+                for left in itertools.chain(*batches[done:]):
                     put_back(left)
                 raise
         self.global_step = number + 1
@@ -160,6 +166,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         step = state_dict.pop("global_step", 0)
         super().load_state_dict(state_dict)
         self.global_step = int(step)
+
+
+def _in_step(units: list[Unit]) -> list[list[Unit]]:
+    """Updates that are made together: groups over the same ranks share their exchange."""
+    batches: dict[Any, list[Unit]] = {}
+    for number, unit in enumerate(units):
+        shares = unit.group.traits.shares
+        batches.setdefault(number if shares is None else (shares, unit.group.traits.device), []).append(unit)
+    return list(batches.values())
 
 
 def _check_not_captured(unit: Unit) -> None:

@@ -22,6 +22,7 @@ from shoal.sharded.all_to_all.backend import SingleRank as SingleRank
 from shoal.sharded.all_to_all.metrics import flags as flags
 from shoal.sharded.all_to_all.metrics import set_alltoall_writer as set_alltoall_writer
 from shoal.sharded.all_to_all.table import AllToAllHashTable as AllToAllHashTable
+from shoal.sharded.all_to_all.ways import Way as Way
 from shoal.sharded.distributed_table import DistributedHashTable as DistributedHashTable
 from shoal.sharded.environment import SyncEnvironment as SyncEnvironment
 from shoal.sharded.export import set_remote_predict as set_remote_predict

@@ -46,6 +46,7 @@ class TableBase(ABC):
         device: Any = "cpu",
         deterministic: bool = False,
         clocked: bool = False,
+        first_column: int = 0,
     ) -> None:
         if on_bad_gradient not in _BAD_GRADIENT:
             raise ConfigError(
@@ -60,7 +61,14 @@ class TableBase(ABC):
         if is_exporting():
             message.entry_config.entry_type = EntryConfig.SERVING
         validate_table_config(message, config.learning_rate_fns, name)
+        if first_column and len(message.entry_config.segments) > 1:
+            raise ConfigError(
+                f"table {name!r}: a slice of columns must be of a table with one segment, got "
+                f"{len(message.entry_config.segments)} segments"
+            )
         self.name = name
+        self.first_column = first_column
+        """Of rows that are slices of wider ones: where they begin there, which initial rows depend on."""
         self.config = config
         self.table_config = message
         self.saver_parallel = saver_parallel
@@ -76,7 +84,7 @@ class TableBase(ABC):
         self._bad_gradient = _BAD_GRADIENT[on_bad_gradient]
         self._expiry = native_expiry(message.slot_expire_time_config)
         try:
-            layout = native_layout(message)
+            layout = native_layout(message, first_column)
         except ValueError as error:  # a row beyond what the core can address
             raise ConfigError(f"table {name!r}: {error}") from None
         self.serving = layout.serving

@@ -44,6 +44,13 @@ class Traits:
     """`pooled` refuses offsets that do not rise from 0 to the number of ids, so that callers need not look at them."""
     counts_bags: bool = False
     """In place of counts that only the device knows `find` takes the offsets of the bags, as they are."""
+    takes_bags: bool = False
+    """`find` takes the offsets of bags in place of counts wherever they will be pooled without weights, and is faster
+    for it: bags are then pooled where the rows are."""
+    shares: Hashable = None
+    """Groups where this is equal and not None can share the exchanges of their calls. They have ``find_steps``,
+    ``rows_steps``, ``pooled_steps`` and ``update_steps``, the calls below as generators, and ``together(generators)``,
+    which runs them in step and returns their results."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ class Found(NamedTuple):
     def sizes(self, features: Features) -> list[int]:
         """Ids of each feature. Waits for the device where only it knows."""
         counts, n = self.counts, len(features.tables)
+        if counts.shape[0] == 1:  # one feature, or offsets without bags
+            return counts.tolist() if n == 1 else [0] * n
         return (counts if counts.shape[0] == n else counts[:: (counts.shape[0] - 1) // n].diff()).tolist()
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -124,11 +124,13 @@ class HashTable(TableBase):
         device: Any = "cpu",
         deterministic: bool = False,
         clocked: bool = False,
+        first_column: int = 0,
     ) -> HashTable:
         """A table from a full configuration: several segments, serving entries, quantised lookups.
 
         ``clocked``: as the tables of ``HashTable(dim)`` are: a write without a time takes the current one, and one far
-        ahead is refused.
+        ahead is refused. ``first_column``: rows are slices of wider ones, which begin at this column there; initial
+        rows are then slices, too.
         """
         table = cls.__new__(cls, device=device)  # pyrefly: ignore[unexpected-keyword]
         table._build(
@@ -142,6 +144,7 @@ class HashTable(TableBase):
             device=device,
             deterministic=deterministic,
             clocked=clocked,
+            first_column=first_column,
         )
         return table
 

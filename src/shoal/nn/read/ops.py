@@ -8,7 +8,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
 from shoal.nn.read.jagged import Jagged
-from shoal.nn.read.plan import Plan, find_plan
+from shoal.nn.read.plan import Call, Plan, find_plan
 from shoal.nn.read.refusal import tell_ranks
 from shoal.nn.read.watch import watch_offsets
 from shoal.nn.update.passes import hand_over, numbers
-from shoal.table.protocol import Found, Group, Missing, Part
+from shoal.table.protocol import Found, Missing, Part
 
 NOTHING: list[Any] = []
 
@@ -69,11 +69,12 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
         else:
             out = torch.empty(bags, plan.width, dtype=torch.float32, device=plan.device)
         outputs.append(out)
+    if plan.shared:
+        return _read_shared(request, outputs)
     for i, call in enumerate(plan.calls):
         ids, features, group = all_ids[i], call.features, call.group
-        found = group.find(
-            ids, _counts(group, sizes[i], all_offsets[i] if all_offsets else None, bags), features, missing=missing
-        )
+        counts = _counts(call, sizes[i], all_offsets[i] if all_offsets else None, bags, bool(all_weights))
+        found = group.find(ids, counts, features, missing=missing)
         founds.append(found)
         if not call.fused:
             outputs.append(group.rows(found, features, missing=missing))
@@ -89,13 +90,36 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
     return outputs, founds
 
 
-def _counts(group: Group, sizes: list[int], offsets: Tensor | None, bags: int) -> Tensor:
-    """`Found.counts`: on the host if sizes are known, else where the offsets are."""
+def _read_shared(request: Request, outputs: list[Tensor]) -> tuple[list[Tensor], list[Found]]:
+    """The same for groups over the same ranks, whose calls share their exchanges: those of all finds, then the rows."""
+    plan, all_ids, sizes, all_offsets, all_weights, bags, missing, _ = request
+
+    def steps(i: int, call: Call) -> Generator[Any, Any, tuple[Found, Tensor | None]]:
+        group: Any = call.group
+        offsets = all_offsets[i] if all_offsets else None
+        counts = _counts(call, sizes[i], offsets, bags, bool(all_weights))
+        found = yield from group.find_steps(all_ids[i], counts, call.features, missing=missing)
+        if not call.fused:
+            return found, (yield from group.rows_steps(found, call.features, missing=missing))
+        weights = all_weights[i] if all_weights else None
+        yield from group.pooled_steps(found, call.features, offsets, weights, outputs[0], missing=missing)
+        return found, None
+
+    first: Any = plan.calls[0].group
+    results = first.together([steps(i, call) for i, call in enumerate(plan.calls)])
+    return [*outputs, *(rows for _, rows in results if rows is not None)], [found for found, _ in results]
+
+
+def _counts(call: Call, sizes: list[int], offsets: Tensor | None, bags: int, weighted: bool) -> Tensor:
+    """`Found.counts`: on the host if sizes are known, else where the offsets are; or the offsets."""
+    traits = call.group.traits
+    if offsets is not None and call.fused and traits.takes_bags and not weighted:
+        return offsets
     if sizes or offsets is None:
         return _known_counts(*sizes)
     if not bags:
         raise ConfigError("ids by key without bags need to say how many ids each key has")
-    return offsets if group.traits.counts_bags else offsets[::bags].diff()
+    return offsets if traits.counts_bags else offsets[::bags].diff()
 
 
 @lru_cache(maxsize=512)
@@ -256,9 +280,8 @@ def _gradient_op(
     for i in range(len(plan.calls)):
         there = zip(opaque[2 * i : 2 * i + 2], plan.opaque[i], strict=True)
         found = [raw.to(device).view(dtype).view(-1, *tail) for raw, (dtype, tail, device) in there]
-        founds.append(
-            Found(ids[i], _counts(plan.calls[i].group, own[i], offsets[i] if offsets else None, bags), *found)
-        )
+        counts = _counts(plan.calls[i], own[i], offsets[i] if offsets else None, bags, bool(weights))
+        founds.append(Found(ids[i], counts, *found))
     hand_over(next(numbers), _parts(plan, grads, founds, offsets, weights))
     tape.add_(1)
     return torch.zeros(0, device=tape.device)

@@ -76,6 +76,9 @@ class Plan:
         self.fused = all(call.fused for call in calls)
         self.whole = len(calls) == 1 and calls[0].places == list(range(len(places)))
         """Whether the batch is the input of the one call as it is."""
+        shares = {call.group.traits.shares for call in calls}
+        self.shared = len(calls) > 1 and len(shares) == 1 and None not in shares and one_device(calls)
+        """Whether the calls share their exchanges between ranks."""
         self.device: torch.device = calls[0].device if calls else torch.device("cpu")
         self.anchor, self.tape = _marks(self.device)
         self.root = _marks(torch.device("cpu"))[0]
@@ -88,6 +91,10 @@ class Plan:
         for call in calls:
             call.output = 0 if call.fused else next(outputs)
         _plans[self.handle] = self
+
+
+def one_device(calls: Sequence[Call]) -> bool:
+    return len({call.device for call in calls}) == 1
 
 
 @cache

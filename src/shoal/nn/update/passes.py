@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +15,8 @@ from shoal.errors import ConfigError
 from shoal.nn.amp import is_scaled
 from shoal.nn.update.gradients import add_waiting, detached, is_empty
 from shoal.nn.update.steps import next_step
-from shoal.nn.update.units import RowsByTable, Unit, by_clock, disjoint, expand, row_units
-from shoal.table.protocol import Part
+from shoal.nn.update.units import RowsByTable, Unit, by_clock, disjoint, expand, row_units, update_all
+from shoal.table.protocol import Part, Step
 
 if TYPE_CHECKING:
     from shoal.nn.read.plan import Call
@@ -64,7 +64,7 @@ class _Pass:
         entries = self.entries
         if len(entries) == 1 and not self.rows:
             _, call, part = entries[0]
-            run(Unit(call.group, call.keepers, [part]))
+            run([Unit(call.group, call.keepers, [part])])
             return
         entries.sort(key=lambda entry: entry[0])
         units: dict[Any, Unit] = {}
@@ -75,8 +75,7 @@ class _Pass:
             else:
                 unit.parts.append(part)
         every = [*units.values(), *(row_units(self.rows) if self.rows else ())]
-        for unit in disjoint(every) if len(every) > 1 else every:
-            run(unit)
+        run(disjoint(every) if len(every) > 1 else every)
 
 
 def _pass_of(call: Call) -> _Pass:
@@ -108,14 +107,18 @@ def _running(task: int) -> _Pass | None:
     return None if ref is None else ref()
 
 
-def run(unit: Unit) -> None:
-    """One step of the tables of a group, in backward."""
-    if is_empty(unit):
-        return
-    touched = unit.touched()
-    for one in by_clock(unit, touched):
-        own = touched if one is unit else one.touched()
-        one.group.update(one.parts, step=next_step(one.group, own))
+def run(units: Sequence[Unit]) -> None:
+    """One step of the tables of each group, in backward."""
+
+    def updates() -> Iterator[tuple[Unit, Step]]:
+        for unit in units:
+            if is_empty(unit):
+                continue
+            touched = unit.touched()
+            for one in by_clock(unit, touched):
+                yield one, next_step(one.group, touched if one is unit else one.touched())
+
+    update_all(updates())
 
 
 def _after_fork() -> None:

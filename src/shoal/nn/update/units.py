@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.table.adapter import row_gradients
-from shoal.table.protocol import Features, Group, Part, groups_of
+from shoal.table.protocol import Features, Group, Part, Step, groups_of
 
 if TYPE_CHECKING:
     from shoal.nn.keeper import TableKeeper
@@ -96,6 +96,23 @@ def row_units(rows: RowsByTable) -> list[Unit]:
         found = group.find(ids, counts, features, missing="zeros")
         units.append(Unit(group, tuple(own), [Part(found, features, grads)], own))
     return units
+
+
+def update_all(updates: Iterable[tuple[Unit, Step]]) -> None:
+    """Makes updates of groups in which no table is twice; groups over the same ranks share their exchange."""
+    shared: dict[Hashable, list[tuple[Unit, Step]]] = {}
+    for unit, step in updates:
+        key = unit.group.traits.shares
+        if key is None:
+            unit.group.update(unit.parts, step=step)
+        else:
+            shared.setdefault((key, unit.group.traits.device), []).append((unit, step))
+    for own in shared.values():
+        groups: list[Any] = [unit.group for unit, _ in own]
+        steps = [
+            group.update_steps(unit.parts, step=step) for group, (unit, step) in zip(groups, own, strict=True)
+        ]  # fmt: skip
+        groups[0].together(steps)
 
 
 def by_clock(unit: Unit, touched: Sequence[TableKeeper]) -> list[Unit]:

@@ -121,7 +121,10 @@ class Exchange:
 
     def gradients(self, call: Call, flat: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """Gradients to the ranks that own the rows, in ``backward_dtype`` on their way and float32 again after it."""
-        received = flat if self.ranks.world_size == 1 else self.send("gradients", call, flat, send, recv)
+        return self.as_float(flat if self.ranks.world_size == 1 else self.send("gradients", call, flat, send, recv))
+
+    def as_float(self, received: Tensor) -> Tensor:
+        """Gradients that came in ``backward_dtype``, in float32 again."""
         if received.dtype != torch.float32:
             received = received.float()
             if self.fake_cast:

@@ -53,7 +53,7 @@ class Local:
         for group, places, features, found in self._founds(ids, counts, kept):
             grads = flat if len(self._groups) == 1 else torch.cat(self._views(flat, counts, places))
             part = Part(found, features, grads.view(-1, self.dim))
-            group.update([part], step=_of(step, places), each="occurrence")
+            group.update([part], step=step_of(step, places), each="occurrence")
 
     def update_sums(self, finds: Sequence[tuple[Tensor, Sequence[int], Tensor]], step: Step) -> None:
         """One step for each distinct id of one rank's blocks in several finds: ids, counts ``[K]`` and gradients."""
@@ -68,7 +68,7 @@ class Local:
                 sizes = torch.tensor([counts[k] for k in places], dtype=torch.int64, device="cpu")
                 found = group.find(own, sizes, features, missing="initial")
                 parts.append(Part(found, features, grads))
-            group.update(parts, step=_of(step, places))
+            group.update(parts, step=step_of(step, places))
 
     def _founds(
         self, ids: Tensor, counts: Sequence[int], kept: Sequence[Tensor]
@@ -95,7 +95,7 @@ class Local:
         return rows.split([counts[r * self._count + k] for r in range(self._ranks) for k in places])
 
 
-def _of(step: Step, places: Sequence[int]) -> Step:
+def step_of(step: Step, places: Sequence[int]) -> Step:
     """The step of some of the tables."""
     if step.lr_scale is None:
         return step

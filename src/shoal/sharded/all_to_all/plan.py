@@ -76,36 +76,46 @@ class Plan:
 
     def packed(self) -> Tensor:
         """As one tensor."""
-        about = [self.number, len(self.asked), *self.asked, *self.served, self.came.numel(), len(self.kept)]
-        raw = []
-        for tensor in self.kept:
-            about += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-            flat = tensor.contiguous().view(-1).view(torch.uint8)
-            raw.append(torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64))
-        head = torch.tensor([len(about), *about], dtype=torch.int64, device=self.came.device)
-        return torch.cat([head, self.came, *raw])
+        return pack(self.number, [len(self.asked), *self.asked, *self.served], [self.came, *self.kept])
 
     @staticmethod
     def of(found: Found, blocks: int) -> Plan:
         """What `packed` made."""
-        came = found.came
-        length = int(came[0]) if came.numel() else 0
-        if not 4 + 2 * blocks < length + 1 <= came.numel():
-            raise ConfigError("found must be what find of this group returned")
-        about = iter(came[1 : 1 + length].tolist())
-        number, size = next(about), next(about)
-        if size != blocks:
-            raise ConfigError(f"found must be of a group with {blocks} blocks of ids, got {size}")
-        asked, served = [next(about) for _ in range(size)], [next(about) for _ in range(size)]
-        n, tensors = next(about), next(about)
-        at = 1 + length + n
-        kept = []
-        for _ in range(tensors):
-            dtype = _DTYPES[next(about)]
-            shape = [next(about) for _ in range(next(about))]
-            numel = math.prod(shape)
-            words = -(-numel * dtype.itemsize // 8)
-            raw = came[at : at + words].view(torch.uint8)[: numel * dtype.itemsize]
-            kept.append(raw.view(dtype).view(shape))
-            at += words
-        return Plan(number, asked, served, came[1 + length : 1 + length + n], kept)
+        number, values, tensors = unpack(found)
+        if not values or values[0] != blocks or len(values) != 1 + 2 * blocks or not tensors:
+            raise ConfigError(f"found must be of a group with {blocks} blocks of ids, got {values[:1]}")
+        return Plan(number, values[1 : 1 + blocks], values[1 + blocks :], tensors[0], tensors[1:])
+
+
+def pack(number: int, values: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
+    """The number of a find, values and tensors as one int64 tensor, which autograd can keep as `Found.came`."""
+    about, raw = [number, len(values), *values, len(tensors)], []
+    for tensor in tensors:
+        about += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        rest = -flat.numel() % 8
+        raw.append((torch.nn.functional.pad(flat, (0, rest)) if rest else flat).view(torch.int64))
+    device = tensors[0].device if tensors else "cpu"
+    head = torch.tensor([len(about), *about], dtype=torch.int64, device=device)
+    return torch.cat([head, *raw])
+
+
+def unpack(found: Found) -> tuple[int, list[int], list[Tensor]]:
+    """What `pack` made."""
+    came = found.came
+    length = int(came[0]) if came.numel() and came.dtype == torch.int64 else 0
+    if not 3 <= length < came.numel():
+        raise ConfigError("found must be what find of this group returned")
+    about = came[1 : 1 + length].tolist()
+    number, size = about[:2]
+    values, rest = about[2 : 2 + size], iter(about[2 + size :])
+    at = 1 + length
+    tensors = []
+    for _ in range(next(rest)):
+        dtype = _DTYPES[next(rest)]
+        shape = [next(rest) for _ in range(next(rest))]
+        nbytes = math.prod(shape) * dtype.itemsize
+        words = -(-nbytes // 8)
+        tensors.append(came[at : at + words].view(torch.uint8)[:nbytes].view(dtype).view(shape))
+        at += words
+    return number, values, tensors

@@ -1,4 +1,4 @@
-"""`AllToAllHashTable`: a table over all ranks with the methods of one local table."""
+"""`AllToAllHashTable`: a table over all ranks, in any way, with the methods of one local table."""
 
 from __future__ import annotations
 
@@ -19,19 +19,29 @@ from shoal.fid import shard_of
 from shoal.sharded import environment as env
 from shoal.sharded.all_to_all.backend import default_backend
 from shoal.sharded.all_to_all.exchange import WRITE, Call, Exchange
-from shoal.sharded.all_to_all.group import make_group
+from shoal.sharded.all_to_all.group import AllToAllGroup, OneRankGroup
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
+from shoal.sharded.all_to_all.moving import fill, like, rows_by_id
+from shoal.sharded.all_to_all.owned import OwnedGroup
+from shoal.sharded.all_to_all.replicated import ReplicatedGroup
+from shoal.sharded.all_to_all.ways import Way
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.table.arguments import as_int, as_time
 from shoal.table.checkpoint import restore_table
+from shoal.table.checkpoint.tensors import table_state
 from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, group_of
 from shoal.table.table import HashTable
 
 _ONE = Features()
+_GROUPS = {"row": AllToAllGroup, "table": OwnedGroup, "column": OwnedGroup, "data": ReplicatedGroup}
 
 
 class AllToAllHashTable:
-    """One table whose rows are spread over the ranks of a process group by ``id mod N``; on one rank a plain table.
+    """One table whose rows are spread over the ranks of a process group; on one rank a plain table.
+
+    How they are spread is its ``way``: by row (``id mod W``), as a whole on one rank, by column, or as copies on all
+    ranks. Results are the same, and so are checkpoints, which a table of any way and any number of ranks restores.
+    Tables of all ways in one model share their exchanges.
 
     It is used in place of a `shoal.HashTable`, in `shoal.nn.HashEmbeddingBag` for example, but every rank must call it
     together with the others, also a rank that has no ids. Updates are summed over a rank's equal ids; an id that
@@ -51,6 +61,8 @@ class AllToAllHashTable:
         dim: width of an embedding; further keywords are those of `shoal.HashTable`.
         backend: the ranks; the default process group unless given.
         factory: builds this rank's shard from its rank in place of ``dim`` and the keywords.
+        way: ``"row"``, ``"table:3"`` (on rank 3), ``"column:0,2"`` (slices on ranks 0 and 2; ``"column"``: on all),
+            ``"data"``, or a `Way`. `shoal.sharded.plan` chooses ways.
     """
 
     saved_by = "table.save(folder), which all ranks call together, and load them with table.restore(folder)"
@@ -63,6 +75,7 @@ class AllToAllHashTable:
         backend: AllToAll | None = None,
         factory: Callable[[int], HashTable] | None = None,
         name: str = "all_to_all",
+        way: str | Way = "row",
         **table: Any,
     ) -> None:
         self.exchange = Exchange(
@@ -70,25 +83,39 @@ class AllToAllHashTable:
         )
         ranks = self.exchange.ranks
         self.world_size, self.rank = ranks.world_size, ranks.rank
-        self.table = factory(self.rank) if factory is not None else HashTable(dim or 1, name=name, **table)
-        self.name = self.table.name
-        self.dim_size = self.table.dim_size
-        self.config = self.table.config
+        self.shape = factory(self.rank) if factory is not None else HashTable(dim or 1, name=name, **table)
+        """A table with rows of full width: this rank's rows, but for columns, of which it has no rows."""
+        self.name = self.shape.name
+        self.dim_size = self.shape.dim_size
+        self.config = self.shape.config
+        self.way = Way.parse(way)
+        if self.world_size > 1:
+            self.way.check(self.name, self.dim_size, self.world_size, self.shape)
+        self.table = self._own()
+        """This rank's rows."""
         self.last_spread: tuple[list[int], list[int]] | None = None
         """The distinct ids that the last find asked of each rank, and those that each rank asked of this one."""
-        self._home = home(self.table)
+        self._home = home(self.shape)
         self._finds = itertools.count(1)
         self._writes = itertools.count(1)
+
+    def _own(self) -> Any:
+        if self.way.kind != "column" or self.world_size == 1:
+            return self.shape
+        for rank, begin, end in self.way.slices(self.dim_size, self.world_size):
+            if rank == self.rank:
+                return like(self.shape, begin, end)
+        return self.shape
 
     @staticmethod
     def make_group(tables: tuple[AllToAllHashTable, ...]) -> Group:
         """One exchange per direction for all of them."""
-        return make_group(tables)
+        return OneRankGroup(tables) if tables[0].world_size == 1 else _GROUPS[tables[0].way.kind](tables)
 
     def group_key(self) -> Hashable:
-        """Tables over the same ranks with rows of one width are one group."""
+        """Tables over the same ranks with rows of one width, spread alike, are one group."""
         if self.world_size > 1:
-            return "all_to_all", self.exchange.ranks.key, self.dim_size, self._home
+            return _GROUPS[self.way.kind], self.exchange.ranks.key, self.dim_size, self._home
         local = self.table
         return "one rank", local.group_key() if hasattr(local, "group_key") else ("adapter", id(local))
 
@@ -190,28 +217,76 @@ class AllToAllHashTable:
             refused, seconds = error, 0
             ids = torch.empty(0, dtype=torch.int64, device=self._home)
             values = torch.empty(0, device=self._home)
-        shards = self.owner(ids)
-        order = torch.argsort(shards, stable=True)
-        counts = torch.bincount(shards, minlength=self.world_size)
+        values = values.view(-1, self.dim_size)
+        places, columns = self._dealt(ids)
+        counts = torch.tensor([at.numel() for at in places], device="cpu")
+        widths = [end - begin for begin, end in columns]
+        mine = widths[self.rank]
         call = Call(WRITE, next(self._writes), (self.name,), failed=refused is not None)
         each, send = [1] * self.world_size, counts.tolist()
         with self.exchange.ranks.turn:
             recv = self.exchange.send("id_sizes", call, counts, each, each).tolist()
             if refused is not None:
                 raise refused
-            came = self.exchange.send("ids", None, ids[order], send, recv)
-            send, recv = ([n * self.dim_size for n in sizes] for sizes in (send, recv))
-            rows = self.exchange.send("values", None, values.view(-1, self.dim_size)[order].view(-1), send, recv)
-        getattr(self.table, verb)(came, rows, req_time=seconds)
+            came = self.exchange.send("ids", None, torch.cat([ids[at] for at in places]), send, recv)
+            flat = torch.cat([values[at, a:b].reshape(-1) for at, (a, b) in zip(places, columns, strict=True)])
+            send = [n * width for n, width in zip(send, widths, strict=True)]
+            rows = self.exchange.send("values", None, flat, send, [n * mine for n in recv])
+        if came.numel():
+            getattr(self.table, verb)(came, rows.view(-1, mine), req_time=seconds)
         return self
 
+    def _dealt(self, ids: Tensor) -> tuple[list[Tensor], list[tuple[int, int]]]:
+        """For each rank the places of ``ids`` that it has something of, and the columns that it has."""
+        every = torch.arange(ids.numel(), device=ids.device)
+        whole, world = (0, self.dim_size), self.world_size
+        if self.way.kind == "row" or world == 1:
+            shards = self.owner(ids)
+            return [every[shards == rank] for rank in range(world)], [whole] * world
+        if self.way.kind == "data":
+            return [every] * world, [whole] * world
+        places, columns = [every[:0]] * world, [whole] * world
+        for rank, begin, end in self.way.slices(self.dim_size, world):
+            places[rank], columns[rank] = every, (begin, end)
+        return places, columns
+
     def owner(self, ids: Tensor) -> Tensor:
-        """The rank of each id."""
+        """The rank of each id, in a table by row; of other ways ``way`` says who has what."""
         return shard_of(ids, self.world_size)
 
     def size(self) -> int:
-        """Rows of all ranks; all of them call it together."""
-        return sum(self.exchange.ranks.gather_totals(self.table.size()))
+        """Rows of the table; all ranks call it together."""
+        sizes = self.exchange.ranks.gather_totals(self.table.size())
+        return sum(sizes) if self.way.kind == "row" else sizes[self.way.holders(self.world_size)[0]]
+
+    def own_rows(self) -> HashTable:
+        """The rows that this rank saves, with full width: every row of the table is saved by one rank.
+
+        All ranks call it together. By column it takes the memory of a ``W``-th of the table.
+        """
+        if self.way.kind == "column" and self.world_size > 1:
+            return rows_by_id(self)
+        if self.way.kind == "data" and self.rank:
+            return like(self.shape, device="cpu")
+        return self.table
+
+    def load_rows(self, load: Callable[[Any, tuple[int, int] | None], Any]) -> None:
+        """Replaces all rows by those that ``load(table, shard)`` puts into a table of full width.
+
+        All ranks call it together. ``shard``: ``(rank, W)`` where only the ids with ``id mod W == rank`` are wanted;
+        None: all.
+        """
+        share = (self.rank, self.world_size)
+        if self.way.kind == "row" or self.world_size == 1:
+            self._together("restore", lambda: load(self.table, share))
+        elif self.way.kind == "column":
+            part = like(self.shape, device="cpu")
+            self._together("restore", lambda: load(part, share))
+            fill(self, table_state(part))
+        elif self.rank in self.way.holders(self.world_size):
+            self._together("restore", lambda: load(self.table, None))
+        else:
+            self._together("restore", self.table.clear)
 
     def save(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
         """Writes every rank's rows to a folder that all ranks reach; all of them call it together.
@@ -228,12 +303,13 @@ class AllToAllHashTable:
 
         def publish() -> None:
             files = digests_below(draft)
-            about = {"world_size": self.world_size, "empty_rank0": False, "dim": self.dim_size}
+            about = {"world_size": self.world_size, "empty_rank0": False, "dim": self.dim_size, "way": str(self.way)}
             moves = {name: f"{staging}/{name}" for name in files}
             replace_files(os.path.join(path, MANIFEST), {"format": 2, **about}, files, moves)
 
         try:
-            self._together("save", lambda: self.table.save(os.path.join(draft, f"rank-{self.rank:05d}", "rows")))
+            rows = self.own_rows()
+            self._together("save", lambda: rows.save(os.path.join(draft, f"rank-{self.rank:05d}", "rows")))
             self._together("save", publish if self.rank == 0 else lambda: None)
         finally:
             if self.rank == 0 and not _is_needed(path, staging):
@@ -255,7 +331,10 @@ class AllToAllHashTable:
             raise PeerError(f"table {self.name!r}: {what} failed on rank(s) {named}; see their logs")
 
     def restore(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
-        """Replaces all rows with those of `save`, whatever number of ranks wrote them."""
+        """Replaces all rows with those of `save`, whatever number of ranks wrote them and however they were spread.
+
+        All ranks call it together.
+        """
         path = os.fspath(folder)
         try:
             read = read_saved(os.path.join(path, MANIFEST), unsealed=True)
@@ -265,11 +344,15 @@ class AllToAllHashTable:
             raise DataError(f"table {self.name!r}: {path} is not a checkpoint of ranks ({error})") from error
         saved: Saved | None = read if read.files else None  # version 0.1 named none
         bases = [os.path.join(path, f"rank-{rank:05d}", "rows") for rank in range(ranks)]
-        same = ranks == self.world_size and not fields.get("empty_rank0")
-        if same:
-            restore_table(self.table, bases[self.rank], saved=saved)
-        else:
-            restore_table(self.table, bases, shard=(self.rank, self.world_size), saved=saved)
+        same = ranks == self.world_size and not fields.get("empty_rank0") and fields.get("way", "row") == "row"
+
+        def load(table: Any, shard: tuple[int, int] | None) -> None:
+            if same and shard is not None:
+                restore_table(table, bases[self.rank], saved=saved)
+            else:
+                restore_table(table, bases, shard=shard, saved=saved)
+
+        self.load_rows(load)
         return self
 
     def as_op(self, name: str | None = None) -> AllToAllHashTable:
@@ -277,7 +360,9 @@ class AllToAllHashTable:
         return self
 
     def __repr__(self) -> str:
-        return f"AllToAllHashTable({self.name!r}, dim={self.dim_size}, rank {self.rank} of {self.world_size})"
+        return (
+            f"AllToAllHashTable({self.name!r}, dim={self.dim_size}, {self.way}, rank {self.rank} of {self.world_size})"
+        )
 
 
 def _is_needed(folder: str, staging: str) -> bool:

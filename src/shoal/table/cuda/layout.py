@@ -131,8 +131,8 @@ class RowLayout:
         return [0, *itertools.accumulate(s.code_bytes for s in self.segments)][:-1]
 
 
-def row_layout(config: EmbeddingHashTableConfig) -> RowLayout:
-    """The layout of a validated configuration."""
+def row_layout(config: EmbeddingHashTableConfig, first_column: int = 0) -> RowLayout:
+    """The layout of a validated configuration; ``first_column`` as in `HashTable.from_config`."""
     native = native_layout(config)
     if native.serving:
         return _serving_layout(config, native)
@@ -151,7 +151,7 @@ def row_layout(config: EmbeddingHashTableConfig) -> RowLayout:
                 "weight": weight,
                 "vectors": vectors,
                 "tail": tail,
-                "init": s.init,
+                "init": s.init + (4 * first_column if s.init == 3 else 0),
                 "first": (low, high, last),
                 "accumulator": s.initial_accumulator if accumulated else 0.0,
             }

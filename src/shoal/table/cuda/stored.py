@@ -54,7 +54,7 @@ class StoredTable(HashTable):
     def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
         self.device = as_device(device, self.name)
         self.deterministic = deterministic
-        self._layout = row_layout(self.table_config)
+        self._layout = row_layout(self.table_config, self.first_column)
         self._seed = hash_id(self.seed + _GOLDEN)
         self._rounds = any(s.native.stochastic_rounding for s in self._layout.segments)
         self._shared: Storage | None = None

@@ -20,12 +20,15 @@ def uniform(noise, i):
 
 @triton.jit
 def first_weights(id, d, seed, low, high, last, INIT: tl.constexpr, INDEX: tl.constexpr):
-    """What the initializer gives ids ``[B]`` at columns ``[W]``: a function of seed and id alone."""
+    """What the initializer gives ids ``[B]`` at columns ``[W]``: a function of seed and id alone.
+
+    ``INIT`` is the initializer, plus 4 times the first column where rows are slices of wider ones.
+    """
     shape_of = id[:, None] + d[None, :]
-    if INIT == 3:
+    if INIT % 4 == 3:
         noise = (id * 0 + seed).to(tl.uint64) ^ hash_id(id)
         stream = hash_id(noise + (INDEX + 1))
-        w = tl.minimum(low + uniform(stream[:, None], d[None, :]) * (high - low), last)
+        w = tl.minimum(low + uniform(stream[:, None], d[None, :] + INIT // 4) * (high - low), last)
     else:
         w = tl.zeros_like(shape_of).to(tl.float32) + low
     return w

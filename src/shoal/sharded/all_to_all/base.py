@@ -1,0 +1,159 @@
+"""`RankGroup`: what groups of tables over ranks have in common, however their rows are spread."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError, DeadlineError, PeerError
+from shoal.sharded.all_to_all.exchange import FIND, Call
+from shoal.sharded.all_to_all.rounds import Send, Steps, run
+from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
+
+MISSING = {"zeros": 1, "initial": 2}
+TOLD = "The other ranks were told that this rank refused its part."
+
+
+class RankGroup:
+    """Tables of one ``dim`` over the same ranks.
+
+    A subclass writes ``find_steps``, ``rows_steps``, ``pooled_steps`` and ``update_steps``, which say what they
+    exchange. Every rank makes every call, also one without ids. Each exchange carries the number of its find and the
+    names of the tables: ranks in different calls raise, all of them, before anything was changed. So they do when one
+    of them refuses its input.
+    """
+
+    def __init__(self, tables: tuple[Any, ...], device: torch.device, trains: bool, **traits: Any) -> None:
+        self.tables = tables
+        self.dim: int = tables[0].dim_size
+        self.device = device
+        self.exchange = tables[0].exchange
+        self.rank: int = tables[0].rank
+        self.ranks: int = tables[0].world_size
+        self.names = tuple(table.name for table in tables)
+        self.traits = Traits(
+            device=device, collective=True, remote=True, trains=trains, local_state=False,
+            shares=("ranks", self.exchange.ranks.key), **traits,
+        )  # fmt: skip
+
+    # --- the calls of a group, alone and together ---------------------------------------------------------------------
+
+    def together(self, calls: Sequence[Steps[Any]]) -> list[Any]:
+        """The results of calls of this group and of others with the same ``traits.shares``, in shared exchanges."""
+        return run(self.exchange, calls)
+
+    def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
+        return self.together([self.find_steps(ids, counts, features, missing=missing)])[0]
+
+    def rows(self, found: Found, features: Features, *, missing: Missing) -> Tensor:
+        return self.together([self.rows_steps(found, features, missing=missing)])[0]
+
+    def pooled(
+        self,
+        found: Found,
+        features: Features,
+        offsets: Tensor,
+        weights: Tensor | None,
+        out: Tensor,
+        *,
+        missing: Missing,
+    ) -> None:
+        self.together([self.pooled_steps(found, features, offsets, weights, out, missing=missing)])
+
+    def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
+        """One step per rank and distinct id. ``each`` must be "sum": an id is sent once for all of its occurrences."""
+        self.together([self.update_steps(parts, step=step, each=each)])
+
+    def find_steps(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Steps[Found]:
+        raise NotImplementedError
+
+    def rows_steps(self, found: Found, features: Features, *, missing: Missing) -> Steps[Tensor]:
+        raise NotImplementedError
+
+    def pooled_steps(
+        self,
+        found: Found,
+        features: Features,
+        offsets: Tensor,
+        weights: Tensor | None,
+        out: Tensor,
+        *,
+        missing: Missing,
+    ) -> Steps[None]:
+        raise NotImplementedError
+
+    def update_steps(
+        self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum"
+    ) -> Steps[None]:
+        raise NotImplementedError
+
+    # --- refusing -----------------------------------------------------------------------------------------------------
+
+    def refused(self, error: Exception) -> Exception:
+        """``error``, to be raised in place of a `find`, once the other ranks, which are in theirs, have been told.
+
+        One that they know of already, since it came from them or from a call of this group, is not told again.
+        """
+        if isinstance(error, PeerError | DeadlineError) or TOLD in getattr(error, "__notes__", ()):
+            return error
+        error.add_note(TOLD)
+        call = Call(FIND, self.tables[0].next_find(), self.names, MISSING["zeros"], True)
+
+        def tell() -> Steps[None]:
+            yield self.counts(call, None)
+
+        self.together([tell()])
+        return error
+
+    def counts(self, call: Call, told: Any) -> Send:
+        """The first exchange of a find; ``told`` None: this rank refuses."""
+        raise NotImplementedError
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def named(self) -> str:
+        return ", ".join(map(repr, self.names))
+
+    def sizes(self, ids: Tensor, counts: Tensor, features: Features) -> list[int]:
+        """Ids of each feature, checked."""
+        if ids.dtype != torch.int64 or ids.dim() != 1:
+            raise ConfigError(f"tables {self.named()}: ids must be int64 [N], got {ids.dtype} {list(ids.shape)}")
+        sizes = Found(ids, counts, ids, ids).sizes(features)
+        if len(sizes) != len(features.tables) or min(sizes, default=0) < 0 or sum(sizes) != ids.numel():
+            raise ConfigError(
+                f"tables {self.named()}: counts must be one per feature ({len(features.tables)}) and add up to the "
+                f"{ids.numel()} ids, got {sizes}"
+            )
+        if not all(0 <= table < len(self.tables) for table in features.tables):
+            raise ConfigError(f"tables {self.named()}: features must read tables 0..{len(self.tables) - 1}")
+        return sizes
+
+    def check_update(self, each: str) -> None:
+        if each != "sum":
+            raise ConfigError(
+                f"tables {self.named()}: each must be 'sum' in an update over ranks, which makes one step per "
+                f"distinct id; got {each!r}"
+            )
+        if not self.traits.trains:
+            raise ConfigError(f"tables {self.named()}: serving tables take no gradients")
+
+    def check_finite(self, values: Tensor, tables: Sequence[int]) -> None:
+        """Refuses NaN and infinity for tables that do, before any rank has changed anything."""
+        strict = [k for k in tables if getattr(self.tables[k].table, "on_bad_gradient", "ignore") == "raise"]
+        if not strict or values.numel() == 0 or bool(torch.isfinite(values.sum())):
+            return
+        if not bool(torch.isfinite(values).all()):
+            named = ", ".join(repr(self.names[k]) for k in strict)
+            raise ConfigError(
+                f"table {named}: a gradient holds NaN or infinity; nothing was applied, on any rank. Clip it, or "
+                "set on_bad_gradient='skip'"
+            )
+
+
+def told_numbers(numbers: Sequence[Any]) -> int:
+    """What else must be equal on all ranks, as one number; 0 where there is nothing."""
+    return zlib.crc32(repr(list(numbers)).encode()) if numbers else 0

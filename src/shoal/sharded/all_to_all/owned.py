@@ -1,0 +1,460 @@
+"""`OwnedGroup`: tables that are on single ranks, as a whole or by column; bags are pooled where the rows are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.buffers import empty_flat
+from shoal.errors import ConfigError
+from shoal.ops.reorder import fused_reorder_by_indices
+from shoal.sharded.all_to_all.bags import add_gradients, pool_rows, take_rows
+from shoal.sharded.all_to_all.base import MISSING, TOLD, RankGroup, told_numbers
+from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
+from shoal.sharded.all_to_all.held import Asked, Bucket, Held, Wired
+from shoal.sharded.all_to_all.plan import pack, unpack
+from shoal.sharded.all_to_all.rounds import Send, Steps
+from shoal.table.protocol import Features, Found, Missing, Part, Step
+
+
+class _Lists(NamedTuple):
+    """The ids of a batch by table, as they are sent."""
+
+    ids: Tensor
+    """In the group's order of tables."""
+    counts: list[int]
+    """``[K]``, by the number of the table."""
+    where: Tensor
+    """int32 ``[N]``: where the row of each id starts in the floats of all rows; empty where bags are wanted."""
+    lengths: Tensor | None
+    """``[F, B]``: ids of each bag."""
+    bags: int
+    """-1: rows are wanted."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a `Found` says."""
+
+    number: int
+    bags: int
+    counts: list[int]
+    """``[K]``: ids that this rank sent, by table."""
+    asked: list[list[Asked]]
+    """By rank and bucket: what was asked of this one."""
+    kept: list[list[list[Tensor]]]
+    """Likewise: what the buckets keep of it."""
+
+
+class OwnedGroup(RankGroup):
+    """Tables of one ``dim``, each on one rank or cut into columns on several.
+
+    ``find`` sends counts and ids (two exchanges), as bags where it is given their offsets; ``pooled`` then gets pooled
+    rows and ``update`` sends their gradients (one exchange each), whatever the number of tables and slices. Without
+    offsets, or with weights, rows travel, each distinct id's once.
+
+    An update makes a step for each distinct id and rank, on the sum of that rank's gradients over all parts, rank 0's
+    first.
+    """
+
+    def __init__(self, tables: tuple[Any, ...]) -> None:
+        ranks, dim = tables[0].world_size, tables[0].dim_size
+        self._buckets: list[list[Bucket]] = [[] for _ in range(ranks)]
+        held: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(ranks)]
+        firsts = []
+        for k, table in enumerate(tables):
+            slices = table.way.slices(dim, ranks)
+            firsts.append((slices[0].rank, k))
+            for rank, begin, end in slices:
+                held[rank].setdefault(end - begin, []).append((k, begin))
+        for rank, widths in enumerate(held):
+            for width, own in sorted(widths.items()):
+                numbers, begins = zip(*own, strict=True)
+                self._buckets[rank].append(Bucket(width, numbers, begins))
+        self._order = [k for _, k in sorted(firsts)]
+        """Of the tables, such that rows of whole tables come in it."""
+        self._cut = any(bucket.width != dim for own in self._buckets for bucket in own)
+        self._held = [Held(bucket, tables) for bucket in self._buckets[tables[0].rank]]
+        self._wirings: dict[Features, list[list[Wired]]] = {}
+        super().__init__(
+            tables, tables[0].device, all(not table.table.serving for table in tables), takes_bags=True
+        )  # fmt: skip
+
+    def _wired(self, features: Features) -> list[list[Wired]]:
+        found = self._wirings.get(features)
+        if found is None:
+            made = [[Wired.of(bucket, features) for bucket in own] for own in self._buckets]
+            found = self._wirings[features] = made
+        return found
+
+    # --- finding ------------------------------------------------------------------------------------------------------
+
+    def find_steps(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Steps[Found]:
+        number = self.tables[0].next_find()
+        refused: Exception | None = None
+        lists: _Lists | None = None
+        try:
+            lists = self._lists(ids, counts, features)
+        except Exception as error:  # told to the others first, which would wait otherwise
+            refused = error
+        call = Call(FIND, number, self.names, MISSING[missing], refused is not None)
+        told = yield self.counts(call, lists)
+        if refused is not None or lists is None:
+            assert refused is not None
+            refused.add_note(TOLD)
+            raise refused
+        wired, mine = self._wired(features), self._buckets[self.rank]
+        each = 1 + sum(len(bucket.tables) for bucket in mine)
+        heads = [row.tolist() for row in told.view(self.ranks, each)]
+        flat, send = self._sent(lists, wired)
+        recv = [sum(_sizes(head, mine, wired[self.rank])) for head in heads]
+        came = yield Send("ids", None, flat, send, recv)
+        came = came.to(self.device)
+        served = [sum(head[1:]) for head in heads]
+        for k, table in enumerate(self.tables):
+            asked = [lists.counts[k] if any(k in b.tables for b in own) else 0 for own in self._buckets]
+            table.last_spread = asked, served
+        blocks = [part for own in self._asked(heads, came, wired) for part in own]
+        kept = [came]
+        for number_, asked in enumerate(blocks):
+            b = number_ % len(mine)
+            kept += self._held[b].find(wired[self.rank][b], asked, missing=missing)
+        values = [lists.bags, *lists.counts, *(word for head in heads for word in head)]
+        return Found(ids, counts, lists.where, pack(number, values, kept))
+
+    def counts(self, call: Call, told: Any) -> Send:
+        """To every rank the number of bags and of the ids of each table that it holds."""
+        words: list[int] = []
+        for own in self._buckets:
+            words.append(-1 if told is None else told.bags)
+            words += [0 if told is None else told.counts[k] for bucket in own for k in bucket.tables]
+        send = [1 + sum(len(bucket.tables) for bucket in own) for own in self._buckets]
+        flat = torch.tensor(words, dtype=torch.int64, device="cpu")
+        return Send("id_sizes", call, flat, send, [send[self.rank]] * self.ranks)
+
+    def _lists(self, ids: Tensor, counts: Tensor, features: Features) -> _Lists:
+        sizes = self.sizes(ids, counts, features)
+        n = len(features.tables)
+        if counts.shape[0] != n:
+            return self._bags(ids, counts, sizes, features)
+        keep = None
+        if features.padding is not None:
+            keep = ids != features.padding
+            sizes = [int(part.sum()) for part in keep.split(sizes)]
+            ids = ids[keep]
+        begins = [0, *itertools.accumulate(sizes)]
+        of_table = [[f for f in range(n) if features.tables[f] == k] for k in self._order]
+        lists = [torch.cat([ids[:0], *(ids[begins[f] : begins[f + 1]] for f in own)]) for own in of_table]
+        fused = fused_reorder_by_indices(lists, 1, [self.dim] * len(lists), rank0_empty_shard=False)
+        where = fused.fused_embedding_offsets
+        order = [f for own in of_table for f in own]
+        if order != sorted(order):
+            back = dict(zip(order, where.split([sizes[f] for f in order]), strict=True))
+            where = torch.cat([back[f] for f in range(n)])
+        if keep is not None:
+            every = where.new_full(keep.shape, -1)
+            every[keep] = where
+            where = every
+        found = [0] * len(self.tables)
+        for k, size in zip(self._order, fused.sharded_slot_sizes.tolist(), strict=True):
+            found[k] = size
+        return _Lists(fused.output, found, where, None, -1)
+
+    def _bags(self, ids: Tensor, offsets: Tensor, sizes: list[int], features: Features) -> _Lists:
+        n = len(features.tables)
+        bags = (offsets.shape[0] - 1) // n
+        lengths = offsets.diff().view(n, bags)
+        if int(offsets[0]) != 0 or (lengths.numel() and int(lengths.min()) < 0):
+            raise ConfigError(f"tables {self.named()}: offsets of bags must rise from 0 to the number of ids")
+        if features.padding is not None:
+            keep = ids != features.padding
+            at = torch.cat([offsets.new_zeros(1), keep.cumsum(0)])[offsets]
+            ids, lengths = ids[keep], at.diff().view(n, bags)
+            sizes = lengths.sum(1).tolist()
+        begins = [0, *itertools.accumulate(sizes)]
+        order = [f for k in self._order for f in range(n) if features.tables[f] == k]
+        if order != sorted(order):
+            ids = torch.cat([ids[begins[f] : begins[f + 1]] for f in order])
+        found = [0] * len(self.tables)
+        for f, size in enumerate(sizes):
+            found[features.tables[f]] += size
+        return _Lists(ids, found, torch.empty(0, dtype=torch.int32, device=ids.device), lengths, bags)
+
+    def _sent(self, lists: _Lists, wired: list[list[Wired]]) -> tuple[Tensor, list[int]]:
+        """What every rank is sent: for each of its buckets the lengths of bags, then ids."""
+        of_table = dict(zip(self._order, lists.ids.split([lists.counts[k] for k in self._order]), strict=True))
+        pieces, send = [], []
+        for rank, own in enumerate(self._buckets):
+            mine = []
+            for bucket, wire in zip(own, wired[rank], strict=True):
+                if lists.lengths is not None:
+                    mine.append(lists.lengths[wire.order].view(-1))
+                mine += [of_table[k] for k in bucket.tables]
+            send.append(sum(piece.numel() for piece in mine))
+            pieces += mine
+        return torch.cat([lists.ids[:0], *pieces]), send
+
+    def _asked(self, heads: Sequence[Sequence[int]], came: Tensor, wired: list[list[Wired]]) -> list[list[Asked]]:
+        """What each rank asks of each bucket of this one."""
+        mine, wires = self._buckets[self.rank], wired[self.rank]
+        found, at = [], 0
+        for head in heads:
+            own, words = [], iter(head[1:])
+            for bucket, wire in zip(mine, wires, strict=True):
+                counts = [next(words) for _ in bucket.tables]
+                offsets = None
+                if head[0] >= 0:
+                    lengths = came[at : at + head[0] * len(wire.order)]
+                    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+                    at += lengths.numel()
+                ids = came[at : at + sum(counts)]
+                at += ids.numel()
+                own.append(Asked(ids, counts, head[0], offsets))
+            found.append(own)
+        return found
+
+    def _plan(self, found: Found, features: Features) -> _Plan:
+        number, values, tensors = unpack(found)
+        mine, k = self._buckets[self.rank], len(self.tables)
+        each = 1 + sum(len(bucket.tables) for bucket in mine)
+        if len(values) != 1 + k + each * self.ranks or not tensors:
+            raise ConfigError(f"found must be what find of a group of {k} tables returned")
+        words = values[1 + k :]
+        heads = [words[r * each : (r + 1) * each] for r in range(self.ranks)]
+        asked = self._asked(heads, tensors[0], self._wired(features))
+        rest = iter(tensors[1:])
+        kept = [[[next(rest) for _ in range(held.kept)] for held in self._held] for _ in range(self.ranks)]
+        return _Plan(number, values[0], values[1 : 1 + k], asked, kept)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def rows_steps(self, found: Found, features: Features, *, missing: Missing) -> Steps[Tensor]:
+        plan = self._plan(found, features)
+        flat = yield from self._answers(plan, features, missing, False)
+        where = self._where(plan, found, features)
+        return take_rows(self._joined(flat, plan), where, self.dim, features.padding is not None)
+
+    def pooled_steps(
+        self,
+        found: Found,
+        features: Features,
+        offsets: Tensor,
+        weights: Tensor | None,
+        out: Tensor,
+        *,
+        missing: Missing,
+    ) -> Steps[None]:
+        plan = self._plan(found, features)
+        flat = yield from self._answers(plan, features, missing, weights is None)
+        if weights is None and plan.bags == 0:
+            return
+        if weights is None and plan.bags > 0:
+            for span, bucket, wire in self._spans(plan, features, True):
+                block = flat[span].view(plan.bags, -1)
+                for i, f in enumerate(wire.order):
+                    begin = features.columns[f] + bucket.begins[wire.pooled.tables[i]]
+                    out[:, begin : begin + bucket.width] = block[:, i * bucket.width : (i + 1) * bucket.width]
+            return
+        found = found._replace(where=self._where(plan, found, features))
+        pool_rows(self._joined(flat, plan), found, features, offsets, weights, out, self.dim)
+
+    def inserted(self, found: Found, create: Callable[[Tensor], Tensor]) -> Tensor:
+        """The rows of one table's ids, from ``create(ids)`` on the ranks that hold them, which may make new ones."""
+        features = Features()
+        plan = self._plan(found, features)
+        flat = self.together([self._answers(plan, features, "initial", False, create)])[0]
+        return take_rows(self._joined(flat, plan), found.where, self.dim, False)
+
+    def _answers(
+        self,
+        plan: _Plan,
+        features: Features,
+        missing: Missing,
+        bags: bool,
+        create: Callable[[Tensor], Tensor] | None = None,
+    ) -> Steps[Tensor]:
+        """Flat: what this rank asked for, by rank and bucket: bags, or rows."""
+        wires, refused = self._wired(features)[self.rank], None
+        sizes = [self._served(own, wires, bags) for own in plan.asked]
+        flat = self._room(sum(map(sum, sizes)))
+        try:
+            room = iter(flat.split([size for own in sizes for size in own]))
+            for own, kept in zip(plan.asked, plan.kept, strict=True):
+                for asked, wire, held, tensors in zip(own, wires, self._held, kept, strict=True):
+                    to = next(room)
+                    if bags and asked.bags >= 0:
+                        if to.numel():
+                            held.pooled(wire, asked, tensors, to.view(asked.bags, -1), missing=missing)
+                    elif create is not None:
+                        to.copy_(create(asked.ids).reshape(-1))
+                    elif to.numel():
+                        held.rows(wire, asked, tensors, to.view(-1, held.bucket.width), missing=missing)
+        except Exception as error:
+            refused = error
+        call = Call(ROWS, plan.number, self.names, 2 * MISSING[missing] + bags, refused is not None)
+        recv = [0] * self.ranks
+        for rank, size in self._expected(plan, features, bags):
+            recv[rank] += size
+        came = yield Send("embeddings", call, flat, [sum(own) for own in sizes], recv)
+        if refused is not None:
+            refused.add_note(TOLD)
+            raise refused
+        return came
+
+    def _served(self, asked: Sequence[Asked], wires: Sequence[Wired], bags: bool) -> list[int]:
+        """Floats between one rank and each bucket of this one."""
+        own = zip(asked, wires, self._held, strict=True)
+        return [_floats(part, wire, held.bucket.width, bags) for part, wire, held in own]
+
+    def _expected(self, plan: _Plan, features: Features, bags: bool) -> Iterator[tuple[int, int]]:
+        """Floats between this rank and each bucket of each rank, for what this rank asked."""
+        for rank, (own, wires) in enumerate(zip(self._buckets, self._wired(features), strict=True)):
+            for bucket, wire in zip(own, wires, strict=True):
+                if bags and plan.bags >= 0:
+                    yield rank, plan.bags * len(wire.order) * bucket.width
+                else:
+                    yield rank, sum(plan.counts[k] for k in bucket.tables) * bucket.width
+
+    def _spans(self, plan: _Plan, features: Features, bags: bool) -> Iterator[tuple[slice, Bucket, Wired]]:
+        wires = (wire for own in self._wired(features) for wire in own)
+        buckets = (bucket for own in self._buckets for bucket in own)
+        at = 0
+        for bucket, wire, (_, size) in zip(buckets, wires, self._expected(plan, features, bags), strict=True):
+            yield slice(at, at + size), bucket, wire
+            at += size
+
+    def _joined(self, flat: Tensor, plan: _Plan) -> Tensor:
+        """Rows that came in slices, in the group's order of tables."""
+        if not self._cut:
+            return flat
+        out = self._room(sum(plan.counts) * self.dim).view(-1, self.dim)
+        at = 0
+        for own in self._buckets:
+            for bucket in own:
+                for k, begin in zip(bucket.tables, bucket.begins, strict=True):
+                    size = plan.counts[k] * bucket.width
+                    part = flat[at : at + size].view(-1, bucket.width)
+                    out[self._rows_of(plan, k), begin : begin + bucket.width] = part
+                    at += size
+        return out.view(-1)
+
+    def _rows_of(self, plan: _Plan, k: int) -> slice:
+        begin = sum(plan.counts[other] for other in self._order[: self._order.index(k)])
+        return slice(begin, begin + plan.counts[k])
+
+    def _where(self, plan: _Plan, found: Found, features: Features) -> Tensor:
+        """`Found.where`, which finds of bags leave out."""
+        if plan.bags < 0:
+            return found.where
+        sizes, n = found.sizes(features), found.ids.numel()
+        order = [f for k in self._order for f in range(len(sizes)) if features.tables[f] == k]
+        at = torch.arange(n, device=found.ids.device).split(sizes)
+        every = torch.cat([at[f] for f in order]) if order else torch.arange(0, device=found.ids.device)
+        if features.padding is not None:
+            every = every[found.ids[every] != features.padding]
+        where = torch.full((n,), -1, dtype=torch.int32, device=found.ids.device)
+        where[every] = torch.arange(every.numel(), dtype=torch.int32, device=found.ids.device) * self.dim
+        return where
+
+    def _room(self, size: int) -> Tensor:
+        return empty_flat(size) if self.device.type == "cpu" else torch.empty(size, device=self.device)
+
+    # --- updating -----------------------------------------------------------------------------------------------------
+
+    def update_steps(
+        self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum"
+    ) -> Steps[None]:
+        refused: Exception | None = None
+        finds: list[tuple[_Plan, Features, bool]] = []
+        pieces: list[list[Tensor]] = []
+        try:
+            self.check_update(each)
+            by_find: dict[int, tuple[_Plan, list[Part]]] = {}
+            for part in parts:
+                plan = self._plan(part.found, part.features)
+                by_find.setdefault(plan.number, (plan, []))[1].append(part)
+            for plan, own in (by_find[number] for number in sorted(by_find)):
+                bags = all(part.offsets is not None and part.weights is None for part in own)
+                finds.append((plan, own[0].features, bags))
+                pieces.append(self._gradients(plan, own, bags))
+        except Exception as error:  # told to the others first, which would wait otherwise
+            refused = error
+            pieces = [[torch.zeros(size, device=self.device) for _, size in self._expected(*find)] for find in finds]
+        told = told_numbers([(plan.number, bags) for plan, _, bags in finds])
+        call = Call(UPDATE, finds[0][0].number if finds else 0, self.names, told, refused is not None)
+        by_rank: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        for find, own in zip(finds, pieces, strict=True):
+            for (rank, _), piece in zip(self._expected(*find), own, strict=True):
+                by_rank[rank].append(piece)
+        flat = torch.cat([torch.empty(0, device=self.device), *(piece for own in by_rank for piece in own)])
+        sizes = [
+            [self._served(plan.asked[rank], self._wired(features)[self.rank], bags) for plan, features, bags in finds]
+            for rank in range(self.ranks)
+        ]
+        send = [sum(piece.numel() for piece in own) for own in by_rank]
+        came = yield Send("gradients", call, self.exchange.cast(flat), send, [sum(map(sum, own)) for own in sizes])
+        if refused is not None:
+            refused.add_note(TOLD)
+            raise refused
+        came = self.exchange.as_float(came).to(self.device)
+        room = iter(came.split([size for own in sizes for find in own for size in find]))
+        for rank in range(self.ranks):
+            grads = [[next(room) for _ in self._held] for _ in finds]
+            for b, held in enumerate(self._held):
+                given = []
+                for (plan, features, bags), own in zip(finds, grads, strict=True):
+                    asked, wire = plan.asked[rank][b], self._wired(features)[self.rank][b]
+                    bagged = bags and asked.bags >= 0
+                    shape = (asked.bags, wire.pooled.width) if bagged else (-1, held.bucket.width)
+                    given.append((wire, asked, plan.kept[rank][b], own[b].view(shape), bagged))
+                held.update(given, step)
+
+    def _gradients(self, plan: _Plan, parts: Sequence[Part], bags: bool) -> list[Tensor]:
+        """The gradients of one find for each bucket of each rank, flat."""
+        features = parts[0].features
+        if bags and plan.bags >= 0:
+            shape = [plan.bags, features.width]
+            for part in parts:
+                if part.grad.dtype != torch.float32 or list(part.grad.shape) != shape:
+                    raise ConfigError(f"grad must be float32 {shape}, got {part.grad.dtype} {list(part.grad.shape)}")
+            grad = parts[0].grad if len(parts) == 1 else torch.stack([part.grad for part in parts]).sum(0)
+            pieces = []
+            for _, bucket, wire in self._spans(plan, features, True):
+                columns = [features.columns[f] + bucket.begins[wire.pooled.tables[i]] for i, f in enumerate(wire.order)]
+                blocks = [grad[:, at : at + bucket.width] for at in columns]
+                piece = torch.cat(blocks, 1).reshape(-1) if blocks else grad.new_empty(0)
+                self.check_finite(piece, bucket.tables)
+                pieces.append(piece)
+            return pieces
+        own = [
+            part._replace(found=part.found._replace(where=self._where(plan, part.found, part.features)))
+            for part in parts
+        ]
+        rows = add_gradients(own, sum(plan.counts), self.dim).view(-1, self.dim)
+        pieces = []
+        for _, bucket, _ in self._spans(plan, features, False):
+            blocks = [
+                rows[self._rows_of(plan, k), begin : begin + bucket.width].reshape(-1)
+                for k, begin in zip(bucket.tables, bucket.begins, strict=True)
+            ]
+            piece = torch.cat(blocks)
+            self.check_finite(piece, bucket.tables)
+            pieces.append(piece)
+        return pieces
+
+
+def _sizes(head: Sequence[int], buckets: Sequence[Bucket], wired: Sequence[Wired]) -> Iterator[int]:
+    """Words that come for each bucket."""
+    words = iter(head[1:])
+    for bucket, wire in zip(buckets, wired, strict=True):
+        yield sum(next(words) for _ in bucket.tables) + max(0, head[0]) * len(wire.order)
+
+
+def _floats(asked: Asked, wired: Wired, width: int, bags: bool) -> int:
+    """What answers, or what comes for, one bucket."""
+    return (asked.bags * len(wired.order) if bags and asked.bags >= 0 else sum(asked.counts)) * width

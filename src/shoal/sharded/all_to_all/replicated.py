@@ -1,0 +1,215 @@
+"""`ReplicatedGroup`: small tables of which every rank has all rows; gradients go to all ranks, nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.sharded.all_to_all.bags import add_gradients
+from shoal.sharded.all_to_all.base import MISSING, TOLD, RankGroup, told_numbers
+from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
+from shoal.sharded.all_to_all.local import step_of
+from shoal.sharded.all_to_all.plan import Dealt, deal_out, pack, unpack
+from shoal.sharded.all_to_all.rounds import Send, Steps, nothing
+from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, groups_of
+
+
+class _Plan:
+    """What a `Found` says."""
+
+    def __init__(self, found: Found, tables: int, ranks: int) -> None:
+        self.number, values, tensors = unpack(found)
+        if len(values) != tables * ranks or len(tensors) < 3:
+            raise ConfigError(f"found must be what find of a group of {tables} tables on {ranks} ranks returned")
+        self.counts = [values[r * tables : (r + 1) * tables] for r in range(ranks)]
+        """``[W][K]``: the distinct ids of every rank, by table."""
+        self.ids, self.where, *self.kept = tensors
+
+
+class ReplicatedGroup(RankGroup):
+    """Tables of one ``dim``, all of whose rows every rank has.
+
+    Reading is local. ``find`` tells the others how many distinct ids there are (one exchange, of counts), and
+    ``update`` sends ids and gradients to all of them (one); each rank then makes every rank's update, rank 0's first,
+    so that all have the same rows, to the last bit.
+    """
+
+    def __init__(self, tables: tuple[Any, ...]) -> None:
+        self._groups: list[tuple[Group, list[int]]] = groups_of([table.table for table in tables])
+        first = self._groups[0][0].traits
+        super().__init__(tables, first.device, all(group.traits.trains for group, _ in self._groups))
+        self._wirings: dict[Features, list[tuple[list[int], Features]]] = {}
+
+    # --- finding ------------------------------------------------------------------------------------------------------
+
+    def find_steps(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Steps[Found]:
+        number = self.tables[0].next_find()
+        refused: Exception | None = None
+        dealt: Dealt | None = None
+        kept: list[Tensor] = []
+        try:
+            sizes = self.sizes(ids, counts, features)
+            dealt = deal_out(ids.contiguous(), sizes, features, len(self.tables), 1, self.dim)
+            for (group, _), (own, wired) in zip(self._groups, self._wired(features), strict=True):
+                some, each = self._some(ids, sizes, own)
+                found = group.find(some, each, wired, missing=missing)
+                kept += [found.where, found.came]
+        except Exception as error:  # told to the others first, which would wait otherwise
+            refused = error
+        call = Call(FIND, number, self.names, MISSING[missing], refused is not None)
+        told = yield self.counts(call, dealt)
+        if refused is not None or dealt is None:
+            assert refused is not None
+            refused.add_note(TOLD)
+            raise refused
+        return Found(ids, counts, dealt.where, pack(number, told.tolist(), [dealt.ids, dealt.where, *kept]))
+
+    def counts(self, call: Call, told: Any) -> Send:
+        k = len(self.tables)
+        mine = torch.zeros(k, dtype=torch.int64, device="cpu") if told is None else told.sizes.long().cpu()
+        return Send("id_sizes", call, mine.repeat(self.ranks), [k] * self.ranks, [k] * self.ranks)
+
+    def _wired(self, features: Features) -> list[tuple[list[int], Features]]:
+        """Of each local group: the features that it serves, and they as it knows them."""
+        found = self._wirings.get(features)
+        if found is None:
+            found = []
+            for _, places in self._groups:
+                own = [f for f, table in enumerate(features.tables) if table in places]
+                pick = lambda values, own=own: tuple(values[f] for f in own) if values else ()  # noqa: E731
+                tables = tuple(places.index(features.tables[f]) for f in own)
+                wired = Features(
+                    tables, pick(features.combiners), pick(features.columns), features.width, features.padding
+                )
+                found.append((own, wired))
+            self._wirings[features] = found
+        return found
+
+    def _some(self, values: Tensor, sizes: Sequence[int], own: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The elements of some features, and their counts."""
+        counts = torch.tensor([sizes[f] for f in own], dtype=torch.int64, device="cpu")
+        if len(own) == len(sizes):
+            return values.contiguous(), counts
+        parts = values.split(list(sizes))
+        return torch.cat([values[:0], *(parts[f] for f in own)]), counts
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def rows_steps(self, found: Found, features: Features, *, missing: Missing) -> Steps[Tensor]:
+        yield from nothing()
+        plan = _Plan(found, len(self.tables), self.ranks)
+        sizes = found.sizes(features)
+        out: Tensor | None = None
+        for number, (group, _) in enumerate(self._groups):
+            own, wired = self._wired(features)[number]
+            ids, counts = self._some(found.ids, sizes, own)
+            rows = group.rows(Found(ids, counts, *plan.kept[2 * number : 2 * number + 2]), wired, missing=missing)
+            if len(self._groups) == 1:
+                return rows
+            out = torch.empty(found.ids.numel(), self.dim, device=rows.device) if out is None else out
+            parts = out.split(sizes)
+            for f, part in zip(own, rows.split(counts.tolist()), strict=True):
+                parts[f].copy_(part)
+        assert out is not None
+        return out
+
+    def pooled_steps(
+        self,
+        found: Found,
+        features: Features,
+        offsets: Tensor,
+        weights: Tensor | None,
+        out: Tensor,
+        *,
+        missing: Missing,
+    ) -> Steps[None]:
+        yield from nothing()
+        plan = _Plan(found, len(self.tables), self.ranks)
+        sizes = found.sizes(features)
+        for number, (group, _) in enumerate(self._groups):
+            own, wired = self._wired(features)[number]
+            ids, counts = self._some(found.ids, sizes, own)
+            at, factors = offsets, weights
+            if len(own) != len(sizes):
+                lengths = offsets.diff().view(len(sizes), -1)[own].reshape(-1)
+                at = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+                factors = None if weights is None else self._some(weights, sizes, own)[0]
+            some = Found(ids, counts, *plan.kept[2 * number : 2 * number + 2])
+            group.pooled(some, wired, at, factors, out, missing=missing)
+
+    def inserted(self, found: Found, create: Callable[[Tensor], Tensor]) -> Tensor:
+        """The rows of one table's ids, which ``create(ids)`` makes on every rank, those that rank 0 asked for first."""
+        plan = _Plan(found, len(self.tables), self.ranks)
+
+        def steps() -> Steps[Tensor]:
+            n = plan.ids.numel()
+            call = Call(ROWS, plan.number, self.names, 3)
+            recv = [sum(own) for own in plan.counts]
+            return (yield Send("ids", call, plan.ids.repeat(self.ranks), [n] * self.ranks, recv))
+
+        for ids in self.together([steps()])[0].to(self.device).split([sum(own) for own in plan.counts]):
+            create(ids)
+        return self.tables[0].table.lookup(found.ids.to(self.device))
+
+    # --- updating -----------------------------------------------------------------------------------------------------
+
+    def update_steps(
+        self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum"
+    ) -> Steps[None]:
+        refused: Exception | None = None
+        finds: list[tuple[_Plan, Tensor]] = []
+        try:
+            self.check_update(each)
+            by_find: dict[int, tuple[_Plan, list[Part]]] = {}
+            for part in parts:
+                plan = _Plan(part.found, len(self.tables), self.ranks)
+                by_find.setdefault(plan.number, (plan, []))[1].append(part)
+            for plan, own in (by_find[number] for number in sorted(by_find)):
+                flat = add_gradients(own, plan.ids.numel(), self.dim)
+                for k, values in enumerate(flat.split([n * self.dim for n in plan.counts[self.rank]])):
+                    self.check_finite(values, [k])
+                finds.append((plan, self.exchange.cast(flat)))
+        except Exception as error:  # told to the others first, which would wait otherwise
+            refused = error
+            finds = []
+        told = told_numbers([plan.number for plan, _ in finds])
+        call = Call(UPDATE, finds[0][0].number if finds else 0, self.names, told, refused is not None)
+        raw = [t.contiguous().view(torch.uint8) for plan, flat in finds for t in (plan.ids, flat)]
+        mine = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *raw])
+        item = self.exchange.backward_dtype.itemsize
+        sizes = [[(sum(plan.counts[r]) * 8, sum(plan.counts[r]) * self.dim * item) for plan, _ in finds]
+                 for r in range(self.ranks)]  # fmt: skip
+        recv = [sum(a + b for a, b in own) for own in sizes]
+        came = yield Send("gradients", call, mine.repeat(self.ranks), [mine.numel()] * self.ranks, recv)
+        if refused is not None:
+            refused.add_note(TOLD)
+            raise refused
+        room = iter(came.to(self.device).split([size for own in sizes for pair in own for size in pair]))
+        for rank in range(self.ranks):
+            given = []
+            for plan, _ in finds:
+                ids, grads = next(room).clone().view(torch.int64), next(room).clone().view(self.exchange.backward_dtype)
+                given.append((ids, plan.counts[rank], self.exchange.as_float(grads).view(-1, self.dim)))
+            self._apply(given, step)
+
+    def _apply(self, given: Sequence[tuple[Tensor, list[int], Tensor]], step: Step) -> None:
+        """One rank's update: ids by table, their counts and gradients, of each find."""
+        for group, places in self._groups:
+            features = Features(tuple(range(len(places))))
+            parts = []
+            for ids, counts, grads in given:
+                if ids.numel() == 0:
+                    continue
+                if len(self._groups) > 1:
+                    begins = [0, *itertools.accumulate(counts)]
+                    spans = [slice(begins[k], begins[k + 1]) for k in places]
+                    ids, grads = (torch.cat([values[span] for span in spans]) for values in (ids, grads))
+                sizes = torch.tensor([counts[k] for k in places], dtype=torch.int64, device="cpu")
+                parts.append(Part(group.find(ids, sizes, features, missing="initial"), features, grads))
+            if parts:
+                group.update(parts, step=step_of(step, places))

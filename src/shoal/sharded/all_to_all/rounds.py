@@ -1,0 +1,109 @@
+"""Calls over ranks as steps: each says what it exchanges next, and calls that run together share every exchange."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal.sharded.all_to_all.exchange import Call, Exchange
+
+T = TypeVar("T")
+_ALIGNED = 8  # bytes, so that what comes can be viewed as any type
+
+
+class Send(NamedTuple):
+    """One exchange: ``send[r]`` elements of ``flat`` go to rank ``r``, and ``recv[r]`` come from it."""
+
+    name: str
+    call: Call | None
+    """None: the ranks have told each other in the exchange before this one, of the same call."""
+    flat: Tensor
+    send: Sequence[int]
+    recv: Sequence[int]
+
+
+Steps = Generator[Send, Tensor, T]
+"""A call: it yields what it sends, gets what came, and returns its result."""
+
+
+def nothing() -> Steps[None]:
+    """No exchange: what a call that needs none is made of."""
+    return
+    yield
+
+
+def run(exchange: Exchange, calls: Sequence[Steps[Any]]) -> list[Any]:
+    """The results of calls whose exchanges are made together, the first of each, then the second, ...
+
+    Every rank makes the same calls in the same order. What one of them raises ends them all.
+    """
+    results: list[Any] = [None] * len(calls)
+    waiting: list[tuple[int, Send]] = []
+
+    def advance(number: int, came: Tensor | None) -> None:
+        try:
+            waiting.append((number, next(calls[number]) if came is None else calls[number].send(came)))
+        except StopIteration as end:
+            results[number] = end.value
+
+    with exchange.ranks.turn:
+        try:
+            for number in range(len(calls)):
+                advance(number, None)
+            while waiting:
+                now, waiting = waiting, []
+                parts = _exchanged(exchange, [send for _, send in now])
+                for (number, _), came in zip(now, parts, strict=True):
+                    advance(number, came)
+        finally:
+            for call in calls:
+                call.close()
+    return results
+
+
+def _exchanged(exchange: Exchange, sends: Sequence[Send]) -> list[Tensor]:
+    """What came of each of several sends, in one exchange."""
+    if len(sends) == 1:
+        (one,) = sends
+        return [exchange.send(one.name, one.call, one.flat, one.send, one.recv)]
+    ranks = range(exchange.ranks.world_size)
+    calls = [one.call for one in sends if one.call is not None]
+    call = _joined(calls) if calls else None
+    device = sends[0].flat.device
+    sizes = [[_padded(one.send[r] * one.flat.element_size()) for one in sends] for r in ranks]
+    sent = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=device)
+    pieces = [one.flat.contiguous().view(-1).split(list(one.send)) for one in sends]
+    room = iter(sent.split([size for own in sizes for size in own]))
+    for r in ranks:
+        for parts in pieces:
+            raw = parts[r].view(torch.uint8)
+            next(room)[: raw.numel()].copy_(raw)
+    awaited = [[_padded(one.recv[r] * one.flat.element_size()) for one in sends] for r in ranks]
+    name = "_and_".join(dict.fromkeys(one.name for one in sends))
+    came = exchange.send(name, call, sent, [sum(own) for own in sizes], [sum(own) for own in awaited])
+    if call is not None and call.failed:  # nobody has sent what it has; this rank raises why
+        return [one.flat.new_zeros(sum(one.recv)) for one in sends]
+    blocks = came.split([size for own in awaited for size in own])
+    results = []
+    for number, one in enumerate(sends):
+        own = [blocks[r * len(sends) + number][: one.recv[r] * one.flat.element_size()] for r in ranks]
+        results.append(torch.cat(own).view(one.flat.dtype))
+    return results
+
+
+def _joined(calls: Sequence[Call]) -> Call:
+    """One call that is equal on all ranks where each of ``calls`` is."""
+    first = calls[0]
+    if len(calls) == 1:
+        return first
+    told = zlib.crc32(repr([(call.kind, call.number, call.detail) for call in calls]).encode())
+    names = tuple(name for call in calls for name in call.names)
+    return Call(first.kind, first.number, names, told, any(call.failed for call in calls))
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

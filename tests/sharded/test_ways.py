@@ -1,0 +1,181 @@
+"""Tables by table, by column and as copies: the promises of a group in threads, then models, checkpoints, processes."""
+
+import functools
+
+import pytest
+import torch
+
+import shoal
+from shoal.errors import ConfigError
+from shoal.nn import EmbeddingBagCollection, HashEmbedding
+from shoal.sharded import AllToAllHashTable
+from tests.sharded.all_to_all import in_ranks, raised, two_ranks
+from tests.table.group_conformance import CASES, Kind
+
+T = torch.tensor
+HAS = frozenset({"raises", "schedule", "initial", "lr_scale"})
+WAYS = {"table": ("table:0", "table:1"), "mixed": ("column", "table:1"), "data": ("data",)}
+
+
+def kind(name, bags):
+    return Kind(functools.partial(two_ranks, ways=WAYS[name]), exact=False, has=HAS, bags=bags)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(("name", "bags"), [("table", True), ("mixed", False), ("mixed", True), ("data", False)])
+def test_two_ranks_of_which_one_has_no_ids(case, name, bags):
+    case(kind(name, bags))
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+DIMS = {"a": 4, "b": 8, "c": 8, "d": 3, "e": 8}
+SPREAD = {"a": "row", "b": "table:1", "c": "column", "d": "data", "e": "column:2,0"}
+FEATURES = {"x": "a", "y": "b", "z": "b", "v": "c", "w": "d", "u": "e"}
+COMBINERS = {"x": "sum", "y": "mean", "z": "sqrtn", "v": "sum", "w": "mean", "u": "sum"}
+
+
+def tables_of(ranks, spread, **options):
+    options = {"optimizer": shoal.Adam(lr=0.1), "seed": 5, **options}
+    return {
+        name: AllToAllHashTable(dim, backend=ranks, name=name, way=spread[name], **options)
+        for name, dim in DIMS.items()
+    }
+
+
+def batch(rank, step):
+    """Bags of all features; rank 1 has none in step 1."""
+    make = torch.Generator().manual_seed(100 * step + rank)
+    bags = 0 if (rank, step) == (1, 1) else 3 + rank
+    return {name: [torch.randint(0, 30, (n,), generator=make).tolist() for n in
+                   torch.randint(0, 5, (bags,), generator=make).tolist()] for name in FEATURES}  # fmt: skip
+
+
+def loss_of(out, rank, step):
+    weights = torch.rand(out.shape, generator=torch.Generator().manual_seed(7 * step + rank))
+    return (out * weights).sum()
+
+
+def train(ranks, spread, steps=3, folder=None):
+    """The outputs of each step, all rows in the end, and the exchanges of each step."""
+    tables = tables_of(ranks, spread)
+    model = EmbeddingBagCollection(tables, FEATURES, combiner=COMBINERS)
+    seen, made = [], []
+    for step in range(steps):
+        before = ranks.exchanges
+        out = model(batch(ranks.rank, step))
+        middle = ranks.exchanges
+        loss_of(out, ranks.rank, step).backward()
+        made.append((middle - before, ranks.exchanges - middle))
+        seen.append(out.detach())
+    if folder is not None:
+        for name, table in tables.items():
+            table.save(folder / name)
+    every = torch.arange(30)
+    return seen, {name: table.lookup(every) for name, table in tables.items()}, made
+
+
+@functools.cache
+def one_process(world, steps=3):
+    """The same with plain tables: forwards of all ranks, then their updates one after another."""
+    tables = {name: shoal.HashTable(dim, name=name, optimizer=shoal.Adam(lr=0.1), seed=5) for name, dim in DIMS.items()}
+    model = EmbeddingBagCollection(tables, FEATURES, combiner=COMBINERS)
+    seen = [[] for _ in range(world)]
+    for step in range(steps):
+        outs = [model(batch(rank, step)) for rank in range(world)]
+        for rank, out in enumerate(outs):
+            seen[rank].append(out.detach())
+            loss_of(out, rank, step).backward()
+    every = torch.arange(30)
+    return seen, {name: table.lookup(every) for name, table in tables.items()}
+
+
+@pytest.mark.parametrize("spread", [SPREAD, dict.fromkeys(DIMS, "column"), dict.fromkeys(DIMS, "data")],
+                         ids=["mixed", "column", "data"])  # fmt: skip
+def test_ranks_give_what_one_process_gives_with_three_exchanges_forward_and_one_backward(spread):
+    world = 3
+    want, rows = one_process(world)
+    for rank, (seen, all_rows, made) in enumerate(raised(in_ranks(world, train, spread))):
+        torch.testing.assert_close(seen, want[rank], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(all_rows, rows, rtol=1e-5, atol=1e-6)
+        assert made == [(1 if set(spread.values()) == {"data"} else 3, 1)] * 3
+
+
+def test_copies_are_the_same_to_the_last_bit():
+    def rows(ranks):
+        table = AllToAllHashTable(3, backend=ranks, way="data", optimizer="adagrad", seed=1)
+        for step in range(4):
+            make = torch.Generator().manual_seed(step + 10 * ranks.rank)
+            table.apply_gradients(torch.randint(9, (20,), generator=make), torch.randn(20, 3, generator=make), step)
+        return table.table.lookup(torch.arange(9)), table.size()
+
+    first, *others = raised(in_ranks(3, rows))
+    assert all(torch.equal(first[0], other[0]) for other in others)
+    assert {size for _, size in (first, *others)} == {9}
+
+
+def test_sequences_weights_and_inserted_rows():
+    def read(ranks, way):
+        table = AllToAllHashTable(6, backend=ranks, way=way, seed=3, optimizer=shoal.Sgd(lr=1.0), name=way)
+        ids = T([[5, 7, 5], [9, 9, 9]]) + ranks.rank
+        sequences = HashEmbedding(table)
+        rows = sequences(ids)
+        rows.sum().backward()
+        bags = EmbeddingBagCollection({"t": table})
+        weights = torch.arange(6.0).view(2, 3)
+        pooled = bags({"t": ids}, {"t": weights})
+        pooled.sum().backward()
+        table.lookup(T([100 + ranks.rank]), insert_missing=True)
+        return rows.detach(), pooled.detach(), table.lookup(torch.arange(5, 12)), table.size()
+
+    want = raised(in_ranks(2, read, "row"))
+    for way in ("table:1", "column", "data"):
+        for own, judge in zip(raised(in_ranks(2, read, way)), want, strict=True):
+            torch.testing.assert_close(own, judge, rtol=1e-5, atol=1e-6)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def restored(ranks, spread, folder):
+    tables = tables_of(ranks, spread)
+    for name, table in tables.items():
+        table.restore(folder / name)
+    every = torch.arange(30)
+    rows = {name: table.lookup(every) for name, table in tables.items()}
+    for table in tables.values():  # state as well as weights
+        ids = every if ranks.rank == 0 else every[:0]
+        table.apply_gradients(ids, torch.ones(ids.numel(), table.dim_size), 9)
+    return rows, {name: table.lookup(every) for name, table in tables.items()}, [t.size() for t in tables.values()]
+
+
+def test_all_ways_restore_from_each_others_checkpoints_on_another_number_of_ranks(tmp_path):
+    results = raised(in_ranks(3, train, SPREAD, 3, tmp_path))
+    rows = results[0][1]
+    after = None
+    for world, spread in [(2, {"a": "column", "b": "data", "c": "row", "d": "table:1", "e": "column:1"}),
+                          (1, dict.fromkeys(DIMS, "row")), (3, dict.fromkeys(DIMS, "column")),
+                          (2, dict.fromkeys(DIMS, "table:0"))]:  # fmt: skip
+        for found, then, sizes in raised(in_ranks(world, restored, spread, tmp_path)):
+            for name in DIMS:
+                assert torch.equal(found[name], rows[name]), (name, world)
+            after = then if after is None else after
+            torch.testing.assert_close(then, after, rtol=0, atol=0)
+            assert min(sizes) > 20
+
+
+# --- refusing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("way", "options", "says"), [
+    ("colum", {}, "did you mean 'column'"), ("table:2", {}, "0..1"), ("column:0,0", {}, "distinct"),
+    ("table:0,1", {}, "one rank"), ("table:x", {}, "numbers"), ("data:1", {}, "all ranks"),
+    ("column", {"optimizer": shoal.RowwiseAdagrad(lr=0.1)}, "the whole row"), ("column", {"dim": 1}, "1 columns"),
+])  # fmt: skip
+def test_ways_that_cannot_be_are_refused(way, options, says):
+    def build(ranks):
+        AllToAllHashTable(backend=ranks, way=way, **{"dim": 4, **options})
+
+    for error in in_ranks(2, build):
+        assert isinstance(error, ConfigError)
+        assert says in str(error)
