@@ -40,7 +40,11 @@ class CapacityError(ShoalError, MemoryError):
 
 
 class DeadlineError(ShoalError, TimeoutError):
-    """A wait ended without its event; the message says who waited how long for whom."""
+    """A wait ended without its event; the message says who waited how long for whom, ``ranks`` who is missing."""
+
+    def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:
+        super().__init__(*args)
+        self.ranks = tuple(ranks)
 
 
 class CancelledError(ShoalError, RuntimeError):
@@ -48,7 +52,11 @@ class CancelledError(ShoalError, RuntimeError):
 
 
 class PeerError(ShoalError, ConnectionError):
-    """Another process died, disconnected or answered with an error."""
+    """Another process died, disconnected or answered with an error; ``ranks`` says which ranks, where that is known."""
+
+    def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:
+        super().__init__(*args)
+        self.ranks = tuple(ranks)
 
 
 class MissingExtraError(ShoalError, ImportError):

@@ -152,8 +152,6 @@ def late(rank, world, shared):
     ranks.barrier()
     if rank == 0:
         ranks.timeout_s = 1.0
-        if shared == "1":
-            ranks._rings_of()._timeout_s = 1.0
         with pytest.raises(DeadlineError, match=r"rank\(s\) \[1\]"):
             ranks.barrier()
         with pytest.raises(PeerError, match="an earlier exchange failed"):

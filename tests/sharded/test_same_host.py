@@ -110,19 +110,19 @@ def test_a_peer_may_end_once_it_has_given_what_the_others_need(monkeypatch, gave
     """Rank 1 has ended; rank 0 waits for rank 2, which is slow, and looks around meanwhile."""
     memory = mmap.mmap(-1, _core.Rings.bytes(3, same_host.RING_BYTES))
     pids = [os.getpid(), ended_pid(), os.getpid()]
-    ranks = [same_host.Rings(memory, rank, pids, 60.0) for rank in range(3)]
+    ranks = [same_host.Rings(memory, rank, pids) for rank in range(3)]
     looked, raised, outs = threading.Event(), [], [torch.zeros(3, dtype=torch.int64) for _ in range(3)]
     plain = same_host.Rings._look
 
-    def look(self, until):
-        plain(self, until)
+    def look(self, until, timeout_s):
+        plain(self, until, timeout_s)
         looked.set()
 
     monkeypatch.setattr(same_host.Rings, "_look", look)
 
     def exchange(rank):
         try:
-            ranks[rank].exchange(outs[rank], torch.arange(3) + 10 * rank, [1] * 3, [1] * 3, [])
+            ranks[rank].exchange(outs[rank], torch.arange(3) + 10 * rank, [1] * 3, [1] * 3, [], 60.0, lambda: False)
         except PeerError as error:
             raised.append(str(error))
             looked.set()

@@ -2,10 +2,12 @@
 
     transport = faults.wrap(transport, faults.fail(rank=1, step=3), faults.corrupt(rank=0, step=5))
 
-counts the operations (send, recv, barrier) of each transport from 0 and lets the scripted ones go wrong. In a training
+counts the operations (send, recv, barrier) of each transport from 0 and lets the scripted ones go wrong.
+``faults.inject(ranks, faults.die(rank=1, step=3))`` does so with the calls of `shoal.comm.Ranks`. In a training
 loop ``faults.Script(faults.die(rank=2, step=7)).at(rank, step)`` does the same at a step of the loop.
 """
 
+import itertools
 import os
 import signal
 import time
@@ -13,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.comm.ranks.ranks import Ranks
 from shoal.comm.ranks.transport import Transport
 from shoal.errors import ConfigError, TransportError
 
@@ -151,3 +154,20 @@ def _damaged(fault: Fault, data: bytes) -> bytes:
 def wrap(transport: Transport, *faults: Fault) -> FaultyTransport:
     """``transport`` with ``faults`` scripted over its operations."""
     return FaultyTransport(transport, faults)
+
+
+def inject(ranks: Ranks, *faults: Fault) -> Ranks:
+    """``ranks`` with ``fail``, ``die``, ``hang`` and ``delay`` at scripted calls, counted from 0 on each rank.
+
+    Everything that uses the same ranks (aggregators, pipelines, ``hvd_lib``, tables) meets them; keep what is returned.
+    """
+    wrong = [fault for fault in faults if fault.action in MESSAGE_ACTIONS]
+    if wrong:
+        raise ConfigError(f"inject: calls of ranks must be given fail, die, hang or delay, got {wrong[0].action!r}")
+    script, calls = Script(*faults), itertools.count()
+
+    def before_call(what: str) -> None:
+        script.at(ranks.rank, next(calls))
+
+    ranks.before_call = before_call
+    return ranks

@@ -22,7 +22,9 @@ from torch import Tensor
 from shoal.comm.launch.launch_env import env_int, is_one, launcher_value
 from shoal.comm.ranks import collectives
 from shoal.comm.ranks.buffers import flat_bytes
+from shoal.comm.ranks.ranks import Ranks
 from shoal.comm.ranks.telemetry import TELEMETRY
+from shoal.comm.ranks.torch_ranks import default_ranks
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -153,15 +155,10 @@ def _hide_missing_interfaces() -> None:
             os.unsetenv(variable)
 
 
-def _group() -> Any:
+def _ranks() -> Ranks:
     if not collectives.is_started():
         start_group()
-    return collectives.group_of()
-
-
-def _count_device(group: Any, t: Tensor) -> torch.device:
-    """Where row counts are exchanged: the CPU, unless the group that we found speaks NCCL only."""
-    return torch.device("cpu") if any(d.type == "cpu" for d in group._device_types) else t.device
+    return default_ranks()
 
 
 def _who(quantity: str, ask: Any) -> int:
@@ -190,24 +187,22 @@ def local_size() -> int:
 
 def allgather(t: Tensor) -> Tensor:
     """Every rank's ``t``, joined along dim 0 in rank order; first dimensions may differ."""
-    group, world = _group(), size()
+    ranks = _ranks()
     t = t.detach() if t.ndim else t.detach().reshape(1)
-    rows = torch.empty(world, dtype=torch.int64, device=_count_device(group, t))
-    collectives.all_gather_single(rows, torch.tensor([len(t)], device=rows.device), group=group)
-    most = int(rows.max())
-    mine = t.new_zeros(most, *t.shape[1:])
-    mine[: len(t)] = t
-    everyone = t.new_empty(world * most, *t.shape[1:])
-    if everyone.numel():
-        collectives.all_gather_single(flat_bytes(everyone), flat_bytes(mine), group=group)
-    return torch.cat([part[:n] for part, n in zip(everyone.split(most), rows.tolist(), strict=True)]) if most else mine
+    each = math.prod(t.shape[1:]) * t.element_size()
+    with ranks.turn:
+        rows = ranks.gather_totals(len(t))
+        came = ranks.all_to_all(flat_bytes(t).repeat(ranks.world_size), [len(t) * each] * ranks.world_size,
+                                [n * each for n in rows])  # fmt: skip
+    return came.view(t.dtype).view(sum(rows), *t.shape[1:])
 
 
 def broadcast(t: Tensor, root_rank: int) -> Tensor:
     """``root_rank``'s ``t``, in new memory."""
-    out = t.detach().clone(memory_format=torch.contiguous_format)
-    collectives.broadcast(flat_bytes(out), root_rank, _group())  # as bytes: no backend knows every dtype
-    return out
+    ranks = _ranks()
+    out = ranks.on_wire(flat_bytes(t.detach().clone(memory_format=torch.contiguous_format)))
+    ranks.start_broadcast(out, root_rank).wait()  # as bytes: no backend knows every dtype
+    return out.to(t.device).view(t.dtype).view(t.shape)
 
 
 def allreduce(t: Tensor, average: bool = True) -> Tensor:
@@ -217,15 +212,15 @@ def allreduce(t: Tensor, average: bool = True) -> Tensor:
 
 def push_pull(t: Tensor, average: bool = True, name: str | None = None) -> Tensor:
     """``allreduce`` under a name for telemetry."""
-    group = _group()
+    ranks = _ranks()
     wide = torch.int32 if t.dtype == torch.int16 else t.dtype  # no backend knows int16
-    out = t.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
+    out = ranks.on_wire(t.detach().to(wide, copy=True, memory_format=torch.contiguous_format))
     with TELEMETRY.timed(f"PushPull.{name or 'unnamed'}"):
-        collectives.all_reduce(out, group=group)
+        ranks.start_reduce(out).wait()
     if average:
         world, whole = size(), not (out.is_floating_point() or out.is_complex())
         out = out // world if whole else out.div_(torch.tensor(world, device=out.device))
-    return out.to(t.dtype)
+    return out.to(t.device, t.dtype)
 
 
 def push_pull_group(tensors: Sequence[Tensor], average: bool = True, name: str | None = None) -> list[Tensor]:
@@ -251,7 +246,7 @@ def push_pull_group(tensors: Sequence[Tensor], average: bool = True, name: str |
 
 def alltoall(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:
     """Sends ``splits[r]`` rows to rank ``r``; gives the rows that arrived, by rank. ``recv_splits`` saves a round."""
-    group = _group()
+    ranks = _ranks()
     out_rows = _split_list(splits)
     if len(out_rows) != size() or sum(out_rows) != len(t):
         raise ConfigError(
@@ -259,18 +254,17 @@ def alltoall(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None =
         )
     _check_partition(t, out_rows, name)
     with TELEMETRY.timed(f"alltoall.{name or 'unnamed'}"):
-        if recv_splits is None:
-            counts = torch.empty(size(), dtype=torch.int64, device=_count_device(group, t))
-            mine = torch.tensor(out_rows, dtype=torch.int64, device=counts.device)
-            collectives.all_to_all(counts, mine, group=group)
-            in_rows = counts.tolist()
-        else:
-            in_rows = _split_list(recv_splits)
-        out = t.new_empty(sum(in_rows), *t.shape[1:])
         row_bytes = math.prod(t.shape[1:]) * t.element_size()
-        received, sent = [n * row_bytes for n in in_rows], [n * row_bytes for n in out_rows]
-        collectives.all_to_all(flat_bytes(out), flat_bytes(t.detach()), received, sent, group=group)
-    return out
+        with ranks.turn:
+            one = [1] * ranks.world_size
+            in_rows = (
+                ranks.all_to_all(torch.tensor(out_rows, device="cpu"), one, one).tolist()
+                if recv_splits is None
+                else _split_list(recv_splits)
+            )
+            sent, received = ([n * row_bytes for n in rows] for rows in (out_rows, in_rows))
+            came = ranks.all_to_all(flat_bytes(t.detach()), sent, received)
+    return came.view(t.dtype).view(sum(in_rows), *t.shape[1:])
 
 
 def _split_list(splits: Any) -> list[int]:

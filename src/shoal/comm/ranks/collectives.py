@@ -101,11 +101,17 @@ def gloo_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = N
     return dist.new_group(list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True)
 
 
-def store_of(group: Group = None) -> Any:
-    """The store through which a group was made."""
-    if group is None:
-        return dist.distributed_c10d._get_default_store()
-    return dist.distributed_c10d._world.pg_map[group][1]
+def store_of() -> Any:
+    """The store through which the default group was made."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def watch_store(group: Any) -> Any:
+    """The part of a group's store in which ranks say who is alive; None for a backend without a store, as MPI's."""
+    try:
+        return part_of(group.get_group_store(), "shoal.watch")
+    except (RuntimeError, AttributeError):
+        return None
 
 
 def part_of(store: Any, prefix: str) -> Any:
@@ -138,14 +144,9 @@ def broadcast(tensor: Tensor, root: int, group: Group = None, *, later: bool = F
     return dist.broadcast(tensor, group=group_of(group), group_src=root, async_op=later)
 
 
-def all_gather(parts: list[Tensor], tensor: Tensor, group: Group = None, *, later: bool = False) -> Any:
-    """Every rank's tensor into ``parts``, by rank."""
-    return dist.all_gather(parts, tensor, group=group, async_op=later)
-
-
-def gather(parts: list[Tensor] | None, tensor: Tensor, root: int, group: Group = None) -> None:
+def gather(parts: list[Tensor] | None, tensor: Tensor, root: int, group: Group = None, *, later: bool = False) -> Any:
     """Every rank's tensor into ``parts`` of rank ``root`` of the group; the others give None."""
-    dist.gather(tensor, parts, group=group_of(group), group_dst=root)
+    return dist.gather(tensor, parts, group=group_of(group), group_dst=root, async_op=later)
 
 
 def all_to_all(

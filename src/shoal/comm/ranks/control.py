@@ -1,11 +1,12 @@
 """Small agreements between ranks (flags, steps), always on gloo so that they work on the CPU, with a deadline."""
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from shoal.comm.ranks import collectives
+from shoal.comm.ranks.ranks import Ranks
+from shoal.comm.ranks.torch_ranks import default_ranks
 
 _group: Any = None
 _group_of: Any = None
@@ -20,15 +21,15 @@ def rank() -> int:
     return collectives.rank_in() if world_size() > 1 else 0
 
 
-def _gloo() -> Any:
+def _gloo() -> Ranks:
     """The default group where it speaks gloo, else a gloo group beside it (made by all ranks in their first call)."""
     global _group, _group_of
     default: Any = collectives.group_of()
     if any(t.type == "cpu" for t in default._device_types):
-        return default
+        return default_ranks()
     if _group_of is not default:
         _group, _group_of = collectives.gloo_group(), default
-    return _group
+    return default_ranks(_group)
 
 
 def broadcast_ints(values: list[int], root_rank: int = 0, timeout_s: float | None = None) -> list[int]:
@@ -36,8 +37,7 @@ def broadcast_ints(values: list[int], root_rank: int = 0, timeout_s: float | Non
     if world_size() == 1:
         return values
     data = torch.tensor(values, dtype=torch.int64, device="cpu")
-    work = collectives.broadcast(data, root_rank, _gloo(), later=True)
-    work.wait(timedelta(seconds=timeout_s)) if timeout_s is not None else work.wait()
+    _gloo().start_broadcast(data, root_rank).wait(timeout_s)
     return data.tolist()
 
 
@@ -47,6 +47,5 @@ def gather_ints(values: list[int], timeout_s: float | None = None) -> list[list[
         return [values]
     mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     everyone = torch.empty(world_size() * len(values), dtype=torch.int64, device="cpu")
-    work = collectives.all_gather_single(everyone, mine, group=_gloo(), async_op=True)
-    work.wait(timedelta(seconds=timeout_s)) if timeout_s is not None else work.wait()
+    _gloo().start_gather(everyone, mine).wait(timeout_s)
     return everyone.reshape(world_size(), -1).tolist()

@@ -72,6 +72,7 @@ class InProcessRanks(Ranks):
     ) -> tuple[Tensor | None, Heads]:
         if sum(send) != flat.numel():
             raise ConfigError(f"send must add up to the {flat.numel()} elements of the tensor, got {sum(send)}")
+        self.called("exchange")
         shared = self._shared
         with self.turn, shared.changed:
             number, self.exchanges = self.exchanges, self.exchanges + 1
@@ -94,8 +95,8 @@ class InProcessRanks(Ranks):
             missing = [rank for rank in range(self.world_size) if rank not in this.given]
             gone = sorted(self._shared.closed.intersection(missing))
             if gone:
-                raise PeerError(f"rank {self.rank} waits for rank(s) {gone}, which closed")
+                raise PeerError(f"rank {self.rank} waits for rank(s) {gone}, which closed", ranks=gone)
             if not self._shared.changed.wait(deadline.left()) and deadline.over():
                 raise DeadlineError(
-                    f"rank {self.rank} waited {self.timeout_s:g} s for rank(s) {missing} in an exchange"
+                    f"rank {self.rank} waited {self.timeout_s:g} s for rank(s) {missing} in an exchange", ranks=missing
                 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.comm.ranks.started import Starting
 from shoal.errors import ConfigError, DataError, PeerError
 
 HEAD_WORDS = 8
@@ -42,7 +43,7 @@ class AllToAll(Protocol):
         ...
 
 
-class Ranks(ABC):
+class Ranks(Starting):
     """Ranks that make the same calls in the same order. A subclass writes `exchange`; all else is made of it.
 
     Every wait ends by ``timeout_s``, with an error that names the ranks that are missing. Calls of several threads do
@@ -192,7 +193,12 @@ class Ranks(ABC):
                 raise _KINDS.get(kind, PeerError)(f"rank {rank}: {text}")
         return [result for result, _, _ in ended]
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to end
+    def called(self, what: str) -> None:
+        """A call begins: faults that a test has put here happen now."""
+        if self.before_call is not None:
+            self.before_call(what)
+
+    def close(self) -> None:
         """Ends what this object started; it must not be used any more."""
 
     def _told(

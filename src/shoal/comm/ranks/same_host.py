@@ -29,19 +29,27 @@ TICK_S = 0.5
 class Rings:
     """The rings of one process group. Calls come in the same order on every rank, from one thread at a time."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, pids: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, memory: mmap.mmap, rank: int, pids: Sequence[int]) -> None:
         self._memory = memory
         self._view = np.frombuffer(memory, np.uint8)
         self._native = _core.Rings(self._view.ctypes.data, rank, len(pids), RING_BYTES)
-        self._rank, self._pids, self._timeout_s = rank, list(pids), timeout_s
+        self._rank, self._pids = rank, list(pids)
         self._broken = ""
 
     def exchange(
-        self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: Sequence[int]
+        self,
+        out: Tensor,
+        flat: Tensor,
+        recv: Sequence[int],
+        send: Sequence[int],
+        head: Sequence[int],
+        timeout_s: float,
+        gave_up: Callable[[], bool],
     ) -> tuple[bool, list[list[int]]]:
         """``send[r]`` elements of ``flat`` go to rank ``r``, ``recv[r]`` of it come to ``out``.
 
-        Whether every rank sent what was awaited, and the heads of all ranks.
+        Whether every rank sent what was awaited, and the heads of all ranks. ``gave_up`` says whether another rank
+        will not come; it is asked while nothing moves.
         """
         if self._broken:
             raise PeerError(f"rank {self._rank}: an earlier exchange failed ({self._broken}); start the ranks again")
@@ -53,9 +61,11 @@ class Rings:
         sent, awaited = [n * size for n in send], [n * size for n in recv]
         try:
             self._native.start(flat.data_ptr(), sent, out.data_ptr(), awaited, words.ctypes.data)
-            until = time.monotonic() + self._timeout_s
+            until = time.monotonic() + timeout_s
             while not self._native.run(TICK_S):
-                self._look(until)
+                self._look(until, timeout_s)
+                if gave_up():
+                    raise RuntimeError("another rank gave up")
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
@@ -63,17 +73,19 @@ class Rings:
         self._native.heads(heads.ctypes.data)
         return not self._native.differences(), heads.tolist()
 
-    def _look(self, until: float) -> None:
+    def _look(self, until: float, timeout_s: float) -> None:
         """Nothing has moved for a tick: is a peer gone that this exchange needs, is it too late?"""
         gone = [rank for rank in self._native.open() if not _lives(self._pids[rank])]
         if gone and not self._native.run(0.0):  # what it did before it ended may have come since the last look
             for rank in set(gone).intersection(self._native.open()):
                 why = f"rank {rank} (process {self._pids[rank]}) has ended while rank {self._rank} waits for it"
-                raise PeerError(why)
+                raise PeerError(why, ranks=[rank])
         if time.monotonic() > until:
+            missing = sorted(self._native.open())
             raise DeadlineError(
-                f"rank {self._rank} waited {self._timeout_s:g} s for rank(s) {sorted(self._native.open())} in an "
-                "exchange; see their logs, or raise the process group's timeout"
+                f"rank {self._rank} waited {timeout_s:g} s for rank(s) {missing} in an exchange; see their logs, "
+                "or raise the process group's timeout",
+                ranks=missing,
             )
 
 
@@ -87,9 +99,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def open_rings(
-    rank: int, ranks: int, timeout_s: float, all_gather: Callable[[list[int]], list[list[int]]]
-) -> Rings | None:
+def open_rings(rank: int, ranks: int, all_gather: Callable[[list[int]], list[list[int]]]) -> Rings | None:
     """The rings of some ranks, which all of them open together; None where they cannot be.
 
     ``all_gather`` gives every rank the numbers of all, by rank.
@@ -106,7 +116,7 @@ def open_rings(
         if not all(yes for (yes,) in all_gather([int(memory is not None)])):
             return None
         assert memory is not None
-        return Rings(memory, rank, [pid for _, pid, _, _ in told], timeout_s)
+        return Rings(memory, rank, [pid for _, pid, _, _ in told])
     finally:
         if fd >= 0:
             os.close(fd)  # everybody has mapped it by now

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shoal.buffers import empty_of
 from shoal.comm.ranks import collectives
-from shoal.comm.ranks.ranks import DEFAULT_TIMEOUT_S, HEAD_WORDS, Heads, Ranks, SingleRank, one_call, padded
+from shoal.comm.ranks.backend import Backend
+from shoal.comm.ranks.ranks import HEAD_WORDS, Heads, Ranks, SingleRank, one_call, padded
 from shoal.comm.ranks.same_host import Rings, open_rings
 from shoal.errors import ConfigError, DeadlineError, PeerError, ShoalError
 
@@ -28,7 +29,7 @@ _rings: weakref.WeakKeyDictionary[Any, Rings | None] = weakref.WeakKeyDictionary
 _ranks: weakref.WeakValueDictionary[int, ProcessGroup] = weakref.WeakValueDictionary()  # by the id of the group
 
 
-class ProcessGroup(Ranks):
+class ProcessGroup(Backend):
     """A torch process group (the default one unless given): gloo or NCCL, as it was started.
 
     CPU tensors of gloo's ranks on one machine go through shared memory (`shoal.comm.ranks.same_host`), and between
@@ -38,20 +39,8 @@ class ProcessGroup(Ranks):
     """
 
     def __init__(self, group: collectives.Group = None) -> None:
-        if not collectives.is_started():
-            raise ConfigError(
-                "a synchronous table needs a process group; start the ranks with torchrun and call "
-                "shoal.comm.DistributedConfig.from_env().init(), or torch's init_process_group()"
-            )
-        members: Any = collectives.group_of(group)
-        super().__init__(collectives.rank_in(group), collectives.size_of(group), _timeout_s(members))
-        self.group = group
-        self.key = members
-        backends = collectives.backends(group)
-        self._gpu = "nccl" in backends
-        self._host = "gloo" in backends or "mpi" in backends
-        self._messages = "gloo" in backends
-        self._broken = ""
+        super().__init__(group)
+        self._messages = "gloo" in collectives.backends(group)
         self.owns_group = False
         """Whether `close` ends the process group."""
 
@@ -59,12 +48,6 @@ class ProcessGroup(Ranks):
         if self.owns_group and collectives.is_started():
             self.owns_group = False
             collectives.stop()
-
-    def _wire(self, device: torch.device) -> torch.device:
-        """Where tensors of a device are sent from."""
-        if device.type == "cuda":
-            return device if self._gpu else torch.device("cpu")
-        return device if self._host or not self._gpu else torch.device("cuda", torch.cuda.current_device())
 
     def exchange(
         self,
@@ -76,18 +59,18 @@ class ProcessGroup(Ranks):
     ) -> tuple[Tensor | None, Heads]:
         if sum(send) != flat.numel():
             raise ConfigError(f"send must add up to the {flat.numel()} elements of the tensor, got {sum(send)}")
-        sent = flat.to(self._wire(flat.device)).contiguous()
+        self.called("exchange")
+        sent = self.on_wire(flat).contiguous()
         to = out
         if to is None or to.device != sent.device:
             to = empty_of(sum(recv), sent.dtype) if sent.is_cpu else sent.new_empty(sum(recv))
         with self.turn:
-            if self._broken:
-                raise PeerError(f"rank {self.rank}: an earlier exchange failed ({self._broken}); start the ranks again")
+            self.watch.check()
             try:
-                with naming_lost_ranks(self.rank):
+                with self.watch.naming("an exchange"):
                     same, heads = self._carry(to, sent, recv, send, None if head is None else padded(head))
             except BaseException as error:
-                self._broken = f"{type(error).__name__}: {error}"
+                self.failed(error)
                 raise
         if not same or (head is not None and not one_call(heads)):
             return None, heads
@@ -106,7 +89,7 @@ class ProcessGroup(Ranks):
         if flat.is_cpu and self._messages:
             rings = self._rings_of()
             if rings is not None:
-                return rings.exchange(out, flat, recv, send, head or [])
+                return rings.exchange(out, flat, recv, send, head or [], self.timeout_s, self.watch.another_gave_up)
             if head is not None:
                 return self._by_messages(out, flat, recv, send, head)
         if head is None:
@@ -125,14 +108,14 @@ class ProcessGroup(Ranks):
     def _rings_of(self) -> Rings | None:
         """The rings of this group, made by the first exchange, which all of its ranks make together."""
         if self.key not in _rings:
-            _rings[self.key] = open_rings(self.rank, self.world_size, self.timeout_s, self._all_gather)
+            _rings[self.key] = open_rings(self.rank, self.world_size, self._all_gather)
         return _rings[self.key]
 
     def _all_gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, device="cpu")
-        found = [torch.empty_like(mine) for _ in range(self.world_size)]
-        collectives.all_gather(found, mine, self.group)
-        return [each.tolist() for each in found]
+        found = mine.new_empty(self.world_size * len(mine))
+        self.start_gather(found, mine).wait()
+        return found.view(self.world_size, -1).tolist()
 
     def _by_messages(
         self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: list[int]
@@ -188,7 +171,8 @@ class ProcessGroup(Ranks):
                 named = f"of rank(s) {missing} " if what == "come" else ""
                 raise DeadlineError(
                     f"rank {self.rank} waited {self.timeout_s:g} s for what did not {what} {named}in an exchange; see "
-                    "the other ranks, or raise the process group's timeout"
+                    "the other ranks, or raise the process group's timeout",
+                    ranks=missing if what == "come" else (),
                 ) from error
 
 
@@ -233,10 +217,3 @@ def naming_lost_ranks(rank: int) -> Iterator[None]:
             f"rank {rank}: the connection to another rank is lost ({why or error}); see the log of the rank that ended "
             "first"
         ) from error
-
-
-def _timeout_s(group: Any) -> float:
-    try:
-        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):
-        return DEFAULT_TIMEOUT_S

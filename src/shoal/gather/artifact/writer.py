@@ -119,7 +119,7 @@ class _Writer:
                 buffer[0] = 1
             except Exception:
                 log.exception("peer %d's payload cannot be read for the artifact", uid)
-            self.control.wait([self.control.start_send(buffer, self.rank)], "artifact")
+            self.control.wait([self.control.start_send(buffer, self.rank)])
 
     def _incoming(self) -> Iterator[tuple[list[Any], int, Tensor]]:
         """All pieces in file order; the next one is already on its way while one is written."""
@@ -137,7 +137,7 @@ class _Writer:
                 yield entry, start, self._read(index, uid, start, stop)
                 continue
             work, buffer = ahead.pop(0)
-            self.control.wait([work], "artifact")
+            self.control.wait([work])
             ask()
             if buffer[0] != 1:
                 raise OSError(f"rank {self.holding.owners[uid]} could not read peer {uid}'s payload")

@@ -222,8 +222,7 @@ def _add_exchanged(
         in_splits = [len(blob) for blob in blobs]
         mine = parts[control.rank]
         sizes = [sum(_bytes(holding, uid, mine) for uid in o) for o in owned]
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        control.all_to_all(received, torch.cat(blobs), sizes, in_splits)
+        received = control.all_to_all(torch.cat(blobs), in_splits, sizes)
         at, pointers = 0, {}
         for uid in (uid for o in owned for uid in o):
             for index, first, last in mine:

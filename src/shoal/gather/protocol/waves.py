@@ -156,7 +156,7 @@ class Waves:
                 copy = uid in pending.unreadable or run_of(param, ids[rank]) is None
                 if copy and len(copies) >= len(own):
                     n, works, _ = copies.popleft()
-                    self.control.wait(works, "exchange")
+                    self.control.wait(works)
                     self._unstage(pending, n)
                 if uid in pending.unreadable:  # the bytes that a receiver waits for; nobody will look at them
                     parts = list(self._stage(pending, size).split(self._sizes(uid, pending.index, len(ids[rank]))[1:]))
@@ -179,7 +179,7 @@ class Waves:
         if self.local:
             return [self._local_slice(uid, pending) for uid in pending.uids]
         begin = time.perf_counter()
-        self.control.wait(pending.works, "exchange", sliced=pending.replicated)
+        self.control.wait(pending.works)
         pending.keep.clear()
         self._unstage(pending, pending.copied_bytes)
         slices = []
@@ -203,7 +203,7 @@ class Waves:
     def drain(self, pending: Sequence[Pending]) -> None:
         """Waits for waves that nobody will use, so that no rank is left inside one."""
         for wave in pending:
-            self.control.wait(wave.works, "exchange", sliced=wave.replicated)
+            self.control.wait(wave.works)
 
     def _local_slice(self, uid: int, pending: Pending) -> Slice:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.ranks import collectives
+from shoal.comm.ranks.torch_ranks import default_ranks
 from shoal.errors import ConfigError
 from shoal.sharded.environment import SyncEnvironment
 from shoal.sharded.monolith.clip import GradClipType, clip_gradients, sparse_limit
@@ -170,19 +170,22 @@ def average(grads: list[Tensor], env: SyncEnvironment | None = None) -> list[Ten
     env = env or SyncEnvironment.read()
     if env.allreduce_fusion == "multi":
         raise ConfigError("MONOLITH_WITH_ALLREDUCE_FUSION: 'multi' is not supported; use 'one' or 'grouped'")
-    if not grads or not collectives.is_started() or collectives.size_of() == 1:
+    ranks = default_ranks()
+    if not grads or ranks.world_size == 1:
         return grads
     dtype = torch.float16 if env.allreduce_fp16 else None
     sent = [g.to(dtype) if dtype else g.clone() for g in grads]
     if env.allreduce_fusion == "one":
         flat = torch.cat([g.reshape(-1) for g in sent])
-        collectives.all_reduce(flat)
+        flat = ranks.on_wire(flat)
+        ranks.start_reduce(flat).wait()
         parts = torch.split(flat, [g.numel() for g in sent])
         sent = [part.view(g.shape) for part, g in zip(parts, sent, strict=True)]
     else:
-        for work in [collectives.all_reduce(g, later=True) for g in sent]:
+        sent = [ranks.on_wire(g) for g in sent]
+        for work in [ranks.start_reduce(g) for g in sent]:
             work.wait()
-    return [s.to(g.dtype) / collectives.size_of() for s, g in zip(sent, grads, strict=True)]
+    return [s.to(g) / ranks.world_size for s, g in zip(sent, grads, strict=True)]
 
 
 def _update_dense(var_opt: torch.optim.Optimizer, params: list[Any], grads: list[Tensor]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.comm.ranks import collectives
+from shoal.comm.ranks.torch_ranks import default_ranks
 from shoal.errors import CompressionError, ConfigError, ShapeError
 from shoal.train.aggregation.compressed import pack, unpack
 from shoal.train.aggregation.compression import CompressedGradient, clamped, compress_gradients, compress_with_feedback
@@ -84,8 +85,8 @@ class TopKState:
 
 def topk_hook(state: TopKState, bucket: collectives.GradBucket) -> torch.futures.Future[Tensor]:
     """The mean over ranks of each gradient's largest values, for ``DistributedDataParallel.register_comm_hook``."""
-    group = collectives.group_of(state.group)
-    world = collectives.size_of(group)
+    ranks = default_ranks(state.group)
+    world = ranks.world_size
     flat = bucket.buffer()
     step = state.step
     if bucket.is_last():
@@ -97,17 +98,16 @@ def topk_hook(state: TopKState, bucket: collectives.GradBucket) -> torch.futures
         if step >= state.start_step and p.numel() >= state.min_numel
     ]
     if not large:
-        work = collectives.all_reduce(divide_(flat, world), group=group, later=True)
-        return work.get_future().then(lambda done: done.value()[0])
+        return ranks.start_reduce(divide_(flat, world)).get_future().then(lambda done: done.value()[0])
     chosen = {id(p) for p, _ in large}
     small = [g for p, g in zip(parameters, gradients, strict=True) if id(p) not in chosen]
     compressed = [state.compress(p, g) for p, g in large]
     mine = pack(compressed)
     everyone = torch.empty(world * len(mine), dtype=torch.uint8, device=mine.device)
-    running = [collectives.all_gather_single(everyone, mine, group=group, async_op=True).get_future()]
+    running = [ranks.start_gather(everyone, mine).get_future()]
     if small:
         dense = torch.cat([g.reshape(-1) for g in small])
-        running.append(collectives.all_reduce(dense, group=group, later=True).get_future())
+        running.append(ranks.start_reduce(dense).get_future())
 
     def write_back(done: Any) -> Tensor:
         for future in done.value():

@@ -16,16 +16,20 @@ import torch
 from torch import Tensor
 
 from shoal.comm.launch.config import DistributedConfig
-from shoal.errors import AggregationError, ConfigError, DistributedError, TransportError
+from shoal.errors import AggregationError, ConfigError, DeadlineError, DistributedError, PeerError, TransportError
 
 
 @contextmanager
 def named_errors(what: str, rank: int) -> Iterator[None]:
-    """Turns a backend's RuntimeError into a ``TransportError`` that says what was running."""
+    """What `Ranks` or a backend raises becomes a ``TransportError`` that says what was running, and who is missing."""
     try:
         yield
     except DistributedError:
         raise
+    except (DeadlineError, PeerError) as error:
+        kind = "timeout" if isinstance(error, DeadlineError) else "peer_lost"
+        peer = error.ranks[0] if error.ranks else None
+        raise TransportError(f"rank {rank}: {what} failed: {error}", kind=kind, peer=peer) from error
     except RuntimeError as error:
         text = str(error)
         if re.search(r"time[d ]*.?out", text, re.IGNORECASE):
@@ -115,17 +119,17 @@ def make_exchange(transport: Any) -> Exchange:
     """The exchange over `Ranks` or a transport: its process group if it has collectives, else its four methods."""
     from shoal.comm.ranks.mpi import MpiTransport
     from shoal.comm.ranks.ranks import Ranks
+    from shoal.comm.ranks.torch_ranks import default_ranks
     from shoal.train.aggregation.exchange_bytes import ByteExchange
     from shoal.train.aggregation.exchange_group import GroupExchange
     from shoal.train.aggregation.exchange_mpi import MpiExchange
-    from shoal.train.aggregation.exchange_ranks import RanksExchange
 
     if isinstance(transport, Ranks):
-        return RanksExchange(transport)
+        return GroupExchange(transport, ordered=True)
     if isinstance(transport, MpiTransport):
         return MpiExchange(transport)
     if getattr(transport, "collectives", False):
-        return GroupExchange(transport.group, getattr(transport, "device", None))
+        return GroupExchange(default_ranks(transport.group))
     return ByteExchange(transport)
 
 

@@ -1,4 +1,4 @@
-"""Exchanges on the collective layer: a process group does the moving."""
+"""Exchanges on `Ranks`, whatever carries them: waits have deadlines, and errors name the ranks that are missing."""
 
 import json
 import struct
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.ranks import collectives
+from shoal.comm.ranks.ranks import Ranks
 from shoal.comm.ranks.serialization import DTYPES
+from shoal.comm.ranks.started import Done
 from shoal.errors import AggregationError
 from shoal.train.aggregation.buckets import flatten, make_buckets, unflatten
 from shoal.train.aggregation.exchange import Exchange, add_in_order, named_errors
@@ -18,30 +19,35 @@ NAMES = {str(d).removeprefix("torch."): d for d in DTYPES}
 
 
 class GroupExchange(Exchange):
-    """Exchanges over a process group of torch."""
+    """Exchanges between `Ranks`.
 
-    def __init__(self, group: collectives.Group, device: torch.device | None = None) -> None:
-        super().__init__(collectives.rank_in(group), collectives.size_of(group))
-        self.group = group
-        if device is None:
-            types = {t.type for t in group._device_types}
-            device = torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
-        self.device = device
+    Args:
+        ordered: sums add rank 0, 1, ..., W - 1, with the bits that follow from that; else they are the backend's own.
+    """
+
+    def __init__(self, ranks: Ranks, *, ordered: bool = False) -> None:
+        super().__init__(ranks.rank, ranks.world_size)
+        self.ranks = ranks
+        self.ordered = ordered
+        self.device = ranks.on_wire(torch.empty(0, device="cpu")).device
 
     def _max(self, tensor: Tensor) -> None:
-        collectives.all_reduce(tensor, "max", self.group)
+        self.ranks.start_reduce(tensor, "max").wait()
 
     def _gather_all(self, everyone: Tensor, mine: Tensor) -> None:
-        collectives.all_gather_single(everyone, mine, group=self.group)
+        self.ranks.start_gather(everyone, mine).wait()
 
     def _gather_to(self, owner: int, mine: Tensor, parts: list[Tensor] | None) -> None:
-        collectives.gather(parts, mine, owner, self.group)
+        self.ranks.gather_to(owner, mine, parts)
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        collectives.broadcast(tensor, root, self.group)
+        self.ranks.start_broadcast(tensor, root).wait()
 
     def _start_sum(self, flat: Tensor) -> Any:
-        return collectives.all_reduce(flat, group=self.group, later=True)
+        if self.ordered:
+            self.ranks.sum(flat)
+            return Done()
+        return self.ranks.start_reduce(flat)
 
     def extremes(self, value: int) -> tuple[int, int]:
         both = torch.tensor([value, -value], dtype=torch.int64, device=self.device)
@@ -59,8 +65,7 @@ class GroupExchange(Exchange):
 
     def to_wire(self, tensor: Tensor) -> Tensor:
         """``tensor`` where the group's backends can read it, in a dtype that they have: none of them knows int16."""
-        tensor = tensor.int() if tensor.dtype == torch.int16 else tensor
-        return tensor if tensor.device.type in {t.type for t in self.group._device_types} else tensor.to(self.device)
+        return self.ranks.on_wire(tensor.int() if tensor.dtype == torch.int16 else tensor)
 
     def all_gather(self, data: Tensor) -> list[Tensor]:
         if not len(data):

@@ -3,11 +3,12 @@
 import struct
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
-from shoal.comm.ranks import collectives
+from shoal.comm.ranks.torch_ranks import default_ranks
 from shoal.errors import AggregationError, ConfigError
 from shoal.train.aggregation.aggregate import GradientAggregator, accumulator, find_problem, new_stats
 from shoal.train.aggregation.buckets import BUCKET_BYTES, flatten, make_buckets, unflatten
@@ -23,12 +24,13 @@ class HierarchicalAggregator(GradientAggregator):
     (``last_stats["inter_bytes_sent"]``). The result has the same bits on all ranks.
     """
 
-    def __init__(self, intra_group: collectives.Group, inter_group: collectives.Group, *, average: bool = True) -> None:
+    def __init__(self, intra_group: Any, inter_group: Any, *, average: bool = True) -> None:
         if intra_group is None or inter_group is None:
             raise ConfigError("HierarchicalAggregator: needs two process groups; get them from a 2-d DeviceMesh")
         self.average = average
-        self._intra = GroupExchange(intra_group)
-        self._inter = GroupExchange(inter_group)
+        self._intra = GroupExchange(default_ranks(intra_group))
+        self._inter = GroupExchange(default_ranks(inter_group))
+        self._rank = default_ranks().rank
         self.last_stats = {**new_stats("hierarchical"), "inter_bytes_sent": 0}
 
     @property
@@ -37,7 +39,7 @@ class HierarchicalAggregator(GradientAggregator):
 
     def _share(self, value: bytes) -> list[bytes]:
         """Every rank's 8 bytes in the order of global ranks."""
-        mine = struct.pack("<q", collectives.rank_in()) + value
+        mine = struct.pack("<q", self._rank) + value
         node = b"".join(self._intra.share(mine))
         everyone = b"".join(self._inter.share(node))
         pairs = sorted(struct.unpack_from("<q8s", everyone, at) for at in range(0, len(everyone), 16))
@@ -84,19 +86,19 @@ class HierarchicalAggregator(GradientAggregator):
         padded = functional.pad(flat, (0, -size % local))
         share = padded.new_empty(len(padded) // local)
         with named_errors("reduce_scatter inside the node", intra.rank), intra.waiting():
-            collectives.reduce_scatter_single(share, padded, group=intra.group)
+            intra.ranks.start_scatter(share, padded).wait()
         if inter.world_size > 1:
             inter.finish(inter.all_reduce(share))
         divide_(share, self.world_size if self.average else None)
         with named_errors("all_gather inside the node", intra.rank), intra.waiting():
-            collectives.all_gather_single(padded, share, group=intra.group)
+            intra.ranks.start_gather(padded, share).wait()
         moved = 2 * (local - 1) * share.nbytes
         intra._count(moved, moved, 2)
         return padded[:size]
 
     def _agree(self, gradients: list[Tensor]) -> None:
         problem = find_problem(gradients)
-        mine = -1 - collectives.rank_in() if problem else signature(gradients)
+        mine = -1 - self._rank if problem else signature(gradients)
         low, high = self._intra.extremes(mine)
         low, _ = self._inter.extremes(low)
         _, high = self._inter.extremes(high)
@@ -105,7 +107,7 @@ class HierarchicalAggregator(GradientAggregator):
         if low != high:
             raise AggregationError(
                 f"HierarchicalAggregator: the ranks disagree on what is reduced (count, shapes, dtypes); rank "
-                f"{collectives.rank_in()} has {len(gradients)} tensors. Nothing was reduced."
+                f"{self._rank} has {len(gradients)} tensors. Nothing was reduced."
             )
         if self.average and any(not g.is_floating_point() for g in gradients):
             raise AggregationError("HierarchicalAggregator: integers have no mean; use average=False or convert them")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.ranks import collectives
+from shoal.comm.ranks.torch_ranks import default_ranks
 from shoal.errors import ConfigError, DistributedError
 from shoal.train.aggregation.aggregate import new_stats
 from shoal.train.aggregation.buckets import BUCKET_BYTES, make_buckets
@@ -35,7 +35,7 @@ class OverlappedReducer:
     def __init__(
         self,
         module: nn.Module,
-        group: collectives.Group = None,
+        group: Any = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         hook: Hook | None = None,
@@ -43,11 +43,8 @@ class OverlappedReducer:
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"OverlappedReducer: bucket_bytes must be at least 1, got {bucket_bytes}")
-        if group is None and collectives.is_started():
-            group = collectives.group_of()
-        self.group = group
-        self.world_size = collectives.size_of(group) if group is not None else 1
-        self.rank = collectives.rank_in(group) if group is not None else 0
+        self.ranks = default_ranks(group)
+        self.world_size, self.rank = self.ranks.world_size, self.ranks.rank
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.average = average
         self.hook = hook
@@ -89,7 +86,8 @@ class OverlappedReducer:
             work: Any = self.hook(b, flat)
         elif self.world_size > 1:
             with named_errors(f"all_reduce of bucket {b}", self.rank):
-                work = collectives.all_reduce(flat, group=self.group, later=True)
+                flat = self.ranks.on_wire(flat)
+                work = self.ranks.start_reduce(flat)
         else:
             work = None
         self._running.append((flat, work))
@@ -110,9 +108,9 @@ class OverlappedReducer:
         while self._launched < len(self.buckets):
             self._launch()
         if self.world_size > 1 and len(had):
-            had = had.to(self.parameters[0].device)
+            had = self.ranks.on_wire(had.to(self.parameters[0].device))
             with named_errors("all_reduce of the bitmap of gradients", self.rank):
-                collectives.all_reduce(had, "max", self.group)
+                self.ranks.start_reduce(had, "max").wait()
         present = had.tolist()
         moved = 0
         for bucket, (flat, work) in zip(self.buckets, self._running, strict=True):
@@ -145,7 +143,7 @@ class OverlappedReducer:
         if not present:
             return
         if parameter.grad is None:
-            parameter.grad = part.view(parameter.shape).clone()
+            parameter.grad = part.view(parameter.shape).to(parameter.device, copy=True)
         else:
             parameter.grad.copy_(part.view(parameter.shape))
 

@@ -5,8 +5,6 @@ the flag exchanged after the step makes every rank raise. Micro-batches of unequ
 each stage cuts the padding off before its layers and puts it back after, so layers and losses never see it.
 """
 
-import json
-import struct
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.ranks import collectives
+from shoal.comm.ranks.torch_ranks import ProcessGroup, default_ranks
 from shoal.errors import ConfigError, PipelineError
 from shoal.train.aggregation.exchange import named_errors
-from shoal.train.aggregation.exchange_group import GroupExchange
 from shoal.train.pipeline.runner import StepOutput, stage_error, weighted_mean, writable
 
 if TYPE_CHECKING:
     from shoal.train.pipeline.runner import PipelineRunner
 
 Meta = tuple[tuple[int, ...], torch.dtype]
-SIZE = struct.Struct("<q")
 
 
 class _Guarded(nn.Module):
@@ -62,14 +58,14 @@ class _Guarded(nn.Module):
 class GroupPipeline:
     """The stages of this rank and the schedule that runs them; made by ``PipelineRunner``."""
 
-    def __init__(self, runner: "PipelineRunner", group: collectives.Group, schedule_class: type | None) -> None:
+    def __init__(self, runner: "PipelineRunner", group: Any, schedule_class: type | None) -> None:
         from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
         self.runner = runner
         self.group = group
-        self.rank, self.world_size = collectives.rank_in(group), collectives.size_of(group)
-        self._exchange = GroupExchange(group)
+        self.ranks = default_ranks(group)
+        self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         config = runner.config
         self.last = config.num_stages - 1
         if schedule_class is None:
@@ -127,15 +123,15 @@ class GroupPipeline:
             self.target = target.to(self.device).split(self.sizes)
             kwargs["target"] = torch.arange(len(self.sizes), device="cpu")  # the loss looks its rows up itself
         if self._schedule is not None:
-            with named_errors("a pipeline step", self.rank):
+            assert isinstance(self.ranks, ProcessGroup)
+            with named_errors("a pipeline step", self.rank), self.ranks.watch.naming("a pipeline step"):
                 self._schedule.step(*args, return_outputs=False, **kwargs)
         return self._finish()
 
     def _share(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, as JSON: nothing that a peer sends is unpickled."""
-        text = json.dumps(value).encode()
-        longest = max(size for part in self._exchange.share(SIZE.pack(len(text))) for size in SIZE.unpack(part))
-        return [json.loads(part) for part in self._exchange.share(text.ljust(longest))]
+        with named_errors("an agreement of the pipeline's stages", self.rank):
+            return self.ranks.gather(value)
 
     def _agree_on_batch(self, inputs: Tensor | None, target: Tensor | None) -> None:
         """Sizes and weights on all ranks, or the same ``PipelineError`` on all, before any data moves."""
