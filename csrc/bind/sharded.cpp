@@ -1,11 +1,12 @@
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
 #include "bind/digest.h"
+#include "nn/pooling.h"
 #include "sharded/parts.h"
-#include "sharded/pooled.h"
 #include "sharded/rings.h"
 #include "sharded/snapshot.h"
 
@@ -14,17 +15,19 @@ namespace {
 
 BagsAt bags_at(uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim, int64_t width, int64_t floats,
                const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns, uintptr_t weights) {
-  return {.at = ptr<const int32_t>(at),
-          .offsets = ptr<const int64_t>(offsets),
-          .ids = ids,
-          .features = static_cast<int64_t>(combiners.size()),
-          .bags = bags,
-          .dim = dim,
-          .width = width,
-          .floats = floats,
-          .combiners = combiners,
-          .columns = columns,
-          .weights = ptr<const float>(weights)};
+  BagsAt made{.at = ptr<const int32_t>(at),
+              .offsets = ptr<const int64_t>(offsets),
+              .ids = ids,
+              .features = static_cast<int64_t>(combiners.size()),
+              .bags = bags,
+              .dim = dim,
+              .width = width,
+              .floats = floats,
+              .combiners = {},
+              .columns = columns,
+              .weights = ptr<const float>(weights)};
+  for (int32_t combiner : combiners) made.combiners.push_back(static_cast<Pool>(combiner));
+  return made;
 }
 
 }  // namespace
@@ -60,6 +63,19 @@ void sharded(nb::module_& m) {
                 ptr<const float>(flat), ptr<float>(out));
       },
       NoGil());
+  m.def(
+      "pool_rows",
+      [](uintptr_t rows, int64_t ids, int64_t dim, uintptr_t keys, std::optional<int64_t> padding, uintptr_t offsets,
+         int64_t bags, int32_t combiner, int64_t length, uintptr_t weights, uintptr_t out, int64_t width) {
+        BagsAt made = bags_at(0, ids, offsets, bags, dim, width, ids * dim, {combiner}, {0}, weights);
+        made.in_order = true;
+        made.keys = ptr<const int64_t>(keys);
+        made.padding = padding ? &*padding : nullptr;
+        made.lengths = {length};
+        pool_at(made, ptr<const float>(rows), ptr<float>(out));
+      },
+      nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+      nb::arg(), nb::arg(), nb::arg(), NoGil());
   m.def(
       "add_pooled_at",
       [](uintptr_t flat, int64_t floats, uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim,

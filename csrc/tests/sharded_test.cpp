@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "core/thread_pool.h"
-#include "sharded/pooled.h"
+#include "nn/pooling.h"
 #include "sharded/rings.h"
 #include "sharded/snapshot.h"
 #include "tests/check.h"
@@ -170,7 +170,7 @@ TEST(bags_are_pooled_out_of_a_flat_buffer_and_their_gradients_added_to_it) {
                    .dim = dim,
                    .width = 2 * dim + 1,
                    .floats = rows * dim,
-                   .combiners = {1, 3},
+                   .combiners = {Pool::mean, Pool::sqrtn},
                    .columns = {dim + 1, 0},
                    .weights = weighted ? weights.data() : nullptr};
       std::vector<float> out(bags * given.width, 9), sums(rows * dim, 0), want(rows * dim, 0);

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.nn.read.combine import combine, combine_reference
+from shoal.nn.read.combine import combine
 from shoal.nn.read.plan import Feature
 from shoal.nn.update.gradients import Gradients, sum_by_id
+from shoal.table.pooling import pool, pool_equal, pool_reference
 from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM
 
 KINDS = [SUM, MEAN, SQRTN, MAX, FIRSTN]
@@ -27,8 +28,13 @@ def compare(lengths, dim, kind, length, weighted, seed=0, padding=None):
     out = combine(Feature(0, kind, length), ours, ids, offsets, our_weights, padding)
     left = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])[offsets]
     kept = None if their_weights is None else their_weights[keep]
-    expected = combine_reference(theirs[keep], left, kept, kind, length)
+    expected = pool_reference(theirs[keep], left, kept, kind, length)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():  # natively
+        native = combine(Feature(0, kind, length), ours, ids, offsets, our_weights, padding)
+    torch.testing.assert_close(native, expected.detach(), rtol=1e-5, atol=1e-5)
+    if kind in (MAX, FIRSTN):
+        assert torch.equal(native, out.detach())
     grad = torch.randn(out.shape, generator=generator)
     out.backward(grad)
     if expected.requires_grad:
@@ -87,3 +93,21 @@ def test_a_long_accumulation_takes_the_memory_of_its_distinct_ids(monkeypatch):
     ids, sums = gradients.sums()
     assert ids.tolist() == list(range(10))
     assert bool((sums == 50).all())
+
+
+def test_bags_of_one_length_are_pooled_as_others_and_nan_is_the_largest():
+    ids = torch.tensor([[1, 2, 0], [0, 0, 0], [3, 1, 2]])
+    rows = torch.arange(18.0).view(9, 2)
+    rows[6, 0] = torch.nan
+    for kind in (SUM, MEAN, SQRTN, MAX):
+        for padding in (None, 0):
+            found = pool_equal(rows, ids, kind, padding=padding)
+            watched = pool_equal(rows.clone().requires_grad_(), ids, kind, padding=padding).detach()
+            torch.testing.assert_close(found, watched, equal_nan=True)
+    assert pool_equal(rows[:0], ids[:0], MAX).shape == (0, 2)
+    assert pool_equal(rows[:3], ids[:, :1], MEAN) is not None
+
+
+def test_native_pooling_refuses_offsets_that_fall():
+    with pytest.raises(ValueError, match="offsets must never fall, but do at bag 1"):
+        pool(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64), torch.tensor([0, 2, 1, 3]), MAX)

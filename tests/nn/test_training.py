@@ -11,8 +11,8 @@ from torch import nn
 import shoal
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.nn import EmbeddingTable, HashEmbedding, HashEmbeddingBag, SparseOptimizer, clip_grad_norm, clip_grad_value
-from shoal.nn.read.combine import combine_reference
 from shoal.table import SlotOccurrenceThresholdConfig
+from shoal.table.pooling import pool_reference
 from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM
 
 
@@ -231,7 +231,7 @@ def test_weights_and_rows_get_the_gradients_of_the_same_model_in_torch(combiner)
     before = table.lookup(torch.arange(4), insert_missing=True).requires_grad_()
     twin = weights.detach().clone().requires_grad_()
     kind = {"sum": SUM, "mean": MEAN, "sqrtn": SQRTN, "max": MAX, "firstn": FIRSTN}[combiner]
-    expected = combine_reference(before[ids], offsets, twin, kind, length or 0)
+    expected = pool_reference(before[ids], offsets, twin, kind, length or 0)
     out = bag(ids, offsets, weights)
     torch.testing.assert_close(out, expected)
     grad = torch.randn(out.shape)

@@ -70,7 +70,7 @@ def train(ranks, steps=3):
 
 def one_process(world, steps=3):
     """The same with plain tables: with SGD the order of ranks does not matter."""
-    from shoal.table.adapter import pool_columns, row_gradients
+    from shoal.table.pooling import pool_columns, row_gradients
     from shoal.table.protocol import Found
 
     plain = [shoal.HashTable(DIM, optimizer="sgd", lr=1.0, initializer="zeros") for _ in range(2)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shoal
 from shoal.errors import ConfigError
-from shoal.table.adapter import pool_columns, row_gradients
+from shoal.table.pooling import pool_columns, row_gradients
 from shoal.table.protocol import MEAN, SQRTN, SUM, Features, Found, Part, Step, groups_of
 
 DIM = 4

@@ -11,8 +11,8 @@ from torch import Tensor
 import shoal
 from shoal import table
 from shoal.errors import ConfigError
-from shoal.table.adapter import pool_columns
 from shoal.table.local import LocalGroup
+from shoal.table.pooling import pool_columns
 from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM, Features, Found, group_of, groups_of
 from tests.table.group_conformance import CASES, DIM, Kind
 

@@ -12,13 +12,13 @@ import shoal
 from shoal import table
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import HashTable, create_hash_filter, restore_incremental, save_incremental
-from shoal.table.adapter import row_gradients
 from shoal.table.clock import Now, now
 from shoal.table.config.entry import CombineAsSegment, HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig, SlotOccurrenceThresholdConfig
 from shoal.table.config.optim import ROW_OPTIMIZERS
 from shoal.table.export_mode import ExportMode, enter_export_mode
 from shoal.table.local_update import update
+from shoal.table.pooling import row_gradients
 from shoal.table.protocol import MAX, MEAN, SQRTN, SUM, Features, Found, Part, Step
 from shoal.table.touched import TouchedKeySet
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_flat
 from shoal.sharded.route import scatter_rows
-from shoal.table.adapter import bag_of_ids, row_gradients
+from shoal.table.pooling import bag_of_ids, row_gradients
 from shoal.table.protocol import CPU, MEAN, SQRTN, Features, Part
 
 

@@ -20,8 +20,8 @@ from shoal.sharded.devices import home
 from shoal.sharded.export import check_writable
 from shoal.sharded.parts import Lists, parts_of_tables
 from shoal.sharded.route import RowRoute
-from shoal.table.adapter import row_gradients
 from shoal.table.arguments import as_int, as_time
+from shoal.table.pooling import row_gradients
 from shoal.table.protocol import CPU, Features, Found, Missing, Part, Step, Traits
 
 ONE = Features()  # of one table, whose rows alone are read

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, UnsupportedError
-from shoal.table.protocol import CPU, MEAN, SQRTN, Features, Found, Missing, Part, Step, Traits
+from shoal.table.pooling import joined, pool_columns
+from shoal.table.protocol import CPU, Features, Found, Missing, Part, Step, Traits
 
 
 class AdapterGroup:
@@ -70,61 +71,3 @@ class AdapterGroup:
             ids, place = torch.unique(ids, return_inverse=True)
             grads = grads.new_zeros(ids.numel(), self.dim).index_add_(0, place, grads)
         self._table.apply_gradients(ids, grads, int(step.number), **extra)
-
-
-# --- references: what the fused calls of other groups mean, in plain torch -------------------------------------------
-
-
-def bag_of_ids(offsets: Tensor, n: int) -> Tensor:
-    """int64 ``[n]``: the bag of each id."""
-    bags = torch.arange(offsets.numel() - 1, device=offsets.device)
-    return torch.repeat_interleave(bags, offsets.diff(), output_size=n)
-
-
-def bag_factors(found: Found, features: Features, offsets: Tensor, weights: Tensor | None) -> Tensor:
-    """float32 ``[N]``: what each row is multiplied by in the sum that is its bag: 0 for padding."""
-    n = found.ids.numel()
-    bags = offsets.numel() - 1
-    each = max(1, bags // max(1, len(features.tables)))
-    keep = torch.ones(n, device=offsets.device) if features.padding is None else (found.ids != features.padding).float()
-    bag = bag_of_ids(offsets, n)
-    count = torch.zeros(bags, device=offsets.device).index_add_(0, bag, keep).clamp(min=1)
-    kinds = torch.tensor(features.combiners, device=offsets.device)[torch.arange(bags, device=offsets.device) // each]
-    divisor = torch.where(kinds == MEAN, count, torch.where(kinds == SQRTN, count.sqrt(), torch.ones_like(count)))
-    factors = keep / divisor[bag]
-    return factors if weights is None else factors * weights
-
-
-def pool_columns(
-    rows: Tensor, found: Found, features: Features, offsets: Tensor, weights: Tensor | None, out: Tensor
-) -> None:
-    """Pools rows ``[N, dim]`` into the features' columns of ``out``."""
-    n, dim = rows.shape
-    bags = offsets.numel() - 1
-    sums = rows.new_zeros(bags, dim)
-    sums.index_add_(0, bag_of_ids(offsets, n), rows * bag_factors(found, features, offsets, weights)[:, None])
-    for column, part in zip(features.columns, sums.view(len(features.columns), -1, dim), strict=True):
-        out[:, column : column + dim] = part
-
-
-def row_gradients(part: Part, dim: int) -> Tensor:
-    """``[N, dim]``: the gradient of each row of a part; zeros for padding."""
-    if part.offsets is None:
-        return part.grad
-    features, found = part.features, part.found
-    of_bags = torch.cat([part.grad[:, column : column + dim] for column in features.columns])
-    factors = bag_factors(found, features, part.offsets, part.weights)
-    return of_bags[bag_of_ids(part.offsets, found.ids.numel())] * factors[:, None]
-
-
-def joined(parts: Sequence[Part], dim: int) -> tuple[Tensor, Tensor]:
-    """The ids of all parts and the gradients of their rows, without padding."""
-    ids, grads = [], []
-    for part in parts:
-        own, grad = part.found.ids, row_gradients(part, dim)
-        if part.features.padding is not None:
-            keep = own != part.features.padding
-            own, grad = own[keep], grad[keep]
-        ids.append(own)
-        grads.append(grad)
-    return torch.cat(ids), torch.cat(grads)

@@ -1,7 +1,7 @@
 """One update of several tables in this process: gradients of rows and of bags, in one native call.
 
 Gradients of bags stay as they came: the native code reads a bag's gradient for each of its ids, times the id's factor.
-What it means is `shoal.table.adapter.row_gradients`, followed by ``apply_gradients`` on every table.
+What it means is `shoal.table.pooling.row_gradients`, followed by ``apply_gradients`` on every table.
 """
 
 from __future__ import annotations

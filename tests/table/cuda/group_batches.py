@@ -2,7 +2,7 @@
 
 import torch
 
-from shoal.table.adapter import row_gradients
+from shoal.table.pooling import row_gradients
 from shoal.table.protocol import MEAN, SQRTN, SUM, Features, Found, Part, Step
 
 FEATURES = Features(tables=(0, 1, 1), combiners=(SUM, MEAN, SQRTN), columns=(0, 4, 8), width=12)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.table.adapter import row_gradients
+from shoal.table.pooling import row_gradients
 from shoal.table.protocol import Features, Group, Part, Step, groups_of
 
 if TYPE_CHECKING:

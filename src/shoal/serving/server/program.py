@@ -16,6 +16,8 @@ from shoal.serving.export.program_file import load_exported
 from shoal.serving.server.moments import Fresh, Moments
 from shoal.serving.server.servable import Signature, TableView, Tensors
 from shoal.serving.tensors import dtype_code, torch_dtype
+from shoal.table.pooling import pool_equal
+from shoal.table.protocol import MEAN, SUM
 
 COMBINERS = ("sum", "mean", "none")
 REMOTE_NET = "gpu_remote_call"
@@ -41,19 +43,10 @@ class Feature:
 
 def pool(feature: Feature, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """``rows`` of ``ids.flatten()``, pooled: ``[B, D]``, or ``[B, L, D]`` for ``none``."""
-    batch, length = ids.shape
-    rows = rows.reshape(batch, length, rows.shape[-1])
-    present = None
-    if feature.padding is not None:
-        present = (ids != feature.padding).unsqueeze(-1)
-        rows = rows * present
-    if feature.combiner == "none":
-        return rows
-    total = rows[:, 0] if length == 1 else rows.sum(1)
-    if feature.combiner == "sum":
-        return total
-    count = torch.full((batch, 1), length, device="cpu") if present is None else present.sum(1)
-    return total / count.clamp(min=1)
+    if feature.combiner != "none":
+        return pool_equal(rows, ids, MEAN if feature.combiner == "mean" else SUM, padding=feature.padding)
+    rows = rows.reshape(*ids.shape, rows.shape[-1])
+    return rows if feature.padding is None else rows * (ids != feature.padding).unsqueeze(-1)
 
 
 Fresher = Mapping[tuple[str, int], Fresh]

@@ -11,7 +11,7 @@ from shoal import _core
 from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
 from shoal.sharded.route import gather_rows, scatter_rows
-from shoal.table.adapter import pool_columns, row_gradients
+from shoal.table.pooling import pool_columns, row_gradients
 from shoal.table.protocol import Features, Found, Part
 
 

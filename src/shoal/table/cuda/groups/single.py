@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from shoal.table.adapter import pool_columns, row_gradients
 from shoal.table.arguments import as_int
 from shoal.table.cuda.judge import refuse_if
+from shoal.table.pooling import pool_columns, row_gradients
 from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-#include "sharded/pooled.h"
+#include "nn/pooling.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -7,22 +7,32 @@
 #include "core/thread_pool.h"
 
 namespace shoal {
+namespace {
+
+[[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
+
+}  // namespace
 
 void BagsAt::check() const {
-  auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
   if (dim < 1 || features < 1 || bags < 0) refuse("bags must have a feature and rows of at least one float");
   if (static_cast<int64_t>(combiners.size()) != features || static_cast<int64_t>(columns.size()) != features)
     refuse("there must be one combiner and one column per feature");
-  for (int32_t kind : combiners) {
-    if (kind != 0 && kind != 1 && kind != 3) refuse("combiner " + std::to_string(kind) + " is not sum, mean or sqrtn");
-  }
-  for (int64_t column : columns) {
-    if (column < 0 || column + dim > width) refuse("column " + std::to_string(column) + " does not fit the width");
+  for (size_t f = 0; f < combiners.size(); ++f) {
+    if (combiners[f] < Pool::sum || combiners[f] > Pool::max) refuse("combiner must be one of 0 to 4");
+    const int64_t length = combiners[f] == Pool::firstn ? (f < lengths.size() ? lengths[f] : 0) : 1;
+    if (length < 1 || length > width) refuse("the length of firstn must be at least 1 and fit the width");
+    if (columns[f] < 0 || columns[f] + length * dim > width)
+      refuse("column " + std::to_string(columns[f]) + " does not fit the width");
   }
   const int64_t all = features * bags;
   if (offsets[0] != 0 || offsets[all] != ids) refuse("offsets must rise from 0 to the number of ids");
   for (int64_t b = 0; b < all; ++b) {
-    if (offsets[b] > offsets[b + 1]) refuse("offsets fall at bag " + std::to_string(b));
+    if (offsets[b] > offsets[b + 1]) refuse("offsets must never fall, but do at bag " + std::to_string(b));
+  }
+  if (in_order) {
+    if (ids * dim > floats) refuse("there must be one row per id in the buffer of " + std::to_string(floats));
+    if (ids && padding && !keys) refuse("padding needs the ids");
+    return;
   }
   int32_t last = -1;
   for (int64_t i = 0; i < ids; ++i) last = std::max(last, at[i]);
@@ -40,6 +50,10 @@ void pool_at(const BagsAt& bags, const float* flat, float* out) {
 
 void add_pooled_at(const BagsAt& bags, const float* grad, float* flat) {
   bags.check();
+  if (bags.in_order) refuse("gradients need the places of rows");
+  for (Pool pool : bags.combiners) {
+    if (pool == Pool::max || pool == Pool::firstn) refuse("gradients of max and firstn are not added here");
+  }
   // Every part owns a range of the buffer's rows and looks at all ids: a row is summed by one thread, in order.
   const int64_t parts = bags.ids * bags.dim < 1 << 16 ? 1 : std::min(num_threads(), 8);
   const int64_t rows = bags.floats / bags.dim;
