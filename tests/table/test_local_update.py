@@ -20,7 +20,7 @@ from shoal.table.export_mode import ExportMode, enter_export_mode
 from shoal.table.local_update import update
 from shoal.table.pooling import row_gradients
 from shoal.table.protocol import MAX, MEAN, SQRTN, SUM, Features, Found, Part, Step
-from shoal.table.touched import TouchedKeySet
+from shoal.table.tracking.touched import TouchedKeySet
 
 KINDS = sorted(set(ROW_OPTIMIZERS) - {"batch_softmax"})  # which is for a dim of 1
 

@@ -147,7 +147,7 @@ from shoal.table.export_mode import is_dry_run_or_exporting as is_dry_run_or_exp
 from shoal.table.export_mode import is_exporting as is_exporting
 from shoal.table.export_mode import is_exporting_distributed as is_exporting_distributed
 from shoal.table.export_mode import is_exporting_standalone as is_exporting_standalone
-from shoal.table.touched import TouchedKeySet as TouchedKeySet
+from shoal.table.tracking.touched import TouchedKeySet as TouchedKeySet
 from shoal.testing.fake_tfs import FakeTFServing as FakeTFServing
 from shoal.testing.fake_zk import FakeKazooClient as FakeKazooClient
 from shoal.testing.sync_server import DummySyncServer as DummySyncServer

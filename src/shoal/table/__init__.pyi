@@ -78,4 +78,4 @@ from shoal.table.small import test_hash_table as test_hash_table
 from shoal.table.small import vocab_hash_table as vocab_hash_table
 from shoal.table.table import HashTable as HashTable
 from shoal.table.table import hash_table_from_config as hash_table_from_config
-from shoal.table.touched import TouchedKeySet as TouchedKeySet
+from shoal.table.tracking.touched import TouchedKeySet as TouchedKeySet

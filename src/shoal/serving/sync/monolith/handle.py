@@ -18,7 +18,7 @@ from shoal.serving.sync.monolith.touched import CAPACITY, TouchedPairs
 from shoal.serving.sync.publisher import Publisher
 from shoal.serving.sync.target import Layout
 from shoal.stamps import Stamp
-from shoal.table.touched import TouchedKeySet
+from shoal.table.tracking.touched import TouchedKeySet
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from shoal.serving.sync.history import Ids
-from shoal.table.touched import TouchedKeySet
+from shoal.table.tracking.touched import TouchedKeySet
 
 CAPACITY = 64 * 1024 * 1024 // 32
 CONCURRENCY_LEVEL = 1024
