@@ -11,6 +11,7 @@
 #include "core/thread_pool.h"
 #include "data/block.h"
 #include "data/feature.h"
+#include "data/json_lines.h"
 #include "data/raw_columns.h"
 #include "data/text.h"
 #include "data/text_hash.h"
@@ -158,6 +159,20 @@ void data(nb::module_& m) {
         return parse_tf_examples({label, time, dense, sparse, set}, views);
       },
       nb::arg("messages"), nb::arg("label"), nb::arg("time"), nb::arg("dense"), nb::arg("sparse"), nb::arg("set"));
+  m.def(
+      "parse_json_objects",
+      [](nb::list messages, const std::string& label, const std::string& time, const std::vector<std::string>& dense,
+         const std::vector<std::string>& sparse, const FeatureSet& set, bool threads) {
+        std::vector<std::string_view> views;
+        for (nb::handle message : messages) {
+          auto bytes = nb::cast<nb::bytes>(message);
+          views.emplace_back(bytes.c_str(), bytes.size());  // the list keeps them alive
+        }
+        const nb::gil_scoped_release release;
+        return parse_json_objects({label, time, dense, sparse, set}, views, threads);
+      },
+      nb::arg("messages"), nb::arg("label"), nb::arg("time"), nb::arg("dense"), nb::arg("sparse"), nb::arg("set"),
+      nb::arg("threads") = false);
   // (payloads, where each frame begins, bytes read); a payload that is corrupt is None.
   m.def(
       "read_frames",

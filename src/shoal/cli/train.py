@@ -179,8 +179,8 @@ def _train(flags: Flags, config: Any) -> int:
         result = one.run()
     if result["why"] == "guard":
         return GUARD_EXIT
-    if result["why"] != "interrupted":
-        return 0
+    if result["why"] != "interrupted" or (config.data.live and signal.SIGTERM in stop):
+        return 0  # a run that never ends by itself was told to
     return 128 + (stop[0] if stop else signal.SIGINT)  # it may have been another rank that was asked
 
 

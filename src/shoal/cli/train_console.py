@@ -84,6 +84,9 @@ class PlainReporter(Reporter):
     def start(self, **values: Any) -> None:
         ranks = f" on {values['world']} ranks" if values["world"] > 1 else ""
         files = "1 file" if values["files"] == 1 else f"{values['files']} files"
+        if values["sources"]:
+            then = f"{files}, then " if values["files"] else ""
+            files = then + ", ".join(values["sources"])
         self.say(
             f"{values['model']}, {values['parameters']:,} dense parameters, {files}, "
             f"batches of {values['batch_size']:,}{ranks}"
@@ -190,6 +193,7 @@ class LiveReporter(PlainReporter):
             line.append(f"logloss {known['logloss']:.4f} ")
             rows = "" if known["rows"] is None else f"{known['rows']:,} rows "
             line.append(_eta(known).removeprefix(", ") + (" " if _eta(known) else ""))
+            line.append(_lag(known).removeprefix(", ") + (" " if _lag(known) else ""), "yellow")
             line.append(f"{rows}{known['resident_bytes'] / 2**30:.2f} GiB", "dim")
         return line
 
@@ -224,12 +228,23 @@ def _tables(values: dict[str, Any]) -> str:
 def _line(values: dict[str, Any]) -> str:
     rows = "" if values["rows"] is None else f", {values['rows']:,} rows"
     bad = f", {values['bad_rows']:,} bad rows" if values["bad_rows"] else ""
+    bad += _lag(values)
     return (
         f"step {values['step']:,}: {values['samples_per_s']:,.0f} samples/s, AUC {values['auc']:.4f} "
         f"(last {values['window_auc']:.4f}), logloss {values['logloss']:.4f}, calibration {values['calibration']:.3f}"
         f"{rows}{_eta(values)}, table {values['table_bytes'] / 2**20:,.0f} MiB, "
         f"process {values['resident_bytes'] / 2**20:,.0f} MiB{bad}"
     )
+
+
+def _lag(values: dict[str, Any]) -> str:
+    """``, lag 1,200 records (3.1 s)``."""
+    records, seconds = values.get("lag_records"), values.get("lag_s")
+    if records is None and seconds is None:
+        return ""
+    if records is None:
+        return f", lag {seconds:.1f} s"
+    return f", lag {records:,} records" + ("" if not seconds else f" ({seconds:.1f} s)")
 
 
 def _eta(values: dict[str, Any]) -> str:

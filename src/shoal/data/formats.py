@@ -32,6 +32,12 @@ def _tsv(schema: Schema, **options: Any) -> Format:
     return TextFormat(schema=schema, **options)
 
 
+def _json(schema: Schema, **options: Any) -> Format:
+    from shoal.data.json_lines import JsonFormat
+
+    return JsonFormat(schema=schema, **options)
+
+
 def _parquet(schema: Schema, **options: Any) -> Format:
     from shoal.data.parquet import ParquetFormat
 
@@ -61,6 +67,7 @@ FORMATS: dict[str, tuple[Callable[..., Format], frozenset[str]]] = {
     "criteo": (_criteo, _TEXT - {"columns"}),
     "csv": (_csv, _TEXT),
     "tsv": (_tsv, _TEXT),
+    "json": (_json, frozenset({"lists", "part_bytes", "threads"})),
     "parquet": (_parquet, frozenset({"lists"})),
     "tfrecord": (_tfrecord, frozenset()),
     "example": (_example, frozenset()),

@@ -9,3 +9,4 @@ from shoal.data.live.protocol import Chunk as Chunk
 from shoal.data.live.protocol import Lag as Lag
 from shoal.data.live.protocol import Reader as Reader
 from shoal.data.live.protocol import Writer as Writer
+from shoal.data.live.stream import LiveStream as LiveStream

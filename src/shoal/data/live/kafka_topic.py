@@ -68,10 +68,11 @@ class KafkaReader:
             if not str(name).isdecimal() or not isinstance(offset, int):
                 raise DataError(f"{self._address}: a position must be an offset by partition, got {name!r}: {offset!r}")
             given[int(name)] = offset
-        mine = self._partitions()
-        unknown = sorted(given.keys() - set(mine))
+        there = self._partitions()
+        unknown = sorted(given.keys() - set(there))
         if unknown:
-            records_lost(self._address, f"reading stopped in partition {unknown[0]}, which is not one of this reader's")
+            records_lost(self._address, f"reading stopped in partition {unknown[0]}, which the topic does not have")
+        mine = there[self._share[0] :: self._share[1]]
         starts = self._starts([one for one in mine if one not in given])
         for partition in mine:
             if partition in given:
@@ -230,7 +231,7 @@ class KafkaReader:
                 f"{self._address}: each rank needs a partition of its own, got {len(there)} partitions for "
                 f"{self._share[1]} ranks"
             )
-        return there[self._share[0] :: self._share[1]]
+        return there
 
     def _marks(self, partition: int) -> tuple[int, int]:
         return self._ask(lambda: self._consumer.get_watermark_offsets(self._at(partition), timeout=_ASK_S))

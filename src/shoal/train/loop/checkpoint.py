@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal import _core
 from shoal.comm.ranks.ranks import Ranks
+from shoal.data.live.stream import merged_state
 from shoal.durable import Draft, Saved, file_bases, temporary_path
 from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.host import as_tensor
@@ -98,8 +99,8 @@ def save_checkpoint(
 def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable], ranks: Ranks) -> Manifest:
     """Fills model, optimizer and rows from a folder; ``snapshot`` gets this rank's position and metrics.
 
-    On another number of ranks the rows are shared out anew; positions do not fit then and ``reader`` stays empty, and
-    an admission filter counts from 0. Ranks do not talk to each other here.
+    On another number of ranks the rows are shared out anew; positions in files do not fit then and ``reader`` is empty
+    (those in sources that never end do fit), and an admission filter counts from 0. Ranks do not talk to each other here.
 
     Raises:
         DataError: a file is damaged. Model and optimizer are as they were; the rows are to be loaded again.
@@ -110,15 +111,15 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable
         same = content.get("world") == ranks.world_size
         dense = _read_tensors(saved, _DENSE)
         of_rank = _read_tensors(saved, _rank_file(ranks.rank)) if same else {}
-        reader = content["readers"][ranks.rank] if same else {}
+        reader = content["readers"][ranks.rank] if same else merged_state(content["readers"]) or {}
         for table in tables:
             _load_rows(saved, content["tables"], table, ranks, same)
     except (KeyError, IndexError, TypeError) as error:  # only a manifest without a digest can be changed unnoticed
         raise DataError(f"{saved.manifest} is not what `shoal train` writes ({error!r})") from error
     _load_dense(dense, snapshot)
     snapshot.step = manifest.step
+    snapshot.reader = reader
     if same:
-        snapshot.reader = reader
         torch.set_rng_state(of_rank.pop("rng"))
         snapshot.metrics = {name.removeprefix("metrics."): tensor.numpy() for name, tensor in of_rank.items()}
     return manifest

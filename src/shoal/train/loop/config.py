@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from shoal import _core
 from shoal.data.features import Number
+from shoal.data.live.address import is_live, parse_address
+from shoal.data.live.messages import decoder
 from shoal.data.schema import CRITEO, Schema
 from shoal.errors import ConfigError, did_you_mean
 from shoal.train.loop.serve_config import ServeConfig
@@ -26,11 +28,12 @@ class DataConfig:
     """``[data]``: the files, and what their columns are. With the format ``criteo`` the columns are known."""
 
     train: tuple[str, ...]
-    """Paths, folders and glob patterns, relative to the configuration."""
+    """Paths, folders and glob patterns, relative to the configuration; and sources that never end, which are read after
+    the files: redis://HOST/STREAM, kafka://HOST/TOPIC, dir:FOLDER (one that grows) and - (standard input)."""
     eval: tuple[str, ...] = ()
     """Files that are never learnt from, for evaluation and early stopping."""
     format: str = "criteo"
-    """criteo, csv, tsv, parquet, tfrecord, example or example_batch."""
+    """criteo, csv, tsv, json, parquet, tfrecord, example or example_batch; of files and of messages."""
     label: str = ""
     dense: tuple[str, ...] | None = None
     sparse: tuple[str, ...] | None = None
@@ -44,6 +47,13 @@ class DataConfig:
     prefetch: int | None = None
     """Batches that a thread reads ahead; 0 reads between steps, on all threads. By default 8, and 0 where there are no
     more than two CPUs: there a reading thread takes more from the step than it saves."""
+    max_wait_s: float = 1.0
+    """Of a source that never ends: how long a batch waits until it is full; inf for full batches alone. Lower it when
+    replicas learn too late, raise it when batches are too small."""
+    idle_s: float | None = None
+    """Of sources that never end: the run ends when nothing came for so long; by default it waits for ever."""
+    dead_letters: str | None = None
+    """A file for messages that cannot be read; by default dead-letters.jsonl in ``out.dir``."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the format: columns, delimiter, quote, separator, max_line_bytes, part_bytes; lists."""
     features: dict[str, Any] = field(default_factory=dict)
@@ -51,10 +61,26 @@ class DataConfig:
     ``[features.NAME]``. Those that ``sparse`` and ``dense`` do not name come after the ones they do."""
 
     def __post_init__(self) -> None:
-        at_least("data", self, shuffle_rows=0, prefetch=0)
+        at_least("data", self, shuffle_rows=0, prefetch=0, max_wait_s=0, idle_s=0)
         if not self.train:
             raise ConfigError("[data] train must name the files to learn from, got none")
-        self.make_format()
+        for text in self.live:
+            parse_address(text)
+        if any(map(is_live, self.eval)):
+            raise ConfigError("[data] eval must be files, which end; got a source that never does")
+        form = self.make_format()
+        if self.live:
+            decoder(form, self.format)
+
+    @property
+    def history(self) -> tuple[str, ...]:
+        """The files of ``train``."""
+        return tuple(one for one in self.train if not is_live(one))
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The sources of ``train`` that never end."""
+        return tuple(one for one in self.train if is_live(one))
 
     def schema(self) -> Schema:
         criteo = self.format == "criteo"
@@ -86,6 +112,8 @@ class DataConfig:
         """Batches to read ahead."""
         if self.prefetch is not None:
             return self.prefetch
+        if self.live:
+            return 4  # a thread of its own waits for what comes
         return 8 if _core.num_threads() > 2 else 0
 
 
@@ -181,6 +209,8 @@ class EvalConfig:
 
     every_steps: int = 0
     """0: at the end of each epoch."""
+    every_s: float = 0.0
+    """Seconds between evaluations of a run that never ends; 0 for none by time."""
     metric: Literal["auc", "logloss", "pr_auc", "gauc", "ndcg"] = "auc"
     """By which evaluations are compared. ``gauc`` and ``ndcg`` need a ``group``."""
     group: str | None = None
@@ -193,7 +223,7 @@ class EvalConfig:
     max_batches: int | None = None
 
     def __post_init__(self) -> None:
-        at_least("eval", self, every_steps=0, patience=0, max_batches=1, ndcg_at=1)
+        at_least("eval", self, every_steps=0, every_s=0, patience=0, max_batches=1, ndcg_at=1)
         if self.metric in ("gauc", "ndcg") and self.group is None:
             raise ConfigError(f'[eval] metric = "{self.metric}" needs a group, such as group = "user"')
 
@@ -219,6 +249,8 @@ class OutConfig:
     """The checkpoint of the best evaluation stays, until there is a better one."""
     log_steps: int = 100
     """Steps between two reports."""
+    log_s: float = 10.0
+    """Seconds after which a run on sources that never end reports even without as many steps."""
     auc_window: int = 100_000
     """Samples of the exact AUC."""
     tensorboard: str | None = None
@@ -227,7 +259,7 @@ class OutConfig:
     """``host:port`` at which the first rank serves /metrics, for Prometheus and `shoal top`; port 0 for a free one."""
 
     def __post_init__(self) -> None:
-        at_least("out", self, every_steps=0, every_s=0, keep=1, log_steps=1, auc_window=1)
+        at_least("out", self, every_steps=0, every_s=0, keep=1, log_steps=1, log_s=0, auc_window=1)
         host, colon, port = (self.metrics or "127.0.0.1:0").rpartition(":")
         if not host or not colon or not port.isdecimal() or int(port) > 65535:
             raise ConfigError(f"[out] metrics must be host:port, such as 127.0.0.1:9100, got {self.metrics!r}")

@@ -50,7 +50,7 @@ class Learner:
         own = (train.seed * 1_000_003 + ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
         torch.manual_seed(own)
         self.rows = Rows(config, ranks, table_device, note).to(self.device)
-        self.bucket = GradientBucket(self.model.parameters(), numbers=5)
+        self.bucket = GradientBucket(self.model.parameters(), numbers=8)
         among = DistributedConfig(ranks.world_size, ranks.rank)
         self._aggregator = AllReduceAggregator(among, ranks, average=False, check="first")
         self.metrics = Metrics(config.out.auc_window)
@@ -100,7 +100,7 @@ class Learner:
         return loss.item()
 
     def step(self, numbers: tuple[float, ...], step: int) -> list[float]:
-        """Sums gradients and five numbers over all ranks; updates the dense part if the first number is above 0.
+        """Sums gradients and eight numbers over all ranks; updates the dense part if the first number is above 0.
 
         Rows that were not updated in backward are updated here, too. ``step`` counts from 0.
         """

@@ -271,7 +271,7 @@ class Saver:
         )  # fmt: skip
         if self.rows.client is not None:
             self._restore_on_servers(found.path, manifest)
-        if content.get("files", files) != files:
+        if content.get("files", files) != files and not snapshot.reader.get("begun"):
             snapshot.reader, at.epoch = {}, 0
             self._note(
                 f"{found.path} was reading other files: rows and weights go on, reading begins at the first file"

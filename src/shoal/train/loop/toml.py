@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from shoal.data.features import Feature, Number, definition
 from shoal.data.formats import FORMAT_OPTIONS
+from shoal.data.live.address import is_live
 from shoal.errors import ConfigError, did_you_mean
 from shoal.train.loop.config import Config, DataConfig, EvalConfig, ModelConfig, OutConfig, TrainConfig
 from shoal.train.loop.serve_config import ServeConfig
@@ -150,19 +151,31 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
+def _resolved(base: Path, text: str) -> str:
+    """A path relative to the configuration; addresses of sources are as they are."""
+    if text.startswith("dir:"):
+        path = text.removeprefix("dir:").removeprefix("//")
+        return f"dir:{base / path}"
+    return text if is_live(text) else str(base / text)
+
+
 def _resolve_paths(content: dict[str, Any], base: Path) -> None:
     features: Any = content.get("features")
     for feature in features.values() if isinstance(features, dict) else ():
         if isinstance(feature, dict) and isinstance(feature.get("file"), str):
             feature["file"] = str(base / feature["file"])
-    for section, names in (("data", ("train", "eval")), ("out", ("dir", "tensorboard")), ("serve", ("dir",))):
+    for section, names in (
+        ("data", ("train", "eval", "dead_letters")),
+        ("out", ("dir", "tensorboard")),
+        ("serve", ("dir",)),
+    ):
         inner: Any = content.get(section)
         for name in names if isinstance(inner, dict) else ():
             value = inner.get(name)
             if isinstance(value, str):
-                inner[name] = str(base / value)
+                inner[name] = _resolved(base, value)
             elif isinstance(value, list):
-                inner[name] = [str(base / one) if isinstance(one, str) else one for one in value]
+                inner[name] = [_resolved(base, one) if isinstance(one, str) else one for one in value]
     serve: Any = content.get("serve")
     registry = serve.get("registry") if isinstance(serve, dict) else None
     if isinstance(registry, str) and (registry.startswith("dir:") or (base / registry).is_dir()):

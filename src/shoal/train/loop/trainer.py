@@ -32,7 +32,7 @@ from shoal.train.loop.measure.evaluation import evaluate
 from shoal.train.loop.measure.metrics import merged
 from shoal.train.loop.measure.summaries import Summaries
 from shoal.train.loop.publish import Publishing
-from shoal.train.loop.reading import Epochs, Reading
+from shoal.train.loop.reading import Epochs, Reading, Wishes
 from shoal.train.loop.reporter import Reporter
 from shoal.train.loop.saving import Progress, Saver
 from shoal.train.loop.warm_start import warm_start
@@ -77,6 +77,7 @@ class Trainer:
         self.save_timer = SaveTimer()
         self.publishing: Any = None
         self._opened = ExitStack()
+        self.reading: Any = None
         try:
             self.hooks = Hooks(make_hooks([*train.hooks, *hooks], self), self._context())
             self.hooks.begin()
@@ -100,7 +101,7 @@ class Trainer:
         self.summaries = Summaries(config.out.tensorboard, self.ranks)
         self._exhausted = False
         self._loss = math.nan
-        self._export_due = False
+        self._marks = {"report": time.monotonic(), "evaluate": time.monotonic()}
         self._files = [[os.path.basename(path), os.path.getsize(path)] for path in self.stream.files]
         self.saver: Saver | None = None
         self.resumed: str | None = None
@@ -148,6 +149,7 @@ class Trainer:
             step=self.at.step, resumed=self.resumed, world=self.ranks.world_size, model=self.config.model.name,
             parameters=parameters, files=len(self.stream.files), batch_size=self.config.train.batch_size,
             tables=self.rows.describe(), metrics=None if self._endpoint is None else self._endpoint.address,
+            sources=self.reading.sources,
         )  # fmt: skip
         self.hooks.after_create_session(self.at.step)
         why = "early_stop" if self._gives_up() else "finished"
@@ -160,7 +162,7 @@ class Trainer:
             self.stream.restart(self.reader)
             with Prefetch(self.stream, self.config.data.ahead()) as batches:
                 why = self._loop(Epochs(iter(batches)))
-            if unread and why == "finished" and self.at.samples == first:
+            if unread and why == "finished" and self.at.samples == first and self.reading.live is None:
                 raise self.reading.no_samples()
         seconds = time.perf_counter() - begun
         replace = why == "early_stop" and self._take_best()
@@ -184,43 +186,41 @@ class Trainer:
         mark, mark_samples = time.perf_counter(), at.samples
         if self.saver is not None and self.saver.rolled_back:
             self._export()  # replicas that start now must not start from what was rolled back
-        while at.epoch < config.train.epochs:
+        while at.epoch < self.reading.epochs:
             if config.train.max_steps is not None and at.step >= config.train.max_steps:
                 return "max_steps"
-            parts = [batches.next_of(at.epoch) for _ in range(config.train.accumulate)]
+            parts = batches.parts_of(at.epoch, config.train.accumulate)
             batch = next((part for part in reversed(parts) if part is not None), None)
-            if batch is not None or self.ranks.world_size > 1:
+            if batch or self.ranks.world_size > 1:
                 self.hooks.before_run()
-            total, stop, save, push = self._step(parts)
-            if not total:  # no rank has any more of this epoch
+            total, wishes = self._step(parts)
+            if not total and not wishes.goes_on:  # no rank has any more of this epoch
                 at.epoch += 1
                 if not config.eval.every_steps and self._evaluate():
                     return "early_stop"
                 continue
-            at.step += 1
-            at.samples += total
-            if self.hooks:
-                stop, save = self._after_run(batch, total, stop, save)
-            if push:
+            stop, save = wishes.stop, wishes.save
+            if total:
+                at.step += 1
+                at.samples += total
+                if self.hooks:
+                    stop, save = self._after_run(batch, total, stop, save)
+            if wishes.push:
                 self.publishing.round()
             self.reporter.tick(step=at.step, epoch=at.epoch, samples=at.samples)
-            if at.step % config.out.log_steps == 0:
+            if wishes.report or (total and at.step % config.out.log_steps == 0):
                 now = time.perf_counter()
                 rate = (at.samples - mark_samples) / (now - mark)
-                values = self._values() | {"samples_per_s": rate, "eta_s": self._eta(rate)}
-                self.reporter.progress(**values)
-                if self._endpoint is not None:
-                    self._endpoint.report(values)
-                self.hooks.on_progress(at.step, values)
-                self.summaries.progress(values, self.rows)
+                self._tell(rate)
                 mark, mark_samples = time.perf_counter(), at.samples
-            if config.eval.every_steps and at.step % config.eval.every_steps == 0 and self._evaluate():
+            due = total and config.eval.every_steps and at.step % config.eval.every_steps == 0
+            if (due or wishes.evaluate) and self._evaluate():
                 return "early_stop"
             if stop:
                 return self.ranks.from_first(self._why_stopped())
             if save:
                 self._save()
-            if self._export_due:
+            if wishes.export:
                 self._export()
         self._exhausted = True
         return "finished"
@@ -230,6 +230,21 @@ class Trainer:
             return "stopped"
         return "guard" if self.guard.stops and not self.stop() else "interrupted"
 
+    def _tell(self, rate: float) -> None:
+        """Reports, to everybody who wants to know."""
+        values = self._values() | {"samples_per_s": rate, "eta_s": self._eta(rate)}
+        self._marks["report"] = time.monotonic()
+        self.reporter.progress(**values)
+        if self._endpoint is not None:
+            self._endpoint.report(values)
+        self.hooks.on_progress(self.at.step, values)
+        self.summaries.progress(values, self.rows)
+
+    def _due(self, what: str, every_s: float) -> bool:
+        """Whether something that a run on sources does by the clock is due; the first rank's clock counts."""
+        live = self.reading.live is not None and self.ranks.first
+        return live and every_s > 0 and time.monotonic() - self._marks[what] >= every_s
+
     def _eta(self, rate: float) -> float | None:
         """Seconds to the end at a rate of samples; None where nobody knows how many there are."""
         total = self.stream.total_rows()
@@ -238,25 +253,30 @@ class Trainer:
             ends.append(self.at.samples * self.config.train.max_steps / self.at.step)
         return max(0.0, min(ends) - self.at.samples) / rate if ends and rate else None
 
-    def _step(self, batches: Sequence[Batch | None]) -> tuple[int, bool, bool, bool]:
-        """Samples of all ranks, and whether some rank wants to stop, to save or to push."""
-        parts = [batch.samples if batch is not None and len(batch) else None for batch in batches]
+    def _step(self, batches: Sequence[Batch | None]) -> tuple[int, Wishes]:
+        """Samples of all ranks, and what some rank wants to happen then."""
+        parts = [batch.samples if batch else None for batch in batches]
         for samples in parts:
             self._tell_time(samples)
         self._loss = self.learner.learn(parts, self.at.step + 1)
-        wants_save = self.saver is not None and self.saver.wants(self.at.step + 1)
-        wants_push, wants_export = self.publishing.wants(), self.exports.wants()
-        if wants_push or wants_export:
+        push, export = self.publishing.wants(), self.exports.wants()
+        if push or export:
             allowed = self.guard.allows(self.at.step)
-            wants_push, wants_export = wants_push and allowed, wants_export and allowed
-        stop = self.stop() or self.guard.stops
-        wants = float(stop), float(wants_save), float(wants_push), float(wants_export)
-        total, ends, save, push, export = self.learner.step((sum(map(len, filter(None, parts))), *wants), self.at.step)
-        self._export_due = export > 0
+            push, export = push and allowed, export and allowed
+        wants = Wishes(
+            stop=self.stop() or self.guard.stops,
+            save=self.saver is not None and self.saver.wants(self.at.step + 1),
+            push=push,
+            export=export,
+            report=self._due("report", self.config.out.log_s),
+            evaluate=self._due("evaluate", self.config.eval.every_s),
+            goes_on=self.reading.live is not None and any(batch is not None for batch in batches),
+        )
+        total, *wishes = self.learner.step((sum(map(len, filter(None, parts))), *map(float, wants)), self.at.step)
         for batch in batches:
             if batch is not None:
                 self.reader = batch.state
-        return round(total), ends > 0, save > 0, push > 0
+        return round(total), Wishes(*(one > 0 for one in wishes))
 
     def _tell_time(self, samples: Samples | None) -> None:
         """Sets the time that rows of this step are stamped with."""
@@ -289,6 +309,7 @@ class Trainer:
         if self.reading.eval is None:
             return False
         values = self.evaluate()
+        self._marks["evaluate"] = time.monotonic()
         if not values["samples"]:
             self.reporter.note("the files of [data] eval gave no samples, so the evaluation says nothing")
         is_best = self.at.judge(self.config.eval.sign * values[self.config.eval.metric])
@@ -356,10 +377,12 @@ class Trainer:
         sums = torch.tensor([float(bad), resident_bytes(), *used.values()], dtype=torch.float64, device="cpu")
         bad_rows, resident, *used_by_all = map(int, self.ranks.sum(sums).tolist())
         known = [size for size in sizes.values() if size is not None]
+        lag = self.reading.lag(self.ranks)
         return {
             "step": self.at.step, "epoch": self.at.epoch, "samples": self.at.samples, **values,
             "window_auc": self.metrics.window_auc(), "rows": sum(known) if len(known) == len(sizes) else None,
             "table_bytes": sum(used_by_all), "resident_bytes": resident, "bad_rows": bad_rows,
+            **lag,
             "tables": {
                 name: {"rows": rows, "bytes": size}
                 for (name, rows), size in zip(sizes.items(), used_by_all, strict=True)
@@ -391,6 +414,7 @@ class Trainer:
                 raise OSError(f"{what}, and it was the last; the newest that there is: {newest}") from error
             self.reporter.note(f"{what}; the run goes on and tries again at the next one. The newest is {newest}")
             return None
+        self.reading.acknowledge(self.reader)
         self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
         self.hooks.after_save(self.at.step)
         return self.saver.newest
@@ -447,7 +471,7 @@ class Trainer:
         if at is None:
             return None
         self.at = at
-        self.reader = snapshot.reader or {**self.reader, "epoch": self.at.epoch}
+        self.reader = {**self.reader, **(snapshot.reader or {"epoch": self.at.epoch})}
         if snapshot.metrics:
             self.metrics.load(snapshot.metrics)
         return saver.newest
@@ -457,6 +481,8 @@ class Trainer:
         self._opened.close()
         if self.publishing is not None:
             self.publishing.close()
+        if self.reading is not None:
+            self.reading.close()
         self.rows.close()
         self.ranks.close()
 

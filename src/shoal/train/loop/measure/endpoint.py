@@ -15,6 +15,8 @@ _GAUGES = {
     "rows": "Rows of all tables",
     "table_bytes": "Memory of the tables in this process",
     "epoch": "The pass over the files",
+    "lag_records": "Records that the sources of all ranks have and that were not read",
+    "lag_s": "Age of the last record that was read, on the rank that is furthest behind",
 }
 
 

@@ -8,7 +8,18 @@ from shoal.comm.ranks.ranks import Ranks
 from shoal.errors import missing_extra
 from shoal.train.loop.tables import Rows
 
-_TAGS = ("auc", "window_auc", "logloss", "calibration", "samples_per_s", "rows", "table_bytes", "bad_rows")
+_TAGS = (
+    "auc",
+    "window_auc",
+    "logloss",
+    "calibration",
+    "samples_per_s",
+    "rows",
+    "table_bytes",
+    "bad_rows",
+    "lag_records",
+    "lag_s",
+)
 
 
 class Summaries:

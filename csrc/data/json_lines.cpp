@@ -1,0 +1,341 @@
+#include "data/json_lines.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+#include "core/thread_pool.h"
+#include "data/numbers.h"
+
+namespace shoal {
+namespace {
+
+constexpr int64_t kPerPart = 1024;
+constexpr int kDepth = 256;  // of what is skipped
+
+struct Malformed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+enum class What { label, time, dense, sparse };
+struct Use {
+  What what;
+  size_t index;
+};
+using Uses = std::unordered_map<std::string_view, std::vector<Use>>;
+
+Uses uses_of(const ExampleLayout& layout) {
+  Uses uses;
+  for (size_t i = 0; i < layout.dense.size(); ++i) uses[layout.dense[i]].push_back({What::dense, i});
+  for (size_t i = 0; i < layout.sparse.size(); ++i)
+    if (layout.set.features[i].rule != Rule::cross) uses[layout.sparse[i]].push_back({What::sparse, i});
+  if (!layout.time.empty()) uses[layout.time].push_back({What::time, 0});
+  uses[layout.label].push_back({What::label, 0});
+  return uses;
+}
+
+// A text without its quotes, a number's digits, or one of the three words.
+struct Scalar {
+  enum Kind { text, number, truth, null } kind = null;
+  std::string_view view;  // into the message, or into the scratch memory of its reader
+  bool is_true = false;
+};
+
+// Reads one object, value by value.
+class Reader {
+ public:
+  explicit Reader(std::string_view text) : at_(text.data()), end_(text.data() + text.size()) {}
+
+  void skip_space() {
+    while (at_ < end_ && (*at_ == ' ' || *at_ == '\t' || *at_ == '\r' || *at_ == '\n')) ++at_;
+  }
+  bool take(char wanted) {
+    skip_space();
+    if (at_ == end_ || *at_ != wanted) return false;
+    ++at_;
+    return true;
+  }
+  void expect(char wanted) {
+    if (!take(wanted)) fail(std::string("must have '") + wanted + "'");
+  }
+  bool done() {
+    skip_space();
+    return at_ == end_;
+  }
+  bool at(char wanted) {
+    skip_space();
+    return at_ < end_ && *at_ == wanted;
+  }
+
+  // Between the quotes; `scratch` holds it if there were escapes.
+  std::string_view text(std::string* scratch) {
+    expect('"');
+    const char* begin = at_;
+    while (at_ < end_ && *at_ != '"' && *at_ != '\\') ++at_;
+    if (at_ < end_ && *at_ == '"') return {begin, static_cast<size_t>(at_++ - begin)};
+    scratch->assign(begin, at_);
+    while (true) {
+      if (at_ == end_) fail("ends inside a text");
+      const char c = *at_++;
+      if (c == '"') return *scratch;
+      if (c == '\\') {
+        escape(scratch);
+      } else {
+        scratch->push_back(c);
+      }
+    }
+  }
+
+  Scalar scalar(std::string* scratch) {
+    skip_space();
+    if (at_ == end_) fail("ends before a value");
+    if (*at_ == '"') return {Scalar::text, text(scratch)};
+    const char* begin = at_;
+    while (at_ < end_ && *at_ != ',' && *at_ != '}' && *at_ != ']' && *at_ > ' ') ++at_;
+    const std::string_view word(begin, static_cast<size_t>(at_ - begin));
+    if (word == "null") return {};
+    if (word == "true" || word == "false") return {Scalar::truth, word, word == "true"};
+    double ignored;
+    if (word.empty() || word[0] == '+' || !to_number(word, &ignored))
+      fail("has a value that is not JSON: " + shown(word));
+    return {Scalar::number, word};
+  }
+
+  // Over a value of any kind.
+  void skip() {
+    int depth = 0;
+    std::string scratch;
+    do {
+      skip_space();
+      if (at_ == end_) fail("ends inside a value");
+      if (*at_ == '{' || *at_ == '[') {
+        ++at_;
+        if (++depth > kDepth) fail("is nested more than " + std::to_string(kDepth) + " deep");
+      } else if (*at_ == '}' || *at_ == ']') {
+        if (depth-- == 0) fail("lacks a value");
+        ++at_;
+      } else if (*at_ == ',' || *at_ == ':') {
+        if (depth == 0) fail("lacks a value");
+        ++at_;
+      } else if (*at_ == '"') {
+        text(&scratch);
+      } else {
+        const char* begin = at_;
+        while (at_ < end_ && *at_ != ',' && *at_ != '}' && *at_ != ']' && *at_ != ':' && *at_ > ' ') ++at_;
+        if (at_ == begin) fail("is not JSON");
+      }
+    } while (depth > 0);
+  }
+
+  [[noreturn]] static void fail(const std::string& what) {
+    throw Malformed("it " + what + " and is not a JSON object");
+  }
+
+ private:
+  void escape(std::string* out) {
+    if (at_ == end_) fail("ends inside a text");
+    const char c = *at_++;
+    const std::string_view from = "\"\\/bfnrt", to = "\"\\/\b\f\n\r\t";
+    if (const size_t found = from.find(c); found != from.npos) {
+      out->push_back(to[found]);
+      return;
+    }
+    if (c != 'u') fail("has an escape that JSON does not have");
+    uint32_t code = hex();
+    if (code >= 0xd800 && code < 0xdc00) {  // the first half of a pair
+      if (end_ - at_ < 6 || at_[0] != '\\' || at_[1] != 'u') fail("has half of a surrogate pair");
+      at_ += 2;
+      const uint32_t low = hex();
+      if (low < 0xdc00 || low > 0xdfff) fail("has half of a surrogate pair");
+      code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+    } else if (code >= 0xdc00 && code < 0xe000) {
+      fail("has half of a surrogate pair");
+    }
+    const auto put = [&](uint32_t byte) { out->push_back(static_cast<char>(byte)); };
+    if (code < 0x80) {
+      put(code);
+    } else if (code < 0x800) {
+      put(0xc0 | code >> 6), put(0x80 | (code & 0x3f));
+    } else if (code < 0x10000) {
+      put(0xe0 | code >> 12), put(0x80 | (code >> 6 & 0x3f)), put(0x80 | (code & 0x3f));
+    } else {
+      put(0xf0 | code >> 18), put(0x80 | (code >> 12 & 0x3f)), put(0x80 | (code >> 6 & 0x3f)),
+          put(0x80 | (code & 0x3f));
+    }
+  }
+  uint32_t hex() {
+    uint32_t value = 0;
+    if (end_ - at_ < 4) fail("ends inside a text");
+    for (int i = 0; i < 4; ++i) {
+      const char c = *at_++;
+      const int digit = c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+      if (digit < 0) fail("has an escape that JSON does not have");
+      value = value << 4 | static_cast<uint32_t>(digit);
+    }
+    return value;
+  }
+
+  const char* at_;
+  const char* end_;
+};
+
+// A number, also as a text or as true and false; false: it has none.
+bool number_of(const Scalar& value, double* out) {
+  if (value.kind == Scalar::truth) return *out = value.is_true, true;
+  return value.kind != Scalar::null && to_number(value.view, out);
+}
+
+bool add_value(const FeatureRule& feature, const Scalar& value, std::vector<int64_t>* list, std::string* why) {
+  switch (value.kind) {
+    case Scalar::null:
+      return true;
+    case Scalar::text:
+      return feature.add_cell(value.view, list, why);
+    case Scalar::truth:
+      return feature.add(static_cast<int64_t>(value.is_true), list, why);
+    case Scalar::number:
+      break;
+  }
+  int64_t integer;
+  if (to_id(value.view, &integer)) return feature.add(integer, list, why);
+  if (feature.rule != Rule::bucket && feature.rule != Rule::log)
+    return *why = "must be a text or a whole number, got " + shown(value.view), false;
+  double number = 0;
+  to_number(value.view, &number);
+  return feature.add(number, list, why);
+}
+
+// The sample that is being read.
+struct Sample {
+  double label = 0, time = 0;
+  bool labelled = false;
+  std::vector<float> dense;
+  std::vector<std::vector<int64_t>> lists;
+};
+
+[[noreturn]] void bad_value(std::string_view name, const std::string& why) {
+  throw Malformed("feature '" + std::string(name.substr(0, 40)) + "' " + why);
+}
+
+void use_value(const ExampleLayout& layout, const Use& use, std::string_view name, const Scalar& value, bool in_list,
+               Sample* out) {
+  double number = 0;
+  std::string why;
+  switch (use.what) {
+    case What::sparse:
+      if (!add_value(layout.set.features[use.index], value, &out->lists[use.index], &why)) bad_value(name, why);
+      return;
+    case What::dense:
+      if (value.kind == Scalar::null || (value.kind == Scalar::text && value.view.empty())) return;
+      if (in_list || !number_of(value, &number)) bad_value(name, "must be a finite number, got " + shown(value.view));
+      out->dense[use.index] = static_cast<float>(number);
+      return;
+    case What::label:
+      if (in_list || !number_of(value, &number)) bad_value(name, "is the label and must be a number");
+      out->label = number, out->labelled = true;
+      return;
+    case What::time:
+      if (in_list || !number_of(value, &number) || !(number >= 0 && number <= 4294967295.0))
+        bad_value(name, "must be a time in seconds since 1970");
+      out->time = number;
+  }
+}
+
+void read_object(const ExampleLayout& layout, const Uses& names, std::string_view message, Sample* out) {
+  Reader reader(message);
+  std::string key_scratch, scratch;
+  reader.expect('{');
+  if (!reader.take('}')) {
+    do {
+      const std::string_view name = reader.text(&key_scratch);
+      reader.expect(':');
+      const auto found = names.find(name);
+      if (found == names.end()) {
+        reader.skip();
+        continue;
+      }
+      for (const Use& use : found->second)
+        if (use.what == What::sparse) out->lists[use.index].clear();
+      if (reader.at('{')) bad_value(name, "must be a value or a list of values, got an object");
+      if (!reader.take('[')) {
+        const Scalar value = reader.scalar(&scratch);
+        for (const Use& use : found->second) use_value(layout, use, name, value, false, out);
+        continue;
+      }
+      if (reader.take(']')) continue;
+      do {
+        const Scalar value = reader.scalar(&scratch);
+        for (const Use& use : found->second) use_value(layout, use, name, value, true, out);
+      } while (reader.take(','));
+      reader.expect(']');
+    } while (reader.take(','));
+    reader.expect('}');
+  }
+  if (!reader.done()) Reader::fail("goes on behind its end");
+  std::string why;
+  for (size_t f = 0; f < out->lists.size(); ++f) {
+    const FeatureRule& feature = layout.set.features[f];
+    if (feature.rule == Rule::cross) continue;
+    auto* list = &out->lists[f];
+    if ((list->empty() && !feature.add_missing(list, &why)) || !feature.end(list, &why))
+      bad_value(layout.sparse[f], why);
+  }
+  if (!layout.set.cross(&out->lists, &why)) throw Malformed("a cross " + why);
+  if (!out->labelled) throw Malformed("it has no label '" + layout.label + "'");
+}
+
+}  // namespace
+
+Block parse_json_objects(const ExampleLayout& layout, const std::vector<std::string_view>& messages, bool threads) {
+  layout.set.check();
+  if (layout.set.features.size() != layout.sparse.size() || layout.set.numbers.size() != layout.dense.size())
+    throw std::invalid_argument("every feature and every number must have a rule");
+  const Uses names = uses_of(layout);
+  const bool ragged = layout.set.listed();
+  const size_t dense = layout.dense.size();
+  const int64_t count = static_cast<int64_t>(messages.size());
+  const int64_t share = threads ? kPerPart : std::max<int64_t>(1, count);
+  std::vector<Block> blocks(std::max<int64_t>(1, (count + share - 1) / share));
+  parallel_parts(static_cast<int64_t>(blocks.size()), [&](int64_t part) {
+    Block& out = blocks[part];
+    Sample sample;
+    sample.lists.resize(layout.sparse.size());
+    for (int64_t i = part * share; i < std::min(count, (part + 1) * share); ++i) {
+      sample.dense.resize(dense);
+      for (size_t d = 0; d < dense; ++d) sample.dense[d] = layout.set.numbers[d].missing;
+      for (auto& list : sample.lists) list.clear();
+      sample.label = sample.time = 0, sample.labelled = false;
+      try {
+        read_object(layout, names, messages[i], &sample);
+      } catch (const Malformed& error) {
+        out.bad.push_back({i, 0, error.what()});
+        continue;
+      }
+      out.label.push_back(static_cast<float>(sample.label));
+      out.dense.insert(out.dense.end(), sample.dense.begin(), sample.dense.end());
+      if (!layout.time.empty()) out.time.push_back(static_cast<int64_t>(sample.time));
+      for (auto& list : sample.lists) {
+        if (ragged) out.lengths.push_back(static_cast<int64_t>(list.size()));
+        out.ids.insert(out.ids.end(), list.begin(), list.end());
+      }
+      ++out.rows;
+    }
+  });
+  Block out;
+  const auto join = [&](auto Block::* field) {
+    if (blocks.size() == 1) {
+      out.*field = std::move(blocks[0].*field);
+      return;
+    }
+    for (Block& block : blocks) (out.*field).insert((out.*field).end(), (block.*field).begin(), (block.*field).end());
+  };
+  for (const Block& block : blocks) out.rows += block.rows;
+  join(&Block::label), join(&Block::dense), join(&Block::ids), join(&Block::lengths), join(&Block::time);
+  join(&Block::bad);
+  out.lines = count;
+  return out;
+}
+
+}  // namespace shoal

@@ -1,0 +1,101 @@
+"""Messages into samples, with the formats that files have; those that cannot be read go to a dead-letter file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.data.json_lines import JsonFormat
+from shoal.data.records import RecordFormat
+from shoal.data.samples import Samples, from_block
+from shoal.data.text import TextFormat
+from shoal.errors import ConfigError
+
+Decode = Callable[[Sequence[bytes]], tuple[Samples, list[tuple[int, str]]]]
+"""The samples of some messages in order, and (number, why) of those that cannot be read."""
+
+
+def decoder(form: Any, name: str) -> Decode:
+    """What reads messages of a format.
+
+    Raises:
+        ConfigError: a message cannot hold that format, or the format needs to know the columns.
+    """
+    if isinstance(form, JsonFormat | RecordFormat):
+        return form.decode
+    if not isinstance(form, TextFormat):
+        raise ConfigError(f'[data] format = "{name}" is of files; messages are json, csv, tsv, criteo or tfrecord')
+    if form.columns is None:
+        raise ConfigError(
+            f'[data] format = "{name}": messages have no header, so set columns = ["…", …] in their order'
+        )
+    return TextMessages(form)
+
+
+class TextMessages:
+    """One line per message."""
+
+    def __init__(self, form: TextFormat) -> None:
+        assert form.columns is not None
+        self._form = form
+        self._parser = form.parser(form.columns, "data")
+        schema = form.schema
+        self._shape = len(schema.dense), len(schema.sparse)
+        self._options = {"ragged": form.ragged, "timed": schema.time is not None}
+
+    def __call__(self, payloads: Sequence[bytes]) -> tuple[Samples, list[tuple[int, str]]]:
+        text = b"\n".join(payloads)
+        block = self._parse(text)
+        # An empty message gives neither a row nor a bad one, and a newline or an open quote shifts those behind it.
+        if block.lines == len(payloads) and block.rows + len(block.bad) == block.lines:
+            return from_block(block, *self._shape, **self._options), [(line, why) for line, _, why in block.bad]
+        parts, bad = [Samples.empty(*self._shape, **self._options)], []
+        for number, payload in enumerate(payloads):
+            block = self._parse(payload)
+            if block.lines == 1 and block.rows == 1:
+                parts.append(from_block(block, *self._shape, **self._options))
+            elif block.bad:
+                bad.append((number, block.bad[0][2]))
+            else:
+                bad.append((number, "it has several lines" if block.rows > 1 else "it is empty"))
+        return Samples.join(parts), bad
+
+    def _parse(self, text: bytes) -> Any:
+        return self._parser.parse(text, 0, True, 1 << 62, 1 << 62, self._form.threads)
+
+
+class DeadLetters:
+    """A file of JSON lines with the messages that could not be read: source, partition, position, why, and the message
+    as ``text`` or, where it is not UTF-8, as ``base64``. Without a path they are only counted."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def open(self, size: int) -> None:
+        """Goes on behind the first ``size`` bytes: what came after them is read, and written, again."""
+        if self._path is None:
+            return
+        self.close()
+        self._file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        if os.fstat(self._file).st_size > size:
+            os.ftruncate(self._file, size)
+
+    def write(self, **letter: Any) -> int:
+        """Adds one; the bytes that it takes."""
+        if self._file is None:
+            return 0
+        message = letter.pop("message")
+        try:
+            letter["text"] = message.decode()
+        except UnicodeDecodeError:
+            letter["base64"] = base64.b64encode(message).decode()
+        return os.write(self._file, json.dumps(letter).encode() + b"\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

@@ -1,0 +1,339 @@
+"""`LiveStream`: batches from files first and then from sources that never end, resumable to the record.
+
+A batch closes when it is full, or ``max_wait_s`` after its first record. While nothing is ready an empty batch comes every
+fifth of a second, so that whoever trains can do what is due by the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.data.features import Number
+from shoal.data.live.address import Address, parse_address
+from shoal.data.live.messages import DeadLetters, decoder
+from shoal.data.live.opening import open_reader
+from shoal.data.live.protocol import Chunk, Lag, Reader
+from shoal.data.samples import Samples
+from shoal.data.schema import Schema
+from shoal.data.source import BadRow, OnBad
+from shoal.data.stream import Batch, Stream
+from shoal.errors import ConfigError, DataError
+from shoal.metrics import emit_counter, emit_store
+
+TICK_S = 0.2
+_TURN_S = 0.02  # how long one of several sources is waited for before the next one has its turn
+_LAG_S = 1.0
+_HEAD = {"epoch": 0, "unit": 0, "cursor": None, "stripe": 0, "window": 0, "rows": 0, "bad": 0, "batch": 0}
+POSITION_FILE = "_positions.json"
+
+
+@dataclass(slots=True)
+class _Source:
+    address: Address
+    reader: Reader | None = None
+    positions: dict[str, Any] = field(default_factory=dict)
+    """Behind the last record that is in a batch."""
+
+    @property
+    def name(self) -> str:
+        return str(self.address)
+
+
+class LiveStream:
+    """Iterates over the batches of ``history``, if there is one, and then of ``sources``.
+
+    Args:
+        sources: addresses (`shoal.data.live.parse_address`); several are read in turn.
+        max_wait_s: how long a batch that is not full waits for more; infinite for batches that are always full.
+        idle_s: the iteration ends when no record came for so long; None: never.
+        dead_letters: a file for messages that cannot be read.
+        on_bad: is told of each of them.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[str],
+        form: Any,
+        schema: Schema,
+        *,
+        format_name: str,
+        batch_size: int,
+        history: Stream | None = None,
+        max_wait_s: float = 1.0,
+        idle_s: float | None = None,
+        dead_letters: str | None = None,
+        rank: int = 0,
+        world: int = 1,
+        on_bad: OnBad | None = None,
+    ) -> None:
+        self.schema, self.history, self.batch_size = schema, history, batch_size
+        self.max_wait_s, self.idle_s = max_wait_s, idle_s
+        self._share = rank, world
+        self._decode = decoder(form, format_name)
+        self._sources = [_Source(parse_address(one)) for one in sources]
+        names = [one.name for one in self._sources]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"[data] train: each source must be named once, got {', '.join(names)}")
+        self._letters = DeadLetters(dead_letters)
+        self._on_bad = on_bad
+        self._rules = schema.native()
+        self._changes_numbers = any(schema.number(name) != Number() for name in schema.dense)
+        self.files = history.files if history is not None else []
+        self.empty = history.empty if history is not None else []
+        self.sources = names
+        self.state: dict[str, Any] = {
+            **(history.state if history is not None else _HEAD), "live": None, "begun": history is None, "letters": 0,
+        }  # fmt: skip
+        """From where iteration begins; that of a `Batch` to continue after it. ``live`` has the positions by source."""
+        self._last_bad = 0
+        self._lag = Lag()
+        self._lag_asked_s = float("-inf")
+        self._safe: Mapping[str, Any] | None = None  # positions that are to be acknowledged
+        self._lock = threading.Lock()
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the history, and one more for what never ends."""
+        return 1 + (self.history.epochs if self.history is not None else 0)
+
+    @property
+    def bad_rows(self) -> int:
+        """Rows and messages that were left out so far."""
+        return self._last_bad
+
+    def total_rows(self) -> float | None:
+        return None
+
+    def lag(self) -> Lag:
+        """Of all sources together, at most a second old."""
+        return self._lag
+
+    def restart(self, state: Mapping[str, Any]) -> None:
+        """Iteration begins behind the batch that ``state`` is of."""
+        missing = sorted(self.state.keys() - state.keys())
+        if missing:
+            raise DataError(f"the state of a stream lacks {', '.join(missing)}")
+        self.state = {name: state[name] for name in self.state}
+        if self.history is not None and not state["begun"]:
+            self.history.restart(state)
+
+    def acknowledge(self, state: Mapping[str, Any]) -> None:
+        """What was read up to ``state`` is in a durable checkpoint: sources are told so, by the thread that reads."""
+        with self._lock:
+            self._safe = state["live"]
+
+    def close(self) -> None:
+        """Tells sources what is still to be acknowledged, and leaves them. Nobody may be iterating."""
+        self._acknowledge()
+        for one in self._sources:
+            if one.reader is not None:
+                one.reader.close()
+                one.reader = None
+        self._letters.close()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches from `state` on; each iteration begins there again."""
+        state = dict(self.state)
+        self._last_bad = state["bad"]
+        self._open(state)
+        if self.history is not None and not state["begun"]:
+            yield from self._of_history(state)
+        state |= {"begun": True, "epoch": self.epochs - 1}
+        yield from self._of_sources(state)
+
+    def _open(self, state: dict[str, Any]) -> None:
+        given: Mapping[str, Any] = state["live"] if state["live"] is not None else self._recorded()
+        self._letters.open(state["letters"])
+        for one in self._sources:
+            start = given.get(one.name)
+            if one.reader is None:
+                one.reader = open_reader(one.address, start, rank=self._share[0], world=self._share[1])
+            else:
+                one.reader.open(start)
+            one.positions = one.reader.positions()
+        state["live"] = self._positions()
+
+    def _recorded(self) -> Mapping[str, Any]:
+        """Where the history ends in the sources, as a file next to its last one tells; addresses with ``from`` know."""
+        path = os.path.join(os.path.dirname(self.files[-1]), POSITION_FILE) if self.files else ""
+        if not os.path.exists(path):
+            return {}
+        try:
+            with open(path, "rb") as file:
+                given = json.load(file)
+            if not isinstance(given, dict) or not all(isinstance(one, dict) for one in given.values()):
+                raise ValueError("it must be {address: {partition: position}}")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: the positions at which the history ends cannot be read ({error})") from None
+        own = {one.name for one in self._sources if "from" not in one.address.options}
+        return {name: positions for name, positions in given.items() if name in own}
+
+    def _of_history(self, state: dict[str, Any]) -> Iterator[Batch]:
+        assert self.history is not None
+        for batch in self.history:
+            state |= batch.state
+            self._last_bad = state["bad"]
+            yield Batch(samples=batch.samples, state=dict(state))
+        state["bad"] = self._last_bad = self.history.bad_rows  # the last ones are behind the last batch
+        for one in self._sources:  # nothing was read meanwhile: is it all still there?
+            assert one.reader is not None
+            one.reader.open(one.positions)
+
+    def _of_sources(self, state: dict[str, Any]) -> Iterator[Batch]:
+        parts: list[Samples] = []
+        rows, closes_s = 0, 0.0
+        came_s = told_s = time.monotonic()
+        before = dict(state)  # what a batch that is not closed yet has not changed
+        while True:
+            wait_s = TICK_S if not rows else min(TICK_S, max(0.0, closes_s - time.monotonic()))
+            chunks = self._poll(self.batch_size - rows, wait_s)
+            now = time.monotonic()
+            if chunks:
+                came_s = now
+                if not rows:
+                    closes_s = now + self.max_wait_s
+                samples = self._samples(chunks, state)
+                if len(samples):
+                    parts.append(samples)
+                    rows += len(samples)
+            ended = not chunks and self._ended(now - came_s)
+            self._duties(now)
+            if rows and (rows == self.batch_size or now >= closes_s or ended):
+                batch = Samples.join(parts)
+                state["rows"] += rows
+                state["window"] += 1
+                state["live"] = self._positions()
+                before = dict(state)
+                parts, rows, told_s = [], 0, now
+                yield Batch(samples=self._finished(batch), state=dict(state))
+            elif now - told_s >= TICK_S:
+                if not rows:  # what was bad alone is behind us, too
+                    state["live"] = self._positions()
+                    before = dict(state)
+                told_s = now
+                yield Batch(samples=self._nothing(), state=before)
+            if ended:
+                return
+
+    def _poll(self, wanted: int, wait_s: float) -> list[tuple[_Source, Chunk]]:
+        """At most ``wanted`` further records; whoever has some does not wait for the others."""
+        deadline = time.monotonic() + wait_s
+        alone = len(self._sources) == 1
+        found: list[tuple[_Source, Chunk]] = []
+        while True:
+            for one in self._sources:
+                assert one.reader is not None
+                for chunk in one.reader.poll(wanted, 0.0 if not alone else wait_s):
+                    found.append((one, chunk))
+                    wanted -= len(chunk)
+                if not wanted:
+                    break
+            left = deadline - time.monotonic()
+            if found or left <= 0 or alone:
+                return found
+            time.sleep(min(_TURN_S, left))
+
+    def _samples(self, chunks: list[tuple[_Source, Chunk]], state: dict[str, Any]) -> Samples:
+        """What the records of one poll hold; positions move behind them."""
+        records: list[bytes] = []
+        for one, chunk in chunks:
+            records += chunk.records
+            one.positions[chunk.partition] = chunk.positions[-1]
+            emit_counter("stream_records_total", len(chunk), f"source={one.name}")
+        samples, bad = self._decode(records)
+        for number, why in bad:
+            self._report(chunks, number, why, state)
+        self._last_bad = state["bad"]
+        return samples
+
+    def _report(self, chunks: list[tuple[_Source, Chunk]], number: int, why: str, state: dict[str, Any]) -> None:
+        for one, chunk in chunks:
+            if number < len(chunk):
+                break
+            number -= len(chunk)
+        else:
+            raise AssertionError("a bad message is one of those that were read")
+        position = chunk.positions[number]
+        state["bad"] += 1
+        emit_counter("stream_bad_records_total", 1, f"source={one.name}")
+        state["letters"] += self._letters.write(
+            source=one.name, partition=chunk.partition, position=position, why=why, message=chunk.records[number]
+        )
+        if self._on_bad is not None:
+            where = f"{one.name}, partition {chunk.partition}, before {position}"
+            self._on_bad(BadMessage(path=where, why=why, noun="message"))
+
+    def _finished(self, samples: Samples) -> Samples:
+        label, dense = samples.label, samples.dense
+        if self.schema.positive_above is not None:
+            label = (label > self.schema.positive_above).float()
+        if self._changes_numbers:
+            dense = dense.clone()
+            self._rules.apply_numbers(dense.data_ptr(), len(dense))
+        return Samples(label=label, dense=dense, ids=samples.ids, offsets=samples.offsets, time=samples.time)
+
+    def _nothing(self) -> Samples:
+        return self._decode([])[0]
+
+    def _positions(self) -> dict[str, Any]:
+        return {one.name: dict(one.positions) for one in self._sources}
+
+    def _ended(self, idle_s: float) -> bool:
+        if self.idle_s is not None and idle_s >= self.idle_s:
+            return True
+        return all(one.reader is not None and one.reader.ended for one in self._sources)
+
+    # --- beside reading -----------------------------------------------------------------------------------------------
+
+    def _duties(self, now: float) -> None:
+        self._acknowledge()
+        if now - self._lag_asked_s < _LAG_S:
+            return
+        self._lag_asked_s = now
+        each = []
+        for one in self._sources:
+            assert one.reader is not None
+            each.append(lag := one.reader.lag())
+            if lag.records is not None:
+                emit_store("stream_lag_records", lag.records, f"source={one.name}")
+            if lag.seconds is not None:
+                emit_store("stream_lag_seconds", lag.seconds, f"source={one.name}")
+        records = [one.records for one in each if one.records is not None]
+        seconds = [one.seconds for one in each if one.seconds is not None]
+        self._lag = Lag(sum(records) if len(records) == len(each) else None, max(seconds, default=None))
+
+    def _acknowledge(self) -> None:
+        with self._lock:
+            safe, self._safe = self._safe, None
+        for one in self._sources if safe is not None else ():
+            if one.reader is not None and one.name in safe:
+                one.reader.acknowledge(safe[one.name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadMessage(BadRow):
+    """A message that could not be read; ``path`` says where it was."""
+
+    def where(self) -> str:
+        return self.path
+
+
+def merged_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The state of all ranks of a run as one, for a run with another number of ranks; None while history was read,
+    whose ranks are at places that only as many ranks can go on from."""
+    if not states or not all(one.get("begun") for one in states):
+        return None
+    live: dict[str, dict[str, Any]] = {}
+    for one in states:
+        for source, positions in (one["live"] or {}).items():
+            live.setdefault(source, {}).update(positions)
+    total = {name: sum(one[name] for one in states) for name in ("rows", "bad")}
+    return {**states[0], **total, "live": live, "letters": 0}
