@@ -37,12 +37,17 @@ A feature with a table of its own, wider and with another optimizer; rows in GPU
 
   shoal train my.toml --device cuda --set table.device=cuda
 
+On a history and then a stream, for ever (SIGTERM ends it with a checkpoint; run it again to resume exactly):
+
+  shoal train my.toml --train 'days/*.parquet' 'kafka://broker:9092/clicks?group=ctr&from=2026-11-01'
+
 With the rows and weights of an earlier run, as far as they fit:
 
   shoal train new.toml --init-from old/run
 
-Exit codes: 0 done, 1 failed (with --strict also a bad row), 2 wrong usage or configuration, 3 ended by [serve.guard],
-130 interrupted, or 143 by SIGTERM (a checkpoint was written if there is an --out)."""
+Exit codes: 0 done (a run on a stream also after SIGTERM), 1 failed (with --strict also a bad row), 2 wrong usage or
+configuration, 3 ended by [serve.guard], 130 interrupted, or 143 by SIGTERM (a checkpoint was written if there is an
+--out)."""
 
 
 GUARD_EXIT = 3
@@ -55,11 +60,12 @@ class Flags:
     config: Path | None = None
     """TOML file with [data], [table], [model], [train], [eval] and [out]; for --generate the file to write."""
     train: tuple[str, ...] | None = None
-    """Files to learn from: paths, folders, patterns."""
+    """What to learn from: files (paths, folders, patterns), then sources that never end: redis://HOST/STREAM,
+    kafka://HOST/TOPIC?group=NAME, dir:FOLDER (one that grows), - (standard input)."""
     eval: tuple[str, ...] | None = None
     """Files to evaluate on."""
     format: str | None = None
-    """criteo, csv, tsv, parquet, tfrecord, example or example_batch."""
+    """criteo, csv, tsv, json, parquet, tfrecord, example or example_batch."""
     model: str | None = None
     """deepfm, dlrm, dcn, two_tower, or package.module:Class of yours."""
     epochs: int | None = None
@@ -240,7 +246,7 @@ STARTER = """\
 # Paths are relative to this file. Every setting: docs/training.md.
 
 [data]
-format = "criteo"            # or csv, tsv, parquet, tfrecord, example, example_batch
+format = "criteo"            # or csv, tsv, json, parquet, tfrecord, example, example_batch
 train = ["train.tsv"]        # paths, folders, patterns; .gz too
 eval = ["eval.tsv"]
 shuffle_rows = 65536

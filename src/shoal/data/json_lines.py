@@ -10,7 +10,15 @@ from shoal import _core
 from shoal.data.samples import Samples, from_block
 from shoal.data.schema import Schema
 from shoal.data.source import (
-    DAMAGED, BadRow, OnBad, Unit, file_size, is_gzip, open_bytes, open_error, refuse_other_kinds,
+    DAMAGED,
+    BadRow,
+    OnBad,
+    Unit,
+    file_size,
+    is_gzip,
+    open_bytes,
+    open_error,
+    refuse_other_kinds,
 )  # fmt: skip
 
 _BLOCK = 1 << 21

@@ -1,24 +1,3 @@
-"""Brokers for the tests of live sources: one of each kind per module."""
+"""Fixtures of the tests of live sources."""
 
-import pytest
-
-from shoal.errors import MissingExtraError
-from shoal.testing.brokers import MockKafka, RedisServer
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory):
-    pytest.importorskip("redis")
-    try:
-        server = RedisServer(tmp_path_factory.mktemp("redis"))
-    except MissingExtraError as error:
-        pytest.skip(str(error))
-    with server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def mock_kafka():
-    pytest.importorskip("confluent_kafka")
-    with MockKafka() as broker:
-        yield broker
+from tests.brokers import mock_kafka, redis_server  # noqa: F401

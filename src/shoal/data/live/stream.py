@@ -1,7 +1,7 @@
 """`LiveStream`: batches from files first and then from sources that never end, resumable to the record.
 
-A batch closes when it is full, or ``max_wait_s`` after its first record. While nothing is ready an empty batch comes every
-fifth of a second, so that whoever trains can do what is due by the clock.
+A batch closes when it is full, or ``max_wait_s`` after its first record. While nothing is ready an empty batch comes
+every fifth of a second, so that whoever trains can do what is due by the clock.
 """
 
 from __future__ import annotations
@@ -255,12 +255,11 @@ class LiveStream:
         return samples
 
     def _report(self, chunks: list[tuple[_Source, Chunk]], number: int, why: str, state: dict[str, Any]) -> None:
-        for one, chunk in chunks:
-            if number < len(chunk):
-                break
-            number -= len(chunk)
-        else:
-            raise AssertionError("a bad message is one of those that were read")
+        at = 0
+        while number >= len(chunks[at][1]):
+            number -= len(chunks[at][1])
+            at += 1
+        one, chunk = chunks[at]
         position = chunk.positions[number]
         state["bad"] += 1
         emit_counter("stream_bad_records_total", 1, f"source={one.name}")
@@ -288,16 +287,18 @@ class LiveStream:
 
     def _ended(self, idle_s: float) -> bool:
         if self.idle_s is not None and idle_s >= self.idle_s:
-            return True
+            return not self._measure().records  # a source that has records and does not give them is slow, or away
         return all(one.reader is not None and one.reader.ended for one in self._sources)
 
     # --- beside reading -----------------------------------------------------------------------------------------------
 
     def _duties(self, now: float) -> None:
         self._acknowledge()
-        if now - self._lag_asked_s < _LAG_S:
-            return
-        self._lag_asked_s = now
+        if now - self._lag_asked_s >= _LAG_S:
+            self._lag_asked_s = now
+            self._measure()
+
+    def _measure(self) -> Lag:
         each = []
         for one in self._sources:
             assert one.reader is not None
@@ -309,12 +310,13 @@ class LiveStream:
         records = [one.records for one in each if one.records is not None]
         seconds = [one.seconds for one in each if one.seconds is not None]
         self._lag = Lag(sum(records) if len(records) == len(each) else None, max(seconds, default=None))
+        return self._lag
 
     def _acknowledge(self) -> None:
         with self._lock:
             safe, self._safe = self._safe, None
-        for one in self._sources if safe is not None else ():
-            if one.reader is not None and one.name in safe:
+        for one in self._sources:
+            if safe is not None and one.reader is not None and one.name in safe:
                 one.reader.acknowledge(safe[one.name])
 
 

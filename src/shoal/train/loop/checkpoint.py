@@ -100,7 +100,7 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable
     """Fills model, optimizer and rows from a folder; ``snapshot`` gets this rank's position and metrics.
 
     On another number of ranks the rows are shared out anew; positions in files do not fit then and ``reader`` is empty
-    (those in sources that never end do fit), and an admission filter counts from 0. Ranks do not talk to each other here.
+    (those in sources that never end do fit), and an admission filter counts from 0. Ranks do not talk to each other.
 
     Raises:
         DataError: a file is damaged. Model and optimizer are as they were; the rows are to be loaded again.

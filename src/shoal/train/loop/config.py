@@ -47,6 +47,8 @@ class DataConfig:
     prefetch: int | None = None
     """Batches that a thread reads ahead; 0 reads between steps, on all threads. By default 8, and 0 where there are no
     more than two CPUs: there a reading thread takes more from the step than it saves."""
+    message_format: str | None = None
+    """The format of messages, where files have another; by default ``format``, and json where that is parquet."""
     max_wait_s: float = 1.0
     """Of a source that never ends: how long a batch waits until it is full; inf for full batches alone. Lower it when
     replicas learn too late, raise it when batches are too small."""
@@ -61,7 +63,9 @@ class DataConfig:
     ``[features.NAME]``. Those that ``sparse`` and ``dense`` do not name come after the ones they do."""
 
     def __post_init__(self) -> None:
-        at_least("data", self, shuffle_rows=0, prefetch=0, max_wait_s=0, idle_s=0)
+        at_least("data", self, shuffle_rows=0, prefetch=0, idle_s=0)
+        if not self.max_wait_s >= 0:
+            raise ConfigError(f"[data] max_wait_s must be at least 0, or inf, got {self.max_wait_s}")
         if not self.train:
             raise ConfigError("[data] train must name the files to learn from, got none")
         for text in self.live:
@@ -70,7 +74,13 @@ class DataConfig:
             raise ConfigError("[data] eval must be files, which end; got a source that never does")
         form = self.make_format()
         if self.live:
-            decoder(form, self.format)
+            name, messages = self.make_message_format()
+            decoder(messages, name)
+            if messages.ragged != form.ragged:
+                raise ConfigError(
+                    f"[data] files ({self.format}) and messages ({name}) must agree on whether features are lists; set "
+                    "lists = true, a separator, or neither"
+                )
 
     @property
     def history(self) -> tuple[str, ...]:
@@ -98,15 +108,28 @@ class DataConfig:
         )  # fmt: skip
 
     def make_format(self) -> Any:
+        """The format of files; where there are none, of messages."""
+        files = self.history or self.eval
+        return self._make_format("format", self.format) if files else self.make_message_format()[1]
+
+    def make_message_format(self) -> tuple[str, Any]:
+        """The name of the format of messages, and the format."""
+        name = self.message_format or ("json" if self.format == "parquet" else self.format)
+        return name, self._make_format("message_format", name)
+
+    def _make_format(self, setting: str, name: str) -> Any:
         from shoal.data.formats import FORMATS, make_format
 
-        options = dict(self.options)
-        if self.format not in FORMATS:
-            hint = did_you_mean(self.format, FORMATS)
-            raise ConfigError(f"[data] format must be one of {', '.join(FORMATS)}, got {self.format!r}{hint}")
-        if "threads" in FORMATS[self.format][1]:
+        if name not in FORMATS:
+            hint = did_you_mean(name, FORMATS)
+            raise ConfigError(f"[data] {setting} must be one of {', '.join(FORMATS)}, got {name!r}{hint}")
+        options, known = dict(self.options), FORMATS[name][1]
+        if "threads" in known:
             options.setdefault("threads", not self.ahead())
-        return make_format(self.format, self.schema(), **options)
+        if self.live:  # each of the two formats takes the options that it has
+            both = known | FORMATS.get(self.message_format or "json", FORMATS["json"])[1] | FORMATS[self.format][1]
+            options = {key: value for key, value in options.items() if key in known or key not in both}
+        return make_format(name, self.schema(), **options)
 
     def ahead(self) -> int:
         """Batches to read ahead."""

@@ -30,7 +30,7 @@ class Reading:
         self._first_bad: BadRow | None = None
         data, form = config.data, config.data.make_format()
         history = self._stream(form, data.history, config.train.epochs, data.shuffle_rows) if data.history else None
-        self.live = self._live(form, history) if data.live else None
+        self.live = self._live(history) if data.live else None
         train = self.live if self.live is not None else history
         assert train is not None
         self.train: Stream | LiveStream = train
@@ -57,7 +57,8 @@ class Reading:
             epochs=epochs, rank=self._ranks.rank, world=self._ranks.world_size, on_bad=self._bad,
         )  # fmt: skip
 
-    def _live(self, form: Any, history: Stream | None) -> LiveStream:
+    def _live(self, history: Stream | None) -> LiveStream:
+        name, form = self._config.data.make_message_format()
         data, train, ranks, out = self._config.data, self._config.train, self._ranks, self._config.out.dir
         letters = data.dead_letters
         if letters is None and out is not None:
@@ -66,7 +67,7 @@ class Reading:
             letters += f".{ranks.rank}" * (ranks.world_size > 1)
             os.makedirs(os.path.dirname(os.path.abspath(letters)), exist_ok=True)
         return LiveStream(
-            data.live, form, data.schema(), format_name=data.format, batch_size=train.batch_size, history=history,
+            data.live, form, data.schema(), format_name=name, batch_size=train.batch_size, history=history,
             max_wait_s=data.max_wait_s, idle_s=data.idle_s, dead_letters=letters, rank=ranks.rank,
             world=ranks.world_size, on_bad=self._bad,
         )  # fmt: skip

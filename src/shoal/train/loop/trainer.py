@@ -471,6 +471,8 @@ class Trainer:
         if at is None:
             return None
         self.at = at
+        if self.reading.live is not None:
+            at.epoch = min(at.epoch, self.reading.epochs - 1)  # what was idle may go on
         self.reader = {**self.reader, **(snapshot.reader or {"epoch": self.at.epoch})}
         if snapshot.metrics:
             self.metrics.load(snapshot.metrics)

@@ -1,0 +1,216 @@
+"""`shoal train` on sources that never end: handover, exact resume, poison, acknowledgements, what is due by the clock.
+
+The last ones start processes.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from shoal.data.live import open_reader, open_writer
+from shoal.errors import ConfigError, DataError
+from shoal.train.loop.trainer import trainer
+from shoal.trainer import load_config
+from tests.brokers import mock_kafka, redis_server  # noqa: F401
+from tests.cli.train_helpers import events, kill_after, newest, of, same_checkpoint
+from tests.trainer.helpers import SMALL, Told, run
+
+DEADLINE_S = 120
+BASE = SMALL | {
+    "data.format": "json", "data.label": "click", "data.dense": ["age"], "data.sparse": ["user", "item"],
+    "data.time": "at",    "data.shuffle_rows": 0, "data.max_wait_s": 30.0, "data.idle_s": 0.5, "train.batch_size": 64,
+}  # fmt: skip
+
+
+def records(first, last):
+    for i in range(first, last):
+        user, item = i * 7919 % 50, i * 104729 % 31
+        click = int((user * 7 + item) % 5 == 0)
+        made = {"click": click, "age": i % 80, "user": f"u{user}", "item": f"i{item}", "at": 1_000_000 + i}
+        yield json.dumps(made).encode()
+
+
+def settings(*train, **more):
+    given = {name.replace("_dot_", "."): value for name, value in more.items()}
+    return load_config(None, BASE | {"data.train": [str(one) for one in train]} | given)
+
+
+def fill(address, first, last, partition=None):
+    writer = open_writer(address)
+    writer.append(list(records(first, last)), partition=partition)
+    writer.close()
+
+
+def write(path, first, last):
+    path.write_bytes(b"".join(line + b"\n" for line in records(first, last)))
+    return path
+
+
+def state_of(config, **options):
+    """Weights and rows after a run, and what it said."""
+    told = Told()
+    with trainer(config, reporter=told, **options) as one:
+        one.run()
+        weights = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
+        return weights, one.rows.local[0].size(), told
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(bool((one[name] == other[name]).all()) for name in one)
+
+
+def test_history_is_handed_over_to_the_stream_and_the_run_learns_what_a_run_on_files_learns(redis_server, tmp_path):  # noqa: F811
+    first, second = write(tmp_path / "a.json", 0, 640), write(tmp_path / "b.json", 640, 1280)
+    weights, rows, _ = state_of(settings(first, second))
+    address = redis_server.address("handover")
+    fill(address, 0, 1280)
+    reader = open_reader(address)  # the first 640 are in the history, so the stream begins behind them
+    positions = reader.poll(640, 5.0)[0].positions
+    reader.close()
+    ours, ours_rows, told = state_of(settings(first, f"{address}?from={positions[-1]}"))
+    assert (told.ended["why"], told.ended["samples"], told.ended["epoch"]) == ("finished", 1280, 2)
+    assert same(ours, weights)
+    assert ours_rows == rows
+    assert told.ended["lag_records"] == 0
+    # The same, with the position next to the history.
+    (tmp_path / "_positions.json").write_text(json.dumps({address: {"handover": positions[-1]}}))
+    assert same(state_of(settings(first, address))[0], weights)
+    (tmp_path / "_positions.json").write_text("[]")
+    with pytest.raises(DataError, match="_positions"):
+        run(settings(first, address))
+
+
+def test_a_run_that_is_stopped_goes_on_behind_what_it_learnt_and_a_dead_letter_is_written_once(redis_server, tmp_path):  # noqa: F811
+    address = redis_server.address("stopped")
+    writer = open_writer(address)
+    writer.append(list(records(0, 200)))
+    writer.append([b"not json", b'{"click": 2']), writer.append(list(records(200, 500)))
+    writer.append([b"\xff"]), writer.append(list(records(500, 640)))
+    writer.close()
+    whole, _, told = state_of(settings(address))
+    assert (told.ended["samples"], told.ended["bad_rows"]) == (640, 3)
+    config = settings(address, out_dot_dir=str(tmp_path / "out"), out_dot_every_steps=4)
+    for stop_at in (3, 6, None):
+        told = Told()
+        with trainer(config, reporter=told, stop=lambda told=told, at=stop_at: one.at.step + 1 == at) as one:
+            one.run()
+    assert (told.ended["samples"], told.ended["bad_rows"]) == (640, 3)
+    assert same(one.model.state_dict(), whole)
+    letters = [json.loads(line) for line in (tmp_path / "out" / "dead-letters.jsonl").read_text().splitlines()]
+    assert [one.get("text", one.get("base64")) for one in letters] == ["not json", '{"click": 2', "/w=="]
+    assert letters[0]["source"] == address
+    assert "JSON" in letters[0]["why"]
+    with pytest.raises(DataError, match="stopped, partition stopped"):
+        run(settings(address, train_dot_strict=True))
+
+
+def test_kafka_offsets_are_committed_when_the_checkpoint_is_whole_and_not_before(mock_kafka, tmp_path):  # noqa: F811
+    address = mock_kafka.address("committed") + "?group=ctr"
+    for partition in range(4):
+        fill(address, partition * 64, partition * 64 + 64, str(partition))
+    run(settings(address))  # without checkpoints nothing is committed
+    reader = open_reader(address)
+    assert set(reader.positions().values()) == {0}
+    reader.close()
+    told = run(settings(address, out_dot_dir=str(tmp_path)))
+    assert told.ended["samples"] == 256
+    reader = open_reader(address)
+    assert reader.positions() == {"0": 64, "1": 64, "2": 64, "3": 64}
+    reader.close()
+    fill(address, 256, 320, "1")
+    assert run(settings(address, out_dot_dir=str(tmp_path))).ended["samples"] == 320
+
+
+def test_a_growing_directory_and_a_batch_that_waited_long_enough(tmp_path):
+    folder = tmp_path / "grows"
+    folder.mkdir()
+    write(folder / "a.json", 0, 100)
+    told = run(settings(f"dir:{folder}", data_dot_max_wait_s=0.0, data_dot_idle_s=0.3))
+    assert (told.ended["samples"], told.ended["step"]) == (100, 2)
+
+
+def test_an_empty_stream_ends_when_it_was_idle_for_long_enough_or_is_evaluated_and_stopped(tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    held = write(tmp_path / "eval.json", 0, 64)
+    assert run(settings(f"dir:{folder}", data_dot_idle_s=0.1)).ended["samples"] == 0
+    config = settings(
+        f"dir:{folder}",
+        data_dot_eval=[str(held)],
+        eval_dot_every_s=0.1,
+        data_dot_idle_s=60.0,
+        out_dot_dir=str(tmp_path / "out"),
+    )
+    told = Told()
+    with trainer(config, reporter=told, stop=lambda: len(told.evaluations) > 1) as one:
+        assert one.run()["why"] == "interrupted"
+    assert told.saves == [0]
+
+
+def test_settings_of_sources_are_checked(tmp_path):
+    for change, why in (
+        ({"data.train": ["redis://h"]}, "STREAM"),
+        ({"data.eval": ["-"]}, "eval must be files"),
+        ({"data.format": "csv"}, "columns"),
+        ({"data.format": "parquet", "data.message_format": "jsn"}, "did you mean 'json'"),
+        ({"data.max_wait_s": -1.0}, "max_wait_s"),
+        ({"data.train": [str(tmp_path), "-"], "data.message_format": "tfrecord"}, "must agree"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            load_config(None, BASE | {"data.train": ["-"]} | change)
+    (tmp_path / "x.toml").write_text(
+        '[data]\ntrain = ["a.json", "dir:grows", "kafka://h/t", "-"]\nformat = "json"\nlabel = "y"\nsparse = ["u"]\n'
+    )
+    config = load_config(tmp_path / "x.toml")
+    assert config.data.train == (str(tmp_path / "a.json"), f"dir:{tmp_path / 'grows'}", "kafka://h/t", "-")
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def command(address, out, *more):
+    flags = [
+        text
+        for name, value in BASE.items()
+        if name != "data.idle_s"
+        for text in ("--set", f"{name}={json.dumps(value)}")
+    ]
+    shell = [sys.executable, "-m", "shoal", "train", "--train", address, "--out", str(out), "--json"]
+    return [*shell, *flags, *map(str, more)]
+
+
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(redis_server, tmp_path):  # noqa: F811
+    address = redis_server.address("bits")
+    fill(address, 0, 3200)
+    config = {"out_dot_every_steps": 7, "data_dot_max_wait_s": float("inf")}
+    run(settings(address, out_dot_dir=str(tmp_path / "whole"), **config))
+    flags = ("--set", "data.max_wait_s=inf", "--checkpoint-steps", 7, "--log-steps", 1)
+    kill_after(command(address, tmp_path / "killed", *flags), "progress", 23)
+    redis_server.kill()
+    redis_server.start()
+    told = run(settings(address, out_dot_dir=str(tmp_path / "killed"), **config))
+    assert told.ended["samples"] == 3200
+    same_checkpoint(newest(tmp_path / "whole"), newest(tmp_path / "killed"))
+
+
+def test_sigterm_ends_a_quiet_run_with_a_checkpoint_and_exit_code_0(tmp_path):
+    folder = tmp_path / "grows"
+    folder.mkdir()
+    write(folder / "a.json", 0, 300)
+    shell = command(f"dir:{folder}", tmp_path / "out", "--set", "data.max_wait_s=0.1", "--set", "out.log_s=0.2")
+    with subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        seen = []
+        for line in process.stdout:
+            seen.append(json.loads(line))
+            if seen[-1]["event"] == "progress" and seen[-1]["samples"] == 300:
+                break
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    told = seen + events(out)
+    assert of("start", told)[0]["sources"] == [f"dir:{folder}"]
+    assert told[-1]["why"] == "interrupted"
+    assert newest(tmp_path / "out").name == f"ckpt-{told[-1]['step']:08d}"
