@@ -107,6 +107,36 @@ def test_values_are_written_read_overwritten_and_deleted(registry):
     assert tree.children(f"{registry.root}/a") == []
 
 
+def test_a_value_is_swapped_only_where_it_is_what_was_expected(registry):
+    tree, path = registry(), f"{registry.root}/state/leader"
+    assert not tree.swap(path, b"x", b"y")
+    assert tree.swap(path, None, b"x")
+    assert not tree.swap(path, None, b"y")
+    assert not tree.swap(path, b"y", b"z")
+    assert tree.swap(path, b"x", b"y")
+    assert tree.get(path) == b"y"
+
+
+def test_of_many_that_swap_at_once_one_succeeds(registry):
+    path, sessions, won = f"{registry.root}/state", [registry() for _ in range(3)], []
+    sessions[0].put(path, b"0")
+
+    def work(tree, n):
+        for turn in range(5):
+            if tree.swap(path, str(turn).encode(), str(turn + 1).encode()):
+                won.append(turn)
+            deadline = time.monotonic() + 60
+            while int(tree.get(path)) <= turn and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=work, args=(tree, n)) for n, tree in enumerate(sessions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(won) == [0, 1, 2, 3, 4]
+
+
 def test_names_with_colons_and_semicolons_survive(registry):
     tree = registry()
     name = "ps_0:psm;dc1;blue:pod:7"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 from shoal.cli.shared.arguments import Verbs, parse, run_verb
 from shoal.cli.shared.stopping import stop_event
-from shoal.errors import UsageError
+from shoal.errors import PeerError, UsageError
 
 EXAMPLES = """examples:
 
@@ -23,7 +24,11 @@ EXAMPLES = """examples:
 
   shoal ps reshard --source /data/ps --target /data/ps3 --of 3
 
-  shoal ps status 127.0.0.1:7100 127.0.0.1:7101"""
+  shoal ps status 127.0.0.1:7100 127.0.0.1:7101
+
+A shard on two hosts, either of which may be lost:
+
+  shoal ps --durability log --dir /data/ps --registry zk://zk1:2181 --group ctr --ack follower --port 7100"""
 
 
 @dataclass
@@ -67,8 +72,47 @@ class Serve:
     """The name that the replicas serve the model by."""
     publish_every: str = "1s"
     """Time between two rounds of pushes."""
+    registry: str | None = None
+    """Several servers hold this shard, and find each other here: dir:///path, a folder, or zk://host:port. One leads,
+    the others follow its log, and one that has everything leads when it has gone. Needs --durability log."""
+    group: str = "ps"
+    """The name that all servers of one model share in the registry."""
+    replica_of: str | None = None
+    """Follow the server at this HOST:PORT, which was started with --ack, without a registry. It never leads by itself:
+    start it without this to have it lead."""
+    ack: Literal["local", "follower"] | None = None
+    """When a write is acknowledged: on this server's disk (local), or also on the followers' (follower), so that the
+    loss of a host loses nothing. Default: local."""
+    advertise: str | None = None
+    """HOST:PORT that the others reach this server by; default: where it listens."""
+    stale_reads: str = "0"
+    """Answer reads as a follower, too, with rows at most so old, such as 2s; 0 for never."""
+    session_timeout: str = "4s"
+    """How long the registry waits for a server that is silent before another one leads."""
+    force_lead: bool = False
+    """Lead even though writes that were acknowledged may be missing here: for when the other disks are lost."""
+    peer_keys: Path | None = None
+    """This server's .key_secret file for connections to the other servers of the group; default: --keys."""
     json: bool = False
     """Print where the server listens as one line of JSON."""
+
+
+@dataclass
+class Handover:
+    """Has the leader of a shard give its place to a follower, without a pause that a trainer notices.
+
+    Example: shoal ps handover 127.0.0.1:7100
+    """
+
+    address: str
+    """Where the leader listens."""
+    keys: Path | None = None
+    """Your .key_secret file, where the servers use CURVE."""
+    server: Path | None = None
+    """The servers' public .key file."""
+    timeout: float = 15.0
+    """Seconds to wait."""
+    json: bool = False
 
 
 @dataclass
@@ -132,6 +176,7 @@ def duration(text: str) -> timedelta | None:
 
 def main(argv: list[str]) -> int:
     verbs: Verbs = {
+        "handover": (Handover, handover, ("address",)),
         "keygen": (Keygen, keygen, ()),
         "reshard": (Reshard, reshard, ()),
         "status": (Status, status, ("addresses",)),
@@ -143,6 +188,22 @@ def main(argv: list[str]) -> int:
 
 
 def serve(options: Serve) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    if options.clients is not None and options.keys is None:
+        raise UsageError("--clients says whose keys may connect, so it needs the server's own: give --keys")
+    if (options.publish is None) != (options.publish_model is None):
+        raise UsageError("--publish REGISTRY and --publish-model NAME must be given together")
+    if options.registry is not None and options.replica_of is not None:
+        raise UsageError("--registry finds the leader by itself; give it or --replica-of, not both")
+    with stop_event() as stop:
+        code, ports = None, None
+        while code is None:  # a server that has to lead no more, or cannot follow as it is, starts again as a follower
+            code, ports = _serve_once(options, stop, ports)
+    return code
+
+
+def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tuple[int | None, tuple[int, int]]:
+    """The exit code, or None to serve again; and the ports. With ``ports`` it is not the first time."""
     from shoal.serving.sync.shard_publish import ShardPublishing
     from shoal.sharded.ps.client.tables import create_request, load_tables
     from shoal.sharded.ps.limits import Limits
@@ -151,23 +212,19 @@ def serve(options: Serve) -> int:
     from shoal.sharded.ps.server.server import ParameterServer
     from shoal.sharded.ps.server.shard import Shard
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     folder = None if options.dir is None else options.dir / f"shard-{options.shard:05d}"
     tables = load_tables(options.config) if options.config is not None else {}
     checkpoint_every, evict_every = duration(options.checkpoint_every), duration(options.evict_every)
-    if options.clients is not None and options.keys is None:
-        raise UsageError("--clients says whose keys may connect, so it needs the server's own: give --keys")
-    if (options.publish is None) != (options.publish_model is None):
-        raise UsageError("--publish REGISTRY and --publish-model NAME must be given together")
     engine = Engine(Shard(options.shard, options.of), options.durability, folder)
     publishing = ShardPublishing(engine, _publish_settings(options))
     periodic = checkpoint_every if folder is not None and options.durability != "none" else None
+    replication = _replication(options, folder, force_lead=options.force_lead and ports is None)
     server = ParameterServer(
         engine,
         host=options.host,
-        port=options.port,
+        port=ports[0] if ports else options.port,
         http_host=options.http_host,
-        http_port=options.http_port,
+        http_port=ports[1] if ports else options.http_port,
         keys=None if options.keys is None else ServerKeys(secret=options.keys, clients=options.clients),
         insecure=options.insecure,
         limits=Limits(max_ids=options.max_ids),
@@ -176,29 +233,97 @@ def serve(options: Serve) -> int:
         evict_every=evict_every,
         tables=[create_request(config, spec) for config, spec in tables.values()],
         publish=publishing.ask,
+        replication=replication,
     )
     publishing.server = server
-    with stop_event() as stop:
-        server.start()
-        if publishing.settings is not None:
-            publishing.start()
+    if publishing.settings is not None and replication is not None:
+        replication.promoted = publishing.start
+    server.start()
+    if publishing.settings is not None and replication is None:
+        publishing.start()
+    if ports is None:
         place = {"shard": options.shard, "of": options.of, "address": server.address, "http": server.http_address}
-        if options.json:
-            print(json.dumps(place), flush=True)
-        else:
-            print(
-                f"shard {options.shard} of {options.of} on {server.address}, status on http://{server.http_address}",
-                flush=True,
-            )
-        while not stop.wait(0.2):
-            if server.wait(0):
+        text = f"shard {options.shard} of {options.of} on {server.address}, status on http://{server.http_address}"
+        print(json.dumps(place) if options.json else text, flush=True)
+    ports = int(server.address.rpartition(":")[2]), int(server.http_address.rpartition(":")[2])
+    while not stop.wait(0.05):
+        if server.wait(0):
+            publishing.close()
+            server.stop(drain=timedelta(0))
+            if replication is None or not replication.rebuild:
                 print(f"shoal ps: shard {options.shard} failed: {server.fatal}", file=sys.stderr)
-                publishing.close()
-                server.stop(drain=timedelta(0))
-                return 1
-        publishing.close()
-        server.stop(checkpoint=folder is not None and options.durability != "none")
+                return 1, ports
+            return None, ports
+    publishing.close()
+    if replication is not None:
+        with contextlib.suppress(PeerError):  # nobody can take over: it leads again when it comes back
+            replication.hand_over(seconds=5.0)
+    server.stop(checkpoint=folder is not None and options.durability != "none")
+    return 0, ports
+
+
+def _replication(options: Serve, folder: Path | None, *, force_lead: bool) -> Any:
+    """This server's part in a group, if it has one."""
+    if options.registry is None and options.replica_of is None and options.ack is None:
+        return None
+    from shoal.serving.cluster.discovery.leaders import RegistryBoard
+    from shoal.serving.cluster.registry import open_registry
+    from shoal.sharded.ps.replica.board import FollowingBoard, LoneBoard
+    from shoal.sharded.ps.replica.replication import Replication, server_name
+    from shoal.sharded.ps.replica.terms import Terms
+    from shoal.sharded.ps.security import ClientKeys
+
+    if folder is None or options.durability != "log":
+        raise UsageError("a server of a group must have --durability log and --dir: followers copy the log")
+    name = server_name(folder)
+    if options.registry is not None:
+        timeout = duration(options.session_timeout)
+        if timeout is None:
+            raise UsageError(f"--session-timeout must be above 0, got {options.session_timeout!r}")
+        seconds = timeout.total_seconds()
+        registry = open_registry(options.registry, session_timeout=seconds)
+        board: Any = RegistryBoard(registry, options.group, options.shard, seconds)
+    elif options.replica_of is not None:
+        board = FollowingBoard(options.replica_of)
+    else:
+        board = LoneBoard(name, Terms.read(folder).newest)
+    secret = options.peer_keys or options.keys
+    keys = None if secret is None else ClientKeys(secret=secret, server=options.keys or secret)
+    return Replication(
+        board,
+        name=name,
+        ack=options.ack or "local",
+        address=options.advertise,
+        keys=keys,
+        stale_reads=duration(options.stale_reads),
+        force_lead=force_lead,
+    )
+
+
+def handover(options: Handover) -> int:
+    from shoal.sharded.ps.protocol import Op
+    from shoal.sharded.ps.replica.peer import Peer
+    from shoal.sharded.ps.security import zmq_module
+
+    context = zmq_module().Context()
+    peer = Peer(context, options.address, _client_keys(options))
+    try:
+        to = bytes(peer.ask(Op.HANDOVER, {}, options.timeout).payload[0]).decode()
+    finally:
+        peer.close()
+        context.term()
+    print(json.dumps({"leader": to}) if options.json else f"{to} leads now")
     return 0
+
+
+def _client_keys(options: Handover | Status) -> Any:
+    from shoal.sharded.ps.security import ClientKeys
+
+    if (options.keys is None) != (options.server is None):
+        raise UsageError("--keys (your own secret key) and --server (the servers' public key) must be given together")
+    if options.keys is None or options.server is None:
+        return None
+    return ClientKeys(secret=options.keys, server=options.server)
 
 
 def _publish_settings(options: Serve) -> dict[str, Any] | None:
@@ -233,15 +358,10 @@ def reshard(options: Reshard) -> int:
 
 def status(options: Status) -> int:
     from shoal.sharded.ps.client.client import PsClient
-    from shoal.sharded.ps.security import ClientKeys
 
     if not options.addresses:
         raise UsageError("give the addresses of the servers, in the order of their shards, such as 127.0.0.1:7100")
-    if (options.keys is None) != (options.server is None):
-        raise UsageError("--keys (your own secret key) and --server (the servers' public key) must be given together")
-    keys = None
-    if options.keys is not None and options.server is not None:
-        keys = ClientKeys(secret=options.keys, server=options.server)
+    keys = _client_keys(options)
     if options.timeout <= 0:
         raise UsageError(f"--timeout must be > 0, got {options.timeout:g}")
     with PsClient(options.addresses, deadline=timedelta(seconds=options.timeout), keys=keys) as client:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.serving.cluster.directory_store import normal
 from shoal.serving.cluster.zookeeper import (
+    BadVersionError,
     ConnectionClosedError,
     EventType,
     KazooState,
@@ -141,6 +142,8 @@ class FakeKazooClient:
             node = self.tree.nodes.get(path)
             if node is None:
                 raise NoNodeError(path)
+            if version not in (-1, node.version):
+                raise BadVersionError(path)
             node.value, node.version = bytes(value or b""), node.version + 1
             self.tree.fire_data(path, EventType.CHANGED)
             return self.tree.stat(path) if path in self.tree.nodes else NodeStat()

@@ -106,6 +106,15 @@ class DirectoryRegistry:
             self._store.put(path, bytes(value or b""), self._session if ephemeral else "")
         return path
 
+    def swap(self, path: str, before: bytes | None, after: bytes) -> bool:
+        path = self._check(path)
+        with self._store.locked():
+            if self.get(path) != before:
+                return False
+            self._ensure(path.rpartition("/")[0] or "/")
+            self._store.put(path, after)
+        return True
+
     def _ensure(self, path: str) -> None:
         for each in itertools.accumulate(f"/{part}" for part in path.split("/")[1:] if part):
             if not self._store.is_node(each):

@@ -38,6 +38,10 @@ class Registry(Protocol):
         """Writes a value, making its parents, and returns its path. An ephemeral value belongs to this session
         afterwards, whoever wrote it before. ``numbered`` appends ten digits that count up per parent."""
 
+    def swap(self, path: str, before: bytes | None, after: bytes) -> bool:
+        """Writes ``after`` where the value is ``before``, None meaning that there is none, and tells whether it did.
+        Of several that try at once, in whatever process, one succeeds."""
+
     def delete(self, path: str) -> None:
         """Removes a value without children; one that is missing is ignored."""
 
@@ -52,14 +56,17 @@ class Registry(Protocol):
         """``func(names)``. A watch ends with its path, at once where that is missing; ``ensure`` makes the path."""
 
 
-def open_registry(servers: str | None, default: str = "127.0.0.1:2181") -> Registry:
+def open_registry(servers: str | None, default: str = "127.0.0.1:2181", *, session_timeout: float = 10.0) -> Registry:
     """A registry by its address: a folder (``dir:///path``, ``dir:/path``, or the path of one that exists) or ZooKeeper
     (``zk://host:port,…``, or just ``host:port,…``).
+
+    ``session_timeout``: seconds after which the ephemeral values of a process that died are removed; a ZooKeeper takes
+    at least two of its ticks.
 
     ``ZK_AUTH=user:password`` in the environment becomes digest authentication; it is never logged.
     """
     if servers and (servers.startswith("dir:") or os.path.isdir(servers)):
-        return DirectoryRegistry(servers.removeprefix("dir:").removeprefix("//"))
+        return DirectoryRegistry(servers.removeprefix("dir:").removeprefix("//"), session_timeout)
     servers = servers.removeprefix("zk://") if servers else servers
     try:
         from kazoo.client import KazooClient
@@ -69,7 +76,8 @@ def open_registry(servers: str | None, default: str = "127.0.0.1:2181") -> Regis
     # kazoo's own pause between attempts doubles up to an hour: a server that was away would not be noticed for long.
     again = {"max_tries": -1, "delay": 0.1, "backoff": 2, "max_delay": RECONNECT_SECS}
     auth_data = [("digest", auth)] if auth else None
-    return KazooRegistry(KazooClient(hosts=servers or default, auth_data=auth_data, connection_retry=again))
+    client = KazooClient(hosts=servers or default, timeout=session_timeout, auth_data=auth_data, connection_retry=again)
+    return KazooRegistry(client)
 
 
 def is_registry_address(text: str) -> bool:

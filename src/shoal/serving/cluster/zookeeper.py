@@ -8,7 +8,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 try:
-    from kazoo.exceptions import ConnectionClosedError, KazooException, NodeExistsError, NoNodeError, NotEmptyError
+    from kazoo.exceptions import (
+        BadVersionError,
+        ConnectionClosedError,
+        KazooException,
+        NodeExistsError,
+        NoNodeError,
+        NotEmptyError,
+    )
     from kazoo.protocol.states import EventType, KazooState, WatchedEvent
 except ImportError:
 
@@ -20,6 +27,9 @@ except ImportError:
 
     class NodeExistsError(KazooException):  # type: ignore[no-redef]
         """The node exists already."""
+
+    class BadVersionError(KazooException):  # type: ignore[no-redef]
+        """The node was changed meanwhile."""
 
     class NotEmptyError(KazooException):  # type: ignore[no-redef]
         """The node has children."""
@@ -100,6 +110,19 @@ class KazooRegistry:
             with contextlib.suppress(NoNodeError):  # of an earlier session, which would take the node with it
                 self.client.delete(path)
             self.client.create(path, value, ephemeral=True, makepath=True)
+
+    def swap(self, path: str, before: bytes | None, after: bytes) -> bool:
+        try:
+            if before is None:
+                self.client.create(path, after, makepath=True)
+                return True
+            value, stat = self.client.get(path)
+            if value != before:
+                return False
+            self.client.set(path, after, version=stat.version)
+        except (NodeExistsError, NoNodeError, BadVersionError):
+            return False
+        return True
 
     def delete(self, path: str) -> None:
         with contextlib.suppress(NoNodeError):

@@ -49,6 +49,12 @@ class Op(IntEnum):
     SCAN = 10
     """A page of a table: at most as many rows as the count says. In: JSON ``[part, after]``; ``after`` is the last
     id of the page before, or null. Out: ``[part, after]`` of the next page, or null; ids; rows."""
+    FOLLOW = 11
+    """A follower asks for records of the log and tells which it has: JSON in; JSON and the records out."""
+    FETCH = 12
+    """A part of a file of a checkpoint, or which files there are, for a server that has none: JSON in."""
+    HANDOVER = 13
+    """Has the leader of a shard give its place to a follower that has everything. Out: the follower's address."""
     ASSIGN = 32
     ASSIGN_ADD = 33
     APPLY = 34
@@ -72,12 +78,12 @@ WITH_IDS = frozenset(
     }
 )  # fmt: skip
 """Their ids frame holds the ids that the header counts."""
-ALWAYS = frozenset(Op) - {Op.FIND_INITIAL, Op.PUBLISH, Op.SCAN}
+ALWAYS = frozenset(Op) - {Op.FIND_INITIAL, Op.PUBLISH, Op.SCAN, Op.FOLLOW, Op.FETCH, Op.HANDOVER}
 """What a server knows that does not tell its operations: one of version 0.1."""
 
 
 class Status(IntEnum):
-    """How a request ended. Only UNAVAILABLE and GAP are worth another try."""
+    """How a request ended. UNAVAILABLE, GAP and, at another server of the shard, NOT_LEADER are worth another try."""
 
     OK = 0
     BAD_REQUEST = 1
@@ -87,6 +93,8 @@ class Status(IntEnum):
     GAP = 5
     INTERNAL = 6
     EXPIRED = 7
+    NOT_LEADER = 8
+    """This server follows another one; the second frame of the answer is the leader's address, where it is known."""
 
 
 @dataclass(slots=True)

@@ -26,6 +26,9 @@ from shoal.stamps import Stamp
 class PsClient:
     """Talks to all parameter servers, ``addresses[i]`` being shard ``i``. Threads may share it.
 
+    A shard on several servers has them all in its address, as ``host1:7100|host2:7100``: what is under way moves to
+    the one that leads, and is applied once.
+
     `close` it, or use it in a ``with`` statement; one that is dropped is closed when it is collected.
 
     Args:
@@ -54,7 +57,9 @@ class PsClient:
             raise ConfigError(f"max_staleness must be >= 0, got {max_staleness}")
         check_duration(deadline, "deadline")
         check_duration(half_open_after, "half_open_after")
-        self.addresses = [a if "://" in a else f"tcp://{a}" for a in addresses]
+        self.addresses = ["|".join(one if "://" in one else f"tcp://{one}" for one in a.split("|")) for a in addresses]
+        self.places = [0] * len(addresses)
+        """Which of a shard's servers was last found to lead it."""
         self.deadline = deadline
         self.max_staleness = max_staleness
         self.keys = keys

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 UNORDERED = bytes(16)
 CLOSED = "this parameter-server client is closed"
 TICK_MS = 100  # between two looks at the connection while a reply is awaited
+ANOTHER_S = 0.3  # without a connection before another server of the shard is tried
+HALF_OPEN_S = 3.0  # of silence after which another server of the shard is tried
 BACKOFF_S = 0.2  # before a request that the server could not take now is sent again
 
 
@@ -43,7 +45,8 @@ class Line:
 
     def __init__(self, client: PsClient, shard: int, stream: bytes = UNORDERED) -> None:
         self.client, self.shard, self.stream = client, shard, stream
-        self.address = client.addresses[shard]
+        self._servers = client.addresses[shard].split("|")
+        self._place = client.places[shard] % len(self._servers)
         self.calls: OrderedDict[int, Call] = OrderedDict()
         self.number = 0
         self.seq = 0
@@ -56,12 +59,28 @@ class Line:
         self._connect()
 
     @property
+    def address(self) -> str:
+        """Of the server that is asked now; a shard may be on several, of which one leads."""
+        return self._servers[self._place]
+
+    def _try_another(self, wanted: str = "") -> None:
+        """Turns to another server of the shard, the one at ``wanted`` if it is known."""
+        wanted = wanted if "://" in wanted or not wanted else f"tcp://{wanted}"
+        if wanted in self._servers:
+            self._place = self._servers.index(wanted)
+        else:
+            self._place = (self._place + 1) % len(self._servers)
+        self.client.places[self.shard] = self._place
+        self._cut = True
+
+    @property
     def _name(self) -> str:
         return f"parameter server {self.shard} of {self.client.num_ps} ({self.address})"
 
     def _connect(self) -> None:
         self.close()
         self._established = self._cut = False
+        self._connected_at = time.monotonic()
         zmq, keys = self.client.zmq, self.client.keys
         try:
             self._socket = socket = self.client.context.socket(zmq.DEALER)
@@ -71,7 +90,10 @@ class Line:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self.client.half_open_after.total_seconds() * 1000))
+            half_open_s = self.client.half_open_after.total_seconds()
+            if len(self._servers) > 1:
+                half_open_s = min(half_open_s, HALF_OPEN_S)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(half_open_s * 1000))
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             if "[" in self.address:
@@ -153,8 +175,10 @@ class Line:
         call = self.calls.get(reply.request)
         if call is None:
             return  # a second answer to something that was sent twice
-        if reply.status in (Status.UNAVAILABLE, Status.GAP):
+        if reply.status in (Status.UNAVAILABLE, Status.GAP, Status.NOT_LEADER):
             call.refused, call.again = reply.text(), True
+            if reply.status == Status.NOT_LEADER and len(self._servers) > 1:
+                self._try_another(bytes(reply.payload[1]).decode("utf-8", "replace") if len(reply.payload) > 1 else "")
             if self._resend_at is None:
                 self._resend_at = time.monotonic() + BACKOFF_S
             return
@@ -166,7 +190,10 @@ class Line:
         if self.client.closed:
             raise PeerError(CLOSED)
         self._follow(call)  # also where it is too late: the error says what was seen
-        now, cut = time.monotonic(), self._cut
+        now = time.monotonic()
+        if len(self._servers) > 1 and not self._established and now - self._connected_at > ANOTHER_S:
+            self._try_another()
+        cut = self._cut
         if now > call.until:
             raise self._too_late(call)
         if cut:

@@ -41,11 +41,16 @@ class Backlog:
 
     def add(self, target: bytes | Callable[[Reply], None], request: Request, size: int = 0) -> None:
         """Takes a request in. Checkpoints are ordered with the writes."""
+        waiting = self.take_in(target, request, size)
+        queue = self.writes if request.op.writes or request.op == Op.CHECKPOINT else self.reads
+        queue.put(waiting)
+
+    def take_in(self, target: bytes | Callable[[Reply], None], request: Request, size: int = 0) -> Waiting:
+        """Puts a request on the books, until `answer`."""
         with self._lock:
             self.queued_bytes += size
             self.pending += 1
-        queue = self.writes if request.op.writes or request.op == Op.CHECKPOINT else self.reads
-        queue.put(Waiting(target, request, size))
+        return Waiting(target, request, size)
 
     def replies(self) -> Any:
         """The socket on which answers come, for the thread that owns the network socket."""

@@ -74,6 +74,10 @@ class Engine:
         """Called by `recover` when the checkpoint is loaded and the log is not."""
         self.read_only = ""
         """Why writes are refused until there is room on the disk; empty while they are not."""
+        self.marks_checkpoints = False
+        """Whether a checkpoint that is kept by name has a record in the log, so that followers keep it, too."""
+        self.retain: Callable[[], int | None] = lambda: None
+        """The first log record that a follower still needs."""
         self._room_at = 0.0
         self._lock = -1
         self._snapshot: ShardSnapshot | None = None
@@ -118,6 +122,10 @@ class Engine:
             self._next_number = last + 1
             self.make_room()
 
+    def begin_run(self) -> None:
+        """What is learnt from now on is newer than all that this shard's servers have learnt before."""
+        self._begin_run(True)
+
     def _begin_run(self, loaded: bool) -> None:
         """Takes a run that is later than all before, also than one that left no checkpoint."""
         assert self.checkpoints is not None
@@ -158,7 +166,40 @@ class Engine:
         self.read_only = ""
         return True
 
+    def take(
+        self,
+        records: Sequence[tuple[int, bytes, memoryview, memoryview]],
+        begin_marked: Callable[[Request], None],
+    ) -> int:
+        """Logs and applies records of the leader's log, in its order; how many of them.
+
+        It stops before a record that has to wait for a checkpoint which is being written. ``begin_marked`` begins the
+        checkpoint that the leader kept by name.
+        """
+        assert self.log is not None
+        for taken, (number, header, ids, values) in enumerate(records):
+            if number != self.log.next_number:
+                raise DataError(
+                    f"shard {self.shard.index}: record {self.log.next_number} must come next, the leader sent {number}"
+                )
+            request = parse_request(header, bytes(ids), bytes(values))
+            if self._snapshot is not None and (request.op in WHOLE_TABLE or request.op == Op.CHECKPOINT):
+                return taken
+            self.log.append([header, ids, values])
+            if request.op == Op.CHECKPOINT:
+                begin_marked(request)
+            else:
+                self._redo(number, request)
+        return len(records)
+
+    def mark_checkpoint(self, request: Request) -> None:
+        """Writes into the log that a checkpoint is kept here, for followers to do the same."""
+        if self.marks_checkpoints and self.log is not None:
+            self.log.append(request.frames())
+
     def _redo(self, number: int, request: Request) -> None:
+        if request.op == Op.CHECKPOINT:
+            return
         kept: dict[str, HashTable] = {}
         if request.op == Op.RESTORE:
             try:
@@ -288,6 +329,8 @@ class Engine:
         finally:
             self._snapshot = None
         needed = self.checkpoints.log_needed_from()
+        followed = self.retain()
+        needed = needed if followed is None else min(needed, followed)
         self.kept.drop_before(needed)
         if self.log is not None:
             self.log.drop_before(needed)

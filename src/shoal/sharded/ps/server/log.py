@@ -195,7 +195,7 @@ def _read_file(path: Path, first: int, *, last: bool, cut: bool) -> Iterator[tup
                 raise DataError(f"log {path}: is not a log that starts at record {first}")
             at, number = FILE_HEAD_BYTES, first
             while at < size:
-                record = _parse(view, at, number)
+                record = parse_record(view, at, number)
                 if record is None:
                     if not last or _later_says_durable(data, view, at):
                         raise DataError(
@@ -213,10 +213,11 @@ def _read_file(path: Path, first: int, *, last: bool, cut: bool) -> Iterator[tup
             view.release()
         if at < size and cut:
             file.truncate(at)
+        if last and cut:  # a process that was killed may have left it in the system's memory alone
             os.fsync(file.fileno())
 
 
-def _parse(view: memoryview, at: int, number: int) -> tuple[bytes, memoryview, memoryview, int] | None:
+def parse_record(view: memoryview, at: int, number: int) -> tuple[bytes, memoryview, memoryview, int] | None:
     if at + HEAD_BYTES > len(view):
         return None
     magic, crc = _HEAD.unpack_from(view, at)
@@ -239,7 +240,7 @@ def _later_says_durable(data: mmap.mmap, view: memoryview, bad: int) -> bool:
     while at >= 0:
         if at + HEAD_BYTES <= len(view):
             stored, durable = struct.unpack_from("<QQ", view, at + HEAD_BYTES - 16)
-            record = _parse(view, at, stored)
+            record = parse_record(view, at, stored)
             if record is not None:
                 record[1].release(), record[2].release()
                 if durable > bad:

@@ -34,12 +34,14 @@ class Reads:
         self._shard, self._backlog, self._limits, self._info = shard, backlog, limits, info
         self._publish = publish
         self._metrics = backlog.metrics
+        self.more: dict[Op, Callable[[Request], list[Any]]] = {}
+        """Answers to operations that only some servers have."""
 
     def at_once(self, request: Request) -> bool:
         """Whether a hand-over to another thread would cost more than the answer."""
         return (
             not request.op.writes
-            and request.op not in (Op.CHECKPOINT, Op.PUBLISH, Op.SCAN)
+            and request.op not in (Op.CHECKPOINT, Op.PUBLISH, Op.SCAN, Op.FETCH, Op.HANDOVER)
             and sum(request.counts) <= self._limits.inline_ids
         )  # fmt: skip
 
@@ -71,6 +73,8 @@ class Reads:
                 payload: list[Any] = [json.dumps(self._info()).encode()]
             elif request.op == Op.PUBLISH:
                 payload = [json.dumps(self._told_to_publish(request)).encode()]
+            elif request.op in self.more:
+                payload = self.more[request.op](request)
             else:
                 payload = self._shard.read(request)
             return Reply(Status.OK, request.request, version, payload)

@@ -13,9 +13,10 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.sharded.ps.limits import Limits, check_duration
 from shoal.sharded.ps.metrics import Metrics
 from shoal.sharded.ps.protocol import VERSION, Op, Request
+from shoal.sharded.ps.replica.replication import Replication
 from shoal.sharded.ps.security import ServerKeys, check_bind, check_clients, check_port, zmq_module
 from shoal.sharded.ps.server.backlog import Backlog
-from shoal.sharded.ps.server.engine import Engine
+from shoal.sharded.ps.server.engine import Durability, Engine
 from shoal.sharded.ps.server.http import StatusServer
 from shoal.sharded.ps.server.reads import Publish, Reads
 from shoal.sharded.ps.server.sockets import Sockets
@@ -49,6 +50,7 @@ class ParameterServer:
         evict_every: timedelta | None = None,
         tables: Sequence[Request] = (),
         publish: Publish | None = None,
+        replication: Replication | None = None,
     ) -> None:
         check_bind(host, keys, insecure)
         if keys is not None:
@@ -76,6 +78,7 @@ class ParameterServer:
         self._evict_every = evict_every
         self._tables = tables
         self._publish = publish
+        self.replication = replication
         self._draining = threading.Event()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -87,11 +90,18 @@ class ParameterServer:
         self._context = self._zmq.Context()
         try:
             engine.lock()
+            if self.replication is not None:
+                self._check_replicated()
+                assert engine.checkpoints is not None
+                self.replication.prepare(engine.checkpoints.directory, self._context)
             engine.recover()
             self._backlog = Backlog(self._zmq, self._context, self.metrics)
             self._reads = Reads(engine.shard, self._backlog, self.limits, self.info, self._publish)
             self._writes = Writes(engine, self._backlog, self._stopped, self._tables)
-            self._writes.make_tables()
+            if self.replication is None:
+                self._writes.make_tables()
+            else:
+                self._join_group(self.replication)
             self._bind_sockets()
         except BaseException:
             self._context.term()
@@ -106,15 +116,39 @@ class ParameterServer:
         if self._checkpoint_every is not None:
             self._spawn("ps-checkpoint", self._every, self._checkpoint_every, self.checkpoint)
         if self._evict_every is not None:
-            self._spawn("ps-evict", self._every, self._evict_every, self._writes.evict)
+            self._spawn("ps-evict", self._every, self._evict_every, self._evict)
+        if self.replication is not None:
+            self._spawn("ps-feed", self.replication.feed.loop)
+            self._spawn("ps-follow", self.replication.follow, self._stopped)
+            self._spawn("ps-coordinate", self.replication.coordinate, self._stopped, self.address)
         log.info("shard %d of %d serves on %s", engine.shard.index, engine.shard.of, self.address)
         return self
+
+    def _check_replicated(self) -> None:
+        if self.engine.durability != Durability.LOG:
+            raise ConfigError(
+                f"a server of a group must have durability 'log', got {self.engine.durability.value!r}: followers copy "
+                "the log"
+            )
+
+    def _join_group(self, replication: Replication) -> None:
+        if self.engine.log is None:
+            raise ConfigError(self.engine.read_only)
+        replication.attach(self.engine, self._backlog, self._writes, self._leave)
+        self._writes.safe, self._writes.appended = replication.feed.pass_on, replication.feed.wake
+        self._reads.more[Op.FETCH] = replication.give
+        self._reads.more[Op.HANDOVER] = lambda _: [replication.hand_over().encode()]
+
+    def _leave(self, why: str) -> None:
+        """Ends the server, which has to start again in another role."""
+        log.warning("shard %d: %s", self.engine.shard.index, why)
+        self._stopped.set()
 
     def _bind_sockets(self) -> None:
         host, port, keys = self._bind
         self._sockets = Sockets(
             self._zmq, self._context, host, port, keys=keys, limits=self.limits, backlog=self._backlog,
-            reads=self._reads, shard=self.engine.shard.index, draining=self._draining,
+            reads=self._reads, shard=self.engine.shard.index, draining=self._draining, replication=self.replication,
         )  # fmt: skip
         self.address = self._sockets.address
         http_host, http_port = self._http_bind
@@ -150,6 +184,10 @@ class ParameterServer:
                 if not self._stopped.is_set():
                     log.error("%s", error)
 
+    def _evict(self) -> None:
+        if self.replication is None or self.replication.may_answer():
+            self._writes.evict()
+
     def stop(self, *, drain: timedelta = timedelta(seconds=30), checkpoint: bool = False) -> None:
         """Finishes what was accepted, refuses the rest, and goes. New requests are told to come back.
 
@@ -167,6 +205,8 @@ class ParameterServer:
 
     def _end(self) -> None:
         self._stopped.set()
+        if self.replication is not None:
+            self.replication.close()
         self._writes.end()
         for _ in range(self._read_threads):
             self._backlog.reads.put(None)
@@ -207,6 +247,7 @@ class ParameterServer:
             "run": shard.run,
             "durability": self.engine.durability.value, "max_ids": self.limits.max_ids,
             "max_message_bytes": self.limits.max_message_bytes, "operations": [op.name for op in Op],
+            **({} if self.replication is None else {"group": self.replication.info()}),
         }  # fmt: skip
 
     def _health(self) -> tuple[bool, dict[str, Any]]:

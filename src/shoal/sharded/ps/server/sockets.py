@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from shoal.errors import ConfigError
 from shoal.sharded.ps.limits import Limits
-from shoal.sharded.ps.protocol import Reply, Status, error_reply, parse_request
+from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply, parse_request
 from shoal.sharded.ps.security import ServerKeys
-from shoal.sharded.ps.server.backlog import Backlog
+from shoal.sharded.ps.server.backlog import Backlog, Waiting
 from shoal.sharded.ps.server.keyed_router import KeyedRouter
 from shoal.sharded.ps.server.plain_router import PlainRouter
 from shoal.sharded.ps.server.reads import Reads
@@ -35,15 +35,24 @@ class Router(Protocol):
     def close(self) -> None: ...
 
 
+class Replicated(Protocol):
+    """What the network side asks of a server's part in a group."""
+
+    def serves_reads(self) -> bool: ...
+    def refusal(self, request: Request) -> Reply | None: ...
+    def ask(self, waiting: Waiting) -> None: ...
+
+
 class Sockets:
     """Listens on one address. Small reads are answered here, everything else goes to the backlog."""
 
     def __init__(
         self, zmq: Any, context: Any, host: str, port: int, *, keys: ServerKeys | None, limits: Limits,
-        backlog: Backlog, reads: Reads, shard: int, draining: threading.Event,
+        backlog: Backlog, reads: Reads, shard: int, draining: threading.Event, replication: Replicated | None = None,
     ) -> None:  # fmt: skip
         self._zmq, self._limits, self._backlog, self._reads = zmq, limits, backlog, reads
         self._shard, self._draining, self._metrics = shard, draining, backlog.metrics
+        self._replication = replication
         self._router: Router = (
             PlainRouter(host, port, limits) if keys is None else KeyedRouter(zmq, context, host, port, keys, limits)
         )
@@ -94,7 +103,8 @@ class Sockets:
 
     def _receive(self, peer: bytes, frames: list[memoryview]) -> None:
         answer = None
-        if len(frames) == 2 and not self._draining.is_set():
+        replication = self._replication
+        if len(frames) == 2 and not self._draining.is_set() and (replication is None or replication.serves_reads()):
             with contextlib.suppress(Exception):  # the long way finds out what is wrong, and tells
                 answer = self._reads.plain(frames)
         if answer is None:
@@ -124,7 +134,20 @@ class Sockets:
             return error_reply(number, Status.BAD_REQUEST, f"shard {self._shard}: {error}")
         if self._draining.is_set():
             return error_reply(number, Status.UNAVAILABLE, f"shard {self._shard} is going down")
+        if self._replication is not None:
+            refused = self._replication.refusal(request)
+            if refused is not None:
+                return refused
+        if request.op == Op.FOLLOW:
+            return self._follow(peer, request, size)
         if self._reads.at_once(request):
             return self._reads.now(request)
         self._backlog.add(peer, request, size)
+        return None
+
+    def _follow(self, peer: bytes, request: Request, size: int) -> Reply | None:
+        if self._replication is None:
+            text = f"shard {self._shard} is not part of a group; start its server with --registry"
+            return error_reply(request.request, Status.UNSUPPORTED, text)
+        self._replication.ask(self._backlog.take_in(peer, request, size))
         return None

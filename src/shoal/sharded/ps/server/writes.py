@@ -45,6 +45,10 @@ class Writes:
         self._snapshots: SimpleQueue[tuple[Waiting, ShardSnapshot] | None] = SimpleQueue()
         self._own_checkpoint = threading.Lock()
         self.checkpoint_failures = 0
+        self.appended: Callable[[], None] = lambda: None
+        """Called when a record is in the log."""
+        self.safe: Callable[[list[Applied]], list[Applied]] = lambda done: done
+        """Of the writes on this disk, those whose answers may leave now. Who holds others back answers them."""
 
     def end(self) -> None:
         """Has every loop return once it has done what it was given."""
@@ -59,7 +63,7 @@ class Writes:
         engine = self._engine
         logs = engine.durability == Durability.LOG
         if logs:
-            engine.logged = lambda: self._syncs.put(APPENDED)
+            engine.logged = self._logged
         with self._backlog.outlet() as outlet:
             while (waiting := self._next()) is not None:
                 if callable(waiting):
@@ -71,6 +75,10 @@ class Writes:
                 elif reply is not None:
                     self._backlog.answer(outlet, waiting, reply)
                 del waiting, reply  # frees the request's frames before the next wait
+
+    def _logged(self) -> None:
+        self._syncs.put(APPENDED)
+        self.appended()
 
     def between(self, call: Callable[[], Any], timeout: timedelta) -> Any:
         """Calls a function between two writes, in their thread; its result, or what it raised."""
@@ -131,11 +139,17 @@ class Writes:
         if self._engine.in_checkpoint:
             return self._refused(waiting.request, "a checkpoint is being taken already")
         try:
-            _names(waiting.request)
+            if _names(waiting.request)[0]:
+                self._engine.mark_checkpoint(waiting.request)
             self._snapshots.put((waiting, self._engine.begin_checkpoint()))
         except Exception as error:
             return self._failed(waiting.request, error)
         return None
+
+    def begin_marked(self, request: Request) -> None:
+        """Begins the checkpoint that the leader kept by name at this place of its log."""
+        request.arrived = time.perf_counter()
+        self._snapshots.put((self._backlog.take_in(lambda _: None, request), self._engine.begin_checkpoint()))
 
     def _failed(self, request: Request, error: Exception) -> Reply:
         log.error("the checkpoint failed", exc_info=error)
@@ -181,7 +195,7 @@ class Writes:
                     begin = time.perf_counter()
                     log_file.sync()  # an error here ends the server: what is on the disk is not known any more
                     self._backlog.metrics.sync_seconds.add(time.perf_counter() - begin)
-                for waiting, reply, _ in done:
+                for waiting, reply, _ in self.safe(done):
                     self._backlog.answer(outlet, waiting, reply)
                 del items, done
 

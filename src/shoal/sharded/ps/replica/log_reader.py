@@ -1,0 +1,101 @@
+"""Reads the records of a log that another thread appends to, from any number on."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.errors import DataError
+from shoal.sharded.ps.server.log import FILE_HEAD_BYTES, HEAD_BYTES, RECORD_MAGIC, log_files, parse_record
+
+_SIZES = struct.Struct("<IIIIQQQ")  # magic, crc, header, zero, ids, values, number
+
+
+class RecordsGone(DataError):
+    """The log does not go back so far any more; a checkpoint has taken its place."""
+
+
+class LogReader:
+    """Remembers where it stopped. One thread uses it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._fd = -1
+        self._at = self._next = 0
+
+    def read(self, after: int, last: int, max_bytes: int) -> bytes:
+        """The records after ``after`` up to ``last``, as they are in the log's files: whole ones, at least one and
+        then at most ``max_bytes``.
+
+        Raises:
+            RecordsGone: the log begins later.
+        """
+        if self._fd < 0 or self._next != after + 1:
+            self._seek(after + 1)
+        parts, total = [], 0
+        while self._next <= last:
+            head = os.pread(self._fd, HEAD_BYTES, self._at)
+            if len(head) < HEAD_BYTES:
+                if not self._open_file(self._next):  # the last record of this file was read; the next file is not here
+                    break
+                continue
+            magic, _, header, _, ids, values, number = _SIZES.unpack_from(head)
+            if magic != RECORD_MAGIC or number != self._next:
+                raise DataError(f"the log in {self._directory} is damaged at record {self._next}")
+            size = HEAD_BYTES + header + ids + values
+            if parts and total + size > max_bytes:
+                break
+            parts.append(os.pread(self._fd, size, self._at))
+            total += size
+            self._at += size
+            self._next += 1
+        return b"".join(parts)
+
+    def _seek(self, number: int) -> None:
+        files = [(first, path) for first, path in log_files(self._directory) if first <= number]
+        if not files:
+            raise RecordsGone(f"the log in {self._directory} begins after record {number}")
+        first, path = files[-1]
+        self._use(path)
+        self._next = first
+        while self._next < number:
+            head = os.pread(self._fd, HEAD_BYTES, self._at)
+            if len(head) < HEAD_BYTES:
+                raise RecordsGone(f"the log in {self._directory} has no record {self._next}")
+            _, _, header, _, ids, values, _ = _SIZES.unpack_from(head)
+            self._at += HEAD_BYTES + header + ids + values
+            self._next += 1
+
+    def _open_file(self, first: int) -> bool:
+        path = self._directory / f"log-{first:016d}.shlog"
+        if not path.exists():
+            return False
+        self._use(path)
+        return os.fstat(self._fd).st_size > FILE_HEAD_BYTES
+
+    def _use(self, path: Path) -> None:
+        self.close()
+        self._fd, self._at = os.open(path, os.O_RDONLY | os.O_CLOEXEC), FILE_HEAD_BYTES
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def records(data: memoryview, first: int) -> Iterator[tuple[int, bytes, memoryview, memoryview]]:
+    """The records that `LogReader.read` gave, each checked: number, header, ids, values.
+
+    Raises:
+        DataError: they are damaged, or do not begin at ``first``.
+    """
+    at, number = 0, first
+    while at < len(data):
+        found = parse_record(data, at, number)
+        if found is None:
+            raise DataError(f"record {number} of the leader's log came damaged")
+        header, ids, values, at = found
+        yield number, header, ids, values
+        number += 1

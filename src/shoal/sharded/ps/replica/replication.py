@@ -1,0 +1,409 @@
+"""One server's part in a group: whether it leads or follows, and how it comes to do the other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from shoal.durable import write_whole
+from shoal.errors import DataError, DeadlineError, PeerError, ShoalError
+from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply
+from shoal.sharded.ps.replica import transfer
+from shoal.sharded.ps.replica.board import Board, ShardState, claim, handed_over, joined, without
+from shoal.sharded.ps.replica.feed import Ack, Feed
+from shoal.sharded.ps.replica.log_reader import records
+from shoal.sharded.ps.replica.peer import Peer
+from shoal.sharded.ps.replica.terms import Terms
+from shoal.sharded.ps.security import ClientKeys
+from shoal.sharded.ps.server.backlog import Backlog, Waiting
+from shoal.sharded.ps.server.engine import Engine
+from shoal.sharded.ps.server.writes import Writes
+
+log = logging.getLogger("shoal.ps")
+
+TICK_S = 0.1
+ASK_S = 1.0  # how long a leader waits for records before it answers that there are none
+APPLY_S = timedelta(minutes=10)
+NEAR = 1000  # records that a follower may lack when answers begin to wait for it
+ANYBODY = frozenset({Op.INFO, Op.FOLLOW, Op.FETCH, Op.HANDOVER, Op.PUBLISH})
+
+
+class Role(StrEnum):
+    LEADER = "leader"
+    FOLLOWER = "follower"
+    """Of the leader, or waiting for one."""
+
+
+class Replication:
+    """Keeps a server a leader or a follower, as the registry says. Give it to `ParameterServer`.
+
+    Args:
+        board: the registry's part about this shard.
+        name: of this server, the same whenever it serves from this directory; see `server_name`.
+        ack: when a write is acknowledged.
+        address: that others reach this server by; None for where it listens.
+        keys: for connections to the other servers of the group, where they use CURVE.
+        stale_reads: how old the rows may be that a follower answers reads with; None: only the leader answers.
+        follower_timeout: a follower that is silent for longer is not waited for any more.
+        force_lead: lead even if acknowledged writes may be lost by it.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        *,
+        name: str,
+        ack: Ack | str = Ack.LOCAL,
+        address: str | None = None,
+        keys: ClientKeys | None = None,
+        stale_reads: timedelta | None = None,
+        follower_timeout: timedelta = timedelta(seconds=2),
+        force_lead: bool = False,
+    ) -> None:
+        self.board, self.name, self.ack = board, name, Ack(ack)
+        self.role = Role.FOLLOWER
+        self.term = 0
+        self.leader = ""
+        """The address of the leader, as far as it is known."""
+        self.rebuild = ""
+        """Why the server must stop and start from the leader's checkpoint, or as a follower."""
+        self.promoted: Callable[[], None] = lambda: None
+        """Called when this server has begun to lead."""
+        self._address, self._keys, self._force_lead = address, keys, force_lead
+        self._stale_reads = stale_reads
+        self._follower_timeout_s = follower_timeout.total_seconds()
+        self._fresh_at = 0.0  # when this follower last had all that its leader had
+        self._handing_over = False
+        self._waits = ""
+        self._state: ShardState | None = None
+        self._counted_since: dict[str, int] = {}
+
+    # --- before the server starts -----------------------------------------------------------------------------------
+
+    def prepare(self, directory: Path, context: Any) -> None:
+        """Brings the directory to where it can follow the leader, if there is one."""
+        self.directory, self._context = directory, context
+        self.terms = Terms.read(directory)
+        state, members = self.board.read(), self.board.members()
+        if state is None or state.leader == self.name or state.leader not in members:
+            return
+        peer = Peer(context, members[state.leader], self._keys)
+        try:
+            head, _ = self._follow(peer, transfer.last_record(directory), 0.0)
+            if head["problem"]:
+                why = f"this server cannot continue its own log: {head['problem']}"
+                transfer.set_aside(directory, why)
+                number = transfer.take(directory, peer, progress=_progress(members[state.leader]))
+                log.info("took the checkpoint of record %d from %s", number, members[state.leader])
+            self._use_terms(head)
+        except (DeadlineError, PeerError) as error:
+            log.warning("the leader %s does not answer yet: %s", members[state.leader], error)
+        finally:
+            peer.close()
+
+    def attach(self, engine: Engine, backlog: Backlog, writes: Writes, stop: Callable[[str], None]) -> None:
+        """The parts of the server that this uses; ``stop`` ends it, with the reason."""
+        self._engine, self._backlog, self._writes, self._stop = engine, backlog, writes, stop
+        assert engine.log is not None
+        self.feed = Feed(
+            self.directory, backlog, last=self._last, terms=lambda: self.terms, may_answer=self.may_answer, ack=self.ack
+        )
+        engine.marks_checkpoints = True
+        engine.retain = self.feed.needed_from
+
+    def _last(self) -> int:
+        assert self._engine.log is not None
+        return self._engine.log.next_number - 1
+
+    # --- what the server asks ---------------------------------------------------------------------------------------
+
+    def may_answer(self) -> bool:
+        """Whether a write may be acknowledged now: this server leads, and nobody else can lead meanwhile."""
+        return self.role is Role.LEADER and not self.rebuild and self.board.in_contact()
+
+    def refusal(self, request: Request) -> Reply | None:
+        """The answer to a request that this server must not serve now."""
+        if request.op in ANYBODY:
+            return None
+        shard = self._engine.shard.index
+        if self.role is Role.LEADER and not self.rebuild:
+            if self._handing_over and (request.op.writes or request.op == Op.CHECKPOINT):
+                return error_reply(request.request, Status.UNAVAILABLE, f"shard {shard} is being handed over")
+            if request.op.writes and not self.board.in_contact():
+                return error_reply(
+                    request.request, Status.UNAVAILABLE, f"shard {shard}: the leader has lost contact with the registry"
+                )
+            return None
+        if not request.op.writes and request.op != Op.CHECKPOINT and self._reads_stale():
+            return None
+        where = f"; {self.leader} leads" if self.leader else "; nobody leads yet"
+        text = f"shard {shard}: this server is a follower{where}"
+        return Reply(Status.NOT_LEADER, request.request, 0, [text.encode(), self.leader.encode()])
+
+    def serves_reads(self) -> bool:
+        return (self.role is Role.LEADER and not self.rebuild) or self._reads_stale()
+
+    def _reads_stale(self) -> bool:
+        return self._stale_reads is not None and self.lag_s() <= self._stale_reads.total_seconds()
+
+    def lag_s(self) -> float:
+        """How long ago this server had every record that its leader had; 0 for the leader."""
+        return 0.0 if self.role is Role.LEADER else time.monotonic() - self._fresh_at
+
+    def info(self) -> dict[str, Any]:
+        in_sync = list(self._state.in_sync) if self._state is not None else []
+        told: dict[str, Any] = {
+            "role": self.role.value, "name": self.name, "term": self.term, "leader": self.leader, "in_sync": in_sync,
+            "ack": self.ack.value,
+        }  # fmt: skip
+        if self.role is Role.LEADER:
+            told["follower_lag"] = self.feed.lag()
+        else:
+            told["lag_s"] = round(min(self.lag_s(), 1e9), 3)
+        return told
+
+    def ask(self, waiting: Waiting) -> None:
+        """A follower asks for records."""
+        self.feed.ask(waiting)
+
+    def give(self, request: Request) -> list[Any]:
+        """The answer to FETCH."""
+        if self.role is not Role.LEADER:
+            raise DataError(f"{self.name} does not lead; ask the leader")
+        wish = json.loads(bytes(request.values) or b"{}")
+        return transfer.give(self.directory, wish, lambda: self._writes.checkpoint(APPLY_S))
+
+    # --- the threads ------------------------------------------------------------------------------------------------
+
+    def coordinate(self, stopped: threading.Event, address: str) -> None:
+        """Keeps to the registry's state; the thread's loop."""
+        address = self._address or address
+        away = False
+        while not stopped.is_set() and not self.rebuild:
+            try:
+                self.board.join(self.name, address)
+                state, members = self.board.read(), self.board.members()
+                if away:
+                    log.warning("shard %d: the registry answers again", self._engine.shard.index)
+                away = False
+                self._state = state
+                if self.role is Role.LEADER:
+                    self._keep_leading(state)
+                else:
+                    self._keep_following(state, members)
+            except ShoalError as error:
+                log.error("%s", error)
+            except Exception as error:  # whatever a registry's client raises while it is away
+                if not away:
+                    log.error("shard %d: the registry does not answer: %r", self._engine.shard.index, error)
+                away = True
+            stopped.wait(TICK_S)
+
+    def _keep_leading(self, state: ShardState | None) -> None:
+        if state is None or state.leader != self.name or state.term != self.term:
+            self._step_down(f"term {self.term} is over: {state.leader if state else 'nobody'} leads the shard now")
+            return
+        now, feed = time.monotonic(), self.feed
+        for follower, known in list(feed.followers.items()):
+            silent = now - known.heard > self._follower_timeout_s
+            if silent:
+                self._counted_since.pop(follower, None)
+                if follower not in state.in_sync:
+                    feed.counted.discard(follower)
+            elif follower not in feed.counted and self._last() - known.after <= NEAR:
+                feed.counted.add(follower)
+                self._counted_since[follower] = self._last()
+            elif (
+                follower not in state.in_sync
+                and known.after >= self._counted_since.get(follower, 1 << 62)
+                and self.board.change(state, after := joined(state, follower))
+            ):
+                log.info("shard %d: follower %s is in sync", self._engine.shard.index, follower)
+                state = after
+        for follower in state.in_sync:
+            if follower != self.name and (
+                follower not in feed.followers or now - feed.followers[follower].heard > self._follower_timeout_s
+            ):
+                if not self.board.change(state, after := without(state, follower)):
+                    return
+                log.warning(
+                    "shard %d: follower %s is silent; writes are acknowledged without it", self._engine.shard.index,
+                    follower,
+                )  # fmt: skip
+                state = after
+                feed.counted.discard(follower)
+                feed.wake()
+        self._state = state
+
+    def _keep_following(self, state: ShardState | None, members: dict[str, str]) -> None:
+        self.leader = members.get(state.leader, "") if state is not None and state.leader != self.name else ""
+        if state is not None and state.leader == self.name and state.term > self.term and self.term:
+            self._lead(state.term, "the leader before handed the shard over")
+            return
+        after, why = claim(state, self.name, members)
+        if after is None and self._force_lead and state is not None and state.leader not in members:
+            after, why = (
+                ShardState(term=state.term + 1, leader=self.name, in_sync=(self.name,)),
+                "--force-lead was given",
+            )
+        if after is None:
+            if why != self._waits:
+                log.info("shard %d: %s", self._engine.shard.index, why)
+                self._waits = why
+        elif self.board.change(state, after):
+            self._state = after
+            self._lead(after.term, why)
+
+    def _lead(self, term: int, why: str) -> None:
+        def begin() -> None:
+            assert self._engine.log is not None
+            self._engine.log.sync()
+            self.terms = self.terms.begin(term, self._last() + 1)
+            self.terms.write(self.directory)
+            self._engine.begin_run()
+            self.term, self.role, self._force_lead = term, Role.LEADER, False
+            self._writes.make_tables()
+
+        self._writes.between(begin, APPLY_S)
+        log.warning("shard %d: %s leads in term %d: %s", self._engine.shard.index, self.name, term, why)
+        self.promoted()
+
+    def _step_down(self, why: str) -> None:
+        self.rebuild = why
+        with self._backlog.outlet() as outlet:
+            for waiting, reply in self.feed.refuse_held(why):
+                self._backlog.answer(outlet, waiting, reply)
+        self._stop(why)
+
+    def follow(self, stopped: threading.Event) -> None:
+        """Asks the leader for records and applies them; the thread's loop."""
+        peer: Peer | None = None
+        try:
+            while not stopped.is_set() and not self.rebuild and self.role is not Role.LEADER:
+                if not self.leader:
+                    stopped.wait(TICK_S / 2)
+                    continue
+                if peer is None or not peer.address.endswith(self.leader):
+                    if peer is not None:
+                        peer.close()
+                    peer = Peer(self._context, self.leader, self._keys)
+                leader = self.leader
+                try:
+                    self._take_some(peer, lambda: not stopped.is_set() and self.leader == leader)  # noqa: B023
+                except (DeadlineError, PeerError) as error:
+                    log.debug("%s", error)
+                    stopped.wait(TICK_S)
+        finally:
+            if peer is not None:
+                peer.close()
+
+    def _take_some(self, peer: Peer, go_on: Callable[[], bool]) -> None:
+        engine = self._engine
+        assert engine.log is not None
+        asked = time.monotonic()
+        head, data = self._follow(peer, engine.log.durable_number, ASK_S, go_on)
+        if self.role is Role.LEADER:
+            return
+        if head["problem"]:
+            self._step_down(f"this server cannot follow {peer.address}: {head['problem']}")
+            return
+        self._use_terms(head)
+        self.term = max(self.term, self.terms.newest)
+        todo = list(records(data, engine.log.next_number))
+        while todo:
+            taken = self._writes.between(functools.partial(self._apply, todo), APPLY_S)
+            if taken is None:
+                return
+            todo = todo[taken:]
+            if not taken:
+                time.sleep(TICK_S / 4)  # until a checkpoint is written
+        engine.log.sync()
+        if self._last() >= head["last"]:
+            self._fresh_at = asked
+
+    def _apply(self, todo: list[tuple[int, bytes, memoryview, memoryview]]) -> int | None:
+        """In the thread of writes; None where this server has begun to lead."""
+        return None if self.role is Role.LEADER else self._engine.take(todo, self._writes.begin_marked)
+
+    def _follow(
+        self, peer: Peer, after: int, wait_s: float, go_on: Callable[[], bool] = lambda: True
+    ) -> tuple[dict[str, Any], memoryview]:
+        wish = {"name": self.name, "after": after, "terms": self.terms.spans, "wait_s": wait_s}
+        reply = peer.ask(Op.FOLLOW, wish, wait_s + 4.0, go_on)
+        head, data = reply.payload
+        return json.loads(bytes(head)), memoryview(data).cast("B")
+
+    def _use_terms(self, head: dict[str, Any]) -> None:
+        terms = Terms.of(head["terms"])
+        if terms != self.terms:
+            terms.write(self.directory)
+            self.terms = terms
+
+    # --- a planned change -------------------------------------------------------------------------------------------
+
+    def hand_over(self, seconds: float = 10.0) -> str:
+        """Gives the lead to a follower that is in sync; its name. Writes wait meanwhile.
+
+        Raises:
+            PeerError: nobody is in sync, or nobody caught up in time; this server goes on leading.
+        """
+        state = self._state
+        others = [name for name in (state.in_sync if state is not None else ()) if name != self.name]
+        if self.role is not Role.LEADER or state is None or not others:
+            raise PeerError(f"{self.name} cannot hand over: it does not lead, or no follower is in sync")
+        until = time.monotonic() + seconds
+        self._handing_over = True
+        try:
+            last = self._writes.between(self._last, timedelta(seconds=seconds))
+            while time.monotonic() < until:
+                for name in others:
+                    known = self.feed.followers.get(name)
+                    if known is not None and known.after >= last and not self.feed.waiting:
+                        if self.board.change(state, handed_over(state, name)):
+                            self._step_down(f"handed over to {name}")
+                            return name
+                        state = self.board.read() or state
+                time.sleep(0.005)
+        finally:
+            if not self.rebuild:
+                self._handing_over = False
+        raise PeerError(f"no follower of {self.name} had all records within {seconds:g} s; it goes on leading")
+
+    def close(self) -> None:
+        self.feed.end()
+        with contextlib.suppress(Exception):
+            self.board.close()
+
+
+def server_name(directory: Path) -> str:
+    """The name of the server that serves from a directory, made once. Another directory is another server."""
+    path = directory / "name"
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"s-{secrets.token_hex(6)}"
+        write_whole(path, name)
+        return name
+
+
+def _progress(address: str) -> Callable[[int, int], None]:
+    told = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > 5:
+            told = time.monotonic()
+            log.info("%d of %d MB of the checkpoint of %s", done >> 20, total >> 20, address)
+
+    return tell

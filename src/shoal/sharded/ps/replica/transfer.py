@@ -1,0 +1,123 @@
+"""A checkpoint from one server to another: what the leader gives out, and how a server without one gets it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.durable import move_folder, sync_folder
+from shoal.errors import ConfigError, DataError
+from shoal.sharded.ps.protocol import Op
+from shoal.sharded.ps.replica.peer import Peer
+from shoal.sharded.ps.server.checkpoint import Checkpoint, series
+from shoal.sharded.ps.server.log import log_files, replay
+
+log = logging.getLogger("shoal.ps")
+
+CHUNK_BYTES = 8 << 20
+ANSWER_S = 60.0
+_FOLDER = re.compile(r"(checkpoint-\d{16,}|kept-[A-Za-z0-9_]+-[A-Za-z0-9_]+)")
+_FILE = re.compile(r"[A-Za-z0-9_.\-]+")
+
+
+def give(directory: Path, wish: dict[str, Any], checkpoint: Callable[[], str]) -> list[Any]:
+    """The answer to FETCH: ``{}`` asks which files there are, ``{"file", "offset"}`` for a part of one.
+
+    ``checkpoint`` takes one where there is none yet.
+    """
+    if not wish:
+        whole = series(directory).whole()
+        if not whole:
+            checkpoint()
+            whole = series(directory).whole()
+        folders = [Path(whole[-1].path), *sorted(path for path in directory.glob("kept-*") if path.is_dir())]
+        listed = {folder.name: {file.name: file.stat().st_size for file in folder.iterdir()} for folder in folders}
+        return [json.dumps(listed).encode()]
+    folder, _, file = str(wish.get("file")).partition("/")
+    offset = wish.get("offset")
+    if not _FOLDER.fullmatch(folder) or not _FILE.fullmatch(file) or file in (".", "..") or not isinstance(offset, int):
+        raise ConfigError(f"FETCH must name a file of a checkpoint and an offset, got {wish!r:.80}")
+    try:
+        with open(directory / folder / file, "rb") as source:
+            source.seek(offset)
+            return [source.read(CHUNK_BYTES)]
+    except OSError as error:
+        raise ConfigError(f"{folder}/{file} cannot be read: {error.strerror}") from None
+
+
+def take(directory: Path, peer: Peer, *, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+    """Brings the leader's newest checkpoint, and those that it keeps by name, into an empty directory; its number.
+
+    A folder gets its name when all of it is there and fits its digests.
+
+    Raises:
+        DataError: what came is damaged.
+        PeerError, DeadlineError: the leader does not answer.
+    """
+    listed = json.loads(bytes(peer.ask(Op.FETCH, {}, 600.0).payload[0]))
+    if not isinstance(listed, dict) or not all(map(_FOLDER.fullmatch, listed)):
+        raise DataError(f"{peer.address} lists folders that are not checkpoints: {list(listed)!r:.200}")
+    total, done = sum(size for files in listed.values() for size in files.values()), 0
+    number = 0
+    for folder, files in sorted(listed.items(), key=lambda item: item[0].startswith("checkpoint-")):
+        draft = directory / f".tmp-{folder}-{secrets.token_hex(4)}"
+        draft.mkdir(parents=True)
+        for file, size in files.items():
+            if not _FILE.fullmatch(file) or file in (".", ".."):
+                raise DataError(f"{peer.address} lists a file {file!r:.80} that no checkpoint has")
+            with open(draft / file, "wb") as target:
+                while target.tell() < size:
+                    part = peer.ask(Op.FETCH, {"file": f"{folder}/{file}", "offset": target.tell()}, ANSWER_S).payload
+                    if not part or not memoryview(part[0]).nbytes:
+                        raise DataError(f"{folder}/{file} ended at {target.tell()} of {size} bytes")
+                    target.write(part[0])
+                    done += memoryview(part[0]).nbytes
+                    progress(done, total)
+                target.flush()
+                os.fsync(target.fileno())
+        checkpoint = Checkpoint(draft)
+        if checkpoint.saved is not None:
+            checkpoint.saved.verify()
+        sync_folder(draft)
+        move_folder(draft, directory / folder)
+        if folder.startswith("checkpoint-"):
+            number = checkpoint["number"]
+    return number
+
+
+def set_aside(directory: Path, why: str) -> None:
+    """Moves everything of a server's directory that belongs to its rows into a folder next to it."""
+    found = [
+        path
+        for path in directory.iterdir()
+        if path.name.startswith(("checkpoint-", "kept-", "released-", "log-", "terms"))
+    ]
+    if not found:
+        return
+    aside = directory / f"superseded-{secrets.token_hex(4)}"
+    aside.mkdir()
+    for path in found:
+        os.rename(path, aside / path.name)
+    sync_folder(directory)
+    (aside / "why.txt").write_text(why + "\n")
+    log.warning("%s; what was in %s is kept in %s until you remove it", why, directory, aside)
+
+
+def last_record(directory: Path) -> int:
+    """The number of the last record that a directory has, in its log or in its newest checkpoint; 0 without any."""
+    whole = series(directory).whole()
+    last = whole[-1].number if whole else 0
+    files = log_files(directory)
+    if files:
+        with contextlib.suppress(DataError):  # what is wrong with it is told when it is loaded
+            for number, *_ in replay(directory, max(last, files[-1][0] - 1), cut=False):
+                last = max(last, number)
+            last = max(last, files[-1][0] - 1)
+    return last

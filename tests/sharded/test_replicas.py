@@ -1,0 +1,436 @@
+"""A shard on several servers: decisions as plain functions, then servers in this process, then processes that are
+killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from shoal.errors import ConfigError, DataError, DeadlineError, PeerError
+from shoal.serving import DirectoryRegistry
+from shoal.serving.cluster.discovery.leaders import RegistryBoard, group_addresses
+from shoal.sharded import Engine, ParameterServer, PsClient, Shard, ps_table
+from shoal.sharded.ps.protocol import Op, Request, as_tensor
+from shoal.sharded.ps.replica.board import FollowingBoard, LoneBoard, ShardState, claim, handed_over, joined, without
+from shoal.sharded.ps.replica.log_reader import LogReader, RecordsGone, records
+from shoal.sharded.ps.replica.peer import Peer
+from shoal.sharded.ps.replica.replication import Replication, Role, server_name
+from shoal.sharded.ps.replica.terms import Terms, differs
+from shoal.sharded.ps.server.log import Log
+from tests.sharded.helpers import LONG
+
+T = torch.tensor
+WITHIN_S = 60.0
+
+
+def eventually(check, within_s=WITHIN_S):
+    until = time.monotonic() + within_s
+    while not (found := check()):
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+    return found
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_server_of_a_shard_leads():
+    after, why = claim(None, "a", {"a": "x"})
+    assert after == ShardState(term=1, leader="a", in_sync=("a",))
+    assert why
+
+
+def test_only_a_server_with_everything_leads_when_the_leader_has_gone():
+    state = ShardState(term=3, leader="a", in_sync=("a", "b"))
+    assert claim(state, "b", {"a": "x", "b": "y"})[0] is None
+    assert claim(state, "b", {"b": "y", "c": "z"})[0] == ShardState(term=4, leader="b", in_sync=("b",))
+    after, why = claim(state, "c", {"b": "y", "c": "z"})
+    assert after is None
+    assert "lacks writes" in why
+    assert "--force-lead" in why
+    assert claim(without(state, "b"), "b", {"b": "y"})[0] is None
+
+
+def test_a_leader_that_comes_back_first_leads_in_a_new_term():
+    state = ShardState(term=3, leader="a", in_sync=("a", "b"))
+    assert claim(state, "a", {"a": "x"})[0] == ShardState(term=4, leader="a", in_sync=("a",))
+
+
+def test_followers_join_leave_and_take_over():
+    state = ShardState(term=3, leader="b", in_sync=("b",))
+    both = joined(state, "a")
+    assert both.in_sync == ("a", "b")
+    assert joined(both, "a") == both
+    assert handed_over(both, "a") == ShardState(term=4, leader="a", in_sync=("a",))
+    assert ShardState.decode(both.encode()) == both
+    with pytest.raises(DataError, match="damaged"):
+        ShardState.decode(b"{}")
+
+
+@pytest.mark.parametrize(
+    ("mine", "last", "leader", "leader_last", "why"),
+    [
+        ([], 0, [(1, 1)], 10, ""),
+        ([(1, 1)], 5, [(1, 1)], 10, ""),
+        ([(1, 1)], 11, [(1, 1)], 10, "up to 11"),
+        ([(1, 1)], 8, [(1, 1), (2, 7)], 10, "ended at record 6"),
+        ([(1, 1)], 6, [(1, 1), (2, 7)], 10, ""),
+        ([(1, 1), (2, 7)], 9, [(1, 1), (3, 7)], 10, "no term 2"),
+        ([(1, 1), (2, 7)], 6, [(1, 1), (3, 7)], 10, ""),
+        ([], 6, [(1, 1)], 10, "before this server was part"),
+    ],
+)
+def test_a_log_that_went_another_way_is_noticed(mine, last, leader, leader_last, why):
+    found = differs(Terms(tuple(mine)), last, Terms(tuple(leader)), leader_last)
+    assert (why in found) if why else not found
+
+
+def test_terms_are_kept_in_a_file(tmp_path):
+    terms = Terms().begin(1, 1).begin(2, 1).begin(4, 9)
+    assert terms.spans == ((2, 1), (4, 9))
+    assert (terms.last_of(2), terms.last_of(4), terms.newest, 2 in terms) == (8, None, 4, True)
+    terms.write(tmp_path)
+    assert Terms.read(tmp_path) == terms
+    (tmp_path / "terms.json").write_text("[[2, 1], [1, 5]]")
+    with pytest.raises(DataError, match="must rise"):
+        Terms.read(tmp_path)
+
+
+def test_a_log_is_read_while_it_grows_over_several_files(tmp_path):
+    log, reader = Log(tmp_path), LogReader(tmp_path)
+    for n in range(1, 6):
+        log.append([b"h%d" % n, bytes(8), b"v" * n])
+    got = list(records(memoryview(reader.read(0, 5, 100)), 1))
+    assert got[0][:2] == (1, b"h1")
+    assert len(got) < 5
+    log.rotate()
+    log.append([b"h6"])
+    after = got[-1][0]
+    rest = [*records(memoryview(reader.read(after, 6, 1 << 20)), after + 1)]
+    assert [number for number, *_ in rest] == list(range(after + 1, 7))
+    assert [r[1] for r in records(memoryview(LogReader(tmp_path).read(5, 6, 1)), 6)] == [b"h6"]
+    log.drop_before(6)
+    with pytest.raises(RecordsGone):
+        LogReader(tmp_path).read(2, 6, 1)
+    damaged = bytearray(LogReader(tmp_path).read(5, 6, 1))
+    damaged[-1] ^= 1
+    with pytest.raises(DataError, match="damaged"):
+        list(records(memoryview(damaged), 6))
+    log.close()
+
+
+# --- servers in this process ------------------------------------------------------------------------------------------
+
+
+class Server:
+    """One server of a group that starts again as a follower where it has to, as `shoal ps` does."""
+
+    def __init__(self, folder, board, *, ack="follower", **options):
+        self.folder, self._board, self._ack, self._options = folder, board, ack, options
+        self._ended = threading.Event()
+        self.server, self.port, self.reasons = None, 0, []
+        self._start()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _start(self):
+        self.replication = Replication(self._board(), name=server_name(self.folder), ack=self._ack, **self._options)
+        engine = Engine(Shard(0, 1), "log", self.folder)
+        self.server = ParameterServer(engine, port=self.port, replication=self.replication).start()
+        self.port = int(self.server.address.rpartition(":")[2])
+
+    def _watch(self):
+        while not self._ended.wait(0.01):
+            if self.server.wait(0):
+                assert self.replication.rebuild, self.server.fatal
+                self.reasons.append(self.replication.rebuild)
+                self.server.stop(drain=timedelta(0))
+                self._start()
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def leads(self):
+        return self.replication.role is Role.LEADER
+
+    def stop(self):
+        self._ended.set()
+        self._thread.join(WITHIN_S)
+        self.server.stop(drain=timedelta(0))
+
+    def rows(self, ids):
+        table = self.server.engine.shard.tables["t"]
+        return table.lookup(ids)
+
+
+@pytest.fixture
+def group(tmp_path):
+    """Makes servers of one shard that find each other in a directory."""
+    made = []
+
+    def board():
+        return RegistryBoard(DirectoryRegistry(tmp_path / "registry", 2.0, 0.05), "g", 0, 2.0)
+
+    def make(name, **options):
+        server = Server(tmp_path / name, board, **options)
+        made.append(server)
+        return server
+
+    make.registry = f"dir:{tmp_path / 'registry'}"
+    yield make
+    for server in made:
+        server.stop()
+
+
+def in_sync(leader, *followers):
+    names = {leader.replication.name, *(one.replication.name for one in followers)}
+    return eventually(lambda: set(leader.server.info()["group"]["in_sync"]) == names)
+
+
+def table_of(client):
+    return ps_table(client, 2, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
+
+
+def test_a_follower_has_every_row_and_answers_no_write(group):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    follower = group("b")
+    in_sync(leader, follower)
+    with PsClient([f"{follower.address}|{leader.address}"], deadline=LONG) as client:  # the wrong one first
+        table = table_of(client)
+        for step in range(5):
+            table.apply_gradients(T([1, 2]), torch.ones(2, 2), step)
+        client.flush()
+        assert table.lookup(T([1, 2, 3])).tolist() == [[-5, -5], [-5, -5], [0, 0]]
+    assert torch.equal(follower.rows(T([1, 2])), leader.rows(T([1, 2])))
+    told = follower.server.info()["group"]
+    assert (told["role"], told["leader"]) == ("follower", f"tcp://{leader.address}")
+    assert told["lag_s"] < WITHIN_S
+    assert leader.server.info()["group"]["follower_lag"] == {follower.replication.name: 0}
+
+
+def test_a_follower_leads_when_the_leader_has_gone_and_nothing_is_lost_or_doubled(group):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    follower = group("b")
+    in_sync(leader, follower)
+    with PsClient([f"{leader.address}|{follower.address}"], deadline=LONG) as client:
+        table = table_of(client)
+        table.apply_gradients(T([1]), torch.ones(1, 2), 0)
+        leader.stop()
+        for step in range(1, 4):
+            table.apply_gradients(T([1]), torch.ones(1, 2), step)
+        client.flush()
+        assert table.lookup(T([1])).tolist() == [[-4, -4]]
+    assert follower.leads
+    assert follower.replication.term == 2
+    assert group_addresses(group.registry, "g") == [f"tcp://{follower.address}"]
+
+
+def test_an_old_leader_follows_when_it_comes_back(group, tmp_path):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    follower = group("b")
+    in_sync(leader, follower)
+    with PsClient([f"{leader.address}|{follower.address}"], deadline=LONG) as client:
+        table = table_of(client)
+        table.apply_gradients(T([1]), torch.ones(1, 2), 0)
+        leader.stop()
+        table.apply_gradients(T([1]), torch.ones(1, 2), 1)
+        back = group("a")
+        in_sync(follower, back)
+        table.apply_gradients(T([1]), torch.ones(1, 2), 2)
+    assert back.replication.role is Role.FOLLOWER
+    assert back.rows(T([1])).tolist() == [[-3, -3]]
+
+
+def test_a_log_that_nobody_acknowledged_is_set_aside(group, tmp_path):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table = table_of(client)
+        table.apply_gradients(T([1]), torch.ones(1, 2), 0)
+    follower = group("b")
+    in_sync(leader, follower)
+    leader.stop()
+    eventually(lambda: follower.leads)
+    log = Log(tmp_path / "a", leader.server.engine.log.next_number)  # as if it had died before a follower had this
+    log.append(
+        Request(
+            Op.APPLY, stream=bytes(15) + b"x", seq=1, counts=(1,), names=("t",), ids=T([1]), values=T([1.0, 1.0])
+        ).frames()
+    )
+    log.close()
+    with PsClient([follower.address], deadline=LONG) as client:
+        table_of(client).apply_gradients(T([1]), torch.full((1, 2), 10.0), 1)
+        back = group("a")
+        in_sync(follower, back)
+    assert back.rows(T([1])).tolist() == [[-11, -11]]
+    (aside,) = (tmp_path / "a").glob("superseded-*")
+    assert "cannot continue its own log" in (aside / "why.txt").read_text()
+
+
+def test_a_server_with_an_empty_disk_takes_the_leaders_checkpoint(group, tmp_path):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table = table_of(client)
+        table.apply_gradients(torch.arange(1000), torch.ones(1000, 2), 0)
+        for _ in range(3):  # the log's beginning goes
+            client.checkpoint()
+            table.apply_gradients(T([5]), torch.ones(1, 2), 1)
+        client.checkpoint(keep_as="run-best")
+        follower = group("b")
+        in_sync(leader, follower)
+        assert torch.equal(follower.rows(torch.arange(1000)), leader.rows(torch.arange(1000)))
+        client.checkpoint(keep_as="run-last", others=["run-best"])
+        eventually(lambda: (tmp_path / "b" / "kept-run-last").is_dir())
+        table.apply_gradients(T([5]), torch.ones(1, 2), 2)
+        client.restore("t", "run-best")
+        eventually(lambda: follower.rows(T([5])).tolist() == [[-4, -4]])
+
+
+def test_a_hand_over_is_not_noticed_by_a_worker(group):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    follower = group("b")
+    in_sync(leader, follower)
+    done, n = threading.Event(), 0
+    with PsClient([f"{leader.address}|{follower.address}"], deadline=LONG) as client:
+        table = table_of(client)
+
+        def work():
+            nonlocal n
+            while not done.is_set():
+                table.apply_gradients(T([1]), torch.ones(1, 2), n)
+                n += 1
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        eventually(lambda: n > 5)
+        context = client.zmq.Context()
+        peer = Peer(context, leader.address)
+        assert bytes(peer.ask(Op.HANDOVER, {}, WITHIN_S).payload[0]).decode() == follower.replication.name
+        peer.close()
+        context.term()
+        eventually(lambda: follower.leads)
+        before = n
+        eventually(lambda: n > before + 5)
+        done.set()
+        worker.join(WITHIN_S)
+        assert table.lookup(T([1])).tolist() == [[-n, -n]]
+    in_sync(follower, leader)
+    assert leader.rows(T([1])).tolist() == [[-n, -n]]
+    with pytest.raises(PeerError, match="cannot hand over"):
+        leader.replication.hand_over()
+
+
+def test_writes_wait_for_a_follower_that_is_in_sync_and_not_for_one_that_has_gone(group):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    follower = group("b")
+    in_sync(leader, follower)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table = table_of(client)
+        table.apply_gradients(T([1]), torch.ones(1, 2), 0)
+        assert leader.replication.feed.followers[follower.replication.name].after >= 2
+        follower.stop()
+        table.apply_gradients(T([1]), torch.ones(1, 2), 1)
+        assert leader.server.info()["group"]["in_sync"] == [leader.replication.name]
+
+
+def test_a_follower_answers_reads_with_rows_of_a_stated_age(group):
+    leader = group("a", ack="local")
+    eventually(lambda: leader.leads)
+    follower = group("b", ack="local", stale_reads=timedelta(seconds=WITHIN_S))
+    in_sync(leader, follower)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table_of(client).apply_gradients(T([1]), torch.ones(1, 2), 0)
+    with PsClient([follower.address], deadline=timedelta(seconds=1)) as client:
+        request = Request(Op.LOOKUP, counts=(1,), names=("t",), ids=T([1]))
+        eventually(lambda: as_tensor(client.read({0: request}, LONG)[0].payload[0], torch.float32).tolist() == [-1, -1])
+        with pytest.raises(DeadlineError, match="is a follower"):
+            table_of(client)
+
+
+def test_a_follower_without_a_registry_copies_and_never_leads(tmp_path):
+    leader = Server(tmp_path / "a", lambda: LoneBoard(server_name(tmp_path / "a"), 0))
+    follower = None
+    try:
+        eventually(lambda: leader.leads)
+        follower = Server(tmp_path / "b", lambda: FollowingBoard(leader.address))
+        in_sync(leader, follower)
+        with PsClient([leader.address], deadline=LONG) as client:
+            table_of(client).apply_gradients(T([1]), torch.ones(1, 2), 0)
+        leader.stop()
+        assert follower.rows(T([1])).tolist() == [[-1, -1]]
+        assert not follower.leads
+    finally:
+        if follower is not None:
+            follower.stop()
+
+
+def test_a_group_needs_a_log(tmp_path):
+    replication = Replication(LoneBoard("a", 0), name="a")
+    with pytest.raises(ConfigError, match="durability 'log'"):
+        ParameterServer(Engine(Shard(0, 1), "none", tmp_path / "a"), replication=replication).start()
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def spawn(tmp_path, name, port=0):
+    command = [
+        sys.executable, "-m", "shoal", "ps", "--durability", "log", "--dir", str(tmp_path / name), "--json", "--ack",
+        "follower", "--registry", f"dir:{tmp_path / 'registry'}", "--session-timeout", "2s", "--port", str(port),
+    ]  # fmt: skip
+    with open(tmp_path / f"{name}.log", "a") as told:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, text=True)
+    timer = threading.Timer(WITHIN_S, process.kill)
+    timer.start()
+    place = json.loads(process.stdout.readline())
+    timer.cancel()
+    process.stdout.close()
+    return process, place["address"]
+
+
+def test_killed_leaders_lose_nothing_even_with_their_disks(tmp_path):
+    (tmp_path / "registry").mkdir()
+    servers = {name: spawn(tmp_path, name) for name in ("a", "b")}
+    ports = {name: int(address.rpartition(":")[2]) for name, (_, address) in servers.items()}
+    try:
+        both = "|".join(address for _, address in servers.values())
+        with PsClient([both], deadline=LONG) as client:
+            table = table_of(client)
+            n = 0
+            for _ in range(2):
+                for _ in range(10):
+                    table.apply_gradients(T([1, n + 100]), torch.ones(2, 2), n)
+                    n += 1
+                eventually(lambda: len(client.info()[0]["group"]["in_sync"]) == 2)
+                told = client.info()[0]["group"]["name"]
+                leader = next(name for name in servers if server_name(tmp_path / name / "shard-00000") == told)
+                os.kill(servers[leader][0].pid, signal.SIGKILL)
+                servers[leader][0].wait(WITHIN_S)
+                shutil.rmtree(tmp_path / leader)
+                table.apply_gradients(T([1]), torch.ones(1, 2), n)
+                n += 1
+                servers[leader] = spawn(tmp_path, leader, ports[leader])
+            assert table.lookup(T([1])).tolist() == [[-n, -n]]
+            assert (table.lookup(torch.arange(100, 110)) == -1).all()
+        servers["a"][0].send_signal(signal.SIGTERM)
+        assert servers["a"][0].wait(WITHIN_S) == 0
+    finally:
+        for process, _ in servers.values():
+            process.kill()
+            process.wait(WITHIN_S)
