@@ -85,7 +85,7 @@ class Flags:
     threads: int | None = None
     """Of torch and of the tables; by default all CPUs."""
     ps: tuple[str, ...] | None = None
-    """Parameter servers that hold the rows, in the order of their shards."""
+    """Parameter servers that hold the rows, in the order of their shards; REGISTRY#GROUP for those of a group."""
     out: str | None = None
     """Folder for checkpoints; a run that finds one there resumes from it."""
     keep: int | None = None

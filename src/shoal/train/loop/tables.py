@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -65,7 +65,8 @@ class Rows(nn.Module):
     def _on_servers(self, config: Config, note: Callable[[str], None]) -> dict[str, Any]:
         from shoal.sharded import PsClient, ps_table
 
-        self.client = PsClient(config.train.ps, deadline=timedelta(seconds=config.train.ps_deadline_s))
+        deadline = timedelta(seconds=config.train.ps_deadline_s)
+        self.client = PsClient(_addresses(config.train.ps, config.train.ps_deadline_s), deadline=deadline)
         try:
             self._greet(note)
             return {
@@ -207,3 +208,13 @@ def _filter(given: TableConfig) -> Any:
     from shoal.sharded.ps.server.table_spec import build_filter
 
     return build_filter(given.filter(), given.name)
+
+
+def _addresses(given: Sequence[str], deadline_s: float) -> Sequence[str]:
+    """The addresses of servers; one ``REGISTRY#GROUP`` is those of a group, such as ``zk://host:2181#ctr``."""
+    registry, _, group = given[0].partition("#")
+    if len(given) > 1 or not registry.startswith(("zk://", "dir:")):
+        return given
+    from shoal.serving.cluster.discovery.leaders import group_addresses
+
+    return group_addresses(registry, group or "ps", deadline_s=deadline_s)

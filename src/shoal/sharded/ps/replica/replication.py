@@ -172,6 +172,19 @@ class Replication:
             told["lag_s"] = round(min(self.lag_s(), 1e9), 3)
         return told
 
+    def gauges(self) -> dict[str, Any]:
+        """For Prometheus."""
+        leads = self.role is Role.LEADER
+        lags = self.feed.lag() if leads else {}
+        return {
+            "leads": int(leads),
+            "term": self.term,
+            "registry_contact": int(self.board.in_contact()),
+            "followers_in_sync": max(0, len(self._state.in_sync) - 1) if leads and self._state is not None else 0,
+            "follower_lag_records": max(lags.values(), default=0),
+            "follower_lag_seconds": min(self.lag_s(), 1e9),
+        }
+
     def ask(self, waiting: Waiting) -> None:
         """A follower asks for records."""
         self.feed.ask(waiting)

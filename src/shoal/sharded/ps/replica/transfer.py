@@ -104,8 +104,7 @@ def set_aside(directory: Path, why: str) -> None:
     aside = directory / f"superseded-{secrets.token_hex(4)}"
     aside.mkdir()
     for path in found:
-        os.rename(path, aside / path.name)
-    sync_folder(directory)
+        move_folder(path, aside / path.name)
     (aside / "why.txt").write_text(why + "\n")
     log.warning("%s; what was in %s is kept in %s until you remove it", why, directory, aside)
 

@@ -258,6 +258,7 @@ class ParameterServer:
         queued = self._backlog.queued_bytes
         return state in ("serving", "read-only"), {
             "state": state, "why": self.fatal or read_only or None, "queued_bytes": queued,
+            **({} if self.replication is None else {"group": self.replication.info()}),
             **self.engine.shard.status(),
         }  # fmt: skip
 
@@ -275,5 +276,6 @@ class ParameterServer:
             "in_checkpoint": int(engine.in_checkpoint),
             "read_only": int(bool(engine.read_only)),
             "checkpoint_failures_total": self._writes.checkpoint_failures,
+            **({} if self.replication is None else self.replication.gauges()),
         }
         return self.metrics.text(gauges, engine.shard.status()["tables"])
