@@ -2,11 +2,12 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from shoal.durable import read_saved, write_saved
+from shoal.durable import Draft, read_saved, write_saved
 from shoal.errors import ConfigError, DataError
 from shoal.serving import (
     ExportContext,
@@ -328,6 +329,26 @@ def test_a_distributed_export_writes_every_sub_graph_and_honours_retention(tmp_p
     assert list(some) == ["ps_1"]
     with pytest.raises(ConfigError, match="DISTRIBUTED"):
         tool.export(shards, global_step=3, dense_only=True)
+
+
+def test_a_distributed_export_that_fails_leaves_nothing_and_the_entry_comes_last(tmp_path, net, monkeypatch):
+    shards = [{"u": table_of(suffix="u_0")}, {"u": table_of(suffix="u_1")}]
+    tool = exporter(tmp_path, net)
+    named = []
+    real = Draft.publish
+
+    def publish(draft):
+        named.append(Path(draft.target).parent.name)
+        real(draft)
+
+    monkeypatch.setattr(Draft, "publish", publish)
+    tool.export(shards, global_step=5, mode=ExportMode.DISTRIBUTED, timestamp=1, with_remote_gpu=True)
+    assert named == ["ps_0", "ps_1", "dense_0", "entry"]
+    folders = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    monkeypatch.setattr("shoal.serving.export.exporter.export_program", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tool.export(shards, global_step=6, mode=ExportMode.DISTRIBUTED, timestamp=2)
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == folders
 
 
 def test_a_slot_without_a_table_is_refused(tmp_path, net):

@@ -416,13 +416,16 @@ def test_an_export_that_fails_leaves_nothing_and_the_run_goes_on(tmp_path):
     assert os.listdir(exports) == []
 
 
-def test_rows_on_servers_are_exported_in_pages(tmp_path):
+def test_rows_on_servers_are_exported_in_pages_and_from_a_checkpoint(tmp_path, capsys):
     path = write_data(tmp_path)
-    servers = [ParameterServer(Engine(Shard(index, 2))) for index in range(2)]
+    dirs = [tmp_path / f"ps/shard-{index:05d}" for index in range(2)]
+    servers = [ParameterServer(Engine(Shard(index, 2), "checkpoint", dirs[index])) for index in range(2)]
     try:
         for server in servers:
             server.start()
-        config = load_config(path, {"train.ps": [server.address for server in servers]})
+        config = load_config(
+            path, {"train.ps": [server.address for server in servers], "out.dir": str(tmp_path / "run")}
+        )
         with trainer(config, reporter=Told()) as one:
             one.run()
             target = one.export(str(tmp_path / "ctr"))
@@ -435,10 +438,26 @@ def test_rows_on_servers_are_exported_in_pages(tmp_path):
             one.rows.client._take_infos = lambda infos: None
             with pytest.raises(UnsupportedError, match="does not know scan: it is of an older version"):
                 one.export(str(tmp_path / "ctr"))
+        command = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "later/ctr")]
+        assert main([*command, "--ps-dir", str(tmp_path / "ps")]) == 0  # the servers go on
     finally:
         for server in servers:
             server.stop()
     torch.testing.assert_close(served_logits(tmp_path / "ctr"), logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(served_logits(tmp_path / "later/ctr"), logits, rtol=1e-5, atol=1e-6)
+    later = Manifest.read(tmp_path / "later/ctr" / str(versions(tmp_path / "later/ctr")[0])).stamps
+    first = Manifest.read(Path(target)).stamps
+    assert {name: later[name] for name in ("ps_0", "ps_1")} == {name: first[name] for name in ("ps_0", "ps_1")}
+    assert (later["trainer"].run, later["trainer"].step) == (first["trainer"].run, 20)
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "name the folders that they were started with: --ps-dir DIR" in capsys.readouterr().err
+    assert main([*command, "--ps-dir", str(tmp_path / "run")]) == 2
+    assert "no parameter server has kept rows as" in capsys.readouterr().err
+    (kept,) = dirs[1].glob("kept-*")
+    kept.rename(tmp_path / "elsewhere")
+    assert main([*command, "--ps-dir", str(tmp_path / "ps")]) == 2
+    assert "of shards [1] of 2; name all folders" in capsys.readouterr().err
 
 
 def export_of_ranks(rank, world, *, path, folder):

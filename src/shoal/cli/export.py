@@ -15,6 +15,8 @@ _ABOUT = """Write a version for `shoal serve` from a checkpoint of `shoal train`
 
   shoal export run --out exports/ctr --model clicks
 
+  shoal export run --out exports/ctr --ps-dir /srv/ps         (its rows were on parameter servers)
+
   shoal serve exports/ctr
 
 A run exports its model itself with [serve] dir = "exports/ctr". The version takes raw features and ids.
@@ -34,6 +36,8 @@ class Flags:
     """How replicas store rows: float32, half, fixed_r8:R or one_bit:A."""
     keep: int | None = None
     """Versions that stay in the folder, the newest ones; by default all."""
+    ps_dir: tuple[str, ...] = ()
+    """Of a run with parameter servers: the folders (`shoal ps --dir`) where these keep its rows."""
     json: bool = False
     """One JSON object on stdout."""
 
@@ -50,7 +54,7 @@ def main(argv: list[str]) -> int:
     from shoal.train.loop.serve_config import ServeConfig
 
     serve = ServeConfig(dir=flags.out, model=flags.model, codec=flags.codec, keep=flags.keep or 1)
-    path = export_checkpoint(flags.checkpoint, flags.out, model=serve.name, codec=serve.codec)
+    path = export_checkpoint(flags.checkpoint, flags.out, model=serve.name, codec=serve.codec, ps_dirs=flags.ps_dir)
     if flags.keep is not None:
         prune_exports(flags.out, serve.keep)
     if flags.json:

@@ -1,4 +1,4 @@
-"""`shoal.serving.publish` of tables in GPU memory, or cached there, with a net on the same device, to a real replica."""
+"""`shoal.serving.publish` of tables in GPU memory, or cached there, and of a net on the same device."""
 
 import time
 

@@ -12,9 +12,9 @@ import torch
 from shoal.errors import ConfigError
 from shoal.serving.cluster.rollout import newest_everywhere
 from shoal.serving.export.manifest import SignatureSpec, TableSpec
-from shoal.serving.export.plan import EXPORT_DIR_BASE, free_second, plan_export, write_version
+from shoal.serving.export.plan import EXPORT_DIR_BASE, free_second, plan_export, write_versions
 from shoal.serving.export.retention import add_export, delete_old_exports
-from shoal.serving.export.tables import export_ps, export_tables, manifest_of, named_apart
+from shoal.serving.export.tables import export_tables, manifest_of, named_apart, ps_writer
 from shoal.serving.export.trace import describe, example_inputs, export_program, input_specs, pooled_specs
 from shoal.serving.server.program import REMOTE_NET, Feature
 from shoal.serving.server.servable import Servable, TableView, as_views
@@ -78,6 +78,10 @@ class ModelExporter:
         one directory. ``with_remote_gpu``: the net goes to ``dense_0``, which the entry calls with its pooled rows.
         ``existing_steps``: steps of the checkpoints that exist; exports of other steps are deleted. An entry is served
         with the shards of its own version, one of a ``dense_only`` export with the newest version that all shards have.
+
+        All directories are written before the first one gets its name, and ``entry`` gets its name last, so that no
+        entry appears without the shards of this process. With ``rank``, each process does so with its own part: an
+        entry is not used before all shards have its version.
         """
         shards = [as_views(each) for each in tables]
         count = num_ps if num_ps is not None else len(shards)
@@ -91,20 +95,22 @@ class ModelExporter:
             wanted = set(include_graphs)
             plan = {name: where for name, where in plan.items() if name in wanted}
         shared = Path(shared_assets) if shared_assets is not None else None
-        for name, where in plan.items():
+        writers = {}
+        for name, where in sorted(plan.items(), key=lambda each: each[0] == "entry"):  # last: it asks for the others
             if name.startswith("ps_"):
                 shard = int(name[3:])
                 views = shards[shard] if rank is None else shards[0]
-                wrote = export_ps(
+                writers[where] = ps_writer(
                     where, views,
                     model_name=self.model_name, sub_graph=name, global_step=global_step, shared_assets=shared,
                     codec=self._codec, skip_zero_embedding=self._skip_zero,
                 )  # fmt: skip
             else:
                 rows = newest_everywhere(self.base, count) if dense_only else int(Path(where).name)
-                writer = self._writer(name, where, global_step, shards, count, shared, with_remote_gpu, rows)
-                wrote = write_version(where, writer)
-            if wrote:
+                writers[where] = self._writer(name, where, global_step, shards, count, shared, with_remote_gpu, rows)
+        new = write_versions(writers)
+        for where in plan.values():
+            if where in new:
                 add_export(Path(where).parent, where, global_step)
             if existing_steps is not None:
                 delete_old_exports(Path(where).parent, {*existing_steps, global_step})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.durable import new_folder
+from shoal.durable import Draft
 from shoal.errors import ConfigError
 
 EXPORT_DIR_BASE = "exported_models"
@@ -55,19 +55,42 @@ def plan_export(
     return {name: os.path.join(base, name, str(version)) for name in names}
 
 
-def write_version(final: str | os.PathLike, write: Callable[[Path], Mapping[str, Any]]) -> bool:
+Writer = Callable[[Path], Mapping[str, Any]]
+"""Fills a folder and returns the fields of its manifest."""
+
+
+def write_version(final: str | os.PathLike, write: Writer) -> bool:
     """Lets ``write`` fill a folder, seals it with the manifest's fields that it returns, and names it ``final``.
 
     False if ``final`` exists, which is kept.
     """
-    if os.path.exists(final):
-        return False
+    return bool(write_versions({os.fspath(final): write}))
+
+
+def write_versions(writers: Mapping[str, Writer]) -> set[str]:
+    """Fills and seals all folders first, then names them one after another in this order; which of them are new.
+
+    If one cannot be written, none gets its name. Folders that exist are kept.
+    """
+    drafts: dict[str, Draft] = {}
     try:
-        with new_folder(final) as draft:
-            draft.seal(write(Path(draft.path)))
-    except FileExistsError:
-        return False  # somebody else was quicker
-    return True
+        for final, write in writers.items():
+            if not os.path.exists(final):
+                drafts[final] = Draft(final).begin()
+                drafts[final].seal(write(Path(drafts[final].path)))
+        new = set()
+        for final, draft in list(drafts.items()):
+            try:
+                draft.publish()
+                new.add(final)
+            except FileExistsError:
+                draft.discard()  # somebody else was quicker
+            del drafts[final]
+        return new
+    except BaseException:
+        for draft in drafts.values():
+            draft.discard()
+        raise
 
 
 def free_second(base: Path) -> int:

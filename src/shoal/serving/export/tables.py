@@ -10,7 +10,7 @@ from typing import Any
 from shoal.durable import file_bases
 from shoal.errors import ConfigError
 from shoal.serving.export.manifest import Manifest, SignatureSpec, TableSpec
-from shoal.serving.export.plan import write_version
+from shoal.serving.export.plan import Writer, write_version
 from shoal.serving.server.servable import Servable, TableView, as_views
 from shoal.serving.server.table_signatures import table_signatures
 from shoal.table.checkpoint import save_multi_table, save_table
@@ -104,6 +104,25 @@ def export_ps(
     skip_zero_embedding: bool = False,
 ) -> bool:
     """Writes one embedding shard. ``tables`` is what ``ModelServer.serve_tables`` takes. False if it exists."""
+    write = ps_writer(
+        final, tables, model_name=model_name, sub_graph=sub_graph, global_step=global_step,
+        shared_assets=shared_assets, codec=codec, skip_zero_embedding=skip_zero_embedding,
+    )  # fmt: skip
+    return write_version(final, write)
+
+
+def ps_writer(
+    final: str | os.PathLike,
+    tables: Any,
+    *,
+    model_name: str,
+    sub_graph: str,
+    global_step: int,
+    shared_assets: str | os.PathLike | None,
+    codec: FloatCompressorConfig | None,
+    skip_zero_embedding: bool,
+) -> Writer:
+    """What writes an embedding shard, as `export_ps` does."""
     views = named_apart([as_views(tables)])
     shared = Path(shared_assets) if shared_assets is not None else None
 
@@ -122,7 +141,7 @@ def export_ps(
             final, model_name, sub_graph, global_step, signatures, specs, None, None if shared else begin
         ).fields()
 
-    return write_version(final, write)
+    return write
 
 
 def manifest_of(

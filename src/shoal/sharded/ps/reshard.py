@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,6 +45,29 @@ def newest_checkpoints(source: str | os.PathLike[str]) -> list[Checkpoint]:
     if any(checkpoint["of"] != count for checkpoint in found) or shards != list(range(count)):
         raise DataError(f"{os.fspath(source)}: has checkpoints of shards {shards}, needed are all of {count}")
     return found
+
+
+def kept_checkpoints(folders: Sequence[str | os.PathLike[str]], name: str) -> list[Checkpoint]:
+    """The checkpoint of every shard that was kept under a name, in the ``--dir`` of the servers, by shard.
+
+    The servers may go on meanwhile: what was kept does not change.
+
+    Raises:
+        ConfigError: a shard's is not there.
+        DataError: one is damaged.
+    """
+    found: dict[int, Checkpoint] = {}
+    for folder in folders:
+        for path in sorted(Path(folder).glob(f"shard-*/kept-{glob.escape(name)}")):
+            checkpoint = Checkpoint(path)
+            found[checkpoint["shard"]] = checkpoint
+    where = ", ".join(str(folder) for folder in folders)
+    if not found:
+        raise ConfigError(f"{where}: no parameter server has kept rows as {name!r} there")
+    count = next(iter(found.values()))["of"]
+    if missing := sorted(set(range(count)) - found.keys()):
+        raise ConfigError(f"{where}: has no rows kept as {name!r} of shards {missing} of {count}; name all folders")
+    return [found[shard] for shard in range(count)]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from shoal.errors import ConfigError, DataError
 from shoal.models.build import build_model
 from shoal.models.inputs import Inputs
 from shoal.serving.export.features import ServedFeatures
+from shoal.sharded.ps.reshard import kept_checkpoints
+from shoal.sharded.ps.server.checkpoint import Checkpoint
 from shoal.stamps import Stamp
 from shoal.table.checkpoint import restore_table
 from shoal.table.checkpoint.chain import checkpoints_of
@@ -25,7 +28,12 @@ from shoal.train.loop.export import ExportedRows, write_export
 
 
 def export_checkpoint(
-    checkpoint: str | os.PathLike[str], out: str, *, model: str | None = None, codec: str = "float32"
+    checkpoint: str | os.PathLike[str],
+    out: str,
+    *,
+    model: str | None = None,
+    codec: str = "float32",
+    ps_dirs: Sequence[str] = (),
 ) -> str:
     """Writes a version for `shoal serve` from a checkpoint of `shoal train`; its path.
 
@@ -33,6 +41,7 @@ def export_checkpoint(
         checkpoint: a folder ``ckpt-…``, or the folder of a run, whose newest whole checkpoint it is then.
         out: the folder of the versions.
         model: the name that servers and clients use, by default that of ``out``.
+        ps_dirs: of a run with parameter servers the folders (``shoal ps --dir``) where these keep its rows.
 
     Raises:
         ConfigError: there is no such checkpoint, or it has not what an export needs.
@@ -48,22 +57,25 @@ def export_checkpoint(
             f"{saved.folder} was written by an earlier version, without what an export needs; go on from it with "
             "`shoal train` and [serve] dir"
         )
-    if content.get("servers") is not None:
-        raise ConfigError(
-            f"{saved.folder} has no rows, they were on parameter servers; export from the run with [serve] dir"
-        )
     features = ServedFeatures.read(content["served"], Path(saved.folder))
     progress = content["progress"]
     stamp = Stamp(int(progress.get("run", 0)), manifest.step + int(progress.get("other_changes", 0)))
+    kept = _kept(saved, content.get("servers"), ps_dirs)
+    if kept:
+        dims = {one.table: one.dim for one in features.pooling.values()}
+        tables = [ExportedRows(_rows_of_servers(kept, table, dim)) for table, dim in dims.items()]
+    else:
+        tables = [ExportedRows(_rows(saved, described)) for described in content["tables"]]
+    sources = {f"ps_{one['shard']}": Stamp(int(one.fields.get("run", 0)), one["version"]) for one in kept}
     return write_export(
         out,
         model_name=model or os.path.basename(os.path.abspath(out)),
         net=_net(saved, content["identity"]["model"], features),
         features=features,
-        tables=[ExportedRows(_rows(saved, described)) for described in content["tables"]],
+        tables=tables,
         ranks=SingleRank(),
         step=manifest.step,
-        stamps=lambda: {"trainer": stamp},
+        stamps=lambda: {"trainer": stamp, **sources},
         codec=codec,
     )
 
@@ -79,6 +91,36 @@ def _find(path: str) -> Saved:
     found = whole[-1].saved
     assert found is not None
     return found
+
+
+def _kept(saved: Saved, servers: dict[str, Any] | None, folders: Sequence[str]) -> list[Checkpoint]:
+    """Where parameter servers keep the rows of a checkpoint, by shard; nothing where the checkpoint has them."""
+    if servers is None:
+        if folders:
+            raise ConfigError(f"{saved.folder} has its rows itself; leave out --ps-dir")
+        return []
+    if servers.get("kept") is None:
+        raise ConfigError(
+            f"{saved.folder} has no rows: they were on parameter servers without --dir, which kept none; export from "
+            "the run with [serve] dir"
+        )
+    if not folders:
+        raise ConfigError(
+            f"{saved.folder} has no rows, parameter servers keep them ({', '.join(servers['addresses'])}); name the "
+            "folders that they were started with: --ps-dir DIR"
+        )
+    return kept_checkpoints(folders, servers["kept"])
+
+
+def _rows_of_servers(kept: Sequence[Checkpoint], name: str, dim: int) -> HashTable:
+    """The weights of a table from all shards."""
+    table = HashTable(dim, optimizer=Sgd(), initializer="zeros", name=name)
+    parts = [one for one in kept if name in one.tables]
+    for part in parts:
+        part.verify(name)
+    if parts:
+        restore_table(table, [str(part.path / part.tables[name]["file"]) for part in parts], False)
+    return table
 
 
 def _net(saved: Saved, model: dict[str, Any], features: ServedFeatures) -> nn.Module:
