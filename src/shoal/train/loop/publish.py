@@ -93,9 +93,13 @@ class Publishing:
         )
         return publish_source(source, model=name, registry=registry, servers=servers)
 
-    def wants(self) -> bool:
-        """Whether it is time for a round: the first rank's clock counts."""
-        return bool(self._every_s) and self._ranks.first and time.monotonic() >= self._next_at
+    def wants(self, pause: bool = False) -> bool:
+        """Whether it is time for a round: the first rank's clock counts.
+
+        Before a ``pause`` of the training (a checkpoint, an export, an evaluation) it is: what was learnt is sent
+        meanwhile.
+        """
+        return bool(self._every_s) and self._ranks.first and (pause or time.monotonic() >= self._next_at)
 
     def round(self) -> None:
         """Copies what changed up to this step and has it sent."""
@@ -103,7 +107,8 @@ class Publishing:
             for servers in self._publication.servers:
                 servers.nudge()
         begun = self._publication is None or self._publication.round()
-        self._next_at = max(self._next_at + self._every_s, time.monotonic()) if begun else time.monotonic() + AGAIN_S
+        now = time.monotonic()
+        self._next_at = max(min(self._next_at, now) + self._every_s, now) if begun else now + AGAIN_S
 
     def changed_rows(self) -> float | None:
         """The share of rows, of this rank or on the servers, that changed since the last round; None without rows."""

@@ -259,17 +259,21 @@ class Trainer:
         for samples in parts:
             self._tell_time(samples)
         self._loss = self.learner.learn(parts, self.at.step + 1)
-        push, export = self.publishing.wants(), self.exports.wants()
+        save = self.saver is not None and self.saver.wants(self.at.step + 1)
+        export, evaluate = self.exports.wants(), self._due("evaluate", self.config.eval.every_s)
+        every = self.config.eval.every_steps
+        pause = save or export or evaluate or bool(every and (self.at.step + 1) % every == 0)
+        push = self.publishing.wants(pause)
         if push or export:
             allowed = self.guard.allows(self.at.step)
             push, export = push and allowed, export and allowed
         wants = Wishes(
             stop=self.stop() or self.guard.stops,
-            save=self.saver is not None and self.saver.wants(self.at.step + 1),
+            save=save,
             push=push,
             export=export,
             report=self._due("report", self.config.out.log_s),
-            evaluate=self._due("evaluate", self.config.eval.every_s),
+            evaluate=evaluate,
             goes_on=self.reading.live is not None and any(batch is not None for batch in batches),
         )
         total, *wishes = self.learner.step((sum(map(len, filter(None, parts))), *map(float, wants)), self.at.step)
