@@ -60,10 +60,21 @@ def test_a_single_value_is_one_row_and_texts_of_different_lengths_are_filled_up(
     assert columns_of({"t": [["a", "b"], [], ["c"]]}, {})["t"].tolist() == [["a", "b"], ["", ""], ["c", ""]]
 
 
+def test_what_is_missing_may_be_none_in_columns_of_any_kind():
+    forms = {"user": Form(None, 1), "age": Form(torch.float32, 1), "tags": Form(None, 2)}
+    got = columns_of({"user": [None, None], "age": [None, None], "tags": [["a", "b"], None]}, forms)
+    assert got["user"].tolist() == ["", ""]
+    assert got["age"].isnan().all()
+    assert got["tags"].tolist() == [["a", "b"], ["", ""]]
+    assert columns_of({"tags": [None, []]}, forms)["tags"].shape == (2, 0)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
         ([["a"], "b"], "every row must be a list"),
+        ([[1], 2], "every row must be a list"),
+        ([[1, 2], None], "equal lengths, got 0 to 2 values; pad them, or give texts"),
         (["a", 3], "must hold texts only"),
         ([[1, 2], [3]], "1 to 2 values"),
         ([object()], "object"),

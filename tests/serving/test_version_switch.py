@@ -43,6 +43,14 @@ def test_a_log_knows_the_latest_push_of_each_id(pushes, since, merge_between):
     assert want == ([True] * 16 if older is None else older.tolist())
 
 
+def test_a_log_that_took_over_nothing_can_be_read():
+    one, other = PushLog(), PushLog()
+    one.add(torch.tensor([1]), Mark.at(1.0))
+    other.extend(one.pushed().where(lambda mark: False))
+    assert len(other.pushed().ids) == 0
+    assert len(other.pushed().where(lambda mark: True).ids) == 0
+
+
 def pushed_since(log, since):
     found = log.pushed().where(lambda mark: mark.read_at >= since)
     return {int(each): found.marks[number].read_at for each, number in zip(found.ids, found.of, strict=True)}

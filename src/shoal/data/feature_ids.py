@@ -10,7 +10,7 @@ from shoal.table.offline.source import Source
 
 
 def ids_of_text(source: Source, text: str) -> list[int]:
-    """The ids of ``FEATURE=VALUE`` in the tables of a checkpoint.
+    """The ids of ``FEATURE=VALUE`` in the tables of a checkpoint; of a cross ``CROSS=VALUE,VALUE``, in its order.
 
     Raises:
         ConfigError: the checkpoint does not say how values become ids, or has no such feature.
@@ -24,11 +24,26 @@ def ids_of_text(source: Source, text: str) -> list[int]:
         raise ConfigError(f"there is no feature {name!r}{hint}; features are {', '.join(schema.sparse)}")
     if schema.raw:
         raise ConfigError("the data of this checkpoint has ids, not texts; give the ID")
-    made = make_inputs(schema, {schema.column(name): [value]}, lists=False)
+    made = make_inputs(schema, _columns(schema, name, value), lists=False)
     place = schema.sparse.index(name)
     if made.offsets is None:
         return [int(made.ids[0, place])]
     return made.ids[made.offsets[place] : made.offsets[place + 1]].tolist()
+
+
+def _columns(schema: Schema, name: str, value: str) -> dict[str, list[str]]:
+    """The values of the columns that a feature reads."""
+    of = schema.feature(name).of
+    if not of:
+        return {schema.column(name): [value]}
+    values = value.split(",", len(of) - 1)
+    if len(values) != len(of):
+        wanted = ",".join(one.upper() for one in of)
+        raise ConfigError(f"{name!r} is a cross of {' and '.join(of)}; give --text {name}={wanted}, got {value!r}")
+    found: dict[str, list[str]] = {}
+    for one, part in zip(of, values, strict=True):
+        found |= _columns(schema, one, part)
+    return found
 
 
 def schema_of(source: Source) -> Schema:

@@ -55,7 +55,7 @@ def columns_of(inputs: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str
 
     Integers become the dtype that the signature takes. Text stays text, whatever the signature says: servers that
     know the model's features turn it into ids. Rows of texts with different lengths are filled up with "". None is a
-    missing value: "" among texts, NaN among numbers.
+    missing value: "" among texts, NaN among numbers, an empty list among lists.
 
     Raises:
         DataError: a value has no tensor form.
@@ -67,7 +67,7 @@ def columns_of(inputs: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str
 
 def _column(alias: str, value: Any, form: Form | None) -> Column:
     try:
-        column = _as_column(value)
+        column = _as_column(value, form is None or form.dtype is None)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise DataError(f"input {alias!r}: {error}") from None
     if form is None:
@@ -86,21 +86,28 @@ def _is_harmless(have: torch.dtype, want: torch.dtype) -> bool:
     return want.is_floating_point or not (have.is_floating_point or have == torch.bool)
 
 
-def _as_column(value: Any) -> Column:
+def _as_column(value: Any, text: bool = False) -> Column:
+    """A column of what a user gives; ``text``: whether values that are all missing are texts."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().reshape(1) if not value.ndim else value.detach().cpu()
     if isinstance(value, str | bytes | bool | int | float):
         value = [value]
     if isinstance(value, list | tuple):
         leaf = _first_leaf(value)
-        if isinstance(leaf, str | bytes):
+        if any(isinstance(each, list | tuple) for each in value):
+            value = [[] if each is None else each for each in value]
+        if isinstance(leaf, str | bytes) or (leaf is None and text and len(value)):
             return _texts(value)
         if isinstance(leaf, torch.Tensor):
             return torch.stack([torch.as_tensor(each, device="cpu") for each in value]).detach().cpu()
-        if any(isinstance(each, list | tuple) for each in value) and len({len(each) for each in value}) > 1:
-            raise ValueError(
-                f"rows must have equal lengths, got {min(map(len, value))} to {max(map(len, value))} values; pad them"
-            )
+        if any(isinstance(each, list | tuple) for each in value):
+            if not all(isinstance(each, list | tuple) for each in value):
+                raise TypeError("either every row must be a list or none")
+            if len({len(each) for each in value}) > 1:
+                raise ValueError(
+                    f"rows must have equal lengths, got {min(map(len, value))} to {max(map(len, value))} values; pad "
+                    "them, or give texts"
+                )
         array = np.asarray(_numbers(value))
         if array.dtype == np.float64:
             array = array.astype(np.float32)

@@ -134,6 +134,8 @@ class PushLog:
         self._most_marks = max(MARKS, 2 * len(used))
 
     def _append(self, source: str, part: _Ids) -> None:
+        if not len(part.ids):
+            return
         parts = self._of.setdefault(source, [])
         parts.append(part)
         while len(parts) > 1 and len(parts[-2].ids) < 2 * len(parts[-1].ids):
