@@ -91,6 +91,13 @@ class Serve:
     """How long the registry waits for a server that is silent before another one leads."""
     force_lead: bool = False
     """Lead even though writes that were acknowledged may be missing here: for when the other disks are lost."""
+    archive: str | None = None
+    """Store checkpoints and the log in an object store, too: s3://bucket/prefix, gs://…, az://… or file:///path. `shoal
+    ps restore` fills an empty host from it. Credentials come from the environment. Needs --durability log."""
+    archive_every: str = "5s"
+    """Time between two uploads: what the loss of the disk and of all followers loses at most."""
+    archive_keep: str = "0"
+    """How long checkpoints and logs stay in the archive, such as 30d; 0 for ever."""
     peer_keys: Path | None = None
     """This server's .key_secret file for connections to the other servers of the group; default: --keys."""
     json: bool = False
@@ -112,6 +119,28 @@ class Handover:
     """The servers' public .key file."""
     timeout: float = 15.0
     """Seconds to wait."""
+    json: bool = False
+
+
+@dataclass
+class Restore:
+    """Fills an empty directory from an archive, with the shard as it was at the last moment that was stored.
+
+    Then start `shoal ps` with the same --dir. Example:
+
+    shoal ps restore --archive s3://bucket/ctr --dir /data/ps --shard 0
+    """
+
+    archive: str
+    """The --archive of the server."""
+    dir: Path
+    """The --dir of the new server."""
+    shard: int = 0
+    """Which shard."""
+    until: str | None = None
+    """Take nothing that was stored later, such as 2026-11-17T10:00 (in UTC, unless it says otherwise)."""
+    list: bool = False
+    """Only show which checkpoints and writes the archive has."""
     json: bool = False
 
 
@@ -179,6 +208,7 @@ def main(argv: list[str]) -> int:
         "handover": (Handover, handover, ("address",)),
         "keygen": (Keygen, keygen, ()),
         "reshard": (Reshard, reshard, ()),
+        "restore": (Restore, restore, ()),
         "status": (Status, status, ("addresses",)),
     }
     if argv[:1] and argv[0] in verbs:
@@ -234,6 +264,8 @@ def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tup
         tables=[create_request(config, spec) for config, spec in tables.values()],
         publish=publishing.ask,
         replication=replication,
+        archive=_archive(options, folder),
+        archive_every=duration(options.archive_every) or timedelta(seconds=5),
     )
     publishing.server = server
     if publishing.settings is not None and replication is not None:
@@ -298,6 +330,61 @@ def _replication(options: Serve, folder: Path | None, *, force_lead: bool) -> An
         stale_reads=duration(options.stale_reads),
         force_lead=force_lead,
     )
+
+
+def _archive(options: Serve, folder: Path | None) -> Any:
+    """Makes what stores a server's files in the archive, if it has one."""
+    if options.archive is None:
+        return None
+    from shoal.sharded.ps.archive.store import Archive
+    from shoal.sharded.ps.archive.uploading import Uploading
+
+    if folder is None or options.durability != "log":
+        raise UsageError("--archive stores checkpoints and the log, so it needs --durability log and --dir")
+    archive, keep = Archive(options.archive, options.shard), duration(options.archive_keep)
+
+    def make(server: Any) -> Uploading:
+        engine, group = server.engine, server.replication
+        return Uploading(
+            archive,
+            folder,
+            durable=lambda: engine.log.durable_number if engine.log is not None else 0,
+            term=lambda: group.term if group is not None else 0,
+            leads=lambda: group is None or group.may_answer(),
+            keep=keep,
+        )
+
+    return make
+
+
+def restore(options: Restore) -> int:
+    from datetime import UTC, datetime
+
+    from shoal.sharded.ps.archive.restoring import restore as restore_from
+    from shoal.sharded.ps.archive.store import Archive
+
+    archive, until = Archive(options.archive, options.shard), None
+    if options.until is not None:
+        try:
+            until = datetime.fromisoformat(options.until)
+        except ValueError:
+            raise UsageError(f"--until must be a time such as 2026-11-17T10:00, got {options.until!r}") from None
+        until = until if until.tzinfo is not None else until.replace(tzinfo=UTC)
+    if options.list:
+        checkpoints, segments = archive.checkpoints(), archive.segments()
+        last = max((one.last for one in segments), default=0)
+        found = {"checkpoints": {one.number: one.stored.isoformat() for one in checkpoints}, "last": last}
+        text = "\n".join(f"checkpoint {number}, stored {stored}" for number, stored in found["checkpoints"].items())
+        print(json.dumps(found) if options.json else f"{text}\nwrites up to {last}".strip())
+        return 0
+    folder = options.dir / f"shard-{options.shard:05d}"
+    note = (lambda text: None) if options.json else (lambda text: print(text, file=sys.stderr, flush=True))
+    done = restore_from(archive, folder, until=until, note=note)
+    told = {"checkpoint": done.checkpoint, "last": done.last, "kept": done.kept, "dir": str(folder)}
+    kept = f", with {', '.join(done.kept)} kept" if done.kept else ""
+    text = f"{folder} holds shard {options.shard} up to write {done.last} (checkpoint {done.checkpoint}){kept}"
+    print(json.dumps(told) if options.json else text)
+    return 0
 
 
 def handover(options: Handover) -> int:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from shoal.errors import ConfigError, ShoalError
+from shoal.sharded.ps.archive.uploading import Uploading
 from shoal.sharded.ps.limits import Limits, check_duration
 from shoal.sharded.ps.metrics import Metrics
 from shoal.sharded.ps.protocol import VERSION, Op, Request
@@ -51,6 +52,8 @@ class ParameterServer:
         tables: Sequence[Request] = (),
         publish: Publish | None = None,
         replication: Replication | None = None,
+        archive: Callable[[ParameterServer], Uploading] | None = None,
+        archive_every: timedelta = timedelta(seconds=5),
     ) -> None:
         check_bind(host, keys, insecure)
         if keys is not None:
@@ -79,6 +82,8 @@ class ParameterServer:
         self._tables = tables
         self._publish = publish
         self.replication = replication
+        self._archive, self._archive_every = archive, archive_every
+        self.uploading: Uploading | None = None
         self._draining = threading.Event()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -117,6 +122,9 @@ class ParameterServer:
             self._spawn("ps-checkpoint", self._every, self._checkpoint_every, self.checkpoint)
         if self._evict_every is not None:
             self._spawn("ps-evict", self._every, self._evict_every, self._evict)
+        if self._archive is not None:
+            self.uploading = self._archive(self)
+            self._spawn("ps-archive", self.uploading.loop, self._stopped, self._archive_every)
         if self.replication is not None:
             self._spawn("ps-feed", self.replication.feed.loop)
             self._spawn("ps-follow", self.replication.follow, self._stopped)
@@ -277,5 +285,6 @@ class ParameterServer:
             "read_only": int(bool(engine.read_only)),
             "checkpoint_failures_total": self._writes.checkpoint_failures,
             **({} if self.replication is None else self.replication.gauges()),
+            **({} if self.uploading is None else self.uploading.status()),
         }
         return self.metrics.text(gauges, engine.shard.status()["tables"])
