@@ -1,6 +1,6 @@
 """Tables across processes against bare echoes, bare collectives, TorchRec, and themselves without pipelining.
 
-    python -m benchmarks.sharded [--only ps,latency,forward,sync,torchrec,pipeline,partitioned,log,memory] [--json FILE]
+    python -m benchmarks.sharded [--only ps,latency,forward,sync,torchrec,pipeline,partitioned,log,memory,ways]
 
 Every figure is a ratio of two things measured in turns in the same run; medians over ``--rounds`` turns.
 """
@@ -750,9 +750,16 @@ def bench_torchrec(args) -> None:
                 )
 
 
+def bench_ways(args) -> None:
+    from benchmarks.sharded_ways import run
+
+    run([int(n) for n in args.ranks.split(",")], args.rounds, report)
+
+
 BENCHES = {
     "latency": bench_latency, "ps": bench_ps, "log": bench_log, "forward": bench_forward, "sync": bench_sync,
     "partitioned": bench_partitioned, "pipeline": bench_pipeline, "torchrec": bench_torchrec, "memory": bench_memory,
+    "ways": bench_ways,
 }  # fmt: skip
 
 
@@ -760,6 +767,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(BENCHES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", default="2", help="of the ways run, such as 2,4,8 on 16 cores")
     parser.add_argument("--ids", type=int, default=1_000_000)
     parser.add_argument("--requests", type=int, default=200_000, help="of the memory run; 10000000 for the full one")
     parser.add_argument("--dir", default=None, help="where the log benchmark writes; a real disk")

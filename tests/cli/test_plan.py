@@ -156,7 +156,7 @@ def test_costs_of_another_file_are_refused(tmp_path, capsys):
     with pytest.raises(DataError, match="shoal plan --measure"):
         load_costs(tmp_path / "x.json")
     values = asdict(COSTS) | {"dense_gflops": "fast"}
-    (tmp_path / "x.json").write_text(json.dumps({"version": 1, "costs": values}))
+    (tmp_path / "x.json").write_text(json.dumps({"version": 2, "costs": values}))
     with pytest.raises(DataError, match="dense_gflops is missing or no number"):
         load_costs(tmp_path / "x.json")
     assert main(["plan"]) == 2

@@ -91,6 +91,13 @@ class TableModule(nn.Module):
         """The groups of this module's tables, in the order in which a batch asks them."""
         return self._tables.groups()
 
+    def swap_tables(self, new: Mapping[int, Any]) -> None:
+        """Reads other tables from now on: ``new`` has them by the ``id()`` of those that they replace.
+
+        Features, clocks, numbers of updates and how gradients are applied stay.
+        """
+        self._tables = self._tables.swapped(new)
+
     def _check_one(self) -> None:
         if not self._tables.one:
             raise ConfigError(

@@ -1,107 +1,24 @@
-"""What the pieces of a step cost on this machine: measured in some seconds, kept as JSON."""
+"""What the pieces of a step cost on this machine, measured in some seconds through the interfaces that a model uses."""
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from shoal.errors import DataError
+from shoal.sharded.placement.costs import Costs, cache_path, load_costs, prepare, save_costs
 
-VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Nanoseconds on one core unless the name says otherwise. ``x_fixed + x_per_dim * dim`` is the cost of a row."""
-
-    lookup_fixed: float
-    lookup_per_dim: float
-    update_fixed: float
-    update_per_dim: float
-    pool_fixed: float
-    """An id in a bag, forward and backward, beyond the look-up and the update of its row."""
-    pool_per_dim: float
-    route_fixed: float
-    """An id on its way to the rank that owns it and back: de-duplication, order, scatter and gather."""
-    route_per_dim: float
-    row_overhead_bytes: float
-    """Of a row, beyond weights and optimizer state."""
-    dense_gflops: float
-    dense_update: float
-    """One parameter in the dense optimizer's step."""
-    step_us: float
-    """What a step costs however small it is."""
-    link_gb_per_s: float
-    """What the all-to-all's software moves, one process."""
-    link_latency_us: float
-    """One all-to-all of nothing."""
-    reduce_gb_per_s: float
-    """Gradients that an all-reduce of two processes sums."""
-    reduce_latency_us: float
-    ps_gb_per_s: float
-    """What a parameter server's connection moves."""
-    ps_latency_us: float
-    """One request that asks for one row."""
-    load: float = 0.0
-    """How busy each CPU was with other work, as processes that wanted it; above some tenths, measure again later."""
-    machine: str = ""
-    measured: str = ""
-
-    def rows(self, what: str, dim: float) -> float:
-        return getattr(self, f"{what}_fixed") + getattr(self, f"{what}_per_dim") * dim
-
-
-def cache_path() -> Path:
-    """Where costs are kept between calls."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal" / "plan-costs.json"
-
-
-def load_costs(path: Path) -> Costs:
-    """Raises `DataError` for a file that was not written by `save_costs`."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict) or content.get("version") != VERSION or not isinstance(content.get("costs"), dict):
-        raise DataError(f"{path} holds no costs, version {VERSION}; measure them with: shoal plan --measure")
-    values = content["costs"]
-    for each in fields(Costs):
-        good = isinstance(values.get(each.name), str if str(each.type) == "str" else int | float)
-        if not good:
-            raise DataError(f"{path}: {each.name} is missing or no number; measure again with: shoal plan --measure")
-    return Costs(**{each.name: values[each.name] for each in fields(Costs)})
-
-
-def prepare(path: Path) -> None:
-    """Makes the folder that costs will be written to; raises ``OSError`` where they cannot be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with tempfile.TemporaryFile(dir=path.parent):
-        pass
-
-
-def save_costs(costs: Costs, path: Path) -> None:
-    from shoal.durable import write_whole
-
-    prepare(path)
-    write_whole(path, json.dumps({"format": "shoal.plan-costs", "version": VERSION, "costs": asdict(costs)}, indent=1))
-
+__all__ = ["Costs", "cache_path", "load_costs", "measure", "prepare", "save_costs"]
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 _DIMS = (8, 64)
 _ROWS = 200_000
 _BATCH = 20_000
+_BAG = 20
 
 
 def measure(progress: Callable[[str], None] = lambda _: None) -> Costs:
@@ -151,53 +68,93 @@ def _tables() -> dict[str, float]:
     import torch
 
     import shoal
-    from shoal.sharded import AllToAllHashTable
-    from shoal.sharded.all_to_all.backend import SingleRank
-    from shoal.sharded.all_to_all.group import AllToAllGroup
-    from shoal.table.protocol import Features, Part, Step
 
-    of: dict[str, dict[int, float]] = {"lookup": {}, "update": {}, "pool": {}, "route": {}}
-    overhead = 0.0
-    counts, features = torch.tensor([_BATCH], device="cpu"), Features()
+    of: dict[str, dict[int, float]] = {name: {} for name in ("lookup", "update", "pool", "route", "bag", "copy")}
+    found: dict[str, float] = {}
     for dim in _DIMS:
         table = shoal.HashTable(dim, optimizer=shoal.Adagrad(lr=0.01), name=f"plan_{dim}")
-        ids = torch.randperm(_ROWS, device="cpu")[:_BATCH] * 982451653
         every = torch.arange(_ROWS, device="cpu") * 982451653
         table.assign(every, torch.zeros(_ROWS, dim, device="cpu"))
-        overhead = max(overhead, table.memory_bytes() / _ROWS - 8 * dim) if dim == _DIMS[0] else overhead
+        if dim == _DIMS[0]:
+            found["row_overhead_bytes"] = max(12.0, table.memory_bytes() / _ROWS - 8 * dim)
+        ids = every[torch.randperm(_ROWS, device="cpu")[:_BATCH]]
+        again = ids[torch.randint(_BATCH // 4, (_BATCH,), device="cpu")]
         grads = torch.ones(_BATCH, dim, device="cpu")
         lookup = _usual(lambda table=table, ids=ids: table.lookup(ids))
         update = _usual(lambda table=table, ids=ids, grads=grads: table.apply_gradients(ids, grads, enable_dedup=False))
-        bag = shoal.nn.HashEmbeddingBag(table, combiner="sum")
-        bags = ids.view(-1, 20)
-
-        def step(bag: Any = bag, bags: Any = bags) -> None:
-            bag(bags).sum().backward()
-
-        pool = _usual(step)
-        whole = AllToAllHashTable(backend=SingleRank(), factory=lambda _, table=table: table)
-        group = AllToAllGroup((whole,))
-
-        def routed(group: Any = group, ids: Any = ids, grads: Any = grads) -> None:
-            found = group.find(ids, counts, features, missing="zeros")
-            group.rows(found, features, missing="zeros")
-            group.update([Part(found, features, grads)], step=Step())
-
-        route = _usual(routed)
-        scale = 1e9 / _BATCH
-        of["lookup"][dim], of["update"][dim] = lookup * scale, update * scale
-        of["pool"][dim] = max(0.0, pool - lookup - update) * scale
-        of["route"][dim] = max(0.0, route - lookup - update) * scale
+        calls = _calls(table)
+        once = {name: _usual(lambda call=call, ids=ids: call(ids)) / _BATCH for name, call in calls.items()}
+        often = {name: _usual(lambda call=call, ids=again: call(ids)) / _BATCH for name, call in calls.items()}
+        # A step costs something per id and something per distinct id: two equations.
+        share = again.unique().numel() / _BATCH
+        row = max(0.0, (once["local"] - often["local"]) / (1 - share))
+        of["pool"][dim] = 1e9 * max(0.0, once["local"] - row)
+        of["lookup"][dim] = 1e9 * row * lookup / (lookup + update)
+        of["update"][dim] = 1e9 * row * update / (lookup + update)
+        for name, of_way in (("route", "row"), ("bag", "table"), ("copy", "data")):
+            more = (once[of_way] - once["local"] + often[of_way] - often["local"]) / 2
+            of[name][dim] = 1e9 * max(0.0, more)
+        if dim == _DIMS[0]:
+            one = _usual(lambda call=calls["row"], ids=ids[:_BAG]: call(ids), 0.2)
+            found["group_us"] = 1e6 * one
     lines = {key: value for name, values in of.items() for key, value in _line(values, name).items()}
-    return lines | {"row_overhead_bytes": max(12.0, overhead)}
+    found["copy_fixed"] = statistics.mean(of["copy"].values())
+    lines["bag_per_dim"] *= _BAG  # it is of a bag, not of an id
+    del lines["copy_per_dim"]
+    return lines | found | {"merge_gb_per_s": _merge()}
+
+
+def _calls(table: Any) -> dict[str, Callable[[Any], None]]:
+    """A step of the bags of some ids: in this process, and by the groups of each way, with nobody else."""
+    import torch
+
+    from shoal.sharded import AllToAllHashTable
+    from shoal.sharded.all_to_all.backend import SingleRank
+    from shoal.sharded.all_to_all.group import AllToAllGroup
+    from shoal.sharded.all_to_all.owned import OwnedGroup
+    from shoal.sharded.all_to_all.replicated import ReplicatedGroup
+    from shoal.table.protocol import SUM, Features, Part, Step, group_of
+
+    kinds: dict[str, Any] = {"row": AllToAllGroup, "table": OwnedGroup, "data": ReplicatedGroup}
+    groups: dict[str, Any] = {"local": group_of([table])}
+    for way, kind in kinds.items():
+        groups[way] = kind((AllToAllHashTable(backend=SingleRank(), factory=lambda _: table, way=way),))
+    features = Features((0,), (SUM,), (0,), table.dim_size)
+
+    def step(group: Any) -> Callable[[Any], None]:
+        def made(ids: Any) -> None:
+            bags = ids.numel() // _BAG
+            offsets = torch.arange(bags + 1, device="cpu") * _BAG
+            out = torch.empty(bags, table.dim_size, device="cpu")
+            counts = offsets if group.traits.takes_bags else torch.tensor([ids.numel()], device="cpu")
+            found = group.find(ids, counts, features, missing="initial")
+            group.pooled(found, features, offsets, None, out, missing="initial")
+            group.update([Part(found, features, out, offsets)], step=Step())
+
+        return made
+
+    return {name: step(group) for name, group in groups.items()}
+
+
+def _merge() -> float:
+    """GB/s of what is put together and taken apart: two copies."""
+    import torch
+
+    parts = [torch.zeros(1 << 18, device="cpu") for _ in range(4)]
+    seconds = _usual(lambda: torch.cat(parts).split(1 << 18)[0].clone(), 0.1)
+    return 4 * (1 << 20) / seconds / 1e9
 
 
 def _dense() -> dict[str, float]:
     """dense arithmetic"""
     import torch
 
+    import shoal
+
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     small = torch.nn.Linear(4, 1)
+    bag = shoal.nn.HashEmbeddingBag(shoal.HashTable(4, name="plan_small"))
+    one = torch.zeros(4, 1, dtype=torch.int64, device="cpu")
     optimizer = torch.optim.SGD(small.parameters(), lr=0.1)
     batch = torch.randn(1024, 256, device="cpu")
 
@@ -206,7 +163,7 @@ def _dense() -> dict[str, float]:
 
     def nothing() -> None:
         optimizer.zero_grad()
-        small(batch[:4, :4]).sum().backward()
+        small(bag(one)).sum().backward()
         optimizer.step()
 
     flops = 6 * 1024 * 2 * 256 * 256
@@ -249,14 +206,20 @@ def _exchange(rank: int, world: int) -> list[float]:
     import torch
 
     from shoal.comm.ranks import collectives
+    from shoal.comm.ranks.torch_ranks import default_ranks
 
     torch.set_num_threads(1)
+    ranks = default_ranks()
     large = torch.zeros(1 << 20, device="cpu")
     small = torch.zeros(world, device="cpu")
-    out = torch.empty_like(large)
+
+    def send(flat: Any) -> None:
+        each = [flat.numel() // world] * world
+        ranks.exchange(flat, each, each, [1])
+
     calls = [
-        lambda: collectives.all_to_all(out[:world], small),
-        lambda: collectives.all_to_all(out, large),
+        lambda: send(small),
+        lambda: send(large),
         lambda: collectives.all_reduce(small),
         lambda: collectives.all_reduce(large),
     ]

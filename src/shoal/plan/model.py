@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from shoal.plan.config import Plan, TablePlan
-from shoal.plan.costs import Costs
+from shoal.sharded.placement.costs import Costs
+from shoal.sharded.placement.model import PEER_SHARE, state_bytes
+from shoal.sharded.placement.model import row_bytes as bytes_of_row
 
-PEER_SHARE = 0.05
-"""What one more peer adds to an exchange, as a share of an exchange with one. Assumed: two processes cannot show it."""
+__all__ = ["LAYOUTS", "Estimate", "estimate", "estimates", "row_bytes", "state_bytes"]
+
+
 LAYOUTS = ("all_to_all", "parameter_server")
 
 
@@ -51,22 +53,9 @@ class Estimate:
         return asdict(self) | {"fits": self.fits}
 
 
-@lru_cache(maxsize=256)
-def state_bytes(optimizer: str, dim: int) -> int:
-    """Bytes of optimizer state in a row."""
-    from shoal.table.config.messages import OptimizerDump
-    from shoal.table.offline.exchange import initial_state
-
-    floats = 0
-    for element in OptimizerDump.FromString(initial_state(optimizer, dim)).dump:
-        kind = element.WhichOneof("type")
-        for descriptor, value in getattr(element, kind).ListFields() if kind else ():
-            floats += len(value) if descriptor.is_repeated else 1
-    return 4 * floats
-
-
 def row_bytes(table: TablePlan, costs: Costs) -> float:
-    return 4 * table.dim + state_bytes(table.optimizer, table.dim) + costs.row_overhead_bytes
+    """Memory of a row."""
+    return bytes_of_row(table.dim, table.optimizer, costs)
 
 
 def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:

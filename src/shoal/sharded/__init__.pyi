@@ -67,6 +67,14 @@ from shoal.sharded.monolith.prefetch_queue import EnqueueHook as EnqueueHook
 from shoal.sharded.monolith.prefetch_queue import Stage as Stage
 from shoal.sharded.monolith.prefetch_queue import StructureQueue as StructureQueue
 from shoal.sharded.monolith.prefetch_queue import enqueue_dicts_with_queue_return as enqueue_dicts_with_queue_return
+from shoal.sharded.placement.costs import Costs as Costs
+from shoal.sharded.placement.loads import loads_of as loads_of
+from shoal.sharded.placement.model import Links as Links
+from shoal.sharded.placement.model import TableLoad as TableLoad
+from shoal.sharded.placement.plan import Plan as Plan
+from shoal.sharded.placement.planner import PlanError as PlanError
+from shoal.sharded.placement.planner import plan as plan
+from shoal.sharded.placement.shard import shard as shard
 from shoal.sharded.ps.client.client import PsClient as PsClient
 from shoal.sharded.ps.client.remote import RemoteHashTable as RemoteHashTable
 from shoal.sharded.ps.client.remote import RemoteMultiHashTable as RemoteMultiHashTable

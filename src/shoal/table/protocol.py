@@ -9,7 +9,7 @@ with zeros or with its initial row, and the first update creates it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -156,6 +156,10 @@ class Group(Protocol):
         """
         ...
 
+
+READS: list[Callable[[Group, Tensor, list[int], Features, int], None]] = []
+"""Called by modules before each read, with the group, the ids, how many each feature has, the features and the bags of
+each (0: rows are not pooled). `shoal.sharded.loads_of` counts by it."""
 
 _made: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 

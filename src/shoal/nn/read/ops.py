@@ -23,7 +23,7 @@ from shoal.nn.read.plan import Call, Plan, find_plan
 from shoal.nn.read.refusal import tell_ranks
 from shoal.nn.read.watch import watch_offsets
 from shoal.nn.update.passes import hand_over, numbers
-from shoal.table.protocol import Found, Missing, Part
+from shoal.table.protocol import READS, Found, Missing, Part
 
 NOTHING: list[Any] = []
 
@@ -69,6 +69,8 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
         else:
             out = torch.empty(bags, plan.width, dtype=torch.float32, device=plan.device)
         outputs.append(out)
+    if READS:
+        _tell_watchers(request)
     if plan.shared:
         return _read_shared(request, outputs)
     for i, call in enumerate(plan.calls):
@@ -88,6 +90,13 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
             for column in features.columns:
                 out[:, column : column + group.dim] = there[:, column : column + group.dim].to(out.device)
     return outputs, founds
+
+
+def _tell_watchers(request: Request) -> None:
+    for i, call in enumerate(request.plan.calls):
+        sizes = request.sizes[i] or request.offsets[i][:: max(1, request.bags)].diff().tolist()
+        for watch in READS:
+            watch(call.group, request.ids[i], sizes, call.features, request.bags if request.offsets else 0)
 
 
 def _read_shared(request: Request, outputs: list[Tensor]) -> tuple[list[Tensor], list[Found]]:

@@ -81,13 +81,22 @@ class Tables:
         return self.plan(1 if self.one else tuple(self.names)).device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
-        copies = {name: copy.deepcopy(table, memo) for name, table in self.named.items()}
-        twin = Tables(copies[""] if self.one else copies, "Tables")
-        for keeper, other in zip(self.keepers.values(), twin.keepers.values(), strict=True):
-            other.fused, other.clock, other.global_step = keeper.fused, keeper.clock, keeper.global_step
-            other.waits = keeper.fused is False
-        twin.features, twin.padding = copy.deepcopy(self.features, memo), self.padding
+        twin = self._twin({name: copy.deepcopy(table, memo) for name, table in self.named.items()})
+        twin.features = copy.deepcopy(self.features, memo)
         memo[id(self)] = twin
+        return twin
+
+    def swapped(self, new: Mapping[int, Any]) -> Tables:
+        """The same with other tables, by the ``id()`` of those that they replace."""
+        return self._twin({name: new.get(id(table), table) for name, table in self.named.items()})
+
+    def _twin(self, named: dict[str, Any]) -> Tables:
+        twin = Tables(named[""] if self.one else named, "Tables")
+        for keeper, other in zip(self.keepers.values(), twin.keepers.values(), strict=True):
+            if keeper is not other:
+                other.fused, other.clock, other.global_step = keeper.fused, keeper.clock, keeper.global_step
+                other.waits = keeper.fused is False
+        twin.features, twin.padding = self.features, self.padding
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -60,7 +60,9 @@ def cut(state: State, own: Slice, dim: int, vectors: int) -> State:
     """Columns of rows. State per element is cut with them, state per row goes with every slice."""
     n, raw = state["ids"].numel(), state["state"]
     split = 4 * vectors * dim
-    per_column = raw[:, :split].reshape(n, vectors, 4 * dim)[:, :, 4 * own.begin : 4 * own.end].reshape(n, -1)
+    width = 4 * (own.end - own.begin)
+    per_column = raw[:, :split].reshape(n, vectors, 4 * dim)[:, :, 4 * own.begin : 4 * own.end]
+    per_column = per_column.reshape(n, vectors * width)
     return state | {
         "rows": state["rows"][:, own.begin : own.end].contiguous(),
         "state": torch.cat([per_column, raw[:, split:]], 1).contiguous(),
@@ -90,7 +92,7 @@ def put_together(slices: list[tuple[Slice, State]], dim: int, vectors: int, name
         "ids": first["ids"][order],
         "times": first["times"][order],
         "rows": rows,
-        "state": torch.cat([per_column.view(n, -1), tail], 1),
+        "state": torch.cat([per_column.view(n, 4 * vectors * dim), tail], 1),
     }
 
 

@@ -15,7 +15,7 @@ from shoal.sharded.all_to_all.base import MISSING, TOLD, RankGroup, told_numbers
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
 from shoal.sharded.all_to_all.local import step_of
 from shoal.sharded.all_to_all.plan import Dealt, deal_out, pack, unpack
-from shoal.sharded.all_to_all.rounds import Send, Steps, nothing
+from shoal.sharded.all_to_all.rounds import Send, Steps, nothing, room_for
 from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, groups_of
 
 
@@ -179,13 +179,21 @@ class ReplicatedGroup(RankGroup):
             finds = []
         told = told_numbers([plan.number for plan, _ in finds])
         call = Call(UPDATE, finds[0][0].number if finds else 0, self.names, told, refused is not None)
-        raw = [t.contiguous().view(torch.uint8) for plan, flat in finds for t in (plan.ids, flat)]
-        mine = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *raw])
         item = self.exchange.backward_dtype.itemsize
-        sizes = [[(sum(plan.counts[r]) * 8, sum(plan.counts[r]) * self.dim * item) for plan, _ in finds]
-                 for r in range(self.ranks)]  # fmt: skip
+        sizes = [
+            [(sum(plan.counts[r]) * 8, _aligned(sum(plan.counts[r]) * self.dim * item)) for plan, _ in finds]
+            for r in range(self.ranks)
+        ]
         recv = [sum(a + b for a, b in own) for own in sizes]
-        came = yield Send("gradients", call, mine.repeat(self.ranks), [mine.numel()] * self.ranks, recv)
+        mine = recv[self.rank]
+        sent = room_for(mine * self.ranks, torch.uint8, self.device)
+        for begin in range(0, mine * self.ranks, max(1, mine)):
+            at = begin
+            for (plan, flat), (ids, grads) in zip(finds, sizes[self.rank], strict=True):
+                sent[at : at + ids].copy_(plan.ids.view(torch.uint8))
+                sent[at + ids : at + ids + flat.numel() * item].copy_(flat.view(torch.uint8))
+                at += ids + grads
+        came = yield Send("gradients", call, sent, [mine] * self.ranks, recv)
         if refused is not None:
             refused.add_note(TOLD)
             raise refused
@@ -193,7 +201,8 @@ class ReplicatedGroup(RankGroup):
         for rank in range(self.ranks):
             given = []
             for plan, _ in finds:
-                ids, grads = next(room).clone().view(torch.int64), next(room).clone().view(self.exchange.backward_dtype)
+                n, ids, raw = sum(plan.counts[rank]), next(room).view(torch.int64), next(room)
+                grads = raw[: n * self.dim * item].view(self.exchange.backward_dtype)
                 given.append((ids, plan.counts[rank], self.exchange.as_float(grads).view(-1, self.dim)))
             self._apply(given, step)
 
@@ -213,3 +222,8 @@ class ReplicatedGroup(RankGroup):
                 parts.append(Part(group.find(ids, sizes, features, missing="initial"), features, grads))
             if parts:
                 group.update(parts, step=step_of(step, places))
+
+
+def _aligned(size: int) -> int:
+    """Bytes, so that ids can follow."""
+    return -(-size // 8) * 8

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from shoal.buffers import empty_of
 from shoal.sharded.all_to_all.exchange import Call, Exchange
 
 T = TypeVar("T")
@@ -73,9 +74,8 @@ def _exchanged(exchange: Exchange, sends: Sequence[Send]) -> list[Tensor]:
     ranks = range(exchange.ranks.world_size)
     calls = [one.call for one in sends if one.call is not None]
     call = _joined(calls) if calls else None
-    device = sends[0].flat.device
     sizes = [[_padded(one.send[r] * one.flat.element_size()) for one in sends] for r in ranks]
-    sent = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=device)
+    sent = room_for(sum(map(sum, sizes)), torch.uint8, sends[0].flat.device)
     pieces = [one.flat.contiguous().view(-1).split(list(one.send)) for one in sends]
     room = iter(sent.split([size for own in sizes for size in own]))
     for r in ranks:
@@ -93,6 +93,11 @@ def _exchanged(exchange: Exchange, sends: Sequence[Send]) -> list[Tensor]:
         own = [blocks[r * len(sends) + number][: one.recv[r] * one.flat.element_size()] for r in ranks]
         results.append(torch.cat(own).view(one.flat.dtype))
     return results
+
+
+def room_for(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[size]``, uninitialised; on the host of memory that was used before where there is some."""
+    return empty_of(size, dtype) if device.type == "cpu" else torch.empty(size, dtype=dtype, device=device)
 
 
 def _joined(calls: Sequence[Call]) -> Call:

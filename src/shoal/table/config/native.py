@@ -37,7 +37,8 @@ def native_layout(config: EmbeddingHashTableConfig, first_column: int = 0) -> _c
     """The layout of a row. ``config`` has passed `shoal.table.config.validate.validate_table_config`."""
     serving = config.entry_config.entry_type == EntryConfig.SERVING
     segments = [native_segment(segment, serving) for segment in config.entry_config.segments]
-    segments[0].init_column = first_column
+    if first_column:
+        segments[0].init_column = first_column
     return _core.Layout(segments, serving, config.skip_zero_embedding)
 
 
