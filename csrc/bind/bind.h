@@ -65,6 +65,7 @@ void core(nb::module_& m);
 void ops(nb::module_& m);
 void filter(nb::module_& m);
 void table(nb::module_& m);
+void budget(nb::module_& m);
 void fused(nb::module_& m);
 void update(nb::module_& m);
 void gather(nb::module_& m);

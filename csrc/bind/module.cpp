@@ -36,6 +36,7 @@ NB_MODULE(_core, m) {
   shoal::bind::core(m);
   shoal::bind::ops(m);
   shoal::bind::filter(m);  // before table, which takes filters
+  shoal::bind::budget(m);  // and budgets
   shoal::bind::table(m);
   shoal::bind::fused(m);
   shoal::bind::update(m);

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "bind/bind.h"
+#include "table/budget/eviction.h"
 
 namespace shoal::bind {
 namespace {
@@ -26,10 +27,10 @@ void def_enum(nb::class_<Segment>& segment, const char* name, int last) {
       });
 }
 
-void assign(Table& table, void (Table::*write)(const int64_t*, int64_t, const float*, Stamp, bool), const int64_t* ids,
-            int64_t n, const float* values, Stamp time, bool finite) {
+void assign(Table& table, void (Table::*write)(const int64_t*, int64_t, const float*, Stamp, bool, const float*),
+            const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite, const float* scores) {
   try {
-    (table.*write)(ids, n, values, time, finite);
+    (table.*write)(ids, n, values, time, finite, scores);
   } catch (const NonFinite& e) {
     throw std::invalid_argument("the value of id " + std::to_string(e.id) + " (row " + std::to_string(e.position) +
                                 ") holds NaN or infinity");
@@ -86,19 +87,21 @@ void table(nb::module_& m) {
   nb::class_<Expiry>(m, "Expiry")
       .def(
           "__init__",
-          [](Expiry* self, uint32_t default_days, const std::vector<std::pair<uint32_t, uint32_t>>& overrides) {
-            new (self) Expiry{default_days, {}};
-            if (!overrides.empty()) self->days_of_slot.assign(32768, default_days);
-            for (auto [slot, days] : overrides) {
+          [](Expiry* self, int64_t default_s, const std::vector<std::pair<uint32_t, int64_t>>& overrides) {
+            new (self) Expiry{default_s, {}};
+            if (!overrides.empty()) self->of_slot.assign(32768, default_s);
+            for (auto [slot, seconds] : overrides) {
               if (slot > 32767) throw std::invalid_argument("a slot must be 0..32767, got " + std::to_string(slot));
-              self->days_of_slot[slot] = days;
+              self->of_slot[slot] = seconds;
             }
           },
-          nb::arg("default_days"), nb::arg("overrides"))
+          nb::arg("default_s"), nb::arg("overrides"))
       .def("stale", &Expiry::stale);
 
   nb::class_<Table>(m, "Table")
-      .def(nb::init<Layout, uint64_t, int64_t>(), nb::arg("layout"), nb::arg("seed"), nb::arg("expected") = 1)
+      .def(nb::init<Layout, uint64_t, int64_t, const EvictOptions*>(), nb::arg("layout"), nb::arg("seed"),
+           nb::arg("expected") = 1, nb::arg("evict").none() = nb::none())
+      .def("empty_twin", &Table::empty_twin, NoGil())
       .def_prop_ro("layout", &Table::layout, nb::rv_policy::reference_internal)
       .def("set_layout", &Table::set_layout, NoGil())
       .def("size", &Table::size, NoGil())
@@ -127,35 +130,38 @@ void table(nb::module_& m) {
           NoGil())
       .def(
           "assign",
-          [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time, bool at_least, bool finite) {
-            assign(t, &Table::assign, ptr<int64_t>(ids, n), n, ptr<float>(values, n), Stamp(time, at_least), finite);
+          [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time, bool at_least, bool finite,
+             uintptr_t scores) {
+            assign(t, &Table::assign, ptr<int64_t>(ids, n), n, ptr<float>(values, n), Stamp(time, at_least), finite,
+                   ptr<float>(scores));
           },
           nb::arg("ids"), nb::arg("n"), nb::arg("values"), nb::arg("time"), nb::arg("at_least") = false,
-          nb::arg("finite") = false, NoGil())
+          nb::arg("finite") = false, nb::arg("scores") = 0, NoGil())
       .def(
           "assign_add",
-          [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time, bool at_least, bool finite) {
-            assign(t, &Table::assign_add, ptr<int64_t>(ids, n), n, ptr<float>(values, n), Stamp(time, at_least),
-                   finite);
+          [](Table& t, uintptr_t ids, int64_t n, uintptr_t values, uint32_t time, bool at_least, bool finite,
+             uintptr_t scores) {
+            assign(t, &Table::assign_add, ptr<int64_t>(ids, n), n, ptr<float>(values, n), Stamp(time, at_least), finite,
+                   ptr<float>(scores));
           },
           nb::arg("ids"), nb::arg("n"), nb::arg("values"), nb::arg("time"), nb::arg("at_least") = false,
-          nb::arg("finite") = false, NoGil())
+          nb::arg("finite") = false, nb::arg("scores") = 0, NoGil())
       .def(
           "apply_gradients",
           [](Table& t, uintptr_t ids, int64_t n, uintptr_t grads, const std::vector<float>& rates, int64_t step,
-             uint32_t time, bool dedup, int bad, bool at_least) {
+             uint32_t time, bool dedup, int bad, bool at_least, uintptr_t scores) {
             if (rates.size() != t.layout().segments.size())
               throw std::invalid_argument("there must be one learning rate per segment");
             try {
               return t.apply_gradients(ptr<int64_t>(ids, n), n, ptr<float>(grads, n), rates.data(), step,
-                                       Stamp(time, at_least), dedup, static_cast<BadGradient>(bad));
+                                       Stamp(time, at_least), dedup, static_cast<BadGradient>(bad), ptr<float>(scores));
             } catch (const NonFinite& e) {
               throw std::invalid_argument("the gradient of id " + std::to_string(e.id) + " (row " +
                                           std::to_string(e.position) + ") holds NaN or infinity");
             }
           },
           nb::arg("ids"), nb::arg("n"), nb::arg("grads"), nb::arg("rates"), nb::arg("step"), nb::arg("time"),
-          nb::arg("dedup"), nb::arg("bad"), nb::arg("at_least") = false, NoGil())
+          nb::arg("dedup"), nb::arg("bad"), nb::arg("at_least") = false, nb::arg("scores") = 0, NoGil())
       .def(
           "reinitialize",
           [](Table& t, uintptr_t ids, int64_t n, uint32_t now, uintptr_t existed, bool at_least) {

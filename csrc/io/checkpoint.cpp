@@ -14,6 +14,7 @@
 #include "io/error.h"
 #include "io/out_file.h"
 #include "io/record.h"
+#include "table/budget/eviction.h"
 
 #if defined(__linux__)
 #include <sys/resource.h>
@@ -274,11 +275,7 @@ class Load::Worker {
 };
 
 Load::Load(Table& table, bool strict, ShardRule shard, uint32_t unstamped)
-    : table_(table),
-      strict_(strict),
-      shard_(shard),
-      unstamped_(unstamped),
-      fresh_(std::make_unique<Table>(table.layout(), 0)) {}
+    : table_(table), strict_(strict), shard_(shard), unstamped_(unstamped), fresh_(table.empty_twin()) {}
 
 Load::~Load() = default;
 
@@ -321,7 +318,10 @@ int64_t Load::erase(const int64_t* ids, int64_t n) { return fresh().erase(ids, n
 
 int64_t Load::evict(const Expiry& expiry, int64_t now) { return fresh().evict(expiry, now); }
 
-int64_t Load::rows() const { return fresh().size(); }
+int64_t Load::rows() const {
+  const Eviction* eviction = fresh().eviction();
+  return fresh().size() + (eviction ? eviction->evicted + eviction->refused : 0);
+}
 
 void Load::commit() {
   if (unstamped_ > 0 && fresh().max_update_time() == 0) {
@@ -334,6 +334,10 @@ void Load::commit() {
     fresh().raise_max_update_time(unstamped_);
   }
   const int64_t latest = fresh().max_update_time();
+  if (const Eviction* eviction = fresh().eviction(); eviction && table_.eviction()) {
+    table_.eviction()->refused += eviction->evicted + eviction->refused;
+    table_.eviction()->raise_call(static_cast<uint32_t>(latest));
+  }
   table_.swap_contents(*fresh_);
   table_.raise_max_update_time(latest);
   fresh_.reset();

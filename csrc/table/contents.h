@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "table/budget/eviction.h"
 #include "table/index.h"
 #include "table/rows/memory.h"
 #include "table/table.h"
@@ -55,19 +56,55 @@ inline uint64_t stripes_of(const int64_t* ids, const uint32_t* positions, int64_
 struct Table::Stripe {
   Stripe(BlockArena* blocks, uint32_t full_buckets) : index(blocks, full_buckets) {}
   Index index;
-  std::vector<uint32_t> spare;                        // rows of removed ids
-  uint32_t next_row = 0, rows_left = 0;               // fresh rows reserved for this stripe
+  std::vector<uint32_t> spare;           // rows of removed ids: a few of them,
+  uint32_t chained = kFreeRow;           // and the first of a chain of the others, each of which names the next
+  uint32_t next_row = 0, rows_left = 0;  // fresh rows reserved for this stripe
+  uint64_t hand = 0;                     // the segment that is looked at next for rows to evict
   std::vector<std::pair<uint32_t, int64_t>> removed;  // (epoch, id), while changes are tracked
 };
 
 struct Table::Contents {
-  Contents(int32_t stride, int64_t expected) : rows(stride), stripes(make_stripes(expected)) {}
+  Contents(int32_t stride, int64_t expected, Eviction* eviction)
+      : budget(eviction ? eviction->budget : nullptr),
+        rows(stride, budget.get(), eviction ? eviction->options.max_rows : RowArena::kMost),
+        blocks(budget.get()),
+        stripes(make_stripes(expected)) {
+    if (budget && !(charged = budget->take(kFixed))) throw std::bad_alloc();
+  }
+  ~Contents() {
+    if (!charged) return;
+    for (const Stripe& stripe : stripes)
+      budget->give(static_cast<int64_t>(stripe.removed.capacity() * sizeof stripe.removed[0]));
+    budget->give(kFixed);
+  }
+  // All that was taken is another budget's from now on, if it has the room.
+  void charge_to(const std::shared_ptr<Budget>& other) {
+    int64_t bytes = rows.bytes() + blocks.bytes() + kFixed;
+    for (const Stripe& s : stripes)
+      bytes += s.index.bytes() - static_cast<int64_t>(sizeof s.index - s.removed.capacity() * sizeof s.removed[0]);
+    if (other == budget || !other->take(bytes)) return;
+    budget->give(bytes);
+    rows.set_budget(other.get());
+    blocks.set_budget(other.get());
+    budget = other;
+  }
+  Contents(const Contents&) = delete;
 
-  // After this take_row() succeeds once more.
-  void reserve_rows(Stripe& stripe) {
-    const auto count = static_cast<uint32_t>(std::clamp<int64_t>(stripe.index.size() / 8, 1, 64));
-    stripe.next_row = rows.allocate(count);
+  // Whether take_row() succeeds once more. Small tables reserve no rows that others might need.
+  bool reserve_rows(Stripe& stripe, bool one) {
+    if (!stripe.spare.empty() || stripe.rows_left) return true;
+    for (; stripe.chained != kFreeRow && stripe.spare.size() < kSpare / 2;) {
+      stripe.spare.push_back(stripe.chained);
+      stripe.chained = *reinterpret_cast<const uint32_t*>(rows.row(stripe.chained));
+    }
+    if (!stripe.spare.empty()) return true;
+    auto count = static_cast<uint32_t>(one ? 1 : std::clamp<int64_t>(stripe.index.size() / 8, 1, 64));
+    uint32_t first = rows.allocate(count);
+    if (!first && count > 1) first = rows.allocate(count = 1);
+    if (!first) return false;
+    stripe.next_row = first;
     stripe.rows_left = count;
+    return true;
   }
   uint32_t take_row(Stripe& stripe) {
     if (stripe.spare.empty()) {
@@ -78,7 +115,21 @@ struct Table::Contents {
     stripe.spare.pop_back();
     return row;
   }
+  // The row is to be used again. The list is short, and longer ones need no memory of their own.
+  void give_row(Stripe& stripe, uint32_t row) {
+    if (stripe.spare.size() < kSpare) {
+      stripe.spare.push_back(row);
+    } else {
+      *reinterpret_cast<uint32_t*>(rows.row(row)) = std::exchange(stripe.chained, row);
+    }
+  }
 
+  static constexpr size_t kSpare = 256;
+  // What it takes whether there are rows or not; spare lists and what the arenas keep are counted as full.
+  static constexpr int64_t kFixed = 128 << 10;
+
+  std::shared_ptr<Budget> budget;  // null: none
+  bool charged = false;
   RowArena rows;
   BlockArena blocks;
   std::array<Stripe, kStripes> stripes;

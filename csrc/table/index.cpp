@@ -23,21 +23,42 @@ uint32_t Index::fitting_buckets(int64_t ids) {
 
 Index::Index(BlockArena* blocks, uint32_t full_buckets) : full_(full_buckets), blocks_(blocks) {
   directory_[0] = make_segment(1, 0, 0);
+  if (!directory_[0]) throw std::bad_alloc();
 }
 
 Index::~Index() {
-  if (buckets_ < full_) std::free(directory_[0] - 1);
-  if (directory_ != few_) std::free(directory_);
+  if (buckets_ < full_) free_small(directory_[0], buckets_);
+  if (directory_ != few_) free_directory();
 }
 
 Bucket* Index::make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix) {
   const size_t bytes = (buckets + 1) * sizeof(Bucket);
-  void* memory = buckets == full_ ? blocks_->allocate(bytes) : std::aligned_alloc(64, bytes);
-  if (!memory) throw std::bad_alloc();
-  if (buckets < full_) std::memset(memory, 0, bytes);  // the arena's blocks are zeroed already
+  void* memory;
+  if (buckets == full_) {
+    memory = blocks_->allocate(bytes);  // zeroed already
+    if (!memory) return nullptr;
+  } else {
+    if (!blocks_->take(bytes)) return nullptr;
+    memory = std::aligned_alloc(64, bytes);
+    if (!memory) {
+      blocks_->give(bytes);
+      throw std::bad_alloc();
+    }
+    std::memset(memory, 0, bytes);
+  }
   auto* first = static_cast<Bucket*>(memory) + 1;
   head(first) = {0, 0, depth, prefix};
   return first;
+}
+
+void Index::free_small(Bucket* first, uint32_t buckets) {
+  std::free(first - 1);
+  blocks_->give((buckets + 1) * sizeof(Bucket));
+}
+
+void Index::free_directory() {
+  std::free(directory_);
+  blocks_->give(sizeof(Bucket*) << depth_);
 }
 
 int64_t Index::bytes() const {
@@ -53,10 +74,10 @@ Slot Index::place(Bucket* first, uint32_t buckets, uint64_t hash, uint64_t id) {
 }
 
 // The id is not in the index, and its segment is full.
-Slot Index::insert_grown(uint64_t hash, uint64_t id) {
+Slot Index::insert_grown(uint64_t hash, uint64_t id, bool may_grow) {
   Bucket* first = segment(hash);
-  while (head(first).count + head(first).erased >= limit()) {
-    grow(first);
+  while (is_full(first)) {
+    if (!grow(first, may_grow)) return {};
     first = segment(hash);
   }
   Slot slot = place(first, buckets_, hash, id);
@@ -72,14 +93,16 @@ void Index::erase(uint64_t hash, Slot slot) {
   --size_;
 }
 
-void Index::grow(Bucket* first) {
-  if (head(first).erased > head(first).count / 4) {
+bool Index::grow(Bucket* first, bool may_grow) {
+  if (head(first).erased > head(first).count / (may_grow ? 4 : 64)) {
     rebuild(first);
-  } else if (buckets_ < full_) {
-    enlarge(first);
-  } else {
-    split(first);
+    return true;
   }
+  // Where there is no more memory, any hole is worth closing.
+  if (may_grow && (buckets_ < full_ ? enlarge(first) : split(first))) return true;
+  if (head(first).erased == 0) return false;
+  rebuild(first);
+  return true;
 }
 
 // Takes ids out of a segment and puts them back where a probe that starts at home finds them; those whose hash has the
@@ -118,38 +141,49 @@ void Index::put(Bucket* first, uint32_t buckets, uint64_t hash, const Entry& ent
   slot.time() = entry.time;
 }
 
-void Index::enlarge(Bucket* first) {
+bool Index::enlarge(Bucket* first) {
   uint32_t buckets = std::min(2 * buckets_, full_);
   Bucket* larger = make_segment(buckets, 0, 0);
+  if (!larger) return false;
   for (uint32_t in = 0; in < 4 * buckets_; ++in) {
     Slot slot{first + in / 4, static_cast<int>(in % 4)};
     if (slot.row() >= kFirstRow) put(larger, buckets, index_hash(slot.id()), {slot.id(), slot.row(), slot.time()});
   }
-  std::free(first - 1);
+  free_small(first, buckets_);
   directory_[0] = larger;
   buckets_ = buckets;
+  return true;
 }
 
-void Index::split(Bucket* first) {
+bool Index::split(Bucket* first) {
   uint32_t depth = head(first).depth;
   // 2^26 segments of one stripe would hold 10^11 ids; a salted hash does not come here with fewer.
   if (depth >= 26) throw std::length_error("too many ids share one hash prefix");
+  uint64_t prefix = head(first).prefix;
+  Bucket* other = nullptr;
   if (depth == depth_) {
+    const size_t bytes = depth_ ? sizeof(Bucket*) << (depth_ + 1) : 0;
+    if (!blocks_->take(bytes)) return false;
+    if (!(other = make_segment(full_, depth + 1, 2 * prefix + 1))) {
+      blocks_->give(bytes);
+      return false;
+    }
     auto** wider = depth_ ? static_cast<Bucket**>(std::malloc(sizeof(Bucket*) << (depth_ + 1))) : few_;
     if (!wider) throw std::bad_alloc();
     for (uint64_t at = uint64_t{1} << depth_; at-- > 0;) wider[2 * at] = wider[2 * at + 1] = directory_[at];
-    if (directory_ != few_) std::free(directory_);
+    if (directory_ != few_) free_directory();
     directory_ = wider;
     ++depth_;
+  } else if (!(other = make_segment(full_, depth + 1, 2 * prefix + 1))) {
+    return false;
   }
-  uint64_t prefix = head(first).prefix;
-  Bucket* other = make_segment(full_, depth + 1, 2 * prefix + 1);
   head(first).depth = depth + 1;
   head(first).prefix = 2 * prefix;
   rebuild(first, other, 63 - kStripeBits - depth);
   uint64_t share = uint64_t{1} << (depth_ - depth - 1);  // directory entries that now lead to `other`
   uint64_t begin = (2 * prefix + 1) * share;
   for (uint64_t at = begin; at < begin + share; ++at) directory_[at] = other;
+  return true;
 }
 
 }  // namespace shoal

@@ -38,6 +38,7 @@ struct Slot {
   int lane = 0;
   explicit operator bool() const { return bucket != nullptr; }
   uint32_t& row() const { return bucket->row[lane]; }
+  // The seconds of the last write; in a table with a budget what its policy keeps (table/budget/policy.h).
   uint32_t& time() const { return bucket->time[lane]; }
   uint64_t id() const { return bucket->id[lane]; }
 };
@@ -94,8 +95,8 @@ class alignas(64) Index {
   }
 
   // The slot of an id, which is made if there is none: then *created is set, and row and time are for the caller to set
-  // at once.
-  Slot find_or_insert(uint64_t hash, uint64_t id, bool* created) {
+  // at once. No slot: it has none, and there is no memory for more, or `may_grow` is not given.
+  Slot find_or_insert(uint64_t hash, uint64_t id, bool* created, bool may_grow = true) {
     Bucket* first = segment(hash);
     Slot open;  // the first slot that a new id may take
     for (uint32_t b = start(hash, buckets_);; b = next(b, buckets_)) {
@@ -115,7 +116,7 @@ class alignas(64) Index {
       if ((rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow)) break;
     }
     *created = true;
-    if (head(first).count + head(first).erased >= limit()) return insert_grown(hash, id);
+    if (head(first).count + head(first).erased >= limit()) return insert_grown(hash, id, may_grow);
     ++size_;
     return take(first, open, id);
   }
@@ -140,6 +141,27 @@ class alignas(64) Index {
   }
   // Frees the slot; the row is the caller's to reuse.
   void erase(uint64_t hash, Slot slot);
+
+  // The segment that has, or would get, an id, and the one that comes next after a place of the directory.
+  [[gnu::always_inline]] Bucket* segment(uint64_t hash) const {
+    return directory_[((hash << kStripeBits) >> 1) >> (63 - depth_)];
+  }
+  Bucket* segment_at(uint64_t* place) const {
+    Bucket* first = directory_[*place &= (uint64_t{1} << depth_) - 1];
+    *place = first_entry(first) + (uint64_t{1} << (depth_ - head(first).depth));
+    return first;
+  }
+  bool is_full(Bucket* first) const { return head(first).count + head(first).erased >= limit(); }
+  bool is_packed(Bucket* first) const { return head(first).count >= limit(); }  // and no hole is left
+  uint32_t ids_in(Bucket* first) const { return head(first).count; }
+  uint32_t buckets() const { return buckets_; }  // of every segment
+  // Forgets slots of a segment whose row was set to kErasedRow, so many, and closes the holes they leave.
+  void close_holes(Bucket* first, uint32_t erased) {
+    head(first).count -= erased;
+    head(first).erased += erased;
+    size_ -= erased;
+    rebuild(first);
+  }
 
   // fn(Slot) for every id, in an order that stays the same until the next write.
   template <class Fn>
@@ -221,17 +243,16 @@ class alignas(64) Index {
   }
   static Head& head(Bucket* first) { return *reinterpret_cast<Head*>(first - 1); }
   uint64_t first_entry(Bucket* first) const { return head(first).prefix << (depth_ - head(first).depth); }
-  [[gnu::always_inline]] Bucket* segment(uint64_t hash) const {
-    return directory_[((hash << kStripeBits) >> 1) >> (63 - depth_)];
-  }
   uint32_t limit() const { return static_cast<uint32_t>(uint64_t{4} * buckets_ * 80 / 100); }
 
   struct Entry {
     uint64_t id;
     uint32_t row, time;
   };
-  Bucket* make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix);
-  Slot insert_grown(uint64_t hash, uint64_t id);
+  Bucket* make_segment(uint32_t buckets, uint32_t depth, uint64_t prefix);  // null: the budget does not allow it
+  void free_small(Bucket* first, uint32_t buckets);
+  void free_directory();
+  Slot insert_grown(uint64_t hash, uint64_t id, bool may_grow);
   static Slot take(Bucket* first, Slot slot, uint64_t id) {
     if (slot.row() == kErasedRow) --head(first).erased;
     ++head(first).count;
@@ -240,10 +261,10 @@ class alignas(64) Index {
   }
   static Slot place(Bucket* first, uint32_t buckets, uint64_t hash, uint64_t id);
   static void put(Bucket* first, uint32_t buckets, uint64_t hash, const Entry& entry);
-  void grow(Bucket* first);
+  bool grow(Bucket* first, bool may_grow);
   void rebuild(Bucket* first, Bucket* other = nullptr, uint32_t bit = 0);
-  void enlarge(Bucket* first);
-  void split(Bucket* first);
+  bool enlarge(Bucket* first);
+  bool split(Bucket* first);
 
   Bucket** directory_ = few_;
   uint32_t depth_ = 0;

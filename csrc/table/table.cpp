@@ -9,15 +9,30 @@
 
 namespace shoal {
 bool Expiry::stale(int64_t id, uint32_t time, int64_t now) const {
-  uint32_t days = days_of_slot.empty() ? default_days : days_of_slot[static_cast<uint64_t>(id) >> 48 & 0x7FFF];
-  return now - static_cast<int64_t>(time) >= static_cast<int64_t>(days) * 86400;
+  const int64_t seconds = of_slot.empty() ? default_s : of_slot[static_cast<uint64_t>(id) >> 48 & 0x7FFF];
+  return now - static_cast<int64_t>(time) >= seconds;
 }
 
-Table::Table(Layout layout, uint64_t seed, int64_t expected)
+namespace {
+
+// Rows that a budget is enough for, about: so many that the index should fit.
+int64_t rows_of(const EvictOptions& evict, int32_t stride) {
+  const int64_t bytes = evict.bytes ? evict.bytes->limit() - evict.bytes->used() : Budget::kUnlimited;
+  return std::min(evict.max_rows, bytes / (stride + 30));
+}
+
+constexpr int64_t kSmallTable = 8192;  // rows below which stripes are too small to keep budgets of their own
+
+}  // namespace
+
+Table::Table(Layout layout, uint64_t seed, int64_t expected, const EvictOptions* evict)
     : layout_(std::move(layout)),
       seed_(hash_id(seed + 0x9E3779B97F4A7C15ULL)),
-      expected_(expected),
-      contents_(std::make_unique<Contents>(layout_.stride, expected)),
+      expected_(evict && rows_of(*evict, layout_.stride) < RowArena::kMost ? rows_of(*evict, layout_.stride)
+                                                                           : expected),
+      eviction_(evict ? std::make_unique<Eviction>(*evict) : nullptr),
+      small_(evict && rows_of(*evict, layout_.stride) < kSmallTable),
+      contents_(std::make_unique<Contents>(layout_.stride, expected_, eviction_.get())),
       scales_(layout_.segments.size()) {
   plain_ = !layout_.serving;
   for (size_t i = 0; i < layout_.segments.size(); ++i) {
@@ -54,11 +69,19 @@ int64_t Table::size() const {
 
 int64_t Table::bytes() const {
   Locks<false> lock(*this, kAllStripes);
-  int64_t total = contents_->rows.bytes() + contents_->blocks.bytes() + static_cast<int64_t>(sizeof(Contents));
+  int64_t total = contents_->rows.bytes() + contents_->blocks.bytes();
+  if (eviction_) {  // exactly what was asked of the budget
+    for (const Stripe& s : contents_->stripes)
+      total += s.index.bytes() - static_cast<int64_t>(sizeof s.index - s.removed.capacity() * sizeof s.removed[0]);
+    return total + Contents::kFixed;
+  }
+  total += static_cast<int64_t>(sizeof(Contents));
   for (const Stripe& s : contents_->stripes)
     total += s.index.bytes() + static_cast<int64_t>(s.spare.capacity() * 4 + s.removed.capacity() * 16);
   return total;
 }
+
+uint32_t Table::time_of(Slot slot) const { return eviction_ ? contents_->rows.time(slot.row()) : slot.time(); }
 
 void Table::raise_max_update_time(int64_t time) {
   int64_t seen = max_update_time_.load();
@@ -81,8 +104,8 @@ void Table::set_scales(const std::vector<float>& scales) {
 
 void Table::forget(int stripe, int64_t id, uint32_t row) {
   Stripe& s = contents_->stripes[stripe];
-  s.spare.push_back(row);
-  if (uint32_t epoch = epoch_.load(std::memory_order_relaxed)) s.removed.emplace_back(epoch, id);
+  contents_->give_row(s, row);
+  if (uint32_t epoch = epoch_.load(std::memory_order_relaxed)) log_removed(s, epoch, id, row);
 }
 
 bool Table::erase_row(int stripe, uint64_t hash, int64_t id) {
@@ -103,7 +126,7 @@ int64_t Table::evict(const Expiry& expiry, int64_t now) {
       Locks<true> lock(*this, uint64_t{1} << stripe);
       total += contents_->stripes[stripe].index.erase_if([&](Slot slot) {
         const auto id = static_cast<int64_t>(slot.id());
-        if (!expiry.stale(id, slot.time(), now)) return false;
+        if (!expiry.stale(id, time_of(slot), now)) return false;
         forget(static_cast<int>(stripe), id, slot.row());
         if (tracked) gone.push_back(id);
         return true;
@@ -111,6 +134,7 @@ int64_t Table::evict(const Expiry& expiry, int64_t now) {
     }
     note_removed(gone);
   });
+  if (eviction_ && total) eviction_->full = false;
   return total;
 }
 
@@ -130,8 +154,23 @@ int64_t Table::erase(const int64_t* ids, int64_t n) {
 }
 
 void Table::clear() {
-  Table empty(layout_, 0, expected_);
-  swap_contents(empty);
+  if (!eviction_) {
+    Table empty(layout_, 0, expected_);
+    return swap_contents(empty);
+  }
+  // A budget that is full has no room for another table: the fresh one is charged when the former is gone.
+  EvictOptions options = eviction_->options;
+  options.bytes = std::make_shared<Budget>(eviction_->budget->limit());
+  auto empty = std::make_unique<Table>(layout_, 0, expected_, &options);
+  swap_contents(*empty);
+  empty.reset();
+  Locks<true> lock(*this, kAllStripes);
+  contents_->charge_to(eviction_->budget);
+}
+
+void Table::set_keeper(RowKeeper* keeper) {
+  Locks<true> lock(*this, kAllStripes);
+  keeper_ = keeper;
 }
 
 void Table::set_layout(const Layout& layout) {
@@ -151,6 +190,7 @@ void Table::swap_contents(Table& other) {
   {
     Locks<true> lock(*this, kAllStripes);
     std::swap(contents_, other.contents_);
+    if (eviction_) eviction_->full = false;
     if (epoch_.load()) {
       contents_->rows.track();
       oldest_epoch_.store(epoch_.fetch_add(1) + 1);

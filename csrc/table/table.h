@@ -24,7 +24,10 @@
 namespace shoal {
 
 struct Bucket;
+class Eviction;
+struct EvictOptions;
 struct Gradients;
+struct Moment;
 struct Resolved;
 struct Slot;
 struct Update;
@@ -34,13 +37,23 @@ struct Rows {
   std::vector<int64_t> ids;
   std::vector<uint32_t> times;
   std::vector<char> rows;
+  std::vector<uint32_t> scores;  // what the policy of a table with a budget has kept of them; or empty
   int64_t size() const { return static_cast<int64_t>(ids.size()); }
 };
 
-// Days after which an id is stale, by the slot of the id.
+// Rows that left a table because it was full, until somebody takes them.
+struct EvictedRows {
+  explicit EvictedRows(int64_t limit) : limit(limit) {}
+  const int64_t limit;  // rows beyond are counted alone
+  std::mutex mutex;
+  Rows rows;
+  int64_t lost = 0;
+};
+
+// Seconds after which an id is stale, by the slot of the id.
 struct Expiry {
-  uint32_t default_days = 36500;
-  std::vector<uint32_t> days_of_slot;  // empty, or one for each of the 32768 slots
+  int64_t default_s = int64_t{36500} * 86400;
+  std::vector<int64_t> of_slot;  // empty, or one for each of the 32768 slots
   bool stale(int64_t id, uint32_t time, int64_t now) const;
 };
 
@@ -49,6 +62,11 @@ struct Stamp {
   Stamp(uint32_t seconds, bool at_least = false) : seconds(seconds), at_least(at_least) {}  // NOLINT: a plain time
   uint32_t seconds;
   bool at_least;  // a row that has a later time keeps it
+  // Of a table with a budget: when it is, by its policy's clocks, and the number that came with the write, if one did.
+  const Moment* moment = nullptr;
+  const float* score = nullptr;
+  bool loaded = false;
+  const uint32_t* kept = nullptr;  // of a row that is loaded: what the policy had kept of it, if that is known
 };
 
 // What to do with a gradient that holds NaN or infinity.
@@ -68,10 +86,18 @@ struct NonFinite {
   int64_t update = 0;  // of several: its number
 };
 
+// Is told of a row that leaves because the table is full, while it is still there and its stripe is locked.
+class RowKeeper {
+ public:
+  virtual ~RowKeeper() = default;
+  virtual void leaving(int stripe, int64_t id, uint32_t time, uint32_t score, const char* row) = 0;
+};
+
 class Table {
  public:
-  // `expected` rows: the index is sized so that it wastes least at that many; it may hold any number.
-  Table(Layout layout, uint64_t seed, int64_t expected = 1);
+  // `expected` rows: the index is sized so that it wastes least at that many; it may hold any number. With `evict` it
+  // keeps a budget. Throws std::bad_alloc for one that is too small for a table without rows.
+  Table(Layout layout, uint64_t seed, int64_t expected = 1, const EvictOptions* evict = nullptr);
   ~Table();
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
@@ -87,12 +113,15 @@ class Table {
   void lookup_or_insert(const int64_t* ids, int64_t n, Stamp time, float* out);
   void contains(const int64_t* ids, int64_t n, uint8_t* out) const;
   // With `finite` they throw NonFinite before any effect.
-  void assign(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite = false);
-  void assign_add(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite = false);
+  // `scores`: one per id, of a table whose policy has them.
+  void assign(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite = false,
+              const float* scores = nullptr);
+  void assign_add(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite = false,
+                  const float* scores = nullptr);
   // `rates` has one learning rate per segment. Returns how many occurrences were skipped for a bad gradient; throws
   // NonFinite before any effect.
   int64_t apply_gradients(const int64_t* ids, int64_t n, const float* grads, const float* rates, int64_t global_step,
-                          Stamp time, bool dedup, BadGradient bad);
+                          Stamp time, bool dedup, BadGradient bad, const float* scores = nullptr);
   // The same for several tables in one call (table/gradients.h), each table in at most one update. NonFinite is thrown
   // before any effect on any of them.
   static void apply(std::span<Update> updates);
@@ -101,6 +130,16 @@ class Table {
   // with the ids that have no row there.
   std::vector<uint8_t> filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted);
   int64_t evict(const Expiry& expiry, int64_t now);
+  // Null: no budget. Counters, clocks and pinned ids are its own.
+  Eviction* eviction() const { return eviction_.get(); }
+  // What the policy has kept of ids: their keys; -1 for an id without a row.
+  void policy_keys(const int64_t* ids, int64_t n, int64_t* out) const;
+  // Overwrites what a policy of scores has kept of ids that have a row.
+  void set_scores(const int64_t* ids, int64_t n, const float* scores);
+  // Has somebody know of rows that leave; null: nobody. Not beside writes.
+  void set_keeper(RowKeeper* keeper);
+  // A table without rows with the same layout and policy, and a budget of its own of the same size.
+  std::unique_ptr<Table> empty_twin() const;
   int64_t erase(const int64_t* ids, int64_t n);
   void clear();
 
@@ -173,7 +212,8 @@ class Table {
   void fresh_weights(int64_t id, float* weights) const;  // of a row for training
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
   void write(Write write);
-  static void write_all(std::span<const Write> writes);
+  void begin(Write& write);
+  static void write_all(std::span<Write> writes);
   static void write_rows(std::span<const Write> writes);
   void write_task(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
   template <Kind kKind>
@@ -181,9 +221,22 @@ class Table {
   template <Kind kKind>
   void write_row(const Write& write, int64_t position, char* row, bool created, float* scratch) const;
   void write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned);
+  uint32_t time_of(Slot slot) const;
+  struct Newcomer;
+  struct Candidate;
+  void make_room(const Write& write, std::vector<Newcomer>& newcomers);
+  void make_room_in(int stripe, const Write& write, std::span<Newcomer> newcomers);
+  int64_t prune(int stripe, Bucket* first, const Write& write, int64_t wanted, uint32_t bound);
+  void make_room_exactly(const Write& write, std::vector<Newcomer>& newcomers);
+  bool may_leave(const Moment& moment, Slot slot, int64_t now) const;
+  void push_out(int stripe, const Write& write, std::span<const Slot> slots, int to_stripe);
+  void log_removed(Stripe& stripe, uint32_t epoch, int64_t id, uint32_t row);
   Resolved find_or_insert(uint64_t hash, int64_t id, Stamp time);
   Resolved find_or_insert_at_home(uint64_t hash, Bucket* home, int64_t id, Stamp time);
-  void stamp(Slot slot, Stamp time);
+  void stamp(Slot slot, Stamp time, bool created);
+  void stamp_kept(Slot slot, Stamp time, bool created);
+  template <class Time, class Finish>
+  void write_postponed(const Write& write, std::vector<Newcomer>& postponed, Time time, Finish finish);
   void forget(int stripe, int64_t id, uint32_t row);
   bool erase_row(int stripe, uint64_t hash, int64_t id);
   std::vector<uint8_t> nonfinite(const Gradients& gradients, BadGradient bad) const;
@@ -204,6 +257,10 @@ class Table {
   const int64_t expected_;
   std::vector<StepFn> steps_;
   bool plain_;  // lookups are copies of the weights
+  std::unique_ptr<Eviction> eviction_;
+  RowKeeper* keeper_ = nullptr;
+  std::mutex gone_mutex_;
+  bool small_ = false;  // of a table with a budget: stripes have so few rows that they share them
   mutable RwLock locks_[kStripes];
   mutable Readers readers_;
   std::unique_ptr<Contents> contents_;  // replaced only while every lock is held

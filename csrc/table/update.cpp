@@ -110,7 +110,7 @@ void Table::update_scales(int64_t global_step) {
   }
 }
 
-void Table::assign(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite) {
+void Table::assign(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite, const float* scores) {
   if (finite) nonfinite(rows_of(ids, n, values, layout_.dim), BadGradient::raise);
   raise_max_update_time(time.seconds);
   auto drop = filtered(ids, n, false, false);
@@ -119,10 +119,12 @@ void Table::assign(const int64_t* ids, int64_t n, const float* values, Stamp tim
          .n = n,
          .values = values,
          .time = time,
-         .drop = drop.empty() ? nullptr : drop.data()});
+         .drop = drop.empty() ? nullptr : drop.data(),
+         .scores = scores});
 }
 
-void Table::assign_add(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite) {
+void Table::assign_add(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite,
+                       const float* scores) {
   if (finite) nonfinite(rows_of(ids, n, values, layout_.dim), BadGradient::raise);
   raise_max_update_time(time.seconds);
   auto drop = filtered(ids, n, false, true);
@@ -131,12 +133,14 @@ void Table::assign_add(const int64_t* ids, int64_t n, const float* values, Stamp
          .n = n,
          .values = values,
          .time = time,
-         .drop = drop.empty() ? nullptr : drop.data()});
+         .drop = drop.empty() ? nullptr : drop.data(),
+         .scores = scores});
 }
 
 int64_t Table::apply_gradients(const int64_t* ids, int64_t n, const float* grads, const float* rates,
-                               int64_t global_step, Stamp time, bool dedup, BadGradient bad) {
+                               int64_t global_step, Stamp time, bool dedup, BadGradient bad, const float* scores) {
   Update update{this, rows_of(ids, n, grads, layout_.dim), rates, global_step, time, dedup, bad};
+  update.scores = scores;
   apply({&update, 1});
   return update.skipped;
 }
@@ -203,7 +207,9 @@ void Table::apply(std::span<Update> updates) {
                       .dedup = u.dedup,
                       .noise = hash_id(table.seed_ + table.calls_.fetch_add(1)),
                       .gradients = u.gradients,
-                      .table = &table});
+                      .table = &table,
+                      .scores = u.scores});
+    table.begin(writes.back());
   }
   write_all(writes);
   for (size_t k = 0; k < updates.size(); ++k) updates[k].table->note_touched(updates[k].gradients, drops[k]);

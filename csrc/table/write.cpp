@@ -7,6 +7,7 @@
 
 #include "core/hash.h"
 #include "core/thread_pool.h"
+#include "table/budget/newcomer.h"
 #include "table/contents.h"
 #include "table/rounds.h"
 #include "table/rows/codec.h"
@@ -51,21 +52,51 @@ void Table::step_row(const Write& write, char* row, const float* grads, uint64_t
 }
 
 // Marks a row as written now.
-void Table::stamp(Slot slot, Stamp time) {
-  const uint32_t last = slot.time();
-  // A line that did not change need not be written back.
-  if (time.at_least ? last < time.seconds : last != time.seconds) slot.time() = time.seconds;
-  if (uint32_t epoch = epoch_.load(std::memory_order_relaxed)) contents_->rows.set_epoch(slot.row(), epoch);
+void Table::stamp(Slot slot, Stamp time, bool created) {
+  if (eviction_) {
+    stamp_kept(slot, time, created);
+  } else {
+    const uint32_t last = slot.time();
+    // A line that did not change need not be written back.
+    if (time.at_least && !created ? last < time.seconds : last != time.seconds) slot.time() = time.seconds;
+  }
+  if (uint32_t epoch = epoch_.load(std::memory_order_relaxed)) contents_->rows.set_epoch(slot.row(), epoch, created);
+}
+
+// The same in a table with a budget: the slot has what the policy keeps, and the time is with the row.
+void Table::stamp_kept(Slot slot, Stamp time, bool created) {
+  const Moment& moment = *time.moment;
+  uint32_t kept;
+  if (time.loaded) {
+    kept = time.kept && moment.policy != Policy::lru ? *time.kept : moment.loaded(time.seconds);
+  } else {
+    kept = created ? moment.fresh(time.score) : moment.written(slot.time(), time.score);
+  }
+  if (slot.time() != kept || created) slot.time() = kept;
+  RowArena& rows = contents_->rows;
+  if (created || !time.at_least || rows.time(slot.row()) < time.seconds) rows.set_time(slot.row(), time.seconds);
 }
 
 Resolved Table::find_or_insert(uint64_t hash, int64_t id, Stamp time) {
   Contents& contents = *contents_;
   Stripe& stripe = contents.stripes[stripe_of(hash)];
-  if (stripe.rows_left == 0 && stripe.spare.empty()) contents.reserve_rows(stripe);  // may throw; nothing has changed
+  if (!contents.reserve_rows(stripe, small_)) {  // may throw; nothing has changed
+    eviction_->full.store(true, std::memory_order_relaxed);
+    const Slot slot = stripe.index.find(hash, static_cast<uint64_t>(id));
+    if (!slot) return {nullptr, false};
+    stamp(slot, time, false);
+    return {contents.rows.row(slot.row()), false};
+  }
   bool created;
-  Slot slot = stripe.index.find_or_insert(hash, static_cast<uint64_t>(id), &created);
+  // A full table's index does not grow: rows of a segment that is full make room.
+  const bool may_grow = !eviction_ || small_ || !eviction_->full.load(std::memory_order_relaxed);
+  Slot slot = stripe.index.find_or_insert(hash, static_cast<uint64_t>(id), &created, may_grow);
+  if (!slot) {
+    eviction_->full.store(true, std::memory_order_relaxed);
+    return {nullptr, false};
+  }
   if (created) slot.row() = contents.take_row(stripe);
-  stamp(slot, created ? Stamp(time.seconds) : time);
+  stamp(slot, time, created);
   return {contents.rows.row(slot.row()), created};
 }
 
@@ -78,7 +109,7 @@ Resolved Table::find_or_insert_at_home(uint64_t hash, Bucket* home, int64_t id, 
   Slot slot = stripe.index.find_or_insert_at_home(hash, home, static_cast<uint64_t>(id), &created);
   if (!slot) return {nullptr, false};
   if (created) slot.row() = contents.take_row(stripe);
-  stamp(slot, created ? Stamp(time.seconds) : time);
+  stamp(slot, time, created);
   return {contents.rows.row(slot.row()), created};
 }
 
@@ -127,11 +158,23 @@ void Table::write_row(const Write& write, int64_t position, char* row, bool crea
 template <Table::Kind kKind>
 void Table::write_part(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned) {
   const bool erase_zeros = kKind == Kind::assign && layout_.skip_zero;
+  std::vector<Newcomer> postponed;
+  struct {
+    int64_t made = 0, written = 0, refused = 0;
+  } count;
   std::vector<float> scratch(static_cast<size_t>(2 * layout_.dim));
   for (int64_t chunk = 0; chunk < n; chunk += kWriteChunk) {
     const int64_t size = std::min(n - chunk, kWriteChunk);
     auto position = [&](int64_t i) { return positions ? int64_t{positions[chunk + i]} : chunk + i; };
-    auto time = [&](int64_t at) { return kKind == Kind::load ? Stamp(write.rows->times[at]) : write.time; };
+    auto time = [&](int64_t at) {
+      Stamp stamp = write.time;
+      if constexpr (kKind == Kind::load) {
+        stamp.seconds = write.rows->times[at];
+        stamp.kept = write.rows->scores.empty() ? nullptr : &write.rows->scores[at];
+      }
+      if (write.scores) stamp.score = write.scores + at;
+      return stamp;
+    };
     auto probed = [&](int64_t i, Slot slot, bool there) {
       const int64_t at = position(i);
       if constexpr (kKind == Kind::gradients) {
@@ -140,7 +183,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
         prefetch(write.values + at * layout_.dim, 4 * layout_.dim);
       }
       if (erase_zeros || (write.drop && write.drop[at])) return false;
-      if (there) stamp(slot, time(at));
+      if (there) stamp(slot, time(at), false);
       if constexpr (kKind == Kind::reinitialize) write.existed[at] = 1;
       return true;
     };
@@ -155,17 +198,58 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
         return {nullptr, false};
       }
       const Resolved found = find_or_insert(hash, id, time(at));
-      if constexpr (kKind == Kind::reinitialize) write.existed[at] = !found.created;
+      if constexpr (kKind == Kind::reinitialize) write.existed[at] = found.row && !found.created;
+      if (!found.row) postponed.push_back({i, hash, id, 0});
       return found;
     };
-    Locks<true> lock(*this, stripes_of(positions ? write.ids : write.ids + chunk,
-                                       positions ? positions + chunk : nullptr, size, owned));
+    auto finish = [&](int64_t i, char* row, bool created) {
+      if (!row) return;
+      count.made += created;
+      ++count.written;
+      write_row<kKind>(write, position(i), row, created, scratch.data());
+    };
+    Locks<true> lock(*this, small_ ? kAllStripes
+                                   : stripes_of(positions ? write.ids : write.ids + chunk,
+                                                positions ? positions + chunk : nullptr, size, owned));
     in_rounds(
         *contents_, size, layout_.row_bytes, [&](int64_t i) { return write.ids[position(i)]; }, probed, settle, resolve,
-        [&](int64_t i, char* row, bool created) {
-          if (row) write_row<kKind>(write, position(i), row, created, scratch.data());
+        finish);
+    if (postponed.empty()) continue;
+    write_postponed(
+        write, postponed, [&](int64_t i) { return time(position(i)); },
+        [&](int64_t i, Resolved found) {
+          if (found.row) return finish(i, found.row, found.created);
+          ++count.refused;
+          if constexpr (kKind == Kind::insert) {  // what its row would have been
+            std::vector<char> row(static_cast<size_t>(layout_.stride));
+            fresh_row(write.ids[position(i)], row.data());
+            read_row(row.data(), write.out + position(i) * layout_.dim);
+          }
         });
+    postponed.clear();
   }
+  if (eviction_) eviction_->count(count.made, count.written, count.refused);
+}
+
+// What found no room gets it now, or is refused: then its row is null.
+template <class Time, class Finish>
+void Table::write_postponed(const Write& write, std::vector<Newcomer>& postponed, Time time, Finish finish) {
+  for (Newcomer& newcomer : postponed) {
+    const Stamp stamp = time(newcomer.place);
+    const Moment& moment = *stamp.moment;
+    newcomer.key = moment.key(!stamp.loaded                                ? moment.fresh(stamp.score)
+                              : stamp.kept && moment.policy != Policy::lru ? *stamp.kept
+                                                                           : moment.loaded(stamp.seconds));
+  }
+  make_room(write, postponed);
+  std::vector<Resolved> found;
+  found.reserve(postponed.size());
+  for (const Newcomer& newcomer : postponed) {
+    found.push_back(newcomer.refused ? Resolved{nullptr, false}
+                                     : find_or_insert(newcomer.hash, newcomer.id, time(newcomer.place)));
+    if (found.back().row) prefetch_row(found.back().row, layout_.row_bytes);
+  }
+  for (size_t i = 0; i < found.size(); ++i) finish(postponed[i].place, found[i]);
 }
 
 namespace {
@@ -245,36 +329,62 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
     SHOAL_DISPATCH(scaled)(gradients.at(at), gradients.factors[at], dim, out);
     return static_cast<const float*>(out);
   };
+  std::vector<Newcomer> postponed;
+  struct {
+    int64_t made = 0, refused = 0;
+  } count;
   for (int64_t chunk = 0; chunk < distinct.size(); chunk += kWriteChunk) {
     const int64_t size = std::min(distinct.size() - chunk, kWriteChunk);
     const int64_t* ids = distinct.ids() + chunk;
-    Locks<true> lock(*this, stripes_of(ids, nullptr, size, owned));
+    auto time = [&](int64_t i) {
+      Stamp stamp = write.time;
+      if (write.scores) stamp.score = write.scores + position(distinct.first(chunk + i));
+      return stamp;
+    };
+    auto finish = [&](int64_t i, char* row, bool created) {
+      if (!row) return;
+      count.made += created;
+      const uint32_t first = distinct.first(chunk + i);
+      const float* grads = value(first, sum);
+      if (uint32_t k = distinct.next(first); k != Distinct::kNone) {
+        if (grads != sum) std::memcpy(sum, grads, 4 * static_cast<size_t>(dim));
+        for (; k != Distinct::kNone; k = distinct.next(k)) SHOAL_DISPATCH(add)(value(k, product), dim, sum);
+        grads = sum;
+      }
+      if (created) fresh_row(ids[i], row);
+      const auto at = static_cast<uint64_t>(position(first));
+      step_row(write, row, grads, write.noise ^ hash_id(at), scratch.data());
+    };
+    Locks<true> lock(*this, small_ ? kAllStripes : stripes_of(ids, nullptr, size, owned));
     in_rounds(
         *contents_, size, layout_.row_bytes, [&](int64_t i) { return ids[i]; },
         [&](int64_t i, Slot slot, bool there) {
           prefetch(gradients.at(position(distinct.first(chunk + i))), 4 * dim);
-          if (there) stamp(slot, write.time);
+          if (there) stamp(slot, time(i), false);
           return true;
         },
-        [&](int64_t i, uint64_t hash, Bucket* home) { return find_or_insert_at_home(hash, home, ids[i], write.time); },
-        [&](int64_t i, uint64_t hash) { return find_or_insert(hash, ids[i], write.time); },
-        [&](int64_t i, char* row, bool created) {
-          const uint32_t first = distinct.first(chunk + i);
-          const float* grads = value(first, sum);
-          if (uint32_t k = distinct.next(first); k != Distinct::kNone) {
-            if (grads != sum) std::memcpy(sum, grads, 4 * static_cast<size_t>(dim));
-            for (; k != Distinct::kNone; k = distinct.next(k)) SHOAL_DISPATCH(add)(value(k, product), dim, sum);
-            grads = sum;
-          }
-          if (created) fresh_row(ids[i], row);
-          const auto at = static_cast<uint64_t>(position(first));
-          step_row(write, row, grads, write.noise ^ hash_id(at), scratch.data());
-        });
+        [&](int64_t i, uint64_t hash, Bucket* home) { return find_or_insert_at_home(hash, home, ids[i], time(i)); },
+        [&](int64_t i, uint64_t hash) {
+          const Resolved found = find_or_insert(hash, ids[i], time(i));
+          if (!found.row) postponed.push_back({i, hash, ids[i], 0});
+          return found;
+        },
+        finish);
+    if (postponed.empty()) continue;
+    write_postponed(write, postponed, time, [&](int64_t i, Resolved found) {
+      count.refused += !found.row;
+      finish(i, found.row, found.created);
+    });
+    postponed.clear();
   }
+  if (eviction_) eviction_->count(count.made, distinct.size() - count.refused, count.refused);
   distinct.trim();
 }
 
-void Table::write_task(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned) {
+void Table::write_task(const Write& given, const uint32_t* positions, int64_t n, uint64_t owned) {
+  Write write = given;
+  write.time.moment = &write.moment;
+  write.time.loaded = write.kind == Kind::load;
   switch (write.kind) {
     case Kind::assign:
       return write_part<Kind::assign>(write, positions, n, owned);
@@ -295,7 +405,15 @@ void Table::write_task(const Write& write, const uint32_t* positions, int64_t n,
 void Table::write(Write write) {
   check_number(write.n);
   write.table = this;
+  begin(write);
   write_all({&write, 1});
+}
+
+// What a write needs in a table with a budget.
+void Table::begin(Write& write) {
+  if (!eviction_) return;
+  write.now_s = std::max<int64_t>(write.time.seconds, max_update_time());
+  write.moment = eviction_->begin_call(static_cast<uint32_t>(write.now_s), expected_);
 }
 
 namespace {
@@ -360,18 +478,27 @@ class Partition {
 }  // namespace
 
 // Threads share the tables, and a large batch of one table is cut into parts that own disjoint stripes.
-void Table::write_all(std::span<const Write> writes) {
+void Table::write_all(std::span<Write> writes) {
+  std::vector<std::vector<int64_t>> gone(writes.size());
+  for (size_t k = 0; k < writes.size(); ++k)
+    if (writes[k].table->eviction_ && writes[k].table->trackers()) writes[k].gone = &gone[k];
+  auto note = [&] {
+    note_written(writes);
+    for (size_t k = 0; k < writes.size(); ++k) writes[k].table->note_removed(gone[k]);
+  };
   try {
     write_rows(writes);
   } catch (...) {  // some rows may have been written
-    note_written(writes);
+    note();
     throw;
   }
-  note_written(writes);
+  note();
 }
 
 void Table::note_written(std::span<const Write> writes) {
   for (const Write& write : writes) {
+    if (write.table->eviction_ && write.kind != Kind::load)
+      write.table->eviction_->curve.wrote(write.ids, write.n, write.drop);
     const auto trackers = write.table->trackers();
     if (!trackers) continue;
     std::vector<int64_t> passed;
@@ -410,7 +537,7 @@ void Table::write_rows(std::span<const Write> writes) {
   for (const Write& write : writes) {
     // A table with most of the ids is shared by all threads, one of many is done by one.
     const auto parts = static_cast<int>(std::min<int64_t>(kStripes, (write.n * threads * 2 + total - 1) / total));
-    if (write.n < 4096 || parts < 2) {
+    if (write.n < 4096 || parts < 2 || write.table->small_) {
       tasks.push_back({&write, nullptr, write.n, kAllStripes});
     } else {
       partitions.push_back(std::make_unique<Partition>(write.ids, write.n, parts));

@@ -2,6 +2,7 @@
 #pragma once
 #include <stdexcept>
 
+#include "table/budget/policy.h"
 #include "table/rows/gradients.h"
 #include "table/table.h"
 
@@ -27,6 +28,11 @@ struct Table::Write {
   uint64_t noise = 0;
   Gradients gradients = {};  // of the kind that has them, in place of values
   Table* table = nullptr;
+  // Of a table with a budget:
+  const float* scores = nullptr;         // one per id, or null
+  Moment moment = {};                    // what its clocks say
+  int64_t now_s = 0;                     // from which ages count
+  std::vector<int64_t>* gone = nullptr;  // gets the ids of rows that leave, if given
 };
 
 }  // namespace shoal

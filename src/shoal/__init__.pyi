@@ -17,6 +17,12 @@ from shoal import trainer as trainer
 from shoal._core import num_threads as num_threads
 from shoal._core import set_num_threads as set_num_threads
 from shoal.ragged import Ragged as Ragged
+from shoal.table.budget.limits import MemoryBudget as MemoryBudget
+from shoal.table.budget.policies import EpochLfu as EpochLfu
+from shoal.table.budget.policies import EpochLru as EpochLru
+from shoal.table.budget.policies import Lfu as Lfu
+from shoal.table.budget.policies import Lru as Lru
+from shoal.table.budget.policies import Score as Score
 from shoal.table.config.optim import *
 from shoal.table.table import HashTable as HashTable
 

@@ -30,7 +30,9 @@ void Table::snapshot(int stripe, uint32_t changed_since, Rows* out) const {
   contents.stripes[stripe].index.each([&](Slot slot) {
     if (changed_since && contents.rows.epoch(slot.row()) < changed_since) return;
     out->ids.push_back(static_cast<int64_t>(slot.id()));
-    out->times.push_back(slot.time());
+    out->times.push_back(time_of(slot));
+    if (eviction_) out->scores.push_back(slot.time());
+    contents.rows.note_saved(slot.row());
     numbers.push_back(slot.row());
   });
   copy_rows(contents.rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
@@ -50,7 +52,8 @@ int64_t Table::walk(int stripe, int64_t place, int64_t limit, Rows* out) const {
   Locks<false> lock(*this, uint64_t{1} << stripe);
   uint64_t next = contents_->stripes[stripe].index.visit(static_cast<uint64_t>(place), limit, [&](Slot slot) {
     out->ids.push_back(static_cast<int64_t>(slot.id()));
-    out->times.push_back(slot.time());
+    out->times.push_back(time_of(slot));
+    if (eviction_) out->scores.push_back(slot.time());
     numbers.push_back(slot.row());
   });
   copy_rows(contents_->rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
@@ -66,7 +69,8 @@ void Table::fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) cons
     found[i] = static_cast<bool>(slot);
     if (!slot) continue;
     out->ids.push_back(ids[i]);
-    out->times.push_back(slot.time());
+    out->times.push_back(time_of(slot));
+    if (eviction_) out->scores.push_back(slot.time());
     numbers.push_back(slot.row());
   }
   copy_rows(contents_->rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
@@ -76,7 +80,9 @@ void Table::load(const Rows& rows) {
   if (rows.times.size() != rows.ids.size() || rows.rows.size() != rows.ids.size() * static_cast<size_t>(layout_.stride))
     throw std::invalid_argument("load got ids, times and rows of different lengths");
   if (rows.ids.empty()) return;
-  raise_max_update_time(*std::max_element(rows.times.begin(), rows.times.end()));
+  const uint32_t latest = *std::max_element(rows.times.begin(), rows.times.end());
+  raise_max_update_time(latest);
+  if (eviction_) eviction_->raise_call(latest);
   write({.kind = Kind::load, .ids = rows.ids.data(), .n = rows.size(), .rows = &rows});
 }
 
@@ -105,8 +111,13 @@ std::vector<int64_t> Table::removed_since(uint32_t since) const {
 
 void Table::forget_before(uint32_t epoch) {
   Locks<true> lock(*this, kAllStripes);
-  for (Stripe& stripe : contents_->stripes)
+  for (Stripe& stripe : contents_->stripes) {
     std::erase_if(stripe.removed, [&](const auto& entry) { return entry.first < epoch; });
+    if (!contents_->budget || stripe.removed.size() > stripe.removed.capacity() / 4) continue;
+    const size_t had = stripe.removed.capacity();
+    stripe.removed.shrink_to_fit();
+    contents_->budget->give(static_cast<int64_t>((had - stripe.removed.capacity()) * sizeof stripe.removed[0]));
+  }
   if (oldest_epoch_.load() < epoch) oldest_epoch_.store(epoch);
 }
 

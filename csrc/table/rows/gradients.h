@@ -36,8 +36,9 @@ struct Update {
   Stamp time;
   bool dedup;
   BadGradient bad;
-  bool clean = false;   // no gradient holds NaN or infinity
-  int64_t skipped = 0;  // result: occurrences skipped for a bad gradient
+  bool clean = false;             // no gradient holds NaN or infinity
+  int64_t skipped = 0;            // result: occurrences skipped for a bad gradient
+  const float* scores = nullptr;  // one per id, of a table whose policy has them
 };
 
 // Which table each feature of a batch belongs to, and where its bags' gradients are.

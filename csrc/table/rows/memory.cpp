@@ -20,13 +20,15 @@ std::atomic<T*>* map_pointers(size_t count) {
 
 }  // namespace
 
-RowArena::RowArena(int32_t stride) : stride_(stride), shift_(6) {
+RowArena::RowArena(int32_t stride, Budget* budget, int64_t most)
+    : stride_(stride), shift_(6), budget_(budget), most_(static_cast<uint64_t>(std::min(most, kMost)) + 2) {
   // Slabs of about 16 MiB. At least 64 rows, at most what makes one slab hold a million.
   while (shift_ < 20 && (size_t{1} << (shift_ + 1)) * stride_ <= (size_t{16} << 20)) ++shift_;
   mask_ = (uint32_t{1} << shift_) - 1;
   slab_count_ = (uint64_t{1} << 32) >> shift_;
   slabs_ = map_pointers<char>(slab_count_);
   epochs_ = map_pointers<uint32_t>(slab_count_);
+  if (budget_) times_ = map_pointers<uint32_t>(slab_count_);
 }
 
 RowArena::~RowArena() {
@@ -34,13 +36,37 @@ RowArena::~RowArena() {
   for (uint32_t i = 0; i < mapped_; ++i) {
     unmap_pages(slabs_[i].load(), slab_bytes());
     if (auto* epochs = epochs_[i].load()) unmap_pages(epochs, (size_t(mask_) + 1) * sizeof(uint32_t));
+    if (times_) unmap_pages(times_[i].load(), (size_t(mask_) + 1) * sizeof(uint32_t));
   }
+  if (times_) unmap_pages(times_, slab_count_ * sizeof(*times_));
+  if (budget_) budget_->give(bytes_of(charged_));
   unmap_pages(slabs_, slab_count_ * sizeof(*slabs_));
   unmap_pages(epochs_, slab_count_ * sizeof(*epochs_));
 }
 
+uint32_t* RowArena::map_numbers() const {
+  return static_cast<uint32_t*>(map_pages((size_t(mask_) + 1) * sizeof(uint32_t), false));
+}
+
+// What so many rows take: pages of 2 MiB once they are no longer few. With a budget each has a time, and room for its
+// epoch, whether that is kept yet or not.
+int64_t RowArena::bytes_of(uint64_t rows) const {
+  if (rows == 0) return 0;
+  int64_t touched = static_cast<int64_t>(rows) * stride_;
+  if (touched > static_cast<int64_t>(kHuge)) touched = (touched + kHuge - 1) / kHuge * kHuge;
+  return touched + (budget_ ? static_cast<int64_t>(rows) * 8 : 0) + static_cast<int64_t>(rows >> shift_) * 24 + 24;
+}
+
+bool RowArena::charge(uint64_t rows) {
+  if (!budget_ || rows <= charged_) return true;
+  if (!budget_->take(bytes_of(rows) - bytes_of(charged_))) return false;
+  charged_ = rows;
+  return true;
+}
+
 void RowArena::map_slabs(uint64_t last) {
   while (mapped_ <= last) {
+    if (times_) times_[mapped_].store(map_numbers());
     // The first 2 MiB stay on small pages, so that a small table is small.
     auto* slab = static_cast<char*>(map_pages(slab_bytes(), mapped_ > 0));
     if (mapped_ == 0 && slab_bytes() > kHuge) advise_huge(slab + kHuge, slab_bytes() - kHuge);
@@ -59,8 +85,9 @@ void RowArena::make_ready() {
   const size_t ahead = ahead_of(used);
   if (used < kSmall || (ready_ > next_ && (ready_ - next_) * stride_ > ahead / 2)) return;
   uint64_t row = std::max(ready_, next_);
-  ready_ = std::min<uint64_t>(next_ + ahead / static_cast<size_t>(stride_), uint64_t{slab_count_} << shift_);
-  if (row >= ready_) return;
+  const auto ready = std::min({next_ + ahead / static_cast<size_t>(stride_), uint64_t{slab_count_} << shift_, most_});
+  if (row >= ready || !charge(ready)) return;
+  ready_ = ready;
   map_slabs((ready_ - 1) >> shift_);
   for (uint64_t end; row < ready_; row = end) {
     end = std::min(ready_, ((row >> shift_) + 1) << shift_);
@@ -70,13 +97,16 @@ void RowArena::make_ready() {
 
 uint32_t RowArena::allocate(uint32_t count) {
   std::lock_guard lock(mutex_);
-  if (next_ + count > 0xFFFFFFF0u) throw std::length_error("a table holds at most 4294967280 rows; shard it");
+  if (next_ + count > most_) {
+    if (budget_) return 0;
+    throw std::length_error("a table holds at most 4294967280 rows; shard it");
+  }
+  if (!charge(next_ + count)) return 0;
   uint64_t last = (next_ + count - 1) >> shift_;
   map_slabs(last);
   if (tracking_) {
     for (uint64_t slab = next_ >> shift_; slab <= last; ++slab) {
-      if (!epochs_[slab].load())
-        epochs_[slab].store(static_cast<uint32_t*>(map_pages((size_t(mask_) + 1) * sizeof(uint32_t), false)));
+      if (!epochs_[slab].load()) epochs_[slab].store(map_numbers());
     }
   }
   uint32_t first = static_cast<uint32_t>(next_);
@@ -88,13 +118,13 @@ uint32_t RowArena::allocate(uint32_t count) {
 void RowArena::track() {
   std::lock_guard lock(mutex_);
   if (tracking_) return;
-  for (uint32_t slab = 0; slab < mapped_; ++slab)
-    epochs_[slab].store(static_cast<uint32_t*>(map_pages((size_t(mask_) + 1) * sizeof(uint32_t), false)));
+  for (uint32_t slab = 0; slab < mapped_; ++slab) epochs_[slab].store(map_numbers());
   tracking_ = true;
 }
 
 int64_t RowArena::bytes() const {
   std::lock_guard lock(mutex_);
+  if (budget_) return bytes_of(charged_);
   int64_t touched = static_cast<int64_t>(std::max(next_, ready_)) * stride_;
   if (touched > static_cast<int64_t>(kHuge)) touched = (touched + kHuge - 1) / kHuge * kHuge;
   return touched + (tracking_ ? static_cast<int64_t>(next_) * 4 : 0) + static_cast<int64_t>(mapped_) * 8;
@@ -102,6 +132,7 @@ int64_t RowArena::bytes() const {
 
 BlockArena::~BlockArena() {
   ahead_.stop();
+  give(static_cast<size_t>(bytes()));
   for (auto [slab, bytes] : slabs_) unmap_pages(slab, bytes);
 }
 
@@ -112,32 +143,40 @@ void* BlockArena::allocate(size_t bytes) {
     // A slab is an eighth of what there is: few mappings in a large table, little waste in a small one.
     size_t slab = std::clamp(used_ / 8, size_t{2} << 20, size_t{64} << 20);
     slab = (slab + kHuge - 1) & ~(kHuge - 1);
+    before_ += slabs_.empty() ? 0 : touched(slabs_.back().second - left_, ready_);
     huge_ = used_ >= (size_t{8} << 20);
     next_ = static_cast<char*>(map_pages(slab, huge_));
     left_ = slab;
     ready_ = 0;
     slabs_.emplace_back(next_, slab);
   }
+  const size_t taken = slabs_.back().second - left_;
+  size_t ready = ready_ - std::min(ready_, bytes);
+  if (!take(touched(taken + bytes, ready) - touched(taken, ready_))) return nullptr;
   void* block = next_;
   next_ += bytes;
   left_ -= bytes;
   used_ += bytes;
-  ready_ -= std::min(ready_, bytes);
+  ready_ = ready;
   if (used_ >= kSmall / 4 && ready_ < std::min(left_, ahead_of(used_) / 2)) {
     const size_t more = std::min(left_, ahead_of(used_)) - ready_;
-    ahead_.populate(next_ + ready_, more);
-    ready_ += more;
+    if (take(touched(taken + bytes, ready_ + more) - touched(taken + bytes, ready_))) {
+      ahead_.populate(next_ + ready_, more);
+      ready_ += more;
+    }
   }
   return block;
 }
 
+// What the last slab takes: what was not touched takes no memory but for the rest of its last page.
+size_t BlockArena::touched(size_t used, size_t ready) const {
+  const size_t page = huge_ ? kHuge : 4096;
+  return (used + ready + page - 1) / page * page;
+}
+
 int64_t BlockArena::bytes() const {
   std::lock_guard lock(mutex_);
-  int64_t total = 0;
-  for (auto [slab, bytes] : slabs_) total += static_cast<int64_t>(bytes);
-  // What is left of the last slab was not touched, so it takes no memory but for the rest of its last page.
-  const size_t page = huge_ ? kHuge : 4096;
-  return total - static_cast<int64_t>((left_ - ready_) / page * page);
+  return static_cast<int64_t>(before_ + (slabs_.empty() ? 0 : touched(slabs_.back().second - left_, ready_)));
 }
 
 }  // namespace shoal

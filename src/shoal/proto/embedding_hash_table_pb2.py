@@ -27,7 +27,7 @@ from shoal.proto import initializer_pb2 as shoal_dot_proto_dot_initializer__pb2
 from shoal.proto import optimizer_pb2 as shoal_dot_proto_dot_optimizer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&shoal/proto/embedding_hash_table.proto\x12\x0bshoal.table\x1a\"shoal/proto/float_compressor.proto\x1a\x1dshoal/proto/initializer.proto\x1a\x1bshoal/proto/optimizer.proto\"\xf6\x02\n\x0b\x45ntryConfig\x12\x32\n\x08segments\x18\x01 \x03(\x0b\x32 .shoal.table.EntryConfig.Segment\x12@\n\nentry_type\x18\x02 \x01(\x0e\x32\".shoal.table.EntryConfig.EntryType:\x08TRAINING\x1a\xbb\x01\n\x07Segment\x12\x33\n\x0binit_config\x18\x01 \x01(\x0b\x32\x1e.shoal.table.InitializerConfig\x12\x30\n\nopt_config\x18\x02 \x01(\x0b\x32\x1c.shoal.table.OptimizerConfig\x12\x37\n\x0b\x63omp_config\x18\x03 \x01(\x0b\x32\".shoal.table.FloatCompressorConfig\x12\x10\n\x08\x64im_size\x18\x07 \x01(\x05\"3\n\tEntryType\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0c\n\x08TRAINING\x10\x01\x12\x0b\n\x07SERVING\x10\x02\"i\n\tEntryDump\x12\n\n\x02id\x18\x01 \x01(\x10\x12\x0b\n\x03num\x18\x02 \x03(\x02\x12\'\n\x03opt\x18\x03 \x01(\x0b\x32\x1a.shoal.table.OptimizerDump\x12\x1a\n\x12last_update_ts_sec\x18\x04 \x01(\x03\"\xbc\x01\n\x14SlotExpireTimeConfig\x12K\n\x11slot_expire_times\x18\x01 \x03(\x0b\x32\x30.shoal.table.SlotExpireTimeConfig.SlotExpireTime\x12\"\n\x13\x64\x65\x66\x61ult_expire_time\x18\x02 \x01(\r:\x05\x33\x36\x35\x30\x30\x1a\x33\n\x0eSlotExpireTime\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x13\n\x0b\x65xpire_time\x18\x02 \x01(\r\" \n\x1e\x43uckooEmbeddingHashTableConfig\"\xd0\x03\n\x18\x45mbeddingHashTableConfig\x12.\n\x0c\x65ntry_config\x18\x01 \x01(\x0b\x32\x18.shoal.table.EntryConfig\x12K\n\nentry_type\x18\x06 \x01(\x0e\x32/.shoal.table.EmbeddingHashTableConfig.EntryType:\x06PACKED\x12\x1b\n\x10initial_capacity\x18\x02 \x01(\x04:\x01\x31\x12\x42\n\x17slot_expire_time_config\x18\x03 \x01(\x0b\x32!.shoal.table.SlotExpireTimeConfig\x12=\n\x06\x63uckoo\x18\x05 \x01(\x0b\x32+.shoal.table.CuckooEmbeddingHashTableConfigH\x00\x12\x1f\n\x17\x65nable_feature_eviction\x18\x07 \x01(\x08\x12(\n\x1b\x66\x65\x61ture_evict_every_n_hours\x18\x08 \x01(\x05:\x03\x32\x34\x30\x12\"\n\x13skip_zero_embedding\x18\n \x01(\x08:\x05\x66\x61lse\" \n\tEntryType\x12\n\n\x06PACKED\x10\x01\x12\x07\n\x03RAW\x10\x02\x42\x06\n\x04type\"f\n\x1dMultiEmbeddingHashTableConfig\x12\r\n\x05names\x18\x01 \x03(\t\x12\x36\n\x07\x63onfigs\x18\x02 \x03(\x0b\x32%.shoal.table.EmbeddingHashTableConfig\"\xf7\x01\n\x1dSlotOccurrenceThresholdConfig\x12\x66\n\x1aslot_occurrence_thresholds\x18\x01 \x03(\x0b\x32\x42.shoal.table.SlotOccurrenceThresholdConfig.SlotOccurrenceThreshold\x12\'\n\x1c\x64\x65\x66\x61ult_occurrence_threshold\x18\x02 \x01(\r:\x01\x30\x1a\x45\n\x17SlotOccurrenceThreshold\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x1c\n\x14occurrence_threshold\x18\x02 \x01(\r\"\xc7\x01\n\x19SlidingHashFilterMetaDump\x12\x14\n\tsplit_num\x18\x01 \x01(\r:\x01\x30\x12\x1b\n\x10max_forward_step\x18\x02 \x01(\r:\x01\x30\x12\x1c\n\x11max_backward_step\x18\x03 \x01(\r:\x01\x30\x12\x13\n\x08max_step\x18\x04 \x01(\r:\x01\x30\x12\x0f\n\x04head\x18\x05 \x01(\r:\x01\x30\x12\x19\n\x0ehead_increment\x18\x06 \x01(\r:\x01\x30\x12\x18\n\rfailure_count\x18\x07 \x01(\x04:\x01\x30\"\xc3\x01\n\x17HashFilterSplitMetaDump\x12\x18\n\rfailure_count\x18\x01 \x01(\x04:\x01\x30\x12\x15\n\ntotal_size\x18\x02 \x01(\x04:\x01\x30\x12\x17\n\x0cnum_elements\x18\x03 \x01(\x04:\x01\x30\x12\x14\n\tfill_rate\x18\x04 \x01(\x01:\x01\x30\x12H\n\x18sliding_hash_filter_meta\x18\x05 \x01(\x0b\x32&.shoal.table.SlidingHashFilterMetaDump\"7\n\x17HashFilterSplitDataDump\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x03(\r\"A\n\x16MultiHashTableMetadata\x12\x12\n\ntable_name\x18\x01 \x01(\t\x12\x13\n\x0bnum_entries\x18\x02 \x01(\x04')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&shoal/proto/embedding_hash_table.proto\x12\x0bshoal.table\x1a\"shoal/proto/float_compressor.proto\x1a\x1dshoal/proto/initializer.proto\x1a\x1bshoal/proto/optimizer.proto\"\xf6\x02\n\x0b\x45ntryConfig\x12\x32\n\x08segments\x18\x01 \x03(\x0b\x32 .shoal.table.EntryConfig.Segment\x12@\n\nentry_type\x18\x02 \x01(\x0e\x32\".shoal.table.EntryConfig.EntryType:\x08TRAINING\x1a\xbb\x01\n\x07Segment\x12\x33\n\x0binit_config\x18\x01 \x01(\x0b\x32\x1e.shoal.table.InitializerConfig\x12\x30\n\nopt_config\x18\x02 \x01(\x0b\x32\x1c.shoal.table.OptimizerConfig\x12\x37\n\x0b\x63omp_config\x18\x03 \x01(\x0b\x32\".shoal.table.FloatCompressorConfig\x12\x10\n\x08\x64im_size\x18\x07 \x01(\x05\"3\n\tEntryType\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0c\n\x08TRAINING\x10\x01\x12\x0b\n\x07SERVING\x10\x02\"i\n\tEntryDump\x12\n\n\x02id\x18\x01 \x01(\x10\x12\x0b\n\x03num\x18\x02 \x03(\x02\x12\'\n\x03opt\x18\x03 \x01(\x0b\x32\x1a.shoal.table.OptimizerDump\x12\x1a\n\x12last_update_ts_sec\x18\x04 \x01(\x03\"\xf0\x01\n\x14SlotExpireTimeConfig\x12K\n\x11slot_expire_times\x18\x01 \x03(\x0b\x32\x30.shoal.table.SlotExpireTimeConfig.SlotExpireTime\x12\"\n\x13\x64\x65\x66\x61ult_expire_time\x18\x02 \x01(\r:\x05\x33\x36\x35\x30\x30\x12\x1c\n\x14\x64\x65\x66\x61ult_expire_hours\x18\x03 \x01(\r\x1aI\n\x0eSlotExpireTime\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x13\n\x0b\x65xpire_time\x18\x02 \x01(\r\x12\x14\n\x0c\x65xpire_hours\x18\x03 \x01(\r\"\xea\x01\n\x0e\x45victionConfig\x12\x37\n\x06policy\x18\x01 \x01(\x0e\x32\".shoal.table.EvictionConfig.Policy:\x03LRU\x12\x10\n\x08max_rows\x18\x02 \x01(\x04\x12\x11\n\tmax_bytes\x18\x03 \x01(\x04\x12\x11\n\tmin_age_s\x18\x04 \x01(\r\x12\x0f\n\x07\x65poch_s\x18\x05 \x01(\r\x12\x11\n\tif_better\x18\x06 \x01(\x08\"C\n\x06Policy\x12\x07\n\x03LRU\x10\x00\x12\x07\n\x03LFU\x10\x01\x12\r\n\tEPOCH_LRU\x10\x02\x12\r\n\tEPOCH_LFU\x10\x03\x12\t\n\x05SCORE\x10\x04\" \n\x1e\x43uckooEmbeddingHashTableConfig\"\xff\x03\n\x18\x45mbeddingHashTableConfig\x12.\n\x0c\x65ntry_config\x18\x01 \x01(\x0b\x32\x18.shoal.table.EntryConfig\x12K\n\nentry_type\x18\x06 \x01(\x0e\x32/.shoal.table.EmbeddingHashTableConfig.EntryType:\x06PACKED\x12\x1b\n\x10initial_capacity\x18\x02 \x01(\x04:\x01\x31\x12\x42\n\x17slot_expire_time_config\x18\x03 \x01(\x0b\x32!.shoal.table.SlotExpireTimeConfig\x12=\n\x06\x63uckoo\x18\x05 \x01(\x0b\x32+.shoal.table.CuckooEmbeddingHashTableConfigH\x00\x12\x1f\n\x17\x65nable_feature_eviction\x18\x07 \x01(\x08\x12(\n\x1b\x66\x65\x61ture_evict_every_n_hours\x18\x08 \x01(\x05:\x03\x32\x34\x30\x12\"\n\x13skip_zero_embedding\x18\n \x01(\x08:\x05\x66\x61lse\x12-\n\x08\x65viction\x18\x65 \x01(\x0b\x32\x1b.shoal.table.EvictionConfig\" \n\tEntryType\x12\n\n\x06PACKED\x10\x01\x12\x07\n\x03RAW\x10\x02\x42\x06\n\x04type\"f\n\x1dMultiEmbeddingHashTableConfig\x12\r\n\x05names\x18\x01 \x03(\t\x12\x36\n\x07\x63onfigs\x18\x02 \x03(\x0b\x32%.shoal.table.EmbeddingHashTableConfig\"\xf7\x01\n\x1dSlotOccurrenceThresholdConfig\x12\x66\n\x1aslot_occurrence_thresholds\x18\x01 \x03(\x0b\x32\x42.shoal.table.SlotOccurrenceThresholdConfig.SlotOccurrenceThreshold\x12\'\n\x1c\x64\x65\x66\x61ult_occurrence_threshold\x18\x02 \x01(\r:\x01\x30\x1a\x45\n\x17SlotOccurrenceThreshold\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x1c\n\x14occurrence_threshold\x18\x02 \x01(\r\"\xc7\x01\n\x19SlidingHashFilterMetaDump\x12\x14\n\tsplit_num\x18\x01 \x01(\r:\x01\x30\x12\x1b\n\x10max_forward_step\x18\x02 \x01(\r:\x01\x30\x12\x1c\n\x11max_backward_step\x18\x03 \x01(\r:\x01\x30\x12\x13\n\x08max_step\x18\x04 \x01(\r:\x01\x30\x12\x0f\n\x04head\x18\x05 \x01(\r:\x01\x30\x12\x19\n\x0ehead_increment\x18\x06 \x01(\r:\x01\x30\x12\x18\n\rfailure_count\x18\x07 \x01(\x04:\x01\x30\"\xc3\x01\n\x17HashFilterSplitMetaDump\x12\x18\n\rfailure_count\x18\x01 \x01(\x04:\x01\x30\x12\x15\n\ntotal_size\x18\x02 \x01(\x04:\x01\x30\x12\x17\n\x0cnum_elements\x18\x03 \x01(\x04:\x01\x30\x12\x14\n\tfill_rate\x18\x04 \x01(\x01:\x01\x30\x12H\n\x18sliding_hash_filter_meta\x18\x05 \x01(\x0b\x32&.shoal.table.SlidingHashFilterMetaDump\"7\n\x17HashFilterSplitDataDump\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x03(\r\"A\n\x16MultiHashTableMetadata\x12\x12\n\ntable_name\x18\x01 \x01(\t\x12\x13\n\x0bnum_entries\x18\x02 \x01(\x04')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,27 +43,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENTRYDUMP']._serialized_start=528
   _globals['_ENTRYDUMP']._serialized_end=633
   _globals['_SLOTEXPIRETIMECONFIG']._serialized_start=636
-  _globals['_SLOTEXPIRETIMECONFIG']._serialized_end=824
-  _globals['_SLOTEXPIRETIMECONFIG_SLOTEXPIRETIME']._serialized_start=773
-  _globals['_SLOTEXPIRETIMECONFIG_SLOTEXPIRETIME']._serialized_end=824
-  _globals['_CUCKOOEMBEDDINGHASHTABLECONFIG']._serialized_start=826
-  _globals['_CUCKOOEMBEDDINGHASHTABLECONFIG']._serialized_end=858
-  _globals['_EMBEDDINGHASHTABLECONFIG']._serialized_start=861
-  _globals['_EMBEDDINGHASHTABLECONFIG']._serialized_end=1325
-  _globals['_EMBEDDINGHASHTABLECONFIG_ENTRYTYPE']._serialized_start=1285
-  _globals['_EMBEDDINGHASHTABLECONFIG_ENTRYTYPE']._serialized_end=1317
-  _globals['_MULTIEMBEDDINGHASHTABLECONFIG']._serialized_start=1327
-  _globals['_MULTIEMBEDDINGHASHTABLECONFIG']._serialized_end=1429
-  _globals['_SLOTOCCURRENCETHRESHOLDCONFIG']._serialized_start=1432
-  _globals['_SLOTOCCURRENCETHRESHOLDCONFIG']._serialized_end=1679
-  _globals['_SLOTOCCURRENCETHRESHOLDCONFIG_SLOTOCCURRENCETHRESHOLD']._serialized_start=1610
-  _globals['_SLOTOCCURRENCETHRESHOLDCONFIG_SLOTOCCURRENCETHRESHOLD']._serialized_end=1679
-  _globals['_SLIDINGHASHFILTERMETADUMP']._serialized_start=1682
-  _globals['_SLIDINGHASHFILTERMETADUMP']._serialized_end=1881
-  _globals['_HASHFILTERSPLITMETADUMP']._serialized_start=1884
-  _globals['_HASHFILTERSPLITMETADUMP']._serialized_end=2079
-  _globals['_HASHFILTERSPLITDATADUMP']._serialized_start=2081
-  _globals['_HASHFILTERSPLITDATADUMP']._serialized_end=2136
-  _globals['_MULTIHASHTABLEMETADATA']._serialized_start=2138
-  _globals['_MULTIHASHTABLEMETADATA']._serialized_end=2203
+  _globals['_SLOTEXPIRETIMECONFIG']._serialized_end=876
+  _globals['_SLOTEXPIRETIMECONFIG_SLOTEXPIRETIME']._serialized_start=803
+  _globals['_SLOTEXPIRETIMECONFIG_SLOTEXPIRETIME']._serialized_end=876
+  _globals['_EVICTIONCONFIG']._serialized_start=879
+  _globals['_EVICTIONCONFIG']._serialized_end=1113
+  _globals['_EVICTIONCONFIG_POLICY']._serialized_start=1046
+  _globals['_EVICTIONCONFIG_POLICY']._serialized_end=1113
+  _globals['_CUCKOOEMBEDDINGHASHTABLECONFIG']._serialized_start=1115
+  _globals['_CUCKOOEMBEDDINGHASHTABLECONFIG']._serialized_end=1147
+  _globals['_EMBEDDINGHASHTABLECONFIG']._serialized_start=1150
+  _globals['_EMBEDDINGHASHTABLECONFIG']._serialized_end=1661
+  _globals['_EMBEDDINGHASHTABLECONFIG_ENTRYTYPE']._serialized_start=1621
+  _globals['_EMBEDDINGHASHTABLECONFIG_ENTRYTYPE']._serialized_end=1653
+  _globals['_MULTIEMBEDDINGHASHTABLECONFIG']._serialized_start=1663
+  _globals['_MULTIEMBEDDINGHASHTABLECONFIG']._serialized_end=1765
+  _globals['_SLOTOCCURRENCETHRESHOLDCONFIG']._serialized_start=1768
+  _globals['_SLOTOCCURRENCETHRESHOLDCONFIG']._serialized_end=2015
+  _globals['_SLOTOCCURRENCETHRESHOLDCONFIG_SLOTOCCURRENCETHRESHOLD']._serialized_start=1946
+  _globals['_SLOTOCCURRENCETHRESHOLDCONFIG_SLOTOCCURRENCETHRESHOLD']._serialized_end=2015
+  _globals['_SLIDINGHASHFILTERMETADUMP']._serialized_start=2018
+  _globals['_SLIDINGHASHFILTERMETADUMP']._serialized_end=2217
+  _globals['_HASHFILTERSPLITMETADUMP']._serialized_start=2220
+  _globals['_HASHFILTERSPLITMETADUMP']._serialized_end=2415
+  _globals['_HASHFILTERSPLITDATADUMP']._serialized_start=2417
+  _globals['_HASHFILTERSPLITDATADUMP']._serialized_end=2472
+  _globals['_MULTIHASHTABLEMETADATA']._serialized_start=2474
+  _globals['_MULTIHASHTABLEMETADATA']._serialized_end=2539
 # @@protoc_insertion_point(module_scope)

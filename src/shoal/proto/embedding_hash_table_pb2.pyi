@@ -50,26 +50,58 @@ class EntryDump(_message.Message):
     def __init__(self, id: _Optional[int] = ..., num: _Optional[_Iterable[float]] = ..., opt: _Optional[_Union[_optimizer_pb2.OptimizerDump, _Mapping]] = ..., last_update_ts_sec: _Optional[int] = ...) -> None: ...
 
 class SlotExpireTimeConfig(_message.Message):
-    __slots__ = ("slot_expire_times", "default_expire_time")
+    __slots__ = ("slot_expire_times", "default_expire_time", "default_expire_hours")
     class SlotExpireTime(_message.Message):
-        __slots__ = ("slot", "expire_time")
+        __slots__ = ("slot", "expire_time", "expire_hours")
         SLOT_FIELD_NUMBER: _ClassVar[int]
         EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+        EXPIRE_HOURS_FIELD_NUMBER: _ClassVar[int]
         slot: int
         expire_time: int
-        def __init__(self, slot: _Optional[int] = ..., expire_time: _Optional[int] = ...) -> None: ...
+        expire_hours: int
+        def __init__(self, slot: _Optional[int] = ..., expire_time: _Optional[int] = ..., expire_hours: _Optional[int] = ...) -> None: ...
     SLOT_EXPIRE_TIMES_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_EXPIRE_HOURS_FIELD_NUMBER: _ClassVar[int]
     slot_expire_times: _containers.RepeatedCompositeFieldContainer[SlotExpireTimeConfig.SlotExpireTime]
     default_expire_time: int
-    def __init__(self, slot_expire_times: _Optional[_Iterable[_Union[SlotExpireTimeConfig.SlotExpireTime, _Mapping]]] = ..., default_expire_time: _Optional[int] = ...) -> None: ...
+    default_expire_hours: int
+    def __init__(self, slot_expire_times: _Optional[_Iterable[_Union[SlotExpireTimeConfig.SlotExpireTime, _Mapping]]] = ..., default_expire_time: _Optional[int] = ..., default_expire_hours: _Optional[int] = ...) -> None: ...
+
+class EvictionConfig(_message.Message):
+    __slots__ = ("policy", "max_rows", "max_bytes", "min_age_s", "epoch_s", "if_better")
+    class Policy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        LRU: _ClassVar[EvictionConfig.Policy]
+        LFU: _ClassVar[EvictionConfig.Policy]
+        EPOCH_LRU: _ClassVar[EvictionConfig.Policy]
+        EPOCH_LFU: _ClassVar[EvictionConfig.Policy]
+        SCORE: _ClassVar[EvictionConfig.Policy]
+    LRU: EvictionConfig.Policy
+    LFU: EvictionConfig.Policy
+    EPOCH_LRU: EvictionConfig.Policy
+    EPOCH_LFU: EvictionConfig.Policy
+    SCORE: EvictionConfig.Policy
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MIN_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_S_FIELD_NUMBER: _ClassVar[int]
+    IF_BETTER_FIELD_NUMBER: _ClassVar[int]
+    policy: EvictionConfig.Policy
+    max_rows: int
+    max_bytes: int
+    min_age_s: int
+    epoch_s: int
+    if_better: bool
+    def __init__(self, policy: _Optional[_Union[EvictionConfig.Policy, str]] = ..., max_rows: _Optional[int] = ..., max_bytes: _Optional[int] = ..., min_age_s: _Optional[int] = ..., epoch_s: _Optional[int] = ..., if_better: bool = ...) -> None: ...
 
 class CuckooEmbeddingHashTableConfig(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class EmbeddingHashTableConfig(_message.Message):
-    __slots__ = ("entry_config", "entry_type", "initial_capacity", "slot_expire_time_config", "cuckoo", "enable_feature_eviction", "feature_evict_every_n_hours", "skip_zero_embedding")
+    __slots__ = ("entry_config", "entry_type", "initial_capacity", "slot_expire_time_config", "cuckoo", "enable_feature_eviction", "feature_evict_every_n_hours", "skip_zero_embedding", "eviction")
     class EntryType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PACKED: _ClassVar[EmbeddingHashTableConfig.EntryType]
@@ -84,6 +116,7 @@ class EmbeddingHashTableConfig(_message.Message):
     ENABLE_FEATURE_EVICTION_FIELD_NUMBER: _ClassVar[int]
     FEATURE_EVICT_EVERY_N_HOURS_FIELD_NUMBER: _ClassVar[int]
     SKIP_ZERO_EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
     entry_config: EntryConfig
     entry_type: EmbeddingHashTableConfig.EntryType
     initial_capacity: int
@@ -92,7 +125,8 @@ class EmbeddingHashTableConfig(_message.Message):
     enable_feature_eviction: bool
     feature_evict_every_n_hours: int
     skip_zero_embedding: bool
-    def __init__(self, entry_config: _Optional[_Union[EntryConfig, _Mapping]] = ..., entry_type: _Optional[_Union[EmbeddingHashTableConfig.EntryType, str]] = ..., initial_capacity: _Optional[int] = ..., slot_expire_time_config: _Optional[_Union[SlotExpireTimeConfig, _Mapping]] = ..., cuckoo: _Optional[_Union[CuckooEmbeddingHashTableConfig, _Mapping]] = ..., enable_feature_eviction: bool = ..., feature_evict_every_n_hours: _Optional[int] = ..., skip_zero_embedding: bool = ...) -> None: ...
+    eviction: EvictionConfig
+    def __init__(self, entry_config: _Optional[_Union[EntryConfig, _Mapping]] = ..., entry_type: _Optional[_Union[EmbeddingHashTableConfig.EntryType, str]] = ..., initial_capacity: _Optional[int] = ..., slot_expire_time_config: _Optional[_Union[SlotExpireTimeConfig, _Mapping]] = ..., cuckoo: _Optional[_Union[CuckooEmbeddingHashTableConfig, _Mapping]] = ..., enable_feature_eviction: bool = ..., feature_evict_every_n_hours: _Optional[int] = ..., skip_zero_embedding: bool = ..., eviction: _Optional[_Union[EvictionConfig, _Mapping]] = ...) -> None: ...
 
 class MultiEmbeddingHashTableConfig(_message.Message):
     __slots__ = ("names", "configs")

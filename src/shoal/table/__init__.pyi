@@ -6,6 +6,17 @@ from shoal.proto.float_compressor_pb2 import *
 from shoal.proto.hash_table_pb2 import *
 from shoal.proto.initializer_pb2 import *
 from shoal.proto.optimizer_pb2 import *
+from shoal.table.budget.evicted import EvictedRows as EvictedRows
+from shoal.table.budget.evicted import EvictionStats as EvictionStats
+from shoal.table.budget.evicted import MissRatioCurve as MissRatioCurve
+from shoal.table.budget.limits import MemoryBudget as MemoryBudget
+from shoal.table.budget.policies import EpochLfu as EpochLfu
+from shoal.table.budget.policies import EpochLru as EpochLru
+from shoal.table.budget.policies import Evict as Evict
+from shoal.table.budget.policies import EvictionPolicy as EvictionPolicy
+from shoal.table.budget.policies import Lfu as Lfu
+from shoal.table.budget.policies import Lru as Lru
+from shoal.table.budget.policies import Score as Score
 from shoal.table.checkpoint import Checkpoint as Checkpoint
 from shoal.table.checkpoint import CheckpointNotFoundError as CheckpointNotFoundError
 from shoal.table.checkpoint import HashFilterCheckpointRestorerListener as HashFilterCheckpointRestorerListener

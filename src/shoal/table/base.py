@@ -16,6 +16,8 @@ from shoal import _core
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import registry
 from shoal.table.arguments import check_rates
+from shoal.table.budget.calls import BudgetCalls, own_policy
+from shoal.table.budget.limits import LEAST_BYTES, MemoryBudget, native_options
 from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig, HashTableProto
 from shoal.table.config.native import native_expiry, native_layout
@@ -26,7 +28,7 @@ from shoal.table.export_mode import is_exporting
 _BAD_GRADIENT = {"raise": 0, "skip": 1, "ignore": 2}
 
 
-class TableBase(ABC):
+class TableBase(BudgetCalls, ABC):
     """Builds a table from its configuration and keeps what belongs to it; `HashTable` reads and writes its rows."""
 
     on_gpu = False
@@ -47,6 +49,8 @@ class TableBase(ABC):
         deterministic: bool = False,
         clocked: bool = False,
         first_column: int = 0,
+        evict: Any = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
         if on_bad_gradient not in _BAD_GRADIENT:
             raise ConfigError(
@@ -96,6 +100,8 @@ class TableBase(ABC):
         )
         self.seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
         self.dim_size: int = layout.dim
+        self.own_policy = own_policy(evict)
+        self._evict_options = native_options(message, budget)
         host = self._host = self._start(layout, device, deterministic)
         if native_filter is not None:
             host.set_filter(native_filter)
@@ -110,7 +116,14 @@ class TableBase(ABC):
     def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
         """Makes what holds the rows; the native table that the filter belongs to."""
         self.device = torch.device("cpu")
-        self._native = _core.Table(layout, self.seed, min(self.table_config.initial_capacity, (1 << 63) - 1))
+        expected = min(self.table_config.initial_capacity, (1 << 63) - 1)
+        try:
+            self._native = _core.Table(layout, self.seed, expected, self._evict_options)
+        except MemoryError:
+            least = f"{LEAST_BYTES >> 10} KiB"
+            raise ConfigError(
+                f"table {self.name!r}: max_bytes must be at least {least} and leave room for rows, got {self.max_bytes}"
+            ) from None
         return self._native
 
     def staged(self) -> Any:
@@ -158,7 +171,7 @@ class TableBase(ABC):
         """Tells a tracker nothing more."""
         self._native.untrack(tracker)
 
-    def settle(self) -> None:  # noqa: B027 (there is nothing to do)
+    def settle(self) -> None:
         """Waits until trackers have been told of all writes so far, which is at once."""
 
     def all_ids(self) -> Iterator[Tensor]:
@@ -173,7 +186,8 @@ class TableBase(ABC):
     def training_state(self) -> dict[str, Any]:
         """What a table has besides its rows that its next updates depend on, as JSON: its clock, counts and scales."""
         host = self._host
-        return {"max_update_time": host.max_update_time(), "calls": host.calls(), "scales": host.scales()}
+        state = {"max_update_time": host.max_update_time(), "calls": host.calls(), "scales": host.scales()}
+        return {**state, "eviction": self._eviction_state()} if self.has_budget else state
 
     def set_training_state(self, state: dict[str, Any]) -> None:
         """Takes what `training_state` gave; what is not in ``state`` stays."""
@@ -184,6 +198,8 @@ class TableBase(ABC):
             host.raise_max_update_time(state["max_update_time"])
         if "scales" in state:
             host.set_scales(state["scales"])
+        if "eviction" in state and self.has_budget:
+            self._set_eviction_state(state["eviction"])
 
     # --- what every update asks ---------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 DAY_S = 86400
+HOUR_S = 3600
 
 
 class Now(int):

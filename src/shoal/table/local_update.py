@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -46,6 +46,7 @@ class _Updater:
         for table in self._tables:
             table.check_trains("update")
         self._names = ", ".join(repr(table.name) for table in self._tables)
+        self._own_policies = any(table.own_policy is not None for table in self._tables)
         self._native = _core.UpdateGroup(
             [table._native for table in self._tables], [repr(table.name) for table in self._tables]
         )
@@ -74,6 +75,7 @@ class _Updater:
         for part in parts:
             features.append(self._feature_map(part.features))
             numbers += self._numbers(part, kept)
+        own = list(self._own_scores(parts, seconds)) if self._own_policies else ()
         try:
             skipped = self._native.apply(
                 features,
@@ -91,6 +93,22 @@ class _Updater:
             raise ConfigError(self._message(str(error))) from None
         for table, count in zip(tables, skipped, strict=False):
             table._count_skipped(count)
+        for table, ids, scores in own:
+            table._set_scores(ids, scores)
+
+    def _own_scores(self, parts: Sequence[Part], seconds: int) -> Iterator[tuple[Any, Tensor, Tensor]]:
+        """The tables that have a policy of the user's, ids that are about to be written, and their new scores."""
+        for place, table in enumerate(self._tables):
+            if table.own_policy is None:
+                continue
+            ids = [
+                some
+                for part in parts
+                for of, some in zip(part.features.tables, part.found.ids.split(part.found.counts.tolist()), strict=True)
+                if of == place
+            ]
+            distinct = torch.unique(torch.cat(ids)) if ids else torch.empty(0, dtype=_int64)
+            yield table, distinct, table._own_scores(distinct, seconds)
 
     def _feature_map(self, features: Features) -> _core.FeatureMap:
         """The native form of ``features``; that of the last ones without a look at what they hold."""

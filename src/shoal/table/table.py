@@ -16,6 +16,8 @@ from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import registry
 from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.base import TableBase
+from shoal.table.budget.limits import MemoryBudget
+from shoal.table.budget.policies import Evict, EvictionPolicy
 from shoal.table.clock import Now, now
 from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.config.learning_rate import LearningRate
@@ -55,7 +57,13 @@ class HashTable(TableBase):
         initializer: of a new row: ``"uniform"`` (within 0.05 of zero), ``"zeros"``, or a configuration of
             `shoal.table`. The numbers follow from ``seed`` and the id alone, so they do not depend on threads or order.
         expire_after: rows not written for so long are removed by `evict` and left out of checkpoints: a
-            ``timedelta`` or text such as ``"30d"``; whole days, None for never.
+            ``timedelta`` or text such as ``"30d"`` or ``"12h"``; whole hours, None for never.
+        max_rows: rows that the table may have. At the limit ``evict`` chooses which leave. None: unlimited.
+        max_bytes: bytes that index and rows may take: a number, text such as ``"8GiB"``, or a `MemoryBudget` that
+            several tables share. Lower it when the machine swaps; raise it when ``eviction_stats().age_mean_s`` is
+            shorter than the time between two visits of the same id.
+        evict: which rows leave a full table: `Lru` (the default), `Lfu`, `EpochLru`, `EpochLfu`, `Score`, or a policy
+            of one's own (`EvictionPolicy`). See docs/budgets.md.
         lr: overrides the optimizer's learning rate.
         hash_filter: decides whether an id that is not in the table may have a row (`create_hash_filter`).
         on_bad_gradient: what a NaN or infinite gradient does: ``"raise"`` before anything has changed, ``"skip"`` that
@@ -82,11 +90,15 @@ class HashTable(TableBase):
         name: str | None = None,
         device: Any = "cpu",
         deterministic: bool = False,
+        max_rows: int | None = None,
+        max_bytes: int | str | MemoryBudget | None = None,
+        evict: Evict | EvictionPolicy | str | None = None,
     ) -> None:
         name = f"HashTable_{next(_anonymous)}" if name is None else name
         self._build(
             config_of_options(
-                name, dim, optimizer=optimizer, initializer=initializer, expire_after=expire_after, lr=lr
+                name, dim, optimizer=optimizer, initializer=initializer, expire_after=expire_after, lr=lr,
+                max_rows=max_rows, max_bytes=max_bytes, evict=evict,
             ),
             name,
             hash_filter=hash_filter,
@@ -95,7 +107,9 @@ class HashTable(TableBase):
             device=device,
             deterministic=deterministic,
             clocked=True,
-        )
+            evict=evict,
+            budget=max_bytes if isinstance(max_bytes, MemoryBudget) else None,
+        )  # fmt: skip
 
     if not TYPE_CHECKING:  # editors and type checkers see the arguments of __init__
 
@@ -125,12 +139,15 @@ class HashTable(TableBase):
         deterministic: bool = False,
         clocked: bool = False,
         first_column: int = 0,
+        evict: EvictionPolicy | None = None,
+        budget: MemoryBudget | None = None,
     ) -> HashTable:
         """A table from a full configuration: several segments, serving entries, quantised lookups.
 
         ``clocked``: as the tables of ``HashTable(dim)`` are: a write without a time takes the current one, and one far
         ahead is refused. ``first_column``: rows are slices of wider ones, which begin at this column there; initial
-        rows are then slices, too.
+        rows are then slices, too. A budget is part of the configuration (``eviction``); ``evict`` is a policy of one's
+        own, ``budget`` what several tables share.
         """
         table = cls.__new__(cls, device=device)  # pyrefly: ignore[unexpected-keyword]
         table._build(
@@ -145,6 +162,8 @@ class HashTable(TableBase):
             deterministic=deterministic,
             clocked=clocked,
             first_column=first_column,
+            evict=evict,
+            budget=budget,
         )
         return table
 
@@ -224,7 +243,7 @@ class HashTable(TableBase):
         return self.size()
 
     def memory_bytes(self) -> int:
-        """Bytes of index and rows."""
+        """Bytes of index and rows; never more than ``max_bytes``, also while the table grows."""
         return self._native.bytes()
 
     @property
@@ -234,19 +253,26 @@ class HashTable(TableBase):
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
-        """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh."""
-        return self._write(_Native.assign, ids, values, req_time)
+    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None) -> HashTable:
+        """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh.
 
-    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
+        ``scores``: for ``evict=Score()``, one number per id, or one for all.
+        """
+        return self._write(_Native.assign, ids, values, req_time, scores)
+
+    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None) -> HashTable:
         """Adds to the weights of ``ids``, every occurrence in order; a new id starts from its initializer."""
-        return self._write(_Native.assign_add, ids, values, req_time)
+        return self._write(_Native.assign_add, ids, values, req_time, scores)
 
-    def _write(self, write: Callable[..., None], ids: Any, values: Any, req_time: Any) -> HashTable:
+    def _write(self, write: Callable[..., None], ids: Any, values: Any, req_time: Any, scores: Any) -> HashTable:
         ids, values, seconds = self._write_arguments(ids, values, req_time)
         at_least = isinstance(seconds, Now)
+        numbers = self._scores(ids, scores, seconds)
         try:
-            write(self._native, ids.data_ptr(), ids.numel(), values.data_ptr(), seconds, at_least, self.finite_values)
+            write(
+                self._native, ids.data_ptr(), ids.numel(), values.data_ptr(), seconds, at_least, self.finite_values,
+                0 if numbers is None else numbers.data_ptr(),
+            )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"table {self.name!r}: {error}; nothing was written") from None
         return self
@@ -259,6 +285,8 @@ class HashTable(TableBase):
         use_multi_threads: bool = False,
         enable_dedup: bool = False,
         req_time: Any = None,
+        *,
+        scores: Any = None,
     ) -> HashTable:
         """One optimizer step per occurrence of an id, in input order.
 
@@ -268,10 +296,20 @@ class HashTable(TableBase):
         self.check_trains("apply_gradients")
         ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")
         step = as_int(global_step, self.name, "global_step")
-        self._apply(ids, grads, self.rates(step), step, enable_dedup, seconds)
+        numbers = self._scores(ids, scores, seconds)
+        self._apply(ids, grads, self.rates(step), step, enable_dedup, seconds, numbers)
         return self
 
-    def _apply(self, ids: Tensor, grads: Tensor, rates: Sequence[float], step: int, dedup: bool, seconds: int) -> None:
+    def _apply(
+        self,
+        ids: Tensor,
+        grads: Tensor,
+        rates: Sequence[float],
+        step: int,
+        dedup: bool,
+        seconds: int,
+        scores: Tensor | None = None,
+    ) -> None:
         """`apply_gradients` with checked arguments and given rates."""
         self._check_step(step)
         try:
@@ -286,6 +324,7 @@ class HashTable(TableBase):
                 dedup,
                 self._bad_gradient,
                 isinstance(seconds, Now),
+                0 if scores is None else scores.data_ptr(),
             )
         except ValueError as error:
             raise ConfigError(

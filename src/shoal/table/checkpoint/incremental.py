@@ -29,8 +29,9 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.table.checkpoint.naming import CheckpointNotFoundError
 from shoal.table.checkpoint.scales import has_scales
 from shoal.table.checkpoint.single import begin_load, naming_table, read_shards, save_shards
+from shoal.table.clock import DAY_S
 from shoal.table.config.messages import SlotExpireTimeConfig
-from shoal.table.config.native import native_expiry
+from shoal.table.config.native import default_expiry_s, slot_expiry_s
 from shoal.table.multi import MultiHashTable
 from shoal.table.multi_type import MultiTypeHashTable
 from shoal.table.table import HashTable
@@ -294,15 +295,24 @@ def _remember(table: HashTable, checkpoint_id: str, epoch: int) -> None:
 
 
 def expiry_to_json(config: SlotExpireTimeConfig) -> dict[str, Any]:
-    slots = [[item.slot, item.expire_time] for item in config.slot_expire_times]
-    return {"default_days": config.default_expire_time, "slots": slots}
+    """Days, rounded up, and the seconds of what is not a whole number of them, which version 0.1 does not read."""
+    seconds, slots = default_expiry_s(config), slot_expiry_s(config)
+    days = {"default_days": -(-seconds // DAY_S), "slots": [[slot, -(-s // DAY_S)] for slot, s in slots.items()]}
+    if all(s % DAY_S == 0 for s in (seconds, *slots.values())):
+        return days
+    return {**days, "default_s": seconds, "slots_s": [[slot, s] for slot, s in slots.items()]}
+
+
+def expiry_seconds(expiry: Any) -> tuple[int, dict[int, int]]:
+    """The seconds of what `expiry_to_json` gave: by default, and of slots that have their own."""
+    if "default_s" in expiry:
+        return int(expiry["default_s"]), {int(slot): int(s) for slot, s in expiry["slots_s"]}
+    return int(expiry["default_days"]) * DAY_S, {int(slot): int(days) * DAY_S for slot, days in expiry["slots"]}
 
 
 def _expiry_from_json(expiry: Any) -> _core.Expiry:
     try:
-        config = SlotExpireTimeConfig(default_expire_time=expiry["default_days"])
-        for slot, days in expiry["slots"]:
-            config.slot_expire_times.add(slot=slot, expire_time=days)
-        return native_expiry(config)
+        default, slots = expiry_seconds(expiry)
+        return _core.Expiry(default, list(slots.items()))
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(f"the manifest's expiry is not readable: {error}") from error

@@ -13,7 +13,7 @@ from shoal.durable import BasenameSave, FileDigest, Saved, StrPath, make_parents
 from shoal.errors import CancelledError, DataError, UnsupportedError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales, scales_path
-from shoal.table.clock import DAY_S
+from shoal.table.config.native import default_expiry_s, slot_expiry_s
 
 if TYPE_CHECKING:
     from shoal.table.table import HashTable
@@ -200,8 +200,8 @@ def begin_load(table: HashTable, strict: bool = True, shard: Sequence[int] | Non
     that reads the clock and expires rows: its first write would otherwise make them decades old.
     """
     now, expiry = int(time.time()), table.table_config.slot_expire_time_config
-    days = min([expiry.default_expire_time, *(slot.expire_time for slot in expiry.slot_expire_times)])
-    unstamped = now if table.clocked and days * DAY_S <= now else 0
+    shortest = min([default_expiry_s(expiry), *slot_expiry_s(expiry).values()])
+    unstamped = now if table.clocked and shortest <= now else 0
     return _core.Load(table._native, strict, *naming.shard_rule(shard), unstamped)
 
 

@@ -1,6 +1,7 @@
 """A table's configuration as the native core has it: the layout of a row, and when rows expire."""
 
 from shoal import _core
+from shoal.table.clock import DAY_S, HOUR_S
 from shoal.table.config.messages import (
     EmbeddingHashTableConfig,
     EntryConfig,
@@ -87,6 +88,19 @@ def _write_codec(native: _core.Segment, config: FloatCompressorConfig) -> None:
 
 def native_expiry(config: SlotExpireTimeConfig) -> _core.Expiry:
     """The native form of an expiry configuration that was validated."""
-    return _core.Expiry(
-        config.default_expire_time, [(item.slot, item.expire_time) for item in config.slot_expire_times]
-    )
+    return _core.Expiry(default_expiry_s(config), list(slot_expiry_s(config).items()))
+
+
+def default_expiry_s(config: SlotExpireTimeConfig) -> int:
+    """Seconds without a write after which rows are stale, of slots without a setting of their own."""
+    if config.HasField("default_expire_hours"):
+        return config.default_expire_hours * HOUR_S
+    return config.default_expire_time * DAY_S
+
+
+def slot_expiry_s(config: SlotExpireTimeConfig) -> dict[int, int]:
+    """The same of slots that have one."""
+    return {
+        item.slot: item.expire_hours * HOUR_S if item.HasField("expire_hours") else item.expire_time * DAY_S
+        for item in config.slot_expire_times
+    }

@@ -4,7 +4,9 @@ from datetime import timedelta
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.table.budget.limits import write_budget
 from shoal.table.config.compressors import Fp32Compressor
+from shoal.table.config.durations import seconds_of
 from shoal.table.config.entry import CombineAsSegment, HashTableConfigInstance
 from shoal.table.config.initializers import RandomUniformInitializer, ZerosInitializer
 from shoal.table.config.learning_rate import LearningRate, check_rate
@@ -12,8 +14,8 @@ from shoal.table.config.messages import CuckooEmbeddingHashTableConfig, Embeddin
 from shoal.table.config.optim import as_row_optimizer
 
 _INITIALIZERS = {"uniform": RandomUniformInitializer, "zeros": ZerosInitializer}
-_DAYS = {"d": 1, "w": 7, "y": 365}
-_MAX_DAYS = (1 << 32) - 1
+_HOUR_S, _DAY_S = 3600, 86400
+_MAX = (1 << 32) - 1
 
 
 def config_of_options(
@@ -24,6 +26,9 @@ def config_of_options(
     initializer: Any,
     expire_after: timedelta | str | None,
     lr: LearningRate | None,
+    max_rows: int | None = None,
+    max_bytes: Any = None,
+    evict: Any = None,
 ) -> HashTableConfigInstance:
     """One segment of ``dim`` weights; every option is explained at `HashTable`."""
     if lr is not None:
@@ -40,29 +45,20 @@ def config_of_options(
         cuckoo=CuckooEmbeddingHashTableConfig(),
     )
     if expire_after is not None:
-        config.slot_expire_time_config.default_expire_time = _days(expire_after, name)
+        _write_expiry(config.slot_expire_time_config, expire_after, name)
+    write_budget(config, f"table {name!r}", max_rows=max_rows, max_bytes=max_bytes, evict=evict)
     return HashTableConfigInstance(config, [rate])
 
 
-def _days(expire_after: timedelta | str, name: str) -> int:
-    if isinstance(expire_after, str):
-        number, unit = expire_after[:-1].strip(), expire_after[-1:]
-        if unit not in _DAYS or not number.isdecimal():
-            raise ConfigError(
-                f"table {name!r}: expire_after must be whole days, weeks or years, as in '30d' or '2w', got "
-                f"{expire_after!r}"
-            )
-        days = int(number) * _DAYS[unit]
-    elif not isinstance(expire_after, timedelta):
+def _write_expiry(config: Any, expire_after: timedelta | str, name: str) -> None:
+    seconds = seconds_of(expire_after, f"table {name!r}: expire_after")
+    if seconds % _HOUR_S:
+        raise ConfigError(f"table {name!r}: expire_after must be a whole number of hours, got {expire_after!r}")
+    if seconds // _DAY_S > _MAX or (seconds % _DAY_S and seconds // _HOUR_S > _MAX):
         raise ConfigError(
-            f"table {name!r}: expire_after must be a timedelta or text such as '30d', got {expire_after!r}"
+            f"table {name!r}: expire_after must be at most {_MAX} days, got {expire_after!r}; None means never"
         )
-    elif expire_after < timedelta() or expire_after % timedelta(days=1):
-        raise ConfigError(f"table {name!r}: expire_after must be a whole number of days, got {expire_after}")
+    if seconds % _DAY_S:
+        config.default_expire_hours = seconds // _HOUR_S
     else:
-        days = expire_after.days
-    if days > _MAX_DAYS:
-        raise ConfigError(
-            f"table {name!r}: expire_after must be at most {_MAX_DAYS} days, got {expire_after!r}; None means never"
-        )
-    return days
+        config.default_expire_time = seconds // _DAY_S

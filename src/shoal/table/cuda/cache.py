@@ -253,10 +253,10 @@ class CachedHashTable(CudaHashTable):
                 self._bring(ids, create=False)
             return super()._lookup(ids, insert_missing, seconds)
 
-    def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
+    def _assign(self, ids: Any, values: Any, req_time: Any, scores: Any, add: bool) -> HashTable:
         ids = self._ids(ids)
         with self._alone(ids):
-            return super()._assign(ids, values, req_time, add)
+            return super()._assign(ids, values, req_time, scores, add)
 
     def _apply(self, ids: Tensor, *args: Any, **kwargs: Any) -> None:
         with self._alone(ids):

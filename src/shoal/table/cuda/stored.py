@@ -53,6 +53,8 @@ class StoredTable(HashTable):
 
     def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
         self.device = as_device(device, self.name)
+        if self.has_budget:
+            raise UnsupportedError(f"table {self.name!r}: max_rows and max_bytes work on CPU tables so far")
         self.deterministic = deterministic
         self._layout = row_layout(self.table_config, self.first_column)
         self._seed = hash_id(self.seed + _GOLDEN)

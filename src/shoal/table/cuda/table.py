@@ -12,6 +12,7 @@ from shoal import _core
 from shoal.errors import UnsupportedError
 from shoal.table.arguments import as_ids, as_int
 from shoal.table.clock import now
+from shoal.table.config.native import default_expiry_s, slot_expiry_s
 from shoal.table.cuda import bridge, compiled, groups
 from shoal.table.cuda.backend import capturing
 from shoal.table.cuda.storage import FRESH, ROW
@@ -128,17 +129,18 @@ class CudaHashTable(StoredTable):
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
+    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None) -> HashTable:
         """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh."""
-        return self._assign(ids, values, req_time, add=False)
+        return self._assign(ids, values, req_time, scores, add=False)
 
-    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> HashTable:
+    def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None) -> HashTable:
         """Adds to the weights of ``ids``, every occurrence in order; a new id starts from its initializer."""
-        return self._assign(ids, values, req_time, add=True)
+        return self._assign(ids, values, req_time, scores, add=True)
 
     @in_turn
-    def _assign(self, ids: Any, values: Any, req_time: Any, add: bool) -> HashTable:
+    def _assign(self, ids: Any, values: Any, req_time: Any, scores: Any, add: bool) -> HashTable:
         ids, values, seconds = self._write_arguments(ids, values, req_time)
+        self._scores(ids, scores, seconds)
         self._judge.check()
         how = "raise" if self.finite_values else "ignore"
         gate, _ = self._judge.judge(values, self.dim_size, how, "values")
@@ -178,6 +180,7 @@ class CudaHashTable(StoredTable):
         enable_dedup: bool = False,
         req_time: Any = None,
         *,
+        scores: Any = None,
         distinct: bool = False,
     ) -> HashTable:
         """As `HashTable.apply_gradients`. ``distinct`` promises that no id comes twice, which saves a sort.
@@ -193,7 +196,8 @@ class CudaHashTable(StoredTable):
             return self
         ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")
         step = as_int(global_step, self.name, "global_step")
-        self._apply(ids, grads, self.rates(step), step, enable_dedup, seconds, distinct=distinct)
+        numbers = self._scores(ids, scores, seconds)
+        self._apply(ids, grads, self.rates(step), step, enable_dedup, seconds, numbers, distinct=distinct)
         return self
 
     @in_turn
@@ -205,6 +209,8 @@ class CudaHashTable(StoredTable):
         step: int,
         dedup: bool,
         seconds: int,
+        scores: Tensor | None = None,
+        *,
         distinct: bool = False,
         gate: Tensor | None = None,
         judged: bool = False,
@@ -330,12 +336,12 @@ class CudaHashTable(StoredTable):
         """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
         config = self.table_config.slot_expire_time_config
-        days = torch.full((32768,), config.default_expire_time, dtype=torch.int64, device="cpu")
-        for item in config.slot_expire_times:
-            days[item.slot] = item.expire_time
-        days, stale_slots, gone = days.to(self.device), [], []
+        limits = torch.full((32768,), default_expiry_s(config), dtype=torch.int64, device="cpu")
+        for slot, seconds in slot_expiry_s(config).items():
+            limits[slot] = seconds
+        limits, stale_slots, gone = limits.to(self.device), [], []
         for ids, rows, slots in self._storage.chunks(self._number):
-            stale = now - self._storage.arena.row_times(rows) >= days[(ids >> 48) & 0x7FFF] * 86400
+            stale = now - self._storage.arena.row_times(rows) >= limits[(ids >> 48) & 0x7FFF]
             stale_slots.append(slots[stale])
             self._changes.remove(ids[stale])
             gone.append(ids[stale])

@@ -62,7 +62,7 @@ def _to_folder(
             writer = written[name] = writer_of(name)
             if name in source.stale:
                 stale = source.stale[name]
-                writer.expiry = {"default_days": stale.default_days, "slots": [list(s) for s in stale.slots.items()]}
+                writer.expiry = dict(stale.expiry)
                 writer.max_update_time = stale.now
         for name, batch in source.scan(wanted):
             if not written[name].rows_written:

@@ -16,6 +16,7 @@ from shoal.durable import MANIFEST, Saved, Series, StrPath, find_saved, read_fol
 from shoal.errors import ConfigError, DataError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.chain import Link, newest_chain, read_chain, table_in
+from shoal.table.checkpoint.incremental import expiry_seconds
 from shoal.table.checkpoint.multi import read_metas
 from shoal.table.checkpoint.naming import CheckpointNotFoundError
 from shoal.table.offline.scan import Batch, Ints, Shard, scan_shard
@@ -110,25 +111,28 @@ class Stale:
     """Which rows of a chain have expired by its newest checkpoint."""
 
     now: int
-    default_days: int
+    default_s: int
     slots: Mapping[int, int]
+    """Seconds of slots with a setting of their own."""
+    expiry: Mapping[str, Any]
+    """As the checkpoint has it."""
 
     @classmethod
     def of(cls, described: Mapping[str, Any], where: str) -> Stale:
         expiry = described.get("expiry")
         try:
-            slots = {int(slot): int(days) for slot, days in expiry["slots"]}  # type: ignore[index]
-            return cls(now=described["max_update_time"], default_days=int(expiry["default_days"]), slots=slots)  # type: ignore[index]
+            default, slots = expiry_seconds(expiry)
+            return cls(now=described["max_update_time"], default_s=default, slots=slots, expiry=expiry)  # type: ignore[arg-type]
         except (TypeError, KeyError, ValueError) as error:
             raise DataError(f"{where}: the expiry is not readable: {error}") from error
 
     def mask(self, ids: Ints, times: Ints) -> np.ndarray:
-        days = np.full(len(ids), self.default_days, np.int64)
+        seconds = np.full(len(ids), self.default_s, np.int64)
         if self.slots:
             slots = ids >> 48 & 0x7FFF
             for slot, of_slot in self.slots.items():
-                days[slots == slot] = of_slot
-        return self.now - times >= days * 86400
+                seconds[slots == slot] = of_slot
+        return self.now - times >= seconds
 
 
 def contains(ordered: Ints, ids: Ints) -> np.ndarray:

@@ -12,6 +12,7 @@ from shoal.errors import ConfigError, UnsupportedError
 from shoal.fid import shard_of, slot_v2
 from shoal.table.config.entry import HashTableConfigInstance, infer_dim_size
 from shoal.table.config.messages import EntryConfig, EntryDump
+from shoal.table.config.native import default_expiry_s, slot_expiry_s
 from shoal.table.config.validate import validate_table_config
 from shoal.table.reference.optimizers import State, reference_optimizer
 from shoal.table.reference.quantizers import (
@@ -106,8 +107,7 @@ class ReferenceTable:
     def stale(self, key: int, now: int) -> bool:
         """Whether a row's last update is as old as its slot allows."""
         expiry = self.config.table_config.slot_expire_time_config
-        days = {item.slot: item.expire_time for item in expiry.slot_expire_times}
-        return now - self.rows[key].time >= days.get(slot_v2(key), expiry.default_expire_time) * 86400
+        return now - self.rows[key].time >= slot_expiry_s(expiry).get(slot_v2(key), default_expiry_s(expiry))
 
     # --- writing ---------------------------------------------------------------------------------------------------
     def assign(self, ids: Any, values: Any, req_time: int | None = None) -> "ReferenceTable":

@@ -1,0 +1,107 @@
+// Budgets of tables: what they may hold, which rows leave, and what is known of those that left.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "bind/bind.h"
+#include "table/budget/eviction.h"
+#include "table/table.h"
+
+namespace shoal::bind {
+namespace {
+
+Eviction& eviction_of(const Table& table) {
+  if (!table.eviction()) throw std::invalid_argument("this table has no budget");
+  return *table.eviction();
+}
+
+}  // namespace
+
+void budget(nb::module_& m) {
+  nb::class_<Budget>(m, "Budget")
+      .def(nb::init<int64_t>(), nb::arg("limit"))
+      .def("used", &Budget::used)
+      .def("limit", &Budget::limit);
+
+  nb::class_<EvictOptions>(m, "EvictOptions")
+      .def(
+          "__init__",
+          [](EvictOptions* self, int policy, int64_t max_rows, std::shared_ptr<Budget> bytes, bool shared,
+             uint32_t min_age_s, uint32_t epoch_s, bool if_better) {
+            if (policy < 0 || policy > static_cast<int>(Policy::score)) throw std::invalid_argument("no such policy");
+            new (self) EvictOptions{static_cast<Policy>(policy),
+                                    max_rows > 0 ? max_rows : Budget::kUnlimited,
+                                    std::move(bytes),
+                                    shared,
+                                    min_age_s,
+                                    epoch_s,
+                                    if_better};
+          },
+          nb::arg("policy"), nb::arg("max_rows"), nb::arg("bytes").none(), nb::arg("shared"), nb::arg("min_age_s"),
+          nb::arg("epoch_s"), nb::arg("if_better"));
+
+  nb::class_<EvictedRows>(m, "EvictedRows")
+      .def(nb::init<int64_t>(), nb::arg("limit"))
+      .def("__len__",
+           [](EvictedRows& self) {
+             std::lock_guard lock(self.mutex);
+             return self.rows.size();
+           })
+      // (ids, times, rows) as bytes, and the number of rows beyond the limit; nothing is kept of them.
+      .def("take", [](EvictedRows& self) {
+        Rows rows;
+        int64_t lost;
+        {
+          std::lock_guard lock(self.mutex);
+          std::swap(rows, self.rows);
+          lost = std::exchange(self.lost, 0);
+        }
+        return nb::make_tuple(nb::bytes(rows.ids.data(), rows.ids.size() * sizeof(int64_t)),
+                              nb::bytes(rows.times.data(), rows.times.size() * sizeof(uint32_t)),
+                              nb::bytes(rows.rows.data(), rows.rows.size()), lost);
+      });
+
+  m.def("pin", [](Table& t, uintptr_t ids, int64_t n) { eviction_of(t).pin(ptr<int64_t>(ids, n), n); }, NoGil());
+  m.def("unpin", [](Table& t, uintptr_t ids, int64_t n) { eviction_of(t).unpin(ptr<int64_t>(ids, n), n); }, NoGil());
+  m.def("pinned", [](const Table& t) { return eviction_of(t).pinned(); });
+  m.def("next_eviction_epoch", [](Table& t) { return eviction_of(t).next_epoch(); });
+  m.def("eviction_epoch", [](const Table& t) { return eviction_of(t).epoch(); });
+  m.def("set_eviction_epoch", [](Table& t, uint32_t epoch) { eviction_of(t).set_epoch(epoch); });
+  m.def("set_eviction_score", [](Table& t, float score, bool every) { eviction_of(t).set_score(score, every); });
+  m.def(
+      "set_evicted_sink", [](Table& t, std::shared_ptr<EvictedRows> sink) { eviction_of(t).set_sink(std::move(sink)); },
+      nb::arg("table"), nb::arg("sink").none());
+  m.def(
+      "policy_keys",
+      [](const Table& t, uintptr_t ids, int64_t n, uintptr_t out) {
+        t.policy_keys(ptr<int64_t>(ids, n), n, ptr<int64_t>(out, n));
+      },
+      NoGil());
+  m.def(
+      "set_scores",
+      [](Table& t, uintptr_t ids, int64_t n, uintptr_t scores) {
+        t.set_scores(ptr<int64_t>(ids, n), n, ptr<float>(scores, n));
+      },
+      NoGil());
+  // created, hits, evicted, refused, sum of ages, youngest and oldest of the evicted (-1: none)
+  m.def("eviction_counters", [](const Table& t) {
+    const Eviction& e = eviction_of(t);
+    return nb::make_tuple(e.created.load(), e.hits.load(), e.evicted.load(), e.refused.load(), e.age_sum.load(),
+                          e.youngest.load(), e.oldest.load());
+  });
+  m.def("set_eviction_counters", [](Table& t, const std::vector<int64_t>& counters) {
+    Eviction& e = eviction_of(t);
+    std::atomic<int64_t>* all[] = {&e.created, &e.hits, &e.evicted, &e.refused, &e.age_sum, &e.youngest, &e.oldest};
+    if (counters.size() != std::size(all)) throw std::invalid_argument("there must be seven counters");
+    for (size_t i = 0; i < counters.size(); ++i) all[i]->store(counters[i]);
+  });
+  // Rows of LRU tables, the share of writes that each would not find, and how many writes were sampled for it.
+  m.def("miss_ratio_curve", [](const Table& t) {
+    const Curve::Points points = eviction_of(t).curve.points();
+    return nb::make_tuple(points.rows, points.misses, points.sampled);
+  });
+}
+
+}  // namespace shoal::bind

@@ -1,0 +1,301 @@
+// Making room in a table that is full. Ids that found none are put off until the rest of their chunk is written; then
+// each stripe that lacks rows looks through one segment of its index, the next one every time, and lets go of the rows
+// that its policy wants least. A segment has a random few thousand of the table's ids, so they are nearly those that a
+// look at all rows would have chosen. A small table looks at all of them.
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <stdexcept>
+#include <unordered_map>
+
+#include "table/budget/newcomer.h"
+#include "table/contents.h"
+#include "table/write.h"
+
+namespace shoal {
+namespace {
+
+constexpr int kTries = 4;  // segments that are looked through for one chunk, unless they have rows to give
+
+// Bins of keys, relative to the lowest: the nearer to it the finer, by 3 bits behind the first that is set.
+constexpr int kBins = 256;
+inline uint32_t bin_of(uint32_t distance) {
+  const int width = std::bit_width(distance);
+  if (width <= 3) return distance;
+  const uint32_t bin = static_cast<uint32_t>(width - 3) << 3 | (distance >> (width - 4) & 7);
+  return std::min<uint32_t>(bin, kBins - 1);
+}
+
+}  // namespace
+
+bool Table::may_leave(const Moment& moment, Slot slot, int64_t now) const {
+  const uint32_t min_age = eviction_->options.min_age_s;
+  if (moment.just_written(slot.time())) return false;
+  if (min_age && now - contents_->rows.time(slot.row()) < min_age) return false;
+  return true;
+}
+
+// Lets go of rows of one stripe, whose slots are all in segments that the caller closes the holes of.
+void Table::push_out(int stripe, const Write& write, std::span<const Slot> slots, int to_stripe) {
+  if (slots.empty()) return;
+  Contents& contents = *contents_;
+  Stripe& from = contents.stripes[stripe];
+  const int64_t now = write.now_s;
+  const uint32_t epoch = epoch_.load(std::memory_order_relaxed);
+  const auto sink = eviction_->sink();
+  std::vector<int64_t> gone;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (i + 8 < slots.size()) __builtin_prefetch(contents.rows.time_of(slots[i + 8].row()));
+    const Slot slot = slots[i];
+    const auto id = static_cast<int64_t>(slot.id());
+    const uint32_t row = slot.row(), time = contents.rows.time(row);
+    eviction_->count_age(std::max<int64_t>(0, now - time));
+    if (keeper_) keeper_->leaving(stripe, id, time, slot.time(), contents.rows.row(row));
+    if (sink) {
+      std::lock_guard lock(sink->mutex);
+      if (sink->rows.size() < sink->limit) {
+        const char* bytes = contents.rows.row(row);
+        sink->rows.ids.push_back(id);
+        sink->rows.times.push_back(time);
+        sink->rows.scores.push_back(slot.time());
+        sink->rows.rows.insert(sink->rows.rows.end(), bytes, bytes + layout_.stride);
+      } else {
+        ++sink->lost;
+      }
+    }
+    if (epoch) log_removed(from, epoch, id, row);
+    if (write.gone) gone.push_back(id);
+    contents.give_row(contents.stripes[to_stripe], row);
+    slot.row() = kErasedRow;
+  }
+  if (write.gone) {
+    std::lock_guard lock(gone_mutex_);
+    write.gone->insert(write.gone->end(), gone.begin(), gone.end());
+  }
+  eviction_->evicted.fetch_add(static_cast<int64_t>(slots.size()), std::memory_order_relaxed);
+}
+
+// Lets the `wanted` rows of a segment go whose keys are lowest, and at most `bound`; returns how many went.
+int64_t Table::prune(int stripe, Bucket* first, const Write& write, int64_t wanted, uint32_t bound) {
+  Index& index = contents_->stripes[stripe].index;
+  const Moment& moment = *write.time.moment;
+  const auto slots = static_cast<uint32_t>(4 * index.buckets());
+  thread_local std::vector<uint32_t> keys, places;
+  keys.resize(slots);
+  places.resize(slots);
+  const bool ages = eviction_->options.min_age_s > 0;
+  uint32_t count = 0, lowest = ~0u;
+  for (uint32_t b = 0; b < index.buckets(); ++b) {
+    const Bucket& bucket = first[b];
+    for (int lane = 0; lane < 4; ++lane) {
+      const uint32_t has = bucket.time[lane], key = moment.key(has);
+      keys[count] = key;
+      places[count] = 4 * b + static_cast<uint32_t>(lane);
+      const bool may = (bucket.row[lane] >= kFirstRow) & (key <= bound) & !moment.just_written(has);
+      if (ages && may && !may_leave(moment, {first + b, lane}, write.now_s)) continue;
+      lowest = may ? std::min(lowest, key) : lowest;
+      count += may;
+    }
+  }
+  std::array<uint32_t, kBins> bins{};
+  for (uint32_t i = 0; i < count; ++i) ++bins[bin_of(keys[i] - lowest)];
+  uint32_t last = 0;
+  int64_t below = 0;  // rows in the bins before `last`
+  while (last < kBins - 1 && below + bins[last] < wanted) below += bins[last++];
+  std::vector<Slot> leaving;
+  leaving.reserve(static_cast<size_t>(std::min<int64_t>(wanted, count)));
+  int64_t of_last = wanted - below;
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t bin = bin_of(keys[i] - lowest);
+    if (bin > last || (bin == last && of_last <= 0)) continue;
+    const Slot slot{first + places[i] / 4, static_cast<int>(places[i] % 4)};
+    if (eviction_->is_pinned(static_cast<int64_t>(slot.id()))) continue;
+    of_last -= bin == last;
+    leaving.push_back(slot);
+  }
+  push_out(stripe, write, leaving, stripe);
+  if (!leaving.empty()) index.close_holes(first, static_cast<uint32_t>(leaving.size()));
+  return static_cast<int64_t>(leaving.size());
+}
+
+// Newcomers of one stripe, which has many rows.
+void Table::make_room_in(int stripe, const Write& write, std::span<Newcomer> newcomers) {
+  Contents& contents = *contents_;
+  Stripe& s = contents.stripes[stripe];
+  const bool choosy = eviction_->options.if_better || write.kind == Kind::load;
+  const int64_t there = static_cast<int64_t>(s.spare.size()) + s.rows_left;
+  const int64_t needed = static_cast<int64_t>(newcomers.size()) - there;
+  // Those that most deserve a row first; the ids' order stays among equals.
+  if (choosy)
+    std::stable_sort(newcomers.begin(), newcomers.end(), [](const auto& a, const auto& b) { return a.key > b.key; });
+  int64_t got = 0;
+  for (int tries = 0; got < needed && tries < kTries; ++tries) {
+    Bucket* first = s.index.segment_at(&s.hand);
+    // Some more than needed go, so that not every chunk has to look; but few of what the stripe has.
+    const int64_t reserve = std::min<int64_t>(s.index.ids_in(first) / 8, s.index.size() / 32);
+    if (choosy) {
+      const int64_t upto = tries == 0 ? needed - 1 : (got + needed - 1) / 2;
+      const uint32_t bound = newcomers[static_cast<size_t>(there + upto)].key;
+      const bool same = newcomers.front().key == newcomers.back().key;
+      got += prune(stripe, first, write, same ? std::max(needed - got, reserve) : upto + 1 - got, bound);
+    } else {
+      got += prune(stripe, first, write, std::max(needed - got, reserve), ~0u);
+    }
+  }
+  // Where a segment has no place for its newcomer, a row of that segment goes.
+  for (const Newcomer& newcomer : newcomers) {
+    Bucket* first = s.index.segment(newcomer.hash);
+    if (!s.index.is_packed(first)) continue;
+    prune(stripe, first, write, std::max<int64_t>(1, s.index.ids_in(first) / 8), choosy ? newcomer.key : ~0u);
+  }
+  if (!choosy) return;
+  for (size_t i = static_cast<size_t>(there + got); i < newcomers.size(); ++i) newcomers[i].refused = true;
+  std::sort(newcomers.begin(), newcomers.end(), [](const auto& a, const auto& b) { return a.place < b.place; });
+}
+
+struct Table::Candidate {
+  uint32_t key;
+  int stripe;
+  Bucket* first;  // of its segment
+  Slot slot;
+};
+
+// The same for a small table: exactly those rows go that have the lowest keys.
+void Table::make_room_exactly(const Write& write, std::vector<Newcomer>& newcomers) {
+  Contents& contents = *contents_;
+  const Moment& moment = *write.time.moment;
+  const bool choosy = eviction_->options.if_better || write.kind == Kind::load;
+  std::vector<Candidate> candidates;
+  for (int stripe = 0; stripe < kStripes; ++stripe) {
+    const Index& index = contents.stripes[stripe].index;
+    index.each([&](Slot slot) {
+      if (!may_leave(moment, slot, write.now_s) || eviction_->is_pinned(static_cast<int64_t>(slot.id()))) return;
+      candidates.push_back(
+          {moment.key(slot.time()), stripe, index.segment(hash_of(static_cast<int64_t>(slot.id()))), slot});
+    });
+  }
+  std::sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.key < b.key; });
+  std::vector<uint8_t> gone(candidates.size());
+  std::vector<std::pair<Bucket*, int>> holes;  // segments and their stripes, one for each row that goes
+  size_t next = 0;
+  // A row for the newcomer from the first candidate that will do; -1: none.
+  auto leave = [&](const Newcomer& newcomer, Bucket* within) {
+    for (size_t at = within ? 0 : next; at < candidates.size(); ++at) {
+      if (!within) next = at;
+      const Candidate& candidate = candidates[at];
+      if (choosy && candidate.key > newcomer.key) return false;
+      if (gone[at] || (within && candidate.first != within)) continue;
+      gone[at] = 1;
+      push_out(candidate.stripe, write, {&candidate.slot, 1}, newcomer.stripe);
+      holes.emplace_back(candidate.first, candidate.stripe);
+      return true;
+    }
+    return false;
+  };
+  std::vector<size_t> order(newcomers.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  if (choosy)
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return newcomers[a].key > newcomers[b].key; });
+  std::unordered_map<int64_t, size_t> served;
+  std::array<int64_t, kStripes> wanted{};  // rows of each stripe that newcomers will take
+  auto spare = [&](int stripe) {
+    const Stripe& s = contents.stripes[stripe];
+    return static_cast<int64_t>(s.spare.size()) + s.rows_left - wanted[stripe];
+  };
+  auto with_spare = [&] {
+    for (int stripe = 0; stripe < kStripes; ++stripe)
+      if (spare(stripe) > 0) return stripe;
+    return -1;
+  };
+  for (size_t at : order) {
+    Newcomer& newcomer = newcomers[at];
+    const auto [before, first_time] = served.try_emplace(newcomer.id, at);
+    if (!first_time) {  // it comes more than once
+      newcomer.refused = newcomers[before->second].refused;
+      continue;
+    }
+    Stripe& mine = contents.stripes[newcomer.stripe];
+    if (spare(newcomer.stripe) > 0) {
+    } else if (const int other = with_spare(); other >= 0) {
+      contents.give_row(mine, contents.take_row(contents.stripes[other]));
+    } else if (!leave(newcomer, nullptr)) {
+      newcomer.refused = true;
+      continue;
+    }
+    ++wanted[newcomer.stripe];
+    Bucket* first = mine.index.segment(newcomer.hash);
+    if (mine.index.is_packed(first) && !contents.budget->unlimited()) leave(newcomer, first);
+  }
+  std::sort(holes.begin(), holes.end());
+  for (size_t i = 0; i < holes.size();) {
+    size_t end = i;
+    while (end < holes.size() && holes[end].first == holes[i].first) ++end;
+    contents.stripes[holes[i].second].index.close_holes(holes[i].first, static_cast<uint32_t>(end - i));
+    i = end;
+  }
+}
+
+void Table::make_room(const Write& write, std::vector<Newcomer>& newcomers) {
+  for (Newcomer& newcomer : newcomers) newcomer.stripe = stripe_of(newcomer.hash);
+  if (small_) return make_room_exactly(write, newcomers);
+  std::stable_sort(newcomers.begin(), newcomers.end(),
+                   [](const auto& a, const auto& b) { return a.stripe < b.stripe; });
+  for (size_t i = 0; i < newcomers.size();) {
+    size_t end = i;
+    while (end < newcomers.size() && newcomers[end].stripe == newcomers[i].stripe) ++end;
+    make_room_in(newcomers[i].stripe, write, {&newcomers[i], end - i});
+    i = end;
+  }
+}
+
+// --- what callers ask -----------------------------------------------------------------------------------------------
+
+void Table::policy_keys(const int64_t* ids, int64_t n, int64_t* out) const {
+  if (!eviction_) throw std::invalid_argument("this table has no budget");
+  const Moment moment = eviction_->moment();
+  Locks<false> lock(*this, kAllStripes);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t hash = hash_of(ids[i]);
+    const Slot slot = contents_->stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i]));
+    out[i] = slot ? int64_t{moment.key(slot.time())} : -1;
+  }
+}
+
+void Table::set_scores(const int64_t* ids, int64_t n, const float* scores) {
+  if (!eviction_ || eviction_->options.policy != Policy::score)
+    throw std::invalid_argument("this table's policy has no scores");
+  Locks<true> lock(*this, kAllStripes);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t hash = hash_of(ids[i]);
+    if (Slot slot = contents_->stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i])))
+      slot.time() = score_code(scores[i]);
+  }
+}
+
+std::unique_ptr<Table> Table::empty_twin() const {
+  if (!eviction_) return std::make_unique<Table>(layout_, 0, expected_);
+  EvictOptions options = eviction_->options;
+  if (!options.shared) options.bytes = std::make_shared<Budget>(eviction_->budget->limit());
+  auto twin = std::make_unique<Table>(layout_, 0, expected_, &options);
+  twin->eviction_->set_epoch(eviction_->epoch());
+  return twin;
+}
+
+void Table::log_removed(Stripe& stripe, uint32_t epoch, int64_t id, uint32_t row) {
+  if (contents_->rows.unsaved(row)) return;  // no copy has it
+  auto& removed = stripe.removed;
+  if (Budget* budget = contents_->budget.get(); budget && removed.size() == removed.capacity()) {
+    const size_t more = std::max<size_t>(64, removed.capacity() / 2), bytes = more * sizeof removed[0];
+    if (oldest_epoch_.load(std::memory_order_relaxed) > epoch) return;  // given up already
+    if (!budget->take(static_cast<int64_t>(bytes))) {
+      // The next incremental save is refused, and a full one takes its place.
+      oldest_epoch_.store(epoch + 1);
+      return;
+    }
+    removed.reserve(removed.capacity() + more);
+  }
+  removed.emplace_back(epoch, id);
+}
+
+}  // namespace shoal

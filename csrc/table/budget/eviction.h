@@ -1,0 +1,137 @@
+// What a table with a budget knows besides its rows: the policy and its clocks, pinned ids, counters.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_set>
+#include <vector>
+
+#include "table/budget/budget.h"
+#include "table/budget/curve.h"
+#include "table/budget/policy.h"
+
+namespace shoal {
+
+struct Rows;
+
+// How a table keeps its budget. Rows and bytes are limited both, where both are given.
+struct EvictOptions {
+  Policy policy = Policy::lru;
+  int64_t max_rows = Budget::kUnlimited;
+  std::shared_ptr<Budget> bytes;  // null: unlimited
+  bool shared = false;            // with other tables
+  uint32_t min_age_s = 0;         // rows written since then stay
+  uint32_t epoch_s = 0;           // an epoch ends after so long; 0: when the caller says so
+  bool if_better = false;         // a new id whose key is lower than those that would leave for it is refused
+};
+
+class Eviction {
+ public:
+  explicit Eviction(const EvictOptions& options)
+      : options(options), budget(options.bytes ? options.bytes : std::make_shared<Budget>()) {}
+
+  const EvictOptions options;
+  const std::shared_ptr<Budget> budget;
+
+  // --- clocks -----------------------------------------------------------------------------------------------------
+  Moment begin_call(uint32_t seconds, int64_t rows) {
+    Moment now = moment();
+    now.call = call_.fetch_add(1, std::memory_order_relaxed) + 1;
+    int64_t since = coarse_began_.load(std::memory_order_relaxed);
+    const int64_t made = created.load(std::memory_order_relaxed);
+    if (made - since > rows / 1024 && coarse_began_.compare_exchange_strong(since, made))
+      now.coarse = coarse_.fetch_add(1) + 1;
+    uint32_t began = epoch_began_.load(std::memory_order_relaxed);
+    if (options.epoch_s && seconds && seconds - began >= options.epoch_s && seconds > began &&
+        epoch_began_.compare_exchange_strong(began, seconds) && began)
+      now.epoch = next_epoch();
+    return now;
+  }
+  Moment moment() const {
+    return {.policy = options.policy,
+            .call = call_.load(),
+            .coarse = coarse_.load(),
+            .epoch = epoch_.load(),
+            .score = score_.load(),
+            .scored = scored_.load()};
+  }
+  uint32_t next_epoch() {
+    if (options.policy == Policy::epoch_lru) coarse_.store(0);
+    return epoch_.fetch_add(1) + 1;
+  }
+  uint32_t epoch() const { return epoch_.load(); }
+  void set_epoch(uint32_t epoch) { epoch_.store(epoch); }
+  // Of rows that are written from now on without a score of their own; `every`: not of new ones alone.
+  void set_score(float score, bool every) {
+    score_.store(score);
+    scored_.store(every);
+  }
+  // Calls from now on are later than those at this time, in seconds, that rows were loaded with.
+  void raise_call(uint32_t seconds) {
+    uint32_t call = call_.load();
+    while (static_cast<int32_t>(seconds - call) > 0 && !call_.compare_exchange_weak(call, seconds)) {
+    }
+  }
+
+  // --- ids that stay ----------------------------------------------------------------------------------------------
+  void pin(const int64_t* ids, int64_t n) {
+    std::unique_lock lock(pins_mutex_);
+    pins_.insert(ids, ids + n);
+    pinned_.store(!pins_.empty());
+  }
+  void unpin(const int64_t* ids, int64_t n) {
+    std::unique_lock lock(pins_mutex_);
+    for (int64_t i = 0; i < n; ++i) pins_.erase(ids[i]);
+    pinned_.store(!pins_.empty());
+  }
+  std::vector<int64_t> pinned() const {
+    std::shared_lock lock(pins_mutex_);
+    return {pins_.begin(), pins_.end()};
+  }
+  bool is_pinned(int64_t id) const {
+    if (!pinned_.load(std::memory_order_relaxed)) return false;
+    std::shared_lock lock(pins_mutex_);
+    return pins_.contains(id);
+  }
+
+  // --- what happened ----------------------------------------------------------------------------------------------
+  std::atomic<int64_t> created{0}, hits{0};  // rows made by writes; writes to rows that were there
+  std::atomic<int64_t> evicted{0}, refused{0};
+  std::atomic<int64_t> age_sum{0};                // of the evicted, in seconds
+  std::atomic<int64_t> youngest{-1}, oldest{-1};  // of them
+  std::atomic<bool> full{false};                  // no more rows, or bytes, are to be had
+  Curve curve;
+
+  // Evicted rows are copied there, if given.
+  std::shared_ptr<struct EvictedRows> sink() const { return sink_.load(); }
+  void set_sink(std::shared_ptr<struct EvictedRows> sink) { sink_.store(std::move(sink)); }
+
+  void count(int64_t made, int64_t written, int64_t turned_away) {
+    created.fetch_add(made, std::memory_order_relaxed);
+    hits.fetch_add(written - made, std::memory_order_relaxed);
+    if (turned_away) refused.fetch_add(turned_away, std::memory_order_relaxed);
+  }
+  void count_age(int64_t age) {
+    age_sum.fetch_add(age, std::memory_order_relaxed);
+    int64_t seen = youngest.load(std::memory_order_relaxed);
+    while ((seen < 0 || age < seen) && !youngest.compare_exchange_weak(seen, age)) {
+    }
+    seen = oldest.load(std::memory_order_relaxed);
+    while (age > seen && !oldest.compare_exchange_weak(seen, age)) {
+    }
+  }
+
+ private:
+  std::atomic<uint32_t> call_{0}, coarse_{2}, epoch_{1}, epoch_began_{0};
+  std::atomic<int64_t> coarse_began_{0};
+  std::atomic<float> score_{0};
+  std::atomic<bool> scored_{false};
+  mutable std::shared_mutex pins_mutex_;
+  std::unordered_set<int64_t> pins_;
+  std::atomic<bool> pinned_{false};
+  std::atomic<std::shared_ptr<struct EvictedRows>> sink_;
+};
+
+}  // namespace shoal

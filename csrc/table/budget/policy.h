@@ -1,0 +1,92 @@
+// Which rows leave a full table first: every row has 32 bits in its slot of the index, and the lowest key leaves.
+//
+//   lru        the number of the call that wrote the row last
+//   lfu        20 bits: writes; below them 12 bits of a coarse clock, so that of equal ones the older leaves
+//   epoch_lru  12 bits: the epoch of the last write; below them 20 bits of the coarse clock, which starts with an epoch
+//   epoch_lfu  12 bits: the epoch of the last write; below them 20 bits: writes
+//   score      a float of the user's, as an integer of the same order
+//
+// Clocks wrap around: keys are taken relative to now. The coarse clock advances when a thousandth of the rows is new.
+#pragma once
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+namespace shoal {
+
+enum class Policy : int32_t { lru, lfu, epoch_lru, epoch_lfu, score };
+
+// A float as an integer that has its order; NaN comes last.
+inline uint32_t score_code(float score) {
+  const auto bits = std::bit_cast<uint32_t>(score);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+inline float code_score(uint32_t code) { return std::bit_cast<float>(code & 0x80000000u ? code & 0x7FFFFFFFu : ~code); }
+
+// What the clocks of a table say during one call.
+struct Moment {
+  Policy policy = Policy::lru;
+  uint32_t call = 0, coarse = 0, epoch = 0;
+  float score = 0;      // of new rows whose write brings none,
+  bool scored = false;  // and of all rows that are written
+
+  static constexpr int kClockBits = 12, kLowBits = 20;
+  static constexpr uint32_t kClockMask = (1u << kClockBits) - 1, kLowMask = (1u << kLowBits) - 1;
+  // Calls that run at the same time may be ahead of this one by so many.
+  static constexpr uint32_t kAhead = 1u << 16;
+
+  // What a row has after another write.
+  uint32_t written(uint32_t had, const float* given) const {
+    switch (policy) {
+      case Policy::lru:
+        return call;
+      case Policy::lfu: {
+        const uint32_t writes = had >> kClockBits;
+        return std::min(writes + 1, kLowMask) << kClockBits | (coarse & kClockMask);
+      }
+      case Policy::epoch_lru:
+        return epoch << kLowBits | std::min(coarse, kLowMask);
+      case Policy::epoch_lfu:
+        return epoch << kLowBits | std::min((had & kLowMask) + 1, kLowMask);
+      case Policy::score:
+        return given ? score_code(*given) : scored ? score_code(score) : had;
+    }
+    return had;
+  }
+  // What a row has after its first one.
+  uint32_t fresh(const float* given) const {
+    return policy == Policy::score ? score_code(given ? *given : score) : written(0, given);
+  }
+  // What a row has that was written at a time, in seconds, of which nothing else is known.
+  uint32_t loaded(uint32_t seconds) const { return policy == Policy::lru ? seconds : fresh(nullptr); }
+  // The lowest leaves first.
+  uint32_t key(uint32_t has) const {
+    switch (policy) {
+      case Policy::lru:
+        return has - (call + kAhead + 1);
+      case Policy::lfu:
+        return (has & ~kClockMask) | ((has - coarse - 2) & kClockMask);
+      case Policy::epoch_lru:
+      case Policy::epoch_lfu:
+        return has - ((epoch + 2) << kLowBits);
+      case Policy::score:
+        return has;
+    }
+    return has;
+  }
+  // Whether a row has just been written, by this call for all that is known: then it stays.
+  bool just_written(uint32_t has) const {
+    switch (policy) {
+      case Policy::lru:
+        return has - call <= kAhead;
+      case Policy::lfu:
+        return ((has - coarse) & kClockMask) <= 1;
+      case Policy::epoch_lru:
+        return has >> kLowBits == (epoch & kClockMask) && (has & kLowMask) >= std::min(coarse, kLowMask);
+      default:
+        return false;
+    }
+  }
+};
+
+}  // namespace shoal

@@ -1,0 +1,145 @@
+"""Which rows leave a full table first: `Lru`, `Lfu`, `EpochLru`, `EpochLfu`, `Score`, and the protocol of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.table.config.durations import seconds_of
+from shoal.table.config.messages import EvictionConfig
+
+Admit = Literal["always", "if_better"]
+_ADMIT = ("always", "if_better")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evict:
+    """What all policies have. Only writes count; a lookup changes nothing.
+
+    Raises:
+        ConfigError: a setting is not one of those described here.
+    """
+
+    min_age: timedelta | str | None = None
+    """Rows written less than so long ago stay (``"10m"``, ``"2h"``); an id that finds no row to replace is refused."""
+    admit: Admit = "always"
+    """``"if_better"``: a new id is refused, and counted, if its row would leave before those that it would replace."""
+
+    name: ClassVar[str] = ""
+    policy: ClassVar[Any]
+
+    def __post_init__(self) -> None:
+        if self.admit not in _ADMIT:
+            raise ConfigError(f"admit must be one of {list(_ADMIT)}, got {self.admit!r}")
+        self.min_age_s()
+
+    def min_age_s(self) -> int:
+        """Seconds."""
+        return 0 if self.min_age is None else seconds_of(self.min_age, "min_age")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lru(Evict):
+    """Rows that were written longest ago leave first."""
+
+    name = "lru"
+    policy = EvictionConfig.LRU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfu(Evict):
+    """Rows that were written least often leave first; of equal ones the older."""
+
+    name = "lfu"
+    policy = EvictionConfig.LFU
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Epochs(Evict):
+    every: timedelta | str | None = None
+    """How long an epoch is, by the times of writes; None: until ``table.next_eviction_epoch()``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.every_s()
+
+    def every_s(self) -> int:
+        """Seconds."""
+        return 0 if self.every is None else seconds_of(self.every, "every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochLru(_Epochs):
+    """Rows that were last written in an earlier epoch leave first, of these those written longest ago."""
+
+    name = "epoch_lru"
+    policy = EvictionConfig.EPOCH_LRU
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochLfu(_Epochs):
+    """Rows that were last written in an earlier epoch leave first, of these those written least often."""
+
+    name = "epoch_lfu"
+    policy = EvictionConfig.EPOCH_LFU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score(Evict):
+    """Rows with the lowest number leave first: what the last write brought (``scores=``, ``table.set_score``)."""
+
+    name = "score"
+    policy = EvictionConfig.SCORE
+
+
+@runtime_checkable
+class EvictionPolicy(Protocol):
+    """A policy of one's own: it gives every row that is written a number, and rows with the lowest leave first.
+
+    It may have ``min_age`` and ``admit`` as `Evict` has them.
+    """
+
+    def scores(self, ids: Tensor, before: Tensor, known: Tensor, *, time_s: int) -> Tensor:
+        """The numbers of ids that are written now: float32 ``[n]``.
+
+        Args:
+            ids: int64 ``[n]``, on the table's device; equal ids may occur and must get equal numbers.
+            before: float32 ``[n]``, the numbers that their rows have; 0 where an id has no row.
+            known: bool ``[n]``, which ids have a row.
+            time_s: when they are written.
+        """
+        ...
+
+
+POLICIES: dict[str, type[Evict]] = {kind.name: kind for kind in (Lru, Lfu, EpochLru, EpochLfu, Score)}
+
+
+def as_policy(evict: Any, where: str) -> Any:
+    """A policy, or the one of that name.
+
+    Raises:
+        ConfigError: it is neither, nor does it have a method ``scores``.
+    """
+    if isinstance(evict, str):
+        if evict not in POLICIES:
+            raise ConfigError(f"{where}: evict must be one of {sorted(POLICIES)}, got {evict!r}")
+        return POLICIES[evict]()
+    if isinstance(evict, Evict) or (isinstance(evict, EvictionPolicy) and not isinstance(evict, type)):
+        return evict
+    raise ConfigError(f"{where}: evict must be a policy such as shoal.Lru(), or its name, got {evict!r}")
+
+
+def policy_settings(policy: Any) -> dict[str, Any]:
+    """The fields of `EvictionConfig` that a policy sets."""
+    settings = policy if isinstance(policy, Evict) else Score(**own_settings(policy))
+    found = {"policy": settings.policy, "min_age_s": settings.min_age_s(), "if_better": settings.admit == "if_better"}
+    return {**found, "epoch_s": settings.every_s() if isinstance(settings, _Epochs) else 0}
+
+
+def own_settings(policy: Any) -> dict[str, Any]:
+    """What a policy of the user's has of the settings that all have."""
+    return {field.name: getattr(policy, field.name) for field in fields(Score) if hasattr(policy, field.name)}

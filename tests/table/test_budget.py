@@ -1,0 +1,353 @@
+"""Budgets of CPU tables: plain values, then large tables, threads, checkpoints and trackers."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import shoal
+from shoal import _core
+from shoal.errors import ConfigError
+from shoal.table import restore_incremental, save_incremental
+from shoal.table.tracking import TableTracker
+
+POLICIES = ["lru", "lfu", "epoch_lru", "epoch_lfu", "score"]
+
+
+def make(**options):
+    given = {"dim": 2, "optimizer": shoal.Sgd(lr=1.0), "initializer": "zeros", **options}
+    return shoal.HashTable(given.pop("dim"), **given)
+
+
+def put(table, *ids, **options):
+    ids = torch.tensor(ids)
+    table.assign(ids, ids.float().view(-1, 1).repeat(1, table.dim_size), **options)
+
+
+def held(table):
+    return sorted(torch.cat(list(table.all_ids())).tolist())
+
+
+def check_rows(table):
+    """Every row belongs to its id."""
+    ids = torch.tensor(held(table))
+    assert torch.equal(table.lookup(ids), ids.float().view(-1, 1).repeat(1, table.dim_size))
+
+
+def test_lru_lets_the_row_go_that_was_written_longest_ago():
+    table = make(max_rows=3)
+    for id in (1, 2, 3, 1, 4):
+        put(table, id)
+    assert held(table) == [1, 3, 4]
+    assert table.lookup(torch.tensor([2])).tolist() == [[0, 0]]
+
+
+def test_lfu_lets_the_row_go_that_was_written_least_often_and_of_equal_ones_the_older():
+    table = make(max_rows=3, evict=shoal.Lfu())
+    put(table, 1)
+    for _ in range(5):
+        put(table, 2)
+    for id in range(10, 14):
+        put(table, id)
+    assert held(table) == [2, 12, 13]
+
+
+def test_rows_of_earlier_epochs_leave_first():
+    table = make(max_rows=3, evict=shoal.EpochLfu())
+    for _ in range(9):
+        put(table, 1)
+    assert table.next_eviction_epoch() == 2
+    put(table, 2, 3)
+    put(table, 4)
+    assert held(table) == [2, 3, 4]
+    daily = make(max_rows=2, evict=shoal.EpochLru(every="1d"))
+    put(daily, 1, req_time=1_000_000)
+    put(daily, 2, req_time=1_100_000)
+    put(daily, 3, req_time=1_100_000)
+    assert held(daily) == [2, 3]
+
+
+def test_scores_decide_and_a_lower_one_can_be_refused():
+    table = make(max_rows=3, evict=shoal.Score(admit="if_better"))
+    put(table, 1, 2, 3, scores=torch.tensor([1.0, -2.0, 3.0]))
+    put(table, 4, scores=-5)
+    assert held(table) == [1, 2, 3]
+    assert table.eviction_stats().refused == 1
+    put(table, 5, scores=0.5)
+    assert held(table) == [1, 3, 5]
+    table.set_score(9.0)
+    put(table, 1)
+    put(table, 6)
+    put(table, 7)
+    assert held(table) == [1, 6, 7]
+
+
+def test_a_policy_of_ones_own_numbers_the_rows():
+    class MostlyEven:
+        def scores(self, ids, before, known, *, time_s):
+            assert known.dtype is torch.bool
+            assert time_s > 0
+            return (ids % 2 == 0).float() + before / 100
+
+    table = make(max_rows=4, evict=MostlyEven())
+    bag = shoal.nn.HashEmbeddingBag(table, combiner="sum")
+    for id in range(12):
+        bag(torch.tensor([[id]])).sum().backward()
+    assert [id for id in held(table) if id % 2 == 0] == held(table)[:3]
+
+
+def test_pinned_and_young_rows_stay():
+    table = make(max_rows=3)
+    table.pin(torch.tensor([1, 50]))
+    put(table, 1, 2, 3)
+    for id in range(4, 9):
+        put(table, id)
+    assert held(table) == [1, 7, 8]
+    assert table.pinned().tolist() == [1, 50]
+    table.unpin(torch.tensor([1]))
+    put(table, 9)
+    assert held(table) == [7, 8, 9]
+    young = make(max_rows=2, evict=shoal.Lru(min_age="1h"))
+    put(young, 1, req_time=1000)
+    put(young, 2, req_time=5000)
+    put(young, 3, req_time=5000)
+    assert held(young) == [2, 3]
+    put(young, 4, req_time=5001)
+    assert held(young) == [2, 3]
+    assert young.eviction_stats().refused == 1
+
+
+def test_what_leaves_can_be_had():
+    table = make(max_rows=2, optimizer=shoal.Adagrad(lr=1.0))
+    put(table, 1, req_time=10)
+    put(table, 2, req_time=20)
+    with table.collect_evicted(limit=2) as evicted:
+        for id in (3, 4, 5):
+            put(table, id, req_time=30)
+        left = evicted.take()
+    assert left.ids.tolist() == [1, 2]
+    assert left.lost == 1
+    assert left.times.tolist() == [10, 20]
+    assert left.values.tolist() == [[1, 1], [2, 2]]
+    assert left.states.shape == (2, 2)
+    assert len(evicted.take().ids) == 0
+    stats = table.eviction_stats()
+    assert (stats.evicted, stats.created, stats.hits, stats.age_max_s, stats.age_min_s) == (3, 5, 0, 20, 0)
+
+
+def test_a_call_that_brings_more_than_fits_keeps_the_budget():
+    table = make(max_rows=10)
+    put(table, *range(100))
+    put(table, *range(200, 250))
+    assert table.size() == 10
+    assert min(held(table)) >= 200
+    assert table.eviction_stats().refused == 130
+
+
+def test_an_evicted_id_starts_as_new():
+    table = make(max_rows=1, optimizer=shoal.Adagrad(lr=1.0), initializer="uniform", seed=3)
+    first = table.initial_rows(torch.tensor([7]))
+    for id in (7, 8):
+        table.apply_gradients(torch.tensor([id]), torch.ones(1, 2))
+    assert torch.equal(table.lookup(torch.tensor([7])), torch.zeros(1, 2))
+    assert torch.equal(table.lookup(torch.tensor([7]), insert_missing=True), first)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_rows": 0}, r"max_rows must be 1\.\.4294967280, got 0"),
+        ({"max_bytes": "8XB"}, "text such as '8GiB' or '500MB', got '8XB'"),
+        ({"max_bytes": "10KiB"}, "max_bytes must be at least 160 KiB"),
+        ({"evict": "lru"}, "needs max_rows or max_bytes"),
+        ({"max_rows": 1, "evict": "mru"}, "evict must be one of .*, got 'mru'"),
+        ({"max_rows": 1, "evict": shoal.Lru}, "a policy such as shoal.Lru"),
+        ({"expire_after": "90m"}, "whole number of hours"),
+    ],
+)
+def test_mistakes_are_explained(options, text):
+    with pytest.raises(ConfigError, match=text):
+        make(**options)
+
+
+def test_calls_for_budgets_and_scores_are_refused_without_them():
+    with pytest.raises(ConfigError, match="pin needs a table with max_rows or max_bytes"):
+        make().pin(torch.tensor([1]))
+    with pytest.raises(ConfigError, match=r"scores need a budget with evict=Score\(\)"):
+        put(make(max_rows=1), 1, scores=1.0)
+    with pytest.raises(ConfigError, match="one number per id, 1"):
+        put(make(max_rows=1, evict="score"), 1, scores=torch.zeros(2))
+
+
+def test_expiry_counts_hours():
+    table = make(expire_after="12h")
+    put(table, 1, req_time=1000)
+    put(table, 2, req_time=1000 + 12 * 3600 - 1)
+    assert table.evict(1000 + 12 * 3600) == 1
+    assert held(table) == [2]
+
+
+# --- large tables: stripes keep their own rows ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_large_table_keeps_its_limit_and_its_rows(policy):
+    table, rng = make(max_rows=20_000, evict=policy), np.random.default_rng(0)
+    for _ in range(12):
+        ids = torch.from_numpy((rng.zipf(1.2, 10_000) % 200_000).astype(np.int64))
+        table.assign(ids, ids.float().view(-1, 1).repeat(1, 2))
+        assert table.size() <= 20_000
+    assert table.size() > 19_000
+    assert table.eviction_stats().evicted > 1000
+    check_rows(table)
+
+
+@pytest.mark.parametrize("max_bytes", ["200KiB", "3MiB"])
+def test_bytes_never_pass_the_budget(max_bytes):
+    budget = shoal.MemoryBudget(max_bytes)
+    table = make(max_bytes=budget)
+    for seed in range(20):
+        ids = torch.randint(0, 10**6, (7000,), generator=torch.Generator().manual_seed(seed))
+        table.assign(ids, ids.float().view(-1, 1).repeat(1, 2))
+        assert table.memory_bytes() == budget.memory_bytes() <= budget.max_bytes
+    assert budget.memory_bytes() > 0.7 * budget.max_bytes
+    check_rows(table)
+    table.evict(10**10)
+    table.clear()
+    assert table.size() == 0
+    assert table.memory_bytes() == budget.memory_bytes() < 160 << 10
+
+
+def test_tables_share_a_budget():
+    budget = shoal.MemoryBudget("2MiB")
+    tables = [make(max_bytes=budget) for _ in range(3)]
+    for seed in range(20):
+        for table in tables:
+            put(table, *range(seed * 2000, seed * 2000 + 2000))
+            assert sum(table.memory_bytes() for table in tables) == budget.memory_bytes() <= 2 << 20
+    assert all(table.size() > 1000 for table in tables)
+    del table, tables
+    assert budget.memory_bytes() == 0
+
+
+def hit_rates(policy, stream, capacity):
+    """Of a table, and of the exact policy, over the second half of batches of distinct ids."""
+    table, hits, exact_hits, seen = make(dim=1, max_rows=capacity, evict=policy), 0, 0, 0
+    scores, clock = {}, 0
+    for number, ids in enumerate(stream):
+        counted = number >= len(stream) // 2
+        before = table.eviction_stats().hits
+        table.assign(torch.from_numpy(ids), torch.zeros(len(ids), 1))
+        known = [id for id in ids.tolist() if id in scores]
+        for id in ids.tolist():
+            clock += 1
+            scores[id] = (scores[id][0] + 1 if id in scores and policy == "lfu" else 1, number, clock)
+        for id in sorted(scores, key=scores.__getitem__)[: max(0, len(scores) - capacity)]:
+            del scores[id]
+        if counted:
+            hits += table.eviction_stats().hits - before
+            exact_hits += len(known)
+            seen += len(ids)
+    return hits / seen, exact_hits / seen
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_hit_rates_are_near_those_of_the_exact_policy(policy):
+    rng = np.random.default_rng(1)
+    shares = np.arange(1, 100_001) ** -1.05
+    stream = [np.unique(rng.choice(100_000, 2000, p=shares / shares.sum())) for _ in range(60)]
+    ours, exact = hit_rates(policy, stream, 10_000)
+    assert abs(ours - exact) < 0.015, (ours, exact)
+
+
+def test_the_miss_ratio_curve_agrees_with_what_tables_miss():
+    rng = np.random.default_rng(2)
+    shares = np.arange(1, 20_001) ** -1.0
+    stream = [torch.from_numpy(rng.choice(20_000, 2000, p=shares / shares.sum())) for _ in range(60)]
+    tables = {rows: make(dim=1, max_rows=rows) for rows in (2000, 12_000)}
+    for ids in stream:
+        for table in tables.values():
+            table.assign(ids, torch.zeros(len(ids), 1))
+    curve = tables[12_000].miss_ratio_curve()
+    for rows, table in tables.items():
+        assert abs(curve.at(rows) - (1 - table.eviction_stats().hit_rate)) < 0.08
+    assert curve.misses == sorted(curve.misses, reverse=True)
+
+
+def test_threads_write_and_read_a_full_table():
+    table, errors = make(max_rows=9000), []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(20):
+                ids = torch.randint(0, 50_000, (5000,), generator=generator)
+                table.assign(ids, ids.float().view(-1, 1).repeat(1, 2))
+                rows, found = table.find(ids)
+                assert torch.equal(rows[found], ids[found].float().view(-1, 1).repeat(1, 2))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert table.size() <= 9000
+    check_rows(table)
+
+
+# --- checkpoints and followers ----------------------------------------------------------------------------------------
+
+
+def test_evicted_rows_leave_incremental_checkpoints(tmp_path):
+    table = make(max_rows=3, name="t")
+    for id in (1, 2, 3):
+        put(table, id)
+    save_incremental(table, tmp_path)
+    put(table, 4)
+    put(table, 5)
+    save_incremental(table, tmp_path)
+    other = make(max_rows=3, name="t")
+    restore_incremental(other, tmp_path)
+    assert held(other) == [3, 4, 5]
+    put(other, 6)
+    assert other.size() == 3
+
+
+def test_a_smaller_budget_restores_the_newest_rows(tmp_path):
+    table = make(max_rows=1000, name="t")
+    for id in range(1000):
+        put(table, id, req_time=1000 + id)
+    table.save(str(tmp_path / "t"))
+    small = make(max_rows=100, name="t")
+    small.restore(str(tmp_path / "t"))
+    assert held(small) == list(range(900, 1000))
+    put(small, 5000)
+    assert 900 not in held(small)
+    assert 901 in held(small)
+
+
+def test_followers_hear_of_evicted_rows():
+    table = make(max_rows=2)
+    tracker = TableTracker(table)
+    put(table, 1)
+    put(table, 2)
+    tracker.take()
+    put(table, 3)
+    assert sorted(tracker.take().ids.tolist()) == [1, 3]
+
+
+def test_counters_and_pins_come_back_with_the_training_state():
+    table = make(max_rows=2, evict="epoch_lru")
+    table.next_eviction_epoch()
+    table.pin(torch.tensor([9]))
+    for id in range(4):
+        put(table, id)
+    other = make(max_rows=2, evict="epoch_lru")
+    other.set_training_state(table.training_state())
+    assert other.eviction_stats() == table.eviction_stats()
+    assert other.pinned().tolist() == [9]
+    assert _core.eviction_epoch(other._native) == 2
