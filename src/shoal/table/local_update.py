@@ -107,7 +107,7 @@ class _Updater:
                 for of, some in zip(part.features.tables, part.found.ids.split(part.found.counts.tolist()), strict=True)
                 if of == place
             ]
-            distinct = torch.unique(torch.cat(ids)) if ids else torch.empty(0, dtype=_int64)
+            distinct = torch.unique(torch.cat(ids)) if ids else torch.empty(0, dtype=_int64, device="cpu")
             yield table, distinct, table._own_scores(distinct, seconds)
 
     def _feature_map(self, features: Features) -> _core.FeatureMap:

@@ -58,7 +58,7 @@ class BudgetCalls:
     def pinned(self) -> Tensor:
         """The pinned ids, int64, sorted."""
         self._check_budget("pinned")
-        return torch.tensor(sorted(_core.pinned(self._native)), dtype=torch.int64)
+        return torch.tensor(sorted(_core.pinned(self._native)), dtype=torch.int64, device="cpu")
 
     def collect_evicted(self, limit: int = 1 << 20) -> Collected:
         """Keeps what leaves the table inside a ``with``: ids, weights, states.
@@ -115,7 +115,7 @@ class BudgetCalls:
     def _set_eviction_state(self, state: dict[str, Any]) -> None:
         _core.set_eviction_counters(self._native, state["counters"])
         _core.set_eviction_epoch(self._native, state["epoch"])
-        self.pin(torch.tensor(state["pinned"], dtype=torch.int64))
+        self.pin(torch.tensor(state["pinned"], dtype=torch.int64, device="cpu"))
 
     def _check_epochs(self) -> None:
         self._check_budget("next_eviction_epoch")

@@ -107,7 +107,7 @@ class Collected:
         count = len(ids) // 8
         words = torch.from_numpy(np.frombuffer(rows, np.uint8).copy()).view(count, layout.stride)
         if layout.serving:
-            values, states = self._table.decode_rows(words), torch.empty(count, 0)
+            values, states = self._table.decode_rows(words), torch.empty(count, 0, device="cpu")
         else:
             both = words[:, : layout.row_bytes].contiguous().view(torch.float32)
             values, states = both[:, : layout.dim].contiguous(), both[:, layout.dim :].contiguous()
