@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import shoal
+from shoal import _core
 
 
 def machine() -> dict[str, Any]:
@@ -31,7 +32,7 @@ def machine() -> dict[str, Any]:
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "isa": shoal._core.isa(),
+        "isa": _core.isa(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "shoal": shoal.__version__,

@@ -75,5 +75,6 @@ void train(nb::module_& m);
 void nn(nb::module_& m);
 void sharded(nb::module_& m);
 void data(nb::module_& m);
+void join(nb::module_& m);
 
 }  // namespace shoal::bind

@@ -47,4 +47,5 @@ NB_MODULE(_core, m) {
   shoal::bind::nn(m);
   shoal::bind::sharded(m);
   shoal::bind::data(m);
+  shoal::bind::join(m);
 }

@@ -473,3 +473,30 @@ def test_rows_of_all_ranks_are_in_one_export(tmp_path):
     logits = run_ranks(2, export_of_ranks, path=str(path), folder=str(folder))
     torch.testing.assert_close(served_logits(folder), torch.tensor(logits[0]), rtol=1e-5, atol=1e-6)
     assert sorted(Manifest.read(folder / str(versions(folder)[0])).stamps) == ["trainer_0", "trainer_1"]
+
+
+def test_scores_are_corrected_for_negatives_that_were_left_out(tmp_path):
+    """Where the evaluation data has all of them, its calibration is that of the served scores."""
+    path = write_data(tmp_path, rows=200)
+    changes = {
+        "data.keep_negatives": 0.25,
+        "data.eval": [str(tmp_path / "clicks.jsonl.csv")],
+        "eval.keep_negatives": 1.0,
+    }
+    with trainer(load_config(path, changes), reporter=(told := Told())) as one:
+        one.run()
+        expected, _ = own_logits(one, ROWS)
+        one.export(str(tmp_path / "exports/ctr"))
+        plain = one.config.data.schema()
+    (values,) = told.evaluations
+    assert values["calibration"] < 0.8  # none of the negatives were left out of this data
+    assert plain.to_json()["keep_negatives"] == 0.25
+    assert plain.log_odds == pytest.approx(np.log(0.25))
+    with serving(tmp_path / "exports/ctr") as server:
+        body = {"instances": [{name: values[row] for name, values in ROWS.items()} for row in range(2)]}
+        answers = by_rest(server, body)["predictions"]
+    for answer, logit in zip(answers, expected.tolist(), strict=False):
+        assert answer["logit"] == pytest.approx(logit + np.log(0.25), rel=1e-5)
+        assert answer["probability"] == pytest.approx(1 / (1 + np.exp(-answer["logit"])), rel=1e-5)
+    with pytest.raises(ConfigError, match="keep_negatives must be above 0"):
+        load_config(path, {"data.keep_negatives": 0.0})

@@ -16,6 +16,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gather": ("shoal.cli.gather", "gather, inspect, replay or simulate a window of peers' updates"),
     "train": ("shoal.cli.train", "train a click model on your files; checkpoints, resume, ranks, parameter servers"),
     "rollback": ("shoal.cli.online.rollback", "bring a run, its servers and its replicas back to a checkpoint"),
+    "join": (
+        "shoal.cli.online.join",
+        "join impressions with later actions from two live streams into training samples",
+    ),
     "export": ("shoal.cli.export", "write a version for `shoal serve` from a checkpoint of `shoal train`"),
     "demo": ("shoal.cli.demo", "train a click model on a drifting stream and draw what collisions cost"),
     "launch": ("shoal.cli.launch", "start N local ranks of a script, with a console that shows who says what"),

@@ -5,14 +5,14 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.cli.shared.arguments import parse
+from shoal.cli.shared.metrics_port import serve_metrics
 from shoal.cli.shared.security_options import CallSecurity
 from shoal.cli.shared.stopping import stop_event
-from shoal.errors import ConfigError, UsageError, missing_extra
+from shoal.errors import UsageError
 
 DESCRIPTION = """Push freshly trained rows from a trainer or parameter server to all serving replicas.
 
@@ -119,36 +119,13 @@ def sync(options: Options) -> int:
         backend = _backend(options)
         open_things.callback(backend.stop)
         loop = SyncLoop(backend, options.ps_index, handle, options.interval, follower.pull)
-        open_things.callback(_serve_metrics(options))
+        open_things.callback(serve_metrics(options.metrics_port, as_json=options.json))
         stop = open_things.enter_context(stop_event())
         while True:
             begin = time.monotonic()
             code = _round(options, loop, handle)
             if options.once or stop.wait(max(0.0, options.interval - (time.monotonic() - begin))):
                 return code if options.once else 0
-
-
-def _serve_metrics(options: Options) -> Callable[[], None]:
-    """Serves the process's metrics; what ends it."""
-    if options.metrics_port is None:
-        return lambda: None
-    try:
-        import prometheus_client
-    except ImportError:
-        raise missing_extra("prometheus-client", "server") from None
-    try:
-        server, thread = prometheus_client.start_http_server(options.metrics_port, "127.0.0.1")
-    except OSError as error:
-        raise ConfigError(f"--metrics-port {options.metrics_port}: {error.strerror}") from None
-    address = f"127.0.0.1:{server.server_port}"
-    print(json.dumps({"metrics": address}) if options.json else f"metrics on http://{address}/metrics", flush=True)
-
-    def end() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
-
-    return end
 
 
 def _round(options: Options, loop: Any, handle: Any) -> int:

@@ -6,6 +6,11 @@ from shoal.data.formats import FORMATS as FORMATS
 from shoal.data.formats import make_format as make_format
 from shoal.data.generate import CriteoLike as CriteoLike
 from shoal.data.generate import write_criteo as write_criteo
+from shoal.data.joining.config import JoinConfig as JoinConfig
+from shoal.data.joining.config import JoinInput as JoinInput
+from shoal.data.joining.config import JoinLabel as JoinLabel
+from shoal.data.joining.reader import JoinReader as JoinReader
+from shoal.data.joining.reader import join as join
 from shoal.data.prefetch import Prefetch as Prefetch
 from shoal.data.raw import Inputs as Inputs
 from shoal.data.raw import make_inputs as make_inputs

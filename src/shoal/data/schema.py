@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +41,8 @@ class Schema:
     """Numbers x become sign(x) * log(1 + |x|), which suits counts; a `Number` of ``definitions`` says so itself."""
     definitions: Mapping[str, Feature | Number] = field(default_factory=dict)
     """Of features and numbers that are not as by default."""
+    keep_negatives: float = 1.0
+    """The share of the negatives that the data still has. Served scores are corrected for it; see `log_odds`."""
 
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *self.sparse, *([self.time] if self.time else [])]
@@ -58,12 +61,22 @@ class Schema:
         if len(self.sparse) > MAX_SLOT_V2:
             raise ConfigError(f"data: there must be at most {MAX_SLOT_V2} sparse columns, got {len(self.sparse)}")
 
+        if not 0 < self.keep_negatives <= 1:
+            raise ConfigError(f"data: keep_negatives must be above 0 and at most 1, got {self.keep_negatives}")
         for name, given in self.definitions.items():
             role, names = ("dense", self.dense) if isinstance(given, Number) else ("sparse", self.sparse)
             if name not in names:
                 kind = "a number" if role == "dense" else "a feature"
                 raise ConfigError(f"data: {name!r} is defined as {kind}, so {role} must name it, got {list(names)}")
         self.native()  # which checks what definitions say of each other
+
+    @property
+    def log_odds(self) -> float:
+        """What a logit that was learnt from this data needs added to be that of all data: log(``keep_negatives``).
+
+        Leaving out negatives divides their number by a known factor, and so multiplies the odds by it.
+        """
+        return math.log(self.keep_negatives)
 
     def feature(self, name: str) -> Feature:
         """The definition of a feature."""
@@ -111,6 +124,8 @@ class Schema:
             **{name: getattr(self, name) for name in ("label", "time", "raw", "positive_above", "log_dense")},
             "dense": list(self.dense), "sparse": list(self.sparse), "slots": dict(self.slots),
         }  # fmt: skip
+        if self.keep_negatives != 1:
+            made["keep_negatives"] = self.keep_negatives
         if self.definitions:
             made["definitions"] = {name: to_json(given) for name, given in self.definitions.items()}
         return made

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from shoal.errors import ConfigError, DataError, PeerError, did_you_mean
 from shoal.metrics import emit_counter
 
-SCHEMES = ("redis", "rediss", "kafka", "dir", "stdin")
+SCHEMES = ("redis", "rediss", "kafka", "dir", "stdin", "join")
 _PORTS = {"redis": 6379, "rediss": 6379, "kafka": 9092}
 _COMMON = ("from", "away_s", "lost")
 _REDIS = ("group", "consumer", "field", "maxlen", *_COMMON)
@@ -22,6 +22,7 @@ _OPTIONS = {
     "kafka": ("group", "partitions", *_COMMON),
     "dir": ("pattern", "from"),
     "stdin": (),
+    "join": (),
 }
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ class Address:
         hosts = ",".join(f"{host}:{port}" for host, port in self.hosts)
         if self.scheme == "stdin":
             return "stdin:"
-        if self.scheme == "dir":
-            return f"dir:{self.name}"
+        if self.scheme in ("dir", "join"):
+            return f"{self.scheme}:{self.name}"
         db = f"{self.db}/" if self.db else ""
         return f"{self.scheme}://{hosts}/{db}{self.name}"
 
@@ -81,10 +82,11 @@ def parse_address(text: str) -> Address:
     scheme, _, rest = text.partition(":")
     if scheme not in SCHEMES:
         raise ConfigError(f"a live source must begin with {', '.join(f'{one}:' for one in SCHEMES)}, got {text!r}")
-    if scheme == "dir":
+    if scheme in ("dir", "join"):
         path, _, query = rest.partition("?")
         if not path:
-            raise ConfigError(f"the address of a growing directory must be dir:PATH, got {text!r}")
+            what = "a growing directory must be dir:PATH" if scheme == "dir" else "a join must be join:PATH.toml"
+            raise ConfigError(f"the address of {what}, got {text!r}")
         return _checked(Address(scheme=scheme, name=path.removeprefix("//"), options=dict(parse_qsl(query))))
     parts = urlsplit(text)
     login, _, hosts = parts.netloc.rpartition("@")

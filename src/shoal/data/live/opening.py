@@ -37,6 +37,12 @@ def open_reader(
         from shoal.data.live.growing import GrowingReader
 
         made = GrowingReader(one, rank=rank, world=world)
+    elif one.scheme == "join":
+        from shoal.data.joining.reader import join
+
+        if world > 1:
+            raise ConfigError(f"{one}: a join is read by one process, got {world} ranks; run `shoal join` for several")
+        made = join(one.name)
     else:
         from shoal.data.live.standard_input import StdinReader
 
@@ -66,4 +72,4 @@ def open_writer(address: str | Address) -> Writer:
         from shoal.data.live.growing import GrowingWriter
 
         return GrowingWriter(one)
-    raise ConfigError("standard input cannot be written to")
+    raise ConfigError(f"{one} cannot be written to")

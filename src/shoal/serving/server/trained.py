@@ -83,6 +83,7 @@ class TrainedProgram(Program):
         net: called with the two keywords ``names``: the numbers and the rows.
         tables: by name.
         pooling: how the rows of each feature become one, in their order.
+        log_odds: what is added to each logit, for negatives that training left out.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class TrainedProgram(Program):
         pooling: Mapping[str, Pooling],
         *,
         ragged: bool,
+        log_odds: float = 0.0,
     ) -> None:
         super().__init__(net, {}, list(OUTPUTS), lambda wanted, fresh: {})
+        self._log_odds = log_odds
         self._names, self._tables, self._pooling, self._ragged = names, dict(tables), dict(pooling), ragged
         self._rows = self._module(self._tables)
 
@@ -111,6 +114,8 @@ class TrainedProgram(Program):
             finally:
                 moment.readers.pop()
             logit = moment.net(**{dense: batch.made.dense, rows: found})
+            if self._log_odds:
+                logit = logit + self._log_odds
             return dict(zip(OUTPUTS, (logit, logit.sigmoid()), strict=True))
 
     def _fresh_rows(self, batch: MadeInputs, fresh: Mapping[tuple[str, int], Fresh]) -> torch.Tensor:
@@ -293,8 +298,9 @@ def load_trained(
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
     program = TrainedProgram(
-        direct_call(load_exported(file)), (dense, rows), tables, features.pooling, ragged=makers[IDS].rules.listed
-    )
+        direct_call(load_exported(file)), (dense, rows), tables, features.pooling, ragged=makers[IDS].rules.listed,
+        log_odds=features.schema.log_odds,
+    )  # fmt: skip
     signatures: dict[str, Signature] = {
         name: FeatureSignature(specs[name], program, batch=bool(specs[name].row_wise), samples=True, maker=maker)
         for name, maker in makers.items()

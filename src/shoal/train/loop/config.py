@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -42,6 +43,9 @@ class DataConfig:
     raw: bool = False
     positive_above: float | None = None
     log_dense: bool | None = None
+    keep_negatives: float = 1.0
+    """The share of the negatives that the training data still has, as ``keep_negatives`` of `shoal join` made it.
+    Served scores and evaluations are corrected for it."""
     shuffle_rows: int = 65536
     """Rows in memory that are shuffled; 0 keeps the order. Raise it when neighbours in the files are alike."""
     prefetch: int | None = None
@@ -105,6 +109,7 @@ class DataConfig:
         return Schema(
             label=label, dense=tuple(dense), sparse=tuple(sparse), time=self.time, slots=self.slots, raw=self.raw,
             positive_above=self.positive_above, log_dense=log_dense, definitions=self.features,
+            keep_negatives=self.keep_negatives,
         )  # fmt: skip
 
     def make_format(self) -> Any:
@@ -244,9 +249,14 @@ class EvalConfig:
     """Stop after so many evaluations without a new best, and end with the best model, which a checkpoint in ``out.dir``
     keeps; 0 never stops."""
     max_batches: int | None = None
+    keep_negatives: float | None = None
+    """The share of the negatives that the evaluation data still has; by default as in ``[data]``. Set it to 1 where
+    that data has all of them: logloss and calibration are then those of served scores."""
 
     def __post_init__(self) -> None:
         at_least("eval", self, every_steps=0, every_s=0, patience=0, max_batches=1, ndcg_at=1)
+        if self.keep_negatives is not None and not 0 < self.keep_negatives <= 1:
+            raise ConfigError(f"[eval] keep_negatives must be above 0 and at most 1, got {self.keep_negatives}")
         if self.metric in ("gauc", "ndcg") and self.group is None:
             raise ConfigError(f'[eval] metric = "{self.metric}" needs a group, such as group = "user"')
 
@@ -333,6 +343,11 @@ class Config:
     def tables(self) -> list[PlannedTable]:
         """The tables of the run."""
         return plan_tables(self.table, self.data.schema().sparse)
+
+    def eval_log_odds(self) -> float:
+        """What a learnt logit needs added to be that of the evaluation data, which may have more of the negatives."""
+        kept = self.eval.keep_negatives
+        return 0.0 if kept is None else math.log(self.data.keep_negatives / kept)
 
     def expires(self) -> bool:
         """Whether rows of some table expire."""

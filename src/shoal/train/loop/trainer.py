@@ -335,6 +335,7 @@ class Trainer:
         return evaluate(
             self.reading.eval, self.model, self.rows, self.learner.logits, self.ranks, ahead=self.config.data.ahead(),
             max_batches=self.config.eval.max_batches, ndcg_at=self.config.eval.ndcg_at,
+            log_odds=self.config.eval_log_odds(),
             group=None if self.config.eval.group is None else self.schema.sparse.index(self.config.eval.group),
         )  # fmt: skip
 

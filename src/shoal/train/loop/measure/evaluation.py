@@ -30,10 +30,12 @@ def evaluate(
     max_batches: int | None,
     group: int | None = None,
     ndcg_at: int = 10,
+    log_odds: float = 0.0,
 ) -> dict[str, Any]:
     """AUC, PR-AUC, logloss, calibration (also by bucket) and samples over a stream; no row is made or changed.
 
-    With ``group``, the number of a feature, also GAUC and NDCG by it. All ranks call it together.
+    With ``group``, the number of a feature, also GAUC and NDCG by it. ``log_odds`` is added to each logit, where this
+    data has another share of negatives than what was learnt. All ranks call it together.
     """
     metrics, grouped = Metrics(1), GroupedPredictions(ndcg_at)
     model.eval(), rows.eval()
@@ -45,7 +47,7 @@ def evaluate(
                 if batch is None:
                     rows.nothing(learn=False)
                 else:
-                    found, label = logits(batch.samples).cpu().numpy(), batch.samples.label.numpy()
+                    found, label = logits(batch.samples).cpu().numpy() + log_odds, batch.samples.label.numpy()
                     metrics.add(found, label)
                     if group is not None:
                         grouped.add(group_of(batch.samples, group), found, label)

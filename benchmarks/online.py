@@ -1,0 +1,144 @@
+"""Real-time training: streams, joining, and the whole system from an event to an answer.
+
+    python -m benchmarks.online
+    python -m benchmarks.online --only join --open 10
+
+- **join**: `shoal join` from two folders of JSON lines into a third, in one process on one core with a budget of 1 GiB:
+  millions of open impressions, each stream shuffled by up to an hour. The samples are compared, all of them and in
+  order, with an offline join in numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import Report, parser
+
+HOUR = 3600.0
+PARTS = ("join",)
+
+
+def write_events(folder: Path, times: np.ndarray, arrival: np.ndarray, text: Any) -> float:
+    """Files of lines in the order of arrival; their bytes."""
+    folder.mkdir()
+    order, size = np.argsort(arrival, kind="stable"), 0
+    for part in range(0, len(order), 1_000_000):
+        numbers = order[part : part + 1_000_000]
+        lines = "".join(map(text, numbers.tolist(), (times[numbers] * 1e6).astype(np.int64).tolist()))
+        size += len(lines)
+        (folder / f"{part:010d}.jsonl").write_text(lines)
+    return size
+
+
+def join(report: Report, flags: Any) -> None:
+    """Ours against the goals; there is no rival that spills within a budget in one process."""
+    rng = np.random.default_rng(1)
+    count = int(flags.open * 2e6)
+    hours = 4.0  # of impressions; half of them are open at a time: a window of an hour, and an hour of disorder
+    shown = np.round(1.7e9 + rng.random(count) * hours * HOUR, 6)
+    acted = rng.choice(count, count // 20, replace=False)
+    delay = rng.exponential(900.0, len(acted))
+    acts = np.round(shown[acted] + delay, 6)
+    with tempfile.TemporaryDirectory(dir=flags.dir) as folder:
+        root = Path(folder)
+        arrival = shown + rng.random(count) * HOUR * 0.999
+        size = write_events(
+            root / "shown", shown, arrival,
+            lambda n, t: (
+                f'{{"id":"r{n:09d}","time":{t},"user":"u{n * 7919 % 1000003}","item":"i{n % 50021}","slot":{n % 9}}}\n'
+            ),
+        )  # fmt: skip
+        write_events(
+            root / "acts", acts, acts + rng.random(len(acts)) * HOUR * 0.999,
+            lambda n, t: f'{{"id":"r{acted[n]:09d}","time":{t},"kind":"click"}}\n',
+        )  # fmt: skip
+        (root / "join.toml").write_text(
+            f"""
+            [impressions]
+            from = "dir:shown"
+            key = "id"
+            time_unit = "us"
+            lateness = "1h"
+            [actions]
+            from = "dir:acts"
+            key = "id"
+            time_unit = "us"
+            lateness = "1h"
+            [join]
+            window = "1h"
+            state = "state"
+            out = "dir:samples"
+            memory = "{flags.memory}"
+            """
+        )
+        events = count + len(acts)
+        print(f"# {count:,} impressions of {size / count:.0f} bytes and {len(acts):,} actions", flush=True)
+        command = ["taskset", "-c", str(max(os.sched_getaffinity(0))), sys.executable, "-m", "shoal", "join"]
+        begin = time.perf_counter()
+        with subprocess.Popen([*command, str(root / "join.toml"), "--to-end", "--json", "--every", "1"],
+                              stdout=subprocess.PIPE, text=True) as process:  # fmt: skip
+            assert process.stdout is not None
+            lines = [json.loads(line) for line in process.stdout]
+        seconds = lines[-1]["time"] - lines[0]["time"]
+        wall = time.perf_counter() - begin
+        assert process.returncode == 0
+        rss = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+        most = max(line["open_impressions"] for line in lines)
+        spilled = max(line["spilled"] for line in lines)
+        memory = max(line["memory_bytes"] for line in lines) / 2**30
+        report.add(
+            "events/s on one core, from files to files", f"{events / seconds:,.0f}", "", events / seconds / 1e5, 1.0
+        )
+        report.add("impressions open at once", f"{most:,}", "", most / (flags.open * 1e6), 0.95)
+        report.add("of them on disk", f"{spilled:,}")
+        report.add("memory of the joiner, GiB", f"{memory:.2f}", "", memory, 1.0, at_most=True)
+        report.add("peak resident memory of the process, GiB", f"{rss:.2f}")
+        report.add("seconds of it, with start and end", f"{wall:.1f}")
+        wrong = compare(root / "samples", shown, arrival, acted, delay)
+        report.add(
+            "samples that differ from an offline join", f"{wrong:,} of {count:,}", "", float(wrong), 0.0, at_most=True
+        )
+
+
+def compare(folder: Path, shown: np.ndarray, arrival: np.ndarray, acted: np.ndarray, delay: np.ndarray) -> int:
+    """How many places of the output differ from the offline join, by impression, label and order."""
+    label = np.zeros(len(shown), np.int64)
+    micros = (shown * 1e6).astype(np.int64)
+    acts = (np.round(shown[acted] + delay, 6) * 1e6).astype(np.int64)
+    label[acted[acts - micros[acted] <= HOUR * 1e6]] = 1
+    order = np.lexsort((np.argsort(np.argsort(arrival, kind="stable")), micros))
+    want = order * 2 + label[order]
+    got = []
+    for path in sorted(folder.iterdir()):
+        got.append(np.array([int(line[8:17]) * 2 + (line[-3] == 49) for line in path.open("rb")]))
+    found = np.concatenate(got)
+    return abs(len(found) - len(want)) + int((found[: len(want)] != want[: len(found)]).sum())
+
+
+def main() -> None:
+    made = parser(__doc__ or "")
+    made.add_argument("--only", choices=PARTS, help="one part")
+    made.add_argument("--open", type=float, default=10.0, help="join: millions of open impressions")
+    made.add_argument("--memory", default="1GiB", help="join: the budget")
+    made.add_argument("--dir", help="join: where to write the files, about 1 GiB per 4 million impressions")
+    flags = made.parse_args()
+    report = Report("online")
+    report.start()
+    parts = {"join": join}
+    for name in [flags.only] if flags.only else PARTS:
+        parts[name](report, flags)
+    report.save(flags.json)
+
+
+if __name__ == "__main__":
+    main()

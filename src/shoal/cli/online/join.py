@@ -1,0 +1,181 @@
+"""`shoal join`: impressions and later actions from two live streams, as training samples in a third."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.shared.arguments import parse
+from shoal.cli.shared.metrics_port import serve_metrics
+from shoal.cli.shared.stopping import stop_event
+from shoal.errors import UsageError
+
+_ABOUT = """Join impressions with the actions that come for them later, by key, within a window of event time.
+
+Example, with this in join.toml:
+
+  [impressions]
+
+  from = "redis://localhost/impressions"   # or kafka://host:9092/name, dir:path
+
+  key = "request"                          # {"request": "r1", "time": 1793491200, "user": "u7", …}
+
+  [actions]
+
+  from = "redis://localhost/actions"       # {"request": "r1", "time": 1793491230, "kind": "click"}
+
+  key = "request"
+
+  kind = "kind"
+
+  [labels.click]
+
+  kinds = ["click"]
+
+  [join]
+
+  window = "30m"                           # impressions without a click become negatives after it
+
+  state = "join-state"                     # what is open; run the same command to resume from it
+
+  out = "redis://localhost/samples"        # {"request": "r1", …, "click": 1}
+
+type:
+
+  shoal join join.toml
+
+SIGTERM and Ctrl-C write a checkpoint and end. After a crash the same command continues: no sample is missing and none
+is written twice. docs/joining.md explains every setting. Exit codes: 0 stopped, or both inputs have ended; 1 failed;
+2 wrong usage or configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Flags of `shoal join`."""
+
+    config: Path | None = None
+    """TOML file with [impressions], [actions], [labels.NAME] and [join]."""
+    to_end: bool = False
+    """Join what the inputs hold now, close all windows, and exit; for a backfill."""
+    every: float = 5.0
+    """Seconds between two lines of progress."""
+    metrics_port: int | None = None
+    """Port of /metrics for Prometheus and `shoal top`, on 127.0.0.1; 0 picks a free one."""
+    json: bool = False
+    """One JSON line per report."""
+
+
+def main(argv: list[str]) -> int:
+    options = parse(Options, argv, "join", _ABOUT, positional="config")
+    return options if isinstance(options, int) else run(options)
+
+
+def run(options: Options) -> int:
+    """Joins until SIGTERM or SIGINT, or until both inputs have ended."""
+    if options.config is None:
+        raise UsageError("give the file of the join: shoal join join.toml")
+    from shoal.data.joining.config import load_join
+    from shoal.data.joining.pump import Pump
+    from shoal.data.live import open_writer
+
+    config = load_join(options.config)
+    if not config.out:
+        raise UsageError(f"{options.config}: [join] out must say where samples go, such as redis://localhost/samples")
+    with contextlib.ExitStack() as open_things:
+        writer = open_writer(config.out)
+        open_things.callback(writer.close)
+        stop = open_things.enter_context(stop_event())
+        open_things.callback(serve_metrics(options.metrics_port, as_json=options.json))
+
+        def write(first: int, samples: Any) -> None:
+            writer.append(samples, at=first)
+
+        pump = Pump(config, write, to_end=options.to_end, note=_note)
+        open_things.callback(pump.close)
+        report = _Reports(options, pump, config.out)
+        report.start()
+        while not stop.is_set() and not pump.ended:
+            pump.step(0.02)
+            report.progress()
+        pump.checkpoint()
+        report.end("both inputs have ended" if pump.ended else "stopped")
+    return 0
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+class _Reports:
+    """What is printed while it runs."""
+
+    def __init__(self, options: Options, pump: Any, out: str) -> None:
+        self._options, self._pump, self._out = options, pump, out
+        self._next = 0.0
+        self._before = (time.monotonic(), self._events())
+
+    def _events(self) -> int:
+        counts = self._pump.joiner.native.counters()
+        return counts["impressions"] + counts["actions"]
+
+    def start(self) -> None:
+        config, native = self._pump.config, self._pump.joiner.native
+        if self._options.json:
+            self._json("start", self._pump.measure())
+            return
+        print(
+            f"joining {config.impressions.source} with {config.actions.source} into {self._out}: windows of "
+            f"{config.window}, state in {config.state}",
+            file=sys.stderr,
+        )
+        if native.emitted or native.open_impressions:
+            print(
+                f"resuming after {native.emitted:,} samples, with {native.open_impressions:,} open impressions",
+                file=sys.stderr,
+            )
+        self._next = time.monotonic() + self._options.every
+
+    def progress(self) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self._options.every
+        self._show("progress")
+
+    def end(self, why: str) -> None:
+        self._show("end", why)
+
+    def _show(self, event: str, why: str = "") -> None:
+        values, now, events = self._pump.measure(), time.monotonic(), self._events()
+        rate = (events - self._before[1]) / max(1e-9, now - self._before[0])
+        self._before = now, events
+        if self._options.json:
+            self._json(event, values | {"events_per_s": round(rate, 1)} | ({"why": why} if why else {}))
+            return
+        print((f"{why}; " if why else "") + line(values, rate), file=sys.stderr, flush=True)
+
+    def _json(self, event: str, values: dict[str, Any]) -> None:
+        print(json.dumps({"event": event, "time": time.time(), **values}), flush=True)
+
+
+def line(values: dict[str, Any], rate: float) -> str:
+    """One line of progress; what should be 0 is shown when it is not."""
+    lag = f", {values['watermark_lag_s']:,.0f} s behind" if "watermark_lag_s" in values else ""
+    wrong = {
+        "late_impressions": "late impressions", "late_actions": "late actions",
+        "duplicate_impressions": "duplicate impressions", "duplicate_actions": "duplicate actions",
+        "unmatched_actions": "actions without impression", "excess_actions": "actions beyond max_actions",
+        "broken_impressions": "broken impressions", "broken_actions": "broken actions", "lost_records": "lost records",
+    }  # fmt: skip
+    told = "".join(f", {values[name]:,} {text}" for name, text in wrong.items() if values[name])
+    dropped = f" ({values['negatives_dropped']:,} left out)" if values["negatives_dropped"] else ""
+    return (
+        f"{rate:,.0f} events/s, {values['samples']:,} samples: {values['positives']:,} positives, "
+        f"{values['negatives']:,} negatives{dropped}; open {values['open_impressions']:,} "
+        f"({values['spilled']:,} on disk), {values['memory_bytes'] / 2**20:,.0f} MiB{lag}{told}"
+    )
