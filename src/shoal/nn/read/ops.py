@@ -49,7 +49,8 @@ def read(request: Request) -> list[Tensor]:
     if torch.compiler.is_compiling() or _dispatch_modes():
         return _read_by_op(request)
     if torch.is_grad_enabled():
-        out = _Read.apply(request.plan.anchor, request.plan.root, request)
+        apply = _Read.apply if _transforms_active() else _apply
+        out = apply(request.plan.anchor, request.plan.root, request)
         return [out] if isinstance(out, Tensor) else list(out)
     return _read(request)[0]
 
@@ -194,6 +195,11 @@ class _Read(torch.autograd.Function):
         weights = saved[5 * n :] if ctx.weighted else NOTHING
         hand_over(ctx.number, _parts(plan, grads, founds, offsets, weights))
         return None, None, None
+
+
+_transforms_active = torch._C._are_functorch_transforms_active
+# Without torch's look for wrappers of functorch among the arguments, which are ours.
+_apply: Any = super(torch.autograd.Function, _Read).apply  # pyrefly: ignore
 
 
 # --- under a compiler -------------------------------------------------------------------------------------------------

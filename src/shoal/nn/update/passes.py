@@ -15,7 +15,16 @@ from shoal.errors import ConfigError
 from shoal.nn.amp import is_scaled
 from shoal.nn.update.gradients import add_waiting, detached, is_empty
 from shoal.nn.update.steps import next_step
-from shoal.nn.update.units import RowsByTable, Unit, by_clock, disjoint, expand, row_units, update_all
+from shoal.nn.update.units import (
+    RowsByTable,
+    Unit,
+    by_clock,
+    disjoint,
+    expand,
+    have_one_clock,
+    row_units,
+    update_all,
+)
 from shoal.table.protocol import Part, Step
 
 if TYPE_CHECKING:
@@ -109,6 +118,14 @@ def _running(task: int) -> _Pass | None:
 
 def run(units: Sequence[Unit]) -> None:
     """One step of the tables of each group, in backward."""
+    if len(units) == 1 and units[0].group.traits.shares is None:  # the usual case
+        (unit,) = units
+        if is_empty(unit):
+            return
+        touched = unit.touched()
+        if have_one_clock(touched):
+            unit.group.update(unit.parts, step=next_step(unit.group, touched))
+            return
 
     def updates() -> Iterator[tuple[Unit, Step]]:
         for unit in units:

@@ -84,6 +84,10 @@ def next_step(group: Group, keepers: Sequence[TableKeeper]) -> Step:
 
 def _count(keepers: Sequence[TableKeeper]) -> int:
     with _counting:
+        if len(keepers) == 1:
+            counter = keepers[0].counter
+            counter._number = (number := counter._number) + 1
+            return number
         counters = [keeper.counter for keeper in keepers]
         number = max([counter._number for counter in counters])
         for counter in counters:

@@ -115,9 +115,15 @@ def update_all(updates: Iterable[tuple[Unit, Step]]) -> None:
         groups[0].together(steps)
 
 
+def have_one_clock(touched: Sequence[TableKeeper]) -> bool:
+    """Whether the clocks of some tables are one."""
+    first = touched[0].clock
+    return not [keeper for keeper in touched if keeper.clock is not first]
+
+
 def by_clock(unit: Unit, touched: Sequence[TableKeeper]) -> list[Unit]:
     """The update as it is or, if the clocks of its tables, ``touched``, differ, table by table."""
-    if len({id(keeper.clock) for keeper in touched}) == 1:
+    if have_one_clock(touched):
         return [unit]
     rows: RowsByTable = {}
     add_rows(rows, unit)
