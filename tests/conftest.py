@@ -1,12 +1,15 @@
 """Settings that every test shares."""
 
 import os
+import subprocess
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from shoal.sharded.placement.local import LocalServers
 from shoal.testing import ranks
+from shoal.testing.commands import Command
 
 # The same examples on every run, so that a failure belongs to the change it came with; new ones are searched for with
 # HYPOTHESIS_PROFILE=thorough.
@@ -37,3 +40,14 @@ def uninitialised_memory_is_nan():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def forked_servers(monkeypatch):
+    """Parameter servers of `LocalServers` are forked from a process that has imported torch already."""
+
+    def spawn(self, i, more):
+        command = ["ps", "--shard", i, "--of", self.count, "--json", *self.options, *more]
+        return Command(*command, stdout=subprocess.PIPE, env=self._env)
+
+    monkeypatch.setattr(LocalServers, "_spawn", spawn)

@@ -11,6 +11,7 @@ import torch
 from shoal.proto.serving.tf_serving_pb2 import ModelServerConfig
 from shoal.serving import Client, ModelServer
 from shoal.serving.cluster.agent_utils import gen_model_config
+from shoal.testing.commands import Command
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 from tests.cli.train_helpers import kill_after
@@ -73,25 +74,18 @@ def write_config(folder, name, *, exports, ps=()):
     return name
 
 
-def shoal(*arguments):
-    return [sys.executable, "-m", "shoal", *map(str, arguments)]
-
-
 def train(config, steps, *launch):
-    done = subprocess.run(
-        shoal(*launch, "train", config, "--json", "--set", f"train.max_steps={steps}", "train.epochs=9"),
-        stdout=subprocess.PIPE, timeout=START_S, text=True,
-    )  # fmt: skip
+    more = ["train", config, "--json", "--set", f"train.max_steps={steps}", "train.epochs=9"]
+    done = Command(*launch, *more, stdout=subprocess.PIPE)
+    out, _ = done.communicate(START_S)
     assert done.returncode == 0
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
 @contextmanager
 def replica(folder):
-    process = subprocess.Popen(
-        shoal("serve", "exports/m", "--name", "m", "--registry", "dir:registry", "--port", 0, "--json"),
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    command = ["serve", "exports/m", "--name", "m", "--registry", "dir:registry", "--port", 0, "--json"]
+    process = Command(*command, stdout=subprocess.PIPE)
     try:
         yield json.loads(process.stdout.readline())["grpc"]
     finally:
@@ -119,6 +113,7 @@ def exported_answers(config, folder):
         server.stop(0)
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("servers", [0, 2])
 def test_a_replica_follows_a_run_that_is_killed_and_taken_up_again(folder, servers):
@@ -134,7 +129,8 @@ def test_a_replica_follows_a_run_that_is_killed_and_taken_up_again(folder, serve
             after = answers(address)
             assert not torch.allclose(before, after, rtol=1e-3)
             torch.testing.assert_close(after, exported_answers(config, folder), rtol=1e-5, atol=1e-6)
-            shell = shoal("train", config, "--json", "--set", "train.max_steps=100", "train.epochs=9")
+            shell = [sys.executable, "-m", "shoal", "train", config, "--json", "--set", "train.max_steps=100",
+                     "train.epochs=9"]  # fmt: skip
             kill_after(shell, "progress", 75, pause_s=0.3)  # ahead of the checkpoint of step 60, and pushed
             train(config, 80)
             torch.testing.assert_close(answers(address), exported_answers(config, folder), rtol=1e-5, atol=1e-6)

@@ -14,6 +14,7 @@ from shoal.sharded.ps import Engine, ParameterServer, Shard
 from shoal.sharded.ps.protocol import Op, Request
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.timeout(600)
 def test_parameter_servers_hold_the_rows(capsys, data, tmp_path):
     with LocalServers(2, ["--threads", "1"], env={"OMP_NUM_THREADS": "1"}) as servers:
@@ -39,6 +40,7 @@ def ps_rows(addresses, ids):
         return [unstamped(bytes(entry) for entry in reply[shard].payload) for shard in sorted(reply)]
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("more", [(), ("table.admit_after=2",)], ids=["every id", "admission"])
 def test_rows_on_servers_come_back_with_the_checkpoint_of_a_killed_trainer(capsys, data, tmp_path, more):

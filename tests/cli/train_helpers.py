@@ -1,5 +1,6 @@
 """What the tests of `shoal train` share."""
 
+import fcntl
 import json
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 from shoal import _core
 from shoal.cli.main import main
 from shoal.proto.embedding_hash_table_pb2 import EntryDump
+from shoal.testing.commands import Command
 
 DEADLINE_S = 300  # torch takes its time to start on a machine that is busy
 SMALL = [
@@ -40,10 +42,11 @@ def kill_after(shell, event, step, pause_s=0.0):
 
     The pipe is the smallest there is, so that however late we are, the run is at most a few lines ahead of us.
     """
-    process = subprocess.Popen(shell, stdout=subprocess.PIPE, bufsize=0, pipesize=4096)
-    with process:
+    process = Command(*shell[3:], stdout=subprocess.PIPE)
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    with process, open(process.stdout.fileno(), "rb", buffering=0, closefd=False) as lines:
         try:
-            while line := process.stdout.readline():
+            while line := lines.readline():
                 told = json.loads(line)
                 if told["event"] == event and told["step"] >= step:
                     break

@@ -6,7 +6,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from shoal.serving.client.joining import Joiner
 from shoal.serving.client.replicas import ReplicaSet
 from shoal.serving.status import Code
 from shoal.table import test_hash_table
+from shoal.testing.commands import Command
 from tests.serving.helpers import Net, eventually, free_port
 from tests.serving.test_remote_predict import Recorder
 
@@ -430,9 +430,8 @@ class Served:
         return f"127.0.0.1:{self.port}"
 
     def start(self):
-        command = [sys.executable, "-m", "shoal", "serve", str(self.folder), "--port", str(self.port), "--json"]
-        command += ["--threads", "1", "--poll-seconds", "0", *self.flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        command = ["serve", self.folder, "--port", self.port, "--json", "--threads", 1, "--poll-seconds", 0]
+        self.process = Command(*command, *self.flags, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         lines = queue.Queue()
         threading.Thread(target=lambda out: lines.put(out.readline()), args=(self.process.stdout,), daemon=True).start()
         assert json.loads(lines.get(timeout=120))["grpc"] == self.address

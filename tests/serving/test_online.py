@@ -40,6 +40,7 @@ from shoal.serving import (
 from shoal.serving.sync.monolith import online
 from shoal.serving.sync.monolith.handle import SyncClientHandle
 from shoal.table import MultiHashTable, test_hash_table
+from shoal.testing.commands import Command
 from tests.serving.helpers import eventually, free_port
 from tests.serving.test_sync_client import instance, step
 
@@ -274,14 +275,11 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join([p for p in sys.path if p]), "PYTHONWARNINGS": "ignore"}
 
 
-class Command:
+class Program:
     """`shoal ...` as a process whose first line of output is JSON."""
 
     def __init__(self, *arguments):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", *map(str, arguments)], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
-        )  # fmt: skip
+        self.process = Command(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
 
     def line(self):
         watchdog = threading.Timer(300, self.process.kill)
@@ -303,7 +301,7 @@ def commands():
     made = []
 
     def start(*arguments):
-        made.append(Command(*arguments))
+        made.append(Program(*arguments))
         return made[-1]
 
     yield start

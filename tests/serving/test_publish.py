@@ -254,6 +254,7 @@ def test_each_rank_sends_its_own_rows(replica):
 # --- parameter servers ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.timeout(600)
 def test_each_server_sends_its_own_rows_and_one_that_was_killed_goes_on(replica, tmp_path):
     flags = ["--durability", "log", "--dir", str(tmp_path / "ps"), "--threads", "1"]
@@ -279,6 +280,7 @@ def test_each_server_sends_its_own_rows_and_one_that_was_killed_goes_on(replica,
             assert scores(replica) == expected({2: 2, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1}, 0.5)
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.timeout(600)
 def test_servers_that_were_told_by_their_flags_need_no_worker_to_publish(replica, tmp_path):
     registry = f"dir:{tmp_path / 'registry'}"

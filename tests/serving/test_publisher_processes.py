@@ -1,10 +1,8 @@
 """Replicas in processes of their own, killed while they are pushed to and asked."""
 
 import contextlib
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +11,7 @@ import torch
 
 from shoal.serving.sync.publisher import Publisher
 from shoal.stamps import Stamp
+from shoal.testing.commands import Command
 from tests.serving.helpers import eventually, free_port
 from tests.serving.sources import HandSource
 from tests.serving.test_publisher import LONG, export, scores
@@ -29,9 +28,8 @@ class Replica:
         self.start()
 
     def start(self):
-        command = [sys.executable, "-m", "shoal", "serve", str(self.folder), "--port", str(self.port), "--name", "m",
-                   "--poll-seconds", "0.1", "--threads", "1"]  # fmt: skip
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+        command = ["serve", self.folder, "--port", self.port, "--name", "m", "--poll-seconds", 0.1, "--threads", 1]
+        self.process = Command(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)

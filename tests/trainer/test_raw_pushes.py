@@ -1,10 +1,8 @@
 """Raw values and ids asked of a model while its rows and weights are pushed, in every form that replicas store rows."""
 
 import json
-import os
 import random
 import subprocess
-import sys
 import threading
 import urllib.request
 from pathlib import Path
@@ -19,6 +17,7 @@ from shoal.serving.server.moments import Fresh
 from shoal.serving.server.trained import BATCH
 from shoal.serving.sync.publisher import Publisher
 from shoal.serving.tensors import decode_tensor
+from shoal.testing.commands import Command
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 from tests.serving.sources import HandSource
@@ -139,9 +138,8 @@ def test_rows_that_lie_over_the_tables_are_as_those_that_are_written(tmp_path, l
 
 def test_a_replica_with_half_rows_is_asked_as_a_command(tmp_path):
     logits = exported(tmp_path, "half")
-    command = [sys.executable, "-m", "shoal", "serve", str(tmp_path / "exports/ctr"), "--port", "0", "--rest-port", "0",
-               "--json"]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    command = ["serve", tmp_path / "exports/ctr", "--port", 0, "--rest-port", 0, "--json"]
+    process = Command(*command, stdout=subprocess.PIPE)
     try:
         told = json.loads(process.stdout.readline())
         rest = told["rest"]
