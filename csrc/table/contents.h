@@ -64,22 +64,24 @@ struct Table::Stripe {
 };
 
 struct Table::Contents {
-  Contents(int32_t stride, int64_t expected, Eviction* eviction)
-      : budget(eviction ? eviction->budget : nullptr),
+  Contents(int32_t stride, int64_t expected, Eviction* eviction, bool small)
+      : most_spare(small ? 128 : 1024),
+        fixed((small ? 128 : 384) << 10),
+        budget(eviction ? eviction->budget : nullptr),
         rows(stride, budget.get(), eviction ? eviction->options.max_rows : RowArena::kMost),
         blocks(budget.get()),
         stripes(make_stripes(expected)) {
-    if (budget && !(charged = budget->take(kFixed))) throw std::bad_alloc();
+    if (budget && !(charged = budget->take(fixed))) throw std::bad_alloc();
   }
   ~Contents() {
     if (!charged) return;
     for (const Stripe& stripe : stripes)
       budget->give(static_cast<int64_t>(stripe.removed.capacity() * sizeof stripe.removed[0]));
-    budget->give(kFixed);
+    budget->give(fixed);
   }
   // All that was taken is another budget's from now on, if it has the room.
   void charge_to(const std::shared_ptr<Budget>& other) {
-    int64_t bytes = rows.bytes() + blocks.bytes() + kFixed;
+    int64_t bytes = rows.bytes() + blocks.bytes() + fixed;
     for (const Stripe& s : stripes)
       bytes += s.index.bytes() - static_cast<int64_t>(sizeof s.index - s.removed.capacity() * sizeof s.removed[0]);
     if (other == budget || !other->take(bytes)) return;
@@ -93,7 +95,7 @@ struct Table::Contents {
   // Whether take_row() succeeds once more. Small tables reserve no rows that others might need.
   bool reserve_rows(Stripe& stripe, bool one) {
     if (!stripe.spare.empty() || stripe.rows_left) return true;
-    for (; stripe.chained != kFreeRow && stripe.spare.size() < kSpare / 2;) {
+    for (; stripe.chained != kFreeRow && stripe.spare.size() < most_spare / 2;) {
       stripe.spare.push_back(stripe.chained);
       stripe.chained = *reinterpret_cast<const uint32_t*>(rows.row(stripe.chained));
     }
@@ -117,16 +119,16 @@ struct Table::Contents {
   }
   // The row is to be used again. The list is short, and longer ones need no memory of their own.
   void give_row(Stripe& stripe, uint32_t row) {
-    if (stripe.spare.size() < kSpare) {
+    if (stripe.spare.size() < most_spare) {
       stripe.spare.push_back(row);
     } else {
       *reinterpret_cast<uint32_t*>(rows.row(row)) = std::exchange(stripe.chained, row);
     }
   }
 
-  static constexpr size_t kSpare = 256;
+  const size_t most_spare;
   // What it takes whether there are rows or not; spare lists and what the arenas keep are counted as full.
-  static constexpr int64_t kFixed = 128 << 10;
+  const int64_t fixed;
 
   std::shared_ptr<Budget> budget;  // null: none
   bool charged = false;

@@ -39,6 +39,7 @@ inline void prefetch_row(char* row, int32_t bytes) {
 struct Resolved {
   char* row;  // null: there is none
   bool created;
+  uint32_t number = 0;  // of the row
 };
 
 // For every i in [0, n):
@@ -49,7 +50,7 @@ struct Resolved {
 //                              not move buckets, nor throw, nor insert an id that occurs twice: rows of the round
 //                              before are resolved later
 //   resolve(i, hash)           the Resolved row of the ids that are left
-//   finish(i, row, created)    in order; row is null if there is none
+//   finish(i, found)           in order; its row is null if there is none
 // If resolve throws, all rows that are known by then are finished first.
 template <class Contents, class Id, class Probed, class Settle, class Resolve, class Finish>
 void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Probed probed, Settle settle,
@@ -81,7 +82,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
       const uint32_t there = slot.row(), row = probed(i, slot, lane != 0) && lane ? there : kFreeRow;
       char* memory = contents.rows.row(row);
       prefetch(memory, row_bytes);
-      entry.found = {row == kFreeRow ? nullptr : memory, false};
+      entry.found = {row == kFreeRow ? nullptr : memory, false, row};
       list[listed] = static_cast<uint8_t>(i - begin);
       listed += row == kFreeRow;
     }
@@ -104,8 +105,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
   };
   auto finish_round = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const Resolved& found = ring[i % kRing].found;
-      finish(i, found.row, found.created);
+      finish(i, ring[i % kRing].found);
     }
   };
   auto resolve_round = [&](int64_t begin, int64_t probed, const uint8_t* list, int listed) {
@@ -117,7 +117,7 @@ void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Pr
       }
     } catch (...) {
       for (int64_t i = begin; i < probed; ++i)
-        if (ring[i % kRing].found.row) finish(i, ring[i % kRing].found.row, ring[i % kRing].found.created);
+        if (ring[i % kRing].found.row) finish(i, ring[i % kRing].found);
       throw;
     }
   };

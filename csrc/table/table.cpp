@@ -32,7 +32,7 @@ Table::Table(Layout layout, uint64_t seed, int64_t expected, const EvictOptions*
                                                                            : expected),
       eviction_(evict ? std::make_unique<Eviction>(*evict) : nullptr),
       small_(evict && rows_of(*evict, layout_.stride) < kSmallTable),
-      contents_(std::make_unique<Contents>(layout_.stride, expected_, eviction_.get())),
+      contents_(std::make_unique<Contents>(layout_.stride, expected_, eviction_.get(), small_)),
       scales_(layout_.segments.size()) {
   plain_ = !layout_.serving;
   for (size_t i = 0; i < layout_.segments.size(); ++i) {
@@ -73,7 +73,7 @@ int64_t Table::bytes() const {
   if (eviction_) {  // exactly what was asked of the budget
     for (const Stripe& s : contents_->stripes)
       total += s.index.bytes() - static_cast<int64_t>(sizeof s.index - s.removed.capacity() * sizeof s.removed[0]);
-    return total + Contents::kFixed;
+    return total + contents_->fixed;
   }
   total += static_cast<int64_t>(sizeof(Contents));
   for (const Stripe& s : contents_->stripes)

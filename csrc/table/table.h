@@ -235,6 +235,7 @@ class Table {
   Resolved find_or_insert_at_home(uint64_t hash, Bucket* home, int64_t id, Stamp time);
   void stamp(Slot slot, Stamp time, bool created);
   void stamp_kept(Slot slot, Stamp time, bool created);
+  void stamp_time(const Resolved& found, const Stamp& time);
   template <class Time, class Finish>
   void write_postponed(const Write& write, std::vector<Newcomer>& postponed, Time time, Finish finish);
   void forget(int stripe, int64_t id, uint32_t row);

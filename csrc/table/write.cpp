@@ -73,8 +73,14 @@ void Table::stamp_kept(Slot slot, Stamp time, bool created) {
     kept = created ? moment.fresh(time.score) : moment.written(slot.time(), time.score);
   }
   if (slot.time() != kept || created) slot.time() = kept;
+  __builtin_prefetch(contents_->rows.time_of(slot.row()), 1);
+}
+
+// The time of a row, where it is not in the slot: written last, when its memory has arrived.
+void Table::stamp_time(const Resolved& found, const Stamp& time) {
   RowArena& rows = contents_->rows;
-  if (created || !time.at_least || rows.time(slot.row()) < time.seconds) rows.set_time(slot.row(), time.seconds);
+  if (found.created || !time.at_least || rows.time(found.number) < time.seconds)
+    rows.set_time(found.number, time.seconds);
 }
 
 Resolved Table::find_or_insert(uint64_t hash, int64_t id, Stamp time) {
@@ -85,7 +91,7 @@ Resolved Table::find_or_insert(uint64_t hash, int64_t id, Stamp time) {
     const Slot slot = stripe.index.find(hash, static_cast<uint64_t>(id));
     if (!slot) return {nullptr, false};
     stamp(slot, time, false);
-    return {contents.rows.row(slot.row()), false};
+    return {contents.rows.row(slot.row()), false, slot.row()};
   }
   bool created;
   // A full table's index does not grow: rows of a segment that is full make room.
@@ -97,7 +103,7 @@ Resolved Table::find_or_insert(uint64_t hash, int64_t id, Stamp time) {
   }
   if (created) slot.row() = contents.take_row(stripe);
   stamp(slot, time, created);
-  return {contents.rows.row(slot.row()), created};
+  return {contents.rows.row(slot.row()), created, slot.row()};
 }
 
 // The same, if looking at the home bucket is enough and nothing must grow; otherwise no row and no change.
@@ -110,7 +116,7 @@ Resolved Table::find_or_insert_at_home(uint64_t hash, Bucket* home, int64_t id, 
   if (!slot) return {nullptr, false};
   if (created) slot.row() = contents.take_row(stripe);
   stamp(slot, time, created);
-  return {contents.rows.row(slot.row()), created};
+  return {contents.rows.row(slot.row()), created, slot.row()};
 }
 
 template <Table::Kind kKind>
@@ -202,11 +208,12 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
       if (!found.row) postponed.push_back({i, hash, id, 0});
       return found;
     };
-    auto finish = [&](int64_t i, char* row, bool created) {
-      if (!row) return;
-      count.made += created;
+    auto finish = [&](int64_t i, const Resolved& found) {
+      if (!found.row) return;
+      count.made += found.created;
       ++count.written;
-      write_row<kKind>(write, position(i), row, created, scratch.data());
+      if (eviction_) stamp_time(found, time(position(i)));
+      write_row<kKind>(write, position(i), found.row, found.created, scratch.data());
     };
     Locks<true> lock(*this, small_ ? kAllStripes
                                    : stripes_of(positions ? write.ids : write.ids + chunk,
@@ -218,7 +225,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
     write_postponed(
         write, postponed, [&](int64_t i) { return time(position(i)); },
         [&](int64_t i, Resolved found) {
-          if (found.row) return finish(i, found.row, found.created);
+          if (found.row) return finish(i, found);
           ++count.refused;
           if constexpr (kKind == Kind::insert) {  // what its row would have been
             std::vector<char> row(static_cast<size_t>(layout_.stride));
@@ -341,8 +348,10 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
       if (write.scores) stamp.score = write.scores + position(distinct.first(chunk + i));
       return stamp;
     };
-    auto finish = [&](int64_t i, char* row, bool created) {
-      if (!row) return;
+    auto finish = [&](int64_t i, const Resolved& found) {
+      if (!found.row) return;
+      const auto& [row, created, number] = found;
+      if (eviction_) stamp_time(found, write.time);
       count.made += created;
       const uint32_t first = distinct.first(chunk + i);
       const float* grads = value(first, sum);
@@ -373,7 +382,7 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
     if (postponed.empty()) continue;
     write_postponed(write, postponed, time, [&](int64_t i, Resolved found) {
       count.refused += !found.row;
-      finish(i, found.row, found.created);
+      finish(i, found);
     });
     postponed.clear();
   }

@@ -44,12 +44,16 @@ void Table::push_out(int stripe, const Write& write, std::span<const Slot> slots
   const uint32_t epoch = epoch_.load(std::memory_order_relaxed);
   const auto sink = eviction_->sink();
   std::vector<int64_t> gone;
+  int64_t ages = 0, youngest = Budget::kUnlimited, oldest = 0;
   for (size_t i = 0; i < slots.size(); ++i) {
     if (i + 8 < slots.size()) __builtin_prefetch(contents.rows.time_of(slots[i + 8].row()));
     const Slot slot = slots[i];
     const auto id = static_cast<int64_t>(slot.id());
     const uint32_t row = slot.row(), time = contents.rows.time(row);
-    eviction_->count_age(std::max<int64_t>(0, now - time));
+    const int64_t age = std::max<int64_t>(0, now - time);
+    ages += age;
+    youngest = std::min(youngest, age);
+    oldest = std::max(oldest, age);
     if (keeper_) keeper_->leaving(stripe, id, time, slot.time(), contents.rows.row(row));
     if (sink) {
       std::lock_guard lock(sink->mutex);
@@ -72,6 +76,7 @@ void Table::push_out(int stripe, const Write& write, std::span<const Slot> slots
     std::lock_guard lock(gone_mutex_);
     write.gone->insert(write.gone->end(), gone.begin(), gone.end());
   }
+  eviction_->count_ages(ages, youngest, oldest);
   eviction_->evicted.fetch_add(static_cast<int64_t>(slots.size()), std::memory_order_relaxed);
 }
 
@@ -79,6 +84,7 @@ void Table::push_out(int stripe, const Write& write, std::span<const Slot> slots
 int64_t Table::prune(int stripe, Bucket* first, const Write& write, int64_t wanted, uint32_t bound) {
   Index& index = contents_->stripes[stripe].index;
   const Moment& moment = *write.time.moment;
+  const Moment::Order order = moment.order();
   const auto slots = static_cast<uint32_t>(4 * index.buckets());
   thread_local std::vector<uint32_t> keys, places;
   keys.resize(slots);
@@ -88,10 +94,10 @@ int64_t Table::prune(int stripe, Bucket* first, const Write& write, int64_t want
   for (uint32_t b = 0; b < index.buckets(); ++b) {
     const Bucket& bucket = first[b];
     for (int lane = 0; lane < 4; ++lane) {
-      const uint32_t has = bucket.time[lane], key = moment.key(has);
+      const uint32_t has = bucket.time[lane], key = order.key(has);
       keys[count] = key;
       places[count] = 4 * b + static_cast<uint32_t>(lane);
-      const bool may = (bucket.row[lane] >= kFirstRow) & (key <= bound) & !moment.just_written(has);
+      const bool may = (bucket.row[lane] >= kFirstRow) & (key <= bound) & !order.just_written(has);
       if (ages && may && !may_leave(moment, {first + b, lane}, write.now_s)) continue;
       lowest = may ? std::min(lowest, key) : lowest;
       count += may;

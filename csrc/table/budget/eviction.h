@@ -113,13 +113,13 @@ class Eviction {
     hits.fetch_add(written - made, std::memory_order_relaxed);
     if (turned_away) refused.fetch_add(turned_away, std::memory_order_relaxed);
   }
-  void count_age(int64_t age) {
-    age_sum.fetch_add(age, std::memory_order_relaxed);
+  void count_ages(int64_t sum, int64_t lowest, int64_t highest) {
+    age_sum.fetch_add(sum, std::memory_order_relaxed);
     int64_t seen = youngest.load(std::memory_order_relaxed);
-    while ((seen < 0 || age < seen) && !youngest.compare_exchange_weak(seen, age)) {
+    while ((seen < 0 || lowest < seen) && !youngest.compare_exchange_weak(seen, lowest)) {
     }
     seen = oldest.load(std::memory_order_relaxed);
-    while (age > seen && !oldest.compare_exchange_weak(seen, age)) {
+    while (highest > seen && !oldest.compare_exchange_weak(seen, highest)) {
     }
   }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.comm.ranks.ranks import AllToAll
 from shoal.durable import MANIFEST, Saved, digests_below, read_saved, replace_files
-from shoal.errors import DataError, PeerError
+from shoal.errors import ConfigError, DataError, PeerError
 from shoal.fid import shard_of
 from shoal.sharded import environment as env
 from shoal.sharded.all_to_all.backend import default_backend
@@ -89,6 +89,11 @@ class AllToAllHashTable:
         self.dim_size = self.shape.dim_size
         self.config = self.shape.config
         self.way = Way.parse(way)
+        if self.way.kind in ("column", "data") and getattr(self.shape, "has_budget", False):
+            raise ConfigError(
+                f"table {self.name!r}: a table with max_rows or max_bytes must be spread by row or be on one rank, got "
+                f"way={str(way)!r}: ranks that hold slices or copies of a row would let different ones go"
+            )
         if self.world_size > 1:
             self.way.check(self.name, self.dim_size, self.world_size, self.shape)
         self.table = self._own()

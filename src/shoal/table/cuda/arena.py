@@ -28,6 +28,8 @@ class Arena:
         self.layout, self.device = layout, device
         self.room = 1
         """Rows there is memory for."""
+        self.limit = MAX_ROWS
+        """Rows there may be memory for: of a table with a budget fewer than can be numbered."""
         self.words = make_store(1, torch.float32, device, min(MAX_ROWS * layout.stride, most_words(device)))
         self.times = make_store(1, torch.int32, device, MAX_ROWS)
         self.epochs: Store | None = None
@@ -63,7 +65,7 @@ class Arena:
             raise CapacityError(f"a group of GPU tables holds {MAX_ROWS} rows at most, {rows} are needed")
         # As much again while that is little: taking pages costs the host time.
         more = min(self.room, (4 << 30) // (4 * self.layout.stride))
-        wanted = min(MAX_ROWS, max(rows, self.room + max(more, self.room // 8)))
+        wanted = max(rows, min(self.limit, self.room + max(more, self.room // 8)))
         try:
             self.words.grow(0, wanted * self.layout.stride)
         except CapacityError:

@@ -233,7 +233,7 @@ class CachedHashTable(CudaHashTable):
 
     # --- the table's calls --------------------------------------------------------------------------------------------
 
-    def _insert(self, ids: Tensor, **options: Any) -> Tensor:
+    def _insert(self, ids: Tensor, scores: Tensor | None = None, **options: Any) -> Tensor:
         if not self._host.has_filter():  # else `_filtered` has brought them
             self._bring(ids, create=True)
         rows = super()._insert(ids, **options)

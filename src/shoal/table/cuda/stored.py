@@ -13,13 +13,15 @@ from torch import Tensor
 from shoal import _core
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table.arguments import as_ids, as_int, as_rows
+from shoal.table.budget.evicted import EvictionStats, MissRatioCurve
 from shoal.table.cuda import bridge, compiled
 from shoal.table.cuda.backend import as_device
+from shoal.table.cuda.budget import Collected, GpuBudget
 from shoal.table.cuda.changes import Changes
 from shoal.table.cuda.judge import Judge
 from shoal.table.cuda.layout import row_layout
 from shoal.table.cuda.marks import Marks
-from shoal.table.cuda.storage import Storage
+from shoal.table.cuda.storage import FRESH, Storage
 from shoal.table.table import HashTable
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -53,11 +55,10 @@ class StoredTable(HashTable):
 
     def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
         self.device = as_device(device, self.name)
-        if self.has_budget:
-            raise UnsupportedError(f"table {self.name!r}: max_rows and max_bytes work on CPU tables so far")
         self.deterministic = deterministic
         self._layout = row_layout(self.table_config, self.first_column)
         self._seed = hash_id(self.seed + _GOLDEN)
+        self._budget = GpuBudget(self) if self.has_budget else None
         self._rounds = any(s.native.stochastic_rounding for s in self._layout.segments)
         self._shared: Storage | None = None
         self._making = threading.Lock()
@@ -83,13 +84,18 @@ class StoredTable(HashTable):
         if self._shared is None:
             with self._making:
                 if self._shared is None:
-                    self._shared = Storage(self._layout, self.device)
+                    storage = Storage(self._layout, self.device)
+                    if self._budget is not None:
+                        self._budget.limit(storage)
+                    self._shared = storage
         return self._shared
 
     def join(self, storage: Storage, number: int) -> None:
         """Makes this table, which has no rows yet, number ``number`` of a storage."""
         if self._shared is not None:
             raise ConfigError(f"table {self.name!r} must have no rows of its own")
+        if self._budget is not None:
+            raise UnsupportedError(f"table {self.name!r}: tables of a MultiHashTable on a GPU have no budgets so far")
         self._shared, self._number = storage, number
 
     @property
@@ -160,14 +166,88 @@ class StoredTable(HashTable):
         counts[self._number] = n
         return counts
 
-    def _insert(self, ids: Tensor, **options: Any) -> Tensor:
+    def _insert(self, ids: Tensor, scores: Tensor | None = None, **options: Any) -> Tensor:
+        budget = self._budget
         try:
-            return self._storage.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
+            if budget is not None:
+                budget.make_space(self, ids, int(options.get("time", 0)))
+            rows = self._storage.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
+            if budget is not None:
+                new = bool(options.get("only_new"))
+                budget.written(rows, FRESH, scores=scores, only_new=new, room=self._storage.arena.room)
+            return rows
         except CapacityError as error:
             raise CapacityError(
                 f"table {self.name!r}: no room for {ids.numel()} ids more: {error}; nothing was changed. "
                 "Evict rows, use a narrower optimizer state, or put a CachedHashTable over a CPU table"
             ) from None
+
+    # --- its budget ---------------------------------------------------------------------------------------------------
+
+    def pin(self, ids: Tensor) -> None:
+        """As `HashTable.pin`."""
+        self._set_pinned("pin", lambda pinned, ids: torch.unique(torch.cat([pinned, ids])), ids)
+
+    def unpin(self, ids: Tensor) -> None:
+        """As `HashTable.unpin`."""
+        self._set_pinned("unpin", lambda pinned, ids: pinned[~torch.isin(pinned, ids)], ids)
+
+    def _set_pinned(self, call: str, change: Callable[[Tensor, Tensor], Tensor], ids: Tensor) -> None:
+        self._check_budget(call)
+        assert self._budget is not None
+        ids = as_ids(ids, self.name, device=self.device)
+        with self._storage:
+            self._budget.pinned = change(self._budget.pinned, ids)
+
+    def pinned(self) -> Tensor:
+        """As `HashTable.pinned`."""
+        self._check_budget("pinned")
+        assert self._budget is not None
+        return self._budget.pinned.sort().values.cpu()
+
+    def collect_evicted(self, limit: int = 1 << 20) -> Collected:  # type: ignore[bad-override]
+        """As `HashTable.collect_evicted`; the rows are copied to host memory."""
+        self._check_budget("collect_evicted")
+        return Collected(self, limit)
+
+    @in_turn
+    def eviction_stats(self) -> EvictionStats:
+        """As `HashTable.eviction_stats`; occurrences of an id count each. Waits for the device."""
+        self._check_budget("eviction_stats")
+        assert self._budget is not None
+        return self._budget.stats()
+
+    def miss_ratio_curve(self) -> MissRatioCurve:
+        """Refused: ids are not sampled on a GPU."""
+        raise UnsupportedError(f"table {self.name!r}: miss_ratio_curve works on CPU tables")
+
+    @in_turn
+    def next_eviction_epoch(self) -> int:
+        """As `HashTable.next_eviction_epoch`."""
+        self._check_epochs()
+        assert self._budget is not None
+        return self._budget.next_epoch()
+
+    def set_score(self, score: float | None) -> None:
+        """As `HashTable.set_score`."""
+        self._check_scores()
+        assert self._budget is not None
+        self._budget.set_score(score)
+
+    def _eviction_state(self) -> dict[str, Any]:
+        assert self._budget is not None
+        return self._budget.state()
+
+    def _set_eviction_state(self, state: dict[str, Any]) -> None:
+        assert self._budget is not None
+        self._budget.set_state(state)
+
+    def _policy_keys(self, ids: Tensor) -> Tensor:
+        assert self._budget is not None
+        rows = self._storage.find(ids, self._number, "rows")
+        if self._budget.kept.size(0) <= 1:
+            return torch.full_like(ids, -1)
+        return torch.where(rows >= 0, self._budget.keys(rows.clamp(min=0)), -1)
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
@@ -179,7 +259,7 @@ class StoredTable(HashTable):
 
     def memory_bytes(self) -> int:
         """Bytes of GPU memory for index and rows (of all tables of a `MultiHashTable` that share them)."""
-        return self._storage.bytes()
+        return self._storage.bytes() + (0 if self._budget is None else self._budget.kept.bytes())
 
     @property
     def max_update_time(self) -> int:

@@ -140,7 +140,7 @@ class CudaHashTable(StoredTable):
     @in_turn
     def _assign(self, ids: Any, values: Any, req_time: Any, scores: Any, add: bool) -> HashTable:
         ids, values, seconds = self._write_arguments(ids, values, req_time)
-        self._scores(ids, scores, seconds)
+        numbers = self._scores(ids, scores, seconds)
         self._judge.check()
         how = "raise" if self.finite_values else "ignore"
         gate, _ = self._judge.judge(values, self.dim_size, how, "values")
@@ -149,7 +149,7 @@ class CudaHashTable(StoredTable):
         drop = self._filtered(ids, dedup=False, remember=add)
         if self._layout.skip_zero and not add:
             ids, values, drop = self._without_zeros(ids, values, drop)
-        rows = self._insert(ids, time=seconds, drop=drop, gate=gate)
+        rows = self._insert(ids, time=seconds, drop=drop, gate=gate, scores=numbers)
         self._host.raise_max_update_time(seconds)
         self._version += 1
         self._storage.arena.start_fresh(rows, ids, self._seed)
@@ -228,7 +228,7 @@ class CudaHashTable(StoredTable):
         if drop is not None and self._host.has_filter() and bool((drop != 0).all()):
             self._host.raise_max_update_time(seconds)
             return
-        rows = self._insert(ids, time=seconds, drop=drop, gate=gate)
+        rows = self._insert(ids, time=seconds, drop=drop, gate=gate, scores=scores)
         self._host.raise_max_update_time(seconds)
         if ids.numel() == 0:
             return

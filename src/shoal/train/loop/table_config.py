@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from shoal.errors import ConfigError, did_you_mean
+from shoal.table.config.durations import bytes_of
 from shoal.table.config.optim import ROW_OPTIMIZERS
 
 Combiner = Literal["sum", "mean", "sqrtn", "max", "firstn"]
@@ -40,6 +41,9 @@ class FeatureConfig:
     init_scale: float | None = None
     expire_after: str | None = None
     """``"never"`` where ``[table]`` has an expiry and this feature has none."""
+    max_rows: int | None = None
+    max_bytes: int | str | None = None
+    evict: str | None = None
     admit_after: int | None = None
     admit_capacity: int | None = None
     table: str | None = None
@@ -75,7 +79,13 @@ class TableConfig:
     max_length: int | None = None
     """Rows of ``firstn``."""
     expire_after: str | None = None
-    """Text such as 30d: rows that were not updated for so long are removed at checkpoints."""
+    """Text such as 30d or 12h: rows that were not updated for so long are removed at checkpoints."""
+    max_rows: int | None = None
+    """Rows of each table, on each rank and server; at the limit those leave that ``evict`` names."""
+    max_bytes: int | str | None = None
+    """Bytes of each table, index and rows, on each rank and server: a number or text such as 8GiB."""
+    evict: str | None = None
+    """lru (the default), lfu, epoch_lru or epoch_lfu: which rows leave a table that is full. An epoch is a day."""
     admit_after: int = 0
     """An id gets a row once it was learnt from more often than this, at most 14; before that it counts as zeros. Raise
     it when rows of ids that come once fill the memory."""
@@ -126,7 +136,20 @@ class TableConfig:
             "initializer": initializer,
             "expire_after": self.expire_after,
             "name": self.name,
+            **self.budget(),
         }
+
+    def budget(self) -> dict[str, Any]:
+        """The keywords of `shoal.HashTable` that limit it; none for a table that grows."""
+        if self.max_rows is None and self.max_bytes is None:
+            return {}
+        from shoal.table.budget.policies import EpochLfu, EpochLru
+
+        epochs = {"epoch_lru": EpochLru(every="1d"), "epoch_lfu": EpochLfu(every="1d")}
+        return {
+            "max_rows": self.max_rows, "max_bytes": self.max_bytes,
+            "evict": epochs.get(self.evict or "lru", self.evict or "lru"),
+        }  # fmt: skip
 
     def filter(self) -> dict[str, Any] | None:
         """The admission filter, as `shoal.sharded.ps_table` takes it."""
@@ -142,7 +165,7 @@ class TableConfig:
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint's rows depend on. Settings that came after version 0.1 are named where they are set."""
-        free = ["features", "device", "lr", "expire_after"]
+        free = ["features", "device", "lr", "expire_after", "max_rows", "max_bytes", "evict"]
         if not self.admit_after:
             free += ["admit_after", "admit_capacity"]
         if self.initializer == "uniform":
@@ -152,9 +175,23 @@ class TableConfig:
         return {name: value for name, value in asdict(self).items() if name not in free}
 
 
+def _check_budget(section: str, given: dict[str, Any]) -> None:
+    at_least(section, given, max_rows=1)
+    if given["max_bytes"] is not None:
+        bytes_of(given["max_bytes"], f"[{section}] max_bytes")
+    if given["evict"] is None:
+        return
+    policies = ["lru", "lfu", "epoch_lru", "epoch_lfu"]
+    if given["evict"] not in policies:
+        raise ConfigError(f"[{section}] evict must be one of {policies}, got {given['evict']!r}")
+    if given["max_rows"] is None and given["max_bytes"] is None:
+        raise ConfigError(f"[{section}] evict needs max_rows or max_bytes: a table without is never full")
+
+
 def _check(section: str, given: dict[str, Any]) -> None:
     """Refuses wrong settings of a table, with the section that they are in."""
     at_least(section, given, dim=1, lr=0, init_scale=0, admit_after=0, admit_capacity=1000, max_length=1)
+    _check_budget(section, given)
     if given["admit_after"] > 14:
         raise ConfigError(f"[{section}] admit_after must be at most 14, got {given['admit_after']}")
     if given["combiner"] == "firstn" and given["max_length"] is None:

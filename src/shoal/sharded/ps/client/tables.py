@@ -13,6 +13,8 @@ from shoal.sharded.distributed_table import DistributedHashTable
 from shoal.sharded.ps.client.client import PsClient
 from shoal.sharded.ps.client.remote import RemoteHashTable
 from shoal.sharded.ps.protocol import Op, Request
+from shoal.table.budget.calls import own_policy
+from shoal.table.budget.limits import MemoryBudget
 from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.config.optim import as_row_optimizer
 from shoal.table.table import HashTable
@@ -30,15 +32,17 @@ def ps_table(
 ) -> DistributedHashTable:
     """A table over all servers of a client, made there if it is not there yet.
 
-    ``dim`` and the keywords (``optimizer``, ``initializer``, ``expire_after``, ``lr``) are those of `shoal.HashTable`;
-    every worker gives the same. A write without ``req_time`` is stamped with the server's time, as that of a
-    `shoal.HashTable` is with this process's. The rows of new ids follow from ``seed`` and the id, whatever the number
-    of servers. ``filter`` describes an admission filter that every server makes for itself: ``type``
-    (sliding_hash_filter or probabilistic_filter), ``capacity``, ``split_num``, and ``config`` (a serialized threshold
-    message in hex).
+    ``dim`` and the keywords (``optimizer``, ``initializer``, ``expire_after``, ``lr``, ``max_rows``, ``max_bytes``,
+    ``evict``) are those of `shoal.HashTable`; every worker gives the same. Limits are those of each server's part.
+    A write without ``req_time`` is stamped with the server's time, as that of a `shoal.HashTable` is with this
+    process's. The rows of new ids follow from ``seed`` and the id, whatever the number of servers. ``filter``
+    describes an admission filter that every server makes for itself: ``type`` (sliding_hash_filter or
+    probabilistic_filter), ``capacity``, ``split_num``, and ``config`` (a serialized threshold message in hex).
     """
     if not isinstance(client, PsClient):
         raise ConfigError(f"ps_table {name!r}: the first argument must be a PsClient(addresses), got {client!r}")
+    if isinstance(table.get("max_bytes"), MemoryBudget) or own_policy(table.get("evict")) is not None:
+        raise ConfigError(f"ps_table {name!r}: max_bytes must be a size and evict a policy of shoal's on servers")
     config = HashTable(dim, name=name, **table).config
     return DistributedHashTable(
         client.num_ps,
@@ -59,6 +63,8 @@ def load_tables(path: str | os.PathLike[str]) -> dict[str, tuple[HashTableConfig
         optimizer = { kind = "adagrad", lr = 0.05 }   # or just "adagrad"
         initializer = "uniform"
         expire_after = "30d"
+        max_bytes = "8GiB"                            # of this table, on each server
+        evict = "lru"
     """
     try:
         with open(path, "rb") as file:
@@ -91,7 +97,7 @@ def _table(where: str, name: str, given: dict[str, Any], seed: int) -> tuple[Has
         except TypeError as error:
             raise ConfigError(f"{where}: {error}") from None
     as_row_optimizer(optimizer)
-    unknown = set(given) - {"dim", "initializer", "expire_after", "lr"}
+    unknown = set(given) - {"dim", "initializer", "expire_after", "lr", "max_rows", "max_bytes", "evict"}
     if unknown or "dim" not in given:
         raise ConfigError(
             f"{where}: dim must be given, and there is no option {', '.join(sorted(unknown)) or 'but those listed'}"

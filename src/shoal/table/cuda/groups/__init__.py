@@ -32,4 +32,11 @@ def _fusable(table: CudaHashTable) -> bool:
     """Not what asks the host about every new id, brings its rows from there, or shows other numbers than rows hold."""
     layout = table._layout
     rounds = any(s.native.stochastic_rounding for s in layout.segments)
-    return table.grows and not layout.serving and layout.plain and not rounds and not table._host.has_filter()
+    return (
+        table.grows
+        and not table.has_budget
+        and not layout.serving
+        and layout.plain
+        and not rounds
+        and not table._host.has_filter()
+    )

@@ -24,6 +24,8 @@ class Storage(Index):
     """An `Index` that several threads and streams may use, by turns."""
 
     max_load = ik.FULL.value / 8
+    most_buckets = 1 << 40
+    """Buckets of a table that has as many ids as its budget allows."""
 
     def __init__(self, layout: RowLayout, device: torch.device, tables: int = 1) -> None:
         super().__init__(layout, device, tables)
@@ -154,7 +156,7 @@ class Storage(Index):
         for table, size in enumerate(self.counts.sizes_needed(counts)):
             buckets = self._buckets[table]
             while self._capacity(buckets) < size:
-                buckets *= 2 if buckets >= 1 << 20 else 4
+                buckets = min(buckets * (2 if buckets >= 1 << 20 else 4), max(self.most_buckets, buckets + 1))
             if buckets > self._buckets[table]:
                 self._grow_index(table, buckets, empty=size == counts[table])
 
