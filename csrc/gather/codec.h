@@ -9,7 +9,7 @@ namespace shoal::gather {
 enum class Codec : int { packed12, i32 };
 enum class Values : int { u8, f32, f16, bf16 };  // u8 goes through a table of 256 float32
 
-// One parameter of one payload, as it lies in its file. `table` is used with Values::u8 only.
+// One parameter of one payload, as it is in its file. `table` is used with Values::u8 only.
 struct Encoded {
   const uint8_t* indices;
   const uint8_t* values;

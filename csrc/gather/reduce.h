@@ -10,7 +10,7 @@ namespace shoal::gather {
 
 enum class Reduction : int { count_mean, peer_mean, sum };
 
-// Where chunks lie in the parameter seen as (rows, columns): `across` chunks of `height` x `width` a grid row. Only
+// Where chunks are in the parameter seen as (rows, columns): `across` chunks of `height` x `width` a grid row. Only
 // rows [row0, row1) and columns [column0, column1) are written, to `dense`, whose rows have `stride` elements.
 struct Grid {
   int64_t across, height, width;

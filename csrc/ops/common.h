@@ -37,7 +37,7 @@ std::unique_ptr<T[]> scratch(int64_t n) {
 [[noreturn]] inline void fail(const std::string& message) { throw std::invalid_argument(message); }
 
 [[noreturn]] inline void fail_range(const char* what, int64_t value, int64_t at, int64_t limit) {
-  fail(std::string(what) + " must lie in [0, " + std::to_string(limit) + "), got " + std::to_string(value) +
+  fail(std::string(what) + " must be in [0, " + std::to_string(limit) + "), got " + std::to_string(value) +
        " at position " + std::to_string(at));
 }
 

@@ -23,7 +23,7 @@ void gather_piece(const std::vector<const float*>& parts, const std::vector<int6
     const int64_t offset = offsets[j];
     if (offset < 0 || offset >= edges.back() || offset + w > edges[part_of(offset) + 1])
       throw std::invalid_argument("offset " + std::to_string(offset) + " (row " + std::to_string(j) + ") with " +
-                                  std::to_string(w) + " floats lies in no part");
+                                  std::to_string(w) + " floats is in no part");
   };
   for (int64_t j = begin; j < end; ++j) check(j);
   auto address = [&](int64_t j) {

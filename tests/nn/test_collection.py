@@ -349,3 +349,21 @@ def test_a_copy_trains_tables_of_its_own_and_state_comes_back():
     bags(make_batch(1)).sum().backward()
     same(tables, twin.tables)
     same(tables, fresh.tables)
+
+
+def test_plans_of_ever_new_sets_of_features_are_forgotten(monkeypatch):
+    from shoal.nn.read import tables as kept
+    from shoal.table import local
+
+    monkeypatch.setattr(kept, "PLANS", 4)
+    monkeypatch.setattr(local, "_KEPT", 4)
+    tables = {name: shoal.HashTable(2, name=f"forgotten-{name}") for name in "abcdef"}
+    bags = HashEmbeddingBag(tables, output="dict")
+    ids = (torch.tensor([1]), torch.tensor([0, 1]))
+    for first in "abcdef":
+        for second in "abcdef":
+            if first < second:
+                out = bags({first: ids, second: ids})
+                torch.testing.assert_close(out[first], tables[first].lookup(ids[0], insert_missing=True))
+    assert len(bags._tables._plans) <= 4
+    assert all(len(group._wirings) <= 4 for group in bags.groups())

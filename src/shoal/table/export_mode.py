@@ -50,10 +50,6 @@ class ExportContext:
         return dict(self._sub_graphs)
 
     @property
-    def dense_sub_graphs(self) -> dict[str, SubGraph]:
-        return dict(self._dense_sub_graphs)
-
-    @property
     def sub_graph_num(self) -> int:
         """How many graphs ``sub_graph`` has made."""
         return len(self._sub_graphs)

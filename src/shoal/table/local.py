@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 _int64, _float32 = torch.int64, torch.float32
+_KEPT = 1024  # wirings
 _Wiring = _core.Wiring  # methods that take addresses are called on the class; see table.py
 
 
@@ -116,6 +117,8 @@ class LocalGroup:
             return wiring
         wiring = self._wirings.get(features)
         if wiring is None:
+            if len(self._wirings) >= _KEPT:
+                self._wirings.pop(next(iter(self._wirings)), None)
             wiring = self._wirings[features] = self._wire(features)
         self._last = (features, wiring)
         return wiring

@@ -96,10 +96,6 @@ class FakeTFServing:
                 for version, state in versions.items():
                     versions[version] = _NEXT.get(state, state)  # pyrefly: ignore
 
-    def add_version(self, model: str, version: int) -> None:
-        with self._lock:
-            self._models.setdefault(model, {})[version] = State.START
-
     def set_state(self, model: str, version: int, state: int) -> None:
         with self._lock:
             self._models.setdefault(model, {})[version] = state

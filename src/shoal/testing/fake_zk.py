@@ -239,6 +239,3 @@ class FakeElection:
 
     def cancel(self) -> None:
         self._cancelled = True
-
-    def contenders(self) -> list[str]:
-        return [self.identifier or ""]

@@ -191,10 +191,6 @@ class GradientSpec:
         item = 4 if self.quant is None else 1
         return sum(p.chunks * (p.index_bytes + item * p.k) for p in self.params)
 
-    @property
-    def total_chunks(self) -> int:
-        return sum(p.chunks for p in self.params)
-
     def to_json(self) -> str:
         quant = (
             None if self.quant is None else {"bins": self.quant.bins, "range_sigmas": float(self.quant.range_sigmas)}

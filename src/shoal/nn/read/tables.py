@@ -15,6 +15,9 @@ from shoal.nn.read.plan import Feature, Plan, make_plan
 from shoal.nn.update.steps import refresh
 from shoal.table.protocol import Group, groups_of
 
+PLANS = 1024
+"""Plans that a module keeps: one for each set of features that came together, in each order."""
+
 
 class Tables:
     """One table for everything, or tables by name. A deep copy has copies of the tables; nothing is pickled."""
@@ -64,8 +67,15 @@ class Tables:
                 order = sorted(range(len(batch)), key=lambda number: self.place(batch[number]))
             every = [keeper.table for keeper in self.distinct]
             plan = make_plan(every, features, order=order, padding=self.padding, by_rows=by_rows)
+            if len(self._plans) >= PLANS:
+                self._forget_one()
             self._plans[batch, by_rows] = plan
         return plan
+
+    def _forget_one(self) -> None:
+        """Drops the oldest plan that no compiled graph has used, which would look for it."""
+        oldest = next((key for key, plan in list(self._plans.items()) if not plan.opaque), None)
+        self._plans.pop(oldest, None)  # pyrefly: ignore[bad-argument-type]
 
     def groups(self) -> list[Group]:
         """The groups of a batch with all features, in the order in which they are asked."""

@@ -207,7 +207,7 @@ def input_sizes(exported: torch.export.ExportedProgram) -> dict[str, list[InputS
     for node in exported.graph.nodes:
         if node.op == "placeholder" and node.name in keywords:
             texts = [str(size) for size in node.meta["val"].shape]
-            limits = [ranges.get(text, ("0", "")) for text in texts]  # an upper bound that is no number is none
+            limits = [ranges.get(text, ("0", "")) for text in texts]  # an upper bound that is not a number is no bound
             found[keywords[node.name]] = [
                 InputSize(text, int(low) if low.isdecimal() else 0, int(high) if high.isdecimal() else None)
                 for text, (low, high) in zip(texts, limits, strict=True)

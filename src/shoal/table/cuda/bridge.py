@@ -14,7 +14,7 @@ from shoal import _core
 from shoal.table.cuda.storage import ROW, Storage
 
 CHUNK_BYTES = 256 << 20
-SAVED_BYTES = 32 << 20  # of rows that a save takes at once; as many lie in host memory as it has writers, and two more
+SAVED_BYTES = 32 << 20  # of rows that a save takes at once; host memory holds as many as it has writers, and two more
 
 
 def to_host(storage: Storage, ids: Tensor, rows: Tensor, native: _core.Table) -> None:

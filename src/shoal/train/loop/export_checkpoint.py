@@ -54,7 +54,7 @@ def export_checkpoint(
         raise ConfigError(f"{saved.folder} was not written by `shoal train`")
     if "served" not in content:
         raise ConfigError(
-            f"{saved.folder} was written by an earlier version, without what an export needs; go on from it with "
+            f"{saved.folder} was written by an earlier version, without what an export needs; resume from it with "
             "`shoal train` and [serve] dir"
         )
     features = ServedFeatures.read(content["served"], Path(saved.folder))

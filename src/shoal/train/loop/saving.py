@@ -189,7 +189,7 @@ class Saver:
             number += 1
             folder = f"{dated}-{number}"
         os.mkdir(folder)
-        for step in steps:  # the newest last: until then a run that is killed here goes on from it
+        for step in steps:  # the newest last: until then a run that is killed here resumes from it
             path = self.series.path(step)
             move_folder(path, os.path.join(folder, os.path.basename(path)))
         sync_folder(folder)

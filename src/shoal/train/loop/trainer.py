@@ -44,7 +44,7 @@ class Trainer:
     Args:
         hooks: called around every step, after those of ``[train] hooks``: objects of `shoal.train.SessionRunHook`, or
             functions that take the trainer and return one.
-        fresh: do not go on from the checkpoints in ``out.dir``; they are moved into a folder of their own there.
+        fresh: do not resume from the checkpoints in ``out.dir``; they are moved into a folder of their own there.
         init_from: a checkpoint of another run, whose rows and weights this one begins with, as far as they fit. A run
             that resumes from a checkpoint of its own has them already.
     """

@@ -363,7 +363,7 @@ def room_left(described, origin, TABLES: tl.constexpr):
 def close(tally, told, described, origin, number, TABLES: tl.constexpr):
     """Makes the tally ready for the next update, and tells the host of bad gradients and of the room that is left.
 
-    ``number`` is the update's; -1 in a captured graph, which is no update that the host counts.
+    ``number`` is the update's; -1 in a captured graph, whose updates the host does not count.
     """
     if tl.program_id(0) == 0:
         last = tl.load(tally + NUMBER)
@@ -413,7 +413,7 @@ def step_within(
     STRIDE: tl.constexpr, WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums the gradients of equal rows in order and steps each row once, for rows whose gradients lie in one block.
+    """Sums the gradients of equal rows in order and steps each row once, for rows whose gradients are in one block.
 
     ``keys`` are sorted, ``order`` has their positions. The sum of a row that goes on in the next block is left in
     the workspace, and what a block adds to a row from the block before; `step_across` does the rest.
@@ -465,7 +465,7 @@ def step_across(
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr,
     LINES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Steps the rows whose gradients lie in several blocks of `step_within`; a program looks at TILES blocks."""
+    """Steps the rows whose gradients are in several blocks of `step_within`; a program looks at TILES blocks."""
     each = tl.arange(0, TILES)
     tile = tl.program_id(0).to(tl.int64) * TILES + each
     begin = tile * TILE

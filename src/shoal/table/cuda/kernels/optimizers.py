@@ -137,7 +137,7 @@ def update_summed(
     WEIGHT: tl.constexpr, STATE: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums the gradients of equal rows in order and steps each row once, for rows whose gradients lie in one block.
+    """Sums the gradients of equal rows in order and steps each row once, for rows whose gradients are in one block.
 
     ``rows`` are sorted, ``order`` has their positions. The sum of a row that goes on in the next block is left in
     ``opened``, what a block adds to a row from the block before in ``closed``; `update_crossing` does the rest.
@@ -186,7 +186,7 @@ def update_crossing(
     WEIGHT: tl.constexpr, STATE: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr, DIM: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Steps the rows whose gradients lie in several blocks of `update_summed`; a program looks at TILES blocks.
+    """Steps the rows whose gradients are in several blocks of `update_summed`; a program looks at TILES blocks.
 
     Most of them end one or two blocks on. An id may have been in thousands of them: then SPAN sums are taken at once.
     """

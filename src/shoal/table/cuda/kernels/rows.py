@@ -40,7 +40,7 @@ def _start_rows(
     D: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, STATE: tl.constexpr, VECTORS: tl.constexpr,
     TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a segment of new rows, which begin at words ``at``: weights ``w`` and a state that knows no gradient."""
+    """Writes a segment of new rows, which begin at words ``at``: weights ``w`` and the state before any gradient."""
     m = here[:, None] & (d < D)[None, :]
     tl.store(arena + at[:, None] + WEIGHT + d[None, :], w, mask=m)
     state = arena + at[:, None] + STATE + d[None, :]

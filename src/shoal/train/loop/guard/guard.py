@@ -140,7 +140,7 @@ class Guard:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, which knows no infinities."""
+    """As JSON has it, which has no infinities."""
     if isinstance(value, float):
         return value if np.isfinite(value) else str(value)
     if isinstance(value, dict):
