@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import shoal
 from shoal.errors import ConfigError, DataError
 from shoal.serving import (
     Client,
@@ -26,6 +27,7 @@ from shoal.serving import (
     ServerSecurity,
     StatusError,
     gen_model_config,
+    publish,
 )
 from shoal.serving.client.caller import may_retry
 from shoal.serving.client.columns import Form, Forms, columns_of, cut, joined, kind_of, rows_of
@@ -36,6 +38,7 @@ from shoal.table import test_hash_table
 from shoal.testing.commands import Command
 from tests.serving.helpers import Net, eventually, free_port
 from tests.serving.test_remote_predict import Recorder
+from tests.serving.test_security import certificates  # noqa: F401  (the fixture)
 
 WAIT = 60
 
@@ -415,6 +418,34 @@ def test_closing_ends_what_is_under_way():
     hangs.goes_on.set()
 
 
+def test_predictions_and_publishing_speak_tls_with_certificates(serve, certificates):  # noqa: F811
+    own = {"ca": certificates / "ca.pem"}
+    mutual = ServerSecurity(
+        certificate=certificates / "server.pem", key=certificates / "server.key", client_ca=certificates / "ca.pem",
+        tokens={"trainer": "secret"},
+    )  # fmt: skip
+    server = serve(security=mutual)
+    good = {"user": [1], "price": [[0.0, 1.0]]}
+    known = ClientSecurity(
+        certificate=certificates / "trainer.pem", key=certificates / "trainer.key", token="secret", **own
+    )
+    with Client(server.address, model="m", security=known) as client:
+        before = client.predict(good)["score"].item()
+        assert asyncio.run(client.predict_async(good))["score"].shape == (1,)
+    for wrong in (ClientSecurity(**own), None):  # without a certificate; without TLS
+        with Client(server.address, model="m", security=wrong, deadline=1.0) as client:
+            with pytest.raises(StatusError) as failure:
+                client.predict(good)
+            assert failure.value.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.UNAUTHENTICATED)
+    (name,) = server.model("m").current().servable.tables
+    table = shoal.HashTable(4, initializer="zeros")
+    with publish({name: table}, targets=[server.address], model="m", security=known, every=None) as publication:
+        table.assign(torch.tensor([1]), torch.full((1, 4), 3.0))
+        publication.flush(WAIT)
+    with Client(server.address, model="m", security=known) as client:
+        assert client.predict({"user": [1], "price": [[0.0, 1.0]]})["score"].item() != pytest.approx(before)
+
+
 # --- processes that are killed ----------------------------------------------------------------------------------------
 
 
@@ -532,6 +563,23 @@ def test_replicas_of_a_registry_appear_and_leave(tmp_path):
     finally:
         first.kill()
         second.kill()
+
+
+def test_replicas_of_a_zookeeper_are_found_and_leave(tmp_path, zookeeper):
+    pytest.importorskip("kazoo")
+    export(tmp_path)
+    replica = Served(tmp_path, "--registry", zookeeper.hosts)
+    good = {"user": [1], "price": [[0.0, 1.0]]}
+    try:
+        replica.start()
+        with Client(f"zk://{zookeeper.hosts}", model="m", deadline=WAIT) as client:
+            assert client.predict(good)["score"].shape == (1,)
+            assert list(client.replicas()) == [replica.address]
+            replica.process.terminate()
+            replica.process.wait(WAIT)
+            eventually(lambda: not client.replicas(), WAIT, "the replica to leave")
+    finally:
+        replica.kill()
 
 
 def test_a_registry_that_is_away_is_told(refused):
