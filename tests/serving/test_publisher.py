@@ -160,6 +160,25 @@ def test_multi_tables_and_codecs_are_what_the_replica_has(serve, publish, tmp_pa
     assert scores(server, [1, 2]) == pytest.approx([2 * half] * 2, abs=1e-7)
 
 
+def test_a_table_is_found_by_the_slot_that_features_look_it_up_by(serve, publish, tmp_path):
+    table = test_hash_table(2, name_suffix="some")
+    tool = ModelExporter(tmp_path, model_name="m", net=Score(), features={"user": Feature(slot="people")})
+    tool.export([{"people": table}], global_step=1, timestamp=1)
+    server = serve(config_of(m=(tmp_path / "exported_models", "latest")))
+    source = HandSource({"people": 2})
+    source.learn("people", [1, 2], 3.0)
+    publisher = publish(source, server)
+    publisher.flush(LONG)
+    assert scores(server, [1, 2]) == [6.0, 6.0]
+    source.remove("people", [2])
+    publisher.flush(LONG)
+    assert scores(server, [1, 2]) == [6.0, 0.0]
+    again = source.go_on(2000)
+    again.learn("people", [3], 1.0)
+    publish(again, server).flush(LONG)  # a run that began from nothing
+    assert scores(server, [1, 3]) == [0.0, 2.0]
+
+
 def test_a_table_that_the_replica_does_not_have_is_named(serve, publish, caplog):
     server = serve()
     live_table(server)

@@ -103,6 +103,7 @@ class Rounds:
             "replica": servable.token,
             "complete": complete,
             "exported": exported,
+            "slots": {slot: sub for view in servable.tables.values() for slot, sub in view.slots.items()},
             "signatures": {
                 name: {"tables": list(signature.tables), "codecs": dict(signature.hints or {})}
                 for name, signature in servable.signatures.items()

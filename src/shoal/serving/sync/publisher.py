@@ -20,7 +20,7 @@ from shoal.serving.status import Code, StatusError
 from shoal.serving.sync.history import History, Ids, count, merge
 from shoal.serving.sync.publication import Changes, Source
 from shoal.serving.sync.replica import PublisherStatus, Replica, TargetStatus
-from shoal.serving.sync.target import Package, Target, Wire, places_of
+from shoal.serving.sync.target import Package, Session, Target, Wire, places_of
 from shoal.stamps import Stamp
 
 log = logging.getLogger(__name__)
@@ -438,7 +438,7 @@ class Publisher:
         if have is not None and have.run >= self._run and have >= self._history.floor:
             replica.since, replica.backlog = min(have, stamp), {}
         elif self._went_on(have, session.exported, base):
-            replica.since, replica.backlog = Stamp(self._run, -1), self._own(session.listed)
+            replica.since, replica.backlog = Stamp(self._run, -1), self._own(session, session.listed)
         else:
             everything = replica.target.hello(source.name, self._run, base, True, self._timeout)
             session = dataclasses.replace(session, listed={})
@@ -446,7 +446,7 @@ class Publisher:
                 table: np.unique(np.concatenate([each.numpy() for each in source.scan(table)] or [_NO_IDS]))
                 for table in source.tables
             }
-            replica.since, replica.backlog = stamp, merge(ids, self._own(everything.listed))
+            replica.since, replica.backlog = stamp, merge(ids, self._own(session, everything.listed))
             log.info("%s: %s has %s, which is not followed from here: it is sent all %d rows",
                      source.name, replica.target.address, have or "nothing", count(replica.backlog))  # fmt: skip
         replica.session = session
@@ -458,20 +458,17 @@ class Publisher:
             return False
         return base <= have and have.run < self._run and (exported is None or exported <= base)
 
-    def _own(self, listed: Ids) -> Ids:
+    def _own(self, session: Session, listed: Ids) -> Ids:
         """The ids of this source among those that a replica listed under its own tables' names."""
+        parts: dict[str, list[np.ndarray]] = {}
+        for name, (table, _, _) in places_of(session.layouts, self._source.tables).items():
+            if name in listed:
+                parts.setdefault(table, []).append(listed[name])
         found: Ids = {}
-        for table in self._source.tables:
-            shards = [ids for name, ids in listed.items() if name == table or _shard_of(name) == table]
-            if shards:
-                ids = np.unique(np.concatenate(shards))
-                found[table] = ids[self._source.owns(table, torch.from_numpy(ids)).numpy()]
+        for table, each in parts.items():
+            ids = np.unique(np.concatenate(each))
+            found[table] = ids[self._source.owns(table, torch.from_numpy(ids)).numpy()]
         return found
-
-
-def _shard_of(name: str) -> str:
-    table, _, shard = name.rpartition("_")
-    return table if shard.isdecimal() else ""
 
 
 def _first(ids: Ids, most: int) -> tuple[Ids, Ids]:

@@ -42,6 +42,8 @@ class Layout:
     signature: str
     tables: tuple[tuple[str, int], ...]
     codecs: tuple[tuple[str, str], ...]
+    slots: tuple[tuple[str, str], ...] = ()
+    """(slot, table): other names of tables, those that features look rows up by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class Session:
                 name,
                 tuple((table, int(dim)) for table, dim in each["tables"]),
                 tuple(sorted((alias, codec) for alias, codec in each["codecs"].items() if codec and known(codec))),
+                tuple(sorted(said.get("slots", {}).items())),
             )
             for name, each in sorted(said["signatures"].items())
         )
@@ -245,12 +248,16 @@ Place = tuple[str, int, int]
 
 
 def places_of(layouts: tuple[Layout, ...], tables: Mapping[str, int]) -> dict[str, Place]:
-    """A replica's table -> what of the source goes there: a table of that name and dim, or the ids of one shard of it,
-    ``<name>_<shard>``, where the export has one table for each parameter server."""
+    """A replica's table -> what of the source goes there: a table of that name, or slot, and dim, or the ids of one
+    shard of it, ``<name>_<shard>``, where the export has one table for each parameter server."""
     dims = {name: dim for layout in layouts for name, dim in layout.tables}
-    found: dict[str, Place] = {name: (name, 0, 1) for name, dim in tables.items() if dims.get(name) == dim}
+    slots = {slot: name for layout in layouts for slot, name in layout.slots}
+    found: dict[str, Place] = {}
     for name, dim in tables.items():
-        if name not in dims:
+        there = name if name in dims else slots.get(name, name)
+        if dims.get(there) == dim:
+            found[there] = (name, 0, 1)
+        elif there not in dims:
             shards = 0
             while dims.get(f"{name}_{shards}") == dim:
                 shards += 1
