@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shoal.errors import ConfigError
-from shoal.metrics import emit_counter, emit_timer
+from shoal.metrics import emit_timer
 from shoal.serving.security import ClientSecurity
 from shoal.serving.status import Code, StatusError
 from shoal.serving.sync.history import History, Ids, count, merge
@@ -61,6 +61,7 @@ class Publisher:
         timeout_s: for one round to one replica.
         connect: address -> what speaks to the replica there; by default `Target`.
         backlog_rows: rows that one round reads for a replica that catches up.
+        forgot: told how many ids the history had no room for.
     """
 
     def __init__(
@@ -74,12 +75,13 @@ class Publisher:
         timeout_s: float = 60.0,
         connect: Callable[[str], Wire] | None = None,
         backlog_rows: int = BACKLOG_ROWS,
+        forgot: Callable[[int], None] = lambda ids: None,
     ) -> None:
         self._source, self._model, self._timeout = source, model, timeout_s
         fixed = None if callable(targets) else list(dict.fromkeys(targets))
         self._targets: Callable[[], Sequence[str]] = targets if callable(targets) else lambda: fixed or []
         self._connect = connect or (lambda address: Target(address, model, security))
-        self._backlog_rows = backlog_rows
+        self._backlog_rows, self._forgot = backlog_rows, forgot
         self._capacity = history
         self._history: History | None = None
         self._run = 0
@@ -158,7 +160,7 @@ class Publisher:
         self._weights = changes.weights if changes.weights is not None else self._weights
         fresh = {table: ids.numpy() for table, ids in changes.ids.items() if len(ids)}
         if dropped := self._history.add(changes.stamp, fresh):
-            emit_counter("touched_key_set_dropped", dropped, f"name={self._source.name}")
+            self._forgot(dropped)
             log.warning(
                 "%s: more than %d ids wait for replicas; those that lack older ones are asked what they have",
                 self._source.name, self._capacity,

@@ -72,6 +72,7 @@ class SyncClientHandle:
         self._publisher = Publisher(
             self._source, lambda: self.manager.targets, model="", connect=lambda address: PlainTarget(address, self),
             history=CAPACITY + 1, timeout_s=ROUND_BUDGET_SECS, backlog_rows=1 << 62,
+            forgot=lambda ids: emit_counter("touched_key_set_dropped", ids, f"name={self.name}"),
         )  # fmt: skip
         self._exported = None if self._exported is None else self._source.stamp
         self._publisher.forget(self._exported or _NEWEST)
