@@ -243,6 +243,16 @@ def test_tables_are_pushed_in_name_order_also_those_without_touched_ids(server):
     ]  # fmt: skip
 
 
+def test_the_signature_of_single_tables_is_the_configs(server):
+    handle = parameter_sync_client_from_config()
+    step(test_hash_table(2, name_suffix="a", sync_client=handle), [9])
+    for name in ("their/assign", ""):
+        sync(handle, ClientConfig(model_name="m", signature_name=name, targets=[address(server)], timeout_in_ms=60_000))
+        step(test_hash_table(2, name_suffix=f"b{name}", sync_client=handle), [9])
+    assert [request.model_spec.signature_name for request in server.requests] == ["their/assign", ""]
+    assert sorted(server.requests[0].inputs) == ["MonolithHashTable_a_id", "MonolithHashTable_a_value"]
+
+
 def test_a_multi_table_is_pushed_raw_in_the_order_of_names(server):
     handle = parameter_sync_client_from_config()
     table = MultiHashTable.from_configs({"z": instance(2), "a": instance(1)}, sync_client=handle, name_suffix="3")

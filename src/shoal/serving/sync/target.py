@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import grpc
 import numpy as np
@@ -44,6 +44,13 @@ class Layout:
     codecs: tuple[tuple[str, str], ...]
     slots: tuple[tuple[str, str], ...] = ()
     """(slot, table): other names of tables, those that features look rows up by."""
+    kind: Literal["single", "multi", ""] = ""
+    """Of tables; "" where the signature's name says it."""
+
+    @property
+    def multi(self) -> bool:
+        """Whether it takes the rows of one multi-table."""
+        return self.kind == "multi" if self.kind else not self.signature.endswith("hashtable_assign")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +173,7 @@ class Package:
 
     def _batches(self, layout: Layout, places: Mapping[str, "Place"], gone: bool) -> Iterator[DeltaBatch]:
         """The rows of a signature's tables, cut so that a message is about `PART_BYTES`."""
-        multi = not layout.signature.endswith("hashtable_assign")
+        multi = layout.multi
         empty = {name: (np.empty(0, np.int64), np.empty((0, dim), np.float32)) for name, dim in layout.tables}
 
         def batch(filled: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> DeltaBatch:
@@ -195,8 +202,7 @@ class Package:
         """All rows of a signature's tables as one plain push, in which a row that is gone is zeros."""
         places = places_of((layout,), self.tables)
         made = DeltaBatch(
-            self.model, layout.signature, timeout_in_ms, not layout.signature.endswith("hashtable_assign"),
-            read_at=self.read_at,
+            self.model, layout.signature, timeout_in_ms, layout.multi, read_at=self.read_at
         )  # fmt: skip
         for name, dim in layout.tables:
             ids, values = self._of(places.get(name), dim, False)

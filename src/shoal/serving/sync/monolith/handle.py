@@ -223,8 +223,8 @@ class SyncClientHandle:
         """The signature that takes the rows, and its tables in order."""
         tables = [(table.name, table.dim) for table in self._tables]
         if self._multi is not None:
-            return Layout(f"{self._multi}/raw_assign", tuple(tables), ())
-        return Layout(config.signature_name, tuple(sorted(tables)), ())
+            return Layout(f"{self._multi}/raw_assign", tuple(tables), (), kind="multi")
+        return Layout(config.signature_name, tuple(sorted(tables)), (), kind="single")
 
     def _log(self, text: str, every_secs: float, *args: Any) -> None:
         """One line, at most once in a while for each text."""
