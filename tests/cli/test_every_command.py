@@ -19,6 +19,7 @@ VERBS = {
     "bench": ["comm"],
     "gather": ["run", "inspect", "replay", "simulate"],
     "ps": ["", "keygen", "reshard", "status"],
+    "up": ["", "status", "stop", "logs", "restart"],
     "table": ["stat", "ls", "get", "top", "diff", "export", "import", "reshard", "verify", "from-monolith"],
 }
 CALLS = [[command, verb] if verb else [command] for command in COMMANDS for verb in VERBS.get(command, [""])]
@@ -92,7 +93,8 @@ MISUSES = {
         ["ps", "reshard", "--source", "absent", "--target", "new", "--of", "3"], ["serve", "absent"],
         ["serve", "--config", "absent"], ["table", "stat", "absent"], ["top", "--discover", "absent"],
         ["train", "absent.toml"], ["train", "--train", "absent.tsv"],
-        ["rollback", "absent.toml"],
+        ["rollback", "absent.toml"], ["up", "absent.toml"], ["up", "status", "absent.toml"],
+        ["top", "--up", "absent.toml"],
     ],
     "a value that is not allowed": [
         ["bench", "comm", "--largest", "many"], ["demo", "--seconds", "1"],
@@ -106,7 +108,8 @@ MISUSES = {
     "something that is missing": [
         ["agent"], ["bench"], ["gather"], ["gather", "run"], ["launch"], ["plan"], ["predict"], ["predict", "h:1"],
         ["ps", "status"], ["serve"],
-        ["sync"], ["table"], ["table", "stat"], ["top"], ["train"], ["rollback"],
+        ["sync"], ["table"], ["table", "stat"], ["top"], ["train"], ["rollback"], ["up"],
+        ["up", "stop"], ["up", "restart"],
     ],
 }  # fmt: skip
 

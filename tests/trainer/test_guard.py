@@ -276,8 +276,8 @@ def test_a_run_that_is_running_is_not_rolled_back(folder, capsys):
     assert [one.step for one in saved_steps("run")] == [10, 20]
 
 
-def test_the_first_export_comes_after_the_first_step(folder):
+def test_the_first_export_comes_before_the_first_step(folder):
     _, told = train({"serve.at_start": True, "train.max_steps": 3, "serve.guard.min_auc": 0.0})
-    assert told.exports == [1, 3]
+    assert told.exports == [0, 3]
     _, told = train({"serve.at_start": True, "train.max_steps": 5})
     assert told.exports == [5]

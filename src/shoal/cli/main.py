@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "agent": ("shoal.cli.agent", "run one process of a serving cluster, or operate its registry"),
     "gather": ("shoal.cli.gather", "gather, inspect, replay or simulate a window of peers' updates"),
     "train": ("shoal.cli.train", "train a click model on your files; checkpoints, resume, ranks, parameter servers"),
+    "up": ("shoal.cli.online.up", "run a whole online system from one file: servers, trainer, replicas"),
     "rollback": ("shoal.cli.online.rollback", "bring a run, its servers and its replicas back to a checkpoint"),
     "join": (
         "shoal.cli.online.join",
@@ -56,6 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     anything else is our mistake and shows its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if "SHOAL_PARENT" in os.environ:
+        from shoal.cli.shared.parent import die_with_parent
+
+        die_with_parent()
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if argv else 2

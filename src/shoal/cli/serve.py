@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from shoal.cli.shared.arguments import parse
 from shoal.cli.shared.security_options import ServeSecurity
 from shoal.cli.shared.stopping import stop_event
-from shoal.errors import ConfigError, UsageError
+from shoal.errors import ConfigError, DeadlineError, UsageError
 
 DESCRIPTION = """Serve exported models over TF-Serving's gRPC and REST interfaces, taking pushed rows while serving.
 
@@ -44,6 +45,8 @@ class Options:
     """gRPC port; 0 picks a free one."""
     rest_port: int = -1
     """HTTP port of REST, /metrics and the status page; 0 picks a free one, -1 turns it off."""
+    wait_s: float = 0.0
+    """Seconds to wait for the first export in MODEL_DIR, which need not be there yet."""
     poll_seconds: float = 1.0
     """Time between looks for new versions; 0 = load once."""
     registry: str | None = None
@@ -91,6 +94,8 @@ def serve(options: Options) -> int:
         torch.set_num_threads(options.threads)
         set_num_threads(options.threads)
     root = options.model_dir.resolve() if options.model_dir is not None else None
+    if root is not None and options.wait_s and not _wait(root, options.wait_s):
+        return 0
     if root is not None and not root.is_dir():
         raise ConfigError(f"MODEL_DIR must be the folder that exports were written to; {root} is not a directory")
     config, names, bindings = models_of(options)
@@ -123,6 +128,26 @@ def serve(options: Options) -> int:
             registration.stop()
         server.stop(options.drain_seconds)
     return 0
+
+
+def _wait(root: Path, seconds: float) -> bool:
+    """Waits for a first export. Returns False if SIGTERM or SIGINT came first."""
+    from shoal.serving.cluster.rollout import newest_version
+
+    end = time.monotonic() + seconds
+    told = False
+    with stop_event() as stop:
+        while True:
+            base = root / "exported_models" if (root / "exported_models").is_dir() else root
+            if base.is_dir() and (newest_version(base) is not None or any(map(newest_version, base.iterdir()))):
+                return True
+            if time.monotonic() >= end:
+                raise DeadlineError(f"{root} has no export after {seconds:g} s; does the trainer write there?")
+            if not told:
+                told = True
+                logging.getLogger(__name__).info("waiting for the first export in %s, up to %g s", root, seconds)
+            if stop.wait(0.1):
+                return False
 
 
 def _reload(options: Options, server: Any) -> None:

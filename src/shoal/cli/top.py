@@ -23,9 +23,12 @@ DESCRIPTION = """Watch running trainers, parameter servers, replicas and sync pr
 Each ADDRESS is the host:port (or URL) of a /metrics endpoint: --http-port of `shoal ps`, --rest-port of `shoal serve`,
 --metrics-port of `shoal sync`, or anything that speaks Prometheus' text format. With --discover they come from the JSON
 files of a directory (what `shoal ps --json` and `shoal serve --json` print), with --registry from the one that `shoal
-serve --registry` registers in; both are read again at every turn. Processes that do not answer are shown as down.
+serve --registry` registers in, with --up from a running `shoal up`; all are read again at every turn. Processes that
+do not answer are shown as down.
 
 Example: shoal top 127.0.0.1:8001 127.0.0.1:8501
+
+or: shoal top --up online.toml
 
 or: shoal top --discover /run/shoal --once --json
 
@@ -44,6 +47,8 @@ class Options:
     """A directory of JSON files, each with "http", "rest" or "metrics": the address of an endpoint."""
     registry: str | None = None
     """host:port,... of ZooKeeper, or dir:/path, where replicas register."""
+    up: Path | None = None
+    """The file of a `shoal up`: all its processes, with their names and restarts."""
     bzid: str = "shoal"
     """Business id in the registry."""
     interval: float = 2.0
@@ -64,8 +69,10 @@ def main(argv: list[str]) -> int:
     options = parse(Options, argv, "top", DESCRIPTION, positional="address")
     if isinstance(options, int):
         return options
-    if not options.address and options.discover is None and options.registry is None:
-        raise UsageError("give the addresses of /metrics endpoints, --discover DIR or --registry; see shoal top --help")
+    if not options.address and options.discover is None and options.registry is None and options.up is None:
+        raise UsageError(
+            "give the addresses of /metrics endpoints, --discover DIR, --registry or --up; see shoal top --help"
+        )
     if options.interval <= 0 or options.timeout <= 0:
         raise ConfigError(f"--interval and --timeout must be > 0, got {options.interval:g} and {options.timeout:g}")
     watch = Watch(options)
@@ -101,11 +108,16 @@ class Watch:
 
     def read(self) -> list[Status]:
         """The status of every endpoint now."""
-        addresses = self.addresses()
+        watched = supervised(self.options.up) if self.options.up is not None else {}
+        addresses = list(dict.fromkeys([*watched, *self.addresses()]))
         if not addresses:
             return []
         with ThreadPoolExecutor(min(32, len(addresses)), "shoal-top") as pool:
-            return list(pool.map(self._one, addresses))
+            found = list(pool.map(self._one, addresses))
+        for status in found:
+            if status.address in watched:
+                _add_process(status, watched[status.address])
+        return found
 
     def _one(self, address: str) -> Status:
         try:
@@ -167,6 +179,25 @@ def discover(directory: Path) -> list[str]:
         if isinstance(content, dict):
             found += [content[key] for key in ("metrics", "http", "rest") if isinstance(content.get(key), str)][:1]
     return found
+
+
+def supervised(file: Path) -> dict[str, dict[str, Any]]:
+    """Endpoint -> what the `shoal up` of a file knows of the process behind it."""
+    from shoal.up.config import load_online
+    from shoal.up.files import holder, read_state
+
+    folder = load_online(file).dir
+    runs = holder(folder) is not None
+    rows = read_state(folder)["processes"]
+    return {row["metrics"]: row if runs else row | {"phase": "stopped", "reason": ""} for row in rows}
+
+
+def _add_process(status: Status, row: dict[str, Any]) -> None:
+    status.notes = {"process": row["name"], **status.notes}
+    if row["restarts"]:
+        status.notes["restarts"] = row["restarts"]
+    if not status.up:
+        status.why = f"{row['name']} {row['phase']}{': ' if row['reason'] else ''}{row['reason']}"
 
 
 def registered(registry: str, bzid: str) -> list[str]:

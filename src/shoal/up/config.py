@@ -84,6 +84,8 @@ class Up:
     backoff_s: float = 0.5
     """Wait before the first restart; it doubles with each further one."""
     max_backoff_s: float = 30.0
+    cpus: float = 1.0
+    """CPUs that `--on ray` reserves for each process."""
     log_bytes: int = 10_000_000
     """Size at which a log is put aside."""
     log_files: int = 3
@@ -95,7 +97,7 @@ _SECTIONS: dict[str, type] = {
 }  # fmt: skip
 _AT_LEAST = {
     "count": 0, "rest_port": 0, "port": 0, "wait_s": 0, "ranks": 1, "start_s": 0, "stop_s": 0, "max_restarts": 0,
-    "stable_s": 0, "backoff_s": 0, "max_backoff_s": 0, "log_bytes": 1024, "log_files": 0, "threads": 1,
+    "stable_s": 0, "backoff_s": 0, "max_backoff_s": 0, "log_bytes": 1024, "log_files": 0, "threads": 1, "cpus": 0,
 }  # fmt: skip
 
 

@@ -72,9 +72,19 @@ def main(argv: list[str]) -> int:
 
 
 def _roll_back(options: Options, online: Any) -> Any:
-    from shoal.train.loop.guard.rollback import roll_back
+    from shoal.train.loop.guard.guard import read_trip
+    from shoal.train.loop.guard.rollback import choose, roll_back, saved_steps
+    from shoal.up.control import held
+    from shoal.up.files import holder
 
-    return roll_back(online.checkpoints, options.to, replay=options.replay)
+    def now() -> Any:
+        return roll_back(online.checkpoints, options.to, replay=options.replay)
+
+    if holder(online.dir) is None:
+        return now()
+    choose(saved_steps(online.checkpoints), read_trip(online.checkpoints), options.to)  # refuses before it stops anyone
+    with held(online.dir, "trainer", "`shoal rollback`", timeout_s=options.timeout):
+        return now()
 
 
 def _list(options: Options, online: Any) -> int:

@@ -216,9 +216,16 @@ def _any(status: Status, now: Reading, before: Reading | None) -> None:
                 status.bytes = sample.value
 
 
+def _train(status: Status, now: Reading, before: Reading | None) -> None:
+    _any(status, now, before)
+    for sample in now.samples:
+        if sample.name == "shoal_train_guard_tripped" and sample.value:
+            status.why = f"guard: {sample.labels.get('reason', 'pushes are stopped')}"
+
+
 _KINDS = (
     ("shoal_ps_", "ps", _ps),
     ("shoal_serving_", "serve", _serve),
-    ("shoal_train", "train", _any),
+    ("shoal_train", "train", _train),
     ("parameter_sync_", "sync", _sync),
 )

@@ -30,7 +30,8 @@ class Exports:
         """What this run exported last into ``[serve] dir``."""
         self._step = -1
         self._at = time.monotonic()
-        self._first_due = False
+        self.first_due = False
+        """On the first rank: whether there is no version yet, and ``at_start`` asks for one."""
         folder = config.serve.dir
         if folder is None:
             return
@@ -39,13 +40,11 @@ class Exports:
             raise ConfigError(f"[serve] dir: exports cannot be written to {folder!r} ({why})")
         if ranks.first:
             remove_drafts(folder)
-            self._first_due = config.serve.at_start and newest_version(Path(folder)) is None
+            self.first_due = config.serve.at_start and newest_version(Path(folder)) is None
 
     def wants(self) -> bool:
         """Whether this rank asks for an export now, by time."""
         serve = self.config.serve
-        if self._first_due:
-            return True
         return bool(serve.every_s) and not serve.when_better and self.ranks.first and self._old_enough()
 
     def wants_better(self) -> bool:
@@ -69,7 +68,7 @@ class Exports:
         folder = serve.dir if own else folder
         if folder is None:
             raise ConfigError("export needs a folder; give it one, or set [serve] dir")
-        self._first_due = self._first_due and not own
+        self.first_due = self.first_due and not own
         self._at = time.monotonic() if own else self._at  # one that fails is tried again when the next one is due
         path = write_export(
             folder,

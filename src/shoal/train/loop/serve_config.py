@@ -36,7 +36,7 @@ class ServeConfig:
     """How replicas store rows: ``float32``, ``half``, ``fixed_r8:R`` (one byte per weight, in [-R, R)) or
     ``one_bit:A`` (-A or A). Rows are exported and pushed in this form."""
     at_start: bool = False
-    """Export after the first step, too, if ``dir`` has no version yet, so that replicas can start."""
+    """Export before the first step, too, if ``dir`` has no version yet, so that replicas can start."""
     guard: GuardConfig = field(default_factory=GuardConfig)
     """``[serve.guard]``: when pushes and exports stop by themselves."""
 

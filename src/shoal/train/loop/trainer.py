@@ -184,8 +184,9 @@ class Trainer:
         """Why it ended."""
         config, at = self.config, self.at
         mark, mark_samples = time.perf_counter(), at.samples
-        if self.saver is not None and self.saver.rolled_back:
-            self._export()  # replicas that start now must not start from what was rolled back
+        rolled_back = self.saver is not None and self.saver.rolled_back
+        if self.ranks.from_first((self.exports.first_due or rolled_back) and self.guard.allows(at.step)):
+            self._export()  # replicas can start, and not from what was rolled back
         while at.epoch < self.reading.epochs:
             if config.train.max_steps is not None and at.step >= config.train.max_steps:
                 return "max_steps"

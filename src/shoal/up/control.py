@@ -1,0 +1,99 @@
+"""What other commands ask of a `shoal up` that runs: another start of a process, a pause of one, its log."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from shoal.errors import DeadlineError, PeerError
+from shoal.up.files import ask, holder, read_state
+
+
+def row_of(folder: str, name: str) -> dict[str, Any]:
+    """What the supervisor knows of a process."""
+    rows = {row["name"]: row for row in read_state(folder)["processes"]}
+    if name not in rows:
+        raise PeerError(f"there is no process {name!r}; there are {', '.join(rows)}")
+    return rows[name]
+
+
+def wait_for(folder: str, name: str, good: Callable[[dict[str, Any]], bool], what: str, timeout_s: float) -> Any:
+    """The state of a process once it is as wanted.
+
+    Raises:
+        PeerError: it failed, or the supervisor ended.
+        DeadlineError: it takes too long.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        row = row_of(folder, name)
+        if good(row):
+            return row
+        if row["phase"] == "failed":
+            raise PeerError(f"{name} failed: {row['reason']}; see `shoal up logs`")
+        if holder(folder) is None:
+            raise PeerError(f"`shoal up` in {folder} has ended")
+        if time.monotonic() > end:
+            raise DeadlineError(f"{name} was not {what} within {timeout_s:g} s, it is {row['phase']}: {row['reason']}")
+        time.sleep(0.05)
+
+
+def restart_process(folder: str, name: str, *, timeout_s: float = 180.0) -> dict[str, Any]:
+    """Has a process started anew and waits until it is ready, or done."""
+    former = row_of(folder, name)["pid"]
+    ask(folder, {"do": "restart", "name": name, "reason": "`shoal up restart`"})
+    return wait_for(
+        folder, name, lambda row: row["phase"] in ("ready", "done") and row["pid"] != former, "ready", timeout_s
+    )
+
+
+@contextmanager
+def held(folder: str, name: str, reason: str, *, timeout_s: float = 180.0) -> Iterator[None]:
+    """Stops a process for as long as the block lasts, and waits until it is ready again.
+
+    If the block fails, the process is started again all the same.
+    """
+    ask(folder, {"do": "hold", "name": name, "reason": reason})
+    try:
+        wait_for(folder, name, lambda row: row["pid"] is None and row["phase"] == "held", "stopped", timeout_s)
+        yield
+    finally:
+        ask(folder, {"do": "release", "name": name, "reason": f"{reason} is done"})
+    wait_for(folder, name, lambda row: row["phase"] in ("ready", "done"), "ready", timeout_s)
+
+
+def follow(paths: Mapping[str, str], every_s: float = 0.2) -> Iterator[tuple[str, str]]:
+    """(process, line) as lines are written to logs, also where a log is put aside."""
+    places = {name: (_inode(path), _size(path)) for name, path in paths.items()}
+    while True:
+        for name, path in paths.items():
+            inode, at = places[name]
+            if _inode(path) != inode:
+                inode, at = _inode(path), 0
+            try:
+                with open(path, "rb") as file:
+                    file.seek(at)
+                    found = file.read()
+            except FileNotFoundError:
+                found = b""
+            whole = found.rpartition(b"\n")[0]
+            places[name] = (inode, at + len(whole) + bool(whole))
+            yield from ((name, line) for line in whole.decode(errors="replace").splitlines())
+        time.sleep(every_s)
+
+
+def _inode(path: str) -> int:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return 0
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,190 @@
+"""What a supervisor does next: pure functions of what it knows and of the time, which give their reasons."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal
+
+from shoal.up.config import Up
+from shoal.up.plan import STOP_ORDER, Process
+
+
+class Phase(StrEnum):
+    """Where a process is in its life."""
+
+    WAITING = "waiting"
+    """It starts when those that it needs are ready, or when its time has come after a failure."""
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    HELD = "held"
+    """Somebody asked for it to be stopped; it starts again when that is taken back."""
+    DONE = "done"
+    """It ended by itself, as it should."""
+    FAILED = "failed"
+    """It is not started any more."""
+    STOPPED = "stopped"
+
+
+ALIVE = frozenset({Phase.STARTING, Phase.READY, Phase.STOPPING})
+ENDED = frozenset({Phase.DONE, Phase.FAILED, Phase.STOPPED, Phase.HELD})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What is known of one process."""
+
+    phase: Phase = Phase.WAITING
+    since: float = 0.0
+    """When it came into this phase."""
+    due: float = 0.0
+    """WAITING: not before this time."""
+    failures: int = 0
+    """In a row."""
+    restarts: int = 0
+    """Of all time."""
+    reason: str = ""
+    """Why it is in this phase."""
+    then: Literal["stop", "start", "hold"] = "stop"
+    """STOPPING: what comes after."""
+    killed: bool = False
+    """STOPPING: SIGKILL was sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """Something to do with one process."""
+
+    do: Literal["start", "terminate", "kill"]
+    name: str
+    reason: str
+
+
+NOT_AGAIN = {2: "its configuration is wrong", 3: "[serve.guard] ended the run; `shoal rollback` starts it again"}
+"""Exit codes after which starting again cannot help."""
+
+
+def how_it_ended(code: int) -> str:
+    """``exit code 1``, ``SIGKILL``.
+
+    >>> how_it_ended(1), how_it_ended(-9), how_it_ended(137)
+    ('exit code 1', 'SIGKILL', 'exit code 137')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def backoff_s(rules: Up, failures: int) -> float:
+    """The wait before a process that failed so often in a row is started again."""
+    return min(rules.max_backoff_s, rules.backoff_s * 2 ** min(60, max(0, failures - 1)))
+
+
+def exited(rules: Up, process: Process, state: State, code: int, now: float) -> State:
+    """The state of a process that has ended."""
+    how = how_it_ended(code)
+    if state.phase == Phase.STOPPING:
+        after = {"stop": Phase.STOPPED, "start": Phase.WAITING, "hold": Phase.HELD}[state.then]
+        how = f"killed, it did not end within {rules.stop_s:g} s" if state.killed else how
+        return State(phase=after, since=now, due=now, restarts=state.restarts, reason=f"{state.reason} ({how})")
+    if code == 0 and process.finishes:
+        return State(phase=Phase.DONE, since=now, restarts=state.restarts, reason="it has finished")
+    stable = state.phase == Phase.READY and now - state.since >= rules.stable_s
+    failures = 1 if stable else state.failures + 1
+    if (code in NOT_AGAIN and process.finishes) or code == 2:
+        return replace(
+            state, phase=Phase.FAILED, since=now, failures=failures, reason=f"ended with {how}: {NOT_AGAIN[code]}"
+        )
+    if failures > rules.max_restarts:
+        reason = f"ended with {how}; it failed {failures} times in a row and is not started again"
+        return replace(state, phase=Phase.FAILED, since=now, failures=failures, reason=reason)
+    wait = backoff_s(rules, failures)
+    reason = f"ended with {how}; restart {failures} of at most {rules.max_restarts} in {wait:g} s"
+    return replace(state, phase=Phase.WAITING, since=now, due=now + wait, failures=failures, reason=reason)
+
+
+def started(state: State, now: float) -> State:
+    """The state of a process that was just started."""
+    return replace(
+        state, phase=Phase.STARTING, since=now, restarts=state.restarts + (state.since > 0 and bool(state.reason)),
+        then="stop", killed=False,
+    )  # fmt: skip
+
+
+def ready(state: State, now: float) -> State:
+    """The state of a process that answers."""
+    return replace(state, phase=Phase.READY, since=now, reason="")
+
+
+def asked(state: State, then: Literal["stop", "start", "hold"], reason: str, now: float) -> State:
+    """The state of a process that somebody wants to stop, to start anew or to hold."""
+    if state.phase in ALIVE:
+        since = state.since if state.phase == Phase.STOPPING else now
+        return replace(state, phase=Phase.STOPPING, since=since, then=then, reason=reason, failures=0)
+    after = {"stop": Phase.STOPPED, "start": Phase.WAITING, "hold": Phase.HELD}[then]
+    return replace(state, phase=after, since=now, due=now, reason=reason, failures=0)
+
+
+def next_actions(
+    rules: Up,
+    processes: Sequence[Process],
+    states: Mapping[str, State],
+    told: Iterable[str],
+    stopping: bool,
+    now: float,
+) -> list[Action]:
+    """What to do now.
+
+    Args:
+        told: processes that SIGTERM was sent to already.
+        stopping: whether the whole system is to end: one kind after the other, in `STOP_ORDER`.
+    """
+    told = set(told)
+    actions: list[Action] = []
+    turn = _whose_turn(processes, states) if stopping else None
+    for process in processes:
+        state = states[process.name]
+        if state.phase == Phase.STOPPING:
+            late = now - state.since > rules.stop_s
+            if process.name not in told:
+                actions.append(Action(do="terminate", name=process.name, reason=state.reason))
+            elif late and not state.killed:
+                reason = f"it did not end within {rules.stop_s:g} s of SIGTERM"
+                actions.append(Action(do="kill", name=process.name, reason=reason))
+        elif stopping and process.kind == turn and state.phase in ALIVE:
+            actions.append(Action(do="terminate", name=process.name, reason="the system is stopped"))
+        elif state.phase == Phase.STARTING and now - state.since > rules.start_s + process.patience_s:
+            reason = f"it was not ready within {rules.start_s + process.patience_s:g} s"
+            actions.append(Action(do="kill", name=process.name, reason=reason))
+        elif state.phase == Phase.WAITING and not stopping and now >= state.due:
+            missing = [name for name in process.after if not _served(states[name])]
+            if not missing:
+                actions.append(Action(do="start", name=process.name, reason=state.reason))
+    return actions
+
+
+def _served(state: State) -> bool:
+    """Whether others may start. A process that is started again does not hold up those that follow it."""
+    return state.phase in (Phase.READY, Phase.DONE) or state.restarts > 0
+
+
+def _whose_turn(processes: Sequence[Process], states: Mapping[str, State]) -> str | None:
+    alive = {process.kind for process in processes if states[process.name].phase in ALIVE}
+    return next((kind for kind in STOP_ORDER if kind in alive), None)
+
+
+def blocked(processes: Sequence[Process], states: Mapping[str, State]) -> dict[str, str]:
+    """The processes that wait for others, and for which."""
+    found = {}
+    for process in processes:
+        if states[process.name].phase == Phase.WAITING:
+            missing = [name for name in process.after if not _served(states[name])]
+            if missing:
+                found[process.name] = f"waits for {', '.join(missing)}"
+    return found

@@ -1,0 +1,171 @@
+"""What `shoal up` keeps in its folder: the lock, the state that others read, logs, and what others ask of it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import logging.handlers
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from shoal.durable import write_whole
+from shoal.errors import ConfigError, DeadlineError, PeerError
+
+STATE, LOCK, LOGS, REQUESTS = "state.json", "lock", "logs", "requests"
+TAIL_LINES = 12
+
+
+@contextmanager
+def only_one(folder: str) -> Iterator[None]:
+    """Holds the lock of a folder; the kernel gives it back when this process ends, however it ends.
+
+    Raises:
+        ConfigError: another `shoal up` holds it.
+    """
+    os.makedirs(folder, exist_ok=True)
+    fd = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+            raise ConfigError(
+                f"`shoal up` runs in {folder} already, as process {pid}; stop it with `shoal up stop`, or give this "
+                "one another [up] dir"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(fd)
+
+
+def holder(folder: str) -> int | None:
+    """The process that holds the lock of a folder; None if `shoal up` does not run there."""
+    try:
+        fd = os.open(os.path.join(folder, LOCK), os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.read(fd, 32).decode(errors="replace").strip()
+        return int(text) if text.isdecimal() else 0
+    finally:
+        os.close(fd)
+    return None
+
+
+def write_state(folder: str, state: dict[str, Any]) -> None:
+    """Replaces the state that others read."""
+    write_whole(os.path.join(folder, STATE), json.dumps(state, indent=1))
+
+
+def read_state(folder: str) -> dict[str, Any]:
+    """The state of the `shoal up` that runs, or ran last, in a folder.
+
+    Raises:
+        ConfigError: none ever ran there.
+    """
+    try:
+        return json.loads(Path(folder, STATE).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"`shoal up` has not run in {folder}") from None
+    except ValueError as error:
+        raise ConfigError(f"{Path(folder, STATE)} is not a state of `shoal up` ({error})") from None
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def ask(folder: str, request: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
+    """Has the `shoal up` of a folder do something; its answer.
+
+    Raises:
+        PeerError: it does not run, or refuses.
+        DeadlineError: it does not answer in time.
+    """
+    if holder(folder) is None:
+        raise PeerError(f"`shoal up` does not run in {folder}")
+    where = Path(folder, REQUESTS)
+    where.mkdir(exist_ok=True)
+    name = where / f"{secrets.token_hex(8)}"
+    answer = name.with_suffix(".answer")
+    write_whole(name.with_suffix(".json"), json.dumps(request))
+    end = time.monotonic() + timeout_s
+    while not answer.exists():
+        if time.monotonic() > end:
+            with suppress(FileNotFoundError):
+                name.with_suffix(".json").unlink()
+            raise DeadlineError(f"`shoal up` in {folder} did not answer within {timeout_s:g} s")
+        time.sleep(0.05)
+    found = json.loads(answer.read_text())
+    answer.unlink()
+    if found.get("error"):
+        raise PeerError(found["error"])
+    return found
+
+
+def requests(folder: str) -> Iterator[tuple[dict[str, Any], Path]]:
+    """What others ask for, and where the answer goes; one that cannot be read is answered with that."""
+    where = Path(folder, REQUESTS)
+    for path in sorted(where.glob("*.json")) if where.is_dir() else ():
+        answer = path.with_suffix(".answer")
+        try:
+            request = json.loads(path.read_text())
+        except (OSError, ValueError):
+            request = {}
+        with suppress(FileNotFoundError):
+            path.unlink()
+        yield request if isinstance(request, dict) else {}, answer
+
+
+def clear_requests(folder: str) -> None:
+    """Forgets what was asked of an earlier `shoal up`."""
+    where = Path(folder, REQUESTS)
+    for path in where.iterdir() if where.is_dir() else ():
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """The output of one process, in a file that is put aside when it is full; its last lines are kept in memory."""
+
+    def __init__(self, path: str, max_bytes: int, files: int) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self.path = path
+        self._handler = logging.handlers.RotatingFileHandler(
+            path, maxBytes=max_bytes, backupCount=max(1, files), encoding="utf-8", errors="replace", delay=True
+        )
+        self._last: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def write(self, line: str) -> None:
+        """One line. A disk that is full costs the line, not the process."""
+        self._last.append(line)
+        self._handler.emit(logging.LogRecord("", logging.INFO, "", 0, line, (), None))
+
+    def tail(self) -> list[str]:
+        """The last lines since the process was started."""
+        return [line for line in self._last if line.strip()]
+
+    def forget(self) -> None:
+        """A new start begins: its tail is its own."""
+        self._last.clear()
+
+    def close(self) -> None:
+        self._handler.close()
+
+
+def log_path(folder: str, name: str) -> str:
+    """Where the log of a process is."""
+    return os.path.join(folder, LOGS, f"{name}.log")

@@ -1,0 +1,178 @@
+"""The processes of an online system, each as the command that a user would type: a pure function of its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from shoal.errors import ConfigError
+from shoal.up.config import Online
+
+Kind = Literal["server", "joiner", "trainer", "replica"]
+STOP_ORDER: tuple[Kind, ...] = ("trainer", "joiner", "replica", "server")
+"""The trainer saves while everything else is there; those whom others depend on go last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process."""
+
+    name: str
+    kind: Kind
+    arguments: tuple[str, ...]
+    """Behind ``shoal``."""
+    probe: str
+    """A URL that answers 200 when the process is ready."""
+    metrics: str
+    """``host:port`` of /metrics."""
+    after: tuple[str, ...] = ()
+    """Processes that must be ready before this one starts."""
+    finishes: bool = False
+    """Whether exit code 0 means that it is done, rather than that it must be started again."""
+    patience_s: float = 0.0
+    """How much longer than others it may take to be ready."""
+    ports: Mapping[str, int] = field(default_factory=dict)
+    """What it listens on, by purpose."""
+
+    @property
+    def command(self) -> str:
+        """As a line for a shell."""
+        return shlex.join(("shoal", *self.arguments))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a process listens, and what others call it."""
+
+    listen: str = "127.0.0.1"
+    """The address that it binds to."""
+    host: str = "127.0.0.1"
+    """The name by which others reach it."""
+    ports: Mapping[str, int]
+
+    def at(self, port: str) -> str:
+        """``host:port`` for others."""
+        return f"{self.host}:{self.ports[port]}"
+
+
+Places = Mapping[str, Place]
+PORTS: dict[Kind, tuple[str, ...]] = {
+    "server": ("rows", "http"), "joiner": ("http",), "trainer": ("http",), "replica": ("grpc", "rest")
+}  # fmt: skip
+"""The ports that each kind of process needs."""
+
+
+def names_of(online: Online) -> dict[str, Kind]:
+    """The processes of a system, in the order in which they start."""
+    servers = 0 if online.servers is None else online.servers.count
+    found: dict[str, Kind] = {f"server-{i}": "server" for i in range(servers)}
+    if "join" in online.content:
+        found["joiner"] = "joiner"
+    found["trainer"] = "trainer"
+    for i in range(online.replicas.count):
+        found[f"replica-{i}"] = "replica"
+    return found
+
+
+def plan(online: Online, places: Places) -> list[Process]:
+    """The processes, in the order in which they start.
+
+    Args:
+        places: where each of `names_of` is.
+    """
+    made: list[Process] = []
+    for name, kind in names_of(online).items():
+        make = _MAKERS[kind]
+        made.append(make(online, name, places[name], places))
+    return made
+
+
+def _server(online: Online, name: str, place: Place, places: Places) -> Process:
+    servers = online.servers
+    assert servers is not None
+    shard = name.rpartition("-")[2]
+    arguments = [
+        "ps", "--shard", shard, "--of", str(servers.count), "--host", place.listen, "--port", str(place.ports["rows"]),
+        "--http-host", place.listen, "--http-port", str(place.ports["http"]), "--durability", servers.durability,
+        "--dir", os.path.join(online.dir, "servers"), "--checkpoint-every", servers.checkpoint_every,
+        "--evict-every", servers.evict_every, "--threads", str(servers.threads),
+    ]  # fmt: skip
+    if servers.insecure and place.listen != "127.0.0.1":
+        arguments.append("--insecure")
+    return _process(name, "server", [*arguments, *servers.options], place, "healthz")
+
+
+def _joiner(online: Online, name: str, place: Place, places: Places) -> Process:
+    arguments = ["join", online.file, "--metrics", f"{place.listen}:{place.ports['http']}"]
+    return _process(name, "joiner", arguments, place, "metrics", finishes=True)
+
+
+def _trainer(online: Online, name: str, place: Place, places: Places) -> Process:
+    servers = [other for other, kind in names_of(online).items() if kind == "server"]
+    defaults: dict[str, Any] = {
+        "out.dir": online.checkpoints, "out.every_s": 60, "out.keep": 5, "out.log_steps": 100,
+        "serve.dir": online.exports, "serve.model": online.model, "serve.registry": online.registry_url,
+        "serve.every_s": 600, "serve.push_every_s": 1, "serve.at_start": True,
+    }  # fmt: skip
+    if servers:
+        defaults["train.ps"] = [places[other].at("rows") for other in servers]
+    given = [
+        f"{key}={_toml(value)}"
+        for key, value in defaults.items()
+        if online.given(*key.split(".")) is None or (key == "serve.registry" and online.registry.url is not None)
+    ]
+    train = ["train", online.file, "--metrics", f"{place.listen}:{place.ports['http']}", *online.trainers.options]
+    ranks = online.trainers.ranks
+    launch = ["launch", "-n", str(ranks), "-m", "shoal"] if ranks > 1 else []
+    joiner = ("joiner",) if "join" in online.content else ()
+    return _process(
+        name, "trainer", [*launch, *train, "--set", *given], place, "metrics", after=(*servers, *joiner), finishes=True
+    )
+
+
+def _replica(online: Online, name: str, place: Place, places: Places) -> Process:
+    replicas = online.replicas
+    arguments = [
+        "serve", online.exports, "--name", online.model, "--host", place.listen, "--port", str(place.ports["grpc"]),
+        "--rest-port", str(place.ports["rest"]), "--registry", online.registry_url, "--wait-s", f"{replicas.wait_s:g}",
+    ]  # fmt: skip
+    if place.listen != place.host:
+        arguments += ["--advertise", place.at("grpc")]
+    if replicas.insecure and place.listen != "127.0.0.1":
+        arguments.append("--allow-insecure")
+    made = _process(name, "replica", [*arguments, *replicas.options], place, "healthz")
+    return replace(made, patience_s=replicas.wait_s)
+
+
+_MAKERS: dict[Kind, Callable[[Online, str, Place, Places], Process]] = {
+    "server": _server, "joiner": _joiner, "trainer": _trainer, "replica": _replica
+}  # fmt: skip
+
+
+def _process(
+    name: str, kind: Kind, arguments: Sequence[str], place: Place, probe: str, *, after: Sequence[str] = (),
+    finishes: bool = False,
+) -> Process:  # fmt: skip
+    port = place.ports["rest" if kind == "replica" else "http"]
+    metrics = f"{place.host}:{port}"
+    return Process(
+        name=name, kind=kind, arguments=tuple(arguments), probe=f"http://{metrics}/{probe}", metrics=metrics,
+        after=tuple(after), finishes=finishes, ports=dict(place.ports),
+    )  # fmt: skip
+
+
+def _toml(value: Any) -> str:
+    """A value for ``--set``."""
+    return json.dumps(value) if not isinstance(value, str) else value
+
+
+def check(online: Online) -> None:
+    """Refuses what cannot work, before anything is started."""
+    if online.given("data", "train") is None:
+        raise ConfigError(f'{online.file}: [data] with train = ["FILE", …] is missing')
+    if online.given("train", "ps") is not None and online.servers is not None:
+        raise ConfigError(f"{online.file}: [train] ps names servers that run already; leave it or [servers] out")

@@ -1,0 +1,176 @@
+"""``shoal up --on ray``: the same commands, started by actors on the nodes of a Ray cluster.
+
+Ray chooses the node of each process when the system starts. The supervisor stays in the process that you started: it
+decides what is started again, and when it ends Ray ends the actors, and they their processes. A process that dies is
+started again on its node, at its ports. Checkpoints, exports and a registry that is a folder must be on storage that
+all nodes see.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from shoal.errors import ConfigError, DeadlineError, PeerError, missing_extra
+from shoal.up.config import Online
+from shoal.up.files import Log
+from shoal.up.local import fixed_ports, free_ports
+from shoal.up.plan import PORTS, Place, Places, Process, names_of
+
+PLACE_S = 120.0
+CALL_S = 30.0
+_LOST = -9
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise missing_extra("ray", "ray") from None
+    return ray
+
+
+class _Host:
+    """An actor that runs one command on its node; it keeps what the command writes until it is asked for it."""
+
+    def __init__(self, folder: str) -> None:
+        os.chdir(folder)
+        self._process: Any = None
+        self._lines: list[str] = []
+
+    def about(self, ports: int) -> tuple[str, str, list[int]]:
+        """(address of the node, its id, ports that are free there)."""
+        import ray
+
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), free_ports(ports, "0.0.0.0")
+
+    def start(self, arguments: tuple[str, ...]) -> int:
+        from shoal.up.local import LocalProcess
+
+        self._process = LocalProcess(arguments, self)  # type: ignore[arg-type]  # it is asked for `write` alone
+        return self._process.pid
+
+    def write(self, line: str) -> None:
+        self._lines.append(line)
+
+    def look(self) -> tuple[int | None, list[str]]:
+        """(exit code or None, what was written since the last call)."""
+        code = self._process.poll() if self._process is not None else None
+        lines, self._lines = self._lines, []
+        return code, lines
+
+    def end(self, at_once: bool) -> None:
+        if self._process is not None:
+            (self._process.kill if at_once else self._process.terminate)()
+
+
+class RayProcess:
+    """A command on some node."""
+
+    def __init__(self, actor: Any, arguments: tuple[str, ...], log: Log) -> None:
+        self._ray, self._actor, self._log = _ray(), actor, log
+        self.pid: int | None = self._ray.get(actor.start.remote(arguments), timeout=CALL_S)
+
+    def poll(self) -> int | None:
+        try:
+            code, lines = self._ray.get(self._actor.look.remote(), timeout=CALL_S)
+        except self._ray.exceptions.GetTimeoutError:
+            return None  # a busy node; readiness and Ray's own heartbeats decide whether it is lost
+        except self._ray.exceptions.RayError as error:
+            self._log.write(f"shoal up: its actor is gone: {error}")
+            return _LOST
+        for line in lines:
+            self._log.write(line)
+        return code
+
+    def terminate(self) -> None:
+        self._actor.end.remote(False)
+
+    def kill(self) -> None:
+        self._actor.end.remote(True)
+
+
+class RayLauncher:
+    """Places processes on the cluster that ``RAY_ADDRESS`` names; without it on a local one, which ends with it.
+
+    Args:
+        address: of the cluster, in place of ``RAY_ADDRESS``; a cluster that this process is connected to is used.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        ray = self._ray = _ray()
+        self._own = not ray.is_initialized()
+        if self._own:
+            address = address or os.environ.get("RAY_ADDRESS")
+            local = {} if address else {"include_dashboard": False}
+            if local:
+                os.environ.setdefault("RAY_worker_niceness", "0")  # servers and replicas are not background work
+            ray.init(address=address, log_to_driver=False, configure_logging=False, **local)
+        self._actors: dict[str, Any] = {}
+        self._nodes: dict[str, str] = {}
+        self._cpus = 1.0
+
+    def places(self, online: Online) -> Places:
+        """Has Ray choose a node for each process; ports are free ones of that node."""
+        self._cpus = online.up.cpus
+        kinds = names_of(online)
+        self._actors = {name: self._make(name) for name in kinds}
+        alone = sum(node["Alive"] for node in self._ray.nodes()) == 1
+        if not alone:
+            _check_network(online)
+        found = {}
+        for name, kind in kinds.items():
+            address, self._nodes[name], free = self._ask(name, len(PORTS[kind]))
+            fixed = fixed_ports(online, name, kind)
+            ports = {port: fixed.get(port) or number for port, number in zip(PORTS[kind], free, strict=True)}
+            found[name] = Place(ports=ports) if alone else Place(listen="0.0.0.0", host=address, ports=ports)
+        return found
+
+    def _make(self, name: str) -> Any:
+        ray = self._ray
+        options: dict[str, Any] = {"num_cpus": self._cpus, "max_restarts": 0}
+        if name in self._nodes:  # others know its address
+            options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+                self._nodes[name], soft=False
+            )
+        return ray.remote(_Host).options(**options).remote(os.getcwd())
+
+    def _ask(self, name: str, ports: int) -> tuple[str, str, list[int]]:
+        try:
+            return self._ray.get(self._actors[name].about.remote(ports), timeout=PLACE_S)
+        except self._ray.exceptions.GetTimeoutError:
+            raise DeadlineError(
+                f"Ray found no place for {name} within {PLACE_S:g} s; does the cluster have {self._cpus:g} CPUs for "
+                f"each of the {len(self._actors)} processes? [up] cpus says how many it reserves"
+            ) from None
+        except self._ray.exceptions.RayError as error:
+            raise PeerError(f"Ray could not place {name}: {error}") from error
+
+    def start(self, process: Process, log: Log) -> RayProcess:
+        """Starts a process on its node. Raises `OSError` if the node is gone: others know it by that address."""
+        ray, name = self._ray, process.name
+        try:
+            return RayProcess(self._actors[name], process.arguments, log)
+        except ray.exceptions.RayError:
+            self._actors[name] = self._make(name)
+        try:
+            return RayProcess(self._actors[name], process.arguments, log)
+        except ray.exceptions.RayError as error:
+            raise OSError(f"the node of {name} is gone ({error}); start the system again to place it anew") from error
+
+    def close(self) -> None:
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+        if self._own:
+            self._ray.shutdown()
+
+
+def _check_network(online: Online) -> None:
+    """Processes on several nodes talk over a network."""
+    allowed = {"replicas": online.replicas, **({} if online.servers is None else {"servers": online.servers})}
+    for section, given in allowed.items():
+        if not given.insecure and not any(flag in ("--keys", "--tls-cert", "--tokens") for flag in given.options):
+            raise ConfigError(
+                f"{online.file}: the Ray cluster has several nodes: set [{section}] insecure = true if their network "
+                "is yours alone, or give the processes keys in options"
+            )

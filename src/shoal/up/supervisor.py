@@ -1,0 +1,238 @@
+"""`Supervisor`: starts the processes of a system, watches them, starts them again, and stops them in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+from shoal.durable import write_whole
+from shoal.up import decide, files
+from shoal.up.config import Online
+from shoal.up.decide import ALIVE, ENDED, Action, Phase, State
+from shoal.up.local import Launcher, Running
+from shoal.up.plan import Process, plan
+
+TICK_S = 0.1
+PROBE_S = 1.0
+
+Tell = Callable[..., None]
+"""Is told of everything that happens: an event's name, the process, a sentence, and more."""
+
+
+class Supervisor:
+    """Keeps a system running until ``stop`` is set. `run` must be called on the main thread: children end with it.
+
+    Args:
+        online: the system.
+        launcher: where processes run.
+        tell: is told of each start, restart and failure, with its reason.
+    """
+
+    def __init__(self, online: Online, launcher: Launcher, tell: Tell) -> None:
+        self._online, self._launcher, self._tell = online, launcher, tell
+        self._rules, self.folder = online.up, online.dir
+        self.processes = plan(online, launcher.places(online))
+        self._by_name = {process.name: process for process in self.processes}
+        self.states = {process.name: State() for process in self.processes}
+        self._running: dict[str, Running] = {}
+        self._told: set[str] = set()
+        self._logs = {
+            name: files.Log(files.log_path(self.folder, name), self._rules.log_bytes, self._rules.log_files)
+            for name in self._by_name
+        }
+        self._probes: dict[str, bool] = {}
+        self._begun = time.time()
+        self.ready_at: float | None = None
+        self._written: Any = None
+        self._why_stopping = ""
+
+    def run(self, stop: threading.Event) -> int:
+        """0 if everything was stopped as it should, 1 if a process failed, 2 if its configuration was wrong."""
+        files.clear_requests(self.folder)
+        end_leftovers(self.folder, self._tell)
+        for process in self.processes:
+            self._tell("plan", process.name, process.command)
+        try:
+            while not self._over(stop):
+                self._look()
+                self._answer()
+                stopping = stop.is_set() or bool(self._why_stopping)
+                for action in decide.next_actions(
+                    self._rules, self.processes, self.states, self._told, stopping, time.monotonic()
+                ):
+                    self._do(action)
+                self._write()
+                stop.wait(TICK_S) if not stopping else time.sleep(TICK_S)
+        finally:
+            for one in self._running.values():
+                one.kill()
+            self._write()
+            for log in self._logs.values():
+                log.close()
+        failed = [state for state in self.states.values() if state.phase == Phase.FAILED]
+        return 2 if any("exit code 2" in state.reason for state in failed) else int(bool(failed))
+
+    def _over(self, stop: threading.Event) -> bool:
+        stopping = stop.is_set() or bool(self._why_stopping)
+        return stopping and not any(state.phase in ALIVE for state in self.states.values())
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Finds out who has ended and who is ready."""
+        for name, one in list(self._running.items()):
+            code = one.poll()
+            if code is not None:
+                self._ended(name, code)
+        for name, state in self.states.items():
+            if state.phase == Phase.STARTING and self._answers(name):
+                now = time.monotonic()
+                self.states[name] = decide.ready(state, now)
+                self._say("ready", name, f"ready after {now - state.since:.1f} s", metrics=self._by_name[name].metrics)
+        if self.ready_at is None and all(s.phase in (Phase.READY, Phase.DONE) for s in self.states.values()):
+            self.ready_at = time.time()
+            self._say("up", "", f"all {len(self.states)} processes are ready after {self.ready_at - self._begun:.1f} s")
+
+    def _ended(self, name: str, code: int) -> None:
+        now, before = time.monotonic(), self.states[name]
+        del self._running[name]
+        self._told.discard(name)
+        after = decide.exited(self._rules, self._by_name[name], before, code, now)
+        self.states[name] = after
+        tail = (
+            self._logs[name].tail() if after.phase in (Phase.FAILED, Phase.WAITING) and before.then != "start" else []
+        )
+        event = {Phase.FAILED: "failed", Phase.WAITING: "restart"}.get(after.phase, "ended")
+        self._say(event, name, after.reason, exit=decide.how_it_ended(code), tail=tail)
+        if after.phase == Phase.FAILED and self.ready_at is None:
+            self._why_stopping = f"{name} failed before everything was ready"
+            self._say("stop", "", self._why_stopping)
+
+    def _answers(self, name: str) -> bool:
+        try:
+            with urllib.request.urlopen(self._by_name[name].probe, timeout=PROBE_S) as answer:
+                return answer.status == 200
+        except (OSError, ValueError):
+            return False
+
+    # --- doing --------------------------------------------------------------------------------------------------------
+
+    def _do(self, action: Action) -> None:
+        name, now = action.name, time.monotonic()
+        state = self.states[name]
+        if action.do == "start":
+            self._logs[name].forget()
+            self._logs[name].write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {self._by_name[name].command}")
+            try:
+                self._running[name] = self._launcher.start(self._by_name[name], self._logs[name])
+            except OSError as error:
+                self.states[name] = replace(state, phase=Phase.FAILED, reason=f"it cannot be started: {error}")
+                self._say("failed", name, self.states[name].reason)
+                self._why_stopping = self._why_stopping or f"{name} cannot be started"
+                return
+            self.states[name] = decide.started(state, now)
+            self._say("start", name, f"started as process {self._running[name].pid}", pid=self._running[name].pid)
+        elif action.do == "terminate":
+            if state.phase != Phase.STOPPING:
+                self.states[name] = decide.asked(state, "stop", action.reason, now)
+            self._told.add(name)
+            self._running[name].terminate()
+            self._say("stopping", name, action.reason)
+        else:
+            self.states[name] = replace(state, killed=state.phase == Phase.STOPPING)
+            self._running[name].kill()
+            self._say("kill", name, action.reason)
+
+    def _answer(self) -> None:
+        """Does what others asked for."""
+        for request, answer in files.requests(self.folder):
+            verb, name = request.get("do"), request.get("name")
+            reason = str(request.get("reason") or f"somebody asked to {verb} it")
+            said: dict[str, Any] = {}
+            if name not in self.states:
+                said["error"] = f"there is no process {name!r}; there are {', '.join(self.states)}"
+            elif verb == "restart" or (verb == "release" and self.states[name].phase in ENDED):
+                self.states[name] = decide.asked(self.states[name], "start", reason, time.monotonic())
+            elif verb == "hold":
+                self.states[name] = decide.asked(self.states[name], "hold", reason, time.monotonic())
+            elif verb != "release":
+                said["error"] = f"requests must be restart, hold or release, got {verb!r}"
+            if "error" not in said:
+                self._say("asked", str(name), reason)
+            self._write()
+            write_whole(answer, json.dumps(said))
+
+    def _say(self, event: str, name: str, text: str, **more: Any) -> None:
+        """Tells what has happened, after others can read it in the state."""
+        self._write()
+        self._tell(event, name, text, **more)
+
+    def _write(self) -> None:
+        """Tells others where everything is, when that has changed."""
+        blocked = decide.blocked(self.processes, self.states)
+        now = {
+            name: (state.phase, state.reason or blocked.get(name, ""), state.restarts, self._pid(name))
+            for name, state in self.states.items()
+        }
+        if now == self._written:
+            return
+        self._written = now
+        files.write_state(self.folder, {
+            "file": os.path.abspath(self._online.file), "pid": os.getpid(), "begun": self._begun,
+            "ready": self.ready_at, "registry": self._online.registry_url, "model": self._online.model,
+            "processes": [self._row(process, blocked) for process in self.processes],
+        })  # fmt: skip
+
+    def _pid(self, name: str) -> int | None:
+        return self._running[name].pid if name in self._running else None
+
+    def _row(self, process: Process, blocked: dict[str, str]) -> dict[str, Any]:
+        state = asdict(self.states[process.name])
+        age = time.monotonic() - state["since"] if state["since"] else 0.0
+        return {
+            "name": process.name, "kind": process.kind, "phase": state["phase"], "pid": self._pid(process.name),
+            "reason": state["reason"] or blocked.get(process.name, ""), "restarts": state["restarts"],
+            "failures": state["failures"], "since": time.time() - age, "metrics": process.metrics,
+            "ports": dict(process.ports), "command": process.command, "log": self._logs[process.name].path,
+        }  # fmt: skip
+
+
+def end_leftovers(folder: str, tell: Tell) -> None:
+    """Ends processes of an earlier `shoal up` that was killed where they could not notice; usually there are none."""
+    try:
+        state = files.read_state(folder)
+    except Exception:
+        return
+    for row in state.get("processes", ()):
+        pid = row.get("pid")
+        if isinstance(pid, int) and _is_ours(pid, row.get("command", "")):
+            tell("leftover", row["name"], f"process {pid} of an earlier start is still there and is ended")
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            end = time.monotonic() + 10
+            while time.monotonic() < end and _is_ours(pid, row["command"]):
+                time.sleep(0.05)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _is_ours(pid: int, command: str) -> bool:
+    """Whether a process with this number runs that very command."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            given = file.read().decode(errors="replace").split("\0")
+        with open(f"/proc/{pid}/stat") as file:
+            zombie = file.read().rpartition(")")[2].split()[0] == "Z"
+    except (OSError, IndexError):
+        return False
+    wanted = shlex.split(command)[1:]
+    return not zombie and bool(wanted) and [each for each in given if each][-len(wanted) :] == wanted

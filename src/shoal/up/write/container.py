@@ -1,0 +1,69 @@
+"""The processes of a system as they are in containers: one volume for all, ports that are known, names as hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shoal.errors import ConfigError
+from shoal.up.config import Online
+from shoal.up.plan import PORTS, Kind, Place, Process, names_of, plan
+
+DATA = "/data"
+"""The volume that all containers share: checkpoints, exports, registry, rows of the servers."""
+CONFIG = "/etc/shoal/online.toml"
+_PORTS: Mapping[str, int] = {"rows": 7100, "http": 9100, "grpc": 8500, "rest": 8501}
+
+
+def containers(online: Online) -> list[Process]:
+    """The same commands as `shoal up` runs, in containers that are named like the processes.
+
+    Raises:
+        ConfigError: containers reach each other over a network, which the file must allow; or it needs a path that
+            no container has.
+    """
+    _check(online)
+    inside = replace(
+        online, file=CONFIG, up=replace(online.up, dir=DATA),
+        content={**online.content, "out": _without(online, "out"), "serve": _without(online, "serve")},
+    )  # fmt: skip
+    places = {name: _place(name, kind) for name, kind in names_of(inside).items()}
+    return plan(inside, places)
+
+
+def _place(name: str, kind: Kind) -> Place:
+    return Place(listen="0.0.0.0", host=name, ports={port: _PORTS[port] for port in PORTS[kind]})
+
+
+def _without(online: Online, section: str) -> dict[str, object]:
+    """A section without the folders of this machine: in containers they are in the volume."""
+    given = online.content.get(section)
+    return {key: value for key, value in dict(given or {}).items() if key not in ("dir", "registry")}
+
+
+def _check(online: Online) -> None:
+    insecure = [("replicas", online.replicas.insecure, "`shoal serve` --tls-cert … in options")]
+    if online.servers is not None:
+        insecure.append(("servers", online.servers.insecure, "--keys in options"))
+    for section, allowed, otherwise in insecure:
+        given = getattr(online, section)
+        if not allowed and not any(flag in ("--keys", "--tls-cert", "--tokens") for flag in given.options):
+            raise ConfigError(
+                f"{online.file}: containers talk over a network: set [{section}] insecure = true if that network is "
+                f"yours alone, or give them keys ({otherwise})"
+            )
+    for name in _files(online):
+        if os.path.isabs(name):
+            raise ConfigError(
+                f"{online.file}: [data] has the path {name}, which a container does not have; use a stream, or a path "
+                f"relative to the file: it is looked for in {os.path.dirname(CONFIG)} and can be mounted there"
+            )
+
+
+def _files(online: Online) -> list[str]:
+    found: list[str] = []
+    for name in ("train", "eval"):
+        given = online.given("data", name)
+        found += [given] if isinstance(given, str) else [each for each in given or () if isinstance(each, str)]
+    return [each for each in found if "://" not in each]
