@@ -38,7 +38,7 @@ cpus = 0
 def test_the_processes_run_on_ray_and_end_with_the_supervisor(tmp_path):
     (tmp_path / "log.csv").write_text("click,user\n" + "".join(f"{i % 2},u{i % 7}\n" for i in range(1000)))
     (tmp_path / "ctr.toml").write_text(CONFIG)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_ADDRESS": ""}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_ADDRESS": "local"}
     command = [sys.executable, "-m", "shoal", "up", "ctr.toml", "--on", "ray", "--json"]
     up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env)
     late = threading.Timer(300, up.kill)
@@ -47,16 +47,18 @@ def test_the_processes_run_on_ray_and_end_with_the_supervisor(tmp_path):
         events = (json.loads(line) for line in up.stdout if line.startswith("{"))
 
         def until(event):
-            return next((one for one in events if one["event"] == event), None)
+            found = next((one for one in events if one["event"] == event), None)
+            assert found is not None, up.stderr.read()
+            return found
 
         pid = until("start")["pid"]
-        assert until("ready") is not None
+        until("ready")
         os.kill(pid, signal.SIGKILL)
         restart = until("restart")
         assert restart["exit"] == "SIGKILL"
         assert any("deepfm" in line for line in restart["tail"])
         assert until("start")["pid"] != pid
-        assert until("ready") is not None
+        until("ready")
         up.send_signal(signal.SIGTERM)
         assert until("ended")["exit"] == "exit code 143"
         assert up.wait(120) == 0

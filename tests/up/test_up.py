@@ -57,7 +57,8 @@ class Up:
 
     def __init__(self, *arguments):
         command = [sys.executable, "-m", "shoal", "up", *arguments, "--json"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         self._late = threading.Timer(DEADLINE_S, self.process.kill)
         self._late.start()
         self.seen = []

@@ -90,6 +90,21 @@ class RayProcess:
         self._actor.end.remote(True)
 
 
+def _connect(ray: Any, address: str) -> None:
+    """Joins a cluster, or starts a local one, whose own server has 15 s to come up: a busy machine gets three tries."""
+    local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    if local:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # servers and replicas are not background work
+    for last in (False, False, True):
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False, **local)
+            return
+        except (RuntimeError, ConnectionError, ValueError) as error:
+            if last or not local or "Timed out" not in str(error):
+                raise PeerError(f"the Ray cluster at {address} cannot be used: {error}") from error
+            ray.shutdown()
+
+
 class RayLauncher:
     """Places processes on the cluster that ``RAY_ADDRESS`` names; without it on a local one, which ends with it.
 
@@ -101,11 +116,7 @@ class RayLauncher:
         ray = self._ray = _ray()
         self._own = not ray.is_initialized()
         if self._own:
-            address = address or os.environ.get("RAY_ADDRESS")
-            local = {} if address else {"include_dashboard": False}
-            if local:
-                os.environ.setdefault("RAY_worker_niceness", "0")  # servers and replicas are not background work
-            ray.init(address=address, log_to_driver=False, configure_logging=False, **local)
+            _connect(ray, address or os.environ.get("RAY_ADDRESS") or "local")
         self._actors: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}
         self._cpus = 1.0
