@@ -8,7 +8,9 @@ import benchmarks
 
 
 def main() -> int:
-    names = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in ("__main__", "harness"))
+    names = sorted(
+        m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in ("__main__", "harness", "streams")
+    )
     wanted = [a for a in sys.argv[1:] if not a.startswith("-")] or names
     unknown = [name for name in wanted if name not in names]
     if unknown or "-h" in sys.argv or "--help" in sys.argv:

@@ -2,10 +2,15 @@
 
     python -m benchmarks.online
     python -m benchmarks.online --only join --open 10
+    python -m benchmarks.online --only kills --seconds 600 --kills 30
 
 - **join**: `shoal join` from two folders of JSON lines into a third, in one process on one core with a budget of 1 GiB:
   millions of open impressions, each stream shuffled by up to an hour. The samples are compared, all of them and in
   order, with an offline join in numpy.
+- **read**: a Redis stream and a partition of librdkafka's mock broker into batches of labels, numbers and ids, against
+  the bare client that fetches the same records and does nothing with them.
+- **kills**: one trainer learns a Redis stream while it is produced, with its rows on two parameter servers; trainer,
+  broker and servers are killed again and again. Rows, weights and samples are compared with those of a run without.
 """
 
 from __future__ import annotations
@@ -23,9 +28,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Report, parser
+from benchmarks.streams import kills, read
 
 HOUR = 3600.0
-PARTS = ("join",)
+PARTS = ("read", "join", "kills")
 
 
 def write_events(folder: Path, times: np.ndarray, arrival: np.ndarray, text: Any) -> float:
@@ -130,11 +136,16 @@ def main() -> None:
     made.add_argument("--only", choices=PARTS, help="one part")
     made.add_argument("--open", type=float, default=10.0, help="join: millions of open impressions")
     made.add_argument("--memory", default="1GiB", help="join: the budget")
-    made.add_argument("--dir", help="join: where to write the files, about 1 GiB per 4 million impressions")
+    made.add_argument("--dir", help="where to write files; join: about 1 GiB per 4 million impressions")
+    made.add_argument("--records", type=int, default=400_000, help="read: entries of the Redis stream")
+    made.add_argument("--seconds", type=float, default=600.0, help="kills: how long records arrive")
+    made.add_argument("--rate", type=float, default=1000.0, help="kills: records per second")
+    made.add_argument("--kills", type=int, default=30, help="kills: how many")
+    made.add_argument("--seed", type=int, default=1, help="kills: when, and whom")
     flags = made.parse_args()
     report = Report("online")
     report.start()
-    parts = {"join": join}
+    parts = {"read": read, "join": join, "kills": kills}
     for name in [flags.only] if flags.only else PARTS:
         parts[name](report, flags)
     report.save(flags.json)
