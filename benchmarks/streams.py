@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Report, interleaved
 from shoal.data import Schema, make_format
 from shoal.data.live import LiveStream, open_writer, parse_address
+from shoal.sharded import PsClient
+from shoal.sharded.placement.local import LocalServers
 from shoal.testing.brokers import MockKafka, RedisServer
 
 BATCH = 4096
+KILLED_BATCH = 256
+RESTART_S = 0.2
 SCHEMA = Schema(label="click", dense=("age", "price"), sparse=("user", "item", "place", "device"), time="at")
 
 
@@ -110,3 +120,115 @@ def bare_kafka(bootstrap: str, low: int, count: int) -> None:
     while seen < count and time.monotonic() < deadline:
         seen += len([one.value() for one in consumer.consume(min(BATCH, count - seen), 1.0)])
     consumer.close()
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+
+class Supervised:
+    """`shoal train`, started again whenever it ends with an error, until it ends without."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._command, self._log = command, log
+        self.starts = 0
+        self._process = self._start()
+        self.done = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        with open(self._log, "ab") as log:
+            return subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def _watch(self) -> None:
+        while self._process.wait() != 0:
+            time.sleep(RESTART_S)
+            self._process = self._start()
+        self.done.set()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def trainer_command(address: str, out: Path, servers: list[str], steps: int) -> list[str]:
+    settings = {
+        "data.format": "json", "data.label": SCHEMA.label, "data.dense": list(SCHEMA.dense),
+        "data.sparse": list(SCHEMA.sparse), "data.time": "at", "model.hidden": [16], "table.dim": 8, "out.every_s": 5.0,
+        "train.batch_size": KILLED_BATCH, "train.threads": 1, "train.max_steps": steps, "out.keep": 2,
+    }  # fmt: skip
+    flags = [text for name, value in settings.items() for text in ("--set", f"{name}={json.dumps(value)}")]
+    return [
+        sys.executable, "-m", "shoal", "train", "--train", address, "--out", str(out), "--json", "--ps", *servers,
+        *flags, "--set", "data.max_wait_s=inf",
+    ]  # fmt: skip
+
+
+def produce(address: str, total: int, seconds: float) -> None:
+    """Writes all records within some seconds, each once whatever happens to the broker."""
+    writer = open_writer(address)
+    begun, done, page = time.monotonic(), 0, KILLED_BATCH // 2
+    while done < total:
+        writer.append(records(done, min(total, done + page)), at=done)
+        done = min(total, done + page)
+        time.sleep(max(0.0, begun + seconds * done / total - time.monotonic()))
+    writer.close()
+
+
+def run_system(folder: Path, total: int, seconds: float, kills: int, seed: int) -> dict[str, Any]:
+    """Everything from nothing to the end of the stream; rows and weights then, and what was killed."""
+    folder.mkdir()
+    chance = random.Random(seed)
+    counts = {"trainer": 0, "broker": 0, "server": 0}
+    options = ["--durability", "log", "--dir", str(folder / "ps"), "--threads", "1"]
+    with RedisServer(folder / "redis") as broker, LocalServers(2, options, env={"OMP_NUM_THREADS": "1"}) as servers:
+        address = broker.address("clicks")
+        producer = threading.Thread(target=produce, args=(address, total, seconds if kills else 0.0), daemon=True)
+        producer.start()
+        steps = total // KILLED_BATCH
+        trainer = Supervised(trainer_command(address, folder / "run", servers.addresses, steps), folder / "log.txt")
+        begun = time.monotonic()
+        moments = sorted(chance.uniform(0.05, 0.95) * seconds for _ in range(kills))
+        whom = [name for _ in range(kills // 3 + 1) for name in counts][:kills]
+        chance.shuffle(whom)
+        for moment, name in zip(moments, whom, strict=True):
+            time.sleep(max(0.0, begun + moment - time.monotonic()))
+            counts[name] += 1
+            if name == "trainer":
+                trainer.kill()
+            elif name == "server":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    servers.kill(chance.randrange(2))  # and the watch starts it again
+            else:
+                broker.kill()
+                time.sleep(chance.uniform(0, 1))
+                broker.start()
+        if not trainer.done.wait(seconds + 600):
+            raise TimeoutError(f"the trainer did not come to the end; see {folder / 'log.txt'}")
+        producer.join(60)
+        with PsClient(servers.addresses) as client:
+            rows = sorted(
+                (int(key), tuple(row))
+                for page in client.scan("features")
+                for key, row in zip(page[0].tolist(), page[1].tolist(), strict=True)
+            )
+    newest = sorted((folder / "run").glob("ckpt-*"))[-1]
+    content = json.loads((newest / "manifest.json").read_text())["content"]
+    return {
+        "rows": rows, "dense": (newest / "dense.safetensors").read_bytes(), "samples": content["progress"]["samples"],
+        "killed": counts, "starts": trainer.starts,
+    }  # fmt: skip
+
+
+def kills(report: Report, flags: Any) -> None:
+    """A run with kills against one without."""
+    total = int(flags.seconds * flags.rate) // KILLED_BATCH * KILLED_BATCH
+    with tempfile.TemporaryDirectory(dir=flags.dir) as root:
+        whole = run_system(Path(root) / "whole", total, flags.seconds, 0, 0)
+        killed = run_system(Path(root) / "killed", total, flags.seconds, flags.kills, flags.seed)
+    report.add("samples learnt, with kills and without", f"{killed['samples']:,}", f"{whole['samples']:,}")
+    report.add("kills of trainer, broker, servers", "/".join(map(str, killed["killed"].values())))
+    differ = sum(one != other for one, other in zip(killed["rows"], whole["rows"], strict=False))
+    differ += abs(len(killed["rows"]) - len(whole["rows"]))
+    report.add(f"rows that differ, of {len(whole['rows']):,}", f"{differ:,}", "", float(differ), 0.0, at_most=True)
+    same = killed["dense"] == whole["dense"] and killed["samples"] == whole["samples"]
+    report.add("dense weights and samples are equal", "yes" if same else "no", "", float(same), 1.0)

@@ -10,8 +10,10 @@ import sys
 
 import pytest
 
-from shoal.data.live import open_reader, open_writer
+from shoal.data.live import LiveStream, open_reader, open_writer
 from shoal.errors import ConfigError, DataError
+from shoal.sharded import PsClient
+from shoal.train import SessionRunHook
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 from tests.brokers import mock_kafka, redis_server  # noqa: F401
@@ -166,6 +168,79 @@ def test_settings_of_sources_are_checked(tmp_path):
     )
     config = load_config(tmp_path / "x.toml")
     assert config.data.train == (str(tmp_path / "a.json"), f"dir:{tmp_path / 'grows'}", "kafka://h/t", "-")
+
+
+def test_a_batch_is_cut_again_where_it_was_cut_before(tmp_path):
+    folder = tmp_path / "grows"
+    folder.mkdir()
+
+    def stream():
+        made = load_config(None, BASE | {"data.train": [f"dir:{folder}"]}).data
+        return LiveStream(
+            made.live, made.make_format(), made.schema(), format_name="json", batch_size=64, max_wait_s=0.0, idle_s=0.2,
+            journal=str(tmp_path / "journal"),
+        )  # fmt: skip
+
+    one, cut = stream(), []
+    write(folder / "a", 0, 10)
+    for batch in one:
+        if len(batch):
+            cut.append(batch)
+            if len(cut) < 6:
+                write(folder / "abcdef"[len(cut)], len(cut) * 10, len(cut) * 10 + 10)
+    one.close()
+    assert [len(batch) for batch in cut] == [10] * 6
+    with open(tmp_path / "journal", "ab") as file:
+        file.write(b"[7,[[")  # a line that a killed process left
+    write(folder / "g", 60, 160)
+    again = stream()  # would make one batch of all of them
+    again.restart(cut[1].state)
+    batches = [batch for batch in again if len(batch)]
+    assert [len(batch) for batch in batches] == [10, 10, 10, 10, 64, 36]
+    assert [batch.state for batch in batches[:4]] == [batch.state for batch in cut[2:]]
+    assert batches[-1].samples.time.tolist() == list(range(1_000_124, 1_000_160))
+    again.acknowledge(batches[2].state), again.acknowledge(batches[4].state)
+    again.close()
+    (folder / "c").write_bytes(b"".join(line + b"\n" for line in records(500, 505)))
+    changed = stream()
+    changed.restart(cut[1].state)
+    with pytest.raises(DataError, match="the stream was changed"):
+        list(changed)
+    changed.close()
+
+
+def test_updates_of_a_trainer_that_shares_its_servers_are_applied_once(tmp_path):
+    pytest.importorskip("zmq")
+    from shoal.sharded.ps import Engine, ParameterServer, Shard
+
+    folder = tmp_path / "clicks"
+    folder.mkdir()
+    write(folder / "a", 0, 640)
+
+    class Crash(SessionRunHook):
+        """Ends the run in the middle of a step, as a kill would: after the rows were sent, before anything is kept."""
+
+        def after_run(self, context, values):
+            if context.global_step == 7:
+                raise RuntimeError("killed")
+
+    rows = []
+    for name, crashes in (("whole", 0), ("killed", 3)):
+        with ParameterServer(Engine(Shard(0, 1), "log", tmp_path / name / "ps")) as server:
+            config = settings(
+                f"dir:{folder}", out_dot_dir=str(tmp_path / name / "run"), out_dot_every_steps=4, train_dot_lr=0.0,
+                train_dot_ps=[server.address], train_dot_ps_restore=False, data_dot_max_wait_s=0.0,
+            )  # fmt: skip
+            for _ in range(crashes):
+                with pytest.raises(RuntimeError, match="killed"):
+                    run(config, hooks=[Crash()])
+            assert run(config).ended["samples"] == 640
+            with PsClient([server.address]) as client:
+                rows.append(
+                    sorted((i, r.tolist()) for page in client.scan("features") for i, r in zip(*page[:2], strict=True))
+                )
+    assert len(rows[0]) == 81
+    assert rows[0] == rows[1]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,10 @@ class Chunk:
     def __len__(self) -> int:
         return len(self.records)
 
+    def part(self, begin: int, end: int) -> Chunk:
+        """Records ``begin`` to ``end``."""
+        return Chunk(self.partition, self.records[begin:end], self.positions[begin:end])
+
 
 @dataclass(frozen=True, slots=True)
 class Lag:

@@ -10,12 +10,14 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.data.features import Number
 from shoal.data.live.address import Address, parse_address
+from shoal.data.live.journal import Journal, Run
 from shoal.data.live.messages import DeadLetters, decoder
 from shoal.data.live.opening import open_reader
 from shoal.data.live.protocol import Chunk, Lag, Reader
@@ -39,6 +41,8 @@ class _Source:
     reader: Reader | None = None
     positions: dict[str, Any] = field(default_factory=dict)
     """Behind the last record that is in a batch."""
+    held: deque[Chunk] = field(default_factory=deque)
+    """What was read and not handed on yet."""
 
     @property
     def name(self) -> str:
@@ -53,6 +57,7 @@ class LiveStream:
         max_wait_s: how long a batch that is not full waits for more; infinite for batches that are always full.
         idle_s: the iteration ends when no record came for so long; None: never.
         dead_letters: a file for messages that cannot be read.
+        journal: a file that remembers which records made which batch, so that a run that resumes makes the same ones.
         on_bad: is told of each of them.
     """
 
@@ -68,6 +73,7 @@ class LiveStream:
         max_wait_s: float = 1.0,
         idle_s: float | None = None,
         dead_letters: str | None = None,
+        journal: str | None = None,
         rank: int = 0,
         world: int = 1,
         on_bad: OnBad | None = None,
@@ -80,7 +86,7 @@ class LiveStream:
         names = [one.name for one in self._sources]
         if len(set(names)) < len(names):
             raise ConfigError(f"[data] train: each source must be named once, got {', '.join(names)}")
-        self._letters = DeadLetters(dead_letters)
+        self._letters, self._journal = DeadLetters(dead_letters), Journal(journal)
         self._on_bad = on_bad
         self._rules = schema.native()
         self._changes_numbers = any(schema.number(name) != Number() for name in schema.dense)
@@ -126,7 +132,11 @@ class LiveStream:
     def acknowledge(self, state: Mapping[str, Any]) -> None:
         """What was read up to ``state`` is in a durable checkpoint: sources are told so, by the thread that reads."""
         with self._lock:
-            self._safe = state["live"]
+            self._safe = state
+
+    def forget(self) -> None:
+        """Removes the journal of a run that is not resumed."""
+        self._journal.remove()
 
     def close(self) -> None:
         """Tells sources what is still to be acknowledged, and leaves them. Nobody may be iterating."""
@@ -136,6 +146,7 @@ class LiveStream:
                 one.reader.close()
                 one.reader = None
         self._letters.close()
+        self._journal.close()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -159,6 +170,7 @@ class LiveStream:
             else:
                 one.reader.open(start)
             one.positions = one.reader.positions()
+            one.held.clear()
         state["live"] = self._positions()
 
     def _recorded(self) -> Mapping[str, Any]:
@@ -188,8 +200,11 @@ class LiveStream:
             one.reader.open(one.positions)
 
     def _of_sources(self, state: dict[str, Any]) -> Iterator[Batch]:
+        for number, runs in self._journal.load(state["window"]):
+            yield from self._replayed(number, runs, state)
         parts: list[Samples] = []
         rows, closes_s = 0, 0.0
+        runs: list[Run] = []
         came_s = told_s = time.monotonic()
         before = dict(state)  # what a batch that is not closed yet has not changed
         while True:
@@ -200,6 +215,7 @@ class LiveStream:
                 came_s = now
                 if not rows:
                     closes_s = now + self.max_wait_s
+                runs += [(one.name, chunk.partition, len(chunk), chunk.positions[-1]) for one, chunk in chunks]
                 samples = self._samples(chunks, state)
                 if len(samples):
                     parts.append(samples)
@@ -207,21 +223,49 @@ class LiveStream:
             ended = not chunks and self._ended(now - came_s)
             self._duties(now)
             if rows and (rows == self.batch_size or now >= closes_s or ended):
-                batch = Samples.join(parts)
-                state["rows"] += rows
-                state["window"] += 1
-                state["live"] = self._positions()
+                batch = self._closed(Samples.join(parts), state)
+                self._journal.add(state["window"], runs)
                 before = dict(state)
-                parts, rows, told_s = [], 0, now
-                yield Batch(samples=self._finished(batch), state=dict(state))
+                parts, rows, runs, told_s = [], 0, [], now
+                yield batch
             elif now - told_s >= TICK_S:
-                if not rows:  # what was bad alone is behind us, too
-                    state["live"] = self._positions()
-                    before = dict(state)
                 told_s = now
                 yield Batch(samples=self._nothing(), state=before)
             if ended:
                 return
+
+    def _closed(self, samples: Samples, state: dict[str, Any]) -> Batch:
+        state["rows"] += len(samples)
+        state["window"] += 1
+        state["live"] = self._positions()
+        return Batch(samples=self._finished(samples), state=dict(state))
+
+    def _replayed(self, number: int, runs: list[Run], state: dict[str, Any]) -> Iterator[Batch]:
+        """A batch as the journal has it, and empty ones while its records are waited for."""
+        before = dict(state)
+        chunks: list[tuple[_Source, Chunk]] = []
+        for name, partition, count, last in runs:
+            one = next((each for each in self._sources if each.name == name), None)
+            if one is None or one.reader is None:
+                raise DataError(f"the batches since the checkpoint were read from {name}, which [data] train must name")
+            while count:
+                chunk = _take(one.held, partition, count)
+                if chunk is not None:
+                    chunks.append((one, chunk))
+                    count -= len(chunk)
+                    continue
+                came = one.reader.poll(max(count, self.batch_size), TICK_S)
+                one.held.extend(came)
+                if not came:
+                    self._duties(time.monotonic())
+                    yield Batch(samples=self._nothing(), state=before)
+            if chunks[-1][1].positions[-1] != last:
+                raise DataError(
+                    f"{name}: batch {number} ended at {last} in partition {partition} when it was first read, and now "
+                    f"at {chunks[-1][1].positions[-1]}; the stream was changed. Remove {self._journal.path} to go on"
+                )
+        samples = self._samples(chunks, state)
+        yield self._closed(samples, state)
 
     def _poll(self, wanted: int, wait_s: float) -> list[tuple[_Source, Chunk]]:
         """At most ``wanted`` further records; whoever has some does not wait for the others."""
@@ -231,7 +275,10 @@ class LiveStream:
         while True:
             for one in self._sources:
                 assert one.reader is not None
-                for chunk in one.reader.poll(wanted, 0.0 if not alone else wait_s):
+                while wanted and (chunk := _take(one.held, None, wanted)) is not None:
+                    found.append((one, chunk))
+                    wanted -= len(chunk)
+                for chunk in one.reader.poll(wanted, 0.0 if not alone or found else wait_s) if wanted else ():
                     found.append((one, chunk))
                     wanted -= len(chunk)
                 if not wanted:
@@ -315,9 +362,24 @@ class LiveStream:
     def _acknowledge(self) -> None:
         with self._lock:
             safe, self._safe = self._safe, None
+        if safe is None:
+            return
+        self._journal.safe(safe["window"])
         for one in self._sources:
-            if safe is not None and one.reader is not None and one.name in safe:
-                one.reader.acknowledge(safe[one.name])
+            if one.reader is not None and one.name in (safe["live"] or {}):
+                one.reader.acknowledge(safe["live"][one.name])
+
+
+def _take(held: deque[Chunk], partition: str | None, count: int) -> Chunk | None:
+    """At most ``count`` neighbouring records of a partition, or of the first one, out of what is held."""
+    for place, chunk in enumerate(held):
+        if partition is None or chunk.partition == partition:
+            if len(chunk) > count:
+                held[place] = chunk.part(count, len(chunk))
+                return chunk.part(0, count)
+            del held[place]
+            return chunk
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,9 +66,13 @@ class Reading:
         if letters is not None:
             letters += f".{ranks.rank}" * (ranks.world_size > 1)
             os.makedirs(os.path.dirname(os.path.abspath(letters)), exist_ok=True)
+        journal = None
+        if out is not None:
+            os.makedirs(out, exist_ok=True)
+            journal = os.path.join(out, "batches.jsonl" + f".{ranks.rank}" * (ranks.world_size > 1))
         return LiveStream(
             data.live, form, data.schema(), format_name=name, batch_size=train.batch_size, history=history,
-            max_wait_s=data.max_wait_s, idle_s=data.idle_s, dead_letters=letters, rank=ranks.rank,
+            max_wait_s=data.max_wait_s, idle_s=data.idle_s, dead_letters=letters, journal=journal, rank=ranks.rank,
             world=ranks.world_size, on_bad=self._bad,
         )  # fmt: skip
 
@@ -94,6 +98,11 @@ class Reading:
         """What was read up to ``state`` is in a checkpoint that will stay."""
         if self.live is not None:
             self.live.acknowledge(state)
+
+    def forget(self) -> None:
+        """Begins without the journal and the dead letters of the run before."""
+        if self.live is not None:
+            self.live.forget()
 
     def close(self) -> None:
         if self.live is not None:

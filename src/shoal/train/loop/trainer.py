@@ -112,6 +112,8 @@ class Trainer:
             self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
         if init_from is not None:
             self._begin_with(init_from)
+        if self._names_writes:
+            self._name_writes()
         self.at.run = self.ranks.from_first(self.at.run)
         self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
         self.exports = Exports(config, self.ranks, self.learner)
@@ -122,6 +124,28 @@ class Trainer:
             trip = lambda: "" if guard.trip is None else guard.trip.reason  # noqa: E731
             self._endpoint = Endpoint(config.out.metrics, progress, trip)
             self._opened.callback(self._endpoint.close)
+
+    @property
+    def _names_writes(self) -> bool:
+        """Whether rows are on servers that do not go back to this run's checkpoint, since other trainers use them, too:
+        then an update has the name of the batch that it is of, and is applied once however often it is sent."""
+        return self.reading.live is not None and self.rows.client is not None and not self.config.train.ps_restore
+
+    def _name_writes(self) -> None:
+        """Goes on with the writes behind those of the checkpoint; servers leave out what they have applied."""
+        client = self.rows.client
+        numbers = self.reader.pop("writes", None) or [0] * client.num_ps
+        if len(numbers) != client.num_ps:
+            self.reporter.note(
+                f"the checkpoint is of {len(numbers)} parameter servers and there are {client.num_ps}: updates since "
+                "then may be applied twice"
+            )
+            numbers = [0] * client.num_ps
+        name = self.ranks.from_first(self.at.name)
+        self.at.name = name
+        client.continue_writes(f"{name}/{self.ranks.rank}", numbers)
+        if self.saver is None:
+            self.reporter.note("without [out] dir a run that is started again learns from the stream's beginning again")
 
     def _make_guard(self) -> Guard:
         """Judges the first rank, for all; nothing stops the others."""
@@ -160,6 +184,8 @@ class Trainer:
                 self.reporter.note(f"goes on with the rows and weights of step {self.at.kept_step:,}, the best so far")
             unread = self.at.epoch < self.config.train.epochs and not self._rows_read()
             self.stream.restart(self.reader)
+            if self._names_writes and self.resumed is None:
+                self._save()  # so that a run that is killed before its first checkpoint finds the names of its updates
             with Prefetch(self.stream, self.config.data.ahead()) as batches:
                 why = self._loop(Epochs(iter(batches)))
             if unread and why == "finished" and self.at.samples == first and self.reading.live is None:
@@ -412,7 +438,11 @@ class Trainer:
         begun = time.perf_counter()
         self.hooks.before_save(self.at.step)
         try:
-            path = self.saver.save(self._snapshot(), self.at, self._files)
+            snapshot = self._snapshot()
+            if self._names_writes:
+                self.rows.client.flush()
+                snapshot.reader = {**self.reader, "writes": self.rows.client.write_numbers()}
+            path = self.saver.save(snapshot, self.at, self._files)
         except OSError as error:
             what = f"the checkpoint of step {self.at.step:,} could not be written ({error})"
             newest = self.saver.newest or "none"
@@ -457,6 +487,7 @@ class Trainer:
 
     def _begin_anew(self, saver: Saver) -> None:
         moved = saver.move_aside()
+        self.reading.forget()
         if moved is not None:
             self.reporter.note(f"--fresh: the checkpoints that were in {saver.directory} are in {moved} now")
         if self.rows.client is not None:

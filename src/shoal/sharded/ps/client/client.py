@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
 import uuid
@@ -122,6 +123,26 @@ class PsClient:
                     self._free.append(lines)
             if closed:
                 _close(lines)
+
+    def write_numbers(self) -> list[int]:
+        """The number of this worker's last write to each shard."""
+        with self._write_lock:
+            return [line.seq for line in self._writers]
+
+    def continue_writes(self, name: str, numbers: Sequence[int]) -> None:
+        """From now on writes are those of the stream ``name``, behind these numbers by shard.
+
+        A worker that is started again and makes the same writes in the same order gives the name that it had, and the
+        numbers of the moment that it goes on from: servers apply only those that they have not applied before.
+        """
+        if len(numbers) != self.num_ps:
+            raise ConfigError(
+                f"continue_writes must have a number for each of {self.num_ps} servers, got {len(numbers)}"
+            )
+        self.flush()
+        with self._write_lock:
+            for line, number in zip(self._writers, numbers, strict=True):
+                line.stream, line.seq = hashlib.blake2b(name.encode(), digest_size=16).digest(), number
 
     def _seconds(self, deadline: timedelta | None) -> float:
         if deadline is None:
