@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.durable import write_whole
+
 Run = tuple[str, str, int, Any]
 """Source, partition, how many records, and the position behind the last of them."""
 
@@ -74,10 +76,7 @@ class Journal:
     def _rewrite(self) -> None:
         self.close()
         assert self._path is not None
-        draft = f"{self._path}.tmp"
-        with open(draft, "wb") as file:
-            file.write(b"".join(line + b"\n" for line in self._lines.values()))
-        os.replace(draft, self._path)
+        write_whole(self._path, b"".join(line + b"\n" for line in self._lines.values()))
 
     def _open(self) -> None:
         assert self._path is not None
