@@ -8,7 +8,7 @@ export PIP_RETRIES ?= 8
 export PIP_DEFAULT_TIMEOUT ?= 60
 
 .NOTPARALLEL: # packages come before what is built with them
-.PHONY: demo test docs bench lint format proto native core-test sanitize fuzz fuzz-sanitize clean help packages build-packages wheel wheel-test
+.PHONY: demo test docs bench lint format proto native core-test sanitize chaos fuzz fuzz-sanitize clean help packages build-packages wheel wheel-test
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -82,6 +82,9 @@ sanitize: ## the same under address+undefined and thread sanitizers
 	  cmake -S . -B build/san-$${s%%,*} -DSHOAL_PYTHON=OFF -DSHOAL_TESTS=ON -DSHOAL_SANITIZE=$$s >/dev/null && \
 	  cmake --build build/san-$${s%%,*} -j $(JOBS) >/dev/null && \
 	  ctest --test-dir build/san-$${s%%,*} --output-on-failure || exit 1; done
+
+chaos: packages $(VENV)/.installed ## faults applied to real servers, bounded to ten minutes; the seed is printed
+	timeout 600 $(BIN)/python -m benchmarks.reliability
 
 SECONDS ?= 3600
 fuzz: $(VENV)/.installed ## damaged input for every reader of bytes from outside, SECONDS=3600 before a release

@@ -1,7 +1,6 @@
 """What the serving tests share: clean process-wide registries, a real ZooKeeper, small models."""
 
 import os
-import shutil
 import socket
 
 import pytest
@@ -11,7 +10,8 @@ from shoal.metrics import set_metrics_sink
 from shoal.serving.client.addresses import set_address_table
 from shoal.serving.sync.monolith.client import reset_sync_clients
 from shoal.table import reset_registry
-from tests.serving.helpers import ZOOKEEPER_JAR, Net, ZooKeeper
+from shoal.testing.zookeeper import ZooKeeper, zookeeper_unavailable
+from tests.serving.helpers import Net
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +75,9 @@ def refused():
 
 @pytest.fixture(scope="session")
 def zookeeper(tmp_path_factory):
-    if not ZOOKEEPER_JAR.exists() or shutil.which("java") is None:
-        pytest.skip("no ZooKeeper here; `make packages` installs Debian's as root")
-    server = ZooKeeper(tmp_path_factory.mktemp("zookeeper")).start()
+    if why := zookeeper_unavailable():
+        pytest.skip(f"{why}; `make packages` does that as root")
+    server = ZooKeeper(tmp_path_factory.mktemp("zookeeper"), sessions_ms=(40000, 60000)).start()
     yield server
     server.kill()
 

@@ -9,7 +9,8 @@ import pytest
 from shoal.serving import DirectoryClient, DirectoryRegistry, FakeKazooClient, KazooRegistry, open_registry
 from shoal.serving.cluster.registry import registry_of
 from shoal.serving.cluster.zookeeper import ConnectionClosedError, NotEmptyError
-from tests.serving.helpers import ZooKeeper, eventually
+from shoal.testing.zookeeper import ZooKeeper
+from tests.serving.helpers import eventually
 
 pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work
 
@@ -335,7 +336,7 @@ def test_credentials_go_to_the_client_and_nowhere_else(monkeypatch, caplog):
 
 
 def test_a_killed_and_restarted_zookeeper_keeps_sessions_and_watches(zookeeper, tmp_path):
-    own = ZooKeeper(tmp_path / "zk").start()
+    own = ZooKeeper(tmp_path / "zk", sessions_ms=(40000, 60000)).start()
     one, two = own.client(), own.client()
     try:
         one.start(60)

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import threading
+import warnings
 import zipfile
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +38,8 @@ def load_exported(file: Path) -> torch.export.ExportedProgram:
         with open(file, "rb") as opened:
             _check(file, opened)
             opened.seek(0)
-            with _one_at_a_time:
+            with _one_at_a_time, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch 2.11's own
                 return torch.export.load(opened)
     except DataError:
         raise

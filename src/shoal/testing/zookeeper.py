@@ -1,0 +1,102 @@
+"""A real ZooKeeper on loopback, from the jar that Debian's package ``zookeeper`` installs."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import DeadlineError, PeerError
+
+JAR = Path("/usr/share/java/zookeeper.jar")
+START_S = 120.0
+_given: set[int] = set()
+
+
+def zookeeper_unavailable() -> str:
+    """Why no ZooKeeper can be started here; empty where one can."""
+    if not JAR.exists() or shutil.which("java") is None:
+        return f"a ZooKeeper needs java and {JAR}: apt-get install zookeeper"
+    return ""
+
+
+def free_port() -> int:
+    """A port to listen on later. It is below those that the kernel picks for others, so it stays free."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in _given:
+            _given.add(port)
+            return port
+
+
+class ZooKeeper:
+    """A ZooKeeper server in a process of its own, on loopback.
+
+    Args:
+        folder: for its data.
+        tick_ms: its tickTime.
+        sessions_ms: the shortest and the longest session that it grants; by default 2 and 20 ticks, as ZooKeeper does.
+    """
+
+    def __init__(self, folder: Path, *, tick_ms: int = 200, sessions_ms: tuple[int, int] | None = None) -> None:
+        self.folder, self.port = folder, free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        least, most = sessions_ms or (2 * tick_ms, 20 * tick_ms)
+        (folder / "zoo.cfg").write_text(
+            f"tickTime={tick_ms}\ndataDir={folder}/data\nclientPort={self.port}\nclientPortAddress=127.0.0.1\n"
+            f"admin.enableServer=false\nminSessionTimeout={least}\nmaxSessionTimeout={most}\n"
+        )
+        (folder / "log4j.properties").write_text("log4j.rootLogger=OFF\n")
+
+    @property
+    def hosts(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> ZooKeeper:
+        command = ["java", "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", f"{self.folder}:{JAR}"]
+        command += ["org.apache.zookeeper.server.ZooKeeperServerMain", str(self.folder / "zoo.cfg")]
+        with open(self.folder / "log.txt", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        until = time.monotonic() + START_S
+        while not self._answers():
+            if time.monotonic() > until:
+                raise DeadlineError(f"ZooKeeper in {self.folder} did not listen within {START_S:g} s")
+            time.sleep(0.02)
+        return self
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise PeerError(f"ZooKeeper ended: {(self.folder / 'log.txt').read_text()[-2000:]}")
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 2) as probe:
+                probe.sendall(b"srvr")
+                return b"Mode" in probe.recv(4096)
+        except OSError:
+            return False
+
+    def client(self) -> Any:
+        """A client that soon tries again, with a session that outlives that.
+
+        A server that has just opened its port may swallow a request to connect, and a client waits as long for the
+        answer as it asks its session to last. The server's minimum makes the session last longer than what is asked.
+        """
+        from kazoo.client import KazooClient
+
+        return KazooClient(self.hosts, timeout=2.0, connection_retry={"max_tries": -1, "max_delay": 0.5})
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(60)
