@@ -152,7 +152,8 @@ class alignas(64) Index {
     return first;
   }
   bool is_full(Bucket* first) const { return head(first).count + head(first).erased >= limit(); }
-  bool is_packed(Bucket* first) const { return head(first).count >= limit(); }  // and no hole is left
+  bool is_packed(Bucket* first) const { return head(first).count >= limit(); }             // and no hole is left
+  int64_t places_in(Bucket* first) const { return int64_t{limit()} - head(first).count; }  // once holes are closed
   uint32_t ids_in(Bucket* first) const { return head(first).count; }
   uint32_t buckets() const { return buckets_; }  // of every segment
   // Forgets slots of a segment whose row was set to kErasedRow, so many, and closes the holes they leave.

@@ -371,3 +371,20 @@ def test_limits_reach_servers_and_ranks_and_shoal_train(tmp_path):
         TableConfig(max_rows=5, evict="mru")
     with pytest.raises(ConfigError, match="spread by row"):
         AllToAllHashTable(4, way="data", max_rows=5)
+
+
+def test_shoal_table_and_shoal_plan_know_budgets(tmp_path, capsys):
+    from shoal.cli.main import main
+    from shoal.plan.config import TablePlan
+
+    table = make(max_rows=20, name="t")
+    for start in range(0, 9000, 10):
+        put(table, 1, *range(start, start + 10), req_time=1000 + start)
+    save_incremental(table, tmp_path)
+    assert main(["table", "stat", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "budget 20 rows; 20 rows are held" in shown
+    assert "rows evicted" in shown
+    assert "would miss" in shown
+    plan = TablePlan(name="t", dim=4, ids_per_sample=1, ids_per_day=100, expire_days=30, max_rows=500)
+    assert plan.rows == 500

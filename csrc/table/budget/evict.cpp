@@ -148,11 +148,18 @@ void Table::make_room_in(int stripe, const Write& write, std::span<Newcomer> new
       got += prune(stripe, first, write, std::max(needed - got, reserve), ~0u);
     }
   }
-  // Where a segment has no place for its newcomer, a row of that segment goes.
+  // Where a segment has no place for its newcomers, rows of that segment go.
+  std::unordered_map<Bucket*, std::pair<int64_t, uint32_t>> segments;  // newcomers, and the highest of their keys
   for (const Newcomer& newcomer : newcomers) {
-    Bucket* first = s.index.segment(newcomer.hash);
-    if (!s.index.is_packed(first)) continue;
-    prune(stripe, first, write, std::max<int64_t>(1, s.index.ids_in(first) / 8), choosy ? newcomer.key : ~0u);
+    auto& [count, highest] = segments[s.index.segment(newcomer.hash)];
+    ++count;
+    highest = std::max(highest, newcomer.key);
+  }
+  for (const auto& [first, those] : segments) {
+    const int64_t over = those.first - s.index.places_in(first);
+    if (over <= 0) continue;
+    const int64_t reserve = std::min<int64_t>(s.index.ids_in(first) / 8, s.index.size() / 32);
+    prune(stripe, first, write, std::max(over, reserve), choosy ? those.second : ~0u);
   }
   if (!choosy) return;
   for (size_t i = static_cast<size_t>(there + got); i < newcomers.size(); ++i) newcomers[i].refused = true;

@@ -69,11 +69,15 @@ def _open(path: Path, tables: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
 
 
 def stat(options: Stat) -> int:
+    from shoal.table.offline.budget import budget_lines, show_age
     from shoal.table.offline.stat import table_stats
 
     source, wanted = _open(options.path, options.table)
     with counting("rows") as seen:
-        stats = [each.report() for each in table_stats(source, wanted, options.slots, seen=seen)]
+        stats = [
+            each.report() | {"budget": source.budgets.get(each.name)}
+            for each in table_stats(source, wanted, options.slots, seen=seen)
+        ]
     about = {
         "path": source.path,
         "kind": source.kind,
@@ -106,6 +110,12 @@ def stat(options: Stat) -> int:
     ]
     columns = ["table", "optimizer", "rows", "dim", "last update", "slots", "norm mean / max", "zero / bad"]
     print_table(title, columns, rows, left=2)
+    for each in stats:
+        if each["ages_s"]:
+            shown = ", ".join(f"{name} {show_age(seconds)}" for name, seconds in each["ages_s"].items())
+            print(f"{each['name']}: ages of rows {shown}")
+        for line in budget_lines(each["budget"] or {}, each["rows"]):
+            print(f"{each['name']}: {line}")
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, did_you_mean
+from shoal.table.config.durations import bytes_of
 
 HOSTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 
@@ -31,18 +32,25 @@ class TablePlan:
     """Distinct ids of a host's batch as a share of its ids; the rest are repeats."""
     count: int = 1
     """How many such tables there are."""
+    max_rows: float = 0.0
+    """Rows that each of them may have in all, over all hosts; 0: unlimited."""
+    max_bytes: str = ""
+    """Bytes that each may have in all, such as 8GiB; empty: unlimited."""
 
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
         _check(self, where, ("dim", "count"), 1)
-        _check(self, where, ("ids_per_sample", "ids_per_day", "expire_days"), 0)
+        _check(self, where, ("ids_per_sample", "ids_per_day", "expire_days", "max_rows"), 0)
+        if self.max_bytes:
+            bytes_of(self.max_bytes, f"{where}: max_bytes")
         if not 0 < self.unique_share <= 1:
             raise ConfigError(f"{where}: unique_share must be above 0 and at most 1, got {self.unique_share:g}")
 
     @property
     def rows(self) -> float:
-        """Rows of all ``count`` tables once ids expire as fast as they come."""
-        return self.count * self.ids_per_day * max(1.0, self.expire_days)
+        """Rows of all ``count`` tables once ids expire as fast as they come, or the tables are full."""
+        grown = self.ids_per_day * max(1.0, self.expire_days)
+        return self.count * (min(grown, self.max_rows) if self.max_rows else grown)
 
 
 @dataclass(frozen=True, kw_only=True)

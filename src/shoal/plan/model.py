@@ -14,6 +14,7 @@ from shoal.plan.config import Plan, TablePlan
 from shoal.sharded.placement.costs import Costs
 from shoal.sharded.placement.model import PEER_SHARE, state_bytes
 from shoal.sharded.placement.model import row_bytes as bytes_of_row
+from shoal.table.config.durations import bytes_of
 
 __all__ = ["LAYOUTS", "Estimate", "estimate", "estimates", "row_bytes", "state_bytes"]
 
@@ -58,6 +59,12 @@ def row_bytes(table: TablePlan, costs: Costs) -> float:
     return bytes_of_row(table.dim, table.optimizer, costs)
 
 
+def held_bytes(table: TablePlan, costs: Costs) -> float:
+    """Memory of all ``count`` tables; a budget's where that is less than what they would grow to."""
+    grown = table.rows * row_bytes(table, costs)
+    return min(grown, table.count * bytes_of(table.max_bytes, "max_bytes")) if table.max_bytes else grown
+
+
 def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
     """What a step on ``hosts`` workers takes."""
     host, model = plan.host, plan.model
@@ -76,7 +83,7 @@ def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
         cpu["update"] += u * costs.rows("update", table.dim)
         out_bytes += u * (8 + 8 + 4 * table.dim)  # ids to look up; ids and gradients to apply
         in_bytes += u * 4 * table.dim
-        held += table.rows * row_bytes(table, costs)
+        held += held_bytes(table, costs)
     if layout == "all_to_all":  # the ids of a lookup are used again for the gradients
         out_bytes -= 8 * unique
     cores = host.cores

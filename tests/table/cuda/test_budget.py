@@ -102,3 +102,19 @@ def test_what_gpus_do_not_have_yet_is_refused(make):
         make(max_rows=4, evict=shoal.Lfu(admit="if_better"))
     with pytest.raises(UnsupportedError, match="CPU tables"):
         make(max_rows=4).miss_ratio_curve()
+
+
+def test_a_cache_lets_go_by_its_policy_and_keeps_the_cpu_tables_budget():
+    below = shoal.HashTable(2, optimizer=shoal.Sgd(lr=1.0), initializer="zeros", max_rows=30)
+    table = shoal.table.CachedHashTable(below, cache_rows=6, evict="lfu")
+    for _ in range(3):
+        put(table, 1, 2)
+    for id in range(10, 50):
+        put(table, id)
+    resident = table.find_rows(torch.tensor([1, 2, 10], device=table.device)) >= 0
+    assert resident.tolist() == [True, True, False]
+    table.flush()
+    assert below.size() == 30
+    assert table.eviction_stats().evicted >= 10
+    check = torch.tensor([1, 2, 49], device=table.device)
+    assert torch.equal(table.lookup(check), check.float().view(-1, 1).repeat(1, 2))

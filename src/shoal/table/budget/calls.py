@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnsupportedError
 from shoal.table.arguments import as_ids
 from shoal.table.budget.evicted import Collected, EvictionStats, MissRatioCurve
 from shoal.table.budget.policies import Evict
@@ -101,6 +101,17 @@ class BudgetCalls:
         """
         self._check_scores()
         _core.set_eviction_score(self._native, score or 0.0, score is not None)
+
+    def budget_report(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of the budget, as JSON: limits, counts and the miss-ratio curve."""
+        if not self.has_budget:
+            return {}
+        limits = {"max_rows": self.max_rows, "max_bytes": self.max_bytes}
+        try:
+            curve = self.miss_ratio_curve().to_json()
+        except UnsupportedError:
+            curve = None
+        return {"budget": {**limits, **self.eviction_stats().to_json(), "curve": curve}}
 
     def _eviction_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON."""

@@ -198,6 +198,7 @@ def _save_member(
         "max_update_time": now,
         "scales": scales,
         "expiry": expiry_to_json(table.table_config.slot_expire_time_config),
+        **table.budget_report(),
     }
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError
+from shoal.table.budget.evicted import EvictionStats, MissRatioCurve
+from shoal.table.budget.policies import Lfu, Lru, as_policy
 from shoal.table.cuda import bridge
 from shoal.table.cuda.prefetch import Piece, Prefetcher
 from shoal.table.cuda.storage import ROW, Storage
@@ -46,17 +48,29 @@ class CachedHashTable(CudaHashTable):
             ``fetched_rows`` climbs by much of every batch.
         device: of the cache.
         timeout: how long a call waits for a prefetch of its ids that is under way.
+        evict: which rows leave the cache: `Lru`, those not used for longest, or `Lfu`, those used by the fewest calls;
+            here reads count, too. A budget of the CPU table stays that table's: `eviction_stats` and the calls like it
+            are its own.
     """
 
     grows = False
 
     def __init__(
-        self, table: HashTable, *, cache_rows: int, device: Any = "cuda", timeout: timedelta = timedelta(minutes=2)
+        self,
+        table: HashTable,
+        *,
+        cache_rows: int,
+        device: Any = "cuda",
+        timeout: timedelta = timedelta(minutes=2),
+        evict: Lru | Lfu | str = "lru",
     ) -> None:
         if table.on_gpu or table.serving:
             raise ConfigError(f"table {table.name!r}: a cached table must be a CPU table for training")
         if cache_rows < 1:
             raise ConfigError(f"table {table.name!r}: cache_rows must be at least 1, got {cache_rows}")
+        self.evict_policy = as_policy(evict, f"table {table.name!r}")
+        if not isinstance(self.evict_policy, Lru | Lfu) or self.evict_policy != type(self.evict_policy)():
+            raise ConfigError(f"table {table.name!r}: evict of a cache must be Lru() or Lfu(), got {evict!r}")
         self.below = table
         self.cache_rows = int(cache_rows)
         self.fetched_rows = 0
@@ -82,6 +96,7 @@ class CachedHashTable(CudaHashTable):
         self._host.set_calls(table._native.calls())
         self._storage.reserve([self.cache_rows])
         self._used = torch.zeros(self.cache_rows + 1, dtype=torch.int64, device=self.device)
+        self._uses = torch.zeros_like(self._used, dtype=torch.int32) if isinstance(self.evict_policy, Lfu) else None
         self._dirty = torch.zeros(self.cache_rows + 1, dtype=torch.bool, device=self.device)
 
     # --- the cache ----------------------------------------------------------------------------------------------------
@@ -119,7 +134,10 @@ class CachedHashTable(CudaHashTable):
         """Marks resident rows as used now; the distinct ids that are not resident."""
         self._tick += 1
         rows = self.find_rows(ids)
-        self._used[rows.clamp(min=0).long()] = self._tick
+        at = rows.clamp(min=0).long()
+        self._used[at] = self._tick
+        if self._uses is not None:
+            self._uses[at] = self._uses[at] + 1  # equal ids count once
         return torch.unique(ids[rows < 0])
 
     def fetch(self, asked: Tensor) -> tuple[Tensor, list[Piece]]:
@@ -157,11 +175,13 @@ class CachedHashTable(CudaHashTable):
         self._storage.arena.set_times(rows, times)
         at = rows.long()
         self._used[at] = self._tick
+        if self._uses is not None:
+            self._uses[at] = 1
         self._dirty[at] = False
         self.fetched_rows += there.numel()
 
     def make_room(self, need: int) -> None:
-        """Lets the least recently used rows go until ``need`` more fit; never one of the current batch."""
+        """Lets the rows go that its policy needs least until ``need`` more fit; never one of the current batch."""
         resident = self._storage.counts.sizes()[0]
         excess = resident + need - self.cache_rows
         if excess <= 0:
@@ -175,7 +195,10 @@ class CachedHashTable(CudaHashTable):
                 f"{self.cache_rows}; raise it or send smaller batches"
             )
         leave = min(idle, max(excess, self.cache_rows // 16))  # some more, so that not every batch has to
-        chosen = torch.topk(used, leave, largest=False, sorted=False).indices
+        order = used
+        if self._uses is not None:
+            order = torch.where(used < self._tick, (self._uses[rows.long()].long() << 40) + used, 1 << 62)
+        chosen = torch.topk(order, leave, largest=False, sorted=False).indices
         self._write_back(ids[chosen], rows[chosen])
         self._storage.erase(ids[chosen], 0)
 
@@ -223,6 +246,38 @@ class CachedHashTable(CudaHashTable):
         if former is not None and self._marks is not None:
             self._marks.remove(former)
 
+    # --- the budget of the CPU table ----------------------------------------------------------------------------------
+
+    def pin(self, ids: Tensor) -> None:
+        """As `HashTable.pin`, of the CPU table."""
+        self.below.pin(ids.cpu())
+
+    def unpin(self, ids: Tensor) -> None:
+        """As `HashTable.unpin`, of the CPU table."""
+        self.below.unpin(ids.cpu())
+
+    def pinned(self) -> Tensor:
+        """As `HashTable.pinned`, of the CPU table."""
+        return self.below.pinned()
+
+    def collect_evicted(self, limit: int = 1 << 20) -> Any:
+        """As `HashTable.collect_evicted`, of the CPU table."""
+        return self.below.collect_evicted(limit)
+
+    def eviction_stats(self) -> EvictionStats:
+        """As `HashTable.eviction_stats`, of the CPU table."""
+        return self.below.eviction_stats()
+
+    def miss_ratio_curve(self) -> MissRatioCurve:
+        """As `HashTable.miss_ratio_curve`, of the CPU table."""
+        return self.below.miss_ratio_curve()
+
+    def _eviction_state(self) -> dict[str, Any]:
+        return self.below._eviction_state()
+
+    def _set_eviction_state(self, state: dict[str, Any]) -> None:
+        self.below._set_eviction_state(state)
+
     def prefetch(self, ids: Tensor) -> CachedHashTable:
         """Has the rows of ``ids`` brought while other work goes on; the call with the same tensor waits for it.
 
@@ -236,7 +291,7 @@ class CachedHashTable(CudaHashTable):
     def _insert(self, ids: Tensor, scores: Tensor | None = None, **options: Any) -> Tensor:
         if not self._host.has_filter():  # else `_filtered` has brought them
             self._bring(ids, create=True)
-        rows = super()._insert(ids, **options)
+        rows = super()._insert(ids, scores, **options)
         at = rows.clamp(min=0).long() & ROW
         self._dirty[at] = True
         self._used[at] = self._tick

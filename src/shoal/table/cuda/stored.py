@@ -58,7 +58,7 @@ class StoredTable(HashTable):
         self.deterministic = deterministic
         self._layout = row_layout(self.table_config, self.first_column)
         self._seed = hash_id(self.seed + _GOLDEN)
-        self._budget = GpuBudget(self) if self.has_budget else None
+        self._budget = GpuBudget(self) if self.has_budget and self.grows else None
         self._rounds = any(s.native.stochastic_rounding for s in self._layout.segments)
         self._shared: Storage | None = None
         self._making = threading.Lock()

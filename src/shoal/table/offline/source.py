@@ -51,6 +51,8 @@ class Source:
     layers: tuple[Layer, ...]
     """Newest first; more than one in a chain alone."""
     stale: Mapping[str, Stale] = field(default_factory=dict)
+    budgets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of tables that have one: limits, counts and what other sizes would miss, as of the save."""
     step: int | None = None
     created: str | None = None
     scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -230,7 +232,7 @@ def _chain(chain: list[Link]) -> Source:
     head = chain[-1].manifest
     found = head.content.get("tables")
     tables = [str(t.get("name")) for t in found if isinstance(t, dict)] if isinstance(found, list) else []
-    layers, stale, scales = [], {}, {}
+    layers, stale, scales, budgets = [], {}, {}, {}
     for link in chain:
         shards, removed, rows = [], {}, {}
         where = link.saved.manifest
@@ -242,9 +244,12 @@ def _chain(chain: list[Link]) -> Source:
             if described["removed"]:
                 removed[table] = (base + ".removed", described["removed"])
             stale[table], scales[table] = Stale.of(described, where), described["scales"]
+            if isinstance(described.get("budget"), dict):
+                budgets[table] = described["budget"]
         layers.insert(0, Layer(name=link.name, shards=tuple(shards), removed=removed, rows=rows))
     return Source(
         path=chain[-1].folder, kind="chain", tables=tuple(sorted(tables)), layers=tuple(layers), stale=stale,
+        budgets=budgets,
         scales=scales, step=head.step, created=head.created, saves=tuple(link.saved for link in chain),
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from shoal.table.offline.scan import Batch
 from shoal.table.offline.source import Source
 
 SHOWN_SLOTS = 10
+_SAMPLED_TIMES = 1000  # of each batch
 
 
 def optimizers_of(state: bytes) -> list[dict[str, Any]]:
@@ -57,6 +58,7 @@ class TableStat:
     bad_rows: int = 0
     """Rows with NaN or infinity."""
     slots: Counter[int] = field(default_factory=Counter)
+    _times: list[np.ndarray] = field(default_factory=list)
     _shapes: set[int] = field(default_factory=set)
 
     def add(self, batch: Batch, slot: Callable[[Any], Any]) -> None:
@@ -71,6 +73,7 @@ class TableStat:
         self.bad_rows += int(n - good.sum())
         self.zero_rows += int((norms == 0).sum())
         self.rows += n
+        self._times.append(batch.times[:: max(1, n // _SAMPLED_TIMES)].copy())
         first, last = int(batch.times.min()), int(batch.times.max())
         self.first_update = first if self.first_update is None else min(self.first_update, first)
         self.last_update = last if self.last_update is None else max(self.last_update, last)
@@ -83,12 +86,20 @@ class TableStat:
             self._shapes.add(shape)
             self.optimizers.append(optimizers_of(batch.state(int(np.argmax(batch.shapes == shape)))))
 
+    def ages(self) -> dict[str, int]:
+        """Seconds between the writes of rows and the newest write: quantiles, from a sample."""
+        if not self._times or self.last_update is None:
+            return {}
+        ages = self.last_update - np.concatenate(self._times)
+        return {f"p{q}": int(np.percentile(ages, q)) for q in (10, 50, 90)}
+
     def report(self) -> dict[str, Any]:
-        hidden = ("_shapes", "slots", "norm_sum")
+        hidden = ("_shapes", "_times", "slots", "norm_sum")
         plain = {key: value for key, value in vars(self).items() if key not in hidden}
         mean = self.norm_sum / max(1, self.rows - self.bad_rows)
         return plain | {
             "norm_mean": mean,
+            "ages_s": self.ages(),
             "num_slots": len(self.slots),
             "slots": dict(self.slots.most_common(SHOWN_SLOTS)),
         }

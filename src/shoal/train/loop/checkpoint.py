@@ -183,6 +183,7 @@ def _describe(table: HashTable, file: str, parts: Sequence[Any]) -> dict[str, An
         "expiry": expiry_to_json(table.table_config.slot_expire_time_config),
         "calls": [part["calls"] for part in parts],
         "empty_rank0": False,
+        **(table.budget_report() if isinstance(table, HashTable) else {}),
     }
 
 
