@@ -95,12 +95,20 @@ struct Table::Contents {
   // Whether take_row() succeeds once more. Small tables reserve no rows that others might need.
   bool reserve_rows(Stripe& stripe, bool one) {
     if (!stripe.spare.empty() || stripe.rows_left) return true;
+    if (pooled) {
+      std::lock_guard lock(pool_mutex);
+      if (!pool.empty()) {
+        stripe.spare.push_back(pool.back());
+        pool.pop_back();
+        return true;
+      }
+    }
     for (; stripe.chained != kFreeRow && stripe.spare.size() < most_spare / 2;) {
       stripe.spare.push_back(stripe.chained);
       stripe.chained = *reinterpret_cast<const uint32_t*>(rows.row(stripe.chained));
     }
     if (!stripe.spare.empty()) return true;
-    auto count = static_cast<uint32_t>(one ? 1 : std::clamp<int64_t>(stripe.index.size() / 8, 1, 64));
+    auto count = static_cast<uint32_t>(one || pooled ? 1 : std::clamp<int64_t>(stripe.index.size() / 8, 1, 64));
     uint32_t first = rows.allocate(count);
     if (!first && count > 1) first = rows.allocate(count = 1);
     if (!first) return false;
@@ -119,12 +127,29 @@ struct Table::Contents {
   }
   // The row is to be used again. The list is short, and longer ones need no memory of their own.
   void give_row(Stripe& stripe, uint32_t row) {
-    if (stripe.spare.size() < most_spare) {
+    if (pooled) {
+      std::lock_guard lock(pool_mutex);
+      pool.push_back(row);
+    } else if (stripe.spare.size() < most_spare) {
       stripe.spare.push_back(row);
     } else {
       *reinterpret_cast<uint32_t*>(rows.row(row)) = std::exchange(stripe.chained, row);
     }
   }
+
+  // While rows are loaded stripes share those that are spare: as many fit as the table had that was saved.
+  void share_spare(bool share) {
+    pooled = share;
+    for (size_t stripe = 0; !share && !pool.empty(); stripe = (stripe + 1) % stripes.size()) {
+      const uint32_t row = pool.back();
+      pool.pop_back();
+      give_row(stripes[stripe], row);
+    }
+    if (!share) std::vector<uint32_t>().swap(pool);
+  }
+  bool pooled = false;
+  std::mutex pool_mutex;
+  std::vector<uint32_t> pool;
 
   const size_t most_spare;
   // What it takes whether there are rows or not; spare lists and what the arenas keep are counted as full.

@@ -190,7 +190,10 @@ void Table::swap_contents(Table& other) {
   {
     Locks<true> lock(*this, kAllStripes);
     std::swap(contents_, other.contents_);
-    if (eviction_) eviction_->full = false;
+    if (eviction_) {
+      eviction_->full = false;
+      contents_->share_spare(false);
+    }
     if (epoch_.load()) {
       contents_->rows.track();
       oldest_epoch_.store(epoch_.fetch_add(1) + 1);

@@ -388,3 +388,17 @@ def test_shoal_table_and_shoal_plan_know_budgets(tmp_path, capsys):
     assert "would miss" in shown
     plan = TablePlan(name="t", dim=4, ids_per_sample=1, ids_per_day=100, expire_days=30, max_rows=500)
     assert plan.rows == 500
+
+
+def test_a_full_table_comes_back_whole(tmp_path):
+    table, generator = make(max_rows=10_000, name="t"), torch.Generator().manual_seed(0)
+    for _ in range(4):
+        for _ in range(3):
+            put(table, *torch.randint(0, 100_000, (4000,), generator=generator).tolist())
+        save_incremental(table, tmp_path)
+    other = make(max_rows=10_000, name="t")
+    restore_incremental(other, tmp_path)
+    assert held(other) == held(table)
+    put(other, *range(200_000, 204_000))
+    assert other.size() <= 10_000
+    check_rows(other)

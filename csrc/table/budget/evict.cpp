@@ -292,6 +292,7 @@ std::unique_ptr<Table> Table::empty_twin() const {
   if (!options.shared) options.bytes = std::make_shared<Budget>(eviction_->budget->limit());
   auto twin = std::make_unique<Table>(layout_, 0, expected_, &options);
   twin->eviction_->set_epoch(eviction_->epoch());
+  twin->contents_->share_spare(true);
   return twin;
 }
 
