@@ -18,6 +18,9 @@ from shoal.data.joining.sample_log import SampleLog
 from shoal.data.live import open_reader, open_writer
 from shoal.errors import ConfigError, DataError, MissingExtraError
 from shoal.testing.brokers import RedisServer
+from shoal.train.loop.trainer import trainer
+from shoal.trainer import load_config
+from tests.trainer.helpers import Told
 
 LIMIT_S = 60
 
@@ -196,6 +199,64 @@ def test_a_log_of_samples_forgets_and_survives_a_torn_line(tmp_path):
         assert log.read(5, 9) == [b"z"]
         with pytest.raises(DataError, match="has the samples 5 to 6"):
             log.read(4, 1)
+
+
+def test_a_trainer_joins_what_it_learns(tmp_path):
+    sides = events(300)
+    write_folders(tmp_path, sides)
+    (tmp_path / "run.toml").write_text(
+        """
+        [data]
+        idle_s = 1.0
+        sparse = ["id"]
+        dense = ["n"]
+        [data.join]
+        window = 30
+        state = "state"
+        idle = "100ms"
+        keep_negatives = 0.5
+        [data.join.impressions]
+        from = "dir:shown"
+        key = "id"
+        lateness = 5
+        [data.join.actions]
+        from = "dir:acts"
+        key = "id"
+        kind = "kind"
+        lateness = 5
+        [data.join.labels.click]
+        kinds = ["click"]
+        [model]
+        hidden = [4]
+        [train]
+        batch_size = 32
+        threads = 1
+        [out]
+        dir = "run"
+        every_steps = 2
+        """
+    )
+    told = Told()
+    config = load_config(tmp_path / "run.toml")
+    assert (config.data.label, config.data.keep_negatives, config.data.format) == ("click", 0.5, "json")
+    with trainer(config, reporter=told) as one:
+        one.run()
+    clicks = sum(label for _, label in expected(sides)[0])
+    state = json.loads((tmp_path / "state" / "join.manifest").read_text())["state"]
+    assert state["positives"] == clicks
+    assert told.ended["samples"] == state["emitted"] == clicks + state["negatives"] < 300
+    again = Told()
+    with trainer(config, reporter=again) as one:
+        one.run()
+    assert again.ended["samples"] == told.ended["samples"]  # it resumed behind the last sample
+    with pytest.raises(ConfigError, match="keep_negatives must be that of"):
+        load_config(changed(tmp_path / "run.toml", "idle_s = 1.0", "keep_negatives = 0.1"))
+
+
+def changed(path, old, new):
+    other = path.with_name("other.toml")
+    other.write_text(path.read_text().replace(old, new))
+    return other
 
 
 class Process:

@@ -241,6 +241,8 @@ def join_config(content: Mapping[str, Any], where: str = "join", folder: str = "
     Raises:
         ConfigError: a setting is missing, unknown or wrong; the message names it and ``where``.
     """
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where} must be a section, got {content!r}")
     content = dict(content)
     try:
         for side in ("impressions", "actions"):
@@ -262,7 +264,7 @@ def join_config(content: Mapping[str, Any], where: str = "join", folder: str = "
 
 
 def load_join(path: str | os.PathLike[str]) -> JoinConfig:
-    """The settings of ``join.toml``."""
+    """The settings of ``join.toml``, or of ``[data.join]`` in the file of a training run."""
     where = os.fspath(path)
     try:
         with open(where, "rb") as file:
@@ -271,6 +273,9 @@ def load_join(path: str | os.PathLike[str]) -> JoinConfig:
         raise ConfigError(f"cannot read the configuration {where!r} ({error.strerror or error})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: not a TOML file: {error}") from None
+    data = content.get("data")
+    if isinstance(data, dict) and "join" in data:  # the file of a training run
+        return join_config(data["join"], f"{where}: [data.join]", os.path.dirname(where))
     own = content.pop("join", {})
     if not isinstance(own, dict):
         raise ConfigError(f"{where}: [join] must be a section, got {own!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -11,10 +12,11 @@ from shoal.data.joining.config import JoinConfig, join_config, load_join
 from shoal.data.joining.pump import Pump
 from shoal.data.joining.sample_log import SampleLog
 from shoal.data.live import Chunk, Lag
-from shoal.errors import DataError
+from shoal.errors import DataError, ShoalError
 
 PARTITION = "joined"
 _WAIT_S = 0.02
+log = logging.getLogger(__name__)
 
 
 class JoinReader:
@@ -75,6 +77,11 @@ class JoinReader:
         return self.pump.ended and self._next >= self._log.count
 
     def close(self) -> None:
+        """Leaves the inputs and the state folder, with a checkpoint so that the next one starts faster."""
+        try:
+            self.pump.checkpoint()
+        except (OSError, ShoalError, RuntimeError) as error:  # what came since the last one is in the tail
+            log.warning("join %s: no checkpoint was written at the end: %s", self.config.state, error)
         self.pump.close()
         self._log.close()
 

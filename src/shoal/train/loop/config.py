@@ -30,7 +30,8 @@ class DataConfig:
 
     train: tuple[str, ...]
     """Paths, folders and glob patterns, relative to the configuration; and sources that never end, which are read after
-    the files: redis://HOST/STREAM, kafka://HOST/TOPIC, dir:FOLDER (one that grows) and - (standard input)."""
+    the files: redis://HOST/STREAM, kafka://HOST/TOPIC, dir:FOLDER (one that grows), join:FILE.toml (a join of two) and
+    - (standard input)."""
     eval: tuple[str, ...] = ()
     """Files that are never learnt from, for evaluation and early stopping."""
     format: str = "criteo"

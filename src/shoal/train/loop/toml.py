@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 import types
 import typing
@@ -12,6 +13,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from shoal.data.features import Feature, Number, definition
 from shoal.data.formats import FORMAT_OPTIONS
+from shoal.data.joining.config import load_join
 from shoal.data.live.address import is_live
 from shoal.errors import ConfigError, did_you_mean
 from shoal.train.loop.config import Config, DataConfig, EvalConfig, ModelConfig, OutConfig, TrainConfig
@@ -44,6 +46,7 @@ def load_config(path: str | Path | None, changes: Mapping[str, Any] | None = Non
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not a TOML file: {error}") from None
         _resolve_paths(content, Path(path).parent)
+        _joined(content.get("data"), os.path.abspath(path))
         serve = content.get("serve")
         if isinstance(serve, dict) and not {"model", "dir"} & set(serve):
             serve["model"] = Path(path).stem
@@ -153,10 +156,31 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 
 def _resolved(base: Path, text: str) -> str:
     """A path relative to the configuration; addresses of sources are as they are."""
-    if text.startswith("dir:"):
-        path = text.removeprefix("dir:").removeprefix("//")
-        return f"dir:{base / path}"
+    for scheme in ("dir:", "join:"):
+        if text.startswith(scheme):
+            return f"{scheme}{base / text.removeprefix(scheme).removeprefix('//')}"
     return text if is_live(text) else str(base / text)
+
+
+def _joined(data: Any, path: str) -> None:
+    """``[data.join]`` as a source of training, and what joins say of their samples as settings of the data."""
+    if not isinstance(data, dict):
+        return
+    sources = [data["train"]] if isinstance(data.get("train"), str) else list(data.get("train", ()))
+    if "join" in data:
+        sources.append(f"join:{path}")
+        data.setdefault("format", "json")
+    for source in sources:
+        if isinstance(source, str) and source.startswith("join:"):
+            joined = load_join(source.removeprefix("join:"))
+            data.setdefault("label", next(iter(joined.labels)))
+            if data.setdefault("keep_negatives", joined.keep_negatives) != joined.keep_negatives:
+                raise ConfigError(
+                    f"[data] keep_negatives must be that of {source}, {joined.keep_negatives}, got "
+                    f"{data['keep_negatives']}; leave it out"
+                )
+    if data.pop("join", None) is not None:
+        data["train"] = sources
 
 
 def _resolve_paths(content: dict[str, Any], base: Path) -> None:
