@@ -19,33 +19,21 @@ _ABOUT = """Join impressions with the actions that come for them later, by key, 
 
 Example, with this in join.toml:
 
-  [impressions]
+  impressions = { from = "redis://localhost/impressions", key = "request" }
 
-  from = "redis://localhost/impressions"   # or kafka://host:9092/name, dir:path
+  actions = { from = "redis://localhost/actions", key = "request", kind = "kind" }
 
-  key = "request"                          # {"request": "r1", "time": 1793491200, "user": "u7", …}
+  labels.click.kinds = ["click"]
 
-  [actions]
+  window = "30m"
 
-  from = "redis://localhost/actions"       # {"request": "r1", "time": 1793491230, "kind": "click"}
+  state = "join-state"
 
-  key = "request"
+  out = "redis://localhost/samples"
 
-  kind = "kind"
-
-  [labels.click]
-
-  kinds = ["click"]
-
-  [join]
-
-  window = "30m"                           # impressions without a click become negatives after it
-
-  state = "join-state"                     # what is open; run the same command to resume from it
-
-  out = "redis://localhost/samples"        # {"request": "r1", …, "click": 1}
-
-type:
+messages {"request": "r1", "time": 1793491200, "user": "u7"} and {"request": "r1", "time": 1793491230, "kind": "click"}
+become {"request": "r1", "time": 1793491200, "user": "u7", "click": 1}, and impressions without a click become
+negatives after 30 minutes. Sources are redis://, kafka://, dir:FOLDER or - (standard input). To run it, type:
 
   shoal join join.toml
 

@@ -191,6 +191,15 @@ def _sync(status: Status, now: Reading, before: Reading | None) -> None:
     status.notes["replicas"] = now.total("parameter_sync_replicas")
 
 
+def _join(status: Status, now: Reading, before: Reading | None) -> None:
+    status.rows, status.bytes = now.total("join_open_impressions"), now.total("join_memory_bytes")
+    _rates(status, now, before, _JOIN_EVENTS, _JOIN_WRONG)
+    status.lag_s = now.largest("join_watermark_lag_s")
+    status.notes["samples"] = now.total("join_samples")
+
+
+_JOIN_EVENTS = re.compile(r"join_(impressions|actions)_total")
+_JOIN_WRONG = re.compile(r"join_(late|broken|excess)_(impressions|actions)_total|join_lost_records_total")
 _WORK = re.compile(r".*(samples|requests|examples|steps|batches)_total")
 _WRONG = re.compile(r".*(errors?|failed|failures|bad_rows|dropped)(_\w+)?_total")
 _ROWS = re.compile(r".*_rows")
@@ -228,4 +237,5 @@ _KINDS = (
     ("shoal_serving_", "serve", _serve),
     ("shoal_train", "train", _train),
     ("parameter_sync_", "sync", _sync),
+    ("join_", "join", _join),
 )

@@ -70,6 +70,21 @@ class Folder:
         return os.path.join(self.path, name)
 
 
+class Offsets(Sequence[Any]):
+    """The positions of neighbouring lines of a file, each made when it is asked for."""
+
+    def __init__(self, name: str | None, offsets: Sequence[int]) -> None:
+        self._name, self._offsets = name, offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Offsets(self._name, self._offsets[index])
+        return [self._name, self._offsets[index]]
+
+
 class GrowingReader:
     """A position is ``[file, offset]``, the offset in what is unpacked where the file is gzip."""
 
@@ -124,7 +139,7 @@ class GrowingReader:
             time.sleep(min(left, _PAUSE_S))
         name = self._current
         records, offsets = self._lines.take(max_records)
-        return [Chunk(self._partition, records, [[name, offset] for offset in offsets])]
+        return [Chunk(self._partition, records, Offsets(name, offsets))]
 
     def _read(self) -> bool:
         """Reads on; whether there was anything."""
@@ -186,7 +201,7 @@ class GrowingWriter:
     def __init__(self, address: Address) -> None:
         self._address = address
         os.makedirs(address.name, exist_ok=True)
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, tuple[int, int]] = {}  # bytes of a file -> its lines
         names = self._names()
         self._name = names[-1] if names else "part-00000000.txt"
         path = os.path.join(address.name, self._name)
@@ -222,20 +237,25 @@ class GrowingWriter:
             number = int(self._name.removeprefix("part-").removesuffix(".txt")) + 1
             self._name = f"part-{number:08d}.txt"
             self._file = open(os.path.join(self._address.name, self._name), "a+b")  # noqa: SIM115
+        before = self._file.tell()
+        known = self._counts.get(self._name, (0, 0))
         self._file.write(b"\n".join(records) + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+        if known[0] == before:
+            self._counts[self._name] = (self._file.tell(), known[1] + len(records))
 
     def written(self, partition: str | None = None) -> int:
-        """Counts the newlines of all files; finished ones once."""
+        """Counts the newlines of all files; those of a file that has the size that it had once."""
         total = 0
         for name in self._names():
-            if name not in self._counts or name == self._name:
-                with open(os.path.join(self._address.name, name), "rb") as file:
-                    self._counts[name] = sum(
-                        block.count(b"\n") for block in iter(lambda file=file: file.read(_BLOCK), b"")
-                    )
-            total += self._counts[name]
+            path = os.path.join(self._address.name, name)
+            size = os.path.getsize(path)
+            if self._counts.get(name, (-1, 0))[0] != size:
+                with open(path, "rb") as file:
+                    lines = sum(block.count(b"\n") for block in iter(lambda file=file: file.read(_BLOCK), b""))
+                self._counts[name] = (size, lines)
+            total += self._counts[name][1]
         return total
 
     def close(self) -> None:

@@ -166,7 +166,8 @@ def _joined(data: Any, path: str) -> None:
     """``[data.join]`` as a source of training, and what joins say of their samples as settings of the data."""
     if not isinstance(data, dict):
         return
-    sources = [data["train"]] if isinstance(data.get("train"), str) else list(data.get("train", ()))
+    given = data.get("train", [])
+    sources = [given] if isinstance(given, str) else list(given) if isinstance(given, list) else []
     if "join" in data:
         sources.append(f"join:{path}")
         data.setdefault("format", "json")
