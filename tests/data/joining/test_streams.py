@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.data import JoinConfig, join
+from shoal.data.joining.config import load_join
 from shoal.data.joining.reference import Action, Advance, Impression, join_offline
 from shoal.data.joining.sample_log import SampleLog
 from shoal.data.live import open_reader, open_writer
@@ -251,6 +252,17 @@ def test_a_trainer_joins_what_it_learns(tmp_path):
     assert again.ended["samples"] == told.ended["samples"]  # it resumed behind the last sample
     with pytest.raises(ConfigError, match="keep_negatives must be that of"):
         load_config(changed(tmp_path / "run.toml", "idle_s = 1.0", "keep_negatives = 0.1"))
+
+
+def test_a_part_of_the_file_of_a_whole_system(tmp_path):
+    parts = '[join.impressions]\nfrom = "dir:a"\nkey = "id"\n[join.actions]\nfrom = "dir:b"\nkey = "id"\n'
+    path = tmp_path / "online.toml"
+    path.write_text(f'[join]\nwindow = 5\nstate = "s"\n{parts}[data]\ntrain = ["x"]\n[out]\ndir = "run"\n[table]\n')
+    made = load_join(path)
+    assert (made.impressions.source, made.state, made.out) == (f"dir:{tmp_path}/a", f"{tmp_path}/s", "")
+    path.write_text(f'[join]\nwindow = 5\nstate = "s"\n{parts}[tables]\n')
+    with pytest.raises(ConfigError, match="no setting 'tables'"):
+        load_join(path)
 
 
 def changed(path, old, new):

@@ -54,6 +54,8 @@ class Options:
     """Seconds between two lines of progress."""
     metrics_port: int | None = None
     """Port of /metrics for Prometheus and `shoal top`, on 127.0.0.1; 0 picks a free one."""
+    metrics: str | None = None
+    """The same as HOST:PORT, to be reached from other machines."""
     json: bool = False
     """One JSON line per report."""
 
@@ -78,7 +80,7 @@ def run(options: Options) -> int:
         writer = open_writer(config.out)
         open_things.callback(writer.close)
         stop = open_things.enter_context(stop_event())
-        open_things.callback(serve_metrics(options.metrics_port, as_json=options.json))
+        open_things.callback(serve_metrics(options.metrics_port, as_json=options.json, at=options.metrics))
 
         def write(first: int, samples: Any) -> None:
             writer.append(samples, at=first)

@@ -8,8 +8,14 @@ from collections.abc import Callable
 from shoal.errors import ConfigError, missing_extra
 
 
-def serve_metrics(port: int | None, *, as_json: bool) -> Callable[[], None]:
-    """Serves them on 127.0.0.1 and prints where, or does nothing without a port; what ends it."""
+def serve_metrics(port: int | None, *, as_json: bool, at: str | None = None) -> Callable[[], None]:
+    """Serves them on 127.0.0.1, or ``at`` a host:port, and prints where; without either does nothing. What ends it."""
+    host = "127.0.0.1"
+    if at is not None:
+        host, _, text = at.rpartition(":")
+        if not host or not text.isdecimal():
+            raise ConfigError(f"--metrics must be HOST:PORT, got {at!r}")
+        host, port = host.strip("[]"), int(text)
     if port is None:
         return lambda: None
     try:
@@ -17,10 +23,10 @@ def serve_metrics(port: int | None, *, as_json: bool) -> Callable[[], None]:
     except ImportError:
         raise missing_extra("prometheus-client", "server") from None
     try:
-        server, thread = prometheus_client.start_http_server(port, "127.0.0.1")
+        server, thread = prometheus_client.start_http_server(port, host)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--metrics-port {port}: {getattr(error, 'strerror', None) or error}") from None
-    address = f"127.0.0.1:{server.server_port}"
+        raise ConfigError(f"metrics at {host}:{port}: {getattr(error, 'strerror', None) or error}") from None
+    address = f"{host}:{server.server_port}"
     print(json.dumps({"metrics": address}) if as_json else f"metrics on http://{address}/metrics", flush=True)
 
     def end() -> None:

@@ -279,6 +279,8 @@ def load_join(path: str | os.PathLike[str]) -> JoinConfig:
     own = content.pop("join", {})
     if not isinstance(own, dict):
         raise ConfigError(f"{where}: [join] must be a section, got {own!r}")
+    if data is not None or "table" in content:  # the file of a whole system, of which [join] is a part
+        content = {name: content[name] for name in ("impressions", "actions", "labels") if name in content}
     return join_config({**own, **content}, where, os.path.dirname(where))
 
 
