@@ -7,10 +7,12 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from shoal.data.samples import Samples
 from shoal.errors import ConfigError
+
+if TYPE_CHECKING:  # a process without tensors, such as `shoal join`, does not load torch
+    from shoal.data.samples import Samples
 
 _COUNT_BYTES = 1 << 22
 

@@ -19,7 +19,7 @@ from typing import Any
 from shoal.data.joining.config import JoinConfig, micros
 from shoal.durable import FileDigest, read_saved, replace_files
 from shoal.durable.files import TEMPORARY
-from shoal.errors import CapacityError, ConfigError, DataError
+from shoal.errors import CapacityError, ConfigError, DataError, ShoalError
 
 IMPRESSIONS, ACTIONS = 0, 1
 SIDES = ("impressions", "actions")
@@ -181,9 +181,9 @@ class Joiner:
         tail = self._path(f"tail-{self._tail}.log")
         try:
             end, torn = self.native.replay(tail, _WAITING_BYTES, self._take)
-        except ValueError as error:
-            if isinstance(error, DataError):
-                raise
+        except ShoalError:
+            raise
+        except ValueError as error:  # std::length_error
             raise CapacityError(f"join {self.folder}: {error}") from None
         self._take()
         if torn:
