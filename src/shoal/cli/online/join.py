@@ -71,7 +71,7 @@ def run(options: Options) -> int:
         raise UsageError("give the file of the join: shoal join join.toml")
     from shoal.data.joining.config import load_join
     from shoal.data.joining.pump import Pump
-    from shoal.data.live import open_writer
+    from shoal.data.live import open_writer, parse_address
 
     config = load_join(options.config)
     if not config.out:
@@ -82,8 +82,11 @@ def run(options: Options) -> int:
         stop = open_things.enter_context(stop_event())
         open_things.callback(serve_metrics(options.metrics_port, as_json=options.json, at=options.metrics))
 
+        out = parse_address(config.out)  # samples are numbered, so a topic gets them in one partition
+        partition = out.options.get("partitions", "0").split(",")[0] if out.scheme == "kafka" else None
+
         def write(first: int, samples: Any) -> None:
-            writer.append(samples, at=first)
+            writer.append(samples, partition=partition, at=first)
 
         pump = Pump(config, write, to_end=options.to_end, note=_note)
         open_things.callback(pump.close)
