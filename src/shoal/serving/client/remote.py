@@ -140,38 +140,87 @@ def remote_predict_with_status(
     one_version: bool = False,
 ) -> tuple[int, str, list[Any]]:
     """As :func:`remote_predict`, with the status: ``(status_code, status_message, outputs)``."""
-    begin = time.monotonic()
-    if model_name is None:
-        raise ValueError("remote_predict: model_name must be specified (the empty string is allowed)")
-    if len(input_tensor_alias) != len(input_tensors):
-        raise invalid_argument(
-            f"remote_predict: {len(input_tensor_alias)} input aliases for {len(input_tensors)} input tensors"
-        )
-    if output_types is not None and len(output_tensor_alias) != len(output_types):
-        raise invalid_argument(
-            f"remote_predict: {len(output_tensor_alias)} output aliases for {len(output_types)} output types"
-        )
-    tags = f"model_name={model_name}|signature_name={signature_name}"
-    try:
+    return RemotePredict(
+        input_tensor_alias, input_tensors, output_tensor_alias, model_name, task, old_model_name, model_version,
+        fail_op_on_rpc_error, max_rpc_deadline_millis, output_types, name, signature_name, retries=retries,
+        one_version=one_version,
+    ).result()  # fmt: skip
+
+
+class RemotePredict:
+    """A call with the arguments of :func:`remote_predict`, which :meth:`start` sends and :meth:`result` waits for.
+
+    Several that were started run side by side; the time of each counts from when it was made.
+    """
+
+    def __init__(
+        self,
+        input_tensor_alias: Sequence[str],
+        input_tensors: Sequence[Any],
+        output_tensor_alias: Sequence[str],
+        model_name: str,
+        task: int,
+        old_model_name: str | None,
+        model_version: int = -1,
+        fail_op_on_rpc_error: bool = True,
+        max_rpc_deadline_millis: float = 30,
+        output_types: Sequence[Any] | None = None,
+        name: str | None = None,
+        signature_name: str = "serving_default",
+        *,
+        retries: int = 2,
+        one_version: bool = False,
+    ) -> None:
+        self._begin = time.monotonic()
+        if model_name is None:
+            raise ValueError("remote_predict: model_name must be specified (the empty string is allowed)")
+        if len(input_tensor_alias) != len(input_tensors):
+            raise invalid_argument(
+                f"remote_predict: {len(input_tensor_alias)} input aliases for {len(input_tensors)} input tensors"
+            )
+        if output_types is not None and len(output_tensor_alias) != len(output_types):
+            raise invalid_argument(
+                f"remote_predict: {len(output_tensor_alias)} output aliases for {len(output_types)} output types"
+            )
+        self._aliases, self._types, self._fails = list(output_tensor_alias), output_types, fail_op_on_rpc_error
+        self._signature = signature_name
+        self._tags = f"model_name={model_name}|signature_name={signature_name}"
         table = address_table()
-        sent, key = route(table, model_name, task, old_model_name)
-        spec = model_spec(sent, signature_name, model_version if model_version >= 0 else None)
+        self._sent, key = route(table, model_name, task, old_model_name)
+        what = f"model {self._sent!r}, signature {signature_name!r}"
+        if self._sent != model_name:
+            what = f"model {self._sent!r} ({model_name!r}), signature {signature_name!r}"
+        spec = model_spec(self._sent, signature_name, model_version if model_version >= 0 else None)
         inputs = {alias: encode_tensor(value) for alias, value in zip(input_tensor_alias, input_tensors, strict=True)}
         payload = encode_request(spec, inputs, output_tensor_alias)
+        end = self._begin + max_rpc_deadline_millis / 1000
+        if (limit := _deadline.get()) is not None:
+            end = min(end, limit)
+        self._attempts = _Attempts(table, key, what, payload, end, retries, self._tags, one_version)
+
+    def start(self) -> "RemotePredict":
+        """Sends the request and returns at once; what is wrong is told by :meth:`result`."""
+        self._attempts.start()
+        return self
+
+    def cancel(self) -> None:
+        """Gives up a call that was started and not waited for."""
+        self._attempts.cancel()
+
+    def result(self) -> tuple[int, str, list[Any]]:
+        """``(status_code, status_message, outputs)``; raises as :func:`remote_predict` does."""
         try:
-            what = f"model {sent!r}, signature {signature_name!r}"
-            if sent != model_name:
-                what = f"model {sent!r} ({model_name!r}), signature {signature_name!r}"
-            answer = _call(table, key, what, payload, begin, max_rpc_deadline_millis, retries, tags, one_version)
-        except StatusError as error:
-            if fail_op_on_rpc_error:
-                raise
-            kinds = output_types if output_types is not None else [torch.float32] * len(output_tensor_alias)
-            return error.code, error.message, [_zero(kind) for kind in kinds]
-        return int(Code.OK), "", _outputs(answer, output_tensor_alias, output_types, sent, signature_name)
-    finally:
-        emit_timer("remote_predict_op_latency", time.monotonic() - begin, tags)
-        emit_counter("remote_predict_op_throughput", 1, tags)
+            try:
+                answer = self._attempts.result()
+            except StatusError as error:
+                if self._fails:
+                    raise
+                kinds = self._types if self._types is not None else [torch.float32] * len(self._aliases)
+                return error.code, error.message, [_zero(kind) for kind in kinds]
+            return int(Code.OK), "", _outputs(answer, self._aliases, self._types, self._sent, self._signature)
+        finally:
+            emit_timer("remote_predict_op_latency", time.monotonic() - self._begin, self._tags)
+            emit_counter("remote_predict_op_throughput", 1, self._tags)
 
 
 _pool: ThreadPoolExecutor | None = None
@@ -188,49 +237,74 @@ def remote_predict_async(*args: Any, **kwargs: Any) -> Future:
     return _pool.submit(contextvars.copy_context().run, remote_predict, *args, **kwargs)
 
 
-def _call(
-    table: Any, key: str, what: str, payload: bytes, begin: float, millis: float, retries: int, tags: str,
-    one_version: bool,
-) -> bytes:  # fmt: skip
-    candidates = list(table.addresses.get(key) or ())
-    if not candidates:
-        known = ", ".join(sorted(table.addresses)) or "none"
-        raise unavailable(f"no address serves {key!r} ({what}); keys of the address table: {known}")
-    random.shuffle(candidates)
-    end = begin + millis / 1000
-    if (limit := _deadline.get()) is not None:
-        end = min(end, limit)
-    failure: StatusError | None = None
-    metadata = ((ONE_VERSION, "1"),) if one_version else None
-    tries = 1 + max(0, retries)
-    for address in candidates:
-        if not tries:
-            break
-        left = end - time.monotonic()
-        if left <= 0:
-            failure = failure or StatusError(Code.DEADLINE_EXCEEDED, f"{what}: no time left to call {address}")
-            break
-        start = time.monotonic()
+class _Attempts:
+    """One request to the addresses of a key in turn, inside one deadline."""
+
+    def __init__(
+        self, table: Any, key: str, what: str, payload: bytes, end: float, retries: int, tags: str, one_version: bool
+    ) -> None:
+        self._table, self._key, self._what, self._payload, self._end, self._tags = table, key, what, payload, end, tags
+        self._one_version = one_version
+        self._metadata = ((ONE_VERSION, "1"),) if one_version else None
+        self._tries = 1 + max(0, retries)
+        self._addresses = list(table.addresses.get(key) or ())
+        random.shuffle(self._addresses)
+        self._first: Any = None  # the call of the first address, when it was started ahead
+
+    def start(self) -> None:
+        left = self._end - time.monotonic()
+        if not self._addresses or left <= 0:
+            return
         try:
-            return _channels.call(address, table)(payload, timeout=left, metadata=metadata)
-        except grpc.RpcError as error:
-            failure = from_rpc_error(error)
-            text = f"{what} at {address}: {failure.message}"
-            if one_version and failure.code == Code.NOT_FOUND:  # another replica may have it
-                failure = VersionMissing(failure.code, text)
-                failure.rows_are_pushed = rows_are_pushed(error)  # pyrefly: ignore
-                continue
-            failure = StatusError(failure.code, text)
-            if failure.code != Code.UNAVAILABLE:
+            call = _channels.call(self._addresses[0], self._table)
+            self._first = call.future(self._payload, timeout=left, metadata=self._metadata)
+        except ValueError:  # the channel was closed under us: it is opened anew
+            self._first = None
+
+    def cancel(self) -> None:
+        if self._first is not None:
+            self._first.cancel()
+
+    def result(self) -> bytes:
+        if not self._addresses:
+            known = ", ".join(sorted(self._table.addresses)) or "none"
+            raise unavailable(f"no address serves {self._key!r} ({self._what}); keys of the address table: {known}")
+        failure: StatusError | None = None
+        for address in self._addresses:
+            if not self._tries:
                 break
-            tries -= 1
-        except ValueError as error:  # the channel was closed under us because the table changed
-            failure = unavailable(f"{what} at {address}: {error}")
-            tries -= 1
-        finally:
-            emit_timer("serving_latency", time.monotonic() - start, tags)
-    assert failure is not None
-    raise failure
+            started, self._first = self._first, None
+            left = self._end - time.monotonic()
+            if left <= 0 and started is None:
+                failure = failure or StatusError(
+                    Code.DEADLINE_EXCEEDED, f"{self._what}: no time left to call {address}"
+                )
+                break
+            start = time.monotonic()
+            where = f"{self._what} at {address}"
+            try:
+                if started is not None:
+                    return started.result()  # it ends by its deadline
+                call = _channels.call(address, self._table)
+                return call(self._payload, timeout=left, metadata=self._metadata)
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+                text = f"{where}: {failure.message}"
+                if self._one_version and failure.code == Code.NOT_FOUND:  # another replica may have it
+                    failure = VersionMissing(failure.code, text)
+                    failure.rows_are_pushed = rows_are_pushed(error)  # pyrefly: ignore
+                    continue
+                failure = StatusError(failure.code, text)
+                if failure.code != Code.UNAVAILABLE:
+                    break
+                self._tries -= 1
+            except (ValueError, grpc.FutureCancelledError) as error:  # the table changed, and closed the channel
+                failure = unavailable(f"{where}: {error or 'the channel was closed'}")
+                self._tries -= 1
+            finally:
+                emit_timer("serving_latency", time.monotonic() - start, self._tags)
+        assert failure is not None
+        raise failure
 
 
 def _outputs(

@@ -8,7 +8,7 @@ import grpc
 
 from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse
 from shoal.serving.client.addresses import address_table, route
-from shoal.serving.client.remote import ONE_VERSION, VersionMissing, remote_predict, rows_are_pushed
+from shoal.serving.client.remote import ONE_VERSION, RemotePredict, VersionMissing, rows_are_pushed
 from shoal.serving.predict import GET_MODEL_METADATA, model_spec
 from shoal.serving.security import open_channel
 from shoal.serving.status import unavailable
@@ -38,9 +38,32 @@ class SubGraphs:
         self, name: str, signature: str, inputs: Mapping[str, Any], outputs: Sequence[str], types: Sequence[Any]
     ) -> list[Any]:
         """The outputs of a signature of a sub-graph, in order."""
+        return self.call_all({name: inputs}, signature, outputs, types)[name]
+
+    def call_all(
+        self, asked: Mapping[str, Mapping[str, Any]], signature: str, outputs: Sequence[str], types: Sequence[Any]
+    ) -> dict[str, list[Any]]:
+        """The same of several sub-graphs, which are asked side by side under one deadline: name -> outputs."""
+        calls = {}
+        try:
+            for name, inputs in asked.items():
+                version = self._versions.get(name)
+                calls[name] = self._predict(name, signature, inputs, outputs, types, -1 if version is None else version)
+                if len(asked) > 1:
+                    calls[name].start()
+            return {name: self._result(name, calls[name], signature, asked[name], outputs, types) for name in asked}
+        except BaseException:
+            for call in calls.values():  # nobody waits for the others any more
+                call.cancel()
+            raise
+
+    def _result(
+        self, name: str, call: RemotePredict, signature: str, inputs: Mapping[str, Any], outputs: Sequence[str],
+        types: Sequence[Any],
+    ) -> list[Any]:  # fmt: skip
         version = self._versions.get(name)
         try:
-            return self._predict(name, signature, inputs, outputs, types, -1 if version is None else version)
+            return call.result()[2]
         except VersionMissing as error:
             if not error.rows_are_pushed:
                 raise unavailable(f"{name} lacks version {version}, of which this prediction is: {error}") from None
@@ -50,12 +73,12 @@ class SubGraphs:
                 "model %s: %s does not have version %s; its rows come by pushes and are used as they are",
                 self._model, name, version,
             )  # fmt: skip
-        return self._predict(name, signature, inputs, outputs, types, -1)
+        return self._predict(name, signature, inputs, outputs, types, -1).result()[2]
 
     def _predict(
         self, name: str, signature: str, inputs: Mapping[str, Any], outputs: Sequence[str], types: Any, version: int
-    ) -> list[Any]:
-        return remote_predict(
+    ) -> RemotePredict:
+        return RemotePredict(
             list(inputs), list(inputs.values()), outputs,
             model_name=f"{self._model}:{name}", task=_task(name), old_model_name=name, model_version=version,
             max_rpc_deadline_millis=self._deadline, signature_name=signature, output_types=types,

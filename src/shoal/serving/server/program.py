@@ -88,25 +88,35 @@ def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
 
 
 def remote_lookup(graphs: SubGraphs, num_ps: int, dims: Mapping[str, int]) -> Lookup:
-    """Rows from the embedding shards: distinct ids go to shard ``id mod num_ps``, one call each."""
+    """Rows from the embedding shards: distinct ids go to shard ``id mod num_ps``, all shards are asked side by side."""
     slots = sorted(dims)
     kinds = [torch.float32] * len(slots)
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def lookup(wanted: dict[str, torch.Tensor], fresh: Fresher) -> dict[str, torch.Tensor]:
-        unique = {
-            slot: torch.unique(wanted.get(slot, torch.empty(0, dtype=torch.int64, device="cpu")), return_inverse=True)
-            for slot in slots
-        }
-        rows = {slot: torch.zeros(len(ids), dims[slot], device="cpu") for slot, (ids, _) in unique.items()}
-        for shard in range(num_ps):
-            chosen = {slot: torch.remainder(ids, num_ps) == shard for slot, (ids, _) in unique.items()}
-            if not any(bool(mask.any()) for mask in chosen.values()):
+        asked: dict[str, dict[str, torch.Tensor]] = {}
+        found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for slot in slots:
+            ids, inverse = torch.unique(wanted.get(slot, nothing), return_inverse=True)
+            owner = torch.remainder(ids, num_ps)
+            order = owner.argsort(stable=True)  # the ids of each shard, one shard after the other
+            counts = torch.bincount(owner, minlength=num_ps).tolist()
+            for shard, own in enumerate(ids[order].split(counts)):
+                asked.setdefault(f"ps_{shard}", {})[slot] = own
+            found[slot] = order, inverse
+        needed = {name: inputs for name, inputs in asked.items() if any(len(ids) for ids in inputs.values())}
+        answers = graphs.call_all(needed, "lookup", slots, kinds)
+        rows = {}
+        for place, slot in enumerate(slots):
+            if slot not in wanted:
                 continue
-            inputs = {slot: unique[slot][0][chosen[slot]] for slot in slots}
-            answers = graphs.call(f"ps_{shard}", "lookup", inputs, slots, kinds)
-            for slot, answer in zip(slots, answers, strict=True):
-                rows[slot][chosen[slot]] = answer.reshape(-1, dims[slot])
-        return {slot: rows[slot][unique[slot][1]] for slot in wanted}
+            order, inverse = found[slot]
+            parts = [answer[place].reshape(len(needed[name][slot]), dims[slot]) for name, answer in answers.items()]
+            in_order = torch.cat(parts) if parts else torch.zeros(0, dims[slot], device="cpu")
+            distinct = torch.empty(len(order), dims[slot], device="cpu")
+            distinct[order] = in_order
+            rows[slot] = distinct[inverse]
+        return rows
 
     return lookup
 
