@@ -7,11 +7,15 @@ want=""
 commands="c++:g++"
 if [ "${1:-all}" = all ]; then
   commands="$commands cmake:cmake ninja:ninja-build openssl:openssl chromium:chromium java:default-jre-headless redis-server:redis-server"
+  commands="$commands h2load:nghttp2-client"
   [ -e /usr/share/java/zookeeper.jar ] || want="$want zookeeper" # discovery is tested against a real one
 fi
 for pair in $commands; do
   command -v "${pair%%:*}" >/dev/null || want="$want ${pair##*:}"
 done
+# The native front end of `shoal serve`; without them it is left out of the build.
+[ -e /usr/include/nghttp2/nghttp2.h ] || want="$want libnghttp2-dev"
+[ -e /usr/include/openssl/ssl.h ] || want="$want libssl-dev"
 python3 -c "import ensurepip" 2>/dev/null || want="$want python3-venv"
 [ -z "$want" ] && exit 0
 export DEBIAN_FRONTEND=noninteractive

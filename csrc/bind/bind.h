@@ -76,5 +76,6 @@ void nn(nb::module_& m);
 void sharded(nb::module_& m);
 void data(nb::module_& m);
 void join(nb::module_& m);
+void front(nb::module_& m);
 
 }  // namespace shoal::bind

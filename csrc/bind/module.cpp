@@ -48,4 +48,5 @@ NB_MODULE(_core, m) {
   shoal::bind::sharded(m);
   shoal::bind::data(m);
   shoal::bind::join(m);
+  shoal::bind::front(m);
 }

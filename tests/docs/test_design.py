@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal import _core
+
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "shoal"
 PAGE = (ROOT / "docs" / "design.md").read_text()
@@ -65,13 +67,15 @@ def test_every_file_that_is_named_exists(name):
 @pytest.mark.parametrize(
     ("title", "kind", "room", "most"),
     [
-        ("A prediction", "predict", "serving", 8),
-        ("A pushed row", "push", "serving", 9),
+        ("A prediction", "predict", "serving", 9),
+        ("A pushed row", "push", "serving", 11),
         ("A gather", "gather", "gather", 12),
     ],
 )
 def test_a_kindpasses_the_modules_that_the_page_lists(passed, title, kind, room, most):
-    listed = documented(title)
+    listed = {name for name in documented(title) if not name.startswith("csrc/")}
+    if room == "serving" and not _core.front_available():
+        pytest.skip("the page describes the native front end, which was not built")
     seen = set(passed[kind]) - VOCABULARY[room]
     if room == "gather":
         seen = {"stores/" if name.startswith("stores/") else name for name in seen}

@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shoal.cli.shared.arguments import parse
 from shoal.cli.shared.security_options import ServeSecurity
@@ -63,6 +63,12 @@ class Options:
     """Larger requests are refused."""
     workers: int = 96
     """Threads for what does not run on the event loop: pushes, calls of other servers, long batches."""
+    max_waiting: int = 1024
+    """Requests of one model that may wait; further ones are refused with RESOURCE_EXHAUSTED (429 over REST)."""
+    model_limit: tuple[str, ...] = ()
+    """NAME=N: as --max-waiting, for one model."""
+    front: Literal["auto", "native", "python"] = "auto"
+    """What speaks gRPC: the native front end, or Python's gRPC library; auto = native where it was built."""
     threads: int = 0
     """Threads of one native or torch operation; 0 = as many as there are CPUs."""
     drain_seconds: float = 10.0
@@ -109,6 +115,9 @@ def serve(options: Options) -> int:
         max_message_bytes=options.max_message_mib * 1024 * 1024,
         max_batch_rows=options.max_batch_rows,
         workers=options.workers,
+        front=options.front,
+        max_waiting=options.max_waiting,
+        model_limits=limits_of(options.model_limit),
     )
     for alias, name in names.items():
         server.alias(alias, name)
@@ -148,6 +157,17 @@ def _wait(root: Path, seconds: float) -> bool:
                 logging.getLogger(__name__).info("waiting for the first export in %s, up to %g s", root, seconds)
             if stop.wait(0.1):
                 return False
+
+
+def limits_of(given: tuple[str, ...]) -> dict[str, int]:
+    """``NAME=N`` flags as a mapping."""
+    limits = {}
+    for each in given:
+        name, _, number = each.rpartition("=")
+        if not name or not number.isdecimal():
+            raise UsageError(f"--model-limit must be NAME=N, such as ctr=200, got {each!r}")
+        limits[name] = int(number)
+    return limits
 
 
 def _reload(options: Options, server: Any) -> None:

@@ -14,6 +14,8 @@ try:
 except ImportError:
     raise missing_extra("grpcio-health-checking or grpcio-reflection", "server") from None
 
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
 
 def unary(handler: Callable, request: Any = None, response: Any = None) -> Any:
     """A unary handler; message classes None mean raw bytes."""
@@ -44,7 +46,7 @@ def add_health_and_reflection(server: Any, services: Sequence[str]) -> Any:
     servicer = health.HealthServicer()
     _add(server, services, servicer)
     for name in ("", *services):
-        servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        servicer.set(name, SERVING)
     return servicer
 
 
@@ -53,7 +55,7 @@ async def add_async_health_and_reflection(server: Any, services: Sequence[str]) 
     servicer = health.aio.HealthServicer()  # pyrefly: ignore
     _add(server, services, servicer)
     for name in ("", *services):
-        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await servicer.set(name, SERVING)
     return servicer
 
 

@@ -166,6 +166,7 @@ _KINDS = {
     torch.bool: (10, np.dtype("?")),
 }
 _NUMPY = dict(_KINDS.values())
+_TORCH = {code: dtype for dtype, (code, _) in _KINDS.items()}
 
 
 def join_calls(calls: Sequence[PredictCall]) -> tuple[dict[str, Any], list[int]] | None:
@@ -202,15 +203,28 @@ def _dtype_of(data: bytes, begin: int, size: int) -> int:
     return data[begin + 1] if size >= 2 and data[begin] == 0x08 and data[begin + 1] < 0x80 else -1
 
 
-def split_answers(spec: bytes, outputs: Mapping[str, Any], rows: list[int]) -> list[bytes] | None:
-    """A serialised PredictResponse for each number of rows; None where an output is not of a plain dtype or shape."""
-    total = sum(rows)
+def plain_dtype(code: int) -> torch.dtype:
+    """The torch dtype of a DataType that is read and written natively."""
+    return _TORCH[code]
+
+
+def plain_outputs(outputs: Mapping[str, Any], rows: int) -> tuple[list[tuple], list[torch.Tensor]] | None:
+    """Outputs of ``rows`` rows as the native writer takes them, and what must live until it is done.
+
+    None where an output is not of a plain dtype or shape.
+    """
     given, kept = [], []
     for alias, value in outputs.items():
         kind = _KINDS.get(value.dtype) if isinstance(value, torch.Tensor) else None
-        if kind is None or not value.ndim or len(value) != total or value.device.type != "cpu":
+        if kind is None or not value.ndim or len(value) != rows or value.device.type != "cpu":
             return None
         value = value.contiguous()
         kept.append(value)
         given.append((alias, kind[0], list(value.shape[1:]), value.data_ptr()))
-    return _core.split_responses(spec, given, rows)
+    return given, kept
+
+
+def split_answers(spec: bytes, outputs: Mapping[str, Any], rows: list[int]) -> list[bytes] | None:
+    """A serialised PredictResponse for each number of rows; None where an output is not of a plain dtype or shape."""
+    found = plain_outputs(outputs, sum(rows))
+    return None if found is None else _core.split_responses(spec, found[0], rows)

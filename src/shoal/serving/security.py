@@ -192,6 +192,8 @@ def caller(context: Any, security: ServerSecurity) -> str | None:
 def bind(server: Any, address: str, security: ServerSecurity) -> int:
     """Opens the server's port under ``security``; returns the port."""
     security.check_bind(address)
+    if hasattr(server, "bind"):  # it has its own TLS
+        return server.bind(address)
     try:
         if security.certificate is None:
             port = server.add_insecure_port(address)

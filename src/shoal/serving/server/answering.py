@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from shoal.metrics import emit_counter, emit_timer
 from shoal.serving.loop import ServingLoop
 from shoal.serving.predict import Asked
 from shoal.serving.security import ServerSecurity
+from shoal.serving.server.admission import Admission
 from shoal.serving.server.batching import Batcher, Pace
 from shoal.serving.server.models import ServedModels, find_signature
 from shoal.serving.server.servable import Tensors
@@ -45,6 +46,16 @@ class Traffic:
         emit_timer("shoal_serving_latency_seconds", seconds, tags)
         if code:
             emit_counter("shoal_serving_errors", 1, f"{tags}|code={int(code)}")
+
+    def add_many(self, model: str, signature: str, seconds: Sequence[float]) -> None:
+        """Requests that were answered together."""
+        now, key = time.monotonic(), f"{model} {signature}"
+        with self._lock:
+            self.total += len(seconds)
+            self._recent.extend((now, key, each, 0) for each in seconds)
+        tags = f"model_name={model}|signature_name={signature}"
+        for each in seconds:
+            emit_timer("shoal_serving_latency_seconds", each, tags)
 
     def recent(self) -> dict[str, dict[str, float]]:
         """``"model signature"`` -> qps, p50_ms, p99_ms, errors over the last seconds."""
@@ -79,6 +90,7 @@ class Answerer:
         security: who may push.
         max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
         max_request_bytes: what the tensors of one request may take.
+        admission: how many requests of a model may be here.
     """
 
     def __init__(
@@ -90,10 +102,12 @@ class Answerer:
         loop: ServingLoop,
         traffic: Traffic,
         max_request_bytes: int = MAX_TENSOR_BYTES,
+        admission: Admission | None = None,
     ) -> None:
         self._models, self._security, self._max_batch_rows = models, security, max_batch_rows
         self._pool, self._loop, self._traffic = pool, loop, traffic
         self._max_request_bytes = max_request_bytes
+        self._admission = admission or Admission()
 
     async def answer(self, asked: Asked, enter: Callable[[], contextvars.Context]) -> Any:
         """``asked.finish(the model spec as it was resolved, serialised; outputs)``; ``enter`` gives the context of
@@ -101,6 +115,7 @@ class Answerer:
         spec = asked.spec
         name = spec.signature_name or "serving_default"
         begin = time.perf_counter()
+        admitted = ""
         code, label = 0, ("", "")  # names that do not exist are not kept: callers could make any number of them
         try:
             with self._models.use(spec, asked.one_version) as version:
@@ -111,6 +126,9 @@ class Answerer:
                     raise StatusError(
                         Code.PERMISSION_DENIED, f"{asked.identity or 'this caller'!r} may not push to {where}"
                     )
+                if not signature.push:
+                    self._admission.enter(spec.name)
+                    admitted = spec.name
                 outputs = signature.spec.outputs
                 wanted = asked.output_filter
                 if unknown := [alias for alias in wanted if alias not in outputs]:
@@ -157,4 +175,6 @@ class Answerer:
             log.exception("model %s, signature %s failed", spec.name, name)
             raise StatusError(Code.INTERNAL, f"model {spec.name!r}, signature {name!r}: {error}") from error
         finally:
+            if admitted:
+                self._admission.leave(admitted)
             self._traffic.add(*label, code, time.perf_counter() - begin)

@@ -109,6 +109,11 @@ class Batcher:
         self.batches = 0
         self.requests = 0
 
+    @property
+    def joins(self) -> bool:
+        """Whether requests may still be joined."""
+        return self._joins
+
     async def submit(
         self,
         prepare: Callable[[], Tensors],
@@ -228,7 +233,7 @@ class Batcher:
             while end < len(group) and count + rows[end] <= self._max_rows:
                 count += rows[end]
                 end += 1
-            batch = inputs if end - at == len(group) else {a: v[begin : begin + count] for a, v in inputs.items()}
+            batch = inputs if end - at == len(group) else cut_rows(inputs, begin, count)
             self._run_native(group[at:end], batch, rows[at:end])
             at, begin = end, begin + count
         return left
@@ -308,32 +313,43 @@ class Batcher:
 
     def _row_wise(self, outputs: Tensors, rows: int) -> bool:
         """Whether each output of a joined run can be cut by requests; once one is not, nothing is joined any more."""
-        sure = True
-        for alias, value in outputs.items():
-            shape, spec = tuple(value.shape), self._outputs.get(alias)
-            tail = spec.shape[1:] if spec is not None and spec.shape is not None else [None] * len(shape[1:])
-            known = len(shape) == 1 + len(tail) and shape[0] == rows
-            if not known or any(want not in (None, have) for want, have in zip(tail, shape[1:], strict=True)):
-                log.warning(
-                    "output %r has shape %s for %d joined rows, which is not one row per row of the inputs; "
-                    "requests of this signature run one by one from now on",
-                    alias, list(shape), rows,
-                )  # fmt: skip
-                self._joins = False
-                return False
-            # A size that the signature leaves open may be that of a row, or may follow the rows that were joined.
-            sure &= not any(want is None and have == rows for want, have in zip(tail, shape[1:], strict=True))
-        return sure
+        joins, sure = rows_match(outputs, self._outputs, rows)
+        self._joins &= joins
+        return joins and sure
 
     def _cut(self, batch: list[_Waiting], outputs: Tensors, rows: list[int]) -> None:
         begin = 0
         for each, count in zip(batch, rows, strict=True):
             try:
-                own = outputs if len(batch) == 1 else {a: v[begin : begin + count] for a, v in outputs.items()}
+                own = outputs if len(batch) == 1 else cut_rows(outputs, begin, count)
                 each.result = each.finish(own)
             except Exception as error:
                 each.error = error
             begin += count
+
+
+def cut_rows(tensors: Tensors, begin: int, count: int) -> Tensors:
+    """Some rows of each tensor."""
+    return {alias: value[begin : begin + count] for alias, value in tensors.items()}
+
+
+def rows_match(outputs: Tensors, specs: Mapping[str, TensorSpec], rows: int) -> tuple[bool, bool]:
+    """(whether each output of a joined run has one row per row of its inputs, whether that is sure)."""
+    sure = True
+    for alias, value in outputs.items():
+        shape, spec = tuple(value.shape), specs.get(alias)
+        tail = spec.shape[1:] if spec is not None and spec.shape is not None else [None] * len(shape[1:])
+        known = len(shape) == 1 + len(tail) and shape[0] == rows
+        if not known or any(want not in (None, have) for want, have in zip(tail, shape[1:], strict=True)):
+            log.warning(
+                "output %r has shape %s for %d joined rows, which is not one row per row of the inputs; "
+                "requests of this signature run one by one from now on",
+                alias, list(shape), rows,
+            )  # fmt: skip
+            return False, False
+        # A size that the signature leaves open may be that of a row, or may follow the rows that were joined.
+        sure &= not any(want is None and have == rows for want, have in zip(tail, shape[1:], strict=True))
+    return True, sure
 
 
 def _error_of(done: asyncio.Future[Any]) -> BaseException | None:

@@ -1,6 +1,8 @@
 """Settings of a process that does nothing but serve."""
 
+import contextlib
 import ctypes
+import resource
 import sys
 
 KEPT_BYTES = 256 << 20
@@ -12,8 +14,11 @@ def tune_server_process() -> None:
 
     Threads get the interpreter back soon: a batch gives it up at every operation. The memory of messages is kept for
     the next ones, up to 256 MiB, instead of being returned to the system and taken again: fresh pages cost more than
-    reading a push does.
+    reading a push does. As many connections may be open as the system allows this process.
     """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sys.setswitchinterval(0.0005)
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,12 +1,13 @@
 """`ModelServer`: TF-Serving's gRPC services and REST form over exported directories and live tables."""
 
+import asyncio
 import contextlib
 import contextvars
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from functools import partial
 from pathlib import Path
@@ -27,11 +28,14 @@ from shoal.proto.serving.tf_serving_pb2 import (
     ReloadConfigResponse,
 )
 from shoal.serving.client.remote import ONE_VERSION, ROWS_PUSHED, set_request_deadline
-from shoal.serving.grpc_server import add_async_health_and_reflection, unary
+from shoal.serving.grpc_server import NOT_SERVING, SERVING, add_async_health_and_reflection, unary
 from shoal.serving.loop import serving_loop
-from shoal.serving.predict import Asked, PredictCall, decode_request, encode_response
+from shoal.serving.predict import PREDICT, Asked, PredictCall, decode_request, encode_response
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
+from shoal.serving.server.admission import MAX_WAITING, Admission
 from shoal.serving.server.answering import Answerer, Traffic
+from shoal.serving.server.front.lanes import LaneRunners
+from shoal.serving.server.front.server import NativeServer, chosen_front
 from shoal.serving.server.loading import LoadedModels, check_base_path
 from shoal.serving.server.servable import Tensors
 from shoal.serving.status import Code, StatusError, invalid_argument
@@ -42,6 +46,7 @@ log = logging.getLogger(__name__)
 PREDICTION = "tensorflow.serving.PredictionService"
 MODELS = "tensorflow.serving.ModelService"
 OPEN_SECS = 30.0
+READY_SECS = 0.5
 PREDICT_SECS = 30.0  # of a request that came over REST, as TF-Serving has it
 PUBLISHING = frozenset((HELLO, WEIGHTS, COMMIT))
 MAX_DETAILS = 2000  # characters of an error; gRPC sends them as a header, which is bounded
@@ -62,6 +67,9 @@ class ModelServer(LoadedModels):
             bytes when they are decoded, all together, or it is refused before memory is taken for them.
         max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
         workers: threads for what does not run on the event loop: pushes, calls of other servers, long batches.
+        front: what speaks gRPC: ``native``, ``python``, or ``auto``, which is native where that was built.
+        max_waiting: requests of one model that may wait; further ones are refused with RESOURCE_EXHAUSTED.
+        model_limits: model -> the same for that model.
     """
 
     def __init__(
@@ -76,6 +84,9 @@ class ModelServer(LoadedModels):
         max_message_bytes: int = PUSH_MESSAGE_BYTES,
         max_batch_rows: int = 1024,
         workers: int = 96,
+        front: str = "auto",
+        max_waiting: int = MAX_WAITING,
+        model_limits: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(model_root)
         self.poll_wait_seconds = poll_wait_seconds
@@ -92,12 +103,18 @@ class ModelServer(LoadedModels):
         self.traffic = Traffic()
         self._pool = futures.ThreadPoolExecutor(workers, "shoal-work")
         self._loop = serving_loop()
+        self.admission = Admission(max_waiting, model_limits)
         self._answerer = Answerer(
-            self, self.security, max_batch_rows, self._pool, self._loop, self.traffic, max_message_bytes
+            self, self.security, max_batch_rows, self._pool, self._loop, self.traffic, max_message_bytes, self.admission
         )
+        self.front = chosen_front(front, self.security)
+        """What speaks gRPC: ``native`` or ``python``."""
+        self._max_batch_rows = max_batch_rows
+        self._lanes: LaneRunners | None = None
         self._server: Any = None
         self._health: Any = None
         self._listens = False
+        self._readiness: asyncio.Task[None] | None = None
         self.rest_port: int | None = None
         if config is not None:
             self._configure(config)
@@ -108,16 +125,31 @@ class ModelServer(LoadedModels):
     # --- life -------------------------------------------------------------------------------------------------------
 
     async def _open(self, address: str) -> int:
-        self._server = grpc.aio.server(
+        server = self._make_server()
+        for service, handlers in self._handlers().items():
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+            server.add_registered_method_handlers(service, handlers)
+        self._server = server
+        self._health = await add_async_health_and_reflection(server, (PREDICTION, MODELS))
+        return bind(server, address, self.security)
+
+    def _make_server(self) -> Any:
+        """What ``grpc.aio.server`` makes, or the same by the native front end."""
+        if self.front == "native":
+            server = NativeServer(
+                self.security, self.max_message_bytes, batches=[PREDICT], max_waiting=self.admission.max_waiting
+            )
+            self.admission.watch(server.front)
+            if self._max_batch_rows > 1:
+                self._lanes = LaneRunners(server.front, self, self.traffic, self._max_batch_rows)
+            return server
+        return grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", self.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),
             ]
         )
-        self._server.add_generic_rpc_handlers(self._handlers())
-        self._health = await add_async_health_and_reflection(self._server, (PREDICTION, MODELS))
-        return bind(self._server, address, self.security)
 
     def start(self) -> "ModelServer":
         """Loads the configured models, then answers; returns itself."""
@@ -145,6 +177,8 @@ class ModelServer(LoadedModels):
         try:
             self._loop.call(self._close(grace), (grace or 0) + OPEN_SECS)
         finally:
+            if self._lanes is not None:
+                self._lanes.stop()
             if self._rest is not None:
                 self._rest.stop()
             if self._thread is not None:
@@ -159,13 +193,38 @@ class ModelServer(LoadedModels):
 
     async def _listen(self) -> None:
         await self._server.start()
+        if self._lanes is not None:
+            self._lanes.start()
         self._listens = True
+        self._readiness = asyncio.get_running_loop().create_task(self._tell_readiness())
 
     async def _close(self, grace: float | None) -> None:
         await self._health.enter_graceful_shutdown()
+        if self._readiness is not None:
+            self._readiness.cancel()
         if not self._listens:  # a server that never started keeps its port when it is stopped
             await self._listen()
         await self._server.stop(grace)
+
+    def not_ready(self) -> str:
+        """Why requests should go elsewhere for now, "" when they may come."""
+        if self.stopping:
+            return "this server is stopping"
+        if self.admission.overloaded():
+            return "requests are refused since too many are waiting"
+        missing = [model.name for model in self.models() if model.base is not None and model.current() is None]
+        return f"models {sorted(missing)} have no available version" if missing else ""
+
+    async def _tell_readiness(self) -> None:
+        """Health of the prediction service follows; that of the server as a whole says that it is alive."""
+        before = SERVING
+        while True:
+            await asyncio.sleep(READY_SECS)
+            now = NOT_SERVING if self.admission.overloaded() else SERVING
+            if now != before:
+                log.warning("requests are refused: overloaded" if now == NOT_SERVING else "requests are taken again")
+                await self._health.set(PREDICTION, now)
+                before = now
 
     def wait_for_termination(self, timeout: float | None = None) -> None:
         self._stopped.wait(timeout)
@@ -207,7 +266,10 @@ class ModelServer(LoadedModels):
             read = partial(call.tensors, max_bytes=self.max_message_bytes)
             asked = Asked(call.spec, read, call.output_filter, identity, encode_response, call)
             asked.one_version = _one_version(spec, context)
-            return await self._answerer.answer(asked, enter)
+            answer = await self._answerer.answer(asked, enter)
+            if self._lanes is not None and not pushing:
+                self._lanes.consider(call)
+            return answer
         except DataError as error:
             return await self._abort(context, invalid_argument(f"the request is not a PredictRequest: {error}"))
         except StatusError as error:
@@ -261,7 +323,7 @@ class ModelServer(LoadedModels):
                 if self.model(spec.name).rows_are_pushed(self.poll_wait_seconds > 0):
                     context.set_trailing_metadata(((ROWS_PUSHED, "1"),))
 
-    def _handlers(self) -> tuple[Any, ...]:
+    def _handlers(self) -> dict[str, dict[str, Any]]:
         prediction = {
             "Predict": unary(self._predict),
             "GetModelMetadata": self._unary(self._get_metadata, GetModelMetadataRequest, GetModelMetadataResponse),
@@ -270,10 +332,7 @@ class ModelServer(LoadedModels):
             "GetModelStatus": self._unary(self._get_status, GetModelStatusRequest, GetModelStatusResponse),
             "HandleReloadConfigRequest": self._unary(self._reload, ReloadConfigRequest, ReloadConfigResponse),
         }
-        return (
-            grpc.method_handlers_generic_handler(PREDICTION, prediction),
-            grpc.method_handlers_generic_handler(MODELS, models),
-        )
+        return {PREDICTION: prediction, MODELS: models}
 
     def _unary(self, handler: Callable, request: Any, response: Any) -> Any:
         """A handler of messages that says so where it gets other bytes."""

@@ -213,17 +213,23 @@ class FeatureSignature(Signature):
         """The inputs of all requests that are as they should be, made natively; the others are of -1 rows."""
         if self.reader is None:
             return None
+        assert self.maker is not None
         made = self.reader.read([call.data for call in calls])
-        schema, total = self.maker.schema, made.total  # pyrefly: ignore
-        dense = torch.empty(total, len(schema.dense), device="cpu")
-        ids = torch.empty(made.ids, dtype=torch.int64, device="cpu")
-        offsets = None
-        if self.maker.rules.listed:  # pyrefly: ignore
-            offsets = torch.empty(made.lengths + 1, dtype=torch.int64, device="cpu")
-        made.copy(dense.data_ptr(), ids.data_ptr(), 0 if offsets is None else offsets.data_ptr())
-        if offsets is None:
-            ids = ids.view(total, len(schema.sparse))
-        return {BATCH: MadeInputs(Inputs(dense=dense, ids=ids, offsets=offsets))}, made.rows
+        return {BATCH: MadeInputs(made_inputs(made, self.maker))}, made.rows
+
+
+def made_inputs(made: Any, maker: InputMaker) -> Inputs:
+    """What a native reader has read, as tensors."""
+    schema, total = maker.schema, made.total
+    dense = torch.empty(total, len(schema.dense), device="cpu")
+    ids = torch.empty(made.ids, dtype=torch.int64, device="cpu")
+    offsets = None
+    if maker.rules.listed:
+        offsets = torch.empty(made.lengths + 1, dtype=torch.int64, device="cpu")
+    made.copy(dense.data_ptr(), ids.data_ptr(), 0 if offsets is None else offsets.data_ptr())
+    if offsets is None:
+        ids = ids.view(total, len(schema.sparse))
+    return Inputs(dense=dense, ids=ids, offsets=offsets)
 
 
 def request_reader(maker: InputMaker, known: Collection[str]) -> Any:

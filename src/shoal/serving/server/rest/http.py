@@ -15,6 +15,7 @@ from shoal.errors import ConfigError
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
 from shoal.serving.net_utils import split_address
 from shoal.serving.predict import Asked
+from shoal.serving.server.admission import Overloaded
 from shoal.serving.server.rest.json import columns_of, plain, raw_columns, tensors_of
 from shoal.serving.server.rest.pool import PooledHandler, PooledHttpServer
 from shoal.serving.server.rest.status_page import PAGE, metrics_text, snapshot
@@ -91,6 +92,7 @@ class _Handler(PooledHandler):
             status, kind, body = 200, *make()
         except StatusError as error:
             status, kind = _HTTP.get(Code(error.code), 500), "application/json"
+            status = 429 if isinstance(error, Overloaded) else status
             body = json.dumps({"error": error.message}).encode()
         except Exception as error:
             log.exception("%s failed", self.path)
@@ -103,6 +105,8 @@ class _Handler(PooledHandler):
             self.send_header("Content-Security-Policy", "default-src 'self' 'unsafe-inline'")
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
+        if status == 429:
+            self.send_header("Retry-After", "1")
         if status >= 400:  # what is left of the body was not read
             self.close_connection = True
             self.send_header("Connection", "close")
@@ -154,6 +158,10 @@ class _Handler(PooledHandler):
             if self.owner.stopping:
                 raise unavailable("this server is stopping")
             return "text/plain", b"ok\n"
+        if path == "/readyz":
+            if why := self.owner.not_ready():
+                raise unavailable(why)
+            return "text/plain", b"ready\n"
         self._identify()
         if path == "/":
             return "text/html; charset=utf-8", PAGE
@@ -233,7 +241,7 @@ class _Handler(PooledHandler):
         found = _PATH.fullmatch(unquote(path))
         if found is None:
             raise not_found(
-                f"there is no route {path}; routes are /, /metrics, /healthz and /v1/models/NAME[/versions/N]"
+                f"there is no route {path}; routes are /, /metrics, /healthz, /readyz and /v1/models/NAME[/versions/N]"
             )
         spec = ModelSpec(name=found["name"])
         if found["version"]:

@@ -17,7 +17,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 THREADS = 32
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 8192
 IDLE_SECS = 30.0
 """How long a connection may be without a request, and a request may take to arrive."""
 LINGER_SECS = 10.0
@@ -202,12 +202,16 @@ class PooledHttpServer:
         stays = False
         try:
             if connection.handler is None:
-                if self._context is not None:
+                if self._context is not None and not isinstance(connection.socket, ssl.SSLSocket):
                     connection.socket = self._context.wrap_socket(
                         connection.socket, server_side=True, do_handshake_on_connect=False
                     )
                 connection.handler = self._handler(connection.socket, connection.address)
             stays = connection.handler.serve()
+            if stays:  # while it is idle, it has no buffers
+                connection.handler.finish()
+                connection.handler = None
+                return
             if not stays and connection.handler.refused:
                 connection.socket.shutdown(socket.SHUT_WR)
                 connection.draining = stays = True

@@ -46,6 +46,7 @@ def snapshot(server: Any) -> dict[str, Any]:
         "uptime_s": now - server.started_at,
         "requests": server.traffic.total,
         "failed": server.traffic.failed,
+        "refused": server.admission.refused,
         "models": models,
         "tables": tables,
         "traffic": [{"what": key, **values} for key, values in sorted(server.traffic.recent().items())],
@@ -69,6 +70,7 @@ def metrics_text(server: Any) -> str:
     for name, kind, value in (
         ("shoal_serving_requests_total", "counter", found["requests"]),
         ("shoal_serving_failed_total", "counter", found["failed"]),
+        ("shoal_serving_overload_refused_total", "counter", found["refused"]),
         ("shoal_serving_uptime_seconds", "gauge", found["uptime_s"]),
     ):
         lines += [f"# TYPE {name} {kind}", f"{name} {value}"]

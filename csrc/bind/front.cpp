@@ -1,0 +1,202 @@
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+
+#include "bind/bind.h"
+
+#ifdef SHOAL_HTTP2
+#include "net/front.h"
+#include "net/load.h"
+
+namespace shoal::bind {
+namespace {
+
+using net::Batch;
+using net::Call;
+using net::Front;
+
+nb::str text(const std::string& value) {  // headers are bytes; what is not ASCII stays readable
+  PyObject* made = PyUnicode_DecodeLatin1(value.data(), static_cast<Py_ssize_t>(value.size()), "strict");
+  if (!made) throw nb::python_error();
+  return nb::steal<nb::str>(made);
+}
+
+nb::bytes bytes(const std::string& value) { return nb::bytes(value.data(), value.size()); }
+
+std::string string_of(const nb::bytes& value) { return {static_cast<const char*>(value.data()), value.size()}; }
+
+nb::list metadata_of(const Call& call) {
+  nb::list all;
+  for (const auto& [key, value] : call.metadata) all.append(nb::make_tuple(text(key), text(value)));
+  return all;
+}
+
+nb::list take(Front& front) {
+  nb::list all;
+  for (net::Event& event : front.take_events()) {
+    const bool unary = event.kind == net::Told::call && !event.call->method->streams;
+    nb::object payload = nb::none();
+    if (unary) payload = bytes(event.call->message);
+    if (event.kind == net::Told::message) payload = bytes(event.message);
+    const bool compressed = unary ? event.call->compressed : event.compressed;
+    all.append(nb::make_tuple(static_cast<int>(event.kind), event.call, std::move(payload), compressed));
+  }
+  return all;
+}
+
+using Pairs = std::vector<std::pair<std::string, std::string>>;
+
+void reply(Front& front, const std::shared_ptr<Call>& call, nb::object data, bool last, int code, std::string details,
+           Pairs initial, Pairs trailing) {
+  net::Reply made;
+  if (!data.is_none()) {
+    const auto message = nb::cast<nb::bytes>(data);
+    made.data = net::framed(message.size());
+    std::copy_n(static_cast<const char*>(message.data()), message.size(), made.data.data() + net::kPrefix);
+  }
+  made.last = last;
+  made.code = code;
+  made.details = std::move(details);
+  made.initial = std::move(initial);
+  made.trailing = std::move(trailing);
+  const nb::gil_scoped_release release;
+  front.reply(*call, std::move(made));
+}
+
+void answer(Batch& batch, size_t first, size_t count, const nb::bytes& spec_bytes, const nb::list& given) {
+  const std::string spec = string_of(spec_bytes);
+  std::vector<std::string> aliases;
+  std::vector<Output> outputs;
+  aliases.reserve(given.size());
+  for (nb::handle each : given) {
+    auto [alias, dtype, tail, values] =
+        nb::cast<std::tuple<std::string, int64_t, std::vector<int64_t>, uintptr_t>>(each);
+    const ValueKind* kind = value_kind(dtype);
+    if (!kind) throw std::invalid_argument("dtype " + std::to_string(dtype) + " is not written natively");
+    aliases.push_back(std::move(alias));
+    outputs.push_back({aliases.back(), kind, std::move(tail), ptr<const uint8_t>(values)});
+  }
+  const nb::gil_scoped_release release;
+  batch.answer(first, count, spec, outputs);
+}
+
+nb::list inputs_of(const Batch& batch) {
+  nb::list all;
+  for (const Batch::Input& each : batch.inputs()) all.append(nb::make_tuple(bytes(each.alias), each.dtype, each.shape));
+  return all;
+}
+
+}  // namespace
+
+void front(nb::module_& m) {
+  m.def("front_available", [] { return true; });
+  m.def("front_tls_missing", [] {
+    std::string why;
+    net::tls_available(&why);
+    return why;
+  });
+  nb::class_<Call>(m, "FrontCall")
+      .def_prop_ro("path", [](const Call& call) { return text(call.method->path); })
+      .def_prop_ro("metadata", metadata_of)
+      .def_prop_ro("encoding", [](const Call& call) { return text(call.encoding); })
+      .def_prop_ro("peer", [](const Call& call) { return text(call.peer->address); })
+      .def_prop_ro("common_name", [](const Call& call) { return text(call.peer->common_name); })
+      .def_prop_ro("ended", [](const Call& call) { return call.ended.load(); })
+      .def_prop_ro("has_deadline", [](const Call& call) { return call.deadline_ns != 0; })
+      .def_prop_ro("seconds_left",
+                   [](const Call& call) { return static_cast<double>(call.deadline_ns - net::now_ns()) * 1e-9; });
+  nb::class_<Batch>(m, "FrontBatch")
+      .def_prop_ro("lane", &Batch::lane)
+      .def("__len__", &Batch::size)
+      .def("read", &Batch::read, NoGil())
+      .def("plan", &Batch::plan, NoGil())
+      .def_prop_ro("inputs", inputs_of)
+      .def(
+          "join_into",
+          [](const Batch& batch, const std::vector<uintptr_t>& addresses) {
+            std::vector<uint8_t*> out;
+            for (uintptr_t each : addresses) out.push_back(ptr<uint8_t>(each));
+            batch.join_into(out);
+          },
+          NoGil())
+      .def("parts", &Batch::parts)
+      .def("answer", answer)
+      .def("bounce", &Batch::bounce, NoGil())
+      .def_prop_ro("seconds", &Batch::seconds);
+  nb::class_<Front>(m, "Front")
+      .def("__init__",
+           [](Front* self, int threads, int64_t max_message, int64_t max_waiting, const std::string& certificate,
+              const std::string& key, const std::string& client_ca, bool wants_identity,
+              std::vector<std::string> bearers) {
+             Front::Options options;
+             options.threads = threads;
+             options.limits.max_message = max_message;
+             options.lanes.max_waiting = max_waiting;
+             options.lanes.max_bytes = max_message / 8;
+             options.tls = {certificate, key, client_ca};
+             options.wants_identity = wants_identity;
+             options.bearers = std::move(bearers);
+             new (self) Front(std::move(options));
+           })
+      .def("add_method", &Front::add_method)
+      .def("listen", &Front::listen)
+      .def("start", &Front::start)
+      .def("drain", &Front::drain, NoGil())
+      .def("close", &Front::close, NoGil())
+      .def_prop_ro("calls", &Front::calls)
+      .def_prop_ro("connections", &Front::connections)
+      .def_prop_ro("event_fd", &Front::event_fd)
+      .def("take", take)
+      .def("reply", reply, nb::arg("call"), nb::arg("data").none(), nb::arg("last"), nb::arg("code"),
+           nb::arg("details"), nb::arg("initial"), nb::arg("trailing"))
+      .def("add_lane", [](Front& front, const nb::bytes& key,
+                          const std::string& model) { return front.lanes().add(string_of(key), model); })
+      .def(
+          "remove_lane", [](Front& front, int64_t lane) { front.lanes().remove(lane); }, NoGil())
+      .def("set_limit",
+           [](Front& front, const std::string& model, int64_t limit) { front.lanes().set_limit(model, limit); })
+      .def(
+          "next", [](Front& front, double seconds) { return front.lanes().next(static_cast<int64_t>(seconds * 1e9)); },
+          NoGil(), nb::keep_alive<0, 1>())
+      .def_prop_ro("waiting", [](Front& front) { return front.lanes().waiting(); })
+      .def_prop_ro("refused", [](Front& front) { return front.lanes().refused(); });
+  // Load on a server: (sorted seconds of the calls that went well, {status: calls}, calls that were skipped, seconds).
+  m.def("http2_load", [](const std::string& host, int port, const std::string& path, const nb::bytes& message,
+                         int connections, int calls, double seconds, double rate, int64_t timeout_ms) {
+    const net::LoadOptions options{host,  port,    path, string_of(message), connections,
+                                   calls, seconds, rate, timeout_ms,         {}};
+    net::LoadResult result;
+    {
+      const nb::gil_scoped_release release;
+      result = net::make_load(options);
+    }
+    nb::dict statuses;
+    for (const auto& [status, count] : result.statuses) statuses[nb::int_(status)] = count;
+    return nb::make_tuple(result.seconds, statuses, result.skipped, result.took);
+  });
+  m.def("lane_key", [](const nb::bytes& message) {
+    const std::string_view view(static_cast<const char*>(message.data()), message.size());
+    return bytes(net::Lanes::key_of(view));
+  });
+}
+
+}  // namespace shoal::bind
+
+#else
+
+namespace shoal::bind {
+
+void front(nb::module_& m) {
+  m.def("front_available", [] { return false; });
+}
+
+}  // namespace shoal::bind
+
+#endif

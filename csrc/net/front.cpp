@@ -1,0 +1,184 @@
+#include "net/front.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "net/grpc.h"
+
+namespace shoal::net {
+
+Front::Front(Options options) : options_(std::move(options)), lanes_(this, options_.lanes) {
+  if (!options_.tls.certificate.empty()) tls_ = TlsContext::make(options_.tls);
+  event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (event_fd_ < 0) throw std::runtime_error("no descriptor is left");
+  add_descriptor(event_fd_);
+  for (int i = 0; i < std::max(1, options_.threads); ++i) loops_.push_back(std::make_unique<Loop>(this, i));
+}
+
+Front::~Front() {
+  close();
+  loops_.clear();  // they use what is declared after them
+  if (!forked_) ::close(event_fd_);
+}
+
+void Front::add_method(std::string path, bool streams, bool batches) {
+  if (started_) throw std::logic_error("methods are added before the front end starts");
+  methods_[path] = Method{path, streams, batches};
+}
+
+void Front::listen(int fd) {
+  add_descriptor(fd);
+  listeners_.push_back(fd);
+}
+
+void Front::start() {
+  if (started_ || closed_) throw std::logic_error("a front end starts once");
+  started_ = true;
+  for (int fd : listeners_) loops_[0]->listen(fd);
+  for (auto& loop : loops_) loop->start();
+}
+
+void Front::drain() {
+  if (forked_ || closed_) return;
+  for (auto& loop : loops_) loop->drain();
+}
+
+void Front::close() {
+  if (closed_ || forked_) return;
+  closed_ = true;
+  lanes_.stop();
+  for (auto& loop : loops_) loop->stop();
+  for (auto& loop : loops_) loop->join();
+  while (!listeners_.empty()) close_listener(listeners_.back());
+}
+
+void Front::close_listener(int fd) {  // of the first loop's thread, or when there is none
+  remove_descriptor(fd);
+  ::close(fd);
+  listeners_.erase(std::find(listeners_.begin(), listeners_.end(), fd));
+}
+
+int64_t Front::connections() const {
+  int64_t all = 0;
+  for (const auto& loop : loops_) all += static_cast<int64_t>(loop->connections());
+  return all;
+}
+
+// --- Python --------------------------------------------------------------------------------------------------------
+
+std::vector<Event> Front::take_events() {
+  std::vector<Event> taken;
+  if (forked_) return taken;
+  const std::lock_guard lock(events_mutex_);
+  uint64_t drained;
+  (void)!::read(event_fd_, &drained, sizeof drained);
+  taken.swap(events_);
+  return taken;
+}
+
+void Front::tell(Told kind, const CallPtr& call, std::string message, bool compressed) {
+  if (kind == Told::call) call->watched = true;
+  bool first;
+  {
+    const std::lock_guard lock(events_mutex_);
+    first = events_.empty();
+    events_.push_back({kind, call, std::move(message), compressed});
+  }
+  if (!first) return;
+  const uint64_t one = 1;
+  (void)!::write(event_fd_, &one, sizeof one);
+}
+
+void Front::reply(const Call& call, Reply reply) {
+  if (forked_ || closed_) return;
+  reply.connection = call.connection;
+  reply.stream = call.stream;
+  std::vector<Reply> one;
+  one.push_back(std::move(reply));
+  call.loop->post(std::move(one));
+}
+
+// --- the loops -----------------------------------------------------------------------------------------------------
+
+const Method* Front::method(std::string_view path) const {
+  const auto found = methods_.find(std::string(path));
+  return found == methods_.end() ? nullptr : &found->second;
+}
+
+bool Front::may_batch(const Call& call) const {
+  if (call.compressed || static_cast<int64_t>(call.message.size()) > options_.lanes.max_bytes) return false;
+  std::string_view bearer;
+  for (const auto& [key, value] : call.metadata) {
+    if (key.starts_with("shoal-")) return false;  // it wants something special
+    if (key == "authorization") bearer = value;
+  }
+  if (!options_.wants_identity) return true;
+  if (options_.bearers.empty()) return !call.peer->common_name.empty();
+  bool known = false;
+  for (const std::string& each : options_.bearers) known |= same_secret(each, bearer);
+  return known;
+}
+
+void Front::hand_out(int fd, std::string address) {
+  if (connections() >= options_.limits.max_connections) {
+    ::close(fd);
+    return;
+  }
+  add_descriptor(fd);
+  loops_[next_loop_++ % loops_.size()]->adopt(fd, std::move(address));
+}
+
+void Front::bounce(const std::vector<CallPtr>& calls) {
+  for (const CallPtr& call : calls)
+    if (!call->ended) tell(Told::call, call);
+}
+
+void Front::send(std::vector<std::pair<Loop*, Reply>> replies) {
+  if (forked_ || closed_) return;
+  for (const auto& loop : loops_) {
+    std::vector<Reply> own;
+    for (auto& [to, reply] : replies)
+      if (to == loop.get()) own.push_back(std::move(reply));
+    if (!own.empty()) loop->post(std::move(own));
+  }
+}
+
+// --- forks ---------------------------------------------------------------------------------------------------------
+
+void Front::add_descriptor(int fd) {
+  const std::lock_guard lock(descriptors_mutex_);
+  descriptors_.insert(fd);
+}
+
+void Front::remove_descriptor(int fd) {
+  const std::lock_guard lock(descriptors_mutex_);
+  descriptors_.erase(fd);
+}
+
+// A child has none of the threads: it gives up its copies of the descriptors, and nothing here works any more.
+void Front::at_fork(Fork phase) {
+  if (phase == Fork::prepare) {
+    descriptors_mutex_.lock();
+    return;
+  }
+  if (phase == Fork::child && !closed_) {
+    for (int fd : descriptors_) ::close(fd);
+    descriptors_.clear();
+    forked_ = true;
+  }
+  descriptors_mutex_.unlock();
+  if (phase == Fork::child && forked_)
+    for (auto& loop : loops_) loop->forget();
+}
+
+}  // namespace shoal::net
+
+#ifdef SHOAL_HTTP2_STATIC
+// What the archive of nghttp2 writes its debugging output to (cmake/http2.cmake); nothing does.
+#include <cstdio>
+extern "C" __attribute__((visibility("hidden"))) FILE* shoal_http2_stderr;
+FILE* shoal_http2_stderr = nullptr;
+#endif

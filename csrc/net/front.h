@@ -1,0 +1,90 @@
+// The server's front end: threads that speak HTTP/2, calls for Python, and calls that are answered in batches.
+#pragma once
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/at_fork.h"
+#include "net/connection.h"
+#include "net/lanes.h"
+#include "net/loop.h"
+#include "net/tls.h"
+
+namespace shoal::net {
+
+// What Python is told of a call.
+enum class Told { call, message, half_close, end };
+struct Event {
+  Told kind;
+  CallPtr call;
+  std::string message;
+  bool compressed = false;
+};
+
+class Front : public LaneOwner {
+ public:
+  struct Options {
+    int threads = 1;
+    Limits limits;
+    LaneLimits lanes;
+    TlsFiles tls;                      // no certificate: none
+    bool wants_identity = false;       // calls without one are left to Python, which refuses them
+    std::vector<std::string> bearers;  // what an authorization header may be
+  };
+  explicit Front(Options options);
+  ~Front();
+
+  void add_method(std::string path, bool streams, bool batches);  // before start
+  void listen(int fd);                                            // takes it over; before start
+  void start();
+  void drain();                                    // no further connections; clients are told to ask elsewhere
+  void close();                                    // ends everything
+  int64_t calls() const { return calls_.load(); }  // that were taken and have no answer
+  int64_t connections() const;
+
+  // For Python: a descriptor that is readable when there are events, and the events.
+  int event_fd() const { return event_fd_; }
+  std::vector<Event> take_events();
+  void reply(const Call& call, Reply reply);
+
+  Lanes& lanes() { return lanes_; }
+
+  // Of the loops, and of batches.
+  const Options& options() const { return options_; }
+  const Method* method(std::string_view path) const;
+  bool may_batch(const Call& call) const;
+  void tell(Told kind, const CallPtr& call, std::string message = {}, bool compressed = false);
+  void close_listener(int fd);
+  void hand_out(int fd, std::string address);
+  TlsContext* tls() { return tls_.get(); }
+  void bounce(const std::vector<CallPtr>& calls) override;
+  void send(std::vector<std::pair<Loop*, Reply>> replies) override;
+  void add_descriptor(int fd);
+  void remove_descriptor(int fd);
+  void at_fork(Fork phase);
+
+  std::atomic<int64_t> calls_{0};
+
+ private:
+  const Options options_;
+  std::unique_ptr<TlsContext> tls_;
+  std::unordered_map<std::string, Method> methods_;
+  std::vector<std::unique_ptr<Loop>> loops_;
+  std::vector<int> listeners_;
+  std::atomic<size_t> next_loop_{0};
+  bool started_ = false, closed_ = false, forked_ = false;
+
+  std::mutex events_mutex_;
+  std::vector<Event> events_;
+  int event_fd_ = -1;
+
+  std::mutex descriptors_mutex_;
+  std::set<int> descriptors_;  // a forked child closes its copies
+  Lanes lanes_;
+  AtFork fork_{this};
+};
+
+}  // namespace shoal::net

@@ -1,0 +1,18 @@
+// The parts of gRPC's wire format that are text.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace shoal::net {
+
+// Nanoseconds of a grpc-timeout ("100m"), at most about a hundred years; -1 for one that is malformed.
+int64_t parse_timeout(std::string_view text);
+
+// A grpc-message: printable ASCII, the rest as %XX.
+std::string percent_encoded(std::string_view text);
+
+// Compares all of it whatever it finds, so that the time it takes says nothing of the content.
+bool same_secret(std::string_view one, std::string_view other);
+
+}  // namespace shoal::net

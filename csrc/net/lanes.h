@@ -1,0 +1,143 @@
+// Requests that ask alike wait together: each lane is one spelling of a model, its signature and the outputs wanted.
+#pragma once
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "net/call.h"
+#include "serving/batch.h"
+#include "serving/raw_requests.h"
+
+namespace shoal::net {
+
+struct LaneLimits {
+  int64_t max_group = 256;      // requests of a batch
+  int64_t max_lanes = 256;      // spellings; requests of others are Python's
+  int64_t max_bytes = 4 << 20;  // larger requests are Python's
+  int64_t max_waiting = 1024;   // requests of one lane that may wait; more are refused
+  int64_t window_ns = 950'000;  // that the first of a batch waits for others, when others are likely to come
+};
+
+// Answers for those who wait, and the way back for those that a batch cannot answer.
+class LaneOwner {
+ public:
+  virtual ~LaneOwner() = default;
+  virtual void bounce(const std::vector<CallPtr>& calls) = 0;  // Python answers them one by one
+  virtual void send(std::vector<std::pair<Loop*, Reply>> replies) = 0;
+};
+
+class Lanes;
+
+// Requests of one lane that run together. Whatever has no answer when it goes is given back to Python.
+class Batch {
+ public:
+  Batch(Lanes* lanes, int64_t lane, std::vector<CallPtr> calls);
+  ~Batch();
+  Batch(const Batch&) = delete;
+  Batch& operator=(const Batch&) = delete;
+
+  int64_t lane() const { return lane_; }
+  size_t size() const { return calls_.size(); }
+
+  // The inputs of a model of features. Requests that are not as they should be are given back.
+  RawBatch read(const RequestReader& reader);
+
+  // The inputs of any other model, joined by their names: false where the requests do not go together.
+  struct Input {
+    std::string alias;
+    int64_t dtype;
+    std::vector<int64_t> shape;
+  };
+  bool plan();
+  const std::vector<Input>& inputs() const { return inputs_; }
+  void join_into(const std::vector<uint8_t*>& out) const;
+
+  const std::vector<int64_t>& rows() const { return rows_; }  // of each request, once they were read or planned
+  // (first request, number of them, first row, number of rows) of parts with at most so many rows, or of one request
+  std::vector<std::array<int64_t, 4>> parts(int64_t max_rows) const;
+  // Answers `count` requests from `first` on; `outputs` begin with the first's rows.
+  void answer(size_t first, size_t count, std::string_view spec, const std::vector<Output>& outputs);
+  // Gives them to Python.
+  void bounce(size_t first, size_t count);
+  // Seconds from the arrival of each request to its answer, of all that were answered.
+  const std::vector<double>& seconds() const { return seconds_; }
+
+ private:
+  Lanes* const lanes_;
+  const int64_t lane_, begin_ns_;
+  const size_t taken_;
+  std::vector<CallPtr> calls_;
+  std::vector<uint8_t> done_;
+  std::vector<int64_t> rows_;
+  std::vector<Input> inputs_;
+  std::vector<std::vector<Part>> parts_;  // of each input
+  std::vector<Joined> joined_;
+  std::vector<double> seconds_;
+};
+
+class Lanes {
+ public:
+  Lanes(LaneOwner* owner, LaneLimits limits) : owner_(owner), limits_(limits) {}
+
+  // The key of a request: its model spec and the names of the outputs it wants, as they were written. Empty for
+  // requests that are unusual or broken.
+  static std::string key_of(std::string_view message);
+
+  // The lane of requests with a key; made where it is new. `model`: whose limit it shares; -1 where there are too many.
+  int64_t add(const std::string& key, const std::string& model);
+  void remove(int64_t lane);                                      // who waits there is given to Python
+  void set_limit(const std::string& model, int64_t max_waiting);  // of one model
+
+  // Puts requests into their lanes. What is left: those without one, and those that are refused.
+  void offer(std::vector<CallPtr>& calls, std::vector<CallPtr>* others, std::vector<CallPtr>* refused);
+
+  // The next batch, or null after `timeout_ns` or when stopped.
+  std::unique_ptr<Batch> next(int64_t timeout_ns);
+  void stop();  // next() returns null from now on; who waits is given to Python
+  int64_t waiting();
+  int64_t refused() const { return refused_.load(); }
+  LaneOwner* owner() { return owner_; }
+  void finished(int64_t lane, size_t requests, int64_t took_ns);
+
+ private:
+  struct Model {
+    int64_t limit = -1;  // -1: as all
+    int64_t waiting = 0;
+  };
+  struct Lane {
+    int64_t id;
+    std::string key;
+    Model* model;
+    std::deque<CallPtr> queue;
+    int running = 0;
+    int64_t ready_ns = 0;      // when the first of the next batch has waited enough
+    int64_t gap_ns = 1 << 30;  // between requests, lately
+    int64_t arrived_ns = 0;
+    double company = 1;  // requests that a batch which waited had, lately
+    int since_probe = 0;
+    bool waited = false;
+    double pace_ns = 0;  // of one request, lately
+  };
+  void schedule(Lane* lane, int64_t now);
+  bool has_time(const Lane& lane, const Call& call, int64_t now) const;
+
+  LaneOwner* const owner_;
+  const LaneLimits limits_;
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::unordered_map<std::string, std::unique_ptr<Lane>> lanes_;
+  std::unordered_map<int64_t, Lane*> by_id_;
+  std::unordered_map<std::string, std::unique_ptr<Model>> models_;
+  int64_t next_id_ = 1;
+  bool stopped_ = false;
+  std::atomic<int64_t> refused_{0};
+};
+
+}  // namespace shoal::net
