@@ -30,6 +30,7 @@ from shoal.serving import (
 )
 from shoal.serving.client.addresses import api_version_of
 from shoal.serving.client.remote import request_deadline
+from shoal.serving.client.sub_graphs import SubGraphs
 from tests.serving.helpers import eventually, free_port
 
 
@@ -216,6 +217,37 @@ def test_other_failures_are_not_retried(recorders):
     with pytest.raises(StatusError):
         call()
     assert len(bad.requests) + len(other.requests) == 1
+
+
+def test_shards_are_asked_side_by_side(recorders, refused):
+    shards = [recorders(waits=True) for _ in range(3)]
+    table = {f"m:ps_{number}": [shard.address] for number, shard in enumerate(shards)}
+    table["m:ps_0"].insert(0, refused())  # passed over
+    set_address_table(table)
+    graphs = SubGraphs("m", dict.fromkeys(f"ps_{number}" for number in range(3)), 60000)
+    asked = {f"ps_{number}": {"a": torch.tensor([number])} for number in range(3)}
+
+    def release():
+        eventually(lambda: len(shards[1].requests) == len(shards[2].requests) == 1, what="both to be asked")
+        for shard in shards:
+            shard.goes_on.set()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    answers = graphs.call_all(asked, "lookup", ["a"], [torch.int64])
+    thread.join(60)
+    assert {name: value.tolist() for name, (value,) in answers.items()} == {"ps_0": [0], "ps_1": [1], "ps_2": [2]}
+    assert graphs.call_all({}, "lookup", ["a"], [torch.int64]) == {}
+
+
+def test_a_shard_that_fails_ends_the_wait_for_the_others(recorders):
+    bad, slow = recorders(code=grpc.StatusCode.INTERNAL), recorders(waits=True)
+    set_address_table({"m:ps_0": [bad.address], "m:ps_1": [slow.address]})
+    graphs = SubGraphs("m", {"ps_0": None, "ps_1": None}, 60000)
+    begin = time.monotonic()
+    with pytest.raises(StatusError, match="on purpose"):
+        graphs.call_all({"ps_0": {"a": [1]}, "ps_1": {"a": [1]}}, "lookup", ["a"], [torch.int64])
+    assert time.monotonic() - begin < 50
 
 
 def test_metrics_and_the_asynchronous_variant(recorders, metrics):
