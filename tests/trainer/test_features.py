@@ -372,7 +372,8 @@ def test_ranks_share_several_tables_and_their_checkpoint_serves_one_process(data
 
     base = SMALL | given_to(MIXED) | {"data.train": [str(data / "train.tsv")], "out.dir": str(tmp_path)}
     parts = run_ranks(2, train_on_ranks, settings=base | {"train.max_steps": 5}, timeout_s=300)
-    whole = run_ranks(2, train_on_ranks, settings=base, timeout_s=300)
+    ways = {"table.shard": "table:1", "table.features.C3.shard": "data", "table.features.C20.shard": "column"}
+    whole = run_ranks(2, train_on_ranks, settings=base | ways, timeout_s=300)  # from rows that were spread by row
     assert parts[0] == parts[1]
     assert whole[0] == whole[1]
     rows, tables, samples = whole[0]

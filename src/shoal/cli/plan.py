@@ -11,8 +11,9 @@ from shoal.cli.shared.arguments import parse
 from shoal.cli.shared.console import make_console, print_json, print_table, show_bytes
 from shoal.errors import ConfigError, UsageError
 
-DESCRIPTION = """Say what training will need on 1 to 1,000 hosts, by all-to-all and by parameter servers: memory,
-network, time per step, what will be the bottleneck, and what a change would bring.
+DESCRIPTION = """Say what training will need on 1 to 1,000 hosts, by all-to-all (every table by row, or each in the best
+way) and by parameter servers: memory, network, time per step, the bottleneck, and what a change would bring.
+--spread N shows how the tables are spread over N hosts, and why; --save keeps that plan for shoal.sharded.shard.
 
 What rows, messages and arithmetic cost is measured on this machine (about ten seconds; kept in a file, and measured
 again with --measure); what hosts and links can do is stated in the configuration:
@@ -56,6 +57,10 @@ class Options:
     and its costs are written to it; costs of another machine can be given here."""
     out: Path | None = None
     """Draw a picture (PNG) here."""
+    spread: int | None = None
+    """Show where each table is on so many hosts, and why."""
+    save: Path | None = None
+    """Keep that as JSON, for shoal.sharded.Plan.load and shard; needs --spread."""
     json: bool = False
     """Print everything as JSON."""
 
@@ -66,6 +71,10 @@ def main(argv: list[str]) -> int:
         return options
     from shoal.plan.config import load_plan
 
+    if options.save is not None and options.spread is None:
+        raise UsageError("--save keeps how tables are spread over hosts; say over how many with --spread N")
+    if options.spread is not None and (options.config is None or options.spread < 1):
+        raise UsageError(f"--spread needs a plan as TOML and a number of hosts >= 1, got {options.spread}")
     if options.config is None and not options.measure:
         raise UsageError("give a plan as TOML, or --measure; shoal plan --help shows one")
     plan = load_plan(options.config) if options.config is not None else None
@@ -73,6 +82,8 @@ def main(argv: list[str]) -> int:
     if plan is None:
         _show_costs(options, costs)
         return 0
+    if options.spread is not None:
+        return _show_spread(options, plan, costs)
     return _show(options, plan, costs)
 
 
@@ -111,6 +122,29 @@ def _show_costs(options: Options, costs: Any) -> None:
     print_table("costs of this machine, one core", ["what", "value"], rows)
 
 
+def _show_spread(options: Options, plan: Any, costs: Any) -> int:
+    from shoal.plan.model import sharding_of
+
+    assert options.spread is not None
+    made = sharding_of(plan, costs, options.spread)
+    if options.json:
+        tables = [{"table": p.name, "way": str(p.way), "why": p.why} for p in made.tables]
+        memory, sent = (getattr(made.total, what).tolist() for what in ("memory", "sent"))
+        print_json({"tables": tables, "step_s": made.step.seconds, "memory_bytes": memory, "sent_bytes": sent})
+    else:
+        head, *rows = made.rows()
+        print_table(f"{options.spread} hosts", head, rows)
+        for line in made.summary():
+            make_console().print(line)
+    if options.save is not None:
+        try:
+            made.save(options.save)
+        except OSError as error:
+            raise ConfigError(f"--save {options.save}: {error.strerror or error}") from None
+        print(f"the plan is in {options.save}; use it with shoal.sharded.shard(model, Plan.load(...))", file=sys.stderr)
+    return 0
+
+
 def _show(options: Options, plan: Any, costs: Any) -> int:
     from shoal.plan.advice import WHY, changes, recommended
     from shoal.plan.model import LAYOUTS, estimates
@@ -143,10 +177,12 @@ def _show(options: Options, plan: Any, costs: Any) -> int:
                  f"{e.samples_per_s:,.0f}", show_bytes(e.network_bytes),
                  f"{show_bytes(e.memory_bytes)} ({100 * e.memory_share:,.0f} %)" + ("" if e.fits else " !"),
                  "" if e.days_per_day is None else f"{e.days_per_day:,.2f}",
-                 f"{e.bottleneck} ({100 * e.seconds[e.bottleneck] / e.step_s:.0f} %)"]
+                 f"{e.bottleneck} ({100 * e.seconds[e.bottleneck] / e.step_s:.0f} %)", *e.notes]
             )  # fmt: skip
         hosts = "workers + servers" if layout == "parameter_server" else "hosts"
         columns = [hosts, "step ms", "samples/s", "sent a step", "memory (share)", "days a day", "bottleneck"]
+        if layout == "planned":
+            columns.append("tables by")
         print_table(layout.replace("_", " "), columns, rows)
     console = make_console()
     servers = f" and {at.servers} server{'s'[: at.servers > 1]}" if at.servers else ""

@@ -18,6 +18,7 @@ WHY = {
     "routing": "de-duplicating and ordering ids for their owners: more cores",
     "network": "rows and gradients on the network: faster links, narrower rows, or hosts that share fewer ids",
     "latency": "waiting for messages: a larger batch, or tables that share an exchange (fused)",
+    "calls": "the calls of tables of several widths and ways: give tables one dim",
     "all-reduce": "summing the dense gradients: a larger batch, a smaller dense part, or faster links",
 }
 

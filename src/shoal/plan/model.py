@@ -7,19 +7,23 @@ pipeline can only be better. Work of several cores is divided by their number.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shoal.plan.config import Plan, TablePlan
 from shoal.sharded.placement.costs import Costs
-from shoal.sharded.placement.model import PEER_SHARE, state_bytes
+from shoal.sharded.placement.model import PEER_SHARE, Links, TableLoad, state_bytes
 from shoal.sharded.placement.model import row_bytes as bytes_of_row
+from shoal.sharded.placement.plan import Plan as Sharding
+from shoal.sharded.placement.planner import PlanError
+from shoal.sharded.placement.planner import plan as make_sharding
 from shoal.table.config.durations import bytes_of
 
-__all__ = ["LAYOUTS", "Estimate", "estimate", "estimates", "row_bytes", "state_bytes"]
+__all__ = ["LAYOUTS", "Estimate", "estimate", "estimates", "row_bytes", "sharding_of", "state_bytes"]
 
 
-LAYOUTS = ("all_to_all", "parameter_server")
+LAYOUTS = ("all_to_all", "planned", "parameter_server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +69,66 @@ def held_bytes(table: TablePlan, costs: Costs) -> float:
     return min(grown, table.count * bytes_of(table.max_bytes, "max_bytes")) if table.max_bytes else grown
 
 
+def loads_of_plan(plan: Plan, costs: Costs) -> list[TableLoad]:
+    """What one host asks of each table in a step."""
+    batch, found = plan.model.batch, []
+    for table in plan.tables:
+        ids = batch * table.ids_per_sample
+        rows = held_bytes(table, costs) / row_bytes(table, costs) / table.count
+        for number in range(table.count):
+            found.append(
+                TableLoad(
+                    name=table.name if table.count == 1 else f"{table.name}_{number + 1}", dim=table.dim,
+                    rows=rows, ids=ids, distinct=ids * table.unique_share, bags=min(ids, batch),
+                    optimizer=table.optimizer,
+                )
+            )  # fmt: skip
+    return found
+
+
+def sharding_of(plan: Plan, costs: Costs, hosts: int) -> Sharding:
+    """The best way to spread each table over hosts.
+
+    Raises:
+        PlanError: they do not fit.
+    """
+    host = plan.host
+    links = Links(gb_per_s=host.bytes_per_second / 1e9, latency_us=host.latency_us)
+    memory_gb = host.memory_gb - 16e-9 * plan.model.dense_parameters
+    return make_sharding(
+        loads_of_plan(plan, costs), hosts, costs, memory_gb=max(1e-9, memory_gb), cores=host.cores, links=links
+    )  # fmt: skip
+
+
+def _planned(plan: Plan, costs: Costs, hosts: int) -> Estimate:
+    """All-to-all, with each table spread in the best way; by row where nothing fits."""
+    by_row = estimate(plan, costs, hosts, "all_to_all")
+    try:
+        made = sharding_of(plan, costs, hosts)
+    except PlanError:
+        return replace(by_row, layout="planned", notes=["by row: nothing fits"])
+    seconds = {name: by_row.seconds[name] for name in ("step", "dense", "all-reduce") if name in by_row.seconds}
+    step = made.step
+    seconds["table"] = step.compute_s
+    if hosts > 1:
+        seconds |= {"network": step.network_s, "latency": step.latency_s, "calls": step.calls_s + step.merging_s}
+    model = plan.model
+    step_s, memory = sum(seconds.values()), float(made.total.memory.max()) + 16 * model.dense_parameters
+    rate = hosts * model.batch / step_s
+    kinds = Counter(placed.way.kind for placed in made.tables)
+    reduced = 2 * (hosts - 1) / hosts * 4 * model.dense_parameters
+    return replace(
+        by_row, layout="planned", seconds=seconds, step_s=step_s, samples_per_s=rate, memory_bytes=memory,
+        network_bytes=float(made.total.sent.max()) + reduced, memory_share=memory / (plan.host.memory_gb * 1e9),
+        bottleneck=max(seconds, key=seconds.__getitem__), notes=[", ".join(f"{n} {kind}" for kind, n in kinds.items())],
+        days_per_day=rate * 86400 / model.samples_per_day if model.samples_per_day else None,
+    )  # fmt: skip
+
+
 def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
     """What a step on ``hosts`` workers takes."""
+    if layout == "planned":
+        return _planned(plan, costs, hosts)
     host, model = plan.host, plan.model
     servers = max(1, round(hosts * host.servers_per_worker)) if layout == "parameter_server" else 0
     holders = servers or hosts
@@ -108,6 +170,9 @@ def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
         seconds["network"] = moved / link
         call = costs.link_latency_us * (1 + PEER_SHARE * (hosts - 2)) + host.latency_us
         seconds["latency"] = 4 * exchanges * call * 1e-6  # sizes, ids, rows, gradients
+        groups = len({table.dim for table in plan.tables}) if model.fused else exchanges
+        merged = 2 * moved / (costs.merge_gb_per_s * 1e9) if model.fused and groups > 1 else 0.0
+        seconds["calls"] = groups * costs.group_us * 1e-6 + merged
     if hosts > 1:
         reduce_bytes = 2 * (hosts - 1) / hosts * 4 * model.dense_parameters
         rounds = 2 * math.ceil(math.log2(hosts))
@@ -126,5 +191,5 @@ def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
 
 
 def estimates(plan: Plan, costs: Costs) -> list[Estimate]:
-    """Both layouts on every number of hosts."""
+    """All layouts on every number of hosts."""
     return [estimate(plan, costs, hosts, layout) for layout in LAYOUTS for hosts in plan.host.hosts]

@@ -9,7 +9,11 @@ from shoal.errors import missing_extra
 from shoal.plan.config import Plan
 from shoal.plan.model import LAYOUTS, Estimate
 
-_NAMES = {"all_to_all": "all-to-all", "parameter_server": "parameter servers"}
+_NAMES = {
+    "all_to_all": "all-to-all, by row",
+    "planned": "all-to-all, each table in the best way",
+    "parameter_server": "parameter servers",
+}
 
 
 def draw(found: Sequence[Estimate], plan: Plan, path: Path) -> None:
@@ -21,9 +25,11 @@ def draw(found: Sequence[Estimate], plan: Plan, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8))
+    figure, axes = pyplot.subplots(2, len(LAYOUTS), figsize=(17, 8))
     of = {layout: [e for e in found if e.layout == layout] for layout in LAYOUTS}
-    speed, memory = axes[0]
+    speed, memory, *rest = axes[0]
+    for axis in rest:
+        axis.axis("off")
     for layout, each in of.items():
         hosts = [e.hosts for e in each]
         speed.plot(hosts, [e.samples_per_s for e in each], "o-", label=_NAMES[layout])

@@ -15,6 +15,7 @@ from shoal.sharded.all_to_all.rounds import Send, Steps, run
 from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
 
 MISSING = {"zeros": 1, "initial": 2}
+_RECENT = 4
 TOLD = "The other ranks were told that this rank refused its part."
 
 
@@ -35,6 +36,7 @@ class RankGroup:
         self.rank: int = tables[0].rank
         self.ranks: int = tables[0].world_size
         self.names = tuple(table.name for table in tables)
+        self._recent: dict[int, Any] = {}
         self.traits = Traits(
             device=device, collective=True, remote=True, trains=trains, local_state=False,
             shares=("ranks", self.exchange.ranks.key), **traits,
@@ -90,6 +92,22 @@ class RankGroup:
         self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum"
     ) -> Steps[None]:
         raise NotImplementedError
+
+    # --- what finds learned -------------------------------------------------------------------------------------------
+
+    def remember(self, packed: Tensor, plan: Any) -> Tensor:
+        """Keeps what a find packed, by the address of that, until some finds later; ``plan`` has its ``number``."""
+        self._recent[packed.data_ptr()] = plan
+        while len(self._recent) > _RECENT:
+            self._recent.pop(next(iter(self._recent)), None)
+        return packed
+
+    def recall(self, found: Found) -> Any:
+        """What `remember` kept of a find; None if it has to be unpacked."""
+        plan = self._recent.get(found.came.data_ptr())
+        if plan is None or found.came.numel() < 2 or int(found.came[1]) != plan.number:
+            return None
+        return plan
 
     # --- refusing -----------------------------------------------------------------------------------------------------
 

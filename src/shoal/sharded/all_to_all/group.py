@@ -57,7 +57,11 @@ class AllToAllGroup(RankGroup):
         for place, table in enumerate(self.tables):
             table.last_spread = asked[place::k], served[place::k]
         kept = self._local.find(came, served, missing=missing)
-        return Found(ids, counts, dealt.where, Plan(number, asked, served, came, kept).packed())
+        plan = Plan(number, asked, served, came, kept)
+        return Found(ids, counts, dealt.where, self.remember(plan.packed(), plan))
+
+    def _plan(self, found: Found) -> Plan:
+        return self.recall(found) or Plan.of(found, self._blocks)
 
     def counts(self, call: Call, told: Any) -> Send:
         if told is None:
@@ -91,7 +95,7 @@ class AllToAllGroup(RankGroup):
 
     def _rows_of(self, found: Found, missing: Missing, read: Callable[[Plan], Tensor] | None = None) -> Steps[Tensor]:
         """Flat: the row of each distinct id that this rank asked for, where ``found.where`` says."""
-        plan = Plan.of(found, self._blocks)
+        plan = self._plan(found)
         refused: Exception | None = None
         served, asked = (self._floats(counts, plan) for counts in (plan.served, plan.asked))
         try:
@@ -156,7 +160,7 @@ class AllToAllGroup(RankGroup):
         plans: dict[int, Plan] = {}
         for part in parts:
             try:
-                plan = Plan.of(part.found, self._blocks)
+                plan = self._plan(part.found)
             except Exception:
                 return []
             plans[plan.number] = plan
@@ -167,7 +171,7 @@ class AllToAllGroup(RankGroup):
         self.check_update(each)
         by_find: dict[int, tuple[Plan, list[Part]]] = {}
         for part in parts:
-            plan = Plan.of(part.found, self._blocks)
+            plan = self._plan(part.found)
             by_find.setdefault(plan.number, (plan, []))[1].append(part)
         found = [by_find[number] for number in sorted(by_find)]
         flats = [add_gradients(own, sum(plan.asked), self.dim) for plan, own in found]

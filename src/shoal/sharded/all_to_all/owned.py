@@ -20,8 +20,6 @@ from shoal.sharded.all_to_all.plan import pack, unpack
 from shoal.sharded.all_to_all.rounds import Send, Steps, room_for
 from shoal.table.protocol import Features, Found, Missing, Part, Step
 
-_RECENT = 4
-
 
 class _Lists(NamedTuple):
     """The ids of a batch by table, as they are sent."""
@@ -82,17 +80,20 @@ class OwnedGroup(RankGroup):
         self._cut = any(bucket.width != dim for own in self._buckets for bucket in own)
         self._held = [Held(bucket, tables) for bucket in self._buckets[tables[0].rank]]
         self._wirings: dict[Features, list[list[Wired]]] = {}
-        self._recent: dict[int, _Plan] = {}
-        """Of the last finds, by the address of what they returned, which has the number of the find."""
+        self._last: tuple[Features | None, list[list[Wired]]] = (None, [])
         super().__init__(
             tables, tables[0].device, all(not table.table.serving for table in tables), takes_bags=True
         )  # fmt: skip
 
     def _wired(self, features: Features) -> list[list[Wired]]:
+        last, wired = self._last
+        if last is features:
+            return wired
         found = self._wirings.get(features)
         if found is None:
             made = [[Wired.of(bucket, features) for bucket in own] for own in self._buckets]
             found = self._wirings[features] = made
+        self._last = features, found
         return found
 
     # --- finding ------------------------------------------------------------------------------------------------------
@@ -131,9 +132,7 @@ class OwnedGroup(RankGroup):
         values = [lists.bags, *lists.counts, *(word for head in heads for word in head)]
         every = [came, *(tensor for own in kept for tensors in own for tensor in tensors)]
         packed = pack(number, values, every)
-        self._recent[packed.data_ptr()] = _Plan(number, lists.bags, lists.counts, blocks, kept)
-        while len(self._recent) > _RECENT:
-            self._recent.pop(next(iter(self._recent)), None)
+        self.remember(packed, _Plan(number, lists.bags, lists.counts, blocks, kept))
         return Found(ids, counts, lists.where, packed)
 
     def counts(self, call: Call, told: Any) -> Send:
@@ -228,8 +227,8 @@ class OwnedGroup(RankGroup):
         return found
 
     def _plan(self, found: Found, features: Features) -> _Plan:
-        recent = self._recent.get(found.came.data_ptr())
-        if recent is not None and found.came.numel() > 1 and int(found.came[1]) == recent.number:
+        recent = self.recall(found)
+        if recent is not None:
             return recent
         number, values, tensors = unpack(found)
         mine, k = self._buckets[self.rank], len(self.tables)

@@ -22,11 +22,9 @@ from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, gr
 class _Plan:
     """What a `Found` says."""
 
-    def __init__(self, found: Found, tables: int, ranks: int) -> None:
-        self.number, values, tensors = unpack(found)
-        if len(values) != tables * ranks or len(tensors) < 3:
-            raise ConfigError(f"found must be what find of a group of {tables} tables on {ranks} ranks returned")
-        self.counts = [values[r * tables : (r + 1) * tables] for r in range(ranks)]
+    def __init__(self, number: int, counts: list[list[int]], tensors: list[Tensor]) -> None:
+        self.number = number
+        self.counts = counts
         """``[W][K]``: the distinct ids of every rank, by table."""
         self.ids, self.where, *self.kept = tensors
 
@@ -67,7 +65,22 @@ class ReplicatedGroup(RankGroup):
             assert refused is not None
             refused.add_note(TOLD)
             raise refused
-        return Found(ids, counts, dealt.where, pack(number, told.tolist(), [dealt.ids, dealt.where, *kept]))
+        tensors = [dealt.ids, dealt.where, *kept]
+        plan = _Plan(number, self._by_rank(told.tolist()), tensors)
+        return Found(ids, counts, dealt.where, self.remember(pack(number, told.tolist(), tensors), plan))
+
+    def _by_rank(self, counts: list[int]) -> list[list[int]]:
+        k = len(self.tables)
+        return [counts[r * k : (r + 1) * k] for r in range(self.ranks)]
+
+    def _plan(self, found: Found) -> _Plan:
+        recent = self.recall(found)
+        if recent is not None:
+            return recent
+        number, values, tensors = unpack(found)
+        if len(values) != len(self.tables) * self.ranks or len(tensors) < 3:
+            raise ConfigError(f"found must be what find of a group of {len(self.tables)} tables returned")
+        return _Plan(number, self._by_rank(values), tensors)
 
     def counts(self, call: Call, told: Any) -> Send:
         k = len(self.tables)
@@ -102,7 +115,7 @@ class ReplicatedGroup(RankGroup):
 
     def rows_steps(self, found: Found, features: Features, *, missing: Missing) -> Steps[Tensor]:
         yield from nothing()
-        plan = _Plan(found, len(self.tables), self.ranks)
+        plan = self._plan(found)
         sizes = found.sizes(features)
         out: Tensor | None = None
         for number, (group, _) in enumerate(self._groups):
@@ -129,7 +142,7 @@ class ReplicatedGroup(RankGroup):
         missing: Missing,
     ) -> Steps[None]:
         yield from nothing()
-        plan = _Plan(found, len(self.tables), self.ranks)
+        plan = self._plan(found)
         sizes = found.sizes(features)
         for number, (group, _) in enumerate(self._groups):
             own, wired = self._wired(features)[number]
@@ -144,7 +157,7 @@ class ReplicatedGroup(RankGroup):
 
     def inserted(self, found: Found, create: Callable[[Tensor], Tensor]) -> Tensor:
         """The rows of one table's ids, which ``create(ids)`` makes on every rank, those that rank 0 asked for first."""
-        plan = _Plan(found, len(self.tables), self.ranks)
+        plan = self._plan(found)
 
         def steps() -> Steps[Tensor]:
             n = plan.ids.numel()
@@ -167,7 +180,7 @@ class ReplicatedGroup(RankGroup):
             self.check_update(each)
             by_find: dict[int, tuple[_Plan, list[Part]]] = {}
             for part in parts:
-                plan = _Plan(part.found, len(self.tables), self.ranks)
+                plan = self._plan(part.found)
                 by_find.setdefault(plan.number, (plan, []))[1].append(part)
             for plan, own in (by_find[number] for number in sorted(by_find)):
                 flat = add_gradients(own, plan.ids.numel(), self.dim)

@@ -55,7 +55,7 @@ class Costs:
     """An id of a table that every rank has: de-duplication for the update that is sent to all."""
     group_us: float = 120.0
     """The calls of one group of tables over ranks in a step, however few ids there are."""
-    merge_gb_per_s: float = 3.0
+    merge_gb_per_s: float = 8.0
     """What is put together and taken apart where several groups share an exchange."""
     load: float = 0.0
     """How busy each CPU was with other work, as processes that wanted it; above some tenths, measure again later."""

@@ -37,8 +37,9 @@ def plan(
     >>> from shoal.sharded import TableLoad, plan
     >>> tables = [TableLoad(name="user", dim=64, rows=1e8, ids=4096, distinct=4000, bags=4096),
     ...           TableLoad(name="country", dim=8, rows=200, ids=4096, distinct=200, bags=4096)]
-    >>> [str(placed.way) for placed in plan(tables, 8).tables]
-    ['row', 'data']
+    >>> made = plan(tables, 8, memory_gb=16)
+    >>> str(made.way_of("user")), made.fits  # 59 GB of rows: on no rank alone
+    ('row', True)
 
     Args:
         tables: what one rank asks of each table in a step; `loads_of` measures it in some steps of a model.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,13 +47,30 @@ class Snapshot:
     """Plain values, the same on all ranks."""
 
 
+class Target(NamedTuple):
+    """What the rows of a table are loaded into on one rank, whatever way it is spread."""
+
+    table: HashTable
+    way: str = "row"
+    every: bool = False
+    """Whether it gets all rows; else those of ``id mod ranks``."""
+    empty: bool = False
+    """Whether it gets none: another rank has them."""
+
+
 def save_checkpoint(
-    target: str, snapshot: Snapshot, tables: Sequence[HashTable], ranks: Ranks, make_room: Callable[[], None]
+    target: str,
+    snapshot: Snapshot,
+    tables: Sequence[HashTable],
+    ranks: Ranks,
+    make_room: Callable[[], None],
+    ways: Sequence[str] = (),
 ) -> None:
     """Writes the folder ``target``; all ranks together.
 
     Args:
         tables: the rows of this process, the same tables in the same order on every rank.
+        ways: how each is spread over ranks; by row unless given.
         target: does not exist, or ``make_room``, called by the first rank when the new folder is complete, removes it.
 
     Raises:
@@ -78,7 +95,11 @@ def save_checkpoint(
         if ranks.first:
             _write_tensors(os.path.join(draft.path, _DENSE), _dense_tensors(snapshot))
             written = list(zip(*(part["rows"] for part in parts), strict=True))  # by table, then by rank
-            described = [_describe(table, bases[table.name], each) for table, each in zip(tables, written, strict=True)]
+            spread = ways or ["row"] * len(tables)
+            described = [
+                _describe(table, bases[table.name], each) | {"way": way}
+                for table, each, way in zip(tables, written, spread, strict=True)
+            ]
             content = {"tables": described, **snapshot.content, "world": ranks.world_size}
             content["readers"] = [part["reader"] for part in parts]
             digests = {name: digest for each in written for part in each for name, digest in part["files"].items()}
@@ -96,7 +117,7 @@ def save_checkpoint(
         raise
 
 
-def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable], ranks: Ranks) -> Manifest:
+def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable | Target], ranks: Ranks) -> Manifest:
     """Fills model, optimizer and rows from a folder; ``snapshot`` gets this rank's position and metrics.
 
     On another number of ranks the rows are shared out anew; positions in files do not fit then and ``reader`` is empty
@@ -113,7 +134,8 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable
         of_rank = _read_tensors(saved, _rank_file(ranks.rank)) if same else {}
         reader = content["readers"][ranks.rank] if same else merged_state(content["readers"]) or {}
         for table in tables:
-            _load_rows(saved, content["tables"], table, ranks, same)
+            target = table if isinstance(table, Target) else Target(table)
+            _load_rows(saved, content["tables"], target, ranks, same)
     except (KeyError, IndexError, TypeError) as error:  # only a manifest without a digest can be changed unnoticed
         raise DataError(f"{saved.manifest} is not what `shoal train` writes ({error!r})") from error
     _load_dense(dense, snapshot)
@@ -192,7 +214,8 @@ def _filter_base(folder: str, file: str, tables: int, ranks: Ranks) -> str:
     return os.path.join(folder, f"filter-{file}-{ranks.rank:05d}" if tables > 1 else f"filter-{ranks.rank:05d}")
 
 
-def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ranks: Ranks, same: bool) -> None:
+def _load_rows(saved: Saved, tables: list[dict[str, Any]], target: Target, ranks: Ranks, same: bool) -> None:
+    table = target.table
     described = next((one for one in tables if one["name"] == table.name), None)
     if described is None:
         raise ConfigError(
@@ -200,7 +223,9 @@ def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ran
         )
     base = os.path.join(saved.folder, described["file"])
     # Checkpoints that do not say so were written when more than four ranks left rank 0 without rows.
-    if same and not described.get("empty_rank0", ranks.world_size > 4):
+    way = described.get("way", "row")
+    as_it_was = way == target.way and way.partition(":")[0] in ("row", "table")
+    if same and as_it_was and not described.get("empty_rank0", ranks.world_size > 4):
         files = naming.open_shards(base, saved)
         each = len(files.paths) // ranks.world_size
         mine = slice(ranks.rank * each, (ranks.rank + 1) * each)
@@ -213,8 +238,10 @@ def _load_rows(saved: Saved, tables: list[dict[str, Any]], table: HashTable, ran
 
         restore_files(table, [own], restore_counts)
         table.set_training_state({"calls": described["calls"][ranks.rank]})
+    elif target.empty:
+        table.clear()
     else:
-        restore_table(table, base, shard=(ranks.rank, ranks.world_size), saved=saved)
+        restore_table(table, base, shard=None if target.every else (ranks.rank, ranks.world_size), saved=saved)
     table.set_training_state({"max_update_time": described["max_update_time"], "scales": described["scales"]})
 
 

@@ -329,6 +329,8 @@ class Config:
                 f"[eval] group must be a feature, got {self.eval.group!r}{did_you_mean(self.eval.group, sparse)}; "
                 f"features are {', '.join(sparse)}"
             )
+        if self.train.ps and any(one.config.shard != "row" for one in self.tables()):
+            raise ConfigError("[table] shard is for tables over ranks; with [train] ps the servers have the rows")
         if self.table.device == "cuda" and self.train.ps:
             raise ConfigError(
                 '[table] device is "cuda", but with [train] ps the rows are on the servers; leave one of them out'

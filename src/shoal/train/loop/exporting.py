@@ -90,7 +90,7 @@ class Exports:
 def exported_rows(config: Config, rows: Any) -> list[ExportedRows]:
     """The tables of a run, wherever their rows are."""
     if rows.client is None:
-        return [ExportedRows(table) for table in rows.local]
+        return [ExportedRows(table) for table in rows.saved()]
 
     def pages(name: str) -> Callable[[], Iterator[Page]]:
         return lambda: rows.client.scan(name)

@@ -84,7 +84,7 @@ class Publishing:
             except UnsupportedError as error:
                 self._note(f"{error}; until then weights are pushed, and no rows")
         source = TablesSource(
-            dict(zip(rows.tables, rows.local, strict=False)),
+            dict(zip(rows.tables, rows.published(), strict=False)),
             lambda: at().stamp,
             base=at().base,
             name=source_name(self._ranks.rank, world),

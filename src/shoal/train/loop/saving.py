@@ -123,7 +123,9 @@ class Saver:
         snapshot.content["served"] = served_features(self.config).to_json()
         if self.rows.client is not None:
             snapshot.content["servers"] = self._keep_on_servers(at)
-        checkpoint.save_checkpoint(target, snapshot, self.rows.local, self.ranks, lambda: self._make_room(at.step))
+        checkpoint.save_checkpoint(
+            target, snapshot, self.rows.saved(), self.ranks, lambda: self._make_room(at.step), self.rows.ways()
+        )
         self.newest = target
         self._saved_at = time.monotonic()
         self._prune(at)
@@ -251,11 +253,14 @@ class Saver:
         saved = found.saved
         assert saved is not None
 
+        targets = self.rows.targets()
+
         def load() -> None:
             checkpoint.check_identity(saved, self.config.identity())
-            checkpoint.load_checkpoint(saved, snapshot, self.rows.local, self.ranks)
+            checkpoint.load_checkpoint(saved, snapshot, targets, self.ranks)
 
         self.ranks.together(load)
+        self.rows.loaded()
         manifest = Manifest.of(saved)
         content = manifest.content
         values = dict(content["progress"])

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from shoal.errors import ConfigError, did_you_mean
+from shoal.sharded.all_to_all.ways import Way
 from shoal.table.config.durations import bytes_of
 from shoal.table.config.optim import ROW_OPTIMIZERS
 
@@ -46,6 +47,8 @@ class FeatureConfig:
     evict: str | None = None
     admit_after: int | None = None
     admit_capacity: int | None = None
+    shard: str | None = None
+    """As in ``[table]``."""
     table: str | None = None
     """Another feature, whose rows this one uses: equal categories of both have one row."""
 
@@ -92,6 +95,9 @@ class TableConfig:
     admit_capacity: int = 10_000_000
     """Ids whose occurrences are counted, approximately, in 2.8 bytes each; the oldest are forgotten. On each rank and
     server."""
+    shard: str = "row"
+    """How rows are spread over the ranks of ``torchrun`` or ``shoal launch``: ``"row"``, ``"table"`` or ``"table:3"``
+    (all on one rank), ``"column"``, ``"data"`` (all rows on every rank, for small tables), or ``"auto"``."""
     features: dict[str, FeatureConfig] = field(default_factory=dict)
     """What is different for some features."""
 
@@ -165,7 +171,7 @@ class TableConfig:
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint's rows depend on. Settings that came after version 0.1 are named where they are set."""
-        free = ["features", "device", "lr", "expire_after", "max_rows", "max_bytes", "evict"]
+        free = ["features", "device", "lr", "expire_after", "max_rows", "max_bytes", "evict", "shard"]
         if not self.admit_after:
             free += ["admit_after", "admit_capacity"]
         if self.initializer == "uniform":
@@ -199,6 +205,11 @@ def _check(section: str, given: dict[str, Any]) -> None:
     if given["combiner"] != "firstn" and given["max_length"] is not None:
         raise ConfigError(f'[{section}] max_length must be used with combiner = "firstn", got {given["combiner"]!r}')
     _row_optimizer(section, given["optimizer"], given["optimizer_options"], given["lr"])
+    if given["shard"] != "auto":
+        try:
+            Way.parse(given["shard"])
+        except ConfigError as error:
+            raise ConfigError(f'[{section}] shard must be "auto" or a way: {error}') from None
 
 
 def _row_optimizer(section: str, name: str, options: dict[str, Any], lr: float) -> Any:

@@ -16,6 +16,7 @@ from shoal.nn.feature_rows import FeatureRows, Pooling
 from shoal.nn.keeper import TableKeeper, keeper_of
 from shoal.serving.export.features import ServedFeatures
 from shoal.table.table import HashTable
+from shoal.train.loop.checkpoint import Target
 from shoal.train.loop.config import Config
 from shoal.train.loop.table_config import PlannedTable, TableConfig
 
@@ -38,29 +39,33 @@ class Rows(nn.Module):
         self.now_s = 0
         """The time that rows are stamped with."""
         self.client: Any = None
+        self._targets: list[Target] = []
         self._ragged = bool(config.data.make_format().ragged)
         self.together = ranks.world_size > 1 and not config.train.ps
-        self.tables = self._on_servers(config, note) if config.train.ps else self._here(config, device)
+        self.tables = self._on_servers(config, note) if config.train.ps else self._here(config, ranks, device)
         clock = lambda: self.now_s  # noqa: E731 (one object: tables of one clock are updated together)
         for keeper in self.keepers():
             keeper.clock = clock
         self.pooling = pooling_of(config)
         self.lookup = FeatureRows(self.tables, self.pooling, ragged=self._ragged, fused=not config.train.defers)
 
-    def _here(self, config: Config, device: str) -> dict[str, Any]:
+    def _here(self, config: Config, ranks: Ranks, device: str) -> dict[str, Any]:
         """Makes the tables in this process, or this process's part of them."""
-        kind: Any = HashTable
-        if self.together:
+        made: dict[str, Any] = {}
+        ways = ways_of(config, ranks) if self.together else {}
+        for one in self.plan:
+            name = one.config.name
+            options: dict[str, Any] = {
+                "hash_filter": _filter(one.config), "seed": config.train.seed, "device": device,
+                **one.config.arguments(),
+            }  # fmt: skip
+            if not self.together:
+                made[name] = HashTable(one.config.dim, **options)
+                continue
             from shoal.sharded import AllToAllHashTable
 
-            kind = AllToAllHashTable
-        return {
-            one.config.name: kind(
-                one.config.dim, hash_filter=_filter(one.config), seed=config.train.seed, device=device,
-                **one.config.arguments(),
-            )
-            for one in self.plan
-        }  # fmt: skip
+            made[name] = AllToAllHashTable(one.config.dim, way=ways[name], **options)
+        return made
 
     def _on_servers(self, config: Config, note: Callable[[str], None]) -> dict[str, Any]:
         from shoal.sharded import PsClient, ps_table
@@ -112,6 +117,41 @@ class Rows(nn.Module):
         if self.client is not None:
             return []
         return [table.table if self.together else table for table in self.tables.values()]
+
+    def saved(self) -> list[HashTable]:
+        """The rows that this rank writes, with full width, each row on one rank; all ranks ask together."""
+        if self.client is not None:
+            return []
+        return [table.own_rows() if self.together else table for table in self.tables.values()]
+
+    def published(self) -> list[HashTable]:
+        """The rows that this rank sends to replicas."""
+        if any(way.startswith("column") for way in self.ways()):
+            raise ConfigError(
+                '[table] shard = "column" cannot be published, since no rank has whole rows; use "row" or "table"'
+            )
+        return self.saved()
+
+    def ways(self) -> list[str]:
+        """How each table is spread over ranks; empty where none is."""
+        return [str(table.way) for table in self.tables.values()] if self.together else []
+
+    def targets(self) -> list[Target]:
+        """What a checkpoint's rows are loaded into, by the tables' order; `loaded` is called after that."""
+        if not self.together:
+            return [Target(table) for table in self.local]
+        self._targets = [target_of(table) for table in self.tables.values()]
+        return self._targets
+
+    def loaded(self) -> None:
+        """Spreads what was loaded by column; all ranks call it together."""
+        from shoal.sharded.all_to_all.moving import fill
+        from shoal.table.checkpoint.tensors import table_state
+
+        for table, target in zip(self.tables.values(), self._targets, strict=False):
+            if target.table is not table.table:
+                fill(table, table_state(target.table))
+        self._targets = []
 
     def describe(self) -> list[dict[str, Any]]:
         """Name, features, dim and optimizer of every table, and its rows; all ranks ask together."""
@@ -175,6 +215,38 @@ class Rows(nn.Module):
     def close(self) -> None:
         if self.client is not None:
             self.client.close()
+
+
+def target_of(table: Any) -> Target:
+    """That of a table over ranks. By column it is a table of its own, whose rows are cut and spread afterwards."""
+    from shoal.sharded.all_to_all.moving import like
+
+    way = table.way
+    if way.kind == "column":
+        return Target(like(table.shape, device="cpu"), str(way))
+    holds = table.rank in way.holders(table.world_size)
+    return Target(table.table, str(way), every=way.kind != "row", empty=not holds)
+
+
+def ways_of(config: Config, ranks: Ranks) -> dict[str, str]:
+    """How each table is spread over ranks; rank 0 plans those that leave it open (``shard = "auto"``)."""
+    tables = config.tables()
+    ways = {one.config.name: one.config.shard for one in tables}
+    if "auto" not in ways.values():
+        return ways
+    from shoal.sharded import TableLoad, plan
+
+    batch = config.train.batch_size
+    loads = [
+        TableLoad(
+            name=one.config.name, dim=one.config.dim, rows=1e6, ids=batch * len(one.features),
+            distinct=0.7 * batch * len(one.features), bags=batch * len(one.features), optimizer=one.config.optimizer,
+        )
+        for one in tables
+    ]  # fmt: skip
+    made = plan(loads, ranks.world_size)
+    planned = {name: str(made.way_of(name)) if way == "auto" else way for name, way in ways.items()}
+    return ranks.from_first(planned)
 
 
 def pooling_of(config: Config) -> dict[str, Pooling]:
