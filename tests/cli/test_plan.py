@@ -13,6 +13,7 @@ from shoal.plan.advice import changes, recommended
 from shoal.plan.config import HostPlan, ModelPlan, Plan, TablePlan, load_plan
 from shoal.plan.costs import Costs, load_costs, save_costs
 from shoal.plan.model import estimate, estimates, row_bytes, state_bytes
+from shoal.sharded import Plan as Sharding
 
 COSTS = Costs(
     lookup_fixed=20, lookup_per_dim=0.1, update_fixed=50, update_per_dim=0.5, pool_fixed=30, pool_per_dim=0.3,
@@ -121,7 +122,11 @@ def test_the_example_is_a_plan_and_prints_and_draws(tmp_path, capsys):
     assert (tmp_path / "a" / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert main([*argv, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert len(report["estimates"]) == 22
+    assert len(report["estimates"]) == 33
+    assert main([*argv, "--spread", "8", "--save", str(tmp_path / "spread.json")]) == 0
+    assert "why not otherwise" in capsys.readouterr().out
+    assert Sharding.load(tmp_path / "spread.json").ranks == 8
+    assert main([*argv, "--save", str(tmp_path / "spread.json")]) == 2
     assert report["recommended"]["fits"]
     assert report["costs"]["machine"] == "paper"
 
