@@ -414,3 +414,21 @@ def test_the_last_rows_take_no_more_memory_than_they_need(device, monkeypatch):
         table.assign(ids, torch.ones(count, 2, device=device))
     assert len(table) == 650
     assert max(asked) > 700 * stride
+
+
+def test_a_slice_of_columns_begins_with_the_slice_of_initial_rows(device):
+    from shoal.table.config.options import config_of_options
+
+    ids = torch.arange(5, device=device) * 77
+    rows = {}
+    for first, dim in ((0, 8), (3, 5)):
+        config = config_of_options("t", dim, optimizer="sgd", initializer="uniform", expire_after=None, lr=0.0)
+        for at in ("cpu", "cuda"):
+            table = shoal.HashTable.from_config(config, name="t", seed=9, device=at, first_column=first)
+            there = ids.cpu() if at == "cpu" else ids
+            rows[at, first] = table.lookup(there, insert_missing=True).cpu()
+            table.apply_gradients(there + 1, torch.ones(5, dim, device=there.device))  # creates rows, and moves none
+            rows[at, first, "made"] = table.lookup(there + 1).cpu()
+    for what in ((), ("made",)):
+        for at in ("cpu", "cuda"):
+            torch.testing.assert_close(rows[(at, 3, *what)], rows[("cpu", 0, *what)][:, 3:], rtol=1e-6, atol=1e-8)
