@@ -143,6 +143,8 @@ def predicted(
 
 
 def main() -> None:
+    from benchmarks import plan as own  # other processes find its functions by this name
+
     made = parser(__doc__ or "")
     made.add_argument("--ranks", default="1,2", help="numbers of ranks, such as 1,2,4,8 on 16 cores")
     options = made.parse_args()
@@ -159,7 +161,7 @@ def main() -> None:
                 continue
             for way in WAYS:
                 runs[f"{ranks} ranks, {way}", ranks, "all_to_all", way] = lambda case=case, way=way, ranks=ranks: (
-                    run_ranks(ranks, all_to_all, case, way, timeout_s=240.0)[0]
+                    run_ranks(ranks, own.all_to_all, case, way, timeout_s=240.0)[0]
                 )
         runs["worker + server", 1, "parameter_server", "row"] = lambda case=case: with_server(case)
         for (name, hosts, layout, way), run in runs.items():

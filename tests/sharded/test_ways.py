@@ -170,6 +170,7 @@ def test_all_ways_restore_from_each_others_checkpoints_on_another_number_of_rank
 @pytest.mark.parametrize(("way", "options", "says"), [
     ("colum", {}, "did you mean 'column'"), ("table:2", {}, "0..1"), ("column:0,0", {}, "distinct"),
     ("table:0,1", {}, "one rank"), ("table:x", {}, "numbers"), ("data:1", {}, "all ranks"),
+    ("data", {"max_rows": 9}, "max_rows or max_bytes"),
     ("column", {"optimizer": shoal.RowwiseAdagrad(lr=0.1)}, "the whole row"), ("column", {"dim": 1}, "1 columns"),
 ])  # fmt: skip
 def test_ways_that_cannot_be_are_refused(way, options, says):
