@@ -137,7 +137,7 @@ def predicted(
     found = estimate(plan, costs, hosts, layout)
     if hosts == 1 or layout == "parameter_server" or way == "row":
         return found.step_s
-    tables = Placement(load=loads_of_plan(plan)[0], way=Way.parse(way))
+    tables = Placement(load=loads_of_plan(plan, costs)[0], way=Way.parse(way))
     spread = Sharding(tables=(tables,), ranks=hosts, costs=costs)
     return spread.step.seconds + sum(found.seconds.get(part, 0.0) for part in ("step", "dense", "all-reduce"))
 
