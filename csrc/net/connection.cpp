@@ -254,19 +254,13 @@ bool Connection::readable(char* scratch, size_t size) {
     if (!handshake()) return false;
     if (!secured_) return true;
   }
-  for (int round = 0; round < 8; ++round) {  // then it is the others' turn; level-triggered, it comes again
+  // After some rounds it is the others' turn: epoll tells again of what is left in the socket.
+  for (int round = 0; round < 8 || (tls_ && tls_->has_pending()); ++round) {
     const ssize_t got = tls_ ? tls_->read(scratch, size) : ::recv(fd_, scratch, size, 0);
     if (got == 0) return false;
     if (got < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
     if (!receive(scratch, static_cast<size_t>(got))) return false;
     if (!tls_ && static_cast<size_t>(got) < size) return true;
-  }
-  // What TLS has in its own buffers is not seen by epoll: read until it has nothing.
-  while (tls_) {
-    const ssize_t got = tls_->read(scratch, size);
-    if (got == 0) return false;
-    if (got < 0) return errno == EAGAIN;
-    if (!receive(scratch, static_cast<size_t>(got))) return false;
   }
   return true;
 }

@@ -54,6 +54,7 @@ class Connection {
   void go_away();               // takes none
   void reset_all();             // ends all calls
 
+  bool is_open() const { return secured_; }  // the TLS handshake is done
   bool wants_write() const { return wants_write_; }
   bool idle() const { return streams_.empty() && out_.empty(); }
   int fd() const { return fd_; }

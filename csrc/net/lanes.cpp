@@ -8,8 +8,9 @@
 namespace shoal::net {
 namespace {
 
-constexpr int kProbe = 200;     // a batch in so many waits although waiting did not pay lately
-constexpr size_t kEnough = 64;  // requests that are worth a batch while another one runs
+constexpr int kProbe = 200;           // a batch in so many waits although waiting did not pay lately
+constexpr size_t kEnough = 64;        // requests that are worth a batch while another one runs
+constexpr int64_t kSlow = 5'000'000;  // ns that a request waits for a running batch before it gets one of its own
 
 const uint8_t* bytes_of(std::string_view text) { return reinterpret_cast<const uint8_t*>(text.data()); }
 
@@ -140,9 +141,11 @@ std::unique_ptr<Batch> Lanes::next(int64_t timeout_ns) {
     for (auto& [key, lane] : lanes_) {
       if (lane->queue.empty()) continue;
       const auto size = static_cast<int64_t>(lane->queue.size());
-      const bool ready =
-          lane->running ? lane->queue.size() >= kEnough : now >= lane->ready_ns || size >= limits_.max_group;
-      if (!ready && !lane->running) until = std::min(until, lane->ready_ns);
+      // While one batch runs, another begins when it is worth it, or when the first one is slow.
+      const int64_t late = lane->queue.front()->arrived_ns + kSlow;
+      const bool ready = lane->running ? lane->queue.size() >= kEnough || now >= late
+                                       : now >= lane->ready_ns || size >= limits_.max_group;
+      if (!ready) until = std::min(until, lane->running ? late : lane->ready_ns);
       // the one whose first request has waited longest
       if (ready && (!chosen || lane->queue.front()->arrived_ns < chosen->queue.front()->arrived_ns))
         chosen = lane.get();

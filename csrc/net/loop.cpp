@@ -299,7 +299,7 @@ void Loop::open(int fd, std::string address) {
 }
 
 void Loop::serve(Connection* connection, uint32_t events) {
-  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) {
+  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) || !connection->is_open()) {
     if (!connection->readable(scratch_.data(), scratch_.size())) {
       close(connection);
       return;

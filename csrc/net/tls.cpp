@@ -23,13 +23,14 @@ struct Api {
   X(TLS_server_method)                                                                                               \
   X(SSL_CTX_new)                                                                                                     \
   X(SSL_CTX_free)                                                                                                    \
-  X(SSL_CTX_ctrl) X(SSL_CTX_set_options) X(SSL_CTX_use_certificate_chain_file) X(SSL_CTX_use_PrivateKey_file)        \
+  X(SSL_CTX_ctrl)                                                                                                    \
+  X(SSL_CTX_set_options) X(SSL_CTX_use_certificate_chain_file) X(SSL_CTX_use_PrivateKey_file)                        \
       X(SSL_CTX_check_private_key) X(SSL_CTX_load_verify_locations) X(SSL_load_client_CA_file)                       \
           X(SSL_CTX_set_client_CA_list) X(SSL_CTX_set_verify) X(SSL_CTX_set_alpn_select_cb) X(SSL_select_next_proto) \
               X(SSL_new) X(SSL_free) X(SSL_set_fd) X(SSL_accept) X(SSL_read) X(SSL_write) X(SSL_shutdown)            \
                   X(SSL_get_error) X(SSL_get0_alpn_selected) X(SSL_get1_peer_certificate) X(X509_get_subject_name)   \
                       X(X509_NAME_get_text_by_NID) X(X509_free) X(ERR_get_error) X(ERR_error_string_n)               \
-                          X(ERR_clear_error)
+                          X(ERR_clear_error) X(SSL_pending)
 #define SHOAL_TLS_DECLARE(name) decltype(&::name) name = nullptr;
   SHOAL_TLS_FUNCTIONS(SHOAL_TLS_DECLARE)
   std::string missing;
@@ -91,6 +92,7 @@ class Session : public TlsSession {
     api().ERR_clear_error();
     return result_of(api().SSL_write(ssl_, data, whole(size)));
   }
+  bool has_pending() const override { return api().SSL_pending(ssl_) > 0; }
   void shutdown() override {
     if (!broken_) api().SSL_shutdown(ssl_);
     api().ERR_clear_error();

@@ -20,6 +20,7 @@ class TlsSession {
   // As read(2) and write(2) of a socket that does not block: -1 with errno EAGAIN where nothing can be done now.
   virtual ssize_t read(void* data, size_t size) = 0;
   virtual ssize_t write(const void* data, size_t size) = 0;
+  virtual bool has_pending() const = 0;  // bytes that were received, which the socket does not show any more
   virtual void shutdown() = 0;
   virtual bool speaks_http2() const = 0;
   virtual std::string common_name() const = 0;
