@@ -301,7 +301,7 @@ def test_too_many_requests_are_refused_and_readiness_follows(monkeypatch):
 
         def overload():
             asked.extend(call.future(request_of([1.0]), timeout=60) for _ in range(20))
-            eventually(lambda: sum(not each.done() for each in asked) <= 6, what="refusals")
+            eventually(lambda: sum(not each.done() for each in asked) <= 24, what="refusals")  # 4 wait, 4 batches run
             return health(PREDICTION) == health_pb2.HealthCheckResponse.NOT_SERVING
 
         eventually(overload, what="health to follow")
