@@ -280,7 +280,7 @@ def test_a_port_that_is_taken_and_a_unix_socket(tmp_path):
 
 def test_too_many_requests_are_refused_and_readiness_follows(monkeypatch):
     monkeypatch.setattr(admission, "BUSY_SECS", 0.2)
-    monkeypatch.setattr(admission, "REST_SECS", 0.5)
+    monkeypatch.setattr(admission, "REST_SECS", 60.0)
     model = Doubling()
     server = ModelServer(rest_address="127.0.0.1:0", front="native", max_waiting=100, model_limits={"m": 4}).start()
     server.publish("m", model.servable())
@@ -314,6 +314,7 @@ def test_too_many_requests_are_refused_and_readiness_follows(monkeypatch):
         not_ready.value.close()
         assert not_ready.value.code == 503
         assert server.admission.refused >= len(refused)
+        monkeypatch.setattr(admission, "REST_SECS", 0.2)
         model.gate.set()
         waited = [each for each in asked if each not in refused]
         assert waited
