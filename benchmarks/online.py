@@ -11,6 +11,7 @@
   the bare client that fetches the same records and does nothing with them.
 - **kills**: one trainer learns a Redis stream while it is produced, with its rows on two parameter servers; trainer,
   broker and servers are killed again and again. Rows, weights and samples are compared with those of a run without.
+- **up**: `shoal up` from nothing to the first live prediction, with what `shoal up --init` writes.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Report, parser
+from benchmarks.online_up import up
 from benchmarks.streams import kills, read
 
 HOUR = 3600.0
-PARTS = ("read", "join", "kills")
+PARTS = ("read", "join", "kills", "up")
 
 
 def write_events(folder: Path, times: np.ndarray, arrival: np.ndarray, text: Any) -> float:
@@ -148,7 +150,7 @@ def main() -> None:
     flags = made.parse_args()
     report = Report("online")
     report.start()
-    parts = {"read": read, "join": join, "kills": kills}
+    parts = {"read": read, "join": join, "kills": kills, "up": up}
     for name in [flags.only] if flags.only else PARTS:
         parts[name](report, flags)
     report.save(flags.json)

@@ -75,7 +75,8 @@ class Tables:
     def _forget_one(self) -> None:
         """Drops the oldest plan that no compiled graph has used, which would look for it."""
         oldest = next((key for key, plan in list(self._plans.items()) if not plan.opaque), None)
-        self._plans.pop(oldest, None)  # pyrefly: ignore[bad-argument-type]
+        if oldest is not None:
+            self._plans.pop(oldest, None)
 
     def groups(self) -> list[Group]:
         """The groups of a batch with all features, in the order in which they are asked."""
