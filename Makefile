@@ -43,7 +43,7 @@ lint: $(VENV)/.installed ## formatters, linters and the type checker, none of wh
 	$(BIN)/ruff format --check benchmarks examples src tests
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
-	$(BIN)/codespell --skip='*_pb2*' $$(git ls-files src csrc docs README.md CHANGELOG.md)
+	$(BIN)/codespell --skip='*_pb2*' -L te,abd $$(git ls-files src csrc docs README.md CHANGELOG.md)
 	$(BIN)/pyrefly check
 
 format: ## rewrite the files in our style

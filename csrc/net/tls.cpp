@@ -17,20 +17,20 @@ namespace shoal::net {
 #ifdef SHOAL_OPENSSL
 namespace {
 
+// Left alone by clang-format, which lays such a list out anew each time.
+// clang-format off
+#define SHOAL_TLS_FUNCTIONS(X) \
+  X(TLS_server_method) X(SSL_CTX_new) X(SSL_CTX_free) X(SSL_CTX_ctrl) X(SSL_CTX_set_options) \
+  X(SSL_CTX_use_certificate_chain_file) X(SSL_CTX_use_PrivateKey_file) X(SSL_CTX_check_private_key) \
+  X(SSL_CTX_load_verify_locations) X(SSL_load_client_CA_file) X(SSL_CTX_set_client_CA_list) \
+  X(SSL_CTX_set_verify) X(SSL_CTX_set_alpn_select_cb) X(SSL_select_next_proto) X(SSL_new) X(SSL_free) \
+  X(SSL_set_fd) X(SSL_accept) X(SSL_read) X(SSL_write) X(SSL_shutdown) X(SSL_get_error) \
+  X(SSL_get0_alpn_selected) X(SSL_get1_peer_certificate) X(X509_get_subject_name) X(X509_NAME_get_text_by_NID) \
+  X(X509_free) X(ERR_get_error) X(ERR_error_string_n) X(ERR_clear_error) X(SSL_pending)
+// clang-format on
+
 // The functions of libssl and libcrypto that are called, found at run time.
 struct Api {
-#define SHOAL_TLS_FUNCTIONS(X)                                                                                       \
-  X(TLS_server_method)                                                                                               \
-  X(SSL_CTX_new)                                                                                                     \
-  X(SSL_CTX_free)                                                                                                    \
-  X(SSL_CTX_ctrl)                                                                                                    \
-  X(SSL_CTX_set_options) X(SSL_CTX_use_certificate_chain_file) X(SSL_CTX_use_PrivateKey_file)                        \
-      X(SSL_CTX_check_private_key) X(SSL_CTX_load_verify_locations) X(SSL_load_client_CA_file)                       \
-          X(SSL_CTX_set_client_CA_list) X(SSL_CTX_set_verify) X(SSL_CTX_set_alpn_select_cb) X(SSL_select_next_proto) \
-              X(SSL_new) X(SSL_free) X(SSL_set_fd) X(SSL_accept) X(SSL_read) X(SSL_write) X(SSL_shutdown)            \
-                  X(SSL_get_error) X(SSL_get0_alpn_selected) X(SSL_get1_peer_certificate) X(X509_get_subject_name)   \
-                      X(X509_NAME_get_text_by_NID) X(X509_free) X(ERR_get_error) X(ERR_error_string_n)               \
-                          X(ERR_clear_error) X(SSL_pending)
 #define SHOAL_TLS_DECLARE(name) decltype(&::name) name = nullptr;
   SHOAL_TLS_FUNCTIONS(SHOAL_TLS_DECLARE)
   std::string missing;
