@@ -273,7 +273,7 @@ void read_object(const ExampleLayout& layout, const Uses& names, std::string_vie
     } while (reader.take(','));
     reader.expect('}');
   }
-  if (!reader.done()) Reader::fail("goes on behind its end");
+  if (!reader.done()) Reader::fail("has text after its end");
   std::string why;
   for (size_t f = 0; f < out->lists.size(); ++f) {
     const FeatureRule& feature = layout.set.features[f];

@@ -63,7 +63,7 @@ def test_lists_texts_with_escapes_and_missing_values():
         (b"", "must have '{'"),
         (b"[1]", "must have '{'"),
         (b'{"click": 1', "must have '}'"),
-        (b'{"click": 1} x', "goes on behind its end"),
+        (b'{"click": 1} x', "has text after its end"),
         (b'{"user": "a"}', "has no label 'click'"),
         (b'{"click": "many"}', "is the label"),
         (b'{"click": [1]}', "is the label"),

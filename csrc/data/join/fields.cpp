@@ -49,7 +49,7 @@ class Members {
     }
     *value = {begin, static_cast<size_t>(at_ - begin)};
     const bool scalar = *begin != '{' && *begin != '[';
-    if (value->empty() || (scalar && !is_scalar(*value))) return fail(why, "has a JSON value that is none");
+    if (value->empty() || (scalar && !is_scalar(*value))) return fail(why, "has a malformed JSON value");
     return true;
   }
 

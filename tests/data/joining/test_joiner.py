@@ -154,7 +154,7 @@ def test_samples_are_the_message_with_its_labels(tmp_path):
         (b'{"id":"","t":1}', "empty key"), (b'{"id":null,"t":1}', "empty key"), (b'{"id":"a","t":"soon"}', "time"),
         (b'{"id":"a","t":1e300}', "time"), (b'{"id":"a","t":99999999999999}', "future"),
         (b'{"id":"\\q","t":1}', "escape"), (b'{"id":"a","t":1,"y":3}', "already"),
-        (b'{"id":"a","t":1,"z":}', "none"), (b'{"id":"a","t":1,"z":nul}', "none"),
+        (b'{"id":"a","t":1,"z":}', "malformed"), (b'{"id":"a","t":1,"z":nul}', "malformed"),
         (b'{"id":"' + b"k" * 5000 + b'","t":1}', "4096"), (b"\xff\xfe\x00", "not a JSON object"),
     ],
 )  # fmt: skip
