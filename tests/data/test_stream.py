@@ -1,5 +1,7 @@
 """Streams: order, shuffling, ranks, and going on exactly where another was."""
 
+import json
+import random
 import threading
 
 import pytest
@@ -78,6 +80,56 @@ def test_ranks_share_out_all_samples(files, world, part_bytes, shuffle_rows):
     ]
     assert sorted(label for part in parts for label in part) == GOOD
     assert max(map(len, parts)) < 2 * len(GOOD) / world + 64
+
+
+def together(streams, epoch, steps):
+    """Takes batches as ranks that step together do, at most ``steps``; labels by epoch, states, and the epoch then."""
+    sources = [iter(one) for one in streams]
+    held, states, taken = [next(one, None) for one in sources], [one.state for one in streams], {}
+    while steps and any(held):
+        ready = [rank for rank, batch in enumerate(held) if batch is not None and batch.state["epoch"] == epoch]
+        if not ready:
+            epoch += 1
+            continue
+        steps -= 1
+        for rank in ready:
+            taken.setdefault(epoch, []).extend(all_labels([held[rank]]))
+            states[rank] = json.loads(json.dumps(held[rank].state))
+            held[rank] = next(sources[rank], None)
+    return taken, states, epoch
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("part_bytes", [300, 1500, 1 << 20], ids=["small units", "units", "stripes"])
+def test_every_sample_is_read_once_in_each_epoch_while_the_number_of_ranks_changes(files, part_bytes, seed):
+    rng = random.Random(seed)
+    options = {"part_bytes": part_bytes, "epochs": 3, "batch_size": rng.choice((7, 32)),
+               "shuffle_rows": rng.choice((0, 40, 100))}  # fmt: skip
+    read, states, epoch = {}, None, 0
+    for _ in range(200):
+        world = rng.randint(1, 5)
+        streams = [stream(files, rank=rank, world=world, **options) for rank in range(world)]
+        if states is not None:
+            for one, state in zip(streams, [one.dealt(states) for one in streams], strict=True):
+                one.restart(state)
+        taken, states, epoch = together(streams, epoch, rng.choice((1, 4, 9)))
+        if not taken:
+            break
+        for number, labels in taken.items():
+            read.setdefault(number, []).extend(labels)
+    assert {number: sorted(labels) for number, labels in read.items()} == dict.fromkeys(range(3), GOOD)
+    assert sum(state["rows"] for state in states) == 3 * len(GOOD)
+
+
+def test_what_nobody_has_begun_is_shared_out_evenly(files):
+    old = [stream(files, rank=rank, world=4, part_bytes=300, shuffle_rows=32) for rank in range(4)]
+    taken, states, _ = together(old, 0, 2)
+    new = [stream(files, rank=rank, world=3, part_bytes=300, shuffle_rows=32) for rank in range(3)]
+    for one, state in zip(new, [one.dealt(states) for one in new], strict=True):
+        one.restart(state)
+    shares = [len(all_labels(one)) for one in new]
+    assert sum(shares) == len(GOOD) - len(taken[0])
+    assert max(shares) < 1.3 * sum(shares) / 3
 
 
 def test_bad_rows_are_told_and_may_stop_the_stream(files):

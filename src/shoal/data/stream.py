@@ -2,7 +2,8 @@
 
 A stream reads a window of rows, permutes it by the seed, the epoch and the window's number, and hands it out in
 batches. Its position is therefore a few numbers: the cursor at the window's beginning, and how many of its batches
-were taken. Going on from there reads that window again.
+were taken. Going on from there reads that window again. The positions of all ranks of a run can be dealt to another
+number of ranks (`shoal.data.lanes`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.data.features import Number
+from shoal.data.lanes import LATER, PLACE, Lane, deal, lane_of
 from shoal.data.samples import Samples
 from shoal.data.schema import Schema
 from shoal.data.source import BadRow, Cursor, Format, OnBad, Unit
@@ -96,11 +98,10 @@ class Stream:
         self.empty = [path for path, parts in units.items() if not parts]
         """Files that hold nothing at all."""
         self._units = [unit for parts in units.values() for unit in parts]
-        self._striped = _uneven(self._units, world)
         batches = max(1, (shuffle_rows or _WINDOW) // batch_size) if shuffle_rows or batch_size < _WINDOW else 1
         self._window = batches * batch_size
         self._progress: dict[str, Any] = {
-            "epoch": 0, "unit": 0, "cursor": None, "stripe": 0, "window": 0, "rows": 0, "bad": 0, "batch": 0,
+            "epoch": 0, "unit": 0, "cursor": None, "stripe": 0, "window": 0, "rows": 0, "bad": 0, "batch": 0, **LATER,
         }  # fmt: skip
         # The batches of a shuffled window are copies, so the next one may be in the same memory.
         self._room: dict[str, np.ndarray] | None = {} if shuffle_rows else None
@@ -125,23 +126,30 @@ class Stream:
     def _batches(self, progress: dict[str, Any], place: _Place) -> Iterator[Batch]:
         skip = progress["batch"]
         while progress["epoch"] < self.epochs:
-            start = {**progress, "batch": 0}
-            samples = self._fill(progress, place)
+            lane = self._lane(progress)
+            start = {**progress, "batch": 0, "end": None}
+            samples = self._fill(progress, lane, place)
             if samples is None:
-                self._next_epoch(progress)
+                place.leave()
+                self._next_lane(progress)
+                skip = progress["batch"]
                 continue
-            self._measured = (progress["rows"] + len(samples), self._share(progress))
-            order = self._order(start, len(samples))
+            self._measured = (progress["rows"] + len(samples), self._share(progress, lane))
+            order = self._order(start, lane, len(samples))
+            end = {name: progress[name] for name in ("unit", "cursor", "stripe")}
             for number, begin in enumerate(range(0, len(samples), self.batch_size)):
-                end = min(begin + self.batch_size, len(samples))
+                stop = min(begin + self.batch_size, len(samples))
                 if number < skip:
                     continue
-                part = samples.part(begin, end) if order is None else samples.take(order[begin:end])
-                last = end == len(samples)
+                part = samples.part(begin, stop) if order is None else samples.take(order[begin:stop])
+                last = stop == len(samples)
                 if last:
                     progress["rows"] += len(samples)
                     progress["window"] += 1
-                yield Batch(samples=part, state={**progress, "batch": 0} if last else {**start, "batch": number + 1})
+                    state = {**progress, "batch": 0, "end": None}
+                else:
+                    state = {**start, "batch": number + 1, "end": end}
+                yield Batch(samples=part, state=state)
             skip = 0
 
     def total_rows(self) -> float | None:
@@ -149,49 +157,105 @@ class Stream:
         rows, share = self._measured
         return rows / share if share else None
 
-    def _share(self, progress: Mapping[str, Any]) -> float:
-        """How much of all epochs has been read, by the sizes of units."""
-        sizes = [unit.size for unit in self._epoch_units(progress["epoch"])]
-        here, cursor = progress["unit"], progress["cursor"]
-        read = float(sum(sizes[:here]))
-        if here < len(sizes) and cursor is not None:
-            unit = self._epoch_units(progress["epoch"])[here]
-            at = cursor["offset"] - unit.begin if "offset" in cursor else cursor.get("row", 0)
-            read += min(max(at, 0), unit.size)
+    def _share(self, progress: Mapping[str, Any], lane: Lane) -> float:
+        """How much of all epochs has been read, by the sizes of units; 0 where other ranks began this epoch."""
+        if progress["lane"] is not None:
+            return 0.0
+        units = self._epoch_units(progress["epoch"])
+        mine = [units[one] for one in lane.chosen(len(units))]
+        sizes = [unit.size for unit in mine]
+        here = progress["unit"]
+        read = float(sum(sizes[:here])) + _read_of(mine[here : here + 1], progress["cursor"])
         return (progress["epoch"] + (read / sum(sizes) if sum(sizes) else 1.0)) / self.epochs
 
     def restart(self, state: Mapping[str, Any]) -> None:
         """Iteration begins behind the batch that ``state`` is of."""
+        state = {**LATER, **state}
         missing = sorted(self.state.keys() - state.keys())
         if missing:
             raise DataError(f"the state of a stream lacks {', '.join(missing)}")
-        units = 1 if self._striped else self.world
-        if not 0 <= int(state["unit"]) <= max(1, -(-len(self._units) // units)):
-            raise DataError(f"the state of a stream is at unit {state['unit']}, but there are fewer")
+        lane = self._lane(state)
+        if not 0 <= lane.unit <= max(1, len(lane.chosen(len(self._units)))):
+            raise DataError(f"the state of a stream is at unit {lane.unit}, but there are fewer")
         self.state = {name: state[name] for name in self.state}
 
-    def _next_epoch(self, progress: dict[str, Any]) -> None:
-        progress.update(epoch=progress["epoch"] + 1, unit=0, cursor=None, stripe=0, window=0)
-        if progress["epoch"] < self.epochs and not progress["rows"]:
+    def dealt(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state from which this rank continues, where ``states`` are those of all ranks of a run, by rank.
+
+        Where that run had as many ranks it is this rank's own state. Else what is left of the epoch is dealt out to the
+        ranks that there are now, so that each of its samples is read once. Ranks need not talk to each other: all must
+        give the same states, of the same step.
+        """
+        each = [{**LATER, **state} for state in states]
+        world = len(each)
+        if world == self.world:
+            return each[self.rank]
+        last = max(state["epoch"] for state in each)
+        lanes: list[Lane] = []
+        for rank, state in enumerate(each):
+            lanes.append(self._lane(state, rank, world))
+            lanes += [lane_of(one["lane"], one) for one in state["lanes"]]
+            lanes += [self._whole(epoch, rank, world) for epoch in range(lanes[-1].epoch + 1, last + 1)]
+
+        def read(lane: Lane) -> float:
+            units = self._epoch_units(lane.epoch)
+            return _read_of([units[one] for one in lane.chosen(len(units))[lane.unit : lane.unit + 1]], lane.cursor)
+
+        sizes = {epoch: [unit.size for unit in self._epoch_units(epoch)] for epoch in {lane.epoch for lane in lanes}}
+        whole = self._whole(last, self.rank, self.world)
+        nothing = replace(whole, unit=len(whole.chosen(len(self._units))), window=1)  # others had this rank's
+        first, *rest = deal(lanes, self.world, sizes.__getitem__, read)[self.rank] or [nothing]
+        totals = {name: sum(state[name] for state in each) if self.rank == 0 else 0 for name in ("rows", "bad")}
+        return {**each[0], **totals, **self._json(first), "lanes": [self._json(lane, named=True) for lane in rest]}
+
+    def _whole(self, epoch: int, rank: int, world: int) -> Lane:
+        """What a rank reads of an epoch that it begins."""
+        return Lane(epoch=epoch, world=world, rank=rank, striped=_uneven(self._units, world))
+
+    def _lane(self, state: Mapping[str, Any], rank: int | None = None, world: int | None = None) -> Lane:
+        rule = state["lane"]
+        if rule is None:
+            rule = self._whole(0, self.rank if rank is None else rank, world or self.world).rule()
+        return lane_of(rule, state)
+
+    def _json(self, lane: Lane, *, named: bool = False) -> dict[str, Any]:
+        """A lane as a part of a state."""
+        own = lane.rule() == self._whole(0, self.rank, self.world).rule()
+        return {name: getattr(lane, name) for name in PLACE} | {"lane": None if own and not named else lane.rule()}
+
+    def _next_lane(self, progress: dict[str, Any]) -> None:
+        """The next of the lanes that others began, or the next epoch."""
+        if progress["lanes"]:
+            progress.update(progress["lanes"][0], lanes=progress["lanes"][1:])
+            return
+        found = progress["rows"] or progress["window"] or progress["lane"] is not None
+        progress.update(
+            epoch=progress["epoch"] + 1, unit=0, cursor=None, stripe=0, window=0, batch=0, end=None, lane=None
+        )
+        if progress["epoch"] < self.epochs and not found:
             progress["epoch"] = self.epochs  # nothing in the files of this rank, and nothing will come
 
-    def _fill(self, progress: dict[str, Any], place: _Place) -> Samples | None:
-        """The next window; None when the epoch has ended."""
+    def _fill(self, progress: dict[str, Any], lane: Lane, place: _Place) -> Samples | None:
+        """The next window; None when the lane has ended."""
         units = self._epoch_units(progress["epoch"])
+        mine = lane.chosen(len(units))
         parts: list[Samples] = []
         wanted = self._window
-        while wanted > 0 and progress["unit"] < len(units):
+        while wanted > 0 and progress["unit"] < len(mine):
+            if lane.until is not None and progress["stripe"] >= lane.until:
+                break
             if place.cursor is None:
-                place.cursor = self.form.open(units[progress["unit"]], progress["cursor"], self._count(progress))
-            mine = not self._striped or progress["stripe"] % self.world == self.rank
-            read = _exactly(place.cursor, self.batch_size if self._striped else wanted)
+                unit = units[mine[progress["unit"]]]
+                place.cursor = self.form.open(unit, progress["cursor"], self._count(progress, lane))
+            takes = not lane.striped or progress["stripe"] % lane.world == lane.rank
+            read = _exactly(place.cursor, self.batch_size if lane.striped else wanted)
             if not read:
                 place.leave()
                 progress.update(unit=progress["unit"] + 1, cursor=None)
                 continue
             progress["stripe"] += 1
             progress["cursor"] = place.cursor.state()
-            if mine:
+            if takes:
                 parts += read
                 wanted -= sum(map(len, read))
         return self._finished(Samples.join(parts, self._room)) if parts else None
@@ -206,21 +270,22 @@ class Stream:
         return Samples(label=label, dense=dense, ids=samples.ids, offsets=samples.offsets, time=samples.time)
 
     def _epoch_units(self, epoch: int) -> list[Unit]:
+        """All units, in the order of an epoch."""
         units = self._units
         if self.shuffle_rows:
             order = torch.randperm(len(units), generator=_generator(self.seed, epoch, 0, 0), device="cpu")
             units = [units[i] for i in order.tolist()]
-        return units if self._striped else units[self.rank :: self.world]
+        return units
 
-    def _order(self, start: Mapping[str, Any], rows: int) -> torch.Tensor | None:
+    def _order(self, start: Mapping[str, Any], lane: Lane, rows: int) -> torch.Tensor | None:
         if not self.shuffle_rows:
             return None
-        generator = _generator(self.seed, start["epoch"], start["window"] + 1, self.rank)
+        generator = _generator(self.seed, start["epoch"], start["window"] + 1, lane.rank)
         return torch.randperm(rows, generator=generator, device="cpu")
 
-    def _count(self, progress: dict[str, Any]) -> OnBad:
+    def _count(self, progress: dict[str, Any], lane: Lane) -> OnBad:
         def report(row: BadRow) -> None:
-            mine = not self._striped or self.rank == 0
+            mine = not lane.striped or lane.rank == 0
             progress["bad"] += mine
             if self._on_bad is not None and mine:
                 self._on_bad(row)
@@ -247,6 +312,14 @@ def _uneven(units: Sequence[Unit], world: int) -> bool:
     """Whether sharing out units would leave some rank with much more than others."""
     shares = [sum(unit.size for unit in units[rank::world]) for rank in range(world)]
     return max(shares) > _UNEVEN * sum(shares) / world
+
+
+def _read_of(units: Sequence[Unit], cursor: Mapping[str, Any] | None) -> float:
+    """How much of the first of these units a cursor has read."""
+    if not units or cursor is None:
+        return 0.0
+    at = cursor["offset"] - units[0].begin if "offset" in cursor else cursor.get("row", 0)
+    return min(max(at, 0), units[0].size)
 
 
 def _exactly(cursor: Cursor, rows: int) -> list[Samples]:

@@ -6,12 +6,15 @@ collective and returns its handle, whose ``wait(timeout)`` ends it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
+
+from shoal.comm.ranks.roster import meet
 
 Group = Any
 """A ``torch.distributed.ProcessGroup``, or None for the default one."""
@@ -57,8 +60,27 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def start(backend: str = "gloo", **options: Any) -> None:
-    """Makes the default group, with the options of ``init_process_group``."""
+    """Makes the default group, with the options of ``init_process_group``.
+
+    Under ``torchrun`` the ranks agree on a part of the launcher's store for this start alone: after a restart it holds
+    what the ranks before left there.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and "store" not in options:
+        method = options.get("init_method") or "env://"
+        if method == "env://":
+            options = _restartable(options)
     dist.init_process_group(backend, **options)
+
+
+def _restartable(options: dict[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in options.items() if name != "init_method"}
+    timeout = options.get("timeout") or timedelta(minutes=30)
+    rank, size = (int(options.get(name) or os.environ[variable]) for name, variable in
+                  (("rank", "RANK"), ("world_size", "WORLD_SIZE")))  # fmt: skip
+    store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+    store.set_timeout(timeout)
+    name = meet(store, rank, size, timeout.total_seconds())
+    return options | {"store": part_of(store, f"shoal.start/{name}"), "rank": rank, "world_size": size}
 
 
 def stop() -> None:

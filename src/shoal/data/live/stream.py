@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.data.features import Number
+from shoal.data.lanes import LATER
 from shoal.data.live.address import Address, parse_address
 from shoal.data.live.journal import Journal, Run
 from shoal.data.live.messages import DeadLetters, decoder
@@ -122,12 +123,34 @@ class LiveStream:
 
     def restart(self, state: Mapping[str, Any]) -> None:
         """Iteration begins behind the batch that ``state`` is of."""
+        state = {**LATER, **state}
         missing = sorted(self.state.keys() - state.keys())
         if missing:
             raise DataError(f"the state of a stream lacks {', '.join(missing)}")
         self.state = {name: state[name] for name in self.state}
         if self.history is not None and not state["begun"]:
             self.history.restart(state)
+
+    def dealt(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state from which this rank continues, where ``states`` are those of all ranks of a run, by rank; see
+        `Stream.dealt`. What each of more or fewer ranks made its batches of is forgotten, since they make others."""
+        rank, world = self._share
+        if len(states) == world:
+            return {**LATER, **states[rank]}
+        self._journal.remove()
+        live: dict[str, dict[str, Any]] = {}
+        for one in states:
+            for source, positions in (one["live"] or {}).items():
+                live.setdefault(source, {}).update(positions)
+        begun = any(one["begun"] for one in states)
+        if self.history is not None and not begun:
+            state = self.history.dealt(states)
+        else:
+            totals = {name: sum(one[name] for one in states) if rank == 0 else 0 for name in ("rows", "bad")}
+            state = {**LATER, **states[0], **totals}
+        for name in ("writes", "writer"):  # those of another rank
+            state.pop(name, None)
+        return {**state, "live": live or None, "begun": begun, "letters": 0}
 
     def acknowledge(self, state: Mapping[str, Any]) -> None:
         """What was read up to ``state`` is in a durable checkpoint: sources are told so, by the thread that reads."""
@@ -388,16 +411,3 @@ class BadMessage(BadRow):
 
     def where(self) -> str:
         return self.path
-
-
-def merged_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The state of all ranks of a run as one, for a run with another number of ranks; None while history was read,
-    whose ranks are at places that only as many ranks can go on from."""
-    if not states or not all(one.get("begun") for one in states):
-        return None
-    live: dict[str, dict[str, Any]] = {}
-    for one in states:
-        for source, positions in (one["live"] or {}).items():
-            live.setdefault(source, {}).update(positions)
-    total = {name: sum(one[name] for one in states) for name in ("rows", "bad")}
-    return {**states[0], **total, "live": live, "letters": 0}

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from shoal import _core
 from shoal.comm.ranks.ranks import Ranks
-from shoal.data.live.stream import merged_state
 from shoal.durable import Draft, Saved, file_bases, temporary_path
 from shoal.errors import ConfigError, DataError, missing_extra
 from shoal.host import as_tensor
@@ -27,6 +26,7 @@ from shoal.table.checkpoint.incremental import expiry_to_json
 from shoal.table.checkpoint.manifest import Manifest
 from shoal.table.checkpoint.single import restore_files
 from shoal.table.table import HashTable
+from shoal.train.loop.measure.metrics import added
 
 _DENSE = "dense.safetensors"
 _FEATURES = "table.features."
@@ -43,6 +43,8 @@ class Snapshot:
     """Where this rank reads on."""
     metrics: dict[str, np.ndarray]
     """This rank's."""
+    deal: Callable[[list[Any]], dict[str, Any]] = lambda readers: {}
+    """Where this rank reads on after more or fewer ranks that were at ``readers``."""
     content: dict[str, Any] = field(default_factory=dict)
     """Plain values, the same on all ranks."""
 
@@ -120,8 +122,8 @@ def save_checkpoint(
 def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable | Target], ranks: Ranks) -> Manifest:
     """Fills model, optimizer and rows from a folder; ``snapshot`` gets this rank's position and metrics.
 
-    On another number of ranks the rows are shared out anew; positions in files do not fit then and ``reader`` is empty
-    (those in sources that never end do fit), and an admission filter counts from 0. Ranks do not talk to each other.
+    On another number of ranks the rows are shared out anew, and so is what was not read yet (``snapshot.deal``); an
+    admission filter counts from 0. Ranks do not talk to each other.
 
     Raises:
         DataError: a file is damaged. Model and optimizer are as they were; the rows are to be loaded again.
@@ -131,8 +133,9 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable
     try:
         same = content.get("world") == ranks.world_size
         dense = _read_tensors(saved, _DENSE)
-        of_rank = _read_tensors(saved, _rank_file(ranks.rank)) if same else {}
-        reader = content["readers"][ranks.rank] if same else merged_state(content["readers"]) or {}
+        of_ranks = [_read_tensors(saved, _rank_file(rank)) for rank in _ranks_for(ranks, content.get("world", 0))]
+        readers = content["readers"]
+        reader = readers[ranks.rank] if same else snapshot.deal(readers)
         for table in tables:
             target = table if isinstance(table, Target) else Target(table)
             _load_rows(saved, content["tables"], target, ranks, same)
@@ -141,10 +144,21 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable
     _load_dense(dense, snapshot)
     snapshot.step = manifest.step
     snapshot.reader = reader
+    states = [one.pop("rng") for one in of_ranks]
     if same:
-        torch.set_rng_state(of_rank.pop("rng"))
-        snapshot.metrics = {name.removeprefix("metrics."): tensor.numpy() for name, tensor in of_rank.items()}
+        torch.set_rng_state(states[0])
+    if of_ranks:
+        metrics = [{name.removeprefix("metrics."): t.numpy() for name, t in one.items()} for one in of_ranks]
+        snapshot.metrics = metrics[0] if same else added(metrics)
     return manifest
+
+
+def _ranks_for(ranks: Ranks, world: int) -> Sequence[int]:
+    """The ranks of the checkpoint whose metrics this rank continues: its own, or where there were more or fewer ranks
+    the first one those of all."""
+    if world == ranks.world_size:
+        return [ranks.rank]
+    return range(world) if ranks.first else []
 
 
 def read_dense(saved: Saved) -> dict[str, Tensor]:

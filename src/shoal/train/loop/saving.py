@@ -243,17 +243,23 @@ class Saver:
         later = asked["reader"]
         if later is None:
             self._note(f"rolled back to step {at.step:,}: the samples since then are read again")
-        elif later.get("world") == self.ranks.world_size and later.get("files", files) == files:
-            snapshot.reader, at.epoch = later["readers"][self.ranks.rank], later["progress"]["epoch"]
+        elif later.get("files", files) == files:
+            readers = later["readers"]
+            same = later.get("world") == self.ranks.world_size
+            snapshot.reader = readers[self.ranks.rank] if same else snapshot.deal(readers)
+            at.epoch = later["progress"]["epoch"]
             self._note(f"rolled back to step {at.step:,}: reading goes on behind the samples that were learnt since")
         else:
-            self._note(f"rolled back to step {at.step:,}: files or ranks are others now, reading begins as said above")
+            self._note(f"rolled back to step {at.step:,}: the files are others now, reading begins as said above")
 
     def _load(self, found: Found, snapshot: Snapshot, files: list[list[Any]]) -> Progress:
         saved = found.saved
         assert saved is not None
 
         targets = self.rows.targets()
+        content = Manifest.of(saved).content
+        if content.get("files", files) != files and not _begun(content):
+            snapshot.deal = lambda readers: {}  # positions in other files
 
         def load() -> None:
             checkpoint.check_identity(saved, self.config.identity())
@@ -281,10 +287,10 @@ class Saver:
             self._note(
                 f"{found.path} was reading other files: rows and weights go on, reading begins at the first file"
             )
-        elif not snapshot.reader:
+        elif content["world"] != self.ranks.world_size:
             self._note(
-                f"{found.path} was written by {content['world']} ranks and this run has {self.ranks.world_size}: "
-                f"rows and weights are kept, and reading starts again at the first file of epoch {at.epoch + 1}"
+                f"{found.path} was written by {content['world']} rank(s) and this run has "
+                f"{self.ranks.world_size}: the rows and what is left of epoch {at.epoch + 1} are shared out anew"
             )
         return at
 
@@ -326,6 +332,11 @@ class Saver:
 def _steps_to_json(steps: dict[str, int]) -> dict[str, Any]:
     """The updates of one table as version 0.1 has them, of several by name."""
     return {"sparse_step": next(iter(steps.values()))} if len(steps) == 1 else {"sparse_steps": steps}
+
+
+def _begun(content: dict[str, Any]) -> bool:
+    """Whether a checkpoint's run had read its files to the end, and was in sources that never do."""
+    return all(reader.get("begun") for reader in content["readers"])
 
 
 def _servers(manifest: Manifest) -> dict[str, Any] | None:

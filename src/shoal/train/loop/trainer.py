@@ -134,16 +134,19 @@ class Trainer:
     def _name_writes(self) -> None:
         """Goes on with the writes behind those of the checkpoint; servers leave out what they have applied."""
         client = self.rows.client
-        numbers = self.reader.pop("writes", None) or [0] * client.num_ps
-        if len(numbers) != client.num_ps:
+        numbers = self.reader.pop("writes", None)
+        had = None if self.resumed is None or numbers is None else len(numbers)
+        if self.resumed is not None and had != client.num_ps:
+            what = "ranks" if had is None else "parameter servers"
             self.reporter.note(
-                f"the checkpoint is of {len(numbers)} parameter servers and there are {client.num_ps}: updates since "
-                "then may be applied twice"
+                f"the checkpoint is of another number of {what}: updates since then may be applied twice"
             )
-            numbers = [0] * client.num_ps
-        name = self.ranks.from_first(self.at.name)
-        self.at.name = name
-        client.continue_writes(f"{name}/{self.ranks.rank}", numbers)
+            numbers = None
+        self.at.name = self.ranks.from_first(self.at.name)
+        self._new_writer = numbers is None
+        again = f"/{self.at.run:x}" if self._new_writer and self.resumed is not None else ""
+        self._writer = self.reader.pop("writer", None) or f"{self.at.name}/{self.ranks.rank}{again}"
+        client.continue_writes(self._writer, numbers or [0] * client.num_ps)
         if self.saver is None:
             self.reporter.note("without [out] dir a run that is started again learns from the stream's beginning again")
 
@@ -184,8 +187,9 @@ class Trainer:
                 self.reporter.note(f"goes on with the rows and weights of step {self.at.kept_step:,}, the best so far")
             unread = self.at.epoch < self.config.train.epochs and not self._rows_read()
             self.stream.restart(self.reader)
-            if self._names_writes and self.resumed is None:
-                self._save()  # so that a run that is killed before its first checkpoint finds the names of its updates
+            if self._names_writes and self._new_writer:
+                # So that a run that is killed before its first checkpoint finds the names of its updates.
+                self._save(replace=True)
             with Prefetch(self.stream, self.config.data.ahead()) as batches:
                 why = self._loop(Epochs(iter(batches)))
             if unread and why == "finished" and self.at.samples == first and self.reading.live is None:
@@ -426,7 +430,7 @@ class Trainer:
     def _snapshot(self) -> Snapshot:
         return Snapshot(
             step=self.at.step, model=self.model, optimizer=self.optimizer, reader=self.reader,
-            metrics=self.metrics.state(),
+            metrics=self.metrics.state(), deal=self.stream.dealt,
         )  # fmt: skip
 
     def _save(self, *, last: bool = False, replace: bool = False) -> str | None:
@@ -441,7 +445,8 @@ class Trainer:
             snapshot = self._snapshot()
             if self._names_writes:
                 self.rows.client.flush()
-                snapshot.reader = {**self.reader, "writes": self.rows.client.write_numbers()}
+                numbers = self.rows.client.write_numbers()
+                snapshot.reader = {**self.reader, "writes": numbers, "writer": self._writer}
             path = self.saver.save(snapshot, self.at, self._files)
         except OSError as error:
             what = f"the checkpoint of step {self.at.step:,} could not be written ({error})"

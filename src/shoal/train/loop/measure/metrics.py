@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,12 @@ class Metrics:
         scores, labels = np.split(state["scores"], cuts), np.split(state["labels"].astype(bool), cuts)
         self._recent = deque(zip(scores, labels, strict=True)) if len(state["sizes"]) else deque()
         self._recent_rows = len(state["scores"])
+
+
+def added(states: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The states of several ranks as one; the window has the predictions of all."""
+    sums = {name: np.sum([one[name] for one in states], axis=0) for name in ("counts", "sums")}
+    return sums | {name: np.concatenate([one[name] for one in states]) for name in ("scores", "labels", "sizes")}
 
 
 def merged(metrics: Metrics, ranks: Ranks) -> dict[str, float]:
