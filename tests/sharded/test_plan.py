@@ -178,6 +178,21 @@ def test_a_trained_model_is_sharded_trained_and_sharded_otherwise():
     check(raised(in_ranks(1, sharded, {"user": "table:0"})))
 
 
+def test_rows_without_optimizer_state_are_moved():
+    def rows(ranks):
+        table = shoal.HashTable(4, name="t", optimizer=shoal.Sgd(lr=1.0), seed=1)
+        table.assign(torch.arange(9), torch.randn(9, 4, generator=torch.Generator().manual_seed(0)))
+        model = HashEmbeddingBag(table)
+        before, found = table.lookup(torch.arange(9)), []
+        for way in ("table:1", "column", "data", "row"):
+            shard(model, plan(loads_of(model), 2, USUAL).edited(t=way), backend=ranks)
+            found.append(model.table.lookup(torch.arange(9)))
+        return before, found
+
+    for before, found in raised(in_ranks(2, rows)):
+        assert all(torch.equal(before, after) for after in found)
+
+
 def test_what_cannot_be_sharded_is_refused_and_nothing_is_replaced():
     def refused(ranks):
         model = Model(shoal.RowwiseAdagrad(lr=0.1))

@@ -107,7 +107,8 @@ def _exchanged(ranks: Ranks, parts: list[State]) -> list[State]:
         recv = [own[0][ranks.rank] * width for own, width in zip(told, widths, strict=True)]
         came = ranks.all_to_all(flat, [part[name].numel() for part in parts], recv)
         for rank, piece in enumerate(came.split(recv)):
-            got[rank][name] = piece if name in ("ids", "times") else piece.view(-1, max(1, widths[rank]))
+            rows = told[rank][0][ranks.rank]
+            got[rank][name] = piece if name in ("ids", "times") else piece.view(rows, widths[rank])
     return got
 
 
