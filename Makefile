@@ -8,7 +8,7 @@ export PIP_RETRIES ?= 8
 export PIP_DEFAULT_TIMEOUT ?= 60
 
 .NOTPARALLEL: # packages come before what is built with them
-.PHONY: demo test docs bench lint format proto native core-test sanitize chaos fuzz fuzz-sanitize clean help packages build-packages wheel wheel-test
+.PHONY: demo test docs bench lint format proto native core-test sanitize chaos fuzz fuzz-sanitize clean help packages build-packages torchrec wheel wheel-test
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -25,11 +25,13 @@ packages: ## install the Debian packages that the tests use (root only; otherwis
 	@sh scripts/packages.sh
 build-packages:
 	@sh scripts/packages.sh build
+torchrec: $(BIN)/python ## TorchRec in a folder of its own, for the tests that run its models (they skip without it)
+	@sh scripts/torchrec_env.sh build/torchrec $(BIN)/python
 
 demo: build-packages $(VENV)/.installed ## train the demo model and draw its picture (out/demo)
 	$(BIN)/shoal demo --out out/demo --seconds 45 --live
 
-test: packages $(VENV)/.installed core-test ## everything that CI runs
+test: packages $(VENV)/.installed torchrec core-test ## everything that CI runs
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 docs: $(VENV)/.installed ## the site, into docs/_build/html; a warning is an error

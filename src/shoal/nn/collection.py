@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.nn.configs import Configured, EmbeddingBagConfig
+from shoal.nn.keyed import is_torchrec, keyed_tensor
 from shoal.nn.module import TableModule
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.read.combine import combine, features_of
@@ -16,6 +18,7 @@ from shoal.nn.read.jagged import Jagged, as_joined, as_parts, is_keyed, join, sp
 from shoal.nn.read.ops import Request, check_bags, read
 from shoal.nn.read.plan import Plan
 from shoal.nn.read.refusal import tells_ranks
+from shoal.table.protocol import MEAN, SUM
 
 
 class EmbeddingBagCollection(TableModule):
@@ -38,39 +41,65 @@ class EmbeddingBagCollection(TableModule):
     zeros; its first update creates the row. Where gradients go: into the rows when ``backward`` ends, by each table's
     own optimizer, one step per pass and id. Once a `SparseOptimizer` holds a table its gradients wait for ``step``.
 
+    It takes the place of TorchRec's ``EmbeddingBagCollection``, in TorchRec's models, too: ``tables`` may be a list of
+    TorchRec's configurations (or of `EmbeddingBagConfig`), and a ``KeyedJaggedTensor`` gives a ``KeyedTensor``. See
+    docs/from_torchrec.md.
+
     Args:
-        tables: by name.
+        tables: by name; or a list of configurations, for each of which a table is made.
         features: name of each feature -> name of its table; by default a feature per table, of the same name.
+            Configurations name theirs, with how they are pooled.
         combiner: of all features, or by feature: ``"sum"``; ``"mean"`` (over the number of ids); ``"sqrtn"`` (the sum
             over the root of their number); ``"max"``; ``"firstn"``, the first ``max_length`` rows as a sequence, padded
             with zeros; or a `Combiner`. One that you derive from `Combiner` with a ``combine`` of its own gets the rows
             of all ids, and autograd goes through it.
         output: ``"concat"``: side by side in the order of the features, for which a batch holds every feature. If only
             some are sequences (firstn), these are flattened. ``"dict"``: by feature; a batch may hold some.
+            ``"auto"``: a ``KeyedTensor`` for TorchRec's ``KeyedJaggedTensor``, side by side for everything else.
         padding_idx: an id that stands for none: it does not count, has no row and no gradient.
         include_last_offset: False if offsets are ``[B]``, the end left out, which is `torch.nn.EmbeddingBag`'s default.
         insert_missing: False: an unknown id is zeros in training mode, too.
         fused: True: rows are updated in backward, always; a `SparseOptimizer` over the model leaves the tables out.
             False: gradients wait for a `SparseOptimizer`, always. All modules of a table agree.
+        is_weighted: whether the weights of a batch multiply its rows. None: if it has some; of configurations: False.
+        device: of tables made from configurations: ``"cpu"``, ``"cuda"``, or ``"meta"``, which means cpu without
+            calling an ``init_fn``.
+        optimizer: of tables made from configurations, as that of `shoal.HashTable`.
+        make_table: makes the table of a configuration, from a dim and keywords of `shoal.HashTable`, the default.
     """
 
     def __init__(
         self,
-        tables: Mapping[str, EmbeddingTable],
+        tables: Mapping[str, EmbeddingTable] | Sequence[Any],
         features: Mapping[str, str] | None = None,
         *,
+        is_weighted: bool | None = None,
+        device: Any = None,
+        optimizer: Any = None,
+        make_table: Callable[..., Any] | None = None,
         combiner: Any = "sum",
         max_length: int | None = None,
-        output: Literal["concat", "dict"] = "concat",
+        output: Literal["auto", "concat", "dict"] = "auto",
         padding_idx: int | None = None,
         include_last_offset: bool = True,
         insert_missing: bool = True,
         fused: bool | None = None,
     ) -> None:
         who = type(self).__name__
-        if output not in ("concat", "dict"):
-            raise ConfigError(f"{who}: output must be 'concat' or 'dict', got {output!r}")
-        super().__init__(tables, padding_idx=padding_idx, insert_missing=insert_missing, fused=fused)
+        if output not in ("auto", "concat", "dict"):
+            raise ConfigError(f"{who}: output must be 'auto', 'concat' or 'dict', got {output!r}")
+        made = Configured.of(who, tables, EmbeddingBagConfig, device=device, optimizer=optimizer, make_table=make_table)
+        if made is not None:
+            if features is not None or combiner != "sum":
+                raise ConfigError(f"{who}: configurations must name features and pooling; leave the arguments out")
+            tables, features, combiner = made.tables, made.features, made.combiners
+            is_weighted = bool(is_weighted)
+        super().__init__(
+            tables,  # pyrefly: ignore[bad-argument-type]
+            padding_idx=padding_idx,
+            insert_missing=insert_missing,
+            fused=fused,
+        )
         own = self._tables
         named = {name: name for name in own.named} if features is None else features
         named = {str(feature): str(table) for feature, table in named.items()}
@@ -84,6 +113,26 @@ class EmbeddingBagCollection(TableModule):
         self.output = output
         self.combiner = combiner
         self.include_last_offset = include_last_offset
+        self._weighted = is_weighted
+        self._configured = made
+        self._of_table = named
+
+    def embedding_bag_configs(self) -> list[Any]:
+        """The configurations that the tables were made of, or that describe them, as TorchRec's modules have it."""
+        if self._configured is not None:
+            return self._configured.configs
+        words = {SUM: "SUM", MEAN: "MEAN"}
+        found = []
+        for name, table in self._tables.named.items():
+            own = [feature for feature, of in self._of_table.items() if of == name]
+            kinds = {self._tables.features[feature].kind for feature in own}
+            pooling = words.get(kinds.pop(), "NONE") if len(kinds) == 1 else "NONE"
+            found.append(EmbeddingBagConfig(0, int(table.dim_size), name, feature_names=own, pooling=pooling))
+        return found
+
+    def is_weighted(self) -> bool:
+        """Whether a batch must have weights."""
+        return bool(self._weighted)
 
     @tells_ranks
     def forward(self, ids: Any, per_sample_weights: Any = None) -> Any:
@@ -92,7 +141,7 @@ class EmbeddingBagCollection(TableModule):
         ``ids`` are a mapping of feature to ``(values, offsets)``, lists of lists, a `Ragged`, a ``torch.nested`` jagged
         tensor, a dense ``[B, L]`` tensor or an object shaped like a JaggedTensor; or one object shaped like a
         KeyedJaggedTensor. ``per_sample_weights``, by feature and shaped like the ids, multiply their rows and get
-        gradients.
+        gradients. Tables made from configurations read the keys that these name, and leave others alone.
 
         Raises:
             ConfigError: a feature is missing, or offsets do not rise from 0 to the number of ids. Offsets on a GPU are
@@ -115,6 +164,15 @@ class EmbeddingBagCollection(TableModule):
         else:
             keys, joined = as_joined(ids, weights)
             parts = [joined]
+        if self._weighted is not None and weights is None:
+            parts = [self._weighed(part) for part in parts]
+            joined = None if joined is None else parts[0]
+        if self._configured is not None and not self._configured.reads_as_is(keys):
+            if joined is not None:
+                check_bags(joined, "batch")
+                parts, joined = split_keys(ids, keys, joined), None
+            parts = [parts[place] for place in self._configured.places(keys)]
+            keys, mapped = tables.names, True
         names = tables.names if keys == tables.names else [str(key) for key in keys]
         if torch.compiler.is_compiling() or not tables.planned(names):
             self._check_keys(names)
@@ -139,8 +197,9 @@ class EmbeddingBagCollection(TableModule):
             batch = [join([parts[place] for place in call.places], call.device) for call in plan.calls]
             sizes = [[parts[place].values.shape[0] for place in call.places] for call in plan.calls]
             out, combined = self._pooled(plan, batch, sizes, checked and not any(there))
-        if self.output == "concat":
-            return self._side_by_side(plan, out, combined)
+        if self.output != "dict":
+            whole = self._side_by_side(plan, out, combined)
+            return self._as_theirs(whole) if self.output == "auto" and is_torchrec(ids) else whole
         results = dict(zip(names, _by_place(plan, out, combined), strict=True))
         return {key: self._placed(results[str(key)]) for key in keys}
 
@@ -169,6 +228,19 @@ class EmbeddingBagCollection(TableModule):
         if len({part.dim() for part in parts}) > 1:
             parts = [part.flatten(1) for part in parts]
         return torch.cat(parts, dim=-1)
+
+    def _as_theirs(self, values: Tensor) -> Any:
+        """Results side by side, as a ``KeyedTensor``."""
+        dims = [keeper.dim for keeper in self._tables.distinct]
+        features = self._tables.features.values()
+        widths = [dims[feature.table] * max(1, feature.length) for feature in features]
+        return keyed_tensor(self._tables.names, widths, values.flatten(1))
+
+    def _weighed(self, part: Jagged) -> Jagged:
+        """A batch with or without its weights, as ``is_weighted`` says."""
+        if self._weighted and part.weights is None:
+            raise ConfigError(f"{type(self).__name__} has is_weighted=True, so a batch must have weights; it has none")
+        return part if self._weighted else part._replace(weights=None)
 
     def _check_keys(self, names: list[str]) -> None:
         """Side by side none may be missing: else columns would be taken for others."""

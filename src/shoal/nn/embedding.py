@@ -59,46 +59,50 @@ class HashEmbedding(TableModule):
         """
         if type(ids) is not Tensor and is_keyed(ids):
             if isinstance(ids, Mapping):
-                return self._by_key({key: (part, _checked(as_jagged(part))) for key, part in ids.items()})
+                return self._by_key({key: (part, self.checked(as_jagged(part))) for key, part in ids.items()})
             keys, joined = as_joined(ids)
             parts = split_keys(ids, [str(key) for key in keys], joined)
-            return self._by_key({key: (None, _checked(part)) for key, part in zip(keys, parts, strict=True)})
+            return self._by_key({key: (None, self.checked(part)) for key, part in zip(keys, parts, strict=True)})
         self._check_one()
-        jagged = _checked(as_jagged(ids, offsets))
+        jagged = self.checked(as_jagged(ids, offsets))
         plan = self._tables.plan(1)
         values = on(jagged.values.reshape(-1), plan.device)
         (rows,) = read(Request(plan, [values], [[values.shape[0]]], [], [], 0, self._missing()))
-        return _shaped(ids, jagged, self._placed(rows))
+        return self.shaped(ids, jagged, self._placed(rows))
 
     def _by_key(self, parts: dict[Any, tuple[Any, Jagged]]) -> dict[Any, Any]:
         for key in parts:
             self._check_key(str(key))
+        rows = self.rows_of({str(key): part for key, part in parts.items()})
+        return {key: self.shaped(part, jagged, rows[str(key)]) for key, (part, jagged) in parts.items()}
+
+    def rows_of(self, parts: dict[str, tuple[Any, Jagged]]) -> dict[str, Tensor]:
+        """The rows of the ids of some features, ``[N, D]`` each, found together."""
         if not parts:
             return {}
-        given = list(parts.values())
-        plan = self._tables.plan(len(given) if self._tables.one else tuple([str(key) for key in parts]))
-        flat = [jagged.values.reshape(-1) for _, jagged in given]
+        plan = self._tables.plan(len(parts) if self._tables.one else tuple(parts))
+        flat = [jagged.values.reshape(-1) for _, jagged in parts.values()]
         ids = [torch.cat([on(flat[place], call.device) for place in call.places]) for call in plan.calls]
         sizes = [[flat[place].shape[0] for place in call.places] for call in plan.calls]
         outputs = read(Request(plan, ids, sizes, [], [], 0, self._missing()))
-        rows: list[Any] = [None] * len(given)
+        rows: list[Any] = [None] * len(parts)
         for call, own in zip(plan.calls, sizes, strict=True):
             for place, part in zip(call.places, outputs[call.output].split(own), strict=True):
                 rows[place] = self._placed(part)
-        return {key: _shaped(part, jagged, own) for (key, (part, jagged)), own in zip(parts.items(), rows, strict=True)}
+        return dict(zip(parts, rows, strict=True))
 
+    @staticmethod
+    def checked(jagged: Jagged) -> Jagged:
+        """Refuses offsets that do not fit before anything is read."""
+        if jagged.offsets is None:
+            return jagged
+        return Jagged(jagged.values, Ragged(jagged.values, jagged.offsets).row_splits)
 
-def _checked(jagged: Jagged) -> Jagged:
-    """Refuses offsets that do not fit before anything is read."""
-    if jagged.offsets is None:
-        return jagged
-    return Jagged(jagged.values, Ragged(jagged.values, jagged.offsets).row_splits)
-
-
-def _shaped(ids: Any, jagged: Jagged, rows: Tensor) -> Any:
-    """Rows ``[N, D]`` in the form of their ids."""
-    if jagged.offsets is None:
-        return rows.view(*jagged.values.shape, rows.shape[1])
-    if isinstance(ids, Tensor) and ids.is_nested:
-        return torch.nested.nested_tensor_from_jagged(rows, jagged.offsets)
-    return Ragged.trusted(rows, jagged.offsets)
+    @staticmethod
+    def shaped(ids: Any, jagged: Jagged, rows: Tensor) -> Any:
+        """Rows ``[N, D]`` in the form of their ids."""
+        if jagged.offsets is None:
+            return rows.view(*jagged.values.shape, rows.shape[1])
+        if isinstance(ids, Tensor) and ids.is_nested:
+            return torch.nested.nested_tensor_from_jagged(rows, jagged.offsets)
+        return Ragged.trusted(rows, jagged.offsets)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, DataError, UnsupportedError
+from shoal.nn.configs import replace_rows
 from shoal.nn.keeper import TableKeeper
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.read.plan import Feature
@@ -24,8 +25,9 @@ class TableModule(nn.Module):
 
     It has no parameters: rows belong to the table, and are updated by the table's own optimizer. ``state_dict`` holds
     the rows of local tables as ``table.ids``, ``table.rows``, … (``tables.<name>.ids`` … with tables by name). Of a
-    table over ranks or servers it holds nothing, and a warning says what saves its rows. Rows stay where their table
-    has them; ``.to`` moves and casts what `forward` returns, which without it is where the rows are.
+    table over ranks or servers it holds nothing, and a warning says what saves its rows. ``load_state_dict`` also takes
+    that of a TorchRec collection, whose weight ``[n, D]`` becomes the rows of ids 0 to n - 1. Rows stay where their
+    table has them; ``.to`` moves and casts what `forward` returns, which without it is where the rows are.
     """
 
     def __init__(
@@ -59,6 +61,11 @@ class TableModule(nn.Module):
     def tables(self) -> dict[str, EmbeddingTable]:
         """By name; empty if there is one table for everything."""
         return {} if self._tables.one else dict(self._tables.named)
+
+    @property
+    def device(self) -> torch.device:
+        """Where results come out: where the first table's rows are, unless ``.to`` has moved it."""
+        return self._probe.device
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -157,6 +164,15 @@ class TableModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         known = {prefix + name for name in self.state_names()}
+        weights = self._torchrec_weights(state_dict, prefix)
+        for name, (key, keeper) in weights.items():
+            known = {own for own in known if not own.startswith(name)} | {key}
+            try:
+                replace_rows(keeper.table, state_dict[key])
+            except ConfigError as error:
+                error_msgs.append(str(error))
+                continue
+            clear_pending([keeper])
         missing_keys += sorted(known - state_dict.keys())
         if strict:
             unexpected_keys += sorted(
@@ -173,6 +189,17 @@ class TableModule(nn.Module):
             clear_pending([keeper])
             if name + "global_step" in state_dict:
                 keeper.global_step = int(state_dict[name + "global_step"])
+
+    def _torchrec_weights(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, tuple[str, TableKeeper]]:
+        """By the beginning of a table's own keys: the key of its weight in a ``state_dict`` of TorchRec."""
+        found = {}
+        for name, keeper in self._named_keepers(prefix):
+            table = name.removeprefix(f"{prefix}tables.")
+            for part in ("embedding_bags.", "embeddings."):
+                key = f"{prefix}{part}{table}weight"
+                if table != name and key in state_dict:
+                    found[name] = key, keeper
+        return found
 
     def _named_keepers(self, prefix: str) -> list[tuple[str, TableKeeper]]:
         if self._tables.one:

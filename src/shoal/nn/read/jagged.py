@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.fid import as_int64
 from shoal.host import as_tensor
+from shoal.nn.read.strides import has_own_strides, with_all_bags
 from shoal.ragged import Ragged
 
 _UNKEYED = (Tensor, Ragged, tuple, list)
@@ -92,11 +93,10 @@ def as_joined(ids: Any, weights: Any = None) -> tuple[list[str], Jagged]:
         values = as_id_values(values)
         offsets = _as_offsets(offsets, values)
         assert offsets is not None
+    if has_own_strides(ids):
+        values, offsets, own = with_all_bags(ids, values, offsets, own)
     if keys and (offsets.shape[0] - 1) % len(keys):
-        raise ConfigError(
-            f"{len(keys)} keys have equally many bags, but there are {offsets.shape[0] - 1} bags; "
-            "batches with a stride of their own for each key are not supported"
-        )
+        raise ConfigError(f"{len(keys)} keys must have equally many bags, but there are {offsets.shape[0] - 1} bags")
     return keys, Jagged(values, offsets, _as_weights(own, values))
 
 
@@ -111,7 +111,7 @@ def split_keys(ids: Any, keys: list[str], joined: Jagged) -> list[Jagged]:
     values, offsets, weights = joined[:3]
     assert offsets is not None
     bags = (offsets.shape[0] - 1) // max(len(keys), 1)
-    borders = _get(ids, "offset_per_key") if offsets.is_cuda else None
+    borders = _get(ids, "offset_per_key") if offsets.is_cuda and not has_own_strides(ids) else None
     if borders is None:
         borders = offsets[:: max(bags, 1)].tolist() if bags else [0] * (len(keys) + 1)
     parts = []
