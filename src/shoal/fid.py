@@ -13,6 +13,7 @@ is 512 or more is negative.
 
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from shoal.errors import ConfigError
@@ -35,6 +36,17 @@ def as_int64(ids: torch.Tensor, subject: str) -> torch.Tensor:
     if ids.dtype in _NARROWER:
         return ids.long()
     raise ConfigError(f"{subject} must be int64 or narrower integers, got {ids.dtype}{_hint(ids.dtype)}")
+
+
+def distinct(ids: np.ndarray) -> np.ndarray:
+    """Each id once, rising. ``np.unique`` hashes integers since numpy 2.3, which takes 40 times as long.
+
+    >>> distinct(np.array([3, 1, 3]))
+    array([1, 3])
+    """
+    rising = np.sort(ids)
+    again = rising[1:] == rising[:-1]
+    return rising[np.append(True, ~again)] if again.any() else rising
 
 
 def _hint(dtype: torch.dtype) -> str:

@@ -70,6 +70,13 @@ class Draft:
             raise
         sync_folder(self._parent)
 
+    def clear_target(self) -> None:
+        """Removes a folder that has the name; in one step it has another one, or none."""
+        with contextlib.suppress(FileNotFoundError):
+            left = Draft(self.target).path
+            os.rename(self.target, left)
+            shutil.rmtree(left, ignore_errors=True)
+
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 

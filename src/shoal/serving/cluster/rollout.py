@@ -14,26 +14,19 @@ from shoal.errors import ConfigError
 from shoal.metrics import emit_store
 from shoal.serving.cluster.records import SavedModel, SavedModelDeployConfig
 from shoal.serving.export.manifest import Manifest
+from shoal.serving.export.whole import whole_versions
 
 log = logging.getLogger(__name__)
 
 
 def newest_version(directory: str | os.PathLike) -> int | None:
-    """The numerically highest version in a sub-graph's directory."""
-    path = Path(directory)
-    found = (
-        [int(each.name) for each in path.iterdir() if each.name.isdecimal() and each.is_dir()] if path.is_dir() else []
-    )
-    return max(found) if found else None
+    """The numerically highest version in a sub-graph's directory that is there as a whole."""
+    return max(whole_versions(directory), default=None)
 
 
 def newest_everywhere(base: str | os.PathLike, num_ps: int) -> int | None:
     """The highest version that every embedding shard of an export base has; None if there is none."""
-    found = []
-    for shard in range(num_ps):
-        folder = Path(base) / f"ps_{shard}"
-        names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
-        found.append({int(name) for name in names if name.isdecimal()})
+    found = [set(whole_versions(Path(base) / f"ps_{shard}")) for shard in range(num_ps)]
     return max(set.intersection(*found), default=None) if found else None
 
 

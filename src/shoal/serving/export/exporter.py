@@ -1,6 +1,7 @@
 """`ModelExporter`: a net and its tables as versions that a model server loads."""
 
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,10 +10,11 @@ from typing import Any
 
 import torch
 
+from shoal.comm.ranks.ranks import Ranks
 from shoal.errors import ConfigError
 from shoal.serving.cluster.rollout import newest_everywhere
 from shoal.serving.export.manifest import SignatureSpec, TableSpec
-from shoal.serving.export.plan import EXPORT_DIR_BASE, free_second, plan_export, write_versions
+from shoal.serving.export.plan import EXPORT_DIR_BASE, Drafts, Writer, free_second, plan_export, write_versions
 from shoal.serving.export.retention import add_export, delete_old_exports
 from shoal.serving.export.tables import export_tables, manifest_of, named_apart, ps_writer
 from shoal.serving.export.trace import describe, example_inputs, export_program, input_specs, pooled_specs
@@ -71,6 +73,7 @@ class ModelExporter:
         include_graphs: Iterable[str] | None = None,
         shared_assets: str | os.PathLike | None = None,
         existing_steps: Iterable[int] | None = None,
+        ranks: Ranks | None = None,
     ) -> dict[str, str]:
         """Writes one version and returns sub-graph -> directory.
 
@@ -79,10 +82,15 @@ class ModelExporter:
         ``existing_steps``: steps of the checkpoints that exist; exports of other steps are deleted. An entry is served
         with the shards of its own version, one of a ``dense_only`` export with the newest version that all shards have.
 
-        All directories are written before the first one gets its name, and ``entry`` gets its name last, so that no
-        entry appears without the shards of this process. With ``rank``, each process does so with its own part: an
-        entry is not used before all shards have its version.
+        A distributed export is there as a whole or not at all: servers see none of its directories before the last one
+        has its name, and none of a save that was killed (`shoal.serving.export.whole`).
+
+        With ``ranks`` (`shoal.comm.default_ranks`) all ranks of a synchronous training call this together, each with
+        its own shard; where one fails, all raise and nothing appears. With ``rank`` alone each process writes its part
+        by itself: parts that a killed run left are then taken for those of this one where their step is the same.
         """
+        if ranks is not None:
+            rank, num_ps = ranks.rank, ranks.world_size
         shards = [as_views(each) for each in tables]
         count = num_ps if num_ps is not None else len(shards)
         if mode == ExportMode.STANDALONE:
@@ -91,8 +99,9 @@ class ModelExporter:
             plan = {"": os.path.join(self.base, str(timestamp if timestamp is not None else free_second(self.base)))}
         else:
             plan = plan_export(self.base, count, timestamp, global_step, rank, with_remote_gpu, dense_only)
+        save = {} if mode == ExportMode.STANDALONE else self._save(set(plan), count, global_step, rank, ranks)
         if include_graphs is not None:
-            wanted = set(include_graphs)
+            wanted, save = set(include_graphs), {}
             plan = {name: where for name, where in plan.items() if name in wanted}
         shared = Path(shared_assets) if shared_assets is not None else None
         writers = {}
@@ -108,13 +117,27 @@ class ModelExporter:
             else:
                 rows = newest_everywhere(self.base, count) if dense_only else int(Path(where).name)
                 writers[where] = self._writer(name, where, global_step, shards, count, shared, with_remote_gpu, rows)
-        new = write_versions(writers)
+        new = _together(ranks, writers, save) if ranks is not None else write_versions(writers, save)
         for where in plan.values():
             if where in new:
                 add_export(Path(where).parent, where, global_step)
             if existing_steps is not None:
                 delete_old_exports(Path(where).parent, {*existing_steps, global_step})
         return plan
+
+    def _save(self, names: set[str], count: int, step: int, rank: int | None, ranks: Ranks | None) -> dict[str, Any]:
+        """What the manifests of all parts of a distributed export say."""
+        if ranks is not None:
+            names = {name for of_rank in ranks.gather(sorted(names)) for name in of_rank}
+            token = ranks.from_first(secrets.token_hex(8) if ranks.first else None)
+        elif rank is not None:
+            names |= {"entry", *(f"ps_{shard}" for shard in range(count) if f"ps_{rank}" in names)}
+            token = f"step-{step}"
+        else:
+            token = secrets.token_hex(8)
+        for name in names:  # a part is looked for where its folder is
+            os.makedirs(self.base / name, exist_ok=True)
+        return {"save": token, "parts": sorted(names)}
 
     def _writer(
         self,
@@ -175,3 +198,12 @@ class ModelExporter:
             ).fields()
 
         return write
+
+
+def _together(ranks: Ranks, writers: Mapping[str, Writer], save: Mapping[str, Any]) -> set[str]:
+    """`write_versions` on all ranks: nothing gets its name before all have written, and the entry comes last."""
+    with Drafts(writers, save) as drafts:
+        ranks.together(drafts.write)
+        is_entry = lambda final: Path(final).parent.name == "entry"  # noqa: E731
+        new = ranks.together(lambda: sorted(drafts.publish(lambda final: not is_entry(final))))[ranks.rank]
+        return {*new, *ranks.together(lambda: sorted(drafts.publish(is_entry)))[ranks.rank]}

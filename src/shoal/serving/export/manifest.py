@@ -67,6 +67,10 @@ class Manifest:
     """What the rows and weights contain: of each source that learns, such as ``trainer`` or ``ps_0``, the stamp."""
     features: dict[str, Any] | None = None
     """How raw values become inputs: see `shoal.serving.export.features`. None: the export takes ids alone."""
+    save: str = ""
+    """What all folders of one distributed export have in common; see `shoal.serving.export.whole`."""
+    parts: list[str] = field(default_factory=list)
+    """The sub-graphs of that export."""
 
     def fields(self) -> dict[str, Any]:
         """Its part of the file, for `shoal.durable.Draft.seal`."""
@@ -83,6 +87,8 @@ class Manifest:
             "rows_read_at",
             "stamps",
             "features",
+            "save",
+            "parts",
         )
         content = asdict(self)
         for signature in content["signatures"].values():
@@ -91,7 +97,7 @@ class Manifest:
             for spec in (*signature["inputs"].values(), *signature["outputs"].values()):
                 if spec["padding"] is None:
                     del spec["padding"]
-        optional = ("stamps", "features")
+        optional = ("stamps", "features", "save", "parts")
         return {key: content[key] for key in order if content[key] or key not in optional}
 
     def write(self, directory: Path) -> None:
@@ -135,6 +141,8 @@ class Manifest:
                 rows_read_at=float(read_at) if (read_at := content.get("rows_read_at")) is not None else None,
                 stamps={source: Stamp(*map(int, stamp)) for source, stamp in content.get("stamps", {}).items()},
                 features=content.get("features"),
+                save=str(content.get("save", "")),
+                parts=[str(part) for part in content.get("parts", ())],
             )
         except DataError:
             raise

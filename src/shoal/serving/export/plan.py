@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.durable import Draft
 from shoal.errors import ConfigError
+from shoal.serving.export.whole import is_whole
 
 EXPORT_DIR_BASE = "exported_models"
 
@@ -67,30 +68,56 @@ def write_version(final: str | os.PathLike, write: Writer) -> bool:
     return bool(write_versions({os.fspath(final): write}))
 
 
-def write_versions(writers: Mapping[str, Writer]) -> set[str]:
+def write_versions(writers: Mapping[str, Writer], common: Mapping[str, Any] | None = None) -> set[str]:
     """Fills and seals all folders first, then names them one after another in this order; which of them are new.
 
-    If one cannot be written, none gets its name. Folders that exist are kept.
+    If one cannot be written, none gets its name. Folders that exist are kept; see `Drafts`.
     """
-    drafts: dict[str, Draft] = {}
-    try:
-        for final, write in writers.items():
-            if not os.path.exists(final):
-                drafts[final] = Draft(final).begin()
-                drafts[final].seal(write(Path(drafts[final].path)))
+    with Drafts(writers, common or {}) as drafts:
+        drafts.write()
+        return drafts.publish()
+
+
+class Drafts:
+    """Folders of one version that are written together. Those that exist are kept, unless a killed export left them.
+
+    Args:
+        writers: where each folder will be -> what fills it, in the order in which they get their names.
+        common: fields that all manifests have.
+    """
+
+    def __init__(self, writers: Mapping[str, Writer], common: Mapping[str, Any]) -> None:
+        self._writers, self._common = writers, common
+        self._drafts: dict[str, Draft] = {}
+
+    def write(self) -> None:
+        """Fills and seals them under other names."""
+        for final, write in self._writers.items():
+            if is_whole(final):
+                continue
+            draft = self._drafts[final] = Draft(final).begin()
+            draft.seal({**write(Path(draft.path)), **self._common})
+
+    def publish(self, wanted: Callable[[str], bool] = lambda final: True) -> set[str]:
+        """Names those that are wanted; which of them are new."""
         new = set()
-        for final, draft in list(drafts.items()):
+        for final, draft in [each for each in self._drafts.items() if wanted(each[0])]:
+            if os.path.exists(final) and not is_whole(final):  # nobody has seen it
+                draft.clear_target()
             try:
                 draft.publish()
                 new.add(final)
             except FileExistsError:
                 draft.discard()  # somebody else was quicker
-            del drafts[final]
+            del self._drafts[final]
         return new
-    except BaseException:
-        for draft in drafts.values():
+
+    def __enter__(self) -> "Drafts":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for draft in self._drafts.values():
             draft.discard()
-        raise
 
 
 def free_second(base: Path) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 from shoal.proto.serving.tf_serving_pb2 import ModelConfig, ModelServerConfig
-from shoal.serving.export.manifest import FILE
+from shoal.serving.export.whole import whole_versions
 from shoal.serving.server.hand_over import hand_over
 from shoal.serving.server.loader import load_servable
 from shoal.serving.server.models import AVAILABLE, Model, ServedModels, State, Version
@@ -43,9 +43,7 @@ def wanted_versions(config: ModelConfig, present: list[int], held: list[int]) ->
 
 def on_disk(model: Model) -> list[int]:
     """Complete versions under the base path."""
-    if model.base is None or not model.base.is_dir():
-        return []
-    return sorted(int(path.name) for path in model.base.iterdir() if path.name.isdecimal() and (path / FILE).is_file())
+    return [] if model.base is None else whole_versions(model.base)
 
 
 def refresh(model: Model, at_once: bool = False) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from shoal.fid import distinct
 from shoal.stamps import Stamp
 
 MARKS = 1024
@@ -68,8 +69,8 @@ class PushLog:
         """Ids that were pushed, or deleted by a push."""
         if len(ids):
             with self._lock:
-                distinct = np.unique(ids.numpy())
-                self._append(mark.source, _Ids(distinct, np.full(len(distinct), 2 * self._number(mark) + gone)))
+                once = distinct(ids.numpy())
+                self._append(mark.source, _Ids(once, np.full(len(once), 2 * self._number(mark) + gone)))
 
     def extend(self, pushed: Pushed) -> None:
         """Takes over what another log has."""
@@ -123,7 +124,7 @@ class PushLog:
     def _forget_marks(self) -> None:
         """Those that no row has any more."""
         parts = [part for each in self._of.values() for part in each]
-        used = np.unique(np.concatenate([part.codes >> 1 for part in parts])) if parts else np.empty(0, np.int64)
+        used = distinct(np.concatenate([part.codes >> 1 for part in parts])) if parts else np.empty(0, np.int64)
         numbers = np.zeros(len(self._marks), np.int64)
         numbers[used] = np.arange(len(used))
         self._of = {

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.fid import distinct
 from shoal.stamps import Stamp
 
 Ids = dict[Any, np.ndarray]
@@ -29,7 +30,7 @@ class History:
 
     def add(self, stamp: Stamp, ids: Mapping[Any, np.ndarray]) -> int:
         """Adds a round; how many ids of older ones had to be forgotten for it."""
-        found = {table: np.unique(each) for table, each in ids.items() if len(each)}
+        found = {table: distinct(each) for table, each in ids.items() if len(each)}
         if found:
             self._rounds.append((stamp, found))
         if len(self._rounds) > MANY or len(self) > self._capacity:
@@ -71,7 +72,7 @@ def merge(*groups: Ids) -> Ids:
     """The ids of all of them."""
     tables = dict.fromkeys(table for each in groups for table in each)
     found = {table: [each[table] for each in groups if table in each] for table in tables}
-    return {table: each[0] if len(each) == 1 else np.unique(np.concatenate(each)) for table, each in found.items()}
+    return {table: each[0] if len(each) == 1 else distinct(np.concatenate(each)) for table, each in found.items()}
 
 
 def count(ids: Ids) -> int:

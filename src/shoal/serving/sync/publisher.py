@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from shoal.errors import ConfigError
+from shoal.fid import distinct
 from shoal.metrics import emit_timer
 from shoal.serving.security import ClientSecurity
 from shoal.serving.status import Code, StatusError
@@ -385,7 +386,7 @@ class Publisher:
                 self._greet(replica, job.stamp)
             replica.error = ""
         except StatusError as error:
-            if replica.error != error.message:
+            if replica.tell(error.message, time.monotonic()):
                 log.warning("%s: %s: %s", self._source.name, address, error)
             replica.error, replica.session = error.message or "the call failed", None
             if error.code == Code.FAILED_PRECONDITION and address in job.packages:  # it says what it has now
@@ -445,7 +446,7 @@ class Publisher:
             everything = replica.target.hello(source.name, self._run, base, True, self._timeout)
             session = dataclasses.replace(session, listed={})
             ids = {
-                table: np.unique(np.concatenate([each.numpy() for each in source.scan(table)] or [_NO_IDS]))
+                table: distinct(np.concatenate([each.numpy() for each in source.scan(table)] or [_NO_IDS]))
                 for table in source.tables
             }
             replica.since, replica.backlog = stamp, merge(ids, self._own(session, everything.listed))
@@ -468,7 +469,7 @@ class Publisher:
                 parts.setdefault(table, []).append(listed[name])
         found: Ids = {}
         for table, each in parts.items():
-            ids = np.unique(np.concatenate(each))
+            ids = distinct(np.concatenate(each))
             found[table] = ids[self._source.owns(table, torch.from_numpy(ids)).numpy()]
         return found
 

@@ -7,6 +7,8 @@ from shoal.serving.sync.history import Ids
 from shoal.serving.sync.target import Session, Wire
 from shoal.stamps import Stamp
 
+TELL_SECS = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class TargetStatus:
@@ -60,8 +62,16 @@ class Replica:
         self.checked = float("-inf")
         self.greeted = 0
         """The run in which it was last asked what it has."""
+        self._told = ("", float("-inf"))
         self.work: Future[None] | None = None
         """The call that a thread makes for it now; it gets no round until that ends."""
+
+    def tell(self, error: str, now: float) -> bool:
+        """Whether to log an error: one that is the same in every round is logged once in a while."""
+        tell = error != self._told[0] or now - self._told[1] > TELL_SECS
+        if tell:
+            self._told = (error, now)
+        return tell
 
     @property
     def busy(self) -> bool:

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import torch
 
+from shoal.fid import distinct
 from shoal.metrics import emit_counter, emit_timer
 from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, SignatureDefMap
 from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
@@ -75,9 +76,7 @@ class Session:
     def of(cls, said: Mapping[str, Any], ids: torch.Tensor) -> "Session":
         sizes = [size for _, size in said["listed"]]
         parts = ids.split(sizes)
-        listed = merge(
-            *({name: np.unique(part.numpy())} for (name, _), part in zip(said["listed"], parts, strict=True))
-        )
+        listed = merge(*({name: distinct(part.numpy())} for (name, _), part in zip(said["listed"], parts, strict=True)))
         layouts = tuple(
             Layout(
                 name,

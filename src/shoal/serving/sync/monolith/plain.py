@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shoal.fid import distinct
 from shoal.metrics import emit_counter
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushResponse, PushResult
 from shoal.serving.sync.history import Ids, count
@@ -128,7 +129,7 @@ class PlainTarget:
             for delta in part.deltas:
                 if len(delta.fids):
                     found.setdefault(delta.unique_id, []).append(delta.fids)
-        left = {table: np.unique(np.concatenate(each)) for table, each in found.items()}
+        left = {table: distinct(np.concatenate(each)) for table, each in found.items()}
         if (total := count(left)) > CAPACITY + 1:
             name = self._handle.name
             emit_counter("touched_key_set_dropped", total, f"name={name}|target={self.address}")
