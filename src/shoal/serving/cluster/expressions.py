@@ -21,6 +21,7 @@ _COMPARISONS: dict[type, Callable[[Any, Any], bool]] = {
     ast.GtE: operator.ge,
 }
 MAX_LENGTH = 1000
+MAX_DEPTH = 50
 
 
 def evaluate_number(text: str) -> int | float:
@@ -42,8 +43,6 @@ def evaluate_number(text: str) -> int | float:
         return value(tree)
     except ZeroDivisionError:
         raise ValueError(f"{text!r} divides by zero") from None
-    except RecursionError:
-        raise ValueError(f"{text!r} is nested too deeply") from None
 
 
 class Condition:
@@ -57,10 +56,7 @@ class Condition:
         self.text = text
         self._tree = _parse(text)
         self.names: set[str] = set()
-        try:
-            self._check(self._tree)
-        except RecursionError:
-            raise ValueError(f"condition {text!r} is nested too deeply") from None
+        self._check(self._tree)
 
     def __call__(self, names: Mapping[str, int]) -> bool:
         """Whether the condition holds; ``KeyError`` for a name without a value, False where it divides by zero."""
@@ -123,6 +119,12 @@ def _parse(text: str) -> ast.expr:
     if len(text) > MAX_LENGTH:
         raise ValueError(f"an expression must have at most {MAX_LENGTH} characters, got {len(text)}")
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"{text!r} is not an expression") from None
+    level: list[ast.AST] = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return tree
+    raise ValueError(f"expression {text!r} must be nested at most {MAX_DEPTH} levels deep")

@@ -6,6 +6,7 @@ constants are all that tells kernels apart: numbers are not specialised, tensors
 
 from __future__ import annotations
 
+import threading
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from shoal._gpu import Compiled
 from shoal.table.cuda.backend import interpreted
 
 _WIDE = 1 << 31
+_INTERPRETER = threading.RLock()  # Triton's interpreter replaces functions of the language while a kernel runs
 
 
 def cdiv(a: int, b: int) -> int:
@@ -59,7 +61,8 @@ class Bound:
     def __call__(self, programs: int, *arguments: Any) -> None:
         """Runs ``programs`` programs of the kernel with its run-time arguments in order."""
         if interpreted():
-            self._fn[(programs,)](*arguments, **self._constants, **self._options)
+            with _INTERPRETER:
+                self._fn[(programs,)](*arguments, **self._constants, **self._options)
             return
         key = torch._C._cuda_getDevice()
         tensors, numbers = self._places or self._look(arguments)
