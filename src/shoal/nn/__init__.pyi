@@ -14,4 +14,5 @@ from shoal.nn.dcp import load_dcp as load_dcp
 from shoal.nn.embedding import HashEmbedding as HashEmbedding
 from shoal.nn.optimizer import SparseOptimizer as SparseOptimizer
 from shoal.nn.protocol import EmbeddingTable as EmbeddingTable
+from shoal.nn.read.asked import Located as Located
 from shoal.nn.sequences import EmbeddingCollection as EmbeddingCollection

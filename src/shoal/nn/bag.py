@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.nn.collection import EmbeddingBagCollection, with_end
 from shoal.nn.protocol import EmbeddingTable
+from shoal.nn.read.asked import Asked, Located
 from shoal.nn.read.jagged import as_bags, as_jagged, is_keyed, join
 from shoal.nn.read.refusal import tells_ranks
 
@@ -75,6 +76,13 @@ class HashEmbeddingBag(EmbeddingBagCollection):
 
         Ids by key, in a mapping or an object shaped like a KeyedJaggedTensor, give ``[B, K * D]`` or a dict by key.
         """
+        if type(ids) is Located:
+            return ids.result(self)
+        return self.ask(ids, offsets, per_sample_weights).result()
+
+    def ask(  # pyrefly: ignore[bad-override]
+        self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Any = None
+    ) -> Asked:
         if type(ids) is not Tensor and is_keyed(ids):
             return self._by_key(ids, per_sample_weights)
         tables = self._tables
@@ -94,5 +102,8 @@ class HashEmbeddingBag(EmbeddingBagCollection):
         straight = values.is_contiguous() and at is not None and at.is_contiguous() and weights is None
         if not straight or values.device != plan.device:
             bags = join([bags], plan.device)
-        out, combined = self._pooled(plan, [bags], [[bags.values.shape[0]]], bags.length >= 0)
-        return self._placed(out if plan.fused else combined[0])
+
+        def finish(out: Any, combined: dict[int, Tensor]) -> Tensor:
+            return self._placed(out if plan.fused else combined[0])
+
+        return self._pooled(plan, [bags], [[bags.values.shape[0]]], bags.length >= 0, finish)

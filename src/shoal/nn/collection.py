@@ -13,9 +13,10 @@ from shoal.nn.configs import Configured, EmbeddingBagConfig
 from shoal.nn.keyed import is_torchrec, keyed_tensor
 from shoal.nn.module import TableModule
 from shoal.nn.protocol import EmbeddingTable
+from shoal.nn.read.asked import Asked, Located
 from shoal.nn.read.combine import combine, features_of
 from shoal.nn.read.jagged import Jagged, as_joined, as_parts, is_keyed, join, split_keys
-from shoal.nn.read.ops import Request, check_bags, read
+from shoal.nn.read.ops import Request, check_bags
 from shoal.nn.read.plan import Plan
 from shoal.nn.read.refusal import tells_ranks
 from shoal.table.protocol import MEAN, SUM
@@ -147,6 +148,9 @@ class EmbeddingBagCollection(TableModule):
             ConfigError: a feature is missing, or offsets do not rise from 0 to the number of ids. Offsets on a GPU are
                 checked there, and the error comes with a later call.
         """
+        return ids.result(self) if type(ids) is Located else self.ask(ids, per_sample_weights).result()
+
+    def ask(self, ids: Any, per_sample_weights: Any = None) -> Asked:
         if not is_keyed(ids):
             raise ConfigError(
                 f"{type(self).__name__} has features {list(self._tables.features)}; ids must come by key, "
@@ -154,8 +158,8 @@ class EmbeddingBagCollection(TableModule):
             )
         return self._by_key(ids, per_sample_weights)
 
-    def _by_key(self, ids: Any, weights: Any) -> Any:
-        """The results of ids by key."""
+    def _by_key(self, ids: Any, weights: Any) -> Asked:
+        """What is asked for ids by key."""
         tables, one = self._tables, self._tables.one
         mapped = isinstance(ids, Mapping)
         if mapped:
@@ -177,14 +181,14 @@ class EmbeddingBagCollection(TableModule):
         if torch.compiler.is_compiling() or not tables.planned(names):
             self._check_keys(names)
         if not names:
-            return {}
+            return Asked(None, lambda outputs: {})
         if mapped and not one and names != tables.names:  # one plan for all orders of the keys
             order = sorted(range(len(names)), key=lambda number: tables.place(names[number]))
             names, parts = [names[number] for number in order], [parts[number] for number in order]
         plan = tables.plan(len(names) if one else tuple(names), _want_gradients(parts))
         if joined is not None and plan.whole:
-            known = [[0] * len(names)] if joined.offsets is None or joined.offsets.shape[0] == 1 else [[]]
-            out, combined = self._pooled(plan, [join([joined], plan.device)], known, False)
+            sizes = [[0] * len(names)] if joined.offsets is None or joined.offsets.shape[0] == 1 else [[]]
+            batch, trusted = [join([joined], plan.device)], False
         else:
             there = [part.offsets is not None and part.offsets.is_cuda for part in parts]
             checked = not torch.compiler.is_compiling()
@@ -196,29 +200,42 @@ class EmbeddingBagCollection(TableModule):
                 parts = split_keys(ids, names, joined)
             batch = [join([parts[place] for place in call.places], call.device) for call in plan.calls]
             sizes = [[parts[place].values.shape[0] for place in call.places] for call in plan.calls]
-            out, combined = self._pooled(plan, batch, sizes, checked and not any(there))
-        if self.output != "dict":
-            whole = self._side_by_side(plan, out, combined)
-            return self._as_theirs(whole) if self.output == "auto" and is_torchrec(ids) else whole
-        results = dict(zip(names, _by_place(plan, out, combined), strict=True))
-        return {key: self._placed(results[str(key)]) for key in keys}
+            trusted = checked and not any(there)
+
+        def finish(out: Any, combined: dict[int, Tensor]) -> Any:
+            if self.output != "dict":
+                whole = self._side_by_side(plan, out, combined)
+                return self._as_theirs(whole) if self.output == "auto" and is_torchrec(ids) else whole
+            results = dict(zip(names, _by_place(plan, out, combined), strict=True))
+            return {key: self._placed(results[str(key)]) for key in keys}
+
+        return self._pooled(plan, batch, sizes, trusted, finish)
 
     def _pooled(
-        self, plan: Plan, batch: list[Jagged], sizes: list[list[int]], trusted: bool
-    ) -> tuple[Any, dict[int, Tensor]]:
-        """The pooled rows of features that groups pool, and the combined rows of each other call, by its number."""
+        self,
+        plan: Plan,
+        batch: list[Jagged],
+        sizes: list[list[int]],
+        trusted: bool,
+        finish: Callable[[Any, dict[int, Tensor]], Any],
+    ) -> Asked:
+        """Asks for the pooled rows of features that groups pool, and for the rows of each other call, which are
+        combined here; ``finish`` gets the former, and the latter by the number of the call."""
         offsets: list[Any] = [part.offsets for part in batch]
         weights: list[Any] = [] if batch[0].weights is None or plan.by_rows else [part.weights for part in batch]
         bags = (offsets[0].shape[0] - 1) // len(plan.calls[0].places)
         ids = [part.values for part in batch]
-        outputs = read(Request(plan, ids, sizes, offsets, weights, bags, self._missing(), trusted))
-        combined = {}
-        if not plan.fused:
-            for number, (call, part) in enumerate(zip(plan.calls, batch, strict=True)):
-                if not call.fused:
-                    rows, padding = outputs[call.output], self.padding_idx
-                    combined[number] = combine(call.of, rows, part.values, offsets[number], part.weights, padding)
-        return outputs[0] if plan.width else None, combined
+
+        def combined(outputs: list[Tensor]) -> Any:
+            others = {}
+            if not plan.fused:
+                for number, (call, part) in enumerate(zip(plan.calls, batch, strict=True)):
+                    if not call.fused:
+                        rows, padding = outputs[call.output], self.padding_idx
+                        others[number] = combine(call.of, rows, part.values, offsets[number], part.weights, padding)
+            return finish(outputs[0] if plan.width else None, others)
+
+        return Asked(Request(plan, ids, sizes, offsets, weights, bags, self.missing(), trusted), combined)
 
     def _side_by_side(self, plan: Plan, out: Any, combined: dict[int, Tensor]) -> Tensor:
         if plan.fused:

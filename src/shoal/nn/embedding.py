@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shoal.nn.module import TableModule
 from shoal.nn.protocol import EmbeddingTable
+from shoal.nn.read.asked import Asked, Located
 from shoal.nn.read.jagged import Jagged, as_jagged, as_joined, is_keyed, on, split_keys
-from shoal.nn.read.ops import Request, read
+from shoal.nn.read.ops import Request
 from shoal.nn.read.plan import Feature
 from shoal.nn.read.refusal import tells_ranks
 from shoal.ragged import Ragged
@@ -57,6 +58,9 @@ class HashEmbedding(TableModule):
         ``(values, offsets)``, lists of lists, `Ragged` and jagged objects give a `Ragged` of rows; ids by key (a
         mapping, or an object shaped like a KeyedJaggedTensor) give a dict of these.
         """
+        return ids.result(self) if type(ids) is Located else self.ask(ids, offsets).result()
+
+    def ask(self, ids: Any, offsets: Tensor | None = None) -> Asked:
         if type(ids) is not Tensor and is_keyed(ids):
             if isinstance(ids, Mapping):
                 return self._by_key({key: (part, self.checked(as_jagged(part))) for key, part in ids.items()})
@@ -67,29 +71,35 @@ class HashEmbedding(TableModule):
         jagged = self.checked(as_jagged(ids, offsets))
         plan = self._tables.plan(1)
         values = on(jagged.values.reshape(-1), plan.device)
-        (rows,) = read(Request(plan, [values], [[values.shape[0]]], [], [], 0, self._missing()))
-        return self.shaped(ids, jagged, self._placed(rows))
+        request = Request(plan, [values], [[values.shape[0]]], [], [], 0, self.missing())
+        return Asked(request, lambda outputs: self.shaped(ids, jagged, self._placed(outputs[0])))
 
-    def _by_key(self, parts: dict[Any, tuple[Any, Jagged]]) -> dict[Any, Any]:
+    def _by_key(self, parts: dict[Any, tuple[Any, Jagged]]) -> Asked:
         for key in parts:
             self._check_key(str(key))
-        rows = self.rows_of({str(key): part for key, part in parts.items()})
-        return {key: self.shaped(part, jagged, rows[str(key)]) for key, (part, jagged) in parts.items()}
 
-    def rows_of(self, parts: dict[str, tuple[Any, Jagged]]) -> dict[str, Tensor]:
-        """The rows of the ids of some features, ``[N, D]`` each, found together."""
+        def finish(rows: dict[str, Tensor]) -> dict[Any, Any]:
+            return {key: self.shaped(part, jagged, rows[str(key)]) for key, (part, jagged) in parts.items()}
+
+        return self.ask_rows({str(key): part for key, part in parts.items()}, finish)
+
+    def ask_rows(self, parts: dict[str, tuple[Any, Jagged]], finish: Callable[[dict[str, Tensor]], Any]) -> Asked:
+        """Asks for the rows of the ids of some features, ``[N, D]`` each, found together; ``finish`` gets them."""
         if not parts:
-            return {}
+            return Asked(None, lambda outputs: finish({}))
         plan = self._tables.plan(len(parts) if self._tables.one else tuple(parts))
         flat = [jagged.values.reshape(-1) for _, jagged in parts.values()]
         ids = [torch.cat([on(flat[place], call.device) for place in call.places]) for call in plan.calls]
         sizes = [[flat[place].shape[0] for place in call.places] for call in plan.calls]
-        outputs = read(Request(plan, ids, sizes, [], [], 0, self._missing()))
-        rows: list[Any] = [None] * len(parts)
-        for call, own in zip(plan.calls, sizes, strict=True):
-            for place, part in zip(call.places, outputs[call.output].split(own), strict=True):
-                rows[place] = self._placed(part)
-        return dict(zip(parts, rows, strict=True))
+
+        def by_feature(outputs: list[Tensor]) -> Any:
+            rows: list[Any] = [None] * len(parts)
+            for call, own in zip(plan.calls, sizes, strict=True):
+                for place, part in zip(call.places, outputs[call.output].split(own), strict=True):
+                    rows[place] = self._placed(part)
+            return finish(dict(zip(parts, rows, strict=True)))
+
+        return Asked(Request(plan, ids, sizes, [], [], 0, self.missing()), by_feature)
 
     @staticmethod
     def checked(jagged: Jagged) -> Jagged:

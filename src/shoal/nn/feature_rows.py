@@ -13,6 +13,10 @@ from shoal.nn.bag import HashEmbeddingBag
 from shoal.nn.collection import EmbeddingBagCollection
 from shoal.nn.combiners import FirstN
 from shoal.nn.embedding import HashEmbedding
+from shoal.nn.module import TableModule
+from shoal.nn.read.asked import Asked, Located, located
+from shoal.nn.read.refusal import tells_ranks
+from shoal.table.protocol import Group, Missing
 
 
 class SampleIds(Protocol):
@@ -75,17 +79,51 @@ class FeatureRows(nn.Module):
                 fused=fused,
             )
 
-    def forward(self, samples: SampleIds) -> Tensor:
-        n, count = len(samples), len(self.features)
+    @property
+    def module(self) -> TableModule:
+        """The one that reads the rows."""
+        module = self.single or self.bags or self.many
+        assert module is not None
+        return module
+
+    def missing(self) -> Missing:
+        """How an id without a row is answered now."""
+        return self.module.missing()
+
+    def groups(self) -> list[Group]:
+        """Of the tables."""
+        return self.module.groups()
+
+    @tells_ranks
+    def forward(self, samples: SampleIds | Located) -> Tensor:
+        """The rows of samples, or of what `locate` made of them."""
+        if isinstance(samples, Located):
+            return samples.result(self)
+        return self._shaped(self.module(*self._arguments(samples)), len(samples))
+
+    def locate(self, samples: SampleIds) -> Located:
+        """Locates the ids of samples, before the forward that takes the result in place of them."""
+
+        def ask() -> Asked:
+            inner, n = self.module.ask(*self._arguments(samples)), len(samples)
+            return Asked(inner.request, lambda outputs: self._shaped(inner.finish(outputs), n))
+
+        return located(self, ask)
+
+    def _arguments(self, samples: SampleIds) -> tuple[Any, ...]:
         if self.single is not None:
-            return self.single(samples.ids)
+            return (samples.ids,)
+        return (samples.ids, samples.offsets) if self.bags is not None else (Keyed.of(samples, self.features),)
+
+    def _shaped(self, rows: Any, n: int) -> Tensor:
+        count = len(self.features)
+        if self.single is not None:
+            return rows
         if self.bags is not None:
-            return self.bags(samples.ids, samples.offsets).view(n, count, self.dims[0] if self.dims else -1)
-        assert self.many is not None
-        flat = self.many(Keyed.of(samples, self.features))
-        if isinstance(flat, dict):
-            flat = torch.cat([flat[feature].flatten(1) for feature in self.features], 1)
-        return flat.view(n, count, self.dims[0]) if self._equal else flat
+            return rows.view(n, count, self.dims[0] if self.dims else -1)
+        if isinstance(rows, dict):
+            rows = torch.cat([rows[feature].flatten(1) for feature in self.features], 1)
+        return rows.view(n, count, self.dims[0]) if self._equal else rows
 
 
 @dataclass(frozen=True, slots=True)

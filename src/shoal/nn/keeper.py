@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shoal.background.lane import Lane
 from shoal.errors import ConfigError
 from shoal.nn.amp import watch_scalers
 from shoal.nn.protocol import EmbeddingTable, check_table
@@ -44,6 +45,8 @@ class TableKeeper:
         self.clock: Callable[[], float] = time.time
         """Tells when a write happens; what another than ``time.time`` tells is a time that was given."""
         self.pending = Pending(self)
+        self.lane: Lane | None = None
+        """Who reads and updates the rows, in the order in which the modules ask; None: whoever asks, at once."""
         watch_scalers()
 
     @property
@@ -85,6 +88,11 @@ class TableKeeper:
                 f"table {self.name!r} updates its rows in backward (fused=True), so no optimizer can step it"
             )
         self.held = self.waits = True
+
+    def settle(self) -> None:
+        """Waits until every update that was made is in the rows."""
+        if self.lane is not None:
+            self.lane.settle()
 
     def time(self, req_time: Any = None) -> int:
         """Of a write: what was given, or what the clock tells. Every table goes by the clock under a module."""

@@ -13,6 +13,7 @@ from shoal.errors import ConfigError, DataError, UnsupportedError
 from shoal.nn.configs import replace_rows
 from shoal.nn.keeper import TableKeeper
 from shoal.nn.protocol import EmbeddingTable
+from shoal.nn.read.asked import Asked, Located, located
 from shoal.nn.read.plan import Feature
 from shoal.nn.read.tables import Tables
 from shoal.nn.update.gradients import clear_pending
@@ -98,6 +99,25 @@ class TableModule(nn.Module):
         """The groups of this module's tables, in the order in which a batch asks them."""
         return self._tables.groups()
 
+    def locate(self, *args: Any, **kwargs: Any) -> Located:
+        """Locates ids, given as `forward` takes them, before the forward that takes the result in place of them.
+
+        >>> import shoal, torch
+        >>> from shoal.nn import HashEmbeddingBag
+        >>> bag = HashEmbeddingBag(shoal.HashTable(dim=2, initializer="zeros"))
+        >>> located = bag.locate([[7, 8], [9]])  # any time before, in any thread
+        >>> bag(located).shape  # the rows are read now
+        torch.Size([2, 2])
+
+        Whatever can be done without the rows is done here: ids are converted, moved to the tables' device, exchanged
+        between ranks, dealt out to servers. `shoal.train.Pipeline` does it for the next batches in another thread.
+        """
+        return located(self, lambda: self.ask(*args, **kwargs))
+
+    def ask(self, *args: Any, **kwargs: Any) -> Asked:
+        """A forward in two halves: what it reads, and what it makes of that."""
+        raise NotImplementedError
+
     def swap_tables(self, new: Mapping[int, Any]) -> None:
         """Reads other tables from now on: ``new`` has them by the ``id()`` of those that they replace.
 
@@ -115,7 +135,8 @@ class TableModule(nn.Module):
         if not self._tables.one and key not in self._tables.features:
             raise ConfigError(f"{type(self).__name__} has tables for {list(self._tables.features)}, none for {key!r}")
 
-    def _missing(self) -> Missing:
+    def missing(self) -> Missing:
+        """How an id without a row is answered now."""
         return "initial" if self.training and self.insert_missing else "zeros"
 
     def _placed(self, out: Tensor) -> Tensor:
@@ -141,6 +162,7 @@ class TableModule(nn.Module):
         done = destination.__dict__.setdefault("_shoal_tables", {}) if hasattr(destination, "__dict__") else {}
         for name, keeper in self._named_keepers(prefix):
             table = keeper.table
+            keeper.settle()
             if has_table_state(table):
                 if keeper.handle not in done:
                     step = torch.tensor(keeper.global_step, device="cpu")

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from shoal.errors import ConfigError
 from shoal.nn.configs import Configured, EmbeddingConfig
 from shoal.nn.embedding import HashEmbedding
 from shoal.nn.keyed import is_torchrec, jagged_tensor
 from shoal.nn.protocol import EmbeddingTable
+from shoal.nn.read.asked import Asked, Located
 from shoal.nn.read.jagged import Jagged, as_jagged, as_joined, is_keyed, split_keys
 from shoal.nn.read.ops import check_bags
 from shoal.nn.read.plan import Feature
@@ -78,6 +81,9 @@ class EmbeddingCollection(HashEmbedding):
         A batch made for configurations must have the keys that these name, and may have others. Otherwise it may have
         some of the features.
         """
+        return ids.result(self) if type(ids) is Located else self.ask(ids).result()
+
+    def ask(self, ids: Any) -> Asked:  # pyrefly: ignore[bad-override]
         if not is_keyed(ids):
             raise ConfigError(
                 f"{type(self).__name__} has features {list(self._tables.features)}; ids must come by key, "
@@ -95,14 +101,17 @@ class EmbeddingCollection(HashEmbedding):
             keys = self._tables.names
         for key in keys:
             self._check_key(str(key))
-        rows = self.rows_of({str(key): part for key, part in zip(keys, parts, strict=True)})
-        if not is_torchrec(ids):
-            return {key: self.shaped(*part, rows[str(key)]) for key, part in zip(keys, parts, strict=True)}
-        results = {}
-        for key, (_, part) in zip(keys, parts, strict=True):
-            assert part.offsets is not None
-            results[key] = jagged_tensor(rows[str(key)], part.offsets, part.values if self._need_indices else None)
-        return results
+
+        def finish(rows: dict[str, Tensor]) -> dict[str, Any]:
+            if not is_torchrec(ids):
+                return {key: self.shaped(*part, rows[str(key)]) for key, part in zip(keys, parts, strict=True)}
+            results = {}
+            for key, (_, part) in zip(keys, parts, strict=True):
+                assert part.offsets is not None
+                results[key] = jagged_tensor(rows[str(key)], part.offsets, part.values if self._need_indices else None)
+            return results
+
+        return self.ask_rows({str(key): part for key, part in zip(keys, parts, strict=True)}, finish)
 
     def embedding_configs(self) -> list[Any]:
         """The configurations that the tables were made of, or that describe them, as TorchRec's modules have it."""

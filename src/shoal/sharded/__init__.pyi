@@ -1,5 +1,6 @@
 """The public names, for type checkers and for `shoal.lazy`, which imports each on first use."""
 
+from shoal.background.queue import EndOfInput as EndOfInput
 from shoal.ops.sharding import ShardedFids as ShardedFids
 from shoal.ops.sharding import sharding_sparse_fids as sharding_sparse_fids
 from shoal.proto.example_pb2 import Example as Example
@@ -62,7 +63,6 @@ from shoal.sharded.monolith.packing import unpack_tensors as unpack_tensors
 from shoal.sharded.monolith.partitioned import PartitionedHashTable as PartitionedHashTable
 from shoal.sharded.monolith.prefetch_queue import AsyncFunctionMgr as AsyncFunctionMgr
 from shoal.sharded.monolith.prefetch_queue import AsyncPushHook as AsyncPushHook
-from shoal.sharded.monolith.prefetch_queue import EndOfInput as EndOfInput
 from shoal.sharded.monolith.prefetch_queue import EnqueueHook as EnqueueHook
 from shoal.sharded.monolith.prefetch_queue import Stage as Stage
 from shoal.sharded.monolith.prefetch_queue import StructureQueue as StructureQueue

@@ -47,6 +47,9 @@ class Traits:
     takes_bags: bool = False
     """`find` takes the offsets of bags in place of counts wherever they will be pooled without weights, and is faster
     for it: bags are then pooled where the rows are."""
+    prefetches: bool = False
+    """There is ``prefetch(ids, counts, features)``, with the arguments of a `find`: it has rows brought nearer, in the
+    background, for a read of the same tensors that will come."""
     shares: Hashable = None
     """Groups where this is equal and not None can share the exchanges of their calls. They have ``find_steps``,
     ``rows_steps``, ``pooled_steps`` and ``update_steps``, the calls below as generators, and ``together(generators)``,

@@ -35,6 +35,7 @@ from shoal.train.aggregation.ddp_hooks import topk_hook as topk_hook
 from shoal.train.aggregation.hierarchical import HierarchicalAggregator as HierarchicalAggregator
 from shoal.train.aggregation.overlap import OverlappedReducer as OverlappedReducer
 from shoal.train.aggregation.parameter_server import ParameterServer as ParameterServer
+from shoal.train.ahead.pipeline import Pipeline as Pipeline
 from shoal.train.hooks.eof_aware import EofAwareTask as EofAwareTask
 from shoal.train.hooks.sync_hooks import ChiefSyncHook as ChiefSyncHook
 from shoal.train.hooks.sync_hooks import SyncHelper as SyncHelper

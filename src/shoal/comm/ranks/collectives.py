@@ -123,6 +123,11 @@ def gloo_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = N
     return dist.new_group(list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True)
 
 
+def group_like(group: Group = None, timeout: timedelta | None = None) -> Any:
+    """Another group of the same ranks with the same backends; all of them call this."""
+    return dist.new_group(members(group), backend=backends(group), timeout=timeout, use_local_synchronization=True)
+
+
 def store_of() -> Any:
     """The store through which the default group was made."""
     return dist.distributed_c10d._get_default_store()

@@ -27,6 +27,7 @@ class _Shared:
         self.changed = threading.Condition()
         self.rounds: dict[int, _Round] = {}
         self.closed: set[int] = set()
+        self.aside: _Shared | None = None
 
 
 class InProcessRanks(Ranks):
@@ -56,8 +57,16 @@ class InProcessRanks(Ranks):
         shared = _Shared()
         return [cls(shared, rank, n, timeout_s) for rank in range(n)]
 
+    def _make_aside(self) -> InProcessRanks:
+        with self._shared.changed:
+            if self._shared.aside is None:
+                self._shared.aside = _Shared()
+        return InProcessRanks(self._shared.aside, self.rank, self.world_size, self.timeout_s)
+
     def close(self) -> None:
         """This rank makes no more calls: those who wait for it are told."""
+        if self.aside is not None:
+            self.aside.close()
         with self._shared.changed:
             self._shared.closed.add(self.rank)
             self._shared.changed.notify_all()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shoal.comm.ranks.aside import is_aside
 from shoal.comm.ranks.started import Starting
 from shoal.errors import ConfigError, DataError, PeerError
 
@@ -58,6 +59,25 @@ class Ranks(Starting):
     def __init__(self, rank: int, world_size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.turn = threading.RLock()
+        self.aside: Ranks | None = None
+        """The second channel between the same ranks, once `open_aside` has made one."""
+
+    def open_aside(self) -> Ranks | None:
+        """Opens a second channel between the same ranks, whose calls need not be in order with those of this one.
+
+        All ranks call it together. Returns it, the same every time, or None where there is none.
+        """
+        if self.aside is None:
+            self.aside = self._make_aside()
+        return self.aside
+
+    def _make_aside(self) -> Ranks | None:
+        return None
+
+    @property
+    def current(self) -> Ranks:
+        """The channel of the calling thread: this one, or within `shoal.comm.ranks.aside.aside` the second."""
+        return self.aside if self.aside is not None and is_aside() else self
 
     @abstractmethod
     def exchange(
@@ -227,6 +247,9 @@ class SingleRank(Ranks):
 
     def __init__(self) -> None:
         super().__init__(0, 1)
+
+    def _make_aside(self) -> Ranks:
+        return self
 
     def exchange(
         self,

@@ -44,6 +44,9 @@ class ProcessGroup(Backend):
         self.owns_group = False
         """Whether `close` ends the process group."""
 
+    def _make_aside(self) -> ProcessGroup:
+        return ProcessGroup(collectives.group_like(self.group, timedelta(seconds=self.timeout_s)))
+
     def close(self) -> None:
         if self.owns_group and collectives.is_started():
             self.owns_group = False

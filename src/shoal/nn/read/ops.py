@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.buffers import empty_rows
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnsupportedError
 from shoal.nn.read.jagged import Jagged
 from shoal.nn.read.plan import Call, Plan, find_plan
 from shoal.nn.read.refusal import tell_ranks
@@ -42,6 +42,34 @@ class Request(NamedTuple):
     missing: Missing
     trusted: bool = False
     """Whether the offsets need no check."""
+    ahead: Ahead | None = None
+    """What was done of it before."""
+
+
+class Ahead:
+    """What was done of a read before its forward: where the rows are, and perhaps the rows themselves."""
+
+    __slots__ = ("_versions", "founds", "outputs")
+
+    def __init__(self, founds: list[Found]) -> None:
+        self.founds = founds
+        self.outputs: list[Tensor] | None = None
+        """As `read` returns them."""
+        self._versions: list[int] = []
+
+    def keep(self, outputs: list[Tensor]) -> None:
+        """Has the forward take these rows."""
+        self.outputs, self._versions = outputs, [one._version for one in outputs]
+
+    def kept(self) -> list[Tensor]:
+        """The rows, which a forward may take several times, as under activation checkpointing."""
+        assert self.outputs is not None
+        if [one._version for one in self.outputs] != self._versions:
+            raise UnsupportedError(
+                "rows that were read ahead were changed in place by a forward, and another forward reads the same "
+                "batch; leave out inplace operations on what the module returns, or the activation checkpointing"
+            )
+        return [one.detach() for one in self.outputs]
 
 
 def read(request: Request) -> list[Tensor]:
@@ -56,14 +84,18 @@ def read(request: Request) -> list[Tensor]:
 
 
 def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
-    plan, all_ids, sizes, all_offsets, all_weights, bags, missing, trusted = request
+    if request.ahead is not None and request.ahead.outputs is not None:
+        return request.ahead.kept(), request.ahead.founds
+    lane = request.plan.lane()
+    if lane is not None and not lane.here:
+        return lane.run(lambda: _read(request))
+    plan, all_ids, all_offsets, all_weights = request.plan, request.ids, request.offsets, request.weights
+    bags, missing = request.bags, request.missing
     outputs: list[Tensor] = []
-    founds: list[Found] = []
+    founds: list[Found] = [] if request.ahead is None else request.ahead.founds
     out: Any = None
-    if all_offsets and not trusted:
-        for call, ids, offsets in zip(plan.calls, all_ids, all_offsets, strict=True):
-            if not call.checked:
-                check_bags(Jagged(ids, offsets), call.touched[0].name)
+    if request.ahead is None:
+        _check(request)
     if plan.width:
         if plan.device.type == "cpu":
             out = empty_rows(bags, plan.width)
@@ -76,9 +108,9 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
         return _read_shared(request, outputs)
     for i, call in enumerate(plan.calls):
         ids, features, group = all_ids[i], call.features, call.group
-        counts = _counts(call, sizes[i], all_offsets[i] if all_offsets else None, bags, bool(all_weights))
-        found = group.find(ids, counts, features, missing=missing)
-        founds.append(found)
+        if len(founds) == i:
+            founds.append(group.find(ids, _counts_of(request, i), features, missing=missing))
+        found = founds[i]
         if not call.fused:
             outputs.append(group.rows(found, features, missing=missing))
             continue
@@ -93,6 +125,50 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
     return outputs, founds
 
 
+def find_ahead(request: Request) -> Ahead:
+    """Does of a read what can be done before; any thread may.
+
+    Rows in other processes are located: the messages that it takes are the point. Those in this one are not, since
+    reading them is no slower; caches are told to bring theirs.
+    """
+    plan = request.plan
+    _check(request)
+    for i, call in enumerate(plan.calls):
+        if call.group.traits.prefetches:
+            group: Any = call.group
+            group.prefetch(request.ids[i], _counts_of(request, i), call.features)
+    if not any(call.group.traits.remote for call in plan.calls):
+        return Ahead([])
+    if plan.shared:
+        first: Any = plan.calls[0].group
+        return Ahead(first.together([_find_steps(request, i) for i in range(len(plan.calls))]))
+    return Ahead(
+        [
+            call.group.find(request.ids[i], _counts_of(request, i), call.features, missing=request.missing)
+            for i, call in enumerate(plan.calls)
+        ]
+    )
+
+
+def read_ahead(request: Request) -> None:
+    """Reads the rows that were found ahead, for the `read` to come."""
+    assert request.ahead is not None
+    request.ahead.keep(_read(request)[0])
+
+
+def _check(request: Request) -> None:
+    if request.offsets and not request.trusted:
+        for call, ids, offsets in zip(request.plan.calls, request.ids, request.offsets, strict=True):
+            if not call.checked:
+                check_bags(Jagged(ids, offsets), call.touched[0].name)
+
+
+def _find_steps(request: Request, i: int) -> Any:
+    call = request.plan.calls[i]
+    group: Any = call.group
+    return group.find_steps(request.ids[i], _counts_of(request, i), call.features, missing=request.missing)
+
+
 def _tell_watchers(request: Request) -> None:
     for i, call in enumerate(request.plan.calls):
         sizes = request.sizes[i] or request.offsets[i][:: max(1, request.bags)].diff().tolist()
@@ -102,13 +178,12 @@ def _tell_watchers(request: Request) -> None:
 
 def _read_shared(request: Request, outputs: list[Tensor]) -> tuple[list[Tensor], list[Found]]:
     """The same for groups over the same ranks, whose calls share their exchanges: those of all finds, then the rows."""
-    plan, all_ids, sizes, all_offsets, all_weights, bags, missing, _ = request
+    plan, all_offsets, all_weights, missing = request.plan, request.offsets, request.weights, request.missing
 
     def steps(i: int, call: Call) -> Generator[Any, Any, tuple[Found, Tensor | None]]:
         group: Any = call.group
         offsets = all_offsets[i] if all_offsets else None
-        counts = _counts(call, sizes[i], offsets, bags, bool(all_weights))
-        found = yield from group.find_steps(all_ids[i], counts, call.features, missing=missing)
+        found = (yield from _find_steps(request, i)) if request.ahead is None else request.ahead.founds[i]
         if not call.fused:
             return found, (yield from group.rows_steps(found, call.features, missing=missing))
         weights = all_weights[i] if all_weights else None
@@ -118,6 +193,11 @@ def _read_shared(request: Request, outputs: list[Tensor]) -> tuple[list[Tensor],
     first: Any = plan.calls[0].group
     results = first.together([steps(i, call) for i, call in enumerate(plan.calls)])
     return [*outputs, *(rows for _, rows in results if rows is not None)], [found for found, _ in results]
+
+
+def _counts_of(request: Request, i: int) -> Tensor:
+    offsets = request.offsets[i] if request.offsets else None
+    return _counts(request.plan.calls[i], request.sizes[i], offsets, request.bags, bool(request.weights))
 
 
 def _counts(call: Call, sizes: list[int], offsets: Tensor | None, bags: int, weighted: bool) -> Tensor:
@@ -208,7 +288,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def _read_by_op(request: Request) -> list[Tensor]:
-    plan, ids, sizes, offsets, weights, bags, missing, _ = request
+    plan, ids, sizes, offsets, weights, bags, missing, *_ = request
     flat = [size for own in sizes for size in own]
     outputs = _read_op(ids, offsets, weights, plan.anchor, plan.tape, plan.handle, flat, bags, missing == "initial")
     return outputs[: len(outputs) - 2 * len(plan.calls)]

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.background.lane import Lane
 from shoal.errors import UnsupportedError
 from shoal.nn.keeper import TableKeeper, keeper_of
+from shoal.nn.update.units import lane_of
 from shoal.table.protocol import FUSED, Features, Group, groups_of
 
 _handles = itertools.count()
@@ -87,10 +89,15 @@ class Plan:
         self.handle = next(_handles)
         self.opaque: dict[int, tuple[Any, ...]] = {}
         """What `Found.where` and ``came`` of each call look like, for compiled graphs, which see bytes."""
+        self._touched = list(dict.fromkeys(keeper for call in calls for keeper in call.touched))
         outputs = itertools.count(1 if width else 0)
         for call in calls:
             call.output = 0 if call.fused else next(outputs)
         _plans[self.handle] = self
+
+    def lane(self) -> Lane | None:
+        """Who makes the calls; None: whoever reads."""
+        return lane_of(self._touched)
 
 
 def one_device(calls: Sequence[Call]) -> bool:

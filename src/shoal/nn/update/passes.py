@@ -22,6 +22,7 @@ from shoal.nn.update.units import (
     disjoint,
     expand,
     have_one_clock,
+    lane_of,
     row_units,
     update_all,
 )
@@ -123,7 +124,7 @@ def run(units: Sequence[Unit]) -> None:
         if is_empty(unit):
             return
         touched = unit.touched()
-        if have_one_clock(touched):
+        if have_one_clock(touched) and lane_of(touched) is None:
             unit.group.update(unit.parts, step=next_step(unit.group, touched))
             return
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.background.lane import Lane
 from shoal.table.pooling import row_gradients
 from shoal.table.protocol import Features, Group, Part, Step, groups_of
 
@@ -98,8 +99,28 @@ def row_units(rows: RowsByTable) -> list[Unit]:
     return units
 
 
+def lane_of(keepers: Iterable[TableKeeper]) -> Lane | None:
+    """Who reads and updates the rows of some tables; None: whoever asks."""
+    for keeper in keepers:
+        if keeper.lane is not None:
+            return keeper.lane
+    return None
+
+
 def update_all(updates: Iterable[tuple[Unit, Step]]) -> None:
-    """Makes updates of groups in which no table is twice; groups over the same ranks share their exchange."""
+    """Makes updates of groups in which no table is twice; groups over the same ranks share their exchange.
+
+    Where tables have a lane, it makes the updates later, with the steps of now.
+    """
+    updates = list(updates)
+    lane = lane_of(keeper for unit, _ in updates for keeper in unit.keepers)
+    if lane is None:
+        _update_now(updates)
+    else:
+        lane.submit(lambda: _update_now(updates))
+
+
+def _update_now(updates: Sequence[tuple[Unit, Step]]) -> None:
     shared: dict[Hashable, list[tuple[Unit, Step]]] = {}
     for unit, step in updates:
         key = unit.group.traits.shares

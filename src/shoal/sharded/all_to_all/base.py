@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from shoal.sharded.all_to_all.rounds import Send, Steps, run
 from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
 
 MISSING = {"zeros": 1, "initial": 2}
-_RECENT = 4
+_RECENT = 16
 TOLD = "The other ranks were told that this rank refused its part."
 
 
@@ -37,9 +38,10 @@ class RankGroup:
         self.ranks: int = tables[0].world_size
         self.names = tuple(table.name for table in tables)
         self._recent: dict[int, Any] = {}
+        self._remembering = threading.Lock()
         self.traits = Traits(
             device=device, collective=True, remote=True, trains=trains, local_state=False,
-            shares=("ranks", self.exchange.ranks.key), **traits,
+            shares=("ranks", self.exchange.main.key), **traits,
         )  # fmt: skip
 
     # --- the calls of a group, alone and together ---------------------------------------------------------------------
@@ -97,9 +99,10 @@ class RankGroup:
 
     def remember(self, packed: Tensor, plan: Any) -> Tensor:
         """Keeps what a find packed, by the address of that, until some finds later; ``plan`` has its ``number``."""
-        self._recent[packed.data_ptr()] = plan
-        while len(self._recent) > _RECENT:
-            self._recent.pop(next(iter(self._recent)), None)
+        with self._remembering:
+            self._recent[packed.data_ptr()] = plan
+            while len(self._recent) > _RECENT:
+                self._recent.pop(next(iter(self._recent)), None)
         return packed
 
     def recall(self, found: Found) -> Any:

@@ -70,9 +70,14 @@ class Exchange:
 
     def __init__(self, backend: AllToAll, backward_dtype: torch.dtype, fake_cast: bool = False) -> None:
         self.backend = backend
-        self.ranks: Ranks = as_ranks(backend)
+        self.main: Ranks = as_ranks(backend)
         self.backward_dtype = backward_dtype
         self.fake_cast = fake_cast
+
+    @property
+    def ranks(self) -> Ranks:
+        """The channel of the calling thread."""
+        return self.main.current
 
     def send(
         self,
@@ -86,9 +91,10 @@ class Exchange:
 
         ``call`` None: the ranks have just told each other in the same turn.
         """
-        rank = self.ranks.rank
+        ranks = self.ranks
+        rank = ranks.rank
         with TELEMETRY.timed(f"alltoall.{name}"):
-            came, heads = self.ranks.exchange(flat, send, recv, None if call is None else call.head())
+            came, heads = ranks.exchange(flat, send, recv, None if call is None else call.head())
         if call is not None:
             call.check(heads, rank)
         if came is None and (call is None or not call.failed):

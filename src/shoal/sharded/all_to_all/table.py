@@ -33,6 +33,7 @@ from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, gr
 from shoal.table.table import HashTable
 
 _ONE = Features()
+_ASIDE = 1 << 40  # the first number of finds aside
 _GROUPS = {"row": AllToAllGroup, "table": OwnedGroup, "column": OwnedGroup, "data": ReplicatedGroup}
 
 
@@ -81,7 +82,7 @@ class AllToAllHashTable:
         self.exchange = Exchange(
             backend or default_backend(), env.environment.backward_dtype, env.environment.fake_cast
         )
-        ranks = self.exchange.ranks
+        ranks = self.exchange.main
         self.world_size, self.rank = ranks.world_size, ranks.rank
         self.shape = factory(self.rank) if factory is not None else HashTable(dim or 1, name=name, **table)
         """A table with rows of full width: this rank's rows, but for columns, of which it has no rows."""
@@ -102,6 +103,7 @@ class AllToAllHashTable:
         """The distinct ids that the last find asked of each rank, and those that each rank asked of this one."""
         self._home = home(self.shape)
         self._finds = itertools.count(1)
+        self._finds_aside = itertools.count(_ASIDE)
         self._writes = itertools.count(1)
 
     def _own(self) -> Any:
@@ -120,13 +122,16 @@ class AllToAllHashTable:
     def group_key(self) -> Hashable:
         """Tables over the same ranks with rows of one width, spread alike, are one group."""
         if self.world_size > 1:
-            return _GROUPS[self.way.kind], self.exchange.ranks.key, self.dim_size, self._home
+            return _GROUPS[self.way.kind], self.exchange.main.key, self.dim_size, self._home
         local = self.table
         return "one rank", local.group_key() if hasattr(local, "group_key") else ("adapter", id(local))
 
     def next_find(self) -> int:
-        """The number of the next find of a group whose first table this is; the same on every rank."""
-        return next(self._finds)
+        """The number of the next find of a group whose first table this is; the same on every rank.
+
+        Finds through the second channel (see `shoal.comm.ranks.aside`) have numbers of their own.
+        """
+        return next(self._finds if self.exchange.ranks is self.exchange.main else self._finds_aside)
 
     @property
     def device(self) -> torch.device:

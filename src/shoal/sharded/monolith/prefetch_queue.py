@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.background.queue import BoundedQueue
 from shoal.comm.horovod.hooks import SessionRunHook
-from shoal.errors import ConfigError, DeadlineError, ShoalError
+from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 
 DEADLINE_S = 3600.0  # of a wait that was given no other; long, for a stage may wait for data
@@ -32,11 +32,7 @@ def queue_capacities(queue_configs: Mapping[str, int] | None) -> dict[str, int]:
     return {key: int(given.get(key, 0)) for key in QUEUE_KEYS}
 
 
-class EndOfInput(ShoalError, StopIteration):
-    """The producer has ended and everything it made has been taken."""
-
-
-class StructureQueue:
+class StructureQueue(BoundedQueue):
     """At most ``capacity`` structures. Threads may share it.
 
     `enqueue` blocks while it is full, `dequeue` while it is empty. After `close` what is left can still be taken, then
@@ -44,57 +40,15 @@ class StructureQueue:
     """
 
     def __init__(self, capacity: int = 1, name: str = "prefetch_queue") -> None:
-        if capacity < 1:
-            raise ConfigError(f"queue {name!r}: capacity must be at least 1, got {capacity}")
-        self.capacity, self.name = capacity, name
-        self._items: deque[Any] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._error: BaseException | None = None
+        super().__init__(capacity, name)
 
     def enqueue(self, struct: Any, timeout: float = DEADLINE_S) -> None:
         """Adds a structure, which is checked and copied (its tensors are not)."""
         self.put(_copy(struct, {}), timeout)
 
-    def put(self, item: Any, timeout: float = DEADLINE_S) -> None:
-        """Adds any object as it is."""
-        with self._changed:
-            self._wait(lambda: self._closed or len(self._items) < self.capacity, timeout, "room")
-            if self._closed:
-                raise EndOfInput(f"queue {self.name!r} is closed")
-            self._items.append(item)
-            self._changed.notify_all()
-
     def dequeue(self, timeout: float = DEADLINE_S) -> Any:
         """Takes the oldest structure."""
-        with self._changed:
-            self._wait(lambda: self._closed or bool(self._items), timeout, "an element")
-            if self._items:
-                item = self._items.popleft()
-                self._changed.notify_all()
-                return item
-            if self._error is not None:
-                raise self._error
-            raise EndOfInput(f"queue {self.name!r}: the input has ended")
-
-    def _wait(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
-        if not self._changed.wait_for(ready, timeout):
-            raise DeadlineError(f"queue {self.name!r}: waited {timeout:g} s for {what}")
-
-    def size(self) -> int:
-        with self._changed:
-            return len(self._items)
-
-    def close(self, error: BaseException | None = None) -> None:
-        """No more elements; ``error`` is raised to the consumer after the last one."""
-        with self._changed:
-            self._closed = True
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
+        return self.get(timeout)
 
 
 def enqueue_dicts_with_queue_return(
@@ -184,7 +138,7 @@ class EnqueueHook(SessionRunHook):
         error: BaseException | None = None
         try:
             while not self.queue.closed:
-                self.queue.put(producer())
+                self.queue.put(producer(), DEADLINE_S)
         except StopIteration:
             pass
         except BaseException as raised:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from shoal import _core
+from shoal.background.ahead import ReadAhead
 from shoal.comm.ranks.ranks import Ranks
 from shoal.comm.ranks.torch_ranks import start_ranks
-from shoal.data.prefetch import Prefetch
 from shoal.data.samples import Samples
 from shoal.data.stream import Batch
 from shoal.errors import ShoalError
@@ -190,7 +190,7 @@ class Trainer:
             if self._names_writes and self._new_writer:
                 # So that a run that is killed before its first checkpoint finds the names of its updates.
                 self._save(replace=True)
-            with Prefetch(self.stream, self.config.data.ahead()) as batches:
+            with ReadAhead(self.stream, self.config.data.ahead()) as batches:
                 why = self._loop(Epochs(iter(batches)))
             if unread and why == "finished" and self.at.samples == first and self.reading.live is None:
                 raise self.reading.no_samples()

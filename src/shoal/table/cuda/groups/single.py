@@ -25,11 +25,23 @@ class SingleGroup:
         self.tables: tuple[CudaHashTable, ...] = tables
         self.dim = tables[0].dim_size
         self._turn = threading.RLock()
-        self.traits = Traits(device=tables[0].device, trains=not tables[0].serving, local_state=True)
+        self.traits = Traits(
+            device=tables[0].device, trains=not tables[0].serving, local_state=True,
+            prefetches=all(hasattr(table, "prefetch") for table in tables),
+        )  # fmt: skip
 
     def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
         """The ids themselves: rows are looked up when they are read."""
         return Found(ids, counts, ids.new_empty(0), ids.new_empty(0))
+
+    def prefetch(self, ids: Tensor, counts: Tensor, features: Features) -> None:
+        """Has caches bring the rows of ids."""
+        if features.padding is not None:  # what is read are other tensors, without it
+            return
+        sizes = Found(ids, counts, ids, ids).sizes(features)
+        for number, own in zip(features.tables, ids.split(sizes), strict=True):
+            table: Any = self.tables[number]
+            table.prefetch(own)
 
     def rows(self, found: Found, features: Features, *, missing: Missing) -> Tensor:
         """As `Group.rows`."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.background.ahead import ReadAhead
 from shoal.comm.ranks.ranks import Ranks
-from shoal.data.prefetch import Prefetch
 from shoal.data.samples import Samples
 from shoal.data.stream import Stream
 from shoal.train.loop.measure.metrics import Metrics, buckets, merged, merged_counts
@@ -40,7 +40,7 @@ def evaluate(
     metrics, grouped = Metrics(1), GroupedPredictions(ndcg_at)
     model.eval(), rows.eval()
     try:
-        with Prefetch(stream, ahead) as batches:
+        with ReadAhead(stream, ahead) as batches:
             each, number = iter(batches), 0
             while number != max_batches:
                 batch = next(each, None)

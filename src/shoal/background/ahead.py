@@ -1,0 +1,103 @@
+"""`ReadAhead`: an iterable whose next elements a thread gets ready while the caller works on the last one."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+from shoal.background.queue import BoundedQueue, EndOfInput
+
+T = TypeVar("T")
+JOIN_S = 60.0
+
+
+class ReadAhead(Iterator[T], Generic[T]):
+    """Iterates over ``source`` while a thread keeps up to ``depth`` elements ready. Close it, or use it in ``with``.
+
+    An error of the source is raised after the elements before it, with its own traceback. With a ``depth`` of 0 there
+    is no thread, and elements are made when they are asked for.
+
+    Args:
+        source: the thread is the only one that advances it, and closes the generator that it made of it.
+        depth: elements that wait, besides the one that the thread is making.
+        name: of the thread.
+        inside: makes a context in which the thread works.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[T],
+        depth: int = 8,
+        *,
+        name: str = "shoal-read",
+        inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._source: Iterator[T] = iter(source)
+        self._owned = self._source is not source  # an iterator that came as such is its owner's to close
+        self._queue = BoundedQueue(max(1, depth), name)
+        self._thread: threading.Thread | None = None
+        if depth:
+            work = (
+                self._source,
+                self._owned,
+                self._queue,
+                inside,
+            )  # not this object, which ends the thread when it is dropped
+            self._thread = threading.Thread(target=_fill, args=work, name=name, daemon=True)
+            weakref.finalize(self, self._queue.close, drop=True)
+            self._thread.start()
+
+    def __next__(self) -> T:
+        if self._thread is None:
+            return next(self._source)
+        try:
+            return self._queue.get()
+        except EndOfInput:
+            raise StopIteration from None
+
+    @property
+    def ready(self) -> int:
+        """Elements that wait; 0 most of the time means that making them is what takes the time."""
+        return self._queue.size()
+
+    def close(self, wait_s: float = JOIN_S) -> None:
+        """Ends the thread, after the element that it is making; what waits is dropped.
+
+        Returns after ``wait_s`` seconds also if the thread is still at that element; it ends later.
+        """
+        self._queue.close(drop=True)
+        if self._thread is None:
+            _close(self._source, self._owned)
+        elif self._thread is not threading.current_thread():
+            self._thread.join(wait_s)
+
+    def __enter__(self) -> ReadAhead[T]:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _fill(source: Any, owned: bool, queue: BoundedQueue, inside: Callable[[], AbstractContextManager[Any]]) -> None:
+    error: BaseException | None = None
+    try:
+        with inside():
+            try:
+                for item in source:
+                    queue.put(item)
+            finally:
+                _close(source, owned)
+    except EndOfInput:  # nobody wants more
+        pass
+    except BaseException as raised:
+        error = raised
+    queue.close(error)
+
+
+def _close(source: Any, owned: bool) -> None:
+    close = getattr(source, "close", None)
+    if owned and callable(close):
+        close()
