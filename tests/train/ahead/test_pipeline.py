@@ -3,7 +3,9 @@
 Overlap is proved by events: a step waits until the next batch was read, which it never is if nothing overlaps.
 """
 
+import doctest
 import gc
+import importlib
 import threading
 import traceback
 
@@ -536,3 +538,8 @@ def test_bad_settings_are_refused():
             Pipeline(model, **bad)
     with pytest.raises(ConfigError, match="must return the loss"):
         list(Pipeline(HashEmbeddingBag(shoal.HashTable(1), output="dict"))([{"a": [[1]]}]))
+
+
+@pytest.mark.parametrize("module", ["train.ahead.pipeline", "nn.module"])
+def test_examples_in_docstrings_work(module):
+    assert doctest.testmod(importlib.import_module(f"shoal.{module}")).failed == 0
