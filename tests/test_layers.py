@@ -28,6 +28,7 @@ LAYERS = (
         "_gpu",
     ),
     ("durable",),
+    ("observe",),
     ("ops",),
     ("table",),
     ("comm",),

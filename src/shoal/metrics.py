@@ -1,12 +1,41 @@
 """One sink for what tables and serving measure; by default the process's Prometheus registry."""
 
+import bisect
+import itertools
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Bounds of histograms of durations; `FRESHNESS` for those of minutes."""
+FRESHNESS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+
+class Histogram:
+    """Cumulative buckets, a count and a sum. Adding is not locked: a lost count under threads is worth the speed."""
+
+    __slots__ = ("bounds", "buckets", "count", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.buckets = [0] * (len(bounds) + 1)
+        self.count = 0
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.buckets[bisect.bisect_left(self.bounds, value)] += 1
+        self.count += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, values up to it), as Prometheus counts."""
+        bounds = [*map(str, self.bounds), "+Inf"]
+        return list(zip(bounds, itertools.accumulate(self.buckets), strict=True))
 
 
 class MetricsSink(Protocol):
@@ -18,10 +47,11 @@ class MetricsSink(Protocol):
 
 
 class PrometheusSink:
-    """Counters, summaries and gauges in a Prometheus registry; tags become labels.
+    """Counters, timers and gauges in a Prometheus registry; tags become labels.
 
-    A metric's labels are those of its first measurement: later ones fill in missing labels with the empty string.
-    Without ``prometheus_client`` it does nothing.
+    Timers whose name ends with ``_seconds`` are histograms, others summaries without quantiles. A metric's labels are
+    those of its first measurement: later ones fill in missing labels with the empty string. Without
+    ``prometheus_client`` it does nothing.
     """
 
     def __init__(self, registry: Any = None) -> None:
@@ -34,7 +64,8 @@ class PrometheusSink:
         self._metric("Counter", name, tags, "inc", value)
 
     def emit_timer(self, name: str, value: float, tags: str) -> None:
-        self._metric("Summary", name, tags, "observe", value)
+        kind, verb = ("Timer", "add") if name.endswith("_seconds") else ("Summary", "observe")
+        self._metric(kind, name, tags, verb, value)
 
     def emit_store(self, name: str, value: float, tags: str) -> None:
         self._metric("Gauge", name, tags, "set", value)
@@ -60,14 +91,44 @@ class PrometheusSink:
                 registry = self._registry if self._registry is not None else prometheus_client.REGISTRY
                 plain = re.sub(r"[^a-zA-Z0-9_:]", "_", name)
                 try:
-                    metric = getattr(prometheus_client, kind)(plain, name, tuple(labels), registry=registry)
+                    if kind == "Timer":
+                        metric: Any = _Timer(plain, tuple(labels))
+                        registry.register(metric)
+                    else:
+                        metric = getattr(prometheus_client, kind)(plain, name, tuple(labels), registry=registry)
                 except ValueError as error:  # somebody else's metric; measuring must not fail what is measured
                     log.warning("metric %s is not kept: %s", name, error)
                     return lambda value: None
                 self._metrics[name] = (metric, tuple(labels))
             metric, names = self._metrics[name]
-        child = metric.labels(*(labels.get(key, "") for key in names)) if names else metric
+        child = metric.labels(*(labels.get(key, "") for key in names)) if names or kind == "Timer" else metric
         return getattr(child, verb)
+
+
+class _Timer:
+    """A histogram for each set of labels, as a collector of Prometheus; several times faster than the library's own."""
+
+    def __init__(self, name: str, labels: tuple[str, ...]) -> None:
+        self._name, self._labels = name, labels
+        self._bounds = FRESHNESS if "freshness" in name else SECONDS
+        self._children: dict[tuple[str, ...], Histogram] = {}
+
+    def labels(self, *values: str) -> Histogram:
+        return self._children.setdefault(values, Histogram(self._bounds))
+
+    def describe(self) -> list[Any]:
+        """Asked for when it is registered: its name must be free."""
+        from prometheus_client.core import HistogramMetricFamily
+
+        return [HistogramMetricFamily(self._name, self._name)]
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import HistogramMetricFamily
+
+        family = HistogramMetricFamily(self._name, self._name, labels=self._labels)
+        for values, histogram in list(self._children.items()):
+            family.add_metric(values, histogram.cumulative(), histogram.sum)
+        yield family
 
 
 _default = PrometheusSink()

@@ -10,9 +10,9 @@ import torch
 
 import shoal
 from shoal.cli.main import main
-from shoal.cli.shared.top_metrics import Reading, Sample, Status, parse_metrics, quantile, rate, summarise
 from shoal.cli.top import discover, registered, url_of, view
 from shoal.errors import ConfigError, DataError
+from shoal.observe.scrape import Reading, Sample, Status, parse_metrics, quantile, rate, summarise
 
 
 @contextlib.contextmanager

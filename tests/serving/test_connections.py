@@ -11,6 +11,8 @@ import time
 import pytest
 
 from shoal.errors import ConfigError
+from shoal.observe import pool as http_pool
+from shoal.observe.pool import PooledHandler, PooledHttpServer
 from shoal.serving import (
     AgentConfig,
     AgentDataProvider,
@@ -22,8 +24,6 @@ from shoal.serving import (
     set_client_security,
 )
 from shoal.serving.security import open_channel
-from shoal.serving.server.rest import pool as http_pool
-from shoal.serving.server.rest.pool import PooledHandler, PooledHttpServer
 from tests.serving.helpers import eventually
 from tests.serving.test_agent import rpc
 

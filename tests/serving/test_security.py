@@ -1,8 +1,6 @@
 """TLS, tokens, who may push, where servers may listen."""
 
-import shutil
 import ssl
-import subprocess
 import urllib.error
 import urllib.request
 
@@ -27,50 +25,13 @@ from shoal.serving import (
 )
 from shoal.serving.security import is_loopback, token_file
 from shoal.table import test_hash_table
+from tests.certificates import make_certificates
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     """A CA, a server certificate for localhost and a client certificate, made by openssl."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl here")
-    folder = tmp_path_factory.mktemp("tls")
-
-    def run(*arguments):
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    run(
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-keyout",
-        "ca.key",
-        "-out",
-        "ca.pem",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=ca",
-    )
-    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    for name in ("server", "trainer"):
-        run(
-            "req",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-keyout",
-            f"{name}.key",
-            "-out",
-            f"{name}.csr",
-            "-subj",
-            f"/CN={name}",
-        )
-        run("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
-            "-extfile", "san", "-out", f"{name}.pem")  # fmt: skip
-    return folder
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture

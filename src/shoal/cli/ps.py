@@ -7,12 +7,13 @@ import json
 import logging
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from shoal.cli.shared.arguments import Verbs, parse, run_verb
+from shoal.cli.shared.security_options import Certificates
 from shoal.cli.shared.stopping import stop_event
 from shoal.errors import PeerError, UsageError
 
@@ -42,12 +43,13 @@ class Serve:
     config: Path | None = None
     """tables.toml; workers may make tables, too."""
     host: str = "127.0.0.1"
-    """Address to listen on. Beyond this machine it needs --keys, or --insecure."""
+    """Address to listen on. Beyond this machine it needs --keys."""
     port: int = 0
     """0 takes a free one."""
     http_host: str = "127.0.0.1"
+    """Address of the status page, /metrics and /healthz. Beyond this machine it needs --tls-cert and --tokens."""
     http_port: int = 0
-    """For /healthz and /metrics."""
+    """Its port; 0 takes a free one."""
     durability: Literal["none", "checkpoint", "log"] = "none"
     """What survives a crash: nothing, the last checkpoint, or everything that was acknowledged."""
     dir: Path | None = None
@@ -61,7 +63,7 @@ class Serve:
     clients: Path | None = None
     """Folder with the public keys of those who may connect; without it all who have the server's public key may."""
     insecure: bool = False
-    """Listen beyond this machine without keys."""
+    """Listen beyond this machine without keys, TLS and tokens: anyone on the network can read and change rows."""
     max_ids: int = 1 << 24
     """Ids in one request at most."""
     threads: int = 2
@@ -102,6 +104,7 @@ class Serve:
     """This server's .key_secret file for connections to the other servers of the group; default: --keys."""
     json: bool = False
     """Print where the server listens as one line of JSON."""
+    http_security: Certificates = field(default_factory=Certificates)
 
 
 @dataclass
@@ -257,6 +260,7 @@ def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tup
         http_port=ports[1] if ports else options.http_port,
         keys=None if options.keys is None else ServerKeys(secret=options.keys, clients=options.clients),
         insecure=options.insecure,
+        http_security=options.http_security.build(),
         limits=Limits(max_ids=options.max_ids),
         read_threads=options.threads,
         checkpoint_every=periodic,
@@ -275,7 +279,7 @@ def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tup
         publishing.start()
     if ports is None:
         place = {"shard": options.shard, "of": options.of, "address": server.address, "http": server.http_address}
-        text = f"shard {options.shard} of {options.of} on {server.address}, status on http://{server.http_address}"
+        text = f"shard {options.shard} of {options.of} on {server.address}, status page {server.http_url}"
         print(json.dumps(place) if options.json else text, flush=True)
     ports = int(server.address.rpartition(":")[2]), int(server.http_address.rpartition(":")[2])
     while not stop.wait(0.05):

@@ -16,7 +16,7 @@ from shoal.errors import ConfigError, DeadlineError, UsageError
 
 DESCRIPTION = """Serve exported models over TF-Serving's gRPC and REST interfaces, taking pushed rows while serving.
 
-Example: shoal serve out/model --rest-port 8501
+Example: shoal serve out/model
 
 then: curl -d '{"instances": [{"user": [7]}]}' http://127.0.0.1:8501/v1/models/NAME:predict
 
@@ -43,8 +43,11 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8500
     """gRPC port; 0 picks a free one."""
-    rest_port: int = -1
-    """HTTP port of REST, /metrics and the status page; 0 picks a free one, -1 turns it off."""
+    rest_port: int | None = None
+    """HTTP port of REST, /metrics and the status page; 0 picks a free one, -1 turns it off. By default 8501 with the
+    gRPC port 8500, else a free one, in both cases on 127.0.0.1 whatever --host says."""
+    rest_host: str | None = None
+    """Where it listens; by default --host if --rest-port is given."""
     wait_s: float = 0.0
     """Seconds to wait for the first export in MODEL_DIR, which need not be there yet."""
     poll_seconds: float = 1.0
@@ -107,7 +110,7 @@ def serve(options: Options) -> int:
     config, names, bindings = models_of(options)
     server = ModelServer(
         concat_ip_and_port(options.host, options.port),
-        concat_ip_and_port(options.host, options.rest_port) if options.rest_port >= 0 else None,
+        _rest_address(options),
         config,
         options.poll_seconds,
         security=options.security.build(),
@@ -127,7 +130,7 @@ def serve(options: Options) -> int:
         registration = _register(options, server, bindings) if options.registry else None
         ready = {
             "grpc": server.address,
-            "rest": concat_ip_and_port(options.host, server.rest_port) if server.rest_port else None,
+            "rest": server.rest_address,
             "models": sorted(model.name for model in server.models()),
         }
         print(json.dumps(ready) if options.json else _text(ready), flush=True)
@@ -137,6 +140,25 @@ def serve(options: Options) -> int:
             registration.stop()
         server.stop(options.drain_seconds)
     return 0
+
+
+REST_PORT = 8501
+"""As TF-Serving has it, next to 8500."""
+
+
+def _rest_address(options: Options) -> str | None:
+    """Where REST listens, None if it is off. A port that was not asked for by number is another one if it is taken."""
+    from shoal.serving.net_utils import concat_ip_and_port, is_open
+
+    if options.rest_port is not None:
+        host = options.rest_host or options.host
+        return concat_ip_and_port(host, options.rest_port) if options.rest_port >= 0 else None
+    host = options.rest_host or "127.0.0.1"
+    usual = REST_PORT if options.port == REST_PORT - 1 else 0
+    if usual and is_open(concat_ip_and_port(host, usual), 0.2):
+        logging.getLogger(__name__).warning("port %d is in use: the status page has another one", usual)
+        usual = 0
+    return concat_ip_and_port(host, usual)
 
 
 def _wait(root: Path, seconds: float) -> bool:
@@ -263,12 +285,12 @@ class _Registration:
     def __init__(self, options: Options, server: Any, bindings: list[tuple[str, str, str]]) -> None:
         from shoal.serving.cluster.records import Container
         from shoal.serving.cluster.zk_backend import ZKBackend
-        from shoal.serving.net_utils import concat_ip_and_port, get_local_server_addr
+        from shoal.serving.net_utils import get_local_server_addr
 
         self._server, self._bindings = server, bindings
         own = get_local_server_addr(server.port) if options.host in ("0.0.0.0", "::") else server.address
         self._address = options.advertise or own
-        self._rest = concat_ip_and_port(options.host, server.rest_port) if server.rest_port else None
+        self._rest = server.rest_address
         self._container = Container("shoal", self._address)
         self._backend = ZKBackend(options.bzid, options.registry)
         self._backend.start()

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.cli.shared.arguments import parse
-from shoal.cli.shared.metrics_port import serve_metrics
+from shoal.cli.shared.metrics_port import Counted, serve_metrics
 from shoal.cli.shared.security_options import CallSecurity
 from shoal.cli.shared.stopping import stop_event
 from shoal.errors import UsageError
+from shoal.observe.recent import RecentErrors
+from shoal.observe.security import ServerSecurity
 
 DESCRIPTION = """Push freshly trained rows from a trainer or parameter server to all serving replicas.
 
@@ -52,7 +54,7 @@ class Options:
     full_precision: bool = False
     """Send floats also to replicas that ask for their storage codec."""
     metrics_port: int | None = None
-    """Port of /metrics for Prometheus and `shoal top`, on 127.0.0.1; 0 picks a free one."""
+    """Port of the status page and /metrics, on 127.0.0.1; 0 picks a free one."""
     json: bool = False
     """One JSON line per round."""
     security: CallSecurity = field(default_factory=CallSecurity)
@@ -119,16 +121,21 @@ def sync(options: Options) -> int:
         backend = _backend(options)
         open_things.callback(backend.stop)
         loop = SyncLoop(backend, options.ps_index, handle, options.interval, follower.pull)
-        open_things.callback(serve_metrics(options.metrics_port, as_json=options.json))
+        totals = {"replicas": 0, "rows": 0, "waiting_rows": 0, "rounds": 0, "failed_rounds": 0, "freshness_s": None}
+        shown = Counted(
+            f"Shoal sync, {options.model}", lambda: totals, counters=("rows", "rounds", "failed_rounds"),
+            wrong=("failed_rounds",), units={"freshness_s": "s"},
+        )  # fmt: skip
+        open_things.callback(serve_metrics(options.metrics_port, shown, ServerSecurity(), as_json=options.json))
         stop = open_things.enter_context(stop_event())
         while True:
             begin = time.monotonic()
-            code = _round(options, loop, handle)
+            code = _round(options, loop, handle, totals, shown.errors)
             if options.once or stop.wait(max(0.0, options.interval - (time.monotonic() - begin))):
                 return code if options.once else 0
 
 
-def _round(options: Options, loop: Any, handle: Any) -> int:
+def _round(options: Options, loop: Any, handle: Any, totals: dict[str, Any], errors: RecentErrors) -> int:
     from shoal.metrics import emit_counter, emit_store
 
     begin = time.time()
@@ -138,6 +145,8 @@ def _round(options: Options, loop: Any, handle: Any) -> int:
         if options.once:
             raise
         print(f"shoal sync: {error}", file=sys.stderr)
+        totals["failed_rounds"] += 1
+        errors.note(str(error), where="round")
         emit_counter("parameter_sync_failed_rounds", 1)
         return 1
     rows: dict[str, dict[str, Any]] = {}
@@ -155,6 +164,15 @@ def _round(options: Options, loop: Any, handle: Any) -> int:
     for target in handle.manager.targets:
         emit_store("parameter_sync_waiting_rows", waiting.get(target, 0), f"target={target}")
     emit_counter("parameter_sync_failed_rounds", int(any(row["code"] for row in rows.values())))
+    totals["rounds"] += 1
+    totals["failed_rounds"] += int(any(row["code"] for row in rows.values()))
+    totals["rows"] += sum(row["rows"] for row in rows.values())
+    totals["waiting_rows"], totals["replicas"] = sum(waiting.values()), len(handle.manager.targets)
+    fresh = [row["freshness_s"] for row in rows.values() if row["freshness_s"] is not None]
+    totals["freshness_s"] = max(fresh, default=totals["freshness_s"])
+    for row in rows.values():
+        if row["code"]:
+            errors.note(row["error"], where=row["target"])
     report = {
         "time": begin,
         "seconds": round(time.time() - begin, 4),

@@ -15,8 +15,8 @@ from typing import Any
 
 from shoal.cli.shared.arguments import parse
 from shoal.cli.shared.console import make_console, print_json, show_bytes
-from shoal.cli.shared.top_metrics import Reading, Status, parse_metrics, summarise
 from shoal.errors import ConfigError, DataError, UsageError
+from shoal.observe.scrape import Reading, Status, parse_metrics, summarise
 
 DESCRIPTION = """Watch running trainers, parameter servers, replicas and sync processes: rows, rates, lag, errors.
 

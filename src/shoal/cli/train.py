@@ -8,7 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,8 @@ class Flags:
     tensorboard: str | None = None
     """Folder for TensorBoard."""
     metrics: str | None = None
-    """host:port at which to serve /metrics for Prometheus and `shoal top`; port 0 takes a free one."""
+    """host:port of the status page and /metrics, for Prometheus and `shoal top`; port 0 takes a free one, `off` none.
+    By default it is on a free port of 127.0.0.1. Elsewhere it needs TLS and tokens: --set out.metrics_tls_cert=…"""
     set: tuple[str, ...] | None = None
     """Any settings: section.name=value, values as in TOML; as often as you like."""
     strict: bool = False
@@ -169,6 +170,8 @@ def _train(flags: Flags, config: Any) -> int:
     from shoal.comm.ranks.torch_ranks import start_ranks
     from shoal.train.loop.trainer import trainer
 
+    if config.out.metrics is None:
+        config = replace(config, out=replace(config.out, metrics="127.0.0.1:0"))
     ranks = start_ranks()
     with (
         _signals() as stop,

@@ -94,7 +94,7 @@ class PlainReporter(Reporter):
         for one in values["tables"]:
             self.say(_table_line(one))
         if values.get("metrics"):
-            self.say(f"metrics on http://{values['metrics']}/metrics")
+            self.say(f"status page http://{values['metrics']}/")
         if values["resumed"]:
             self.say(f"resuming from {values['resumed']} at step {values['step']:,}")
 

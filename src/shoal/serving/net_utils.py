@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from enum import StrEnum
 
-from shoal.errors import ConfigError
+from shoal.observe.security import split_address
 
 
 class AddressFamily(StrEnum):
@@ -27,16 +27,6 @@ def is_ipv6_address(ip: str) -> bool:
 def concat_ip_and_port(ip: str, port: int | str) -> str:
     """``ip:port``; an IPv6 address gets brackets."""
     return f"[{ip}]:{port}" if is_ipv6_address(ip) else f"{ip}:{port}"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """(host, port) of ``host:port`` or ``[v6]:port``."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
-        raise ConfigError(
-            f"an address must be host:port with a port up to 65535 (and [host]:port for IPv6), got {address!r}"
-        )
-    return host.strip("[]"), int(port)
 
 
 def resolve(host: str, family: int) -> str | None:

@@ -1,12 +1,11 @@
-"""TLS and tokens for every port: what clients present, what servers demand, where servers may listen."""
+"""TLS and tokens of gRPC: what clients present, and ports that demand it."""
 
-import hmac
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, missing_extra
+from shoal.observe.security import ServerSecurity, is_loopback, token_file  # noqa: F401  (token_file: for callers)
 
 try:
     import grpc
@@ -46,69 +45,6 @@ class ClientSecurity:
             f"refusing to send a token to {address} without TLS, where anyone on the way can read it; set "
             "ca (--tls-ca), or pass allow_insecure=True (--allow-insecure)"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSecurity:
-    """What a server demands. With nothing set it takes anyone, which is allowed on loopback only."""
-
-    certificate: Path | None = None
-    key: Path | None = None
-    client_ca: Path | None = None
-    """Clients must show a certificate that this CA signed."""
-    tokens: dict[str, str] = field(default_factory=dict, repr=False)
-    """identity -> bearer token; with any set, calls without one of them are refused."""
-    pushers: frozenset[str] | None = None
-    """Identities (token names or certificate common names) that may push rows; None = every accepted one."""
-    allow_insecure: bool = False
-    """Listen off loopback without TLS or without tokens all the same."""
-
-    def __post_init__(self) -> None:
-        if (self.certificate is None) != (self.key is None):
-            raise ConfigError("server security: certificate and key must be given together")
-        if self.client_ca is not None and self.certificate is None:
-            raise ConfigError("server security: client_ca needs the server's own certificate and key")
-
-    @property
-    def authenticates(self) -> bool:
-        return bool(self.tokens) or self.client_ca is not None
-
-    def check_bind(self, address: str) -> None:
-        """Raises unless ``host:port`` is loopback, or TLS and identities are both set, or it was asked for by name."""
-        if self.allow_insecure or is_loopback(address) or (self.certificate is not None and self.authenticates):
-            return
-        raise ConfigError(
-            f"refusing to listen on {address}: off loopback a server must have TLS (certificate, key) and tokens or a "
-            "client CA; set them, listen on 127.0.0.1, or pass allow_insecure=True (--allow-insecure)"
-        )
-
-    def identify(self, bearer: str, common_name: str = "") -> str | None:
-        """Who is calling: a token's name, a certificate's common name, "" for anyone where nothing is demanded."""
-        if not self.authenticates:
-            return ""
-        found = None
-        for name, token in self.tokens.items():  # all are compared, so the time taken tells nothing
-            if hmac.compare_digest(token.encode(), bearer.encode()):
-                found = name
-        if found is None and not self.tokens:
-            found = common_name or None
-        return found
-
-    def may_push(self, identity: str) -> bool:
-        return self.pushers is None or identity in self.pushers
-
-
-def is_loopback(address: str) -> bool:
-    """Whether ``host:port`` can be reached from this machine only. Unix sockets count."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 _client_security: ClientSecurity | None = None
@@ -206,16 +142,3 @@ def bind(server: Any, address: str, security: ServerSecurity) -> int:
     if not port:
         raise ConfigError(f"cannot listen on {address}: the address is in use or not of this machine")
     return port
-
-
-def token_file(path: Path) -> dict[str, str]:
-    """identity -> token from lines ``identity token``; the file should be readable by its owner only."""
-    tokens = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        parts = line.split()
-        if not parts or parts[0].startswith("#"):
-            continue
-        if len(parts) != 2:
-            raise ConfigError(f"{path}:{number}: a line must be 'identity token'")
-        tokens[parts[0]] = parts[1]
-    return tokens

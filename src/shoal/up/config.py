@@ -63,6 +63,9 @@ class Trainers:
     """``[trainers]``: the ranks of `shoal train`."""
 
     ranks: int = 1
+    insecure: bool = False
+    """Serve the status pages of trainer and joiner beyond one machine without TLS and tokens; so does
+    ``[replicas] insecure``."""
     options: tuple[str, ...] = ()
     """Further flags of `shoal train`."""
 
@@ -90,6 +93,16 @@ class Up:
     """Size at which a log is put aside."""
     log_files: int = 3
     """Logs put aside that stay, of each process."""
+    page: str = "127.0.0.1:0"
+    """``host:port`` of the status page of the whole system; port 0 for a free one, ``off`` for none."""
+    tls_cert: str | None = None
+    """Certificate chain (PEM) of the page; off loopback it must have TLS, and tokens or a client CA."""
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    tokens: str | None = None
+    """File of lines ``identity token``."""
+    insecure: bool = False
+    """Serve the page off loopback without TLS and tokens all the same."""
 
 
 _SECTIONS: dict[str, type] = {
@@ -133,6 +146,11 @@ class Online:
         """A setting of the training run, None where the file does not have it."""
         inner = self.content.get(section)
         return inner.get(name) if isinstance(inner, Mapping) else None
+
+    @property
+    def open_pages(self) -> bool:
+        """Whether the pages of trainer and joiner may be served on a network without TLS."""
+        return self.trainers.insecure or self.replicas.insecure
 
     @property
     def model(self) -> str:

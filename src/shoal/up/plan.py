@@ -39,6 +39,11 @@ class Process:
     """What it listens on, by purpose."""
 
     @property
+    def page(self) -> str:
+        """The URL of its status page."""
+        return f"{self.probe.rpartition('/')[0]}/"
+
+    @property
     def command(self) -> str:
         """As a line for a shell."""
         return shlex.join(("shoal", *self.arguments))
@@ -103,12 +108,14 @@ def _server(online: Online, name: str, place: Place, places: Places) -> Process:
     ]  # fmt: skip
     if servers.insecure and place.listen != "127.0.0.1":
         arguments.append("--insecure")
-    return _process(name, "server", [*arguments, *servers.options], place, "healthz")
+    return _process(name, "server", [*arguments, *servers.options], place, secure="--tls-cert" in servers.options)
 
 
 def _joiner(online: Online, name: str, place: Place, places: Places) -> Process:
     arguments = ["join", online.file, "--metrics", f"{place.listen}:{place.ports['http']}"]
-    return _process(name, "joiner", arguments, place, "metrics", finishes=True)
+    if online.open_pages and place.listen != "127.0.0.1":
+        arguments.append("--allow-insecure")
+    return _process(name, "joiner", arguments, place, finishes=True)
 
 
 def _trainer(online: Online, name: str, place: Place, places: Places) -> Process:
@@ -118,6 +125,8 @@ def _trainer(online: Online, name: str, place: Place, places: Places) -> Process
         "serve.dir": online.exports, "serve.model": online.model, "serve.registry": online.registry_url,
         "serve.every_s": 600, "serve.push_every_s": 1, "serve.at_start": True,
     }  # fmt: skip
+    if online.open_pages and place.listen != "127.0.0.1":
+        defaults["out.metrics_insecure"] = True
     if servers:
         defaults["train.ps"] = [places[other].at("rows") for other in servers]
     given = [
@@ -130,7 +139,13 @@ def _trainer(online: Online, name: str, place: Place, places: Places) -> Process
     launch = ["launch", "-n", str(ranks), "-m", "shoal"] if ranks > 1 else []
     joiner = ("joiner",) if "join" in online.content else ()
     return _process(
-        name, "trainer", [*launch, *train, "--set", *given], place, "metrics", after=(*servers, *joiner), finishes=True
+        name,
+        "trainer",
+        [*launch, *train, "--set", *given],
+        place,
+        after=(*servers, *joiner),
+        finishes=True,
+        secure=online.given("out", "metrics_tls_cert") is not None,
     )
 
 
@@ -144,7 +159,7 @@ def _replica(online: Online, name: str, place: Place, places: Places) -> Process
         arguments += ["--advertise", place.at("grpc")]
     if replicas.insecure and place.listen != "127.0.0.1":
         arguments.append("--allow-insecure")
-    made = _process(name, "replica", [*arguments, *replicas.options], place, "healthz")
+    made = _process(name, "replica", [*arguments, *replicas.options], place, secure="--tls-cert" in replicas.options)
     return replace(made, patience_s=replicas.wait_s)
 
 
@@ -154,13 +169,14 @@ _MAKERS: dict[Kind, Callable[[Online, str, Place, Places], Process]] = {
 
 
 def _process(
-    name: str, kind: Kind, arguments: Sequence[str], place: Place, probe: str, *, after: Sequence[str] = (),
-    finishes: bool = False,
+    name: str, kind: Kind, arguments: Sequence[str], place: Place, *, after: Sequence[str] = (),
+    finishes: bool = False, secure: bool = False,
 ) -> Process:  # fmt: skip
     port = place.ports["rest" if kind == "replica" else "http"]
     metrics = f"{place.host}:{port}"
+    scheme = "https" if secure else "http"
     return Process(
-        name=name, kind=kind, arguments=tuple(arguments), probe=f"http://{metrics}/{probe}", metrics=metrics,
+        name=name, kind=kind, arguments=tuple(arguments), probe=f"{scheme}://{metrics}/healthz", metrics=metrics,
         after=tuple(after), finishes=finishes, ports=dict(place.ports),
     )  # fmt: skip
 
@@ -168,6 +184,31 @@ def _process(
 def _toml(value: Any) -> str:
     """A value for ``--set``."""
     return json.dumps(value) if not isinstance(value, str) else value
+
+
+def check_network(online: Online, where: str) -> None:
+    """Refuses processes that would talk over a network without keys, unless the file allows that.
+
+    Args:
+        where: why they do, for the message.
+    """
+    needs: list[tuple[str, bool, set[str], str]] = [
+        ("replicas", online.replicas.insecure, {"--tls-cert", "--tokens"} - {*online.replicas.options},
+         'options = ["--tls-cert", …, "--tls-key", …, "--tokens", …]'),
+        ("trainers", online.open_pages or online.given("out", "metrics_tls_cert") is not None, {"metrics_tls_cert"},
+         "[out] metrics_tls_cert, metrics_tls_key, metrics_tokens"),
+    ]  # fmt: skip
+    if online.servers is not None:
+        missing = {"--keys", "--tls-cert"} - {*online.servers.options}
+        keys = 'options = ["--keys", …, "--tls-cert", …, "--tls-key", …, "--tokens", …]'
+        needs.insert(1, ("servers", online.servers.insecure, missing, keys))
+    for section, allowed, missing, otherwise in needs:
+        client_ca = section != "trainers" and "--tls-client-ca" in getattr(online, section).options
+        if not allowed and missing - ({"--tokens"} if client_ca else set()):
+            raise ConfigError(
+                f"{online.file}: {where}: set [{section}] insecure = true if that network is yours alone, or give the "
+                f"processes keys ({otherwise})"
+            )
 
 
 def check(online: Online) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from shoal.errors import ConfigError, DeadlineError, PeerError, missing_extra
+from shoal.errors import DeadlineError, PeerError, missing_extra
 from shoal.up.config import Online
 from shoal.up.files import Log
 from shoal.up.local import fixed_ports, free_ports
-from shoal.up.plan import PORTS, Place, Places, Process, names_of
+from shoal.up.plan import PORTS, Place, Places, Process, check_network, names_of
 
 PLACE_S = 120.0
 CALL_S = 30.0
@@ -128,7 +128,7 @@ class RayLauncher:
         self._actors = {name: self._make(name) for name in kinds}
         alone = sum(node["Alive"] for node in self._ray.nodes()) == 1
         if not alone:
-            _check_network(online)
+            check_network(online, "the Ray cluster has several nodes")
         found = {}
         for name, kind in kinds.items():
             address, self._nodes[name], free = self._ask(name, len(PORTS[kind]))
@@ -174,14 +174,3 @@ class RayLauncher:
             self._ray.kill(actor)
         if self._own:
             self._ray.shutdown()
-
-
-def _check_network(online: Online) -> None:
-    """Processes on several nodes talk over a network."""
-    allowed = {"replicas": online.replicas, **({} if online.servers is None else {"servers": online.servers})}
-    for section, given in allowed.items():
-        if not given.insecure and not any(flag in ("--keys", "--tls-cert", "--tokens") for flag in given.options):
-            raise ConfigError(
-                f"{online.file}: the Ray cluster has several nodes: set [{section}] insecure = true if their network "
-                "is yours alone, or give the processes keys in options"
-            )

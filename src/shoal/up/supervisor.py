@@ -6,9 +6,11 @@ import json
 import os
 import shlex
 import signal
+import ssl
 import threading
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -19,6 +21,7 @@ from shoal.up import decide, files
 from shoal.up.config import Online
 from shoal.up.decide import ALIVE, ENDED, Action, Phase, State
 from shoal.up.local import Launcher, Running
+from shoal.up.page import open_page
 from shoal.up.plan import Process, plan
 
 TICK_S = 0.1
@@ -54,6 +57,8 @@ class Supervisor:
         self.ready_at: float | None = None
         self._written: Any = None
         self._why_stopping = ""
+        self.events: deque[dict[str, Any]] = deque(maxlen=200)
+        self.page_url = ""
 
     def run(self, stop: threading.Event) -> int:
         """0 if everything was stopped as it should, 1 if a process failed, 2 if its configuration was wrong."""
@@ -61,6 +66,10 @@ class Supervisor:
         end_leftovers(self.folder, self._tell)
         for process in self.processes:
             self._tell("plan", process.name, process.command)
+        page = open_page(self, self._online)
+        self.page_url = page.url if page is not None else ""
+        if page is not None:
+            self._tell("page", "", f"status page {page.url}", url=page.url)
         try:
             while not self._over(stop):
                 self._look()
@@ -75,6 +84,8 @@ class Supervisor:
         finally:
             for one in self._running.values():
                 one.kill()
+            if page is not None:
+                page.stop()
             self._write()
             for log in self._logs.values():
                 log.close()
@@ -119,7 +130,9 @@ class Supervisor:
 
     def _answers(self, name: str) -> bool:
         try:
-            with urllib.request.urlopen(self._by_name[name].probe, timeout=PROBE_S) as answer:
+            url = self._by_name[name].probe
+            tls = ssl._create_unverified_context() if url.startswith("https:") else None  # it is our own process
+            with urllib.request.urlopen(url, timeout=PROBE_S, context=tls) as answer:
                 return answer.status == 200
         except (OSError, ValueError):
             return False
@@ -174,6 +187,7 @@ class Supervisor:
     def _say(self, event: str, name: str, text: str, **more: Any) -> None:
         """Tells what has happened, after others can read it in the state."""
         self._write()
+        self.events.append({"at": time.time(), "event": event, "name": name, "text": text})
         self._tell(event, name, text, **more)
 
     def _write(self) -> None:
@@ -188,9 +202,14 @@ class Supervisor:
         self._written = now
         files.write_state(self.folder, {
             "file": os.path.abspath(self._online.file), "pid": os.getpid(), "begun": self._begun,
-            "ready": self.ready_at, "registry": self._online.registry_url, "model": self._online.model,
-            "processes": [self._row(process, blocked) for process in self.processes],
+            "ready": self.ready_at, "page": self.page_url, "registry": self._online.registry_url,
+            "model": self._online.model, "processes": self.rows(),
         })  # fmt: skip
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What is known of each process."""
+        blocked = decide.blocked(self.processes, self.states)
+        return [self._row(process, blocked) for process in self.processes]
 
     def _pid(self, name: str) -> int | None:
         return self._running[name].pid if name in self._running else None
@@ -202,7 +221,8 @@ class Supervisor:
             "name": process.name, "kind": process.kind, "phase": state["phase"], "pid": self._pid(process.name),
             "reason": state["reason"] or blocked.get(process.name, ""), "restarts": state["restarts"],
             "failures": state["failures"], "since": time.time() - age, "metrics": process.metrics,
-            "ports": dict(process.ports), "command": process.command, "log": self._logs[process.name].path,
+            "page": process.page, "ports": dict(process.ports), "command": process.command,
+            "log": self._logs[process.name].path,
         }  # fmt: skip
 
 

@@ -6,12 +6,13 @@ import contextlib
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.cli.shared.arguments import parse
-from shoal.cli.shared.metrics_port import serve_metrics
+from shoal.cli.shared.metrics_port import Counted, serve_metrics
+from shoal.cli.shared.security_options import PortSecurity
 from shoal.cli.shared.stopping import stop_event
 from shoal.errors import UsageError
 
@@ -53,11 +54,12 @@ class Options:
     every: float = 5.0
     """Seconds between two lines of progress."""
     metrics_port: int | None = None
-    """Port of /metrics for Prometheus and `shoal top`, on 127.0.0.1; 0 picks a free one."""
+    """Port of the status page and /metrics, on 127.0.0.1; 0 picks a free one."""
     metrics: str | None = None
-    """The same as HOST:PORT, to be reached from other machines."""
+    """The same as HOST:PORT, to be reached from other machines, which needs TLS and tokens."""
     json: bool = False
     """One JSON line per report."""
+    security: PortSecurity = field(default_factory=PortSecurity)
 
 
 def main(argv: list[str]) -> int:
@@ -80,8 +82,6 @@ def run(options: Options) -> int:
         writer = open_writer(config.out)
         open_things.callback(writer.close)
         stop = open_things.enter_context(stop_event())
-        open_things.callback(serve_metrics(options.metrics_port, as_json=options.json, at=options.metrics))
-
         out = parse_address(config.out)  # samples are numbered, so a topic gets them in one partition
         partition = out.options.get("partitions", "0").split(",")[0] if out.scheme == "kafka" else None
 
@@ -90,6 +90,15 @@ def run(options: Options) -> int:
 
         pump = Pump(config, write, to_end=options.to_end, note=_note)
         open_things.callback(pump.close)
+        pump.measure()
+        shown = Counted(
+            "Shoal joiner", lambda: pump.measured, counters=COUNTERS, wrong=WRONG,
+            units={"watermark_lag_s": "s", "memory_bytes": "bytes", "tail_bytes": "bytes"},
+        )  # fmt: skip
+        security = options.security.build()
+        open_things.callback(
+            serve_metrics(options.metrics_port, shown, security, as_json=options.json, at=options.metrics)
+        )
         report = _Reports(options, pump, config.out)
         report.start()
         while not stop.is_set() and not pump.ended:
@@ -102,6 +111,16 @@ def run(options: Options) -> int:
 
 def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+COUNTERS = ("impressions", "actions", "positives", "negatives", "negatives_dropped")
+WRONG = {
+    "late_impressions": "late impressions", "late_actions": "late actions",
+    "duplicate_impressions": "duplicate impressions", "duplicate_actions": "duplicate actions",
+    "unmatched_actions": "actions without impression", "excess_actions": "actions beyond max_actions",
+    "broken_impressions": "broken impressions", "broken_actions": "broken actions", "lost_records": "lost records",
+}  # fmt: skip
+"""Counts that should be 0."""
 
 
 class _Reports:
@@ -159,13 +178,7 @@ class _Reports:
 def line(values: dict[str, Any], rate: float) -> str:
     """One line of progress; what should be 0 is shown when it is not."""
     lag = f", {values['watermark_lag_s']:,.0f} s behind" if "watermark_lag_s" in values else ""
-    wrong = {
-        "late_impressions": "late impressions", "late_actions": "late actions",
-        "duplicate_impressions": "duplicate impressions", "duplicate_actions": "duplicate actions",
-        "unmatched_actions": "actions without impression", "excess_actions": "actions beyond max_actions",
-        "broken_impressions": "broken impressions", "broken_actions": "broken actions", "lost_records": "lost records",
-    }  # fmt: skip
-    told = "".join(f", {values[name]:,} {text}" for name, text in wrong.items() if values[name])
+    told = "".join(f", {values[name]:,} {text}" for name, text in WRONG.items() if values[name])
     dropped = f" ({values['negatives_dropped']:,} left out)" if values["negatives_dropped"] else ""
     return (
         f"{rate:,.0f} events/s, {values['samples']:,} samples: {values['positives']:,} positives, "

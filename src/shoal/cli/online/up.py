@@ -61,7 +61,7 @@ While it runs, from another shell:
 
   shoal up stop online.toml
 
-  shoal top --up online.toml             # rows, rates, lag, errors
+  shoal top --up online.toml             # rows, rates, lag, errors; the status page has their history
 
   shoal rollback online.toml             # back to a checkpoint from before the guard tripped
 
@@ -302,6 +302,8 @@ def status(options: Status) -> int:
     ]  # fmt: skip
     title = f"{online.file}: " + (f"running as process {state['pid']}" if runs else "not running")
     print_table(title, ("process", "phase", "pid", "for", "restarts", "metrics", "reason"), rows, left=7)
+    if runs and state.get("page"):
+        print(f"status page {state['page']}")
     if guard is not None:
         print(f"ALERT: the guard stopped pushes at step {guard['step']:,}: {guard['reason']}", file=sys.stderr)
     return 0 if good else 1

@@ -1,12 +1,12 @@
-"""The security flags that `shoal serve`, `sync` and `agent` share."""
+"""The security flags that commands share."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSecurity:
-    """What callers must show."""
+class Certificates:
+    """What callers of a port must show. Beyond this machine it must have TLS, and tokens or a client CA."""
 
     tls_cert: Path | None = None
     """The server's certificate chain (PEM)."""
@@ -16,22 +16,42 @@ class ServeSecurity:
     """Callers must show a certificate that this CA signed."""
     tokens: Path | None = None
     """File of lines 'identity token'; calls must carry one of the tokens."""
-    pusher: tuple[str, ...] = ()
-    """Identities that may push rows; without any, every accepted caller may."""
-    allow_insecure: bool = False
-    """Listen off loopback without TLS or tokens all the same."""
 
-    def build(self):
-        from shoal.serving.security import ServerSecurity, token_file
+    def build(self, *, allow_insecure: bool = False, pushers: tuple[str, ...] = ()):
+        from shoal.observe.security import ServerSecurity, token_file
 
         return ServerSecurity(
             certificate=self.tls_cert,
             key=self.tls_key,
             client_ca=self.tls_client_ca,
             tokens=token_file(self.tokens) if self.tokens else {},
-            pushers=frozenset(self.pusher) if self.pusher else None,
-            allow_insecure=self.allow_insecure,
+            pushers=frozenset(pushers) if pushers else None,
+            allow_insecure=allow_insecure,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortSecurity(Certificates):
+    """The same, with a way around."""
+
+    allow_insecure: bool = False
+    """Listen off loopback without TLS or tokens all the same."""
+
+    def build(self):  # pyrefly: ignore
+        return super().build(allow_insecure=self.allow_insecure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSecurity(Certificates):
+    """What callers must show."""
+
+    pusher: tuple[str, ...] = ()
+    """Identities that may push rows; without any, every accepted caller may."""
+    allow_insecure: bool = False
+    """Listen off loopback without TLS or tokens all the same."""
+
+    def build(self):  # pyrefly: ignore
+        return super().build(allow_insecure=self.allow_insecure, pushers=self.pusher)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,8 @@ class Pump:
         self.readers: list[Reader] = []
         self._ended = [False, False]
         self._counted: dict[str, int] = {}
+        self.measured: dict[str, Any] = {}
+        """What `measure` gave last."""
         self.joiner = Joiner(config, write, note=note, block_bytes=block_bytes)
         try:
             for side, one in ((IMPRESSIONS, config.impressions), (ACTIONS, config.actions)):
@@ -154,7 +156,8 @@ class Pump:
             levels["watermark_lag_s"] = time.time() - native.closed / 1e6
         for name, value in levels.items():
             emit_store(f"join_{name}", value)
-        return {**counts, **levels}
+        self.measured = {**counts, **levels}
+        return self.measured
 
     def _bury(self, side: int, messages: list[bytes], broken: list[tuple[int, str]]) -> None:
         with open(self._dead, "a", encoding="utf-8") as file:

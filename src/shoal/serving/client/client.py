@@ -10,6 +10,7 @@ import torch
 
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import emit_counter, emit_timer
+from shoal.observe.security import split_address
 from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, SignatureDefMap
 from shoal.serving.client.caller import Caller
 from shoal.serving.client.channels import Channels
@@ -18,7 +19,6 @@ from shoal.serving.client.joining import Joiner
 from shoal.serving.client.replicas import RegistryWatch, ReplicaSet
 from shoal.serving.cluster.registry import is_registry_address
 from shoal.serving.loop import client_loop
-from shoal.serving.net_utils import split_address
 from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.security import ClientSecurity, client_security
 from shoal.serving.status import Code, StatusError, invalid_argument

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from shoal.errors import DataError, ShoalError
-from shoal.metrics import emit_counter, emit_timer
+from shoal.metrics import SIZES, Histogram, emit_counter, emit_timer
+from shoal.observe.recent import RecentErrors
 from shoal.serving.loop import ServingLoop
 from shoal.serving.predict import Asked
 from shoal.serving.security import ServerSecurity
@@ -35,9 +36,19 @@ class Traffic:
         self._recent: deque[tuple[float, str, float, int]] = deque(maxlen=200_000)
         self.total = 0
         self.failed = 0
+        self.batch_requests, self.batch_rows = Histogram(SIZES), Histogram(SIZES)
+        """Sizes of the batches that ran, a request that ran alone among them."""
+        self.errors = RecentErrors()
 
-    def add(self, model: str, signature: str, code: int, seconds: float) -> None:
+    def add_batch(self, requests: int, rows: int) -> None:
+        """Requests that ran together."""
+        self.batch_requests.add(requests)
+        self.batch_rows.add(rows)
+
+    def add(self, model: str, signature: str, code: int, seconds: float, why: str = "") -> None:
         now = time.monotonic()
+        if code:
+            self.errors.note(why, where=f"{model} {signature}".strip() or "request", level="warning")
         with self._lock:
             self.total += 1
             self.failed += bool(code)
@@ -116,7 +127,11 @@ class Answerer:
         name = spec.signature_name or "serving_default"
         begin = time.perf_counter()
         admitted = ""
-        code, label = 0, ("", "")  # names that do not exist are not kept: callers could make any number of them
+        code, why, label = (
+            0,
+            "",
+            ("", ""),
+        )  # names that do not exist are not kept: callers could make any number of them
         try:
             with self._models.use(spec, asked.one_version) as version:
                 where = f"model {spec.name!r} version {version.number}"
@@ -147,8 +162,9 @@ class Answerer:
                     batcher = version.batchers.get(name)
                     if batcher is None:
                         batcher = Batcher(
-                            signature.run, partial(signature.join, place), self._max_batch_rows, self._pool, outputs
-                        )
+                            signature.run, partial(signature.join, place), self._max_batch_rows, self._pool, outputs,
+                            self._traffic.add_batch,
+                        )  # fmt: skip
                         version.batchers[name] = batcher
                     call = asked.call  # joined natively, its tensors take at most eight times its bytes
                     if call is not None and 8 * len(call.data) > self._max_request_bytes:
@@ -162,19 +178,19 @@ class Answerer:
                     return work()
                 return await self._loop.loop.run_in_executor(self._pool, enter().run, work)
         except StatusError as error:
-            code = error.code
+            code, why = error.code, error.message
             raise
         except DataError as error:
-            code = Code.INVALID_ARGUMENT
+            code, why = Code.INVALID_ARGUMENT, str(error)
             raise invalid_argument(str(error)) from None
         except (ShoalError, ValueError) as error:
-            code = Code.INVALID_ARGUMENT
+            code, why = Code.INVALID_ARGUMENT, str(error)
             raise invalid_argument(f"model {spec.name!r}, signature {name!r}: {error}") from error
         except Exception as error:
-            code = Code.INTERNAL
+            code, why = Code.INTERNAL, str(error)
             log.exception("model %s, signature %s failed", spec.name, name)
             raise StatusError(Code.INTERNAL, f"model {spec.name!r}, signature {name!r}: {error}") from error
         finally:
             if admitted:
                 self._admission.leave(admitted)
-            self._traffic.add(*label, code, time.perf_counter() - begin)
+            self._traffic.add(*label, code, time.perf_counter() - begin, why)

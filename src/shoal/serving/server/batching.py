@@ -81,6 +81,7 @@ class Batcher:
         max_rows: a batch has at most this many rows, unless one request alone has more.
         pool: runs batches that take long; None = they run on the loop, too.
         outputs: alias -> what it is, as far as that is known.
+        ran: is told of each batch how many requests and rows it had.
 
     Whatever a joined run gives that is not one row per row of its inputs is thrown away: its requests run one by one,
     and so do all later ones.
@@ -93,8 +94,9 @@ class Batcher:
         max_rows: int = 1024,
         pool: Executor | None = None,
         outputs: Mapping[str, TensorSpec] | None = None,
+        ran: Callable[[int, int], None] = lambda requests, rows: None,
     ) -> None:
-        self._call, self._join = call, join
+        self._call, self._join, self._ran = call, join, ran
         self._outputs = dict(outputs or {})
         self._joins = True
         self._max_rows = max_rows
@@ -240,6 +242,7 @@ class Batcher:
 
     def _run_native(self, batch: list[_Waiting], inputs: Tensors, rows: list[int]) -> None:
         self.batches += 1
+        self._ran(len(batch), sum(rows))
         try:
             outputs = self._call(inputs)
             if len(batch) > 1 and not self._row_wise(outputs, sum(rows)):
@@ -285,6 +288,7 @@ class Batcher:
             self._alone(batch)
             return
         self.batches += 1
+        self._ran(len(batch), sum(max(1, each.rows) for each in batch))
         try:
             if len(batch) == 1:
                 outputs = self._call(batch[0].inputs)

@@ -72,6 +72,8 @@ def _hand_over_rows(old: Servable, new: Servable, view: TableView, number: int, 
                  sub_table, len(ids), superseded)  # fmt: skip
     count_rows(view.name, UNDECIDED, unknown)
     count_rows(view.name, CARRIED, len(ids) - unknown)
+    if len(ids) and old.fresh_at is not None:
+        new.refreshed(old.fresh_at)
 
 
 def _hand_over_weights(old: Servable, new: Servable) -> None:

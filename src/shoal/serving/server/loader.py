@@ -37,7 +37,9 @@ def load_servable(directory: Path, root: Path) -> Servable:
     for spec in manifest.tables:
         views[spec.name] = load_table(directory, spec, root)
     stamps = {source: Stamp(*each) for source, each in (getattr(manifest, "stamps", None) or {}).items()}
-    servable = Servable({}, views, manifest.rows_read_at, stamps=stamps, version=manifest.version)
+    servable = Servable(
+        {}, views, manifest.rows_read_at, stamps=stamps, version=manifest.version, exported_step=manifest.global_step
+    )
     signatures = table_signatures(list(views.values()), lambda: servable)
     if manifest.program is not None:
         for name in ("lookup", "raw_lookup"):  # a standalone export answers with its program

@@ -248,6 +248,7 @@ def apply_round(
             view.assign_sub(number, ids, values, mark)
     if moments is not None and kept:
         moments.switch(None, {})
+    servable.refreshed(mark.read_at)
     if complete:
         servable.complete[mark.source] = max(mark.stamp, servable.complete.get(mark.source, mark.stamp))
     return sum(len(ids) for _, _, ids, _ in kept)

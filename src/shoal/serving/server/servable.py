@@ -193,6 +193,8 @@ class Servable:
         program: the dense program, if it has one.
         rounds: the ``Rounds`` of pushes that are on their way here.
         weights: of the last push of dense weights.
+        exported_step: the step of the export.
+        fresh_at: Unix time by which the newest of its rows had been read from the trainer; None where nobody knows.
     """
 
     def __init__(
@@ -203,12 +205,15 @@ class Servable:
         *,
         stamps: Mapping[str, Stamp] | None = None,
         version: int = 0,
+        exported_step: int = 0,
     ) -> None:
         self.signatures = dict(signatures)
         self.tables = dict(tables or {})
         self.rows_read_at = rows_read_at
         self.stamps = dict(stamps or {})
         self.version = version
+        self.exported_step = exported_step
+        self.fresh_at = rows_read_at
         self.token = uuid.uuid4().hex
         self.complete = dict(self.stamps)
         self.program: Any = None
@@ -224,6 +229,16 @@ class Servable:
         if mark.source and self.stamps:
             return mark.stamp > self.stamps.get(mark.source, min(self.stamps.values()))
         return None if self.rows_read_at is None else mark.read_at >= self.rows_read_at
+
+    @property
+    def step(self) -> int:
+        """The trainer's step that it has come to, by the export and by pushes since."""
+        known = [self.weights.stamp] if self.weights is not None else list(self.complete.values())
+        return max(known).step if known else self.exported_step
+
+    def refreshed(self, read_at: float) -> None:
+        """Rows that had been read from the trainer by a Unix time are here now."""
+        self.fresh_at = max(read_at, self.fresh_at or 0.0)
 
     def missing(self) -> str:
         """What it needs from other servers and does not get yet, "" if that is nothing. May take seconds."""

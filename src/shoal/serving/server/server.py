@@ -116,6 +116,8 @@ class ModelServer(LoadedModels):
         self._listens = False
         self._readiness: asyncio.Task[None] | None = None
         self.rest_port: int | None = None
+        self.rest_address: str | None = None
+        """``host:port`` of REST, from :meth:`start` on."""
         if config is not None:
             self._configure(config)
         self.port = self._loop.call(self._open(address), OPEN_SECS)
@@ -160,7 +162,7 @@ class ModelServer(LoadedModels):
                 from shoal.serving.server.rest.http import RestServer
 
                 self._rest = RestServer(self, self._rest_address)
-                self.rest_port = self._rest.port
+                self.rest_port, self.rest_address = self._rest.port, self._rest.address
                 self._rest.start()
             self._loop.call(self._listen(), OPEN_SECS)
         except BaseException:

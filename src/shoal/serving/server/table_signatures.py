@@ -73,6 +73,7 @@ def _apply(owner: Callable[[], Servable], work: Sequence[Rows]) -> None:
                     count_rows(view.name, DROPPED, len(ids))  # the switch has said so
                 elif len(ids) and values is not None:
                     into.assign_sub(where, ids, values, read_at)
+    servable.refreshed(read_at)
     rows: dict[str, int] = {}
     for view, _, ids, _ in work:
         rows[view.name] = rows.get(view.name, 0) + len(ids)

@@ -40,7 +40,7 @@ class _Server:
         return f"tcp://{name}:{self._server.address.rsplit(':', 1)[1]}"
 
     def status(self) -> dict[str, Any]:
-        return self._server._health()[1]
+        return self._server.health()[1]
 
     def checkpoint(self) -> str:
         return self._server.checkpoint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from shoal import _core
@@ -12,6 +13,7 @@ from shoal.data.live.address import is_live, parse_address
 from shoal.data.live.messages import decoder
 from shoal.data.schema import CRITEO, Schema
 from shoal.errors import ConfigError, did_you_mean
+from shoal.observe.security import ServerSecurity, split_address, token_file
 from shoal.train.loop.serve_config import ServeConfig
 from shoal.train.loop.table_config import (
     PlannedTable,
@@ -290,13 +292,44 @@ class OutConfig:
     tensorboard: str | None = None
     """Folder for TensorBoard's summaries."""
     metrics: str | None = None
-    """``host:port`` at which the first rank serves /metrics, for Prometheus and `shoal top`; port 0 for a free one."""
+    """``host:port`` at which the first rank serves its status page and /metrics, for Prometheus and `shoal top`; port 0
+    for a free one. ``off``: none, as by default in Python; `shoal train` has one on a free port of 127.0.0.1."""
+    metrics_tls_cert: str | None = None
+    """Certificate chain (PEM) of the status page; off loopback it must have TLS, and tokens or a client CA."""
+    metrics_tls_key: str | None = None
+    metrics_tls_client_ca: str | None = None
+    """Callers must show a certificate that this CA signed."""
+    metrics_tokens: str | None = None
+    """File of lines ``identity token``; callers must send one of the tokens."""
+    metrics_insecure: bool = False
+    """Serve it off loopback without TLS and tokens all the same."""
 
     def __post_init__(self) -> None:
         at_least("out", self, every_steps=0, every_s=0, keep=1, log_steps=1, log_s=0, auc_window=1)
-        host, colon, port = (self.metrics or "127.0.0.1:0").rpartition(":")
-        if not host or not colon or not port.isdecimal() or int(port) > 65535:
+        if self.page is None:
+            return
+        try:
+            split_address(self.page)
+        except ConfigError:
+            raise ConfigError(
+                f"[out] metrics must be host:port, such as 127.0.0.1:9100, or off, got {self.metrics!r}"
+            ) from None
+        if not self.page.rpartition(":")[0]:
             raise ConfigError(f"[out] metrics must be host:port, such as 127.0.0.1:9100, got {self.metrics!r}")
+
+    @property
+    def page(self) -> str | None:
+        """Where the status page is served; None for nowhere."""
+        return None if self.metrics in (None, "off") else self.metrics
+
+    def security(self) -> ServerSecurity:
+        """What callers of the status page must show."""
+        names = (self.metrics_tls_cert, self.metrics_tls_key, self.metrics_tls_client_ca)
+        certificate, key, ca = (Path(each) if each is not None else None for each in names)
+        tokens = token_file(Path(self.metrics_tokens)) if self.metrics_tokens is not None else {}
+        return ServerSecurity(
+            certificate=certificate, key=key, client_ca=ca, tokens=tokens, allow_insecure=self.metrics_insecure
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

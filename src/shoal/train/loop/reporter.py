@@ -38,6 +38,10 @@ class Reporter:
     def note(self, text: str) -> None:
         """Something that a person should know."""
 
+    def failed(self, what: str, text: str) -> None:
+        """A checkpoint or an export (``what``) could not be written, and the run continues."""
+        self.note(text)
+
     def alert(self, text: str) -> None:
         """The guard has stopped pushes and exports, or let them begin again."""
 

@@ -191,7 +191,10 @@ def _resolve_paths(content: dict[str, Any], base: Path) -> None:
             feature["file"] = str(base / feature["file"])
     for section, names in (
         ("data", ("train", "eval", "dead_letters")),
-        ("out", ("dir", "tensorboard")),
+        (
+            "out",
+            ("dir", "tensorboard", "metrics_tls_cert", "metrics_tls_key", "metrics_tls_client_ca", "metrics_tokens"),
+        ),
         ("serve", ("dir",)),
     ):
         inner: Any = content.get(section)

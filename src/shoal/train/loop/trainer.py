@@ -18,6 +18,7 @@ from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.data.samples import Samples
 from shoal.data.stream import Batch
 from shoal.errors import ShoalError
+from shoal.observe.endpoint import HttpPort
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
 from shoal.train.loop.exporting import Exports
@@ -27,7 +28,7 @@ from shoal.train.loop.guard.rollback import running
 from shoal.train.loop.hooks import Hooks, SaveTimer, TrainContext, make_hooks
 from shoal.train.loop.learner import Learner
 from shoal.train.loop.machine import fair_threads, resident_bytes
-from shoal.train.loop.measure.endpoint import Endpoint
+from shoal.train.loop.measure.endpoint import Run, Watched
 from shoal.train.loop.measure.evaluation import evaluate
 from shoal.train.loop.measure.metrics import merged
 from shoal.train.loop.measure.summaries import Summaries
@@ -62,7 +63,10 @@ class Trainer:
     ) -> None:
         self.config, self.ranks = config, ranks or start_ranks()
         self.reporter = reporter if reporter is not None and self.ranks.first else Reporter()
-        self._bad_reporter = reporter or Reporter()
+        self._shown = Run(config.model.name, lambda: (self.at.step, self.at.samples), self._trip)
+        if config.out.page is not None and self.ranks.first:
+            self.reporter = Watched(self.reporter, self._shown)
+        self._bad_reporter = self.reporter if self.ranks.first else reporter or Reporter()
         self.stop = stop
         train = config.train
         threads = train.threads or fair_threads()
@@ -118,12 +122,15 @@ class Trainer:
         self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
         self.exports = Exports(config, self.ranks, self.learner)
         self.guard = self._make_guard()
-        self._endpoint: Endpoint | None = None
-        if config.out.metrics is not None and self.ranks.first:
-            progress, guard = (lambda: (self.at.step, self.at.samples)), self.guard
-            trip = lambda: "" if guard.trip is None else guard.trip.reason  # noqa: E731
-            self._endpoint = Endpoint(config.out.metrics, progress, trip)
-            self._opened.callback(self._endpoint.close)
+        self._page: HttpPort | None = None
+        if config.out.page is not None and self.ranks.first:
+            self._page = HttpPort(config.out.page, self._shown, config.out.security()).start()
+            self._opened.callback(self._page.stop)
+
+    def _trip(self) -> str:
+        """Why the guard has stopped pushes and exports, "" while it has not."""
+        trip = self.guard.trip if hasattr(self, "guard") else None  # it may speak while it is made
+        return "" if trip is None else trip.reason
 
     @property
     def _names_writes(self) -> bool:
@@ -175,7 +182,7 @@ class Trainer:
         self.reporter.start(
             step=self.at.step, resumed=self.resumed, world=self.ranks.world_size, model=self.config.model.name,
             parameters=parameters, files=len(self.stream.files), batch_size=self.config.train.batch_size,
-            tables=self.rows.describe(), metrics=None if self._endpoint is None else self._endpoint.address,
+            tables=self.rows.describe(), metrics=None if self._page is None else self._page.address,
             sources=self.reading.sources,
         )  # fmt: skip
         self.hooks.after_create_session(self.at.step)
@@ -266,8 +273,6 @@ class Trainer:
         values = self._values() | {"samples_per_s": rate, "eta_s": self._eta(rate)}
         self._marks["report"] = time.monotonic()
         self.reporter.progress(**values)
-        if self._endpoint is not None:
-            self._endpoint.report(values)
         self.hooks.on_progress(self.at.step, values)
         self.summaries.progress(values, self.rows)
 
@@ -453,7 +458,8 @@ class Trainer:
             newest = self.saver.newest or "none"
             if last:
                 raise OSError(f"{what}, and it was the last; the newest that there is: {newest}") from error
-            self.reporter.note(f"{what}; the run goes on and tries again at the next one. The newest is {newest}")
+            text = f"{what}; the run continues and tries again at the next one. The newest is {newest}"
+            self.reporter.failed("checkpoint", text)
             return None
         self.reading.acknowledge(self.reader)
         self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
@@ -485,7 +491,7 @@ class Trainer:
         except (OSError, ShoalError) as error:
             if last:
                 raise
-            self.reporter.note(f"the export of step {self.at.step:,} failed ({error}); the run goes on")
+            self.reporter.failed("export", f"the export of step {self.at.step:,} failed ({error}); the run continues")
             return
         self.publishing.exported(int(os.path.basename(path)), self.at.stamp)
         self.reporter.exported(step=self.at.step, path=path, seconds=time.perf_counter() - begun)

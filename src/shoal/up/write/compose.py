@@ -33,7 +33,8 @@ def document(online: Online, image: str) -> dict[str, Any]:
 
 
 def _service(online: Online, process: Process, image: str, file: str) -> dict[str, Any]:
-    check = f"import urllib.request; urllib.request.urlopen({json.dumps(_local(process))}, timeout=2)"
+    ignoring = ", context=ssl._create_unverified_context()" if process.probe.startswith("https:") else ""
+    check = f"import ssl, urllib.request; urllib.request.urlopen({json.dumps(_local(process))}, timeout=2{ignoring})"
     service: dict[str, Any] = {
         "image": image,
         "command": list(process.arguments),

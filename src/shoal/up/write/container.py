@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shoal.errors import ConfigError
 from shoal.up.config import Online
-from shoal.up.plan import PORTS, Kind, Place, Process, names_of, plan
+from shoal.up.plan import PORTS, Kind, Place, Process, check_network, names_of, plan
 
 DATA = "/data"
 """The volume that all containers share: checkpoints, exports, registry, rows of the servers."""
@@ -43,16 +43,7 @@ def _without(online: Online, section: str) -> dict[str, object]:
 
 
 def _check(online: Online) -> None:
-    insecure = [("replicas", online.replicas.insecure, "`shoal serve` --tls-cert … in options")]
-    if online.servers is not None:
-        insecure.append(("servers", online.servers.insecure, "--keys in options"))
-    for section, allowed, otherwise in insecure:
-        given = getattr(online, section)
-        if not allowed and not any(flag in ("--keys", "--tls-cert", "--tokens") for flag in given.options):
-            raise ConfigError(
-                f"{online.file}: containers talk over a network: set [{section}] insecure = true if that network is "
-                f"yours alone, or give them keys ({otherwise})"
-            )
+    check_network(online, "containers talk over a network")
     for name in _files(online):
         if os.path.isabs(name):
             raise ConfigError(

@@ -54,7 +54,8 @@ def _service(process: Process, name: str) -> dict[str, Any]:
 
 def _set(online: Online, process: Process, name: str, image: str) -> dict[str, Any]:
     path, port = process.probe.rpartition("/")[2], int(process.metrics.rpartition(":")[2])
-    probe = {"httpGet": {"path": f"/{path}", "port": port}, "periodSeconds": 5, "timeoutSeconds": 3}
+    scheme = {"scheme": "HTTPS"} if process.probe.startswith("https:") else {}
+    probe = {"httpGet": {"path": f"/{path}", "port": port, **scheme}, "periodSeconds": 5, "timeoutSeconds": 3}
     container = {
         "name": process.kind, "image": image, "args": list(process.arguments),
         "ports": [{"name": each, "containerPort": number} for each, number in process.ports.items()],

@@ -152,6 +152,7 @@ class LaneRunners:
     ) -> None:  # fmt: skip
         first, count, rows = place
         self.batches += 1
+        self._traffic.add_batch(count, rows)
         outputs = signature.run(inputs)
         if count > 1:
             joins, sure = rows_match(outputs, signature.spec.outputs, rows)

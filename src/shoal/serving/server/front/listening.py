@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.serving.net_utils import split_address
+from shoal.observe.security import split_address
 
 
 def open_sockets(address: str) -> tuple[list[socket.socket], int]:

@@ -1,17 +1,19 @@
-"""The status page of a model server: what it serves, how fresh it is, how busy it is."""
+"""What a model server shows of itself: what it serves, how fresh it is, how busy it is."""
 
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from shoal import __version__
+from shoal.metrics import Histogram
+from shoal.observe.endpoint import TEXT, Shown, process_metrics
+from shoal.observe.exposition import Family, render
+from shoal.observe.history import Figures
+from shoal.observe.page import Part, Tone, chart, page, pill, table, tile
 from shoal.proto.serving.tf_serving_pb2 import ModelVersionStatus
-
-PAGE = (Path(__file__).parent / "status.html").read_bytes()
 
 
 def snapshot(server: Any) -> dict[str, Any]:
-    """What the page shows, as plain values."""
+    """What a model server tells of itself, as plain values."""
     models, tables = [], []
     now = time.time()
     for model in sorted(server.models(), key=lambda each: each.name):
@@ -25,8 +27,16 @@ def snapshot(server: Any) -> dict[str, Any]:
         ]
         current = model.current()
         servable = current.servable if current is not None else None
-        signatures = sorted(servable.signatures) if servable is not None else []
-        models.append({"name": model.name, "versions": versions, "signatures": signatures})
+        models.append(
+            {
+                "name": model.name,
+                "versions": versions,
+                "signatures": sorted(servable.signatures) if servable is not None else [],
+                "serves": current.number if current is not None else None,
+                "step": servable.step if servable is not None else None,
+                "age_s": now - servable.fresh_at if servable is not None and servable.fresh_at else None,
+            }
+        )
         for view in list(servable.tables.values()) if servable is not None else ():
             tables.append(
                 {
@@ -42,46 +52,185 @@ def snapshot(server: Any) -> dict[str, Any]:
                 }
             )
     return {
-        "version": __version__,
         "uptime_s": now - server.started_at,
+        "front": server.front,
         "requests": server.traffic.total,
         "failed": server.traffic.failed,
         "refused": server.admission.refused,
+        "not_ready": server.not_ready(),
+        "batches": {"count": server.traffic.batch_rows.count, "mean_rows": _mean(server.traffic.batch_rows),
+                    "mean_requests": _mean(server.traffic.batch_requests)},
         "models": models,
         "tables": tables,
-        "traffic": [{"what": key, **values} for key, values in sorted(server.traffic.recent().items())],
-    }
+        "traffic": [
+            {"what": key, **values, "p50_s": values["p50_ms"] / 1e3, "p99_s": values["p99_ms"] / 1e3}
+            for key, values in sorted(server.traffic.recent().items())
+        ],
+    }  # fmt: skip
 
 
-# Metric -> (type, key of a table in the snapshot); counters end in _total.
+class ShownServer(Shown):
+    """A ``ModelServer`` as its status page shows it."""
+
+    counters = ("requests", "failed", "refused")
+
+    def __init__(self, server: Any) -> None:
+        super().__init__()
+        self._server = server
+        self._sizes: dict[str, tuple[int, float]] = {}
+        self.errors = server.traffic.errors
+
+    def status(self) -> dict[str, Any]:
+        return snapshot(self._server)
+
+    def health(self) -> tuple[bool, str, bytes]:
+        if self._server.stopping:
+            return False, TEXT, b"this server is stopping\n"
+        return True, TEXT, b"ok\n"
+
+    def ready(self) -> str:
+        return self._server.not_ready()
+
+    def figures(self) -> Figures:
+        found, traffic = snapshot(self._server), self._server.traffic
+        return {
+            "requests": found["requests"],
+            "failed": found["failed"],
+            "refused": found["refused"],
+            "p50": _worst(found["traffic"], "p50_s"),
+            "p99": _worst(found["traffic"], "p99_s"),
+            "rows": sum(each["rows"] for each in found["tables"]),
+            "step": _worst(found["models"], "step"),
+            "age": _worst(found["models"], "age_s"),
+            "lag": _worst(found["tables"], "lag_s"),
+            "requests_per_batch": self._per_batch("requests", traffic.batch_requests),
+            "rows_per_batch": self._per_batch("rows", traffic.batch_rows),
+        }
+
+    def _per_batch(self, what: str, sizes: Histogram) -> float | None:
+        """The mean of the batches since the last reading."""
+        before, self._sizes[what] = self._sizes.get(what, (0, 0.0)), (sizes.count, sizes.sum)
+        count = sizes.count - before[0]
+        return (sizes.sum - before[1]) / count if count else None
+
+    def page(self) -> Part:
+        found = self.status()
+        models, tables, traffic = found["models"], found["tables"], found["traffic"]
+        why = found["not_ready"]
+        return page(
+            "Shoal model server",
+            about=f"{found['front']} front end",
+            state=pill("not ready", "bad", why) if why else pill("ready", "good"),
+            tiles=[
+                tile("requests per second", sum(each["qps"] for each in traffic)),
+                tile("p99, last ten seconds", _worst(traffic, "p99_s"), "s"),
+                tile("model step", _worst(models, "step")),
+                tile("age of the model", _worst(models, "age_s"), "s",
+                     hint="since the newest rows were read from the trainer"),
+                tile("sync lag, worst table", _worst(tables, "lag_s"), "s",
+                     hint="from the oldest gradient of the last push to here"),
+                tile("rows", sum(each["rows"] for each in tables)),
+                tile("memory of tables", sum(each["bytes"] for each in tables), "bytes"),
+                tile("rows per batch", found["batches"]["mean_rows"]),
+                tile("requests", found["requests"]),
+                tile("failed", found["failed"], tone="bad" if found["failed"] else ""),
+                tile("refused: overload", found["refused"], tone="bad" if found["refused"] else ""),
+            ],
+            charts=[
+                chart("requests", {"answered": "requests", "failed": "failed", "refused": "refused"}, "per_s"),
+                chart("latency", {"p50": "p50", "p99": "p99"}, "s"),
+                chart("batch sizes", {"requests": "requests_per_batch", "rows": "rows_per_batch"}),
+                chart("freshness", {"age of the model": "age", "sync lag": "lag"}, "s"),
+                chart("model step", {"step": "step"}),
+                chart("rows", {"rows": "rows"}),
+            ],
+            tables=[
+                table("Models", ["model", ("version", "n"), "state", ("step", "n"), ("age", "s"), "signatures"], [
+                    [model["name"], str(each["version"]), _state(each), *_if_served(model, each)]
+                    for model in models for each in model["versions"]
+                ]),
+                table("Tables", ["model", "table", ("dim", "n"), ("rows", "n"), ("memory", "bytes"), ("pushes", "n"),
+                                 ("rows pushed", "n"), ("sync lag", "s"), ("last push", "ago")], [
+                    [each["model"], each["name"], ", ".join(map(str, each["dims"])), each["rows"], each["bytes"],
+                     each["pushes"], each["pushed_rows"], each["lag_s"], each["since_push_s"]]
+                    for each in tables
+                ]),
+                table("Requests in the last ten seconds",
+                      ["model and signature", ("rate", "per_s"), ("p50", "s"), ("p99", "s"), ("errors", "n")],
+                      [[each["what"], each["qps"], each["p50_s"], each["p99_s"], each["errors"]] for each in traffic]),
+            ],
+        )  # fmt: skip
+
+    def metrics(self) -> bytes:
+        return process_metrics() + render(_families(self._server))
+
+
+_TONES: dict[str, Tone] = {"AVAILABLE": "good", "END": "bad"}
+
+
+def _state(version: dict[str, Any]) -> Part:
+    unloaded = version["state"] == "END" and not version["error"]
+    tone = "" if unloaded else _TONES.get(version["state"], "")
+    return pill("unloaded" if unloaded else version["state"].lower(), tone, version["error"])
+
+
+def _if_served(model: dict[str, Any], version: dict[str, Any]) -> list[Any]:
+    """Step, age and signatures of the version that is served; what is wrong with another one."""
+    if version["version"] != model["serves"]:
+        return [None, None, version["error"]]
+    return [model["step"], model["age_s"], ", ".join(model["signatures"])]
+
+
+def _worst(rows: list[dict[str, Any]], key: str) -> Any:
+    """The largest value, None where none is known."""
+    return max((each[key] for each in rows if each[key] is not None), default=None)
+
+
+def _mean(sizes: Histogram) -> float | None:
+    return sizes.sum / sizes.count if sizes.count else None
+
+
+# Metric -> (kind, what it is, key of a table in the snapshot).
 _OF_TABLES = {
-    "shoal_serving_table_rows": ("gauge", "rows"),
-    "shoal_serving_table_bytes": ("gauge", "bytes"),
-    "shoal_serving_pushed_rows_total": ("counter", "pushed_rows"),
-    "shoal_serving_lag_seconds": ("gauge", "lag_s"),
-    "shoal_serving_since_push_seconds": ("gauge", "since_push_s"),
+    "shoal_serving_table_rows": ("gauge", "Rows of a table", "rows"),
+    "shoal_serving_table_bytes": ("gauge", "Memory of a table", "bytes"),
+    "shoal_serving_pushed_rows": ("counter", "Rows that were pushed since the version was loaded", "pushed_rows"),
+    "shoal_serving_lag_seconds": ("gauge", "From the oldest gradient of the last push to its being served", "lag_s"),
+    "shoal_serving_since_push_seconds": ("gauge", "Since the last push", "since_push_s"),
+}
+_OF_MODELS = {
+    "shoal_serving_model_version": ("gauge", "The version that is served", "serves"),
+    "shoal_serving_model_step": ("gauge", "The trainer's step that a model has come to", "step"),
+    "shoal_serving_model_age_seconds": ("gauge", "Since the newest rows were read from the trainer", "age_s"),
 }
 
 
-def metrics_text(server: Any) -> str:
+def _families(server: Any) -> Iterator[Family]:
     """The figures of the page for Prometheus, in addition to what is counted as requests come."""
     found = snapshot(server)
-    lines = []
-    for name, kind, value in (
-        ("shoal_serving_requests_total", "counter", found["requests"]),
-        ("shoal_serving_failed_total", "counter", found["failed"]),
-        ("shoal_serving_overload_refused_total", "counter", found["refused"]),
-        ("shoal_serving_uptime_seconds", "gauge", found["uptime_s"]),
+    for name, kind, text, value in (
+        ("shoal_serving_requests", "counter", "Requests answered", found["requests"]),
+        ("shoal_serving_failed", "counter", "Requests answered with an error", found["failed"]),
+        ("shoal_serving_overload_refused", "counter", "Requests refused since too many waited", found["refused"]),
+        ("shoal_serving_uptime_seconds", "gauge", "Since the server was started", found["uptime_s"]),
+        ("shoal_serving_ready", "gauge", "1 while requests may come", int(not found["not_ready"])),
     ):
-        lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
-    for name, (kind, key) in _OF_TABLES.items():
-        lines.append(f"# TYPE {name} {kind}")
-        for table in found["tables"]:
-            if table[key] is not None:
-                labels = f'model="{_escape(table["model"])}",table="{_escape(table["name"])}"'
-                lines.append(f"{name}{{{labels}}} {table[key]}")
-    return "\n".join(lines) + "\n"
-
-
-def _escape(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        yield Family(name, kind, text).add(value)
+    yield Family("shoal_serving_batch_rows", "histogram", "Rows of a batch").add(server.traffic.batch_rows)
+    yield Family("shoal_serving_batch_requests", "histogram", "Requests of a batch").add(server.traffic.batch_requests)
+    for name, (kind, text, key) in _OF_MODELS.items():
+        family = Family(name, kind, text, ("model",))
+        for model in found["models"]:
+            if model[key] is not None:
+                family.add(model[key], model["name"])
+        yield family
+    failed = Family("shoal_serving_failed_versions", "gauge", "Versions that could not be loaded", ("model",))
+    for model in found["models"]:
+        failed.add(sum(1 for each in model["versions"] if each["error"] and each["state"] == "END"), model["name"])
+    yield failed
+    for name, (kind, text, key) in _OF_TABLES.items():
+        family = Family(name, kind, text, ("model", "table"))
+        for each in found["tables"]:
+            if each[key] is not None:
+                family.add(each[key], each["model"], each["name"])
+        yield family

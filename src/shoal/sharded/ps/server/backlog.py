@@ -74,7 +74,8 @@ class Backlog:
     def answer(self, outlet: Any, waiting: Waiting, reply: Reply) -> None:
         """Sends the answer of a request and takes it off the books."""
         target, request, size = waiting
-        self.metrics.done(request.op.name, reply.status.name, time.perf_counter() - request.arrived)
+        seconds = time.perf_counter() - request.arrived
+        self.metrics.done(request.op.name, reply.status.name, seconds, sum(request.counts))
         self.metrics.bytes_out += sum(nbytes_of(p) for p in reply.payload)
         if callable(target):
             target(reply)

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ class Checkpoints:
         """The number of the newest checkpoint, whole or not; 0 without one. An empty folder never was one."""
         found = self._series.all()
         return max((each.number for each in found if os.listdir(each.path)), default=0)
+
+    def age_s(self) -> float | None:
+        """Seconds since the newest checkpoint was written, None without one."""
+        times = []
+        for each in self._series.all():
+            with contextlib.suppress(OSError):
+                times.append(os.stat(each.path).st_mtime)
+        return time.time() - max(times) if times else None
 
     def log_needed_from(self) -> int:
         """The first record that is needed where the newest checkpoint is found damaged; all of them before there are

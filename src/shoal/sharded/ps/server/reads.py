@@ -57,13 +57,14 @@ class Reads:
             return None
         self._metrics.bytes_in += 8 * plain.n
         self._metrics.bytes_out += rows.nbytes
-        self._metrics.done(plain.op.name, "OK", time.perf_counter() - begin)
+        self._metrics.done(plain.op.name, "OK", time.perf_counter() - begin, plain.n)
         return [reply_header(plain.request, self._shard.version), rows.numpy()]
 
     def now(self, request: Request) -> Reply:
         """The answer to a request that is `at_once`, counted."""
         reply = self._read(request)
-        self._metrics.done(request.op.name, reply.status.name, time.perf_counter() - request.arrived)
+        seconds = time.perf_counter() - request.arrived
+        self._metrics.done(request.op.name, reply.status.name, seconds, sum(request.counts))
         return reply
 
     def _read(self, request: Request) -> Reply:

@@ -6,10 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from shoal.errors import ConfigError, ShoalError
+from shoal.observe.endpoint import HttpPort
+from shoal.observe.security import ServerSecurity
 from shoal.sharded.ps.archive.uploading import Uploading
 from shoal.sharded.ps.limits import Limits, check_duration
 from shoal.sharded.ps.metrics import Metrics
@@ -18,9 +21,9 @@ from shoal.sharded.ps.replica.replication import Replication
 from shoal.sharded.ps.security import ServerKeys, check_bind, check_clients, check_port, zmq_module
 from shoal.sharded.ps.server.backlog import Backlog
 from shoal.sharded.ps.server.engine import Durability, Engine
-from shoal.sharded.ps.server.http import StatusServer
 from shoal.sharded.ps.server.reads import Publish, Reads
 from shoal.sharded.ps.server.sockets import Sockets
+from shoal.sharded.ps.server.status import ShownShard
 from shoal.sharded.ps.server.writes import Writes
 
 log = logging.getLogger("shoal.ps")
@@ -45,6 +48,7 @@ class ParameterServer:
         http_port: int | None = 0,
         keys: ServerKeys | None = None,
         insecure: bool = False,
+        http_security: ServerSecurity | None = None,
         limits: Limits | None = None,
         read_threads: int = 2,
         checkpoint_every: timedelta | None = None,
@@ -72,10 +76,13 @@ class ParameterServer:
         self.fatal: str | None = None
         """Why the server had to end."""
         self.address = ""
-        self.http_address = ""
+        self.http_address = self.http_url = ""
         self._zmq = zmq_module()
         self._bind = (host, port, keys)
         self._http_bind = (http_host, http_port)
+        self._http_security = replace(http_security or ServerSecurity(), allow_insecure=insecure)
+        if http_port is not None:
+            self._http_security.check_bind(_address(http_host, http_port))
         self._read_threads = read_threads
         self._checkpoint_every = checkpoint_every
         self._evict_every = evict_every
@@ -87,7 +94,7 @@ class ParameterServer:
         self._draining = threading.Event()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._http: StatusServer | None = None
+        self._http: HttpPort | None = None
 
     def start(self) -> ParameterServer:
         """Recovers, binds and serves; returns when requests can come."""
@@ -163,11 +170,11 @@ class ParameterServer:
         if http_port is None:
             return
         try:
-            self._http = StatusServer(http_host, http_port, self._health, self._metrics_text)
+            self._http = HttpPort(_address(http_host, http_port), ShownShard(self), self._http_security).start()
         except BaseException:
             self._sockets.close()
             raise
-        self.http_address = self._http.address
+        self.http_address, self.http_url = self._http.address, self._http.url
 
     def _spawn(self, name: str, target: Callable[..., Any], *args: Any) -> None:
         thread = threading.Thread(target=self._guard, args=(target, *args), name=name, daemon=True)
@@ -222,7 +229,7 @@ class ParameterServer:
             if thread is not threading.current_thread():
                 thread.join(10)
         if self._http is not None:
-            self._http.close()
+            self._http.stop()
         self._context.term()  # returns once every thread that answers has gone, and has left the files alone
         self.engine.close()
 
@@ -258,7 +265,8 @@ class ParameterServer:
             **({} if self.replication is None else {"group": self.replication.info()}),
         }  # fmt: skip
 
-    def _health(self) -> tuple[bool, dict[str, Any]]:
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether it can be asked, and what it holds."""
         read_only = self.engine.read_only
         state = "failed" if self.fatal else "draining" if self._draining.is_set() else "serving"
         if state == "serving" and read_only:
@@ -270,9 +278,11 @@ class ParameterServer:
             **self.engine.shard.status(),
         }  # fmt: skip
 
-    def _metrics_text(self) -> str:
+    def gauges(self) -> dict[str, Any]:
+        """The figures of now, by the name of their metric; counters end with ``_total``."""
         engine = self.engine
-        gauges = {
+        checkpointed = engine.checkpoints.age_s() if engine.checkpoints is not None else None
+        return {
             "up": int(self.fatal is None),
             "version": engine.shard.version,
             "queued_bytes": self._backlog.queued_bytes,
@@ -284,7 +294,15 @@ class ParameterServer:
             "in_checkpoint": int(engine.in_checkpoint),
             "read_only": int(bool(engine.read_only)),
             "checkpoint_failures_total": self._writes.checkpoint_failures,
+            **({} if checkpointed is None else {"checkpoint_age_seconds": checkpointed}),
             **({} if self.replication is None else self.replication.gauges()),
             **({} if self.uploading is None else self.uploading.status()),
         }
-        return self.metrics.text(gauges, engine.shard.status()["tables"])
+
+    def metrics_text(self) -> str:
+        """What Prometheus reads."""
+        return self.metrics.text(self.gauges(), self.engine.shard.status()["tables"])
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
