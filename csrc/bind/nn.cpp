@@ -38,19 +38,20 @@ void nn(nb::module_& m) {
       .def(
           "__init__",
           [](Wiring* self, const std::vector<Table*>& tables, const std::vector<int32_t>& pools,
-             const std::vector<int64_t>& columns, int64_t width, std::optional<int64_t> padding) {
+             const std::vector<int64_t>& columns, int64_t width, std::optional<int64_t> padding,
+             const std::vector<int64_t>& lengths) {
             std::vector<Feature> features;
             for (size_t f = 0; f < tables.size(); ++f) {
               Feature feature{tables[f]};
               if (!pools.empty()) feature.pool = static_cast<Pool>(pools.at(f));
               if (!columns.empty()) feature.column = columns.at(f);
-              if (feature.pool != Pool::sum && feature.pool != Pool::mean && feature.pool != Pool::sqrtn)
-                throw std::invalid_argument("the combiner must be sum, mean or sqrtn to pool while rows are read");
+              if (!lengths.empty()) feature.length = lengths.at(f);
               features.push_back(feature);
             }
             new (self) Wiring(std::move(features), width, padding);
           },
-          nb::arg("tables"), nb::arg("pools"), nb::arg("columns"), nb::arg("width"), nb::arg("padding").none())
+          nb::arg("tables"), nb::arg("pools"), nb::arg("columns"), nb::arg("width"), nb::arg("padding").none(),
+          nb::arg("lengths") = std::vector<int64_t>())
       .def(
           "rows",
           [](const Wiring& w, uintptr_t ids, int64_t n, uintptr_t counts, bool initial, uintptr_t out) {
@@ -61,9 +62,9 @@ void nn(nb::module_& m) {
       .def(
           "pooled",
           [](const Wiring& w, uintptr_t ids, int64_t n, uintptr_t offsets, int64_t bags, uintptr_t weights,
-             bool initial, uintptr_t out) {
+             bool initial, uintptr_t out, uintptr_t marks) {
             w.pooled(ptr<int64_t>(ids, n), n, ptr<int64_t>(offsets, 1), bags, ptr<float>(weights),
-                     initial ? Missing::initial : Missing::zeros, ptr<float>(out, bags));
+                     initial ? Missing::initial : Missing::zeros, ptr<float>(out, bags), ptr<uint8_t>(marks));
           },
           NoGil());
 

@@ -14,7 +14,8 @@ namespace shoal::bind {
 namespace {
 
 BagsAt bags_at(uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim, int64_t width, int64_t floats,
-               const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns, uintptr_t weights) {
+               const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns,
+               const std::vector<int64_t>& lengths, uintptr_t weights, uintptr_t marks) {
   BagsAt made{.at = ptr<const int32_t>(at),
               .offsets = ptr<const int64_t>(offsets),
               .ids = ids,
@@ -25,8 +26,21 @@ BagsAt bags_at(uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64
               .floats = floats,
               .combiners = {},
               .columns = columns,
-              .weights = ptr<const float>(weights)};
+              .lengths = lengths,
+              .weights = ptr<const float>(weights),
+              .marks = ptr<uint8_t>(marks)};
   for (int32_t combiner : combiners) made.combiners.push_back(static_cast<Pool>(combiner));
+  return made;
+}
+
+// One feature whose rows are one after another.
+BagsAt bags_in_order(int64_t ids, int64_t dim, uintptr_t keys, const std::optional<int64_t>& padding, uintptr_t offsets,
+                     int64_t bags, int32_t combiner, int64_t length, uintptr_t weights, uintptr_t marks) {
+  const int64_t width = static_cast<Pool>(combiner) == Pool::firstn ? length * dim : dim;
+  BagsAt made = bags_at(0, ids, offsets, bags, dim, width, ids * dim, {combiner}, {0}, {length}, weights, marks);
+  made.in_order = true;
+  made.keys = ptr<const int64_t>(keys);
+  made.padding = padding ? &*padding : nullptr;
   return made;
 }
 
@@ -43,48 +57,44 @@ void sharded(nb::module_& m) {
       },
       NoGil());
   m.def(
-      "add_bag_gradients",
-      [](uintptr_t grad, int64_t width, int64_t bags, int64_t dim, const std::vector<int64_t>& columns,
-         uintptr_t offsets, uintptr_t factors, uintptr_t weights, uintptr_t places, int64_t n, uintptr_t out,
-         int64_t size) {
-        const BagGradients gradients{
-            ptr<const float>(grad),   width, bags, dim, columns, ptr<const int64_t>(offsets), ptr<const float>(factors),
-            ptr<const float>(weights)};
-        add_bag_gradients(gradients, ptr<const int32_t>(places), n, ptr<float>(out), size);
-      },
-      NoGil());
-
-  m.def(
       "pool_at",
       [](uintptr_t flat, int64_t floats, uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim,
-         const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns, uintptr_t weights, uintptr_t out,
-         int64_t width) {
-        pool_at(bags_at(at, ids, offsets, bags, dim, width, floats, combiners, columns, weights),
+         const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns,
+         const std::vector<int64_t>& lengths, uintptr_t weights, uintptr_t marks, uintptr_t out, int64_t width) {
+        pool_at(bags_at(at, ids, offsets, bags, dim, width, floats, combiners, columns, lengths, weights, marks),
                 ptr<const float>(flat), ptr<float>(out));
+      },
+      NoGil());
+  m.def(
+      "add_pooled_at",
+      [](uintptr_t flat, int64_t floats, uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim,
+         const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns,
+         const std::vector<int64_t>& lengths, uintptr_t weights, uintptr_t marks, uintptr_t grad, int64_t width) {
+        add_pooled_at(bags_at(at, ids, offsets, bags, dim, width, floats, combiners, columns, lengths, weights, marks),
+                      ptr<const float>(grad), ptr<float>(flat));
       },
       NoGil());
   m.def(
       "pool_rows",
       [](uintptr_t rows, int64_t ids, int64_t dim, uintptr_t keys, std::optional<int64_t> padding, uintptr_t offsets,
-         int64_t bags, int32_t combiner, int64_t length, uintptr_t weights, uintptr_t out, int64_t width) {
-        BagsAt made = bags_at(0, ids, offsets, bags, dim, width, ids * dim, {combiner}, {0}, weights);
-        made.in_order = true;
-        made.keys = ptr<const int64_t>(keys);
-        made.padding = padding ? &*padding : nullptr;
-        made.lengths = {length};
-        pool_at(made, ptr<const float>(rows), ptr<float>(out));
+         int64_t bags, int32_t combiner, int64_t length, uintptr_t weights, uintptr_t marks, uintptr_t out) {
+        pool_at(bags_in_order(ids, dim, keys, padding, offsets, bags, combiner, length, weights, marks),
+                ptr<const float>(rows), ptr<float>(out));
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
       nb::arg(), nb::arg(), nb::arg(), NoGil());
+  // The gradients of rows, which are zeros before, and of weights; either may be 0.
   m.def(
-      "add_pooled_at",
-      [](uintptr_t flat, int64_t floats, uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim,
-         const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns, uintptr_t weights, uintptr_t grad,
-         int64_t width) {
-        add_pooled_at(bags_at(at, ids, offsets, bags, dim, width, floats, combiners, columns, weights),
-                      ptr<const float>(grad), ptr<float>(flat));
+      "pool_rows_gradient",
+      [](uintptr_t rows, int64_t ids, int64_t dim, uintptr_t keys, std::optional<int64_t> padding, uintptr_t offsets,
+         int64_t bags, int32_t combiner, int64_t length, uintptr_t weights, uintptr_t marks, uintptr_t grad,
+         uintptr_t of_rows, uintptr_t of_weights) {
+        const BagsAt made = bags_in_order(ids, dim, keys, padding, offsets, bags, combiner, length, weights, marks);
+        if (of_rows) add_pooled_at(made, ptr<const float>(grad), ptr<float>(of_rows));
+        if (of_weights) weigh_pooled_at(made, ptr<const float>(grad), ptr<const float>(rows), ptr<float>(of_weights));
       },
-      NoGil());
+      nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+      nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), NoGil());
 
   nb::class_<Snapshot>(m, "Snapshot")
       .def(nb::init<const Table&>(), nb::arg("table"), nb::keep_alive<1, 2>())

@@ -100,25 +100,29 @@ void update(nb::module_& m) {
       .def(
           "__init__",
           [](FeatureMap* self, std::vector<int32_t> tables, std::vector<int32_t> combiners,
-             std::vector<int64_t> columns, int64_t width, std::optional<int64_t> padding) {
-            new (self) FeatureMap{std::move(tables),   std::move(combiners), std::move(columns), width,
-                                  padding.has_value(), padding.value_or(0)};
+             std::vector<int64_t> columns, int64_t width, std::optional<int64_t> padding,
+             std::vector<int64_t> lengths) {
+            std::vector<Pool> pools;
+            for (int32_t combiner : combiners) pools.push_back(static_cast<Pool>(combiner));
+            new (self) FeatureMap{std::move(tables),   std::move(pools),    std::move(columns), width,
+                                  padding.has_value(), padding.value_or(0), std::move(lengths)};
           },
-          nb::arg("tables"), nb::arg("combiners"), nb::arg("columns"), nb::arg("width"), nb::arg("padding").none());
+          nb::arg("tables"), nb::arg("combiners"), nb::arg("columns"), nb::arg("width"), nb::arg("padding").none(),
+          nb::arg("lengths") = std::vector<int64_t>());
 
   nb::class_<UpdateGroup>(m, "UpdateGroup")
       .def(nb::init<const std::vector<Table*>&, const std::vector<std::string>&>(), nb::arg("tables"), nb::arg("names"))
       .def("apply",
            // `numbers` of each part: addresses of ids, counts, grad, offsets and weights (0: none), then the numbers of
-           // ids and of bags, and the floats from one row of grad to the next.
+           // ids and of bags, the floats from one row of grad to the next, and the address of marks (0: none).
            [](const UpdateGroup& group, const std::vector<const FeatureMap*>& features,
               const std::vector<int64_t>& numbers, const std::vector<float>& rates, int64_t step, uint32_t time,
               bool at_least, bool given_time, bool dedup, const std::vector<int>& bad,
               const std::vector<bool>& clocked) {
-             constexpr size_t kNumbers = 8;
+             constexpr size_t kNumbers = 9;
              if (numbers.size() != kNumbers * features.size() || bad.size() != group.place.size() ||
                  clocked.size() != group.place.size())
-               throw std::invalid_argument("an update must have eight numbers per part, and settings for every table");
+               throw std::invalid_argument("an update must have nine numbers per part, and settings for every table");
              std::vector<GradientPart> parts;
              for (size_t k = 0; k < features.size(); ++k) {
                const int64_t* of = numbers.data() + kNumbers * k;
@@ -127,7 +131,7 @@ void update(nb::module_& m) {
                    {features[k], ptr<int64_t>(static_cast<uintptr_t>(of[0]), n), n,
                     ptr<int64_t>(static_cast<uintptr_t>(of[1]), static_cast<int64_t>(features[k]->tables.size())),
                     ptr<float>(static_cast<uintptr_t>(of[2]), n), of[7], ptr<int64_t>(static_cast<uintptr_t>(of[3])),
-                    bags, ptr<float>(static_cast<uintptr_t>(of[4]))});
+                    bags, ptr<float>(static_cast<uintptr_t>(of[4])), ptr<uint8_t>(static_cast<uintptr_t>(of[8]))});
              }
              nb::gil_scoped_release release;
              return group.apply(parts, rates, step, time, at_least, given_time, dedup, bad, clocked);

@@ -4,21 +4,21 @@
 #include <vector>
 
 #include "core/isa.h"
-#include "table/table.h"
+#include "table/rows/pooled.h"
 
 namespace shoal {
-
-enum class Pool : int32_t { sum, mean, firstn, sqrtn, max };  // the order is shared with src/shoal/table/protocol.py
 
 // Bag b is rows[offsets[b] .. offsets[b + 1]); each row is multiplied by its weight first, where there are weights.
 struct Bags {
   const int64_t* offsets;  // [bags + 1]
   int64_t bags;
   int64_t dim;
-  Pool pool;             // sum, mean or sqrtn
-  const float* weights;  // [rows] or null
-  int64_t stride;        // from one bag's output to the next one's
-  bool padded;           // a null row stands for none, and a mean does not count it
+  Pool pool;
+  const float* weights;      // [rows] or null
+  int64_t stride;            // from one bag's output to the next one's
+  bool padded;               // a null row stands for none, and a mean does not count it
+  int64_t length = 1;        // of firstn: rows that are put side by side
+  uint8_t* marks = nullptr;  // of max, or null: gets the marks of the rows that are not null
 };
 
 // The bag that rows are being added to, of those before `end`; `kept` of its rows were not null.
@@ -26,6 +26,22 @@ struct BagCursor {
   int64_t bag;
   int64_t end;
   int64_t kept = 0;
+  // Of a bag whose rows get marks and come in several parts, [dim] each:
+  int64_t* raised = nullptr;  // where each maximum was raised last
+  float* before = nullptr;    // and what it was before
+};
+
+// Room for what a cursor has of marks.
+class MarkRoom {
+ public:
+  explicit MarkRoom(const Bags& bags)
+      : raised_(static_cast<size_t>(bags.marks ? bags.dim : 0)),
+        before_(static_cast<size_t>(bags.marks ? bags.dim : 0)) {}
+  BagCursor cursor(int64_t begin, int64_t end) { return {begin, end, 0, raised_.data(), before_.data()}; }
+
+ private:
+  std::vector<int64_t> raised_;
+  std::vector<float> before_;
 };
 
 // Throws std::invalid_argument unless offsets [bags + 1] rise from 0 to `rows`.
@@ -35,8 +51,8 @@ void check_offsets(const int64_t* offsets, int64_t bags, int64_t rows);
 // and out_rows, which have room for n of each; returns how many there are.
 int64_t sum_by_id(const int64_t* ids, int64_t n, const float* rows, int64_t dim, int64_t* out_ids, float* out_rows);
 
-SHOAL_PER_ISA(  // Adds rows first .. first + n of the batch, which come in order, to the sum, mean or sqrtn of their
-                // bags; writes the bags that end there and what it has of the next one.
+SHOAL_PER_ISA(  // Adds rows first .. first + n of the batch, which come in order, to what is pooled of their bags;
+                // writes the bags that end there and what it has of the next one.
     void pool_some(const Bags& bags, BagCursor& at, int64_t first, int64_t n, const float* const* rows, float* out);
     void add_to(const float* from, int64_t n, float* to);)
 

@@ -9,7 +9,65 @@
 namespace shoal {
 namespace {
 
+constexpr int64_t kRound = 64;  // rows whose cache lines are on their way
+
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
+
+// Some bags of one feature.
+void pool_feature(const BagsAt& bags, int64_t feature, int64_t begin, int64_t end, const float* flat, float* out) {
+  const int64_t* offsets = bags.offsets + feature * bags.bags;
+  const Bags own{.offsets = offsets,
+                 .bags = bags.bags,
+                 .dim = bags.dim,
+                 .pool = bags.combiners[feature],
+                 .weights = bags.weights,
+                 .stride = bags.width,
+                 .padded = !bags.in_order || bags.padding,
+                 .length = bags.length(feature),
+                 .marks = bags.marks};
+  MarkRoom room(own);
+  BagCursor cursor = room.cursor(begin, end);
+  const float* rows[2][kRound];
+  const int64_t last = offsets[end];
+  auto ask = [&](int64_t first, const float** to) {
+    for (int64_t i = first; i < std::min(last, first + kRound); ++i)
+      __builtin_prefetch(to[i - first] = bags.is_there(i) ? flat + bags.row(i) : nullptr);
+  };
+  int64_t first = offsets[begin];
+  ask(first, rows[0]);
+  for (int which = 0; first < last; first += kRound, which ^= 1) {
+    ask(first + kRound, rows[which ^ 1]);
+    SHOAL_DISPATCH(pool_some)
+    (own, cursor, first, std::min(kRound, last - first), rows[which], out + bags.columns[feature]);
+  }
+  SHOAL_DISPATCH(pool_some)(own, cursor, last, 0, nullptr, out + bags.columns[feature]);  // empty bags at the end
+}
+
+// body(feature, begin, end) for the bags [begin, end) of all.
+void by_feature(const BagsAt& bags, int64_t begin, int64_t end, FunctionRef<void(int64_t, int64_t, int64_t)> body) {
+  for (int64_t upto; begin < end; begin = upto) {
+    const int64_t feature = begin / bags.bags, first = feature * bags.bags;
+    upto = std::min(end, first + bags.bags);
+    body(feature, begin - first, upto - first);
+  }
+}
+
+// Bags that are worth waking a thread for.
+int64_t grain(const BagsAt& bags) {
+  const int64_t all = std::max<int64_t>(1, bags.features * bags.bags);
+  return std::max<int64_t>(16, (int64_t{32} << 10) / std::max<int64_t>(1, (bags.ids + all) * bags.dim / all));
+}
+
+// A row of zeros, and room for two others.
+std::vector<float> scratch_of(const BagsAt& bags) {
+  return std::vector<float>(static_cast<size_t>(3 * bags.dim), 0.0f);
+}
+
+void check_marks(const BagsAt& bags) {
+  if (bags.ids && !bags.marks &&
+      std::find(bags.combiners.begin(), bags.combiners.end(), Pool::max) != bags.combiners.end())
+    refuse("the gradient of max needs the marks of its forward");
+}
 
 }  // namespace
 
@@ -42,24 +100,44 @@ void BagsAt::check() const {
 
 void pool_at(const BagsAt& bags, const float* flat, float* out) {
   bags.check();
-  const int64_t all = bags.features * bags.bags;
-  const int64_t each = std::max<int64_t>(1, (bags.ids + all) * bags.dim / std::max<int64_t>(1, all));  // floats
-  parallel_for(all, std::max<int64_t>(16, (int64_t{32} << 10) / each),
-               [&](int64_t begin, int64_t end) { SHOAL_DISPATCH(pool_some_at)(bags, begin, end, flat, out); });
+  parallel_for(bags.features * bags.bags, grain(bags), [&](int64_t begin, int64_t end) {
+    by_feature(bags, begin, end,
+               [&](int64_t feature, int64_t from, int64_t to) { pool_feature(bags, feature, from, to, flat, out); });
+  });
 }
 
 void add_pooled_at(const BagsAt& bags, const float* grad, float* flat) {
   bags.check();
-  if (bags.in_order) refuse("gradients need the places of rows");
-  for (Pool pool : bags.combiners) {
-    if (pool == Pool::max || pool == Pool::firstn) refuse("gradients of max and firstn are not added here");
+  check_marks(bags);
+  const int64_t all = bags.features * bags.bags;
+  if (bags.in_order) {  // every row is of one id
+    return parallel_for(all, grain(bags), [&](int64_t begin, int64_t end) {
+      SHOAL_DISPATCH(add_some_pooled_at)(bags, begin, end, 0, bags.floats, grad, scratch_of(bags).data(), flat);
+    });
   }
-  // Every part owns a range of the buffer's rows and looks at all ids: a row is summed by one thread, in order.
-  const int64_t parts = bags.ids * bags.dim < 1 << 16 ? 1 : std::min(num_threads(), 8);
-  const int64_t rows = bags.floats / bags.dim;
+  // Every part owns the rows that begin in a range of the buffer and looks at all ids: a row is summed by one thread,
+  // in order. The ranges have about as many ids as each other.
+  constexpr int64_t kMost = 8;
+  const int64_t parts = bags.ids * bags.dim < 1 << 16 ? 1 : std::min<int64_t>(num_threads(), kMost);
+  int64_t bounds[kMost + 1] = {0};
+  bounds[parts] = bags.floats;
+  if (parts > 1) {
+    std::vector<int32_t> sample;
+    for (int64_t i = 0; i < bags.ids; i += std::max<int64_t>(1, bags.ids / 1024)) sample.push_back(bags.at[i]);
+    std::sort(sample.begin(), sample.end());
+    for (int64_t p = 1; p < parts; ++p)
+      bounds[p] = std::max<int64_t>(0, sample[static_cast<int64_t>(sample.size()) * p / parts]);
+  }
   parallel_parts(parts, [&](int64_t p) {
-    SHOAL_DISPATCH(add_some_pooled_at)
-    (bags, rows * p / parts * bags.dim, p + 1 == parts ? bags.floats : rows * (p + 1) / parts * bags.dim, grad, flat);
+    SHOAL_DISPATCH(add_some_pooled_at)(bags, 0, all, bounds[p], bounds[p + 1], grad, scratch_of(bags).data(), flat);
+  });
+}
+
+void weigh_pooled_at(const BagsAt& bags, const float* grad, const float* flat, float* of_weights) {
+  bags.check();
+  check_marks(bags);
+  parallel_for(bags.features * bags.bags, grain(bags), [&](int64_t begin, int64_t end) {
+    SHOAL_DISPATCH(weigh_some_pooled_at)(bags, begin, end, grad, flat, scratch_of(bags).data(), of_weights);
   });
 }
 

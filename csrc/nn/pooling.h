@@ -23,17 +23,27 @@ struct BagsAt {
   std::vector<int64_t> columns;
   std::vector<int64_t> lengths = {};  // of firstn; may be empty where no feature is one
   const float* weights = nullptr;     // [ids] or null
+  uint8_t* marks = nullptr;           // [ids, mark_bytes(dim)] of max: written by pool_at if given, read by gradients
 
+  bool is_there(int64_t i) const { return in_order ? !padding || keys[i] != *padding : at[i] >= 0; }
+  int64_t row(int64_t i) const { return in_order ? i * dim : at[i]; }  // its first float
+  int64_t length(int64_t feature) const { return combiners[feature] == Pool::firstn ? lengths[feature] : 1; }
   // Throws std::invalid_argument unless everything fits.
   void check() const;
 };
 
 void pool_at(const BagsAt& bags, const float* flat, float* out);
-// Adds to flat what grad [bags, width] means for each row, ids in order. Nothing else of it is written. Needs `at`, and
-// combiners that add.
+// Adds to flat what grad [bags, width] means for each row, ids in order. Nothing else of it is written.
 void add_pooled_at(const BagsAt& bags, const float* grad, float* flat);
+// Writes what grad means for each weight, of rows that are in flat.
+void weigh_pooled_at(const BagsAt& bags, const float* grad, const float* flat, float* of_weights);
 
-SHOAL_PER_ISA(void pool_some_at(const BagsAt& bags, int64_t begin, int64_t end, const float* flat, float* out);
-              void add_some_pooled_at(const BagsAt& bags, int64_t low, int64_t high, const float* grad, float* flat);)
+SHOAL_PER_ISA(
+    // Of bags [begin, end), those of feature 0 first, and of the rows that begin in [low, high). scratch: a row of
+    // zeros, and room for two others.
+    void add_some_pooled_at(const BagsAt& bags, int64_t begin, int64_t end, int64_t low, int64_t high,
+                            const float* grad, float* scratch, float* flat);
+    void weigh_some_pooled_at(const BagsAt& bags, int64_t begin, int64_t end, const float* grad, const float* flat,
+                              float* scratch, float* of_weights);)
 
 }  // namespace shoal

@@ -36,8 +36,13 @@ Wiring::Wiring(std::vector<Feature> features, int64_t width, std::optional<int64
     if (feature.table->layout().dim != dim_)
       refuse("all tables must have the dim " + std::to_string(dim_) + ", got " +
              std::to_string(feature.table->layout().dim));
-    if (feature.column < 0 || (width_ && feature.column > width_ - dim_))
-      refuse("columns must be between 0 and width - dim, " + std::to_string(width_ - dim_) + ", got " +
+    if (feature.pool < Pool::sum || feature.pool > Pool::max) refuse("the combiner must be one of 0 to 4");
+    if (feature.length < 1 || (feature.length > 1 && feature.pool != Pool::firstn) ||
+        feature.length > (int64_t{1} << 31))
+      refuse("the length of firstn must be at least 1, got " + std::to_string(feature.length));
+    const int64_t last = width_ - dim_ * feature.length;
+    if (feature.column < 0 || (width_ && feature.column > last))
+      refuse("columns must be between 0 and width - dim, " + std::to_string(last) + ", got " +
              std::to_string(feature.column));
   }
 }
@@ -68,7 +73,7 @@ void Wiring::rows(const int64_t* ids, int64_t n, const int64_t* counts, Missing 
 }
 
 void Wiring::pooled(const int64_t* ids, int64_t n, const int64_t* offsets, int64_t bags, const float* weights,
-                    Missing missing, float* out) const {
+                    Missing missing, float* out, uint8_t* marks) const {
   const int64_t all = size() * bags;
   if (offsets[0] != 0) refuse("offsets must start at 0, got " + std::to_string(offsets[0]));
   if (offsets[all] != n)
@@ -79,9 +84,18 @@ void Wiring::pooled(const int64_t* ids, int64_t n, const int64_t* offsets, int64
   auto pool = [&](int64_t number, int64_t begin, int64_t end) {
     const Feature& feature = features_[static_cast<size_t>(number)];
     const int64_t* own = offsets + number * bags;
-    const Bags of_feature{own, bags, dim_, feature.pool, weights, width_, padding != nullptr};
+    const Bags of_feature{.offsets = own,
+                          .bags = bags,
+                          .dim = dim_,
+                          .pool = feature.pool,
+                          .weights = weights,
+                          .stride = width_,
+                          .padded = padding != nullptr,
+                          .length = feature.length,
+                          .marks = marks};
     float* to = out + feature.column;
-    BagCursor at{begin, end};
+    MarkRoom room(of_feature);
+    BagCursor at = room.cursor(begin, end);
     feature.table->read(ids + own[begin], own[end] - own[begin], missing, padding,
                         [&](int64_t first, int64_t some, const float* const* rows) {
                           SHOAL_DISPATCH(pool_some)(of_feature, at, own[begin] + first, some, rows, to);

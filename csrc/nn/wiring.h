@@ -13,6 +13,7 @@ struct Feature {
   const Table* table;
   Pool pool = Pool::sum;
   int64_t column = 0;  // of the output, where its pooled rows begin
+  int64_t length = 1;  // rows that firstn puts there side by side
 };
 
 class Wiring {
@@ -23,10 +24,10 @@ class Wiring {
   int64_t size() const { return static_cast<int64_t>(features_.size()); }
   // The rows of n ids, counts[0] of feature 0 first, to out [n, dim]; zeros for padding.
   void rows(const int64_t* ids, int64_t n, const int64_t* counts, Missing missing, float* out) const;
-  // The pooled rows of size() * bags bags, all of feature 0 first, to out [bags, width]. Sum, mean and sqrtn only.
-  // weights: [n] or null.
+  // The pooled rows of size() * bags bags, all of feature 0 first, to out [bags, width]. weights: [n] or null.
+  // marks: gets those of the ids of features that are max, [n, mark_bytes(dim)]; or null.
   void pooled(const int64_t* ids, int64_t n, const int64_t* offsets, int64_t bags, const float* weights,
-              Missing missing, float* out) const;
+              Missing missing, float* out, uint8_t* marks = nullptr) const;
 
  private:
   std::vector<Feature> features_;

@@ -72,7 +72,7 @@ std::vector<uint8_t> Table::filtered(const int64_t* ids, int64_t n, bool dedup, 
 std::vector<uint8_t> Table::nonfinite(const Gradients& gradients, BadGradient bad) const {
   if (bad == BadGradient::ignore) return {};
   const int64_t dim = layout_.dim, n = gradients.n;
-  const bool dense = !gradients.each && !gradients.factors && gradients.stride == dim;
+  const bool dense = !gradients.each && !gradients.factors && !gradients.marks && gradients.stride == dim;
   std::atomic<bool> clean{true};
   if (dense) {
     parallel_for(n, std::max<int64_t>(1, 65536 / dim), [&](int64_t begin, int64_t end) {
@@ -82,14 +82,9 @@ std::vector<uint8_t> Table::nonfinite(const Gradients& gradients, BadGradient ba
   }
   std::vector<uint8_t> drop(static_cast<size_t>(n));
   parallel_for(n, std::max<int64_t>(1, 65536 / dim), [&](int64_t begin, int64_t end) {
-    std::vector<float> product(static_cast<size_t>(gradients.factors ? dim : 0));
+    std::vector<float> product(static_cast<size_t>(dim));
     for (int64_t i = begin; i < end; ++i) {
-      const float* grads = gradients.at(i);
-      if (gradients.factors) {
-        SHOAL_DISPATCH(scaled)(grads, gradients.factors[i], dim, product.data());
-        grads = product.data();
-      }
-      drop[i] = !SHOAL_DISPATCH(all_finite)(grads, dim);
+      drop[i] = !SHOAL_DISPATCH(all_finite)(gradients.value(i, dim, product.data()), dim);
       if (drop[i]) clean = false;
     }
   });

@@ -149,12 +149,7 @@ void Table::write_row(const Write& write, int64_t position, char* row, bool crea
   if constexpr (kKind == Kind::assign) std::memcpy(w, value, 4 * static_cast<size_t>(dim));
   if constexpr (kKind == Kind::assign_add) SHOAL_DISPATCH(add)(value, dim, w);
   if constexpr (kKind == Kind::gradients) {
-    const Gradients& gradients = write.gradients;
-    value = gradients.at(position);
-    if (gradients.factors) {
-      SHOAL_DISPATCH(scaled)(value, gradients.factors[position], dim, scratch + dim);
-      value = scratch + dim;
-    }
+    value = write.gradients.value(position, dim, scratch + dim);
     step_row(write, row, value, write.noise ^ hash_id(static_cast<uint64_t>(position)), scratch);
   }
   if constexpr (kKind == Kind::insert) read_row(row, write.out + position * dim);
@@ -330,12 +325,7 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
 
   std::vector<float> scratch(static_cast<size_t>(3 * dim));
   float *sum = scratch.data() + dim, *product = sum + dim;
-  auto value = [&](uint32_t k, float* out) {  // of one occurrence; `out` is used where it is a product
-    const int64_t at = position(k);
-    if (!gradients.factors) return gradients.at(at);
-    SHOAL_DISPATCH(scaled)(gradients.at(at), gradients.factors[at], dim, out);
-    return static_cast<const float*>(out);
-  };
+  auto value = [&](uint32_t k, float* out) { return gradients.value(position(k), dim, out); };  // of one occurrence
   std::vector<Newcomer> postponed;
   struct {
     int64_t made = 0, refused = 0;

@@ -1,8 +1,10 @@
 #include "nn/bag.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "core/thread_pool.h"
+#include "nn/pooling.h"
 #include "nn/wiring.h"
 #include "tests/check.h"
 
@@ -71,6 +73,78 @@ TEST(padding_is_not_read_and_not_counted) {
   table.assign(known, 2, values.data(), 1);
   Wiring({{&table, Pool::mean, 0}}, 2, 9).pooled(ids.data(), 6, offsets.data(), 4, nullptr, Missing::zeros, out.data());
   CHECK(out == (std::vector<float>{1, 2, 1, 2, 0, 0, 0, 0}));
+}
+
+// What is pooled of a table's rows is what is pooled of the same rows in a flat buffer, marks included; long bags come
+// in several parts, and rows have few values, so that many share a maximum.
+TEST(largest_and_first_rows_and_their_gradients) {
+  for (int threads : {1, 4}) {
+    set_num_threads(threads);
+    for (int64_t dim : {1, 8, 21}) {
+      Table table(uniform(static_cast<int>(dim)), 1);
+      const int64_t known = 300, bags = 90, bytes = mark_bytes(dim), width = 4 * dim;
+      std::vector<int64_t> every(known), ids, offsets{0};
+      std::vector<float> rows(known * dim);
+      for (int64_t i = 0; i < known; ++i) every[i] = i;
+      for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(i * 7919 % 5) - 2;
+      table.assign(every.data(), known, rows.data(), 1);
+      for (int64_t b = 0; b < 2 * bags; ++b) {
+        for (int64_t i = 0; i < (b % 50 == 7 ? 700 : b % 6); ++i) ids.push_back((b * 31 + i * 7) % known);
+        offsets.push_back(static_cast<int64_t>(ids.size()));
+      }
+      const auto n = static_cast<int64_t>(ids.size());
+      std::vector<float> out(bags * width, 9), flat_out(bags * width, 9);
+      std::vector<uint8_t> marks(n * bytes), flat_marks(n * bytes);
+      std::vector<int32_t> at(n);
+      for (int64_t i = 0; i < n; ++i) at[i] = ids[i] == 5 ? -1 : static_cast<int32_t>(ids[i] * dim);
+      Wiring({{&table, Pool::max, 3 * dim}, {&table, Pool::firstn, 0, 3}}, width, 5)
+          .pooled(ids.data(), n, offsets.data(), bags, nullptr, Missing::zeros, out.data(), marks.data());
+      const BagsAt given{.at = at.data(),
+                         .offsets = offsets.data(),
+                         .ids = n,
+                         .features = 2,
+                         .bags = bags,
+                         .dim = dim,
+                         .width = width,
+                         .floats = known * dim,
+                         .combiners = {Pool::max, Pool::firstn},
+                         .columns = {3 * dim, 0},
+                         .lengths = {1, 3},
+                         .marks = flat_marks.data()};
+      pool_at(given, rows.data(), flat_out.data());
+      CHECK(out == flat_out);
+      std::vector<float> grad(bags * width), sums(known * dim, 0), want(known * dim, 0);
+      for (size_t i = 0; i < grad.size(); ++i) grad[i] = static_cast<float>(i % 11) - 5;
+      add_pooled_at(given, grad.data(), sums.data());
+      for (int64_t bag = 0; bag < 2 * bags; ++bag) {
+        int64_t put = 0;
+        for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
+          if (at[i] < 0) continue;
+          for (int64_t c = 0; c < dim; ++c) {
+            const float* row = rows.data();
+            if (bag >= bags) {  // firstn
+              if (put >= 3) continue;
+              CHECK(out[(bag - bags) * width + put * dim + c] == row[at[i] + c]);
+              want[at[i] + c] += grad[(bag - bags) * width + put * dim + c];
+              continue;
+            }
+            int64_t equal = 0;
+            float largest = -9;
+            for (int64_t j = offsets[bag]; j < offsets[bag + 1]; ++j)
+              if (at[j] >= 0) largest = std::max(largest, row[at[j] + c]);
+            for (int64_t j = offsets[bag]; j < offsets[bag + 1]; ++j) equal += at[j] >= 0 && row[at[j] + c] == largest;
+            CHECK(out[bag * width + 3 * dim + c] == largest);
+            CHECK(is_marked(&marks[i * bytes], c) == (row[at[i] + c] == largest));
+            CHECK(is_marked(&flat_marks[i * bytes], c) == (row[at[i] + c] == largest));
+            if (row[at[i] + c] == largest)
+              want[at[i] + c] += grad[bag * width + 3 * dim + c] / static_cast<float>(equal);
+          }
+          ++put;
+        }
+      }
+      CHECK(sums == want);
+    }
+  }
 }
 
 TEST(bad_offsets_are_refused) {

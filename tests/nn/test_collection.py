@@ -7,6 +7,8 @@ from torch import nn
 import shoal
 from shoal.errors import ConfigError
 from shoal.nn import Combiner, EmbeddingBagCollection, FirstN, HashEmbedding, HashEmbeddingBag, SparseOptimizer
+from shoal.table.pooling import pool_reference
+from shoal.table.protocol import FIRSTN, MAX
 from tests.nn.test_inputs import Keyed
 
 FEATURES = {"user": "user", "clicked": "item", "shown": "item", "word": "word"}
@@ -247,6 +249,56 @@ def test_a_table_of_the_users_own_stands_beside_others():
     assert own.rows == {1: [-1.0, -1.0], 2: [-1.0, -1.0]}
     assert tables["ours"].lookup(torch.tensor([1, 2])).tolist() == [[-2.0, -2.0]] * 2
     assert not any("own" in name for name in bags.state_dict())
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("combiner", ["max", FirstN(2)], ids=["max", "firstn"])
+def test_largest_and_first_rows_train_as_in_plain_torch_without_a_row_per_id(
+    combiner, padding, weighted, held, monkeypatch
+):
+    def refuse(*_, **__):
+        raise AssertionError("rows of all ids were asked for")
+
+    monkeypatch.setattr("shoal.table.local.LocalGroup.rows", refuse)
+    tables = {name: shoal.HashTable(5, optimizer=shoal.Sgd(lr=0.5), seed=7) for name in ("a", "b")}
+    bags = EmbeddingBagCollection(tables, combiner=combiner, padding_idx=padding)
+    optimizer = SparseOptimizer(bags) if held else None
+    ids = torch.arange(-9, 9)
+    want = {name: table.lookup(ids, insert_missing=True) for name, table in tables.items()}
+    for seed in range(3):
+        batch = make_batch(seed, bags=30, keys=("a", "b"))
+        weights = {key: torch.randint(-1, 3, part[0].shape).float() for key, part in batch.items()}
+        out = bags(batch, weights if weighted else None)
+        rows = {name: row.clone().requires_grad_() for name, row in want.items()}
+        plain = []
+        for key, (values, offsets) in batch.items():
+            keep = torch.ones_like(values, dtype=torch.bool) if padding is None else values != padding
+            kept = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])[offsets]
+            kind, length = (MAX, 0) if combiner == "max" else (FIRSTN, 2)
+            given = weights[key][keep] if weighted else None
+            plain.append(pool_reference(rows[key][values[keep] + 9], kept, given, kind, length))
+        plain = torch.cat(plain, -1)
+        assert torch.equal(out, plain)
+        grad = torch.randn(out.shape)
+        out.backward(grad)
+        plain.backward(grad)
+        if optimizer:
+            optimizer.step()
+        for name, table in tables.items():
+            want[name] = table.lookup(ids)
+            torch.testing.assert_close(want[name], (rows[name] - 0.5 * rows[name].grad).detach())
+
+
+def test_sequences_of_different_lengths_are_flattened():
+    tables = make_tables()
+    combiners = {"user": FirstN(1), "clicked": FirstN(2), "shown": FirstN(3), "word": FirstN(1)}
+    batch = make_batch(0)
+    out = EmbeddingBagCollection(tables, FEATURES, combiner=combiners)(batch)
+    judges = singles(tables, combiners)
+    assert torch.equal(out, torch.cat([judges[key](part).flatten(1) for key, part in batch.items()], 1))
+    assert out.shape == (5, 4 + 8 + 12 + 3)
 
 
 EMPTY = torch.empty(0, dtype=torch.int64)

@@ -120,11 +120,11 @@ class FollowedGroup:
             lambda: self.groups[1].rows(follower, features, missing=missing),
         )[0]
 
-    def pooled(self, found, features, offsets, weights, out, *, missing):
+    def pooled(self, found, features, offsets, weights, out, *, missing, marks=None):
         follower, none = self._follower(found), torch.zeros_like(offsets)
         other = torch.zeros_like(out)
         self._both(
-            lambda: self.groups[0].pooled(found, features, offsets, weights, out, missing=missing),
+            lambda: self.groups[0].pooled(found, features, offsets, weights, out, missing=missing, marks=marks),
             lambda: self.groups[1].pooled(
                 follower, features, none, None if weights is None else weights[:0], other, missing=missing
             ),

@@ -17,7 +17,20 @@ from torch import Tensor
 import shoal
 from shoal.errors import ConfigError
 from shoal.table.pooling import pool_columns, row_gradients
-from shoal.table.protocol import MEAN, SQRTN, SUM, Features, Found, Part, Step, groups_of
+from shoal.table.protocol import (
+    EVERY,
+    FIRSTN,
+    MAX,
+    MEAN,
+    SQRTN,
+    SUM,
+    Features,
+    Found,
+    Part,
+    Step,
+    groups_of,
+    marks_shape,
+)
 
 DIM = 4
 SEED = 11
@@ -72,8 +85,15 @@ class Batch:
         self.group.pooled(found, self.features, self.offsets, weights, out, missing=missing)
         return out
 
-    def part(self, found: Found, weights: Tensor | None = None) -> Part:
-        return Part(found, self.features, self.grad, self.offsets, weights)
+    def marked(self, found: Found, weights: Tensor | None, missing: Any = "zeros") -> tuple[Tensor, Tensor]:
+        """What is pooled, and its marks."""
+        out = torch.full((self.bags, self.features.width), 9.0, device=self.ids.device)
+        marks = torch.zeros(marks_shape(self.ids.numel(), DIM), dtype=torch.uint8, device=self.ids.device)
+        self.group.pooled(found, self.features, self.offsets, weights, out, missing=missing, marks=marks)
+        return out, marks
+
+    def part(self, found: Found, weights: Tensor | None = None, marks: Tensor | None = None) -> Part:
+        return Part(found, self.features, self.grad, self.offsets, weights, marks)
 
     def row_part(self, found: Found) -> Part:
         return Part(found, self.features, self.row_grad)
@@ -83,6 +103,10 @@ TWO = Features(tables=(0, 1), combiners=(SUM, MEAN), columns=(0, DIM), width=2 *
 SHARED = Features(
     tables=(1, 0, 1), combiners=(SQRTN, SUM, MEAN), columns=(2 * DIM + 1, 0, DIM), width=3 * DIM + 3, padding=3
 )
+MIXED = Features(
+    tables=(1, 0, 1, 0), combiners=(MAX, FIRSTN, MEAN, MAX), columns=(3 * DIM + 1, 0, 4 * DIM + 3, 2 * DIM),
+    width=5 * DIM + 4, padding=3, lengths=(1, 2, 1, 1),
+)  # fmt: skip
 
 
 def judges(count: int, **options: Any) -> list[Any]:
@@ -123,7 +147,7 @@ def want_rows(batch: Batch, judge: list[Any], start: list[Any] | None = None) ->
 def host(part: Part) -> Part:
     found = Found(*(tensor.cpu() for tensor in part.found.tensors()))
     move = lambda tensor: None if tensor is None else tensor.cpu()  # noqa: E731
-    return Part(found, part.features, part.grad.cpu(), move(part.offsets), move(part.weights))
+    return Part(found, part.features, part.grad.cpu(), move(part.offsets), move(part.weights), move(part.marks))
 
 
 def apply(judge: list[Any], parts: list[Part], step: int = 0, dedup: bool = True) -> None:
@@ -207,6 +231,29 @@ def pooled_rows_are_sums_of_rows(kind: Kind) -> None:
             torch.testing.assert_close(batch.pooled(found, weights).cpu(), want, rtol=1e-5, atol=1e-6)
 
 
+def largest_and_first_rows_are_pooled(kind: Kind) -> None:
+    tables, judge = pair(kind)
+    fill(kind, tables, judge)
+    for bags, missing in ((5, "zeros"), (40, "initial"), (300, "zeros")):
+        batch = Batch(kind, tables, MIXED, bags=bags, seed=bags)
+        if not batch.group.traits.pools >= EVERY or (missing == "initial" and "initial" not in kind.has):
+            return
+        found = batch.find(missing)
+        plain = Found(*(tensor.cpu() for tensor in found.tensors()))
+        rows = want_rows(batch, judge, judges(2) if missing == "initial" else None)
+        for weights in (None, batch.weights):
+            want = torch.full((batch.bags, MIXED.width), 9.0)
+            marks = torch.zeros(marks_shape(rows.shape[0], DIM), dtype=torch.uint8)
+            pool_columns(
+                rows, plain, MIXED, batch.offsets.cpu(), None if weights is None else weights.cpu(), want, marks
+            )
+            got, own = batch.marked(found, weights, missing)
+            torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)
+            largest = torch.tensor([kind == MAX for kind in MIXED.combiners]).repeat_interleave(batch.counts)
+            largest &= batch.ids.cpu() != MIXED.padding
+            assert torch.equal(own.cpu()[largest], marks[largest])
+
+
 def rows_are_read_when_they_are_asked_for(kind: Kind) -> None:
     tables, judge = pair(kind)
     batch = Batch(kind, tables, TWO)
@@ -248,6 +295,28 @@ def updates_are_those_of_single_tables(kind: Kind) -> None:
             part = batch.row_part(batch.find("initial"))
             batch.group.update([part], step=Step(number))
             apply(judge, [part], number)
+        compare(kind, tables, judge)
+
+
+def gradients_reach_largest_and_first_rows(kind: Kind) -> None:
+    for optimizer in (shoal.Sgd(lr=0.5), shoal.Adagrad(lr=0.5)):
+        tables, judge = pair(kind, optimizer=optimizer)
+        fill(kind, tables, judge)
+        for number, bags in enumerate((5, 60, 5)):
+            batch = Batch(kind, tables, MIXED, bags=bags, seed=number)
+            if not batch.group.traits.pools >= EVERY:
+                return
+            found, weights = batch.find("initial"), batch.weights if number else None
+            marks = batch.marked(found, weights, "initial")[1]
+            parts = [batch.part(found, weights, marks)]
+            if number == 2:  # what was read counts, whatever becomes of the rows
+                other = Batch(kind, tables, TWO, seed=9)
+                between = other.part(other.find("initial"))
+                other.group.update([between], step=Step(number))
+                apply(judge, [between], number)
+                parts += [other.part(other.find("initial")), batch.row_part(found)]
+            batch.group.update(parts, step=Step(number))
+            apply(judge, parts, number)
         compare(kind, tables, judge)
 
 
@@ -439,9 +508,11 @@ CASES = [
     unknown_ids_are_answered_with_their_initial_rows,
     reading_changes_nothing,
     pooled_rows_are_sums_of_rows,
+    largest_and_first_rows_are_pooled,
     rows_are_read_when_they_are_asked_for,
     nothing_to_find_gives_nothing,
     updates_are_those_of_single_tables,
+    gradients_reach_largest_and_first_rows,
     all_parts_make_one_step,
     what_was_found_can_be_used_twice,
     every_occurrence_can_make_a_step,

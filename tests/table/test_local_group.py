@@ -12,8 +12,20 @@ import shoal
 from shoal import table
 from shoal.errors import ConfigError
 from shoal.table.local import LocalGroup
-from shoal.table.pooling import pool_columns
-from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM, Features, Found, group_of, groups_of
+from shoal.table.pooling import pool_columns, row_gradients
+from shoal.table.protocol import (
+    FIRSTN,
+    MAX,
+    MEAN,
+    SQRTN,
+    SUM,
+    Features,
+    Found,
+    Part,
+    group_of,
+    groups_of,
+    marks_shape,
+)
 from tests.table.group_conformance import CASES, DIM, Kind
 
 
@@ -53,9 +65,9 @@ class Read:
     def rows(self, missing="zeros") -> Tensor:
         return self.group.rows(self.found(), self.features, missing=missing)
 
-    def pooled(self, weights=None, missing="zeros") -> Tensor:
+    def pooled(self, weights=None, missing="zeros", marks=None) -> Tensor:
         out = torch.full((self.bags, self.features.width), 9.0)
-        self.group.pooled(self.found(), self.features, self.offsets, weights, out, missing=missing)
+        self.group.pooled(self.found(), self.features, self.offsets, weights, out, missing=missing, marks=marks)
         return out
 
 
@@ -197,8 +209,8 @@ def test_bad_arguments_are_refused():
     group, found, features = read.group, read.found(), read.features
     out = torch.empty(3, 2 * DIM)
 
-    def pooled(offsets=read.offsets, weights=None, out=out, features=features):
-        group.pooled(found, features, offsets, weights, out, missing="zeros")
+    def pooled(offsets=read.offsets, weights=None, out=out, features=features, marks=None):
+        group.pooled(found, features, offsets, weights, out, missing="zeros", marks=marks)
 
     for ids in (read.ids.int(), read.ids[::2], read.ids.view(2, -1)):
         with pytest.raises(ConfigError, match="ids must be"):
@@ -226,11 +238,46 @@ def test_bad_arguments_are_refused():
     for wrong_out in (torch.empty(3, DIM), torch.empty(3, 2 * DIM).double(), torch.empty(2 * DIM, 3).T):
         with pytest.raises(ConfigError, match="out must be"):
             pooled(out=wrong_out)
-    for kind in (FIRSTN, MAX):
-        with pytest.raises(ConfigError, match="must be sum, mean or sqrtn"):
-            pooled(features=Features((0, 1), (SUM, kind), (0, DIM), 2 * DIM))
+    with pytest.raises(ConfigError, match="combiner must be one of 0 to 4"):
+        pooled(features=Features((0, 1), (SUM, 5), (0, DIM), 2 * DIM))
+    for lengths, message in (((1, 0), "length of firstn must be at least 1, got 0"), ((2, 1), "length of firstn")):
+        with pytest.raises(ConfigError, match=message):
+            pooled(features=Features((0, 1), (SUM, FIRSTN), (0, DIM), 2 * DIM, lengths=lengths))
+    with pytest.raises(ConfigError, match="columns must be"):
+        pooled(features=Features((0, 1), (SUM, FIRSTN), (0, DIM), 2 * DIM, lengths=(1, 2)))
+    with pytest.raises(ConfigError, match=r"marks must be contiguous uint8 \[12, 1\], got torch.uint8 \[11, 1\]"):
+        pooled(features=Features((0, 1), (SUM, MAX), (0, DIM), 2 * DIM), marks=torch.empty(11, 1, dtype=torch.uint8))
     with pytest.raises(ConfigError, match="columns must be"):
         pooled(features=Features((0, 1), (SUM, SUM), (0, DIM + 1), 2 * DIM))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dim", [1, 7, 8, 16, 21, 64])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_largest_and_first_rows_of_bags_of_any_length_are_those_of_plain_torch(dim, padding, threads):
+    before = shoal.num_threads()
+    shoal.set_num_threads(threads)
+    try:
+        tables = [shoal.HashTable(dim, seed=number) for number in range(2)]
+        for one in tables:  # few values, so that many rows share a maximum
+            one.assign(torch.arange(500), torch.randint(-8, 8, (500, dim)).float())
+        lengths = torch.randint(0, 30, (3, 400))
+        lengths[0, 7], lengths[1, 9], lengths[2, 399] = 3000, 2000, 1000
+        columns = (0, 5 * dim, 6 * dim)
+        features = Features((1, 0, 1), (FIRSTN, MAX, MAX), columns, 7 * dim, padding, lengths=(5, 1, 1))
+        read = Read(tables, features, lengths, upto=600)
+        weights = torch.randint(-2, 3, read.ids.shape).float()
+        grad = torch.randn(400, features.width)
+        for given in (None, weights):
+            want = torch.full((400, features.width), 9.0)
+            marks, ours = (torch.zeros(marks_shape(read.ids.numel(), dim), dtype=torch.uint8) for _ in range(2))
+            pool_columns(read.rows(), read.found(), features, read.offsets, given, want, marks)
+            assert torch.equal(read.pooled(given), want)
+            assert torch.equal(read.pooled(given, marks=ours), want)
+            part = Part(read.found(), features, grad, read.offsets, given, ours)
+            assert torch.equal(row_gradients(part, dim), row_gradients(part._replace(marks=marks), dim))
+    finally:
+        shoal.set_num_threads(before)
 
 
 def test_rates_are_those_of_the_schedule():

@@ -18,8 +18,8 @@ from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig, S
 from shoal.table.config.optim import ROW_OPTIMIZERS
 from shoal.table.export_mode import ExportMode, enter_export_mode
 from shoal.table.local_update import update
-from shoal.table.pooling import row_gradients
-from shoal.table.protocol import MAX, MEAN, SQRTN, SUM, Features, Found, Part, Step
+from shoal.table.pooling import pool_columns, row_gradients
+from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM, Features, Found, Part, Step, marks_shape
 from shoal.table.tracking.touched import TouchedKeySet
 
 KINDS = sorted(set(ROW_OPTIMIZERS) - {"batch_softmax"})  # which is for a dim of 1
@@ -48,18 +48,17 @@ def rows_part(features, counts, dim, ids=None, high=50):
     return Part(found(ids, counts), features, torch.randn(n, dim))
 
 
-def bags_part(features, lengths, weights=False, high=50):
-    """A part of bags: ``lengths`` ``[F][B]``."""
+def bags_part(features, lengths, weights=False, high=50, dim=5):
+    """A part of bags: ``lengths`` ``[F][B]``. Marks are those of some rows with few values."""
     lengths = torch.tensor(lengths, dtype=torch.int64).reshape(len(features.tables), -1)
     n = int(lengths.sum())
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.reshape(-1).cumsum(0)])
-    return Part(
-        found(torch.randint(0, high, (n,)), lengths.sum(1).tolist()),
-        features,
-        torch.randn(lengths.shape[1], features.width),
-        offsets,
-        torch.rand(n) * 2 - 0.5 if weights else None,
-    )
+    at = found(torch.randint(0, high, (n,)), lengths.sum(1).tolist())
+    grad = torch.randn(lengths.shape[1], features.width)
+    given = torch.rand(n) * 2 - 0.5 if weights else None
+    marks = torch.zeros(marks_shape(n, dim), dtype=torch.uint8) if MAX in features.combiners else None
+    pool_columns(torch.randint(0, 3, (n, dim)).float(), at, features, offsets, given, torch.empty_like(grad), marks)
+    return Part(at, features, grad, offsets, given, marks)
 
 
 def of_table(parts, place, dim):
@@ -104,14 +103,16 @@ def small(kind="adagrad", dim=5, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bags_and_rows_step_as_each_table_alone_does(kind, each):
     mine, judges = zip(*(pair(lambda: small(kind)) for _ in range(3)), strict=True)
-    pooled = Features((0, 1, 2, 1), (SUM, MEAN, SQRTN, MEAN), (0, 9, 15, 21), 30, padding=7)
+    kinds, lengths = (SUM, MEAN, SQRTN, MEAN, MAX, FIRSTN), (1, 1, 1, 1, 1, 2)
+    pooled = Features((0, 1, 2, 1, 0, 1), kinds, (0, 9, 15, 21, 26, 32), 45, 7, lengths)
     plain = Features((2, 0))
     group = Tables(*mine)
     for number in range(3):
+        some, more = [[5, 0, 4], [3, 1, 0]], [[1, 1, 1], [1, 1, 1]]
         parts = [
-            bags_part(pooled, [[0, 3, 1], [2, 2, 2], [5, 0, 4], [1, 1, 1]], weights=number == 1),
+            bags_part(pooled, [[0, 3, 1], [2, 2, 2], [5, 0, 4], [1, 1, 1], *some], weights=number == 1),
             rows_part(plain, [6, 4], 5),
-            bags_part(pooled, [[1, 1, 1], [9, 9, 9], [0, 0, 0], [1, 0, 2]]),
+            bags_part(pooled, [[1, 1, 1], [9, 9, 9], [0, 0, 0], [1, 0, 2], *more]),
         ]
         update(group, parts, Step(number, 100 + number), each)
         alone(judges, parts, number, each, 100 + number)
@@ -119,12 +120,13 @@ def test_bags_and_rows_step_as_each_table_alone_does(kind, each):
 
 
 @pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("combiner", [SUM, MEAN, SQRTN])
+@pytest.mark.parametrize("combiner", [SUM, MEAN, SQRTN, MAX, FIRSTN])
 @pytest.mark.parametrize("padding", [None, 7])
 @pytest.mark.parametrize("lengths", [[[1, 1, 1, 1]], [[0, 5, 1, 30]], [[0, 0, 0, 0]]], ids=["one", "some", "none"])
 def test_one_feature_of_one_table(combiner, padding, lengths, weights):
     mine, judge = pair(lambda: small("adam"))
-    features = Features((0,), (combiner,), (2,), 8, padding)
+    length = 3 if combiner == FIRSTN else 1
+    features = Features((0,), (combiner,), (2,), 3 + 5 * length, padding, (length,))
     parts = [bags_part(features, lengths, weights, high=10)]
     update(Tables(mine), parts, Step(4, 9))
     alone([judge], parts, 4, time=9)
@@ -236,11 +238,15 @@ def test_large_batches_are_the_same_with_any_number_of_threads(threads, monkeypa
     mine, judges = zip(
         *(pair(lambda kind=kind: small(kind, dim=16)) for kind in ("adagrad", "sgd", "adam")), strict=True
     )
-    features = Features((0, 1, 2, 0), (MEAN, SUM, SQRTN, SUM), (0, 16, 32, 48), 64, padding=5)
+    kinds, lengths = (MEAN, SUM, SQRTN, SUM, MAX, FIRSTN), (1, 1, 1, 1, 1, 2)
+    features = Features((0, 1, 2, 0, 1, 2), kinds, (0, 16, 32, 48, 64, 80), 112, 5, lengths)
     try:
         for weights in (False, True):
-            lengths = torch.stack([torch.randint(0, high, (3000,)) for high in (9, 3, 2, 2)])
-            parts = [bags_part(features, lengths.tolist(), weights, high=4000), rows_part(Features((1,)), [9000], 16)]
+            lengths = torch.stack([torch.randint(0, high, (3000,)) for high in (9, 3, 2, 2, 6, 4)])
+            parts = [
+                bags_part(features, lengths.tolist(), weights, high=4000, dim=16),
+                rows_part(Features((1,)), [9000], 16),
+            ]
             shoal.set_num_threads(threads)
             update(Tables(*mine), parts, Step(1, 20))
             shoal.set_num_threads(1)
@@ -400,7 +406,10 @@ def test_parts_that_do_not_fit_are_refused_and_change_nothing():
     refused("weights must be", weights=torch.ones(3))
     refused("one of 1 tables", features=Features((1,), (SUM,), (0,), 5))
     refused("within 5", features=Features((0,), (SUM,), (1,), 5))
-    refused("sum, mean or sqrtn", features=Features((0,), (MAX,), (0,), 5))
+    refused("max needs the marks", features=Features((0,), (MAX,), (0,), 5))
+    refused("one of 0 to 4", features=Features((0,), (7,), (0,), 5))
+    refused("length of firstn", features=Features((0,), (FIRSTN,), (0,), 5, lengths=(0,)))
+    refused("within 5", features=Features((0,), (FIRSTN,), (0,), 5, lengths=(2,)))
     refused("combiner and a column", features=Features((0,), (), (), 5))
     refused("ids must be", ids=ids.int())
     refused("ids must be", ids=torch.arange(8)[::2])

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -13,7 +12,6 @@
 namespace shoal {
 namespace {
 
-constexpr int32_t kSum = 0, kMean = 1, kSqrtn = 3;
 constexpr int64_t kPiece = 8192;  // ids of one thread's turn
 
 void refuse(const std::string& what) { throw std::invalid_argument(what); }
@@ -30,10 +28,12 @@ void each_of(int64_t n, int64_t ids, FunctionRef<void(int64_t)> body) {
 struct JoinedParts::Span {
   const GradientPart* part;
   size_t feature;
-  int64_t begin, end;   // in part->ids
-  bool single = false;  // every bag has one id
-  int32_t combiner() const { return part->offsets ? part->features->combiners[feature] : kSum; }
-  bool factors() const { return part->weights || (!single && combiner() != kSum); }
+  int64_t begin, end;       // in part->ids
+  bool single = false;      // every bag has one id
+  float* shares = nullptr;  // [bags, dim]: room for gradients of max that rows share
+  Pool pool() const { return part->offsets && !single ? part->features->combiners[feature] : Pool::sum; }
+  bool divides() const { return pool() == Pool::mean || pool() == Pool::sqrtn; }
+  bool factors() const { return part->weights || divides(); }
   // Bag b is ids[first(b) .. first(b + 1)); where there are no bags every id is one.
   int64_t bags() const { return part->offsets ? part->bags : end - begin; }
   int64_t first(int64_t bag) const {
@@ -74,25 +74,36 @@ struct JoinedParts::Piece {
     return features.pads ? last - from - std::count(from, last, features.padding) : last - from;
   }
 
-  // ids, each and factors begin at the piece's place; ids and factors may be null.
-  void fill(int64_t* ids, const float** each, float* factors) const {
+  // All begin at the piece's place; each but `each` may be null.
+  struct To {
+    int64_t* ids;
+    const float** each;
+    float* factors;
+    const uint8_t** marks;
+  };
+  void fill(To to, int64_t dim, const float* zeros) const {
     const GradientPart& part = *span->part;
     const bool pads = part.features->pads;
     const int64_t padding = part.features->padding;
-    const int32_t combiner = span->combiner();
+    const Pool pool = span->pool();
     for (int64_t bag = begin; bag < end; ++bag) {
-      const float* gradient = span->gradient(bag);
-      float factor = 1.0f;
-      if (factors && combiner != kSum) {
-        const auto n = static_cast<float>(std::max<int64_t>(1, kept(bag)));
-        factor = 1.0f / (combiner == kMean ? n : std::sqrt(n));
-      }
-      for (int64_t i = span->first(bag); i < span->first(bag + 1); ++i) {
-        if (pads && part.ids[i] == padding) continue;
-        if (ids) *ids++ = part.ids[i];
-        *each++ = gradient;
-        if (factors) *factors++ = part.weights ? factor * part.weights[i] : factor;
-      }
+      const PooledBag of{.pool = pool,
+                         .dim = dim,
+                         .length = part.features->length(span->feature),
+                         .grad = span->gradient(bag),
+                         .zeros = zeros,
+                         .weights = part.weights,
+                         .marks = pool == Pool::max ? part.marks : nullptr,
+                         .begin = span->first(bag),
+                         .end = span->first(bag + 1)};
+      spread_gradient(
+          of, span->shares + bag * dim, [&](int64_t i) { return !pads || part.ids[i] != padding; },
+          [&](int64_t i, const float* gradient, float factor, const uint8_t* marks) {
+            if (to.ids) *to.ids++ = part.ids[i];
+            *to.each++ = gradient;
+            if (to.factors) *to.factors++ = factor;
+            if (to.marks) *to.marks++ = marks;
+          });
     }
   }
 };
@@ -111,13 +122,20 @@ void JoinedParts::check(const GradientPart& part, int64_t tables) const {
   if (!part.offsets) return;
   if (features.combiners.size() != features.tables.size() || features.columns.size() != features.tables.size())
     refuse("every feature of bags needs a combiner and a column");
+  if (!features.lengths.empty() && features.lengths.size() != features.tables.size())
+    refuse("every feature of bags needs a length, or none");
   for (size_t f = 0; f < features.tables.size(); ++f) {
-    const int32_t combiner = features.combiners[f];
-    if (combiner != kSum && combiner != kMean && combiner != kSqrtn)
-      refuse("the combiner of pooled rows must be sum, mean or sqrtn, got number " + std::to_string(combiner));
-    if (features.columns[f] < 0 || features.columns[f] > features.width - dim_)
+    const Pool combiner = features.combiners[f];
+    if (combiner < Pool::sum || combiner > Pool::max)
+      refuse("the combiner of pooled rows must be one of 0 to 4, got number " +
+             std::to_string(static_cast<int>(combiner)));
+    if (combiner == Pool::max && !part.marks && part.n) refuse("the gradient of max needs the marks of its forward");
+    const int64_t length = features.length(f);
+    if (length < 1 || length > features.width || (length > 1 && combiner != Pool::firstn))
+      refuse("the length of firstn must be at least 1 and fit the width, got " + std::to_string(length));
+    if (features.columns[f] < 0 || features.columns[f] > features.width - length * dim_)
       refuse("columns of feature " + std::to_string(f) + " must lie within " + std::to_string(features.width) +
-             ", got " + std::to_string(features.columns[f]) + " and a dim of " + std::to_string(dim_));
+             ", got " + std::to_string(features.columns[f]) + " and a width of " + std::to_string(length * dim_));
   }
 }
 
@@ -147,12 +165,12 @@ JoinedParts::JoinedParts(const std::vector<GradientPart>& parts, int64_t tables,
   struct Copied {
     int64_t table;
     size_t begin, end;  // pieces
-    bool ids, factors;
+    bool ids, factors, marks;
   };
   std::vector<Copied> copied;
   std::vector<Piece> pieces;
   for (int64_t t = 0; t < tables; ++t) {
-    const auto& of_table = spans[t];
+    auto& of_table = spans[t];
     if (of_table.empty()) continue;
     const Span& only = of_table[0];
     const bool as_it_is = of_table.size() == 1 && !only.part->features->pads;
@@ -160,16 +178,21 @@ JoinedParts::JoinedParts(const std::vector<GradientPart>& parts, int64_t tables,
     if (as_it_is) {
       joined_[t].ids = only.part->ids + only.begin;
       joined_[t].n = only.end - only.begin;
-      if (only.combiner() == kSum || only.single) joined_[t].factors = weights;
+      if (!only.divides()) joined_[t].factors = weights;
       if (!only.part->offsets || only.single) {
         joined_[t].rows = only.gradient(0);
         joined_[t].stride = only.part->stride;
         continue;
       }
     }
-    Copied plan{t, pieces.size(), 0, !as_it_is, false};
-    for (const Span& span : of_table) {
+    Copied plan{t, pieces.size(), 0, !as_it_is, false, false};
+    for (Span& span : of_table) {
       plan.factors |= span.factors();
+      if (span.pool() == Pool::firstn) zeros_.resize(static_cast<size_t>(dim), 0.0f);
+      if (span.pool() == Pool::max) {
+        plan.marks = true;
+        span.shares = memory_.emplace_back(static_cast<size_t>(span.bags() * dim) * sizeof(float)).as<float>();
+      }
       for (int64_t bag = 0; bag < span.bags();) {
         const int64_t first = span.first(bag);
         int64_t end = bag + 1;
@@ -203,14 +226,17 @@ JoinedParts::JoinedParts(const std::vector<GradientPart>& parts, int64_t tables,
     joined.each = memory_.emplace_back(n * sizeof(float*)).as<const float*>();
     if (plan.ids) joined.ids = memory_.emplace_back(n * sizeof(int64_t)).as<int64_t>();
     if (plan.factors) joined.factors = memory_.emplace_back(n * sizeof(float)).as<float>();
+    if (plan.marks) joined.marks = memory_.emplace_back(n * sizeof(uint8_t*)).as<const uint8_t*>();
   }
   each_of(static_cast<int64_t>(pieces.size()), ids, [&](int64_t i) {
     const Piece& piece = pieces[i];
     const Copied& plan = *plan_of[i];
     const Gradients& to = joined_[plan.table];  // of which the arrays that are filled here are its own
-    piece.fill(plan.ids ? const_cast<int64_t*>(to.ids) + piece.to : nullptr,
-               const_cast<const float**>(to.each) + piece.to,
-               plan.factors ? const_cast<float*>(to.factors) + piece.to : nullptr);
+    piece.fill({.ids = plan.ids ? const_cast<int64_t*>(to.ids) + piece.to : nullptr,
+                .each = const_cast<const float**>(to.each) + piece.to,
+                .factors = plan.factors ? const_cast<float*>(to.factors) + piece.to : nullptr,
+                .marks = plan.marks ? const_cast<const uint8_t**>(to.marks) + piece.to : nullptr},
+               dim, zeros_.data());
   });
 }
 
@@ -220,7 +246,8 @@ bool JoinedParts::clean() const {
 
 bool JoinedParts::clean(const GradientPart& part) const {
   const FeatureMap& features = *part.features;
-  const auto own = static_cast<int64_t>(features.columns.size()) * dim_;
+  int64_t own = 0;
+  for (size_t f = 0; f < features.columns.size(); ++f) own += features.length(f) * dim_;
   const bool bags = part.offsets, whole = !bags || own == features.width;
   const int64_t rows = bags ? part.bags : part.n, width = bags ? features.width : dim_;
   std::atomic<uint32_t> largest{0};
@@ -239,8 +266,8 @@ bool JoinedParts::clean(const GradientPart& part) const {
         if (whole) {
           bits = std::max(bits, SHOAL_DISPATCH(largest_bits)(grad, width));
         } else {
-          for (int64_t column : features.columns)
-            bits = std::max(bits, SHOAL_DISPATCH(largest_bits)(grad + column, dim_));
+          for (size_t f = 0; f < features.columns.size(); ++f)
+            bits = std::max(bits, SHOAL_DISPATCH(largest_bits)(grad + features.columns[f], features.length(f) * dim_));
         }
       }
     }

@@ -5,26 +5,43 @@
 
 #include "core/isa.h"
 #include "core/scratch.h"
+#include "table/rows/pooled.h"
 #include "table/table.h"
 
 namespace shoal {
-
-// One gradient for each of n ids of a table, in order: at(i) times its factor.
-struct Gradients {
-  const int64_t* ids = nullptr;
-  int64_t n = 0;
-  const float* rows = nullptr;  // at(i) is rows + i * stride,
-  int64_t stride = 0;
-  const float* const* each = nullptr;  // or each[i], where that is given
-  const float* factors = nullptr;      // null: all are 1
-  const float* at(int64_t i) const { return each ? each[i] : rows + i * stride; }
-};
 
 SHOAL_PER_ISA(
     // The largest magnitude, as the bits of a float: from kInfiniteBits on there is an infinity or a NaN.
     uint32_t largest_bits(const float* x, int64_t n);
     // out = x * factor. Rounded by itself: where the product is added to a sum, no fused operation may skip that.
-    void scaled(const float* x, float factor, int64_t n, float* out);)
+    void scaled(const float* x, float factor, int64_t n, float* out);
+    // The same where a column is marked, and zeros elsewhere.
+    void scaled_marked(const float* x, float factor, const uint8_t* marks, int64_t n, float* out);)
+
+// One gradient for each of n ids of a table, in order: at(i) times its factor, where it is marked.
+struct Gradients {
+  const int64_t* ids = nullptr;
+  int64_t n = 0;
+  const float* rows = nullptr;  // at(i) is rows + i * stride,
+  int64_t stride = 0;
+  const float* const* each = nullptr;     // or each[i], where that is given
+  const float* factors = nullptr;         // null: all are 1
+  const uint8_t* const* marks = nullptr;  // null, or one that is: of all columns
+  const float* at(int64_t i) const { return each ? each[i] : rows + i * stride; }
+  // The gradient of id i: in place if it is at(i), else in `out`.
+  const float* value(int64_t i, int64_t dim, float* out) const {
+    const uint8_t* marked = marks ? marks[i] : nullptr;
+    if (!marked && !factors) return at(i);
+    const float factor = factors ? factors[i] : 1.0f;
+    if (marked) {
+      SHOAL_DISPATCH(scaled_marked)(at(i), factor, marked, dim, out);
+    } else {
+      SHOAL_DISPATCH(scaled)(at(i), factor, dim, out);
+    }
+    return out;
+  }
+};
+
 constexpr uint32_t kInfiniteBits = 0x7F800000;
 
 // What one table is asked to apply.
@@ -44,11 +61,13 @@ struct Update {
 // Which table each feature of a batch belongs to, and where its bags' gradients are.
 struct FeatureMap {
   std::vector<int32_t> tables;
-  std::vector<int32_t> combiners;  // as of src/shoal/table/protocol.py
-  std::vector<int64_t> columns;    // feature f of bag b has grad[b, columns[f] .. + dim]
+  std::vector<Pool> combiners;
+  std::vector<int64_t> columns;  // feature f of bag b has grad[b, columns[f] .. + dim], or + lengths[f] * dim of firstn
   int64_t width = 0;
   bool pads = false;
-  int64_t padding = 0;  // an id that has neither row nor gradient
+  int64_t padding = 0;                // an id that has neither row nor gradient
+  std::vector<int64_t> lengths = {};  // empty: 1 of each
+  int64_t length(size_t feature) const { return lengths.empty() ? 1 : lengths[feature]; }
 };
 
 // A gradient of what was found for a batch: of its rows, or with `offsets` of its pooled bags.
@@ -62,6 +81,7 @@ struct GradientPart {
   const int64_t* offsets;  // [F * bags + 1] or null
   int64_t bags;            // of each feature
   const float* weights;    // [n] or null
+  const uint8_t* marks;    // [n, mark_bytes(dim)] of features that are max; or null
 };
 
 // The gradients of each of `tables` tables over all parts, in order. Throws std::invalid_argument for parts that do not
@@ -84,6 +104,7 @@ class JoinedParts {
   const int64_t dim_;
   std::vector<Gradients> joined_;
   std::vector<uint8_t> named_;
+  std::vector<float> zeros_;  // of a row that firstn leaves out
   std::vector<Scratch> memory_;
 };
 

@@ -19,4 +19,9 @@ void scaled(const float* __restrict x, float factor, int64_t n, float* __restric
   for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor;
 }
 
+void scaled_marked(const float* __restrict x, float factor, const uint8_t* __restrict marks, int64_t n,
+                   float* __restrict out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = is_marked(marks, i) ? x[i] * factor : 0.0f;
+}
+
 }  // namespace shoal::SHOAL_ISA

@@ -104,6 +104,6 @@ class HashEmbeddingBag(EmbeddingBagCollection):
             bags = join([bags], plan.device)
 
         def finish(out: Any, combined: dict[int, Tensor]) -> Tensor:
-            return self._placed(out if plan.fused else combined[0])
+            return self._placed(plan.places[0].shaped(out) if plan.fused else combined[0])
 
         return self._pooled(plan, [bags], [[bags.values.shape[0]]], bags.length >= 0, finish)

@@ -55,8 +55,9 @@ class EmbeddingBagCollection(TableModule):
             with zeros; or a `Combiner`. One that you derive from `Combiner` with a ``combine`` of its own gets the rows
             of all ids, and autograd goes through it.
         output: ``"concat"``: side by side in the order of the features, for which a batch holds every feature. If only
-            some are sequences (firstn), these are flattened. ``"dict"``: by feature; a batch may hold some.
-            ``"auto"``: a ``KeyedTensor`` for TorchRec's ``KeyedJaggedTensor``, side by side for everything else.
+            some are sequences (firstn), or they differ in length, these are flattened. ``"dict"``: by feature; a batch
+            may hold some. ``"auto"``: a ``KeyedTensor`` for TorchRec's ``KeyedJaggedTensor``, side by side for
+            everything else.
         padding_idx: an id that stands for none: it does not count, has no row and no gradient.
         include_last_offset: False if offsets are ``[B]``, the end left out, which is `torch.nn.EmbeddingBag`'s default.
         insert_missing: False: an unknown id is zeros in training mode, too.
@@ -238,11 +239,11 @@ class EmbeddingBagCollection(TableModule):
         return Asked(Request(plan, ids, sizes, offsets, weights, bags, self.missing(), trusted), combined)
 
     def _side_by_side(self, plan: Plan, out: Any, combined: dict[int, Tensor]) -> Tensor:
-        if plan.fused:
+        if plan.fused and not plan.sequences:
             return self._placed(out)
         parts = _by_place(plan, out, combined)
         parts = [self._placed(parts[number]) for number in plan.order]
-        if len({part.dim() for part in parts}) > 1:
+        if len({part.shape[1:-1] for part in parts}) > 1:
             parts = [part.flatten(1) for part in parts]
         return torch.cat(parts, dim=-1)
 
@@ -290,6 +291,7 @@ def _by_place(plan: Plan, out: Any, combined: dict[int, Tensor]) -> list[Tensor]
         pooled = [number for number in plan.order if plan.places[number].call < 0]
         widths = [plan.places[number].width for number in pooled]
         columns = dict(zip(pooled, out.split(widths, 1), strict=True))
+        columns = {number: plan.places[number].shaped(part) for number, part in columns.items()}
     parts = []
     for number, place in enumerate(plan.places):
         if place.call < 0:

@@ -9,20 +9,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
 from shoal.fid import shard_of
-from shoal.sharded.bag_gradients import bag_divisors, sum_gradients
+from shoal.sharded.bags import add_gradients, pool_rows
 from shoal.sharded.devices import home
 from shoal.sharded.export import check_writable
 from shoal.sharded.parts import Lists, parts_of_tables
 from shoal.sharded.route import RowRoute
 from shoal.table.arguments import as_int, as_time
 from shoal.table.pooling import row_gradients
-from shoal.table.protocol import CPU, Features, Found, Missing, Part, Step, Traits
+from shoal.table.protocol import CPU, EVERY, Features, Found, Missing, Part, Step, Traits
 
 ONE = Features()  # of one table, whose rows alone are read
 
@@ -40,7 +39,7 @@ class PartsGroup:
         self.parts, self.names = parts_of_tables(columns)  # what a `Lists` calls each table of each part
         self._shards = len(columns)
         self._clocked = bool(tables[0].clocked)
-        self.traits = Traits(device=home(tables[0]), remote=self.parts.remote)
+        self.traits = Traits(device=home(tables[0]), remote=self.parts.remote, pools=EVERY)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -63,27 +62,19 @@ class PartsGroup:
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> None:
         route = self._route(found)
         read = self._read(route, missing)
-        rows = torch.cat([*read, torch.zeros(self.dim, device=CPU)]).view(-1, self.dim)  # the last one is padding's
-        places = route.offsets.div(self.dim, rounding_mode="floor")
-        if features.padding is not None:
-            places = torch.where(places < 0, rows.shape[0] - 1, places)
-        offsets = offsets.to(CPU)
-        sums = functional.embedding_bag(
-            places,
-            rows,
-            offsets.int(),
-            mode="sum",
-            include_last_offset=True,
-            per_sample_weights=None if weights is None else weights.detach().to(CPU),
-        ).view(len(features.columns), out.shape[0], self.dim)
-        divisors = bag_divisors(route.offsets, features, offsets)
-        if divisors is not None:
-            sums /= divisors.view(len(features.columns), -1, 1)
-        for column, bags in zip(features.columns, sums, strict=True):
-            out[:, column : column + self.dim] = bags.to(out.device)
+        flat = read[0] if len(read) == 1 else torch.cat(read)
+        here = Found(found.ids.to(CPU), found.counts, route.offsets, found.came)
+        offsets, own = offsets.to(CPU), out.to(CPU)
+        weights, marked = (None if one is None else one.detach().to(CPU) for one in (weights, marks))
+        pool_rows(flat, here, features, offsets, weights, own, self.dim, marked)
+        if out.device != CPU:
+            out.copy_(own)
+            if marks is not None and marked is not None:
+                marks.copy_(marked)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """`find` and `rows` of ids of the first table, on the CPU, where unknown ones give zeros."""
@@ -154,7 +145,8 @@ class PartsGroup:
                 moved = route.offsets[begin : begin + distinct]
                 offsets[number] = torch.where(places < 0, -1, moved[places.clamp(min=0)]) if distinct else places
                 begin += distinct
-        flat = sum_gradients(route.edges[-1], parts, offsets, self.dim)
+        here = [_on_host(part, at) for part, at in zip(parts, offsets, strict=True)]
+        flat = add_gradients(here, route.edges[-1] // self.dim, self.dim)
         return self._lists(route), [flat[a:b] for a, b in itertools.pairwise(route.edges)]
 
     def _in_order(self, parts: Sequence[Part]) -> tuple[list[Lists], list[Tensor]]:
@@ -221,3 +213,10 @@ class PartsGroup:
                 names, counts = [names[t] for t in some], [counts[t] for t in some]
             lists.append(Lists(names, counts, ids))
         return lists
+
+
+def _on_host(part: Part, where: Tensor) -> Part:
+    """The part in host memory, with the places of its rows."""
+    found = Found(part.found.ids.to(CPU), part.found.counts, where, part.found.came)
+    given = [None if one is None else one.detach().to(CPU) for one in (part.grad, *part[3:])]
+    return Part(found, part.features, *given)  # pyrefly: ignore[bad-argument-type]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.table.pooling import joined, pool_columns
-from shoal.table.protocol import CPU, Features, Found, Missing, Part, Step, Traits
+from shoal.table.protocol import CPU, EVERY, Features, Found, Missing, Part, Step, Traits
 
 
 class AdapterGroup:
@@ -24,7 +24,7 @@ class AdapterGroup:
         (self._table,) = self.tables = tables
         self.dim = int(self._table.dim_size)
         self._accepts = frozenset(getattr(self._table, "accepts", ()))
-        self.traits = Traits(device=torch.device(getattr(self._table, "device", None) or CPU))
+        self.traits = Traits(device=torch.device(getattr(self._table, "device", None) or CPU), pools=EVERY)
 
     def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
         return Found(ids, counts, ids.new_empty(0), ids.new_empty(0))
@@ -46,8 +46,9 @@ class AdapterGroup:
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> None:
-        pool_columns(self.rows(found, features, missing=missing), found, features, offsets, weights, out)
+        pool_columns(self.rows(found, features, missing=missing), found, features, offsets, weights, out, marks)
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
         ids, grads = joined(parts, self.dim)

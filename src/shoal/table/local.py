@@ -11,8 +11,8 @@ from torch import Tensor
 from shoal import _core
 from shoal.buffers import empty_rows
 from shoal.errors import ConfigError
-from shoal.table.local_update import update
-from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
+from shoal.table.local_update import check_marks, update
+from shoal.table.protocol import EVERY, Features, Found, Missing, Part, Step, Traits
 
 if TYPE_CHECKING:
     from shoal.table.table import HashTable
@@ -33,7 +33,8 @@ class LocalGroup:
     def __init__(self, tables: tuple[HashTable, ...]) -> None:
         self.tables = tables
         self.dim = tables[0].dim_size
-        self.traits = Traits(trains=not any(table.serving for table in tables), local_state=True, checks_bags=True)
+        trains = not any(table.serving for table in tables)
+        self.traits = Traits(trains=trains, local_state=True, checks_bags=True, pools=EVERY)
         self._wirings: dict[Features, Any] = {}
         self._last: tuple[Features | None, Any] = (None, None)
 
@@ -72,6 +73,7 @@ class LocalGroup:
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> None:
         ids = found.ids
         n = ids.numel()
@@ -93,6 +95,8 @@ class LocalGroup:
                 f"{self._name()}: weights must be a contiguous float32 tensor [{n}], got {weights.dtype} "
                 f"{list(weights.shape)}"
             )
+        if marks is not None:
+            check_marks(marks, n, self.dim, self._name())
         try:
             _Wiring.pooled(
                 self._wiring(features),
@@ -103,6 +107,7 @@ class LocalGroup:
                 0 if weights is None else weights.data_ptr(),
                 missing == "initial",
                 out.data_ptr(),
+                0 if marks is None else marks.data_ptr(),
             )
         except ValueError as error:
             raise ConfigError(f"{self._name()}: {error}") from None
@@ -127,8 +132,9 @@ class LocalGroup:
         tables = [self.tables[place]._native for place in features.tables]
         try:
             return _core.Wiring(
-                tables, list(features.combiners), list(features.columns), features.width, features.padding
-            )
+                tables, list(features.combiners), list(features.columns), features.width, features.padding,
+                list(features.lengths),
+            )  # fmt: skip
         except (ValueError, IndexError) as error:
             raise ConfigError(f"{self._name()}: {error}") from None
 

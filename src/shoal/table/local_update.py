@@ -18,7 +18,7 @@ from shoal import _core
 from shoal.errors import ConfigError
 from shoal.table.arguments import as_int, as_time, check_rates
 from shoal.table.clock import Now
-from shoal.table.protocol import Features, Part, Step
+from shoal.table.protocol import Features, Part, Step, marks_shape
 
 _EACH = ("sum", "occurrence")
 _int64, _float32 = torch.int64, torch.float32
@@ -137,7 +137,7 @@ class _Updater:
 
     def _numbers(self, part: Part, kept: list[Tensor]) -> tuple[int, ...]:
         """What `UpdateGroup.apply` takes of a part: addresses and sizes of tensors that were checked."""
-        (ids, counts, _, _), features, grad, offsets, weights = part
+        (ids, counts, _, _), features, grad, offsets, weights, marks = part
         n, tables, bags = ids.numel(), len(features.tables), 0
         _check("ids", ids, _int64, n)
         _check("counts", counts, _int64, tables)
@@ -157,6 +157,8 @@ class _Updater:
             kept.append(grad)
         if weights is not None:
             _check("weights", weights, _float32, n)
+        if marks is not None:
+            check_marks(marks, n, self._dim, f"tables {self._names}")
         return (
             ids.data_ptr(),
             counts.data_ptr(),
@@ -166,14 +168,24 @@ class _Updater:
             n,
             bags,
             grad.stride(0),
+            0 if marks is None else marks.data_ptr(),
         )
 
 
 @functools.lru_cache(maxsize=1024)
 def _feature_map(features: Features) -> _core.FeatureMap:
     return _core.FeatureMap(
-        list(features.tables), list(features.combiners), list(features.columns), features.width, features.padding
-    )
+        list(features.tables), list(features.combiners), list(features.columns), features.width, features.padding,
+        list(features.lengths),
+    )  # fmt: skip
+
+
+def check_marks(marks: Tensor, n: int, dim: int, who: str) -> None:
+    """Refuses marks that are not of ``n`` ids."""
+    if marks.dtype is not torch.uint8 or marks.shape != marks_shape(n, dim) or not marks.is_contiguous():
+        raise ConfigError(
+            f"{who}: marks must be contiguous uint8 {list(marks_shape(n, dim))}, got {marks.dtype} {list(marks.shape)}"
+        )
 
 
 def _check(what: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:

@@ -1,4 +1,4 @@
-"""Bags of rows pooled into one vector each: natively on a CPU, in plain torch elsewhere and where autograd looks on.
+"""Bags of rows pooled into one vector each: natively on a CPU, with gradients, and in plain torch elsewhere.
 
 The torch code is the meaning of what groups pool while they read, on a CPU and on a GPU.
 """
@@ -6,12 +6,16 @@ The torch code is the meaning of what groups pool while they read, on a CPU and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shoal import _core
-from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM, Features, Found, Part
+from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM, SUMS, Features, Found, Part, marks_shape
+
+_BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device="cpu")
 
 
 def pool(
@@ -24,13 +28,31 @@ def pool(
     weights: Tensor | None = None,
     padding: int | None = None,
 ) -> Tensor:
-    """``[B, D]`` of rows ``[N, D]``, or ``[B, length, D]`` for firstn; the gradient is autograd's, weights included.
+    """``[B, D]`` of rows ``[N, D]``, or ``[B, length, D]`` for firstn; rows and weights get gradients.
 
     An empty bag is zeros. A weight multiplies its row; mean and sqrtn divide by the number of ids, or its root. Where
     several rows share a maximum, each gets an equal share of its gradient. ``offsets`` rise from 0 to N.
     """
-    if _can_be_native(rows, ids, offsets, weights):
-        return _pool_natively(rows, ids, offsets, kind, length, weights, padding)
+    if not _can_be_native(rows, ids, offsets, weights):
+        return pool_plainly(rows, ids, offsets, kind, length=length, weights=weights, padding=padding)
+    bags = _Bags(ids.contiguous(), offsets.contiguous(), kind, length, padding)
+    weights = None if weights is None else weights.float().contiguous()
+    if torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad)):
+        return _Pool.apply(rows.contiguous(), weights, bags)
+    return bags.pool(rows.contiguous(), weights, None)
+
+
+def pool_plainly(
+    rows: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    kind: int,
+    *,
+    length: int = 0,
+    weights: Tensor | None = None,
+    padding: int | None = None,
+) -> Tensor:
+    """`pool` in plain torch, on any device; the gradient is autograd's."""
     n = ids.shape[0]
     if weights is not None:
         rows = rows * weights[:, None]
@@ -40,10 +62,7 @@ def pool(
     if kind == FIRSTN:
         return _first(rows, offsets, bag, keep, bags, length)
     if kind == MAX:
-        # Padding goes to a bag of its own.
-        bag = bag if keep is None else torch.where(keep, bag, bags)
-        start = rows.new_zeros(bags + 1, rows.shape[1])
-        return start.scatter_reduce(0, bag[:, None].expand_as(rows), rows, "amax", include_self=False)[:bags]
+        return largest(rows, bag, keep, bags)
     if kind != SUM:
         ones = rows.new_ones(n) if keep is None else keep.to(rows.dtype)
         count = rows.new_zeros(bags).index_add(0, bag, ones).clamp(min=1)
@@ -51,43 +70,90 @@ def pool(
     return add_bags(rows if keep is None else rows * keep[:, None], bag, offsets)
 
 
-def pool_equal(rows: Tensor, ids: Tensor, kind: int, *, padding: int | None = None) -> Tensor:
+def pool_equal(rows: Tensor, ids: Tensor, kind: int, *, length: int = 0, padding: int | None = None) -> Tensor:
     """`pool` of ids ``[B, L]``: bags of one length."""
-    batch, length = ids.shape
-    if length == 1 and padding is None:
+    batch, each = ids.shape
+    if each == 1 and padding is None and kind != FIRSTN:
         return rows
-    offsets = torch.arange(batch + 1, device=ids.device) * length
-    return pool(rows, ids.reshape(-1), offsets, kind, padding=padding)
+    offsets = torch.arange(batch + 1, device=ids.device) * each
+    return pool(rows, ids.reshape(-1), offsets, kind, length=length, padding=padding)
 
 
 def _can_be_native(rows: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> bool:
     given = (rows, ids, offsets) if weights is None else (rows, ids, offsets, weights)
     if torch.compiler.is_compiling() or not all(tensor.is_cpu for tensor in given):
         return False
-    watched = torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad))
-    return not watched and rows.dtype == torch.float32 and ids.dtype == offsets.dtype == torch.int64
+    plain = rows.dtype == torch.float32 and ids.dtype == offsets.dtype == torch.int64
+    return plain and not torch._C._are_functorch_transforms_active()
 
 
-def _pool_natively(
-    rows: Tensor, ids: Tensor, offsets: Tensor, kind: int, length: int, weights: Tensor | None, padding: int | None
-) -> Tensor:
-    dim, bags = rows.shape[1], offsets.shape[0] - 1
-    rows, ids, offsets = rows.contiguous(), ids.contiguous(), offsets.contiguous()
-    shape = [bags, length, dim] if kind == FIRSTN else [bags, dim]
-    out = torch.empty(shape, device="cpu")
-    weights = None if weights is None else weights.float().contiguous()
-    _core.pool_rows(
-        rows.data_ptr(), ids.numel(), dim, ids.data_ptr(), padding, offsets.data_ptr(), bags, kind, length,
-        0 if weights is None else weights.data_ptr(), out.data_ptr(), max(1, length) * dim if kind == FIRSTN else dim,
-    )  # fmt: skip
-    return out
+class _Bags:
+    """Bags of rows that are one after another, pooled natively."""
+
+    def __init__(self, ids: Tensor, offsets: Tensor, kind: int, length: int, padding: int | None) -> None:
+        self.ids, self.offsets, self.kind, self.length, self.padding = ids, offsets, kind, length, padding
+
+    def _numbers(self, rows: Tensor, weights: Tensor | None, marks: Tensor | None) -> tuple[Any, ...]:
+        return (
+            rows.data_ptr(), self.ids.numel(), rows.shape[1], self.ids.data_ptr(), self.padding,
+            self.offsets.data_ptr(), self.offsets.shape[0] - 1, self.kind, self.length,
+            0 if weights is None else weights.data_ptr(), 0 if marks is None else marks.data_ptr(),
+        )  # fmt: skip
+
+    def pool(self, rows: Tensor, weights: Tensor | None, marks: Tensor | None) -> Tensor:
+        bags, dim = self.offsets.shape[0] - 1, rows.shape[1]
+        out = torch.empty([bags, self.length, dim] if self.kind == FIRSTN else [bags, dim], device="cpu")
+        _core.pool_rows(*self._numbers(rows, weights, marks), out.data_ptr())
+        return out
+
+    def gradient(
+        self, rows: Tensor, weights: Tensor | None, marks: Tensor | None, grad: Tensor, of_rows: bool, of_weights: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of rows and of weights, those that are wanted."""
+        rows_grad = torch.zeros_like(rows) if of_rows else None
+        weights_grad = torch.empty_like(weights) if of_weights and weights is not None else None
+        grad = grad.float().contiguous()
+        out = (0 if one is None else one.data_ptr() for one in (rows_grad, weights_grad))
+        _core.pool_rows_gradient(*self._numbers(rows, weights, marks), grad.data_ptr(), *out)
+        return rows_grad, weights_grad
+
+
+class _Pool(torch.autograd.Function):
+    """`_Bags.pool` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, bags: _Bags) -> Tensor:  # pyrefly: ignore[bad-override]
+        marks = None
+        if bags.kind == MAX:
+            marks = torch.empty(marks_shape(*rows.shape), dtype=torch.uint8, device="cpu")
+        ctx.bags = bags
+        ctx.save_for_backward(rows, weights, marks, bags.ids, bags.offsets)
+        return bags.pool(rows, weights, marks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyrefly: ignore[bad-override]
+        rows, weights, marks, *_ = ctx.saved_tensors
+        return *ctx.bags.gradient(rows, weights, marks, grad, *ctx.needs_input_grad[:2]), None
+
+
+def largest(rows: Tensor, bag: Tensor, keep: Tensor | None, bags: int) -> Tensor:
+    """``[bags, D]``: the largest number of each column of the rows of each bag."""
+    bag = bag if keep is None else torch.where(keep, bag, bags)  # padding goes to a bag of its own
+    start = rows.new_zeros(bags + 1, rows.shape[1])
+    return start.scatter_reduce(0, bag[:, None].expand_as(rows), rows, "amax", include_self=False)[:bags]
+
+
+def _places(offsets: Tensor, bag: Tensor, keep: Tensor | None) -> Tensor:
+    """int64 ``[n]``: how many ids of its bag that count are before each."""
+    ones = torch.ones_like(bag) if keep is None else keep.long()
+    before = ones.cumsum(0) - ones
+    start = torch.cat([before, ones.sum().view(1)])[offsets[:-1]]
+    return before - start[bag]
 
 
 def _first(rows: Tensor, offsets: Tensor, bag: Tensor, keep: Tensor | None, bags: int, length: int) -> Tensor:
-    ones = torch.ones_like(bag) if keep is None else keep.long()
-    before = ones.cumsum(0) - ones  # ids that count, before each
-    start = torch.cat([before, ones.sum().view(1)])[offsets[:-1]]
-    place = before - start[bag]
+    place = _places(offsets, bag, keep)
     fits = place < length if keep is None else keep & (place < length)
     target = torch.where(fits, bag * length + place, bags * length)  # the rest go to a row that is cut off
     out = rows.new_zeros(bags * length + 1, rows.shape[1]).index_add(0, target, rows)
@@ -123,23 +189,79 @@ def bag_factors(found: Found, features: Features, offsets: Tensor, weights: Tens
 
 
 def pool_columns(
-    rows: Tensor, found: Found, features: Features, offsets: Tensor, weights: Tensor | None, out: Tensor
+    rows: Tensor,
+    found: Found,
+    features: Features,
+    offsets: Tensor,
+    weights: Tensor | None,
+    out: Tensor,
+    marks: Tensor | None = None,
 ) -> None:
-    """Pools rows ``[N, dim]`` into the features' columns of ``out``."""
+    """Pools rows ``[N, dim]`` into the features' columns of ``out``, and writes the marks of max."""
     n, dim = rows.shape
-    sums = add_bags(rows * bag_factors(found, features, offsets, weights)[:, None], bag_of_ids(offsets, n), offsets)
-    for column, part in zip(features.columns, sums.view(len(features.columns), -1, dim), strict=True):
-        out[:, column : column + dim] = part
+    bag, kinds = bag_of_ids(offsets, n), set(features.combiners)
+    shape = (len(features.columns), -1 if out.shape[0] else 0, dim)
+    keep = None if features.padding is None else found.ids != features.padding
+    values = rows if weights is None else rows * weights[:, None]
+    pooled: dict[int, Tensor] = {}
+    if kinds & SUMS:
+        sums = add_bags(rows * bag_factors(found, features, offsets, weights)[:, None], bag, offsets).view(shape)
+        pooled = dict.fromkeys(SUMS, sums)
+    if MAX in kinds:
+        best = largest(values, bag, keep, offsets.numel() - 1)
+        if marks is not None:
+            marks.copy_(_packed((values == best[bag]) & (True if keep is None else keep[:, None])))
+        pooled[MAX] = best.view(shape)
+    for feature, (kind, column) in enumerate(zip(features.combiners, features.columns, strict=True)):
+        length = features.length(feature)
+        if kind == FIRSTN:
+            every = _first(values, offsets, bag, keep, offsets.numel() - 1, length)
+            part = every.view(shape[0], shape[1], length * dim)[feature]
+        else:
+            part = pooled[kind][feature]
+        out[:, column : column + length * dim] = part
 
 
 def row_gradients(part: Part, dim: int) -> Tensor:
     """``[N, dim]``: the gradient of each row of a part; zeros for padding."""
     if part.offsets is None:
         return part.grad
-    features, found = part.features, part.found
-    of_bags = torch.cat([part.grad[:, column : column + dim] for column in features.columns])
-    factors = bag_factors(found, features, part.offsets, part.weights)
-    return of_bags[bag_of_ids(part.offsets, found.ids.numel())] * factors[:, None]
+    features, found, offsets = part.features, part.found, part.offsets
+    device, bags = offsets.device, offsets.numel() - 1
+    each = max(1, bags // max(1, len(features.tables)))
+    bag = bag_of_ids(offsets, found.ids.numel())
+    keep = None if features.padding is None else found.ids != features.padding
+    feature = torch.div(bag, each, rounding_mode="floor")
+    source = (bag % each) * part.grad.shape[1] + torch.tensor(features.columns, device=device)[feature]
+    kinds = torch.tensor(features.combiners, device=device)[feature]
+    fits = None
+    if FIRSTN in features.combiners:
+        lengths = torch.tensor([features.length(f) for f in range(len(features.tables))], device=device)[feature]
+        place = torch.where(kinds == FIRSTN, _places(offsets, bag, keep), 0)
+        fits = place < lengths
+        source += torch.where(fits, place, 0) * dim
+    grads = part.grad.reshape(-1)[source[:, None] + torch.arange(dim, device=device)]
+    if fits is not None:
+        grads = torch.where(fits[:, None], grads, 0.0)
+    if MAX in features.combiners:
+        assert part.marks is not None, "the gradient of max needs the marks of its forward"
+        marked = unpacked(part.marks, dim) & (True if keep is None else keep[:, None])
+        equal = torch.zeros(bags, dim, device=device).index_add_(0, bag, marked.float())[bag]
+        of_max = (kinds == MAX)[:, None]
+        grads = torch.where(of_max, torch.where(marked, grads / equal, 0.0), grads)
+    return grads * bag_factors(found, features, offsets, part.weights)[:, None]
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Marks of booleans ``[N, dim]``."""
+    n, dim = bits.shape
+    wide = torch.nn.functional.pad(bits, (0, -dim % 8)).view(n, (dim + 7) // 8, 8)
+    return (wide * _BITS.to(bits.device)).sum(2, dtype=torch.uint8)
+
+
+def unpacked(marks: Tensor, dim: int) -> Tensor:
+    """Booleans ``[N, dim]`` of marks."""
+    return ((marks[:, :, None] & _BITS.to(marks.device)) != 0).flatten(1)[:, :dim]
 
 
 def joined(parts: Sequence[Part], dim: int) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-SUM, MEAN, FIRSTN, SQRTN, MAX = range(5)  # as in csrc/nn/bag.h
-FUSED = frozenset({SUM, MEAN, SQRTN})
-"""Combiners that `Group.pooled` knows; the others are made of `Group.rows`."""
+SUM, MEAN, FIRSTN, SQRTN, MAX = range(5)  # as in csrc/table/rows/pooled.h
+SUMS = frozenset({SUM, MEAN, SQRTN})
+"""Combiners that add rows, times a factor."""
+EVERY = SUMS | {FIRSTN, MAX}
 Missing = Literal["zeros", "initial"]
 
 
@@ -50,6 +51,8 @@ class Traits:
     prefetches: bool = False
     """There is ``prefetch(ids, counts, features)``, with the arguments of a `find`: it has rows brought nearer, in the
     background, for a read of the same tensors that will come."""
+    pools: frozenset[int] = SUMS
+    """Combiners that `pooled` knows; the others are made of `rows`."""
     shares: Hashable = None
     """Groups where this is equal and not None can share the exchanges of their calls. They have ``find_steps``,
     ``rows_steps``, ``pooled_steps`` and ``update_steps``, the calls below as generators, and ``together(generators)``,
@@ -61,7 +64,8 @@ class Features:
     """Which table each feature of a batch reads, and where its pooled rows go. Made once, used for every batch.
 
     ``tables``, ``combiners`` and ``columns`` have an element per feature; the latter two may be empty where only `rows`
-    are read. Feature ``f`` of bag ``b`` goes to ``out[b, columns[f] : columns[f] + dim]`` of ``out`` ``[B, width]``.
+    are read. Feature ``f`` of bag ``b`` goes to ``out[b, columns[f] : columns[f] + dim]`` of ``out`` ``[B, width]``;
+    with firstn it has ``lengths[f] * dim`` columns, those of the first row first.
     """
 
     tables: tuple[int, ...] = (0,)
@@ -70,6 +74,11 @@ class Features:
     width: int = 0
     padding: int | None = None
     """An id that stands for none: it has no row and no gradient, and a mean does not count it."""
+    lengths: tuple[int, ...] = ()
+    """Rows that firstn puts side by side, 1 of other features; empty where no feature is firstn."""
+
+    def length(self, feature: int) -> int:
+        return self.lengths[feature] if self.lengths else 1
 
 
 class Found(NamedTuple):
@@ -106,6 +115,8 @@ class Part(NamedTuple):
     """int64 ``[F * B + 1]``: bag ``b`` of feature ``f`` is ``ids[offsets[f * B + b] : offsets[f * B + b + 1]]``."""
     weights: Tensor | None = None
     """float32 ``[N]``: factors of the rows in their bags."""
+    marks: Tensor | None = None
+    """Those that `Group.pooled` wrote; needed where a feature is max."""
 
 
 class Step(NamedTuple):
@@ -145,10 +156,13 @@ class Group(Protocol):
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> None:
         """Writes the pooled rows of bags to the features' columns of float32 ``out`` ``[B, width]``.
 
         An empty bag is zeros. A weight multiplies its row; mean and sqrtn divide by the number of ids, or its root.
+        ``marks``, uint8 of `marks_shape`, gets what `update` has to know of features that are max: bit ``c % 8`` of
+        byte ``c // 8`` of an id is set where its row has the largest number of its bag in column ``c``.
         """
         ...
 
@@ -158,6 +172,11 @@ class Group(Protocol):
         ``each="occurrence"``: a step for every occurrence, in order. Filters, frequencies and times count here alone.
         """
         ...
+
+
+def marks_shape(n: int, dim: int) -> tuple[int, int]:
+    """Of the marks of ``n`` ids."""
+    return n, (dim + 7) // 8
 
 
 READS: list[Callable[[Group, Tensor, list[int], Features, int], None]] = []

@@ -23,9 +23,10 @@ from shoal.nn.read.plan import Call, Plan, find_plan
 from shoal.nn.read.refusal import tell_ranks
 from shoal.nn.read.watch import watch_offsets
 from shoal.nn.update.passes import hand_over, numbers
-from shoal.table.protocol import READS, Found, Missing, Part
+from shoal.table.protocol import READS, Found, Missing, Part, marks_shape
 
 NOTHING: list[Any] = []
+_PLAIN: dict[str, Any] = {}
 
 
 class Request(NamedTuple):
@@ -49,17 +50,19 @@ class Request(NamedTuple):
 class Ahead:
     """What was done of a read before its forward: where the rows are, and perhaps the rows themselves."""
 
-    __slots__ = ("_versions", "founds", "outputs")
+    __slots__ = ("_versions", "founds", "marks", "outputs")
 
     def __init__(self, founds: list[Found]) -> None:
         self.founds = founds
         self.outputs: list[Tensor] | None = None
         """As `read` returns them."""
+        self.marks: list[Tensor] = NOTHING
+        """Of each call, if any call has them."""
         self._versions: list[int] = []
 
-    def keep(self, outputs: list[Tensor]) -> None:
+    def keep(self, outputs: list[Tensor], marks: list[Tensor]) -> None:
         """Has the forward take these rows."""
-        self.outputs, self._versions = outputs, [one._version for one in outputs]
+        self.outputs, self.marks, self._versions = outputs, marks, [one._version for one in outputs]
 
     def kept(self) -> list[Tensor]:
         """The rows, which a forward may take several times, as under activation checkpointing."""
@@ -83,16 +86,18 @@ def read(request: Request) -> list[Tensor]:
     return _read(request)[0]
 
 
-def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
+def _read(request: Request, keep: bool = False) -> tuple[list[Tensor], list[Found], list[Tensor]]:
+    """What `read` returns, what was found and, with ``keep``, the marks of each call, if any call has them."""
     if request.ahead is not None and request.ahead.outputs is not None:
-        return request.ahead.kept(), request.ahead.founds
+        return request.ahead.kept(), request.ahead.founds, request.ahead.marks
     lane = request.plan.lane()
     if lane is not None and not lane.here:
-        return lane.run(lambda: _read(request))
+        return lane.run(lambda: _read(request, keep))
     plan, all_ids, all_offsets, all_weights = request.plan, request.ids, request.offsets, request.weights
     bags, missing = request.bags, request.missing
     outputs: list[Tensor] = []
     founds: list[Found] = [] if request.ahead is None else request.ahead.founds
+    marks = _marks(request) if keep and plan.marked else NOTHING
     out: Any = None
     if request.ahead is None:
         _check(request)
@@ -105,7 +110,7 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
     if READS:
         _tell_watchers(request)
     if plan.shared:
-        return _read_shared(request, outputs)
+        return *_read_shared(request, outputs, marks), marks
     for i, call in enumerate(plan.calls):
         ids, features, group = all_ids[i], call.features, call.group
         if len(founds) == i:
@@ -115,14 +120,26 @@ def _read(request: Request) -> tuple[list[Tensor], list[Found]]:
             outputs.append(group.rows(found, features, missing=missing))
             continue
         offsets, weights = all_offsets[i], all_weights[i] if all_weights else None
+        more = {"marks": marks[i]} if marks and call.marked else _PLAIN
         if ids.device == plan.device:
-            group.pooled(found, features, offsets, weights, out, missing=missing)
+            group.pooled(found, features, offsets, weights, out, missing=missing, **more)
         else:  # a group of another device
             there = torch.empty(bags, plan.width, dtype=torch.float32, device=ids.device)
-            group.pooled(found, features, offsets, weights, there, missing=missing)
-            for column in features.columns:
-                out[:, column : column + group.dim] = there[:, column : column + group.dim].to(out.device)
-    return outputs, founds
+            group.pooled(found, features, offsets, weights, there, missing=missing, **more)
+            for feature, column in enumerate(features.columns):
+                own = slice(column, column + features.length(feature) * group.dim)
+                out[:, own] = there[:, own].to(out.device)
+    return outputs, founds, marks
+
+
+def _marks(request: Request) -> list[Tensor]:
+    """Room for the marks of each call; none for a call without max."""
+    return [
+        torch.empty(
+            marks_shape(ids.shape[0] if call.marked else 0, call.group.dim), dtype=torch.uint8, device=ids.device
+        )
+        for call, ids in zip(request.plan.calls, request.ids, strict=True)
+    ]
 
 
 def find_ahead(request: Request) -> Ahead:
@@ -153,7 +170,8 @@ def find_ahead(request: Request) -> Ahead:
 def read_ahead(request: Request) -> None:
     """Reads the rows that were found ahead, for the `read` to come."""
     assert request.ahead is not None
-    request.ahead.keep(_read(request)[0])
+    outputs, _, marks = _read(request, True)
+    request.ahead.keep(outputs, marks)
 
 
 def _check(request: Request) -> None:
@@ -176,7 +194,9 @@ def _tell_watchers(request: Request) -> None:
             watch(call.group, request.ids[i], sizes, call.features, request.bags if request.offsets else 0)
 
 
-def _read_shared(request: Request, outputs: list[Tensor]) -> tuple[list[Tensor], list[Found]]:
+def _read_shared(
+    request: Request, outputs: list[Tensor], marks: list[Tensor]
+) -> tuple[list[Tensor], list[Found]]:
     """The same for groups over the same ranks, whose calls share their exchanges: those of all finds, then the rows."""
     plan, all_offsets, all_weights, missing = request.plan, request.offsets, request.weights, request.missing
 
@@ -187,7 +207,8 @@ def _read_shared(request: Request, outputs: list[Tensor]) -> tuple[list[Tensor],
         if not call.fused:
             return found, (yield from group.rows_steps(found, call.features, missing=missing))
         weights = all_weights[i] if all_weights else None
-        yield from group.pooled_steps(found, call.features, offsets, weights, outputs[0], missing=missing)
+        more = {"marks": marks[i]} if marks and call.marked else _PLAIN
+        yield from group.pooled_steps(found, call.features, offsets, weights, outputs[0], missing=missing, **more)
         return found, None
 
     first: Any = plan.calls[0].group
@@ -233,8 +254,9 @@ def check_bags(bags: Jagged, name: str) -> None:
 
 
 def _parts(
-    plan: Plan, grads: Sequence[Tensor], founds: Sequence[Found], offsets: Sequence[Any], weights: Sequence[Any]
-) -> list[Any]:
+    plan: Plan, grads: Sequence[Tensor], founds: Sequence[Found], offsets: Sequence[Any], weights: Sequence[Any],
+    marks: Sequence[Tensor],
+) -> list[Any]:  # fmt: skip
     """The gradients of a read by call."""
     parts = []
     for i, call in enumerate(plan.calls):
@@ -244,7 +266,8 @@ def _parts(
         if grad.device != found.ids.device:
             grad = grad.to(found.ids.device)
         if call.fused:
-            parts.append((call, Part(found, call.features, grad, offsets[i], weights[i] if weights else None)))
+            own, marked = weights[i] if weights else None, marks[i] if call.marked else None
+            parts.append((call, Part(found, call.features, grad, offsets[i], own, marked)))
         else:
             parts.append((call, Part(found, call.features, grad)))
     return parts
@@ -256,14 +279,14 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, root: Tensor, request: Request) -> Any:  # pyrefly: ignore[bad-override]
-        outputs, founds = _read(request)
+        outputs, founds, marks = _read(request, True)
         ctx.plan, ctx.number = request.plan, next(numbers)
         ctx.pooled, ctx.weighted = bool(request.offsets), bool(request.weights)
         # Found is among the saved tensors: recomputation under activation checkpointing replaces only those.
         kept: list[Tensor] = []
         for found in founds:
             kept += found
-        ctx.save_for_backward(*kept, *request.offsets, *request.weights)
+        ctx.save_for_backward(*kept, *marks, *request.offsets, *request.weights)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
@@ -271,9 +294,10 @@ class _Read(torch.autograd.Function):
         saved, plan = ctx.saved_tensors, ctx.plan
         n = len(plan.calls)
         founds = [Found(*saved[4 * i : 4 * i + 4]) for i in range(n)]
-        offsets = saved[4 * n : 5 * n] if ctx.pooled else NOTHING
-        weights = saved[5 * n :] if ctx.weighted else NOTHING
-        hand_over(ctx.number, _parts(plan, grads, founds, offsets, weights))
+        marks, at = (saved[4 * n : 5 * n], 5 * n) if plan.marked else (NOTHING, 4 * n)
+        offsets = saved[at : at + n] if ctx.pooled else NOTHING
+        weights = saved[at + n :] if ctx.weighted else NOTHING
+        hand_over(ctx.number, _parts(plan, grads, founds, offsets, weights, marks))
         return None, None, None
 
 
@@ -291,7 +315,7 @@ def _read_by_op(request: Request) -> list[Tensor]:
     plan, ids, sizes, offsets, weights, bags, missing, *_ = request
     flat = [size for own in sizes for size in own]
     outputs = _read_op(ids, offsets, weights, plan.anchor, plan.tape, plan.handle, flat, bags, missing == "initial")
-    return outputs[: len(outputs) - 2 * len(plan.calls)]
+    return outputs[: len(outputs) - 3 * len(plan.calls)]
 
 
 def _request(
@@ -318,15 +342,16 @@ def _read_op(
     bags: int,
     initial: bool,
 ) -> list[Tensor]:
-    """`_read`, then the bytes of ``where`` and ``came`` of what each call found."""
+    """`_read`, then the bytes of ``where`` and ``came`` of what each call found, and of its marks."""
     plan = find_plan(handle)
+    missing: Missing = "initial" if initial else "zeros"
     try:
-        outputs, founds = _read(_request(plan, ids, offsets, weights, sizes, bags, "initial" if initial else "zeros"))
+        outputs, founds, marks = _read(_request(plan, ids, offsets, weights, sizes, bags, missing), True)
     except Exception as error:
         tell_ranks((call.group for call in plan.calls), error)
         raise
     for i, found in enumerate(founds):
-        opaque = (found.where, found.came)
+        opaque = (found.where, found.came, marks[i] if marks else found.came.new_empty(0, dtype=torch.uint8))
         plan.opaque[i] = tuple([(one.dtype, one.shape[1:], one.device) for one in opaque])
         outputs += [one.contiguous().view(torch.uint8).view(-1).to(ids[i].device).clone() for one in opaque]
     return outputs
@@ -352,7 +377,7 @@ def _(
         if not call.fused
     ]
     for own in ids:
-        outputs += [own.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8) for _ in range(2)]
+        outputs += [own.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8) for _ in range(3)]
     return outputs
 
 
@@ -371,13 +396,14 @@ def _gradient_op(
     """Hands the gradients of a read over; returns the (empty) gradient of the anchor."""
     plan = find_plan(handle)
     own = _request(plan, ids, offsets, weights, sizes, bags, "zeros").sizes
-    founds = []
+    founds, marks = [], []
     for i in range(len(plan.calls)):
-        there = zip(opaque[2 * i : 2 * i + 2], plan.opaque[i], strict=True)
-        found = [raw.to(device).view(dtype).view(-1, *tail) for raw, (dtype, tail, device) in there]
+        there = zip(opaque[3 * i : 3 * i + 3], plan.opaque[i], strict=True)
+        where, came, own_marks = [raw.to(device).view(dtype).view(-1, *tail) for raw, (dtype, tail, device) in there]
         counts = _counts(plan.calls[i], own[i], offsets[i] if offsets else None, bags, bool(weights))
-        founds.append(Found(ids[i], counts, *found))
-    hand_over(next(numbers), _parts(plan, grads, founds, offsets, weights))
+        founds.append(Found(ids[i], counts, where, came))
+        marks.append(own_marks)
+    hand_over(next(numbers), _parts(plan, grads, founds, offsets, weights, marks))
     tape.add_(1)
     return torch.zeros(0, device=tape.device)
 
@@ -400,14 +426,14 @@ def _(
 def _op_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ids, offsets, weights, _, ctx.tape, ctx.handle, ctx.sizes, ctx.bags, _ = inputs
     plan = ctx.plan = find_plan(ctx.handle)  # a graph keeps its tables alive
-    ctx.n, ctx.given = len(ids), len(output) - 2 * len(plan.calls)
+    ctx.n, ctx.given = len(ids), len(output) - 3 * len(plan.calls)
     ctx.pooled, ctx.weighted = len(offsets), len(weights)
     ctx.save_for_backward(*ids, *output[ctx.given :], *offsets, *weights)
 
 
 def _op_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     saved, n = list(ctx.saved_tensors), ctx.n
-    ids, opaque, rest = saved[:n], saved[n : 3 * n], saved[3 * n :]
+    ids, opaque, rest = saved[:n], saved[n : 4 * n], saved[4 * n :]
     offsets, weights = rest[: ctx.pooled], rest[ctx.pooled :]
     anchor = _gradient_op(grads[: ctx.given], ids, opaque, offsets, weights, ctx.tape, ctx.handle, ctx.sizes, ctx.bags)
     none = [[None] * n, [None] * ctx.pooled, [None] * ctx.weighted]

@@ -15,7 +15,7 @@ from shoal.background.lane import Lane
 from shoal.errors import UnsupportedError
 from shoal.nn.keeper import TableKeeper, keeper_of
 from shoal.nn.update.units import lane_of
-from shoal.table.protocol import FUSED, Features, Group, groups_of
+from shoal.table.protocol import FIRSTN, MAX, Features, Group, groups_of
 
 _handles = itertools.count()
 _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
@@ -35,7 +35,9 @@ class Feature(NamedTuple):
 class Call:
     """What a group is asked for in every batch: one find, and pooled rows or rows."""
 
-    __slots__ = ("checked", "device", "features", "fused", "group", "keepers", "of", "output", "places", "touched")
+    __slots__ = (
+        "checked", "device", "features", "fused", "group", "keepers", "marked", "of", "output", "places", "touched",
+    )  # fmt: skip
 
     def __init__(self, group: Group, of: Feature, places: list[int], features: Features, fused: bool) -> None:
         self.group = group
@@ -48,6 +50,8 @@ class Call:
         self.fused = fused
         self.checked = fused and group.traits.checks_bags
         """Whether the group looks at offsets itself."""
+        self.marked = fused and MAX in features.combiners
+        """Whether its gradient needs the marks of its pooled rows."""
         self.output = 0
         """Which result of the read holds its rows."""
         self.keepers = tuple([keeper_of(table) for table in group.tables])
@@ -61,6 +65,12 @@ class Place(NamedTuple):
     width: int
     call: int = -1
     index: int = 0
+    length: int = 0
+    """Rows that firstn puts side by side in its columns; 0 where the result is one row."""
+
+    def shaped(self, columns: Tensor) -> Tensor:
+        """The result of a feature that its group pooled, of its columns."""
+        return columns.unflatten(1, (self.length, self.width // self.length)) if self.length else columns
 
 
 class Plan:
@@ -76,6 +86,9 @@ class Plan:
         """The numbers of the features in the order of the result."""
         self.by_rows = by_rows
         self.fused = all(call.fused for call in calls)
+        self.marked = any(call.marked for call in calls)
+        self.sequences = len({place.length for place in places}) == 1 and places[0].length > 0
+        """Whether every feature is a sequence of as many rows."""
         self.whole = len(calls) == 1 and calls[0].places == list(range(len(places)))
         """Whether the batch is the input of the one call as it is."""
         shares = {call.group.traits.shares for call in calls}
@@ -137,28 +150,28 @@ def make_plan(
     group_of = {place: (group, own.index(place)) for group, own in groups_of(tables) for place in own}
     dims = [group_of[feature.table][0].dim for feature in features]
     columns, width = [-1] * len(features), 0
+    fuses = [not by_rows and feature.kind in group_of[feature.table][0].traits.pools for feature in features]
+    lengths = [feature.length if feature.kind == FIRSTN else 0 for feature in features]
+    widths = [max(1, length) * dim for length, dim in zip(lengths, dims, strict=True)]
     for number in order:
-        if _fuses(features[number], by_rows):
-            columns[number], width = width, width + dims[number]
+        if fuses[number]:
+            columns[number], width = width, width + widths[number]
     members: dict[tuple[int, Hashable], list[int]] = {}
     for number, feature in enumerate(features):
         group = group_of[feature.table][0]
-        alike = None if _fuses(feature, by_rows) else (feature.kind, feature.length, id(feature.combiner))
+        alike = None if fuses[number] else (feature.kind, feature.length, id(feature.combiner))
         members.setdefault((id(group), alike), []).append(number)
-    calls, places = [], [Place(column, dim) for column, dim in zip(columns, dims, strict=True)]
+    calls, places = [], [Place(c, w, length=n) for c, w, n in zip(columns, widths, lengths, strict=True)]
     for (_, alike), own in members.items():
         group = group_of[features[own[0]].table][0]
         which = tuple([group_of[features[number].table][1] for number in own])
         if alike is None:
             kinds, at = tuple([features[number].kind for number in own]), tuple([columns[number] for number in own])
-            asked = Features(which, kinds, at, width, padding)
+            rows = tuple([max(1, lengths[number]) for number in own]) if FIRSTN in kinds else ()
+            asked = Features(which, kinds, at, width, padding, rows)
         else:
             asked = Features(which, padding=padding)
             for index, number in enumerate(own):
                 places[number] = Place(-1, dims[number], len(calls), index)
         calls.append(Call(group, features[own[0]], own, asked, alike is None))
     return Plan(calls, width, places, order, by_rows)
-
-
-def _fuses(feature: Feature, by_rows: bool) -> bool:
-    return feature.kind in FUSED and not by_rows

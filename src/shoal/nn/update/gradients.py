@@ -118,7 +118,7 @@ class Waiting:
         parts = []
         for part in self.parts():
             found = group.find(part.found.ids, part.found.counts, part.features, missing="zeros")
-            parts.append(Part(found, part.features, part.grad, part.offsets, part.weights))
+            parts.append(part._replace(found=found))
         return Unit(group, self.keepers, parts)
 
 
@@ -165,7 +165,8 @@ def detached(part: Part) -> Part:
     ids, counts, where, came = part.found
     if counts.shape[0] != len(part.features.tables):  # they are the offsets
         counts = counts.clone() if offsets is None else offsets
-    return Part(Found(ids.clone(), counts, where, came), part.features, part.grad.clone(), offsets, weights)
+    found = Found(ids.clone(), counts, where, came)
+    return Part(found, part.features, part.grad.clone(), offsets, weights, part.marks)
 
 
 def clear_pending(keepers: Sequence[TableKeeper]) -> None:

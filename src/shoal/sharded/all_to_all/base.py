@@ -65,8 +65,9 @@ class RankGroup:
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> None:
-        self.together([self.pooled_steps(found, features, offsets, weights, out, missing=missing)])
+        self.together([self.pooled_steps(found, features, offsets, weights, out, missing=missing, marks=marks)])
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
         """One step per rank and distinct id. ``each`` must be "sum": an id is sent once for all of its occurrences."""
@@ -87,6 +88,7 @@ class RankGroup:
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> Steps[None]:
         raise NotImplementedError
 

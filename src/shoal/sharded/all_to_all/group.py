@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoal.sharded.all_to_all.bags import add_gradients, pool_rows, take_rows
 from shoal.sharded.all_to_all.base import MISSING, TOLD, RankGroup, told_numbers
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
 from shoal.sharded.all_to_all.local import Local
 from shoal.sharded.all_to_all.plan import Dealt, Plan, deal_out
 from shoal.sharded.all_to_all.rounds import Send, Steps
-from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, Traits, group_of
+from shoal.sharded.bags import add_gradients, pool_rows, take_rows
+from shoal.table.protocol import EVERY, Features, Found, Group, Missing, Part, Step, Traits, group_of
 
 
 class AllToAllGroup(RankGroup):
@@ -29,7 +29,7 @@ class AllToAllGroup(RankGroup):
 
     def __init__(self, tables: tuple[Any, ...]) -> None:
         self._local = Local([table.table for table in tables], tables[0].world_size)
-        super().__init__(tables, self._local.device, self._local.trains)
+        super().__init__(tables, self._local.device, self._local.trains, pools=EVERY)
         self._blocks = self.ranks * len(tables)
 
     # --- finding ------------------------------------------------------------------------------------------------------
@@ -84,9 +84,10 @@ class AllToAllGroup(RankGroup):
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> Steps[None]:
         flat = yield from self._rows_of(found, missing)
-        pool_rows(flat, found, features, offsets, weights, out, self.dim)
+        pool_rows(flat, found, features, offsets, weights, out, self.dim, marks)
 
     def inserted(self, found: Found, create: Callable[[Tensor], Tensor]) -> Tensor:
         """The rows of one table's ids, from ``create(ids)`` on the rank that owns them, which may make new ones."""
@@ -203,7 +204,7 @@ class OneRankGroup:
         self.dim = self._group.dim
         self.traits = Traits(
             device=self._group.traits.device, collective=True, trains=self._group.traits.trains,
-            capturable=self._group.traits.capturable,
+            capturable=self._group.traits.capturable, pools=self._group.traits.pools,
         )  # fmt: skip
         self.find = self._group.find
         self.rows = self._group.rows

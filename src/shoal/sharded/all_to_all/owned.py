@@ -12,12 +12,12 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.ops.reorder import fused_reorder_by_indices
-from shoal.sharded.all_to_all.bags import add_gradients, pool_rows, take_rows
 from shoal.sharded.all_to_all.base import MISSING, TOLD, RankGroup, told_numbers
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
 from shoal.sharded.all_to_all.held import Asked, Bucket, Held, Wired
 from shoal.sharded.all_to_all.plan import pack, unpack
 from shoal.sharded.all_to_all.rounds import Send, Steps, room_for
+from shoal.sharded.bags import add_gradients, pool_rows, take_rows
 from shoal.table.protocol import Features, Found, Missing, Part, Step
 
 
@@ -259,6 +259,7 @@ class OwnedGroup(RankGroup):
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> Steps[None]:
         plan = self._plan(found, features)
         flat = yield from self._answers(plan, features, missing, weights is None)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.sharded.all_to_all.bags import add_gradients
 from shoal.sharded.all_to_all.base import MISSING, TOLD, RankGroup, told_numbers
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
 from shoal.sharded.all_to_all.local import step_of
 from shoal.sharded.all_to_all.plan import Dealt, deal_out, pack, unpack
 from shoal.sharded.all_to_all.rounds import Send, Steps, nothing, room_for
+from shoal.sharded.bags import add_gradients
 from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, groups_of
 
 
@@ -40,7 +40,9 @@ class ReplicatedGroup(RankGroup):
     def __init__(self, tables: tuple[Any, ...]) -> None:
         self._groups: list[tuple[Group, list[int]]] = groups_of([table.table for table in tables])
         first = self._groups[0][0].traits
-        super().__init__(tables, first.device, all(group.traits.trains for group, _ in self._groups))
+        trains = all(group.traits.trains for group, _ in self._groups)
+        pools = frozenset.intersection(*(group.traits.pools for group, _ in self._groups))
+        super().__init__(tables, first.device, trains, pools=pools)
         self._wirings: dict[Features, list[tuple[list[int], Features]]] = {}
 
     # --- finding ------------------------------------------------------------------------------------------------------
@@ -97,8 +99,9 @@ class ReplicatedGroup(RankGroup):
                 pick = lambda values, own=own: tuple(values[f] for f in own) if values else ()  # noqa: E731
                 tables = tuple(places.index(features.tables[f]) for f in own)
                 wired = Features(
-                    tables, pick(features.combiners), pick(features.columns), features.width, features.padding
-                )
+                    tables, pick(features.combiners), pick(features.columns), features.width, features.padding,
+                    pick(features.lengths),
+                )  # fmt: skip
                 found.append((own, wired))
             self._wirings[features] = found
         return found
@@ -140,6 +143,7 @@ class ReplicatedGroup(RankGroup):
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> Steps[None]:
         yield from nothing()
         plan = self._plan(found)
@@ -153,7 +157,14 @@ class ReplicatedGroup(RankGroup):
                 at = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
                 factors = None if weights is None else self._some(weights, sizes, own)[0]
             some = Found(ids, counts, *plan.kept[2 * number : 2 * number + 2])
-            group.pooled(some, wired, at, factors, out, missing=missing)
+            marked = marks
+            if marks is not None and len(own) != len(sizes):
+                marked = marks.new_empty(ids.numel(), marks.shape[1])
+            group.pooled(some, wired, at, factors, out, missing=missing, marks=marked)
+            if marks is not None and marked is not None and marked is not marks:
+                parts = marks.split(sizes)
+                for f, part in zip(own, marked.split(counts.tolist()), strict=True):
+                    parts[f].copy_(part)
 
     def inserted(self, found: Found, create: Callable[[Tensor], Tensor]) -> Tensor:
         """The rows of one table's ids, which ``create(ids)`` makes on every rank, those that rank 0 asked for first."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.table.cuda.launch import power_of_2
-from shoal.table.protocol import FUSED, SUM, Features, Found
+from shoal.table.protocol import SUM, SUMS, Features, Found
 
 _KEPT = 64  # of cuts of batches
 _FEW = 64
@@ -53,9 +53,9 @@ class Plan:
     def _check(features: Features, tables: int, dim: int) -> None:
         if not features.tables or any(not 0 <= table < tables for table in features.tables):
             raise ConfigError(f"features.tables must be numbers of {tables} tables, got {features.tables}")
-        unknown = set(features.combiners) - FUSED
+        unknown = set(features.combiners) - SUMS
         if unknown:
-            raise ConfigError(f"features.combiners must be of {sorted(FUSED)}, got {sorted(unknown)}")
+            raise ConfigError(f"features.combiners must be of {sorted(SUMS)}, got {sorted(unknown)}")
         for column in features.columns:
             if not 0 <= column <= features.width - dim:
                 raise ConfigError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.table.arguments import as_int
 from shoal.table.cuda.judge import refuse_if
 from shoal.table.pooling import pool_columns, row_gradients
-from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
+from shoal.table.protocol import EVERY, Features, Found, Missing, Part, Step, Traits
 
 if TYPE_CHECKING:
     from shoal.table.cuda.table import CudaHashTable
@@ -26,7 +26,7 @@ class SingleGroup:
         self.dim = tables[0].dim_size
         self._turn = threading.RLock()
         self.traits = Traits(
-            device=tables[0].device, trains=not tables[0].serving, local_state=True,
+            device=tables[0].device, trains=not tables[0].serving, local_state=True, pools=EVERY,
             prefetches=all(hasattr(table, "prefetch") for table in tables),
         )  # fmt: skip
 
@@ -69,9 +69,10 @@ class SingleGroup:
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> None:
         """As `Group.pooled`."""
-        pool_columns(self.rows(found, features, missing=missing), found, features, offsets, weights, out)
+        pool_columns(self.rows(found, features, missing=missing), found, features, offsets, weights, out, marks)
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
         """As `Group.update`."""

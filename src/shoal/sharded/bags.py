@@ -12,7 +12,7 @@ from shoal.buffers import empty_flat
 from shoal.errors import ConfigError
 from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.pooling import pool_columns, row_gradients
-from shoal.table.protocol import Features, Found, Part
+from shoal.table.protocol import SUM, Features, Found, Part
 
 
 def take_rows(flat: Tensor, where: Tensor, dim: int, padding: bool) -> Tensor:
@@ -26,51 +26,51 @@ def take_rows(flat: Tensor, where: Tensor, dim: int, padding: bool) -> Tensor:
 
 
 def pool_rows(
-    flat: Tensor, found: Found, features: Features, offsets: Tensor, weights: Tensor | None, out: Tensor, dim: int
-) -> None:
-    """What `Group.pooled` of the rows in ``flat`` is, written to ``out``."""
+    flat: Tensor, found: Found, features: Features, offsets: Tensor, weights: Tensor | None, out: Tensor, dim: int,
+    marks: Tensor | None = None,
+) -> None:  # fmt: skip
+    """What `Group.pooled` of the rows in ``flat`` is, written to ``out`` and ``marks``."""
     if not (_on_host(flat, found.where, offsets, weights, out) and out.is_contiguous()):
         rows = take_rows(flat, found.where, dim, features.padding is not None)
-        pool_columns(rows, found, features, offsets, weights, out)
+        pool_columns(rows, found, features, offsets, weights, out, marks)
         return
     bags, weights = _bags(found, features, offsets, weights)
     flat, offsets = flat.contiguous(), offsets.contiguous()
     _core.pool_at(
         flat.data_ptr(), flat.numel(), found.where.data_ptr(), found.where.numel(), offsets.data_ptr(), bags, dim,
-        list(features.combiners), list(features.columns), _address(weights), out.data_ptr(), out.shape[1],
+        list(features.combiners), list(features.columns), list(features.lengths), _address(weights), _address(marks),
+        out.data_ptr(), out.shape[1],
     )  # fmt: skip
 
 
 def add_gradients(parts: Sequence[Part], rows: int, dim: int) -> Tensor:
-    """Flat: the summed gradient of each of a find's ``rows`` distinct ids, over all parts."""
+    """Flat: the summed gradient of each of a find's ``rows`` distinct ids, in the order of parts."""
     for part in parts:
         shape = [part.found.ids.numel(), dim] if part.offsets is None else [_bag_count(part), part.features.width]
         if part.grad.dtype != torch.float32 or list(part.grad.shape) != shape:
             raise ConfigError(f"grad must be float32 {shape}, got {part.grad.dtype} {list(part.grad.shape)}")
     if not all(_on_host(part.grad, part.found.where, part.offsets, part.weights) for part in parts):
         return _added(parts, rows, dim)
-    plain = [part for part in parts if part.offsets is None and part.features.padding is None]
-    if plain:
-        grads, offsets = [part.grad for part in plain], [part.found.where for part in plain]
-        flat = scatter_rows(rows * dim, grads, offsets, [dim] * len(plain))
-    else:
-        flat = empty_flat(rows * dim).zero_()
+    if all(part.offsets is None for part in parts):  # there is nothing to lay out
+        keep = [slice(None) if part.features.padding is None else part.found.where >= 0 for part in parts]
+        grads, offsets = zip(*((p.grad[k], p.found.where[k]) for p, k in zip(parts, keep, strict=True)), strict=True)
+        return scatter_rows(rows * dim, grads, offsets, [dim] * len(parts))
+    flat = empty_flat(rows * dim).zero_()
     for part in parts:
-        if part.offsets is not None:
-            _add_bags(part, flat, dim)
-        elif part.features.padding is not None:
-            keep = part.found.where >= 0
-            flat += scatter_rows(rows * dim, [part.grad[keep]], [part.found.where[keep]], [dim])
+        _add_bags(part, flat, dim)
     return flat
 
 
 def _add_bags(part: Part, flat: Tensor, dim: int) -> None:
-    assert part.offsets is not None
-    bags, weights = _bags(part.found, part.features, part.offsets, part.weights)
-    grad, where, offsets = part.grad.contiguous(), part.found.where, part.offsets.contiguous()
+    features, offsets, where = part.features, part.offsets, part.found.where
+    if offsets is None:  # every id is a bag
+        features, offsets = Features((0,), (SUM,), (0,), dim), torch.arange(where.numel() + 1, device="cpu")
+    bags, weights = _bags(part.found, features, offsets, part.weights)
+    grad, offsets = part.grad.contiguous(), offsets.contiguous()
     _core.add_pooled_at(
         flat.data_ptr(), flat.numel(), where.data_ptr(), where.numel(), offsets.data_ptr(), bags, dim,
-        list(part.features.combiners), list(part.features.columns), _address(weights), grad.data_ptr(), grad.shape[1],
+        list(features.combiners), list(features.columns), list(features.lengths), _address(weights),
+        _address(part.marks), grad.data_ptr(), grad.shape[1],
     )  # fmt: skip
 
 
