@@ -205,8 +205,9 @@ class EmbeddingBagCollection(TableModule):
 
         def finish(out: Any, combined: dict[int, Tensor]) -> Any:
             if self.output != "dict":
-                whole = self._side_by_side(plan, out, combined)
-                return self._as_theirs(whole) if self.output == "auto" and is_torchrec(ids) else whole
+                theirs = self.output == "auto" and is_torchrec(ids)
+                whole = self._side_by_side(plan, out, combined, flat=theirs)
+                return self._as_theirs(whole) if theirs else whole
             results = dict(zip(names, _by_place(plan, out, combined), strict=True))
             return {key: self._placed(results[str(key)]) for key in keys}
 
@@ -238,12 +239,12 @@ class EmbeddingBagCollection(TableModule):
 
         return Asked(Request(plan, ids, sizes, offsets, weights, bags, self.missing(), trusted), combined)
 
-    def _side_by_side(self, plan: Plan, out: Any, combined: dict[int, Tensor]) -> Tensor:
-        if plan.fused and not plan.sequences:
+    def _side_by_side(self, plan: Plan, out: Any, combined: dict[int, Tensor], flat: bool) -> Tensor:
+        if plan.fused and (flat or not plan.sequences):
             return self._placed(out)
         parts = _by_place(plan, out, combined)
         parts = [self._placed(parts[number]) for number in plan.order]
-        if len({part.shape[1:-1] for part in parts}) > 1:
+        if flat or len({part.shape[1:-1] for part in parts}) > 1:
             parts = [part.flatten(1) for part in parts]
         return torch.cat(parts, dim=-1)
 
@@ -252,7 +253,7 @@ class EmbeddingBagCollection(TableModule):
         dims = [keeper.dim for keeper in self._tables.distinct]
         features = self._tables.features.values()
         widths = [dims[feature.table] * max(1, feature.length) for feature in features]
-        return keyed_tensor(self._tables.names, widths, values.flatten(1))
+        return keyed_tensor(self._tables.names, widths, values)
 
     def _weighed(self, part: Jagged) -> Jagged:
         """A batch with or without its weights, as ``is_weighted`` says."""
