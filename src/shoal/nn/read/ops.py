@@ -194,9 +194,7 @@ def _tell_watchers(request: Request) -> None:
             watch(call.group, request.ids[i], sizes, call.features, request.bags if request.offsets else 0)
 
 
-def _read_shared(
-    request: Request, outputs: list[Tensor], marks: list[Tensor]
-) -> tuple[list[Tensor], list[Found]]:
+def _read_shared(request: Request, outputs: list[Tensor], marks: list[Tensor]) -> tuple[list[Tensor], list[Found]]:
     """The same for groups over the same ranks, whose calls share their exchanges: those of all finds, then the rows."""
     plan, all_offsets, all_weights, missing = request.plan, request.offsets, request.weights, request.missing
 
