@@ -67,6 +67,8 @@ from shoal.sharded.monolith.prefetch_queue import EnqueueHook as EnqueueHook
 from shoal.sharded.monolith.prefetch_queue import Stage as Stage
 from shoal.sharded.monolith.prefetch_queue import StructureQueue as StructureQueue
 from shoal.sharded.monolith.prefetch_queue import enqueue_dicts_with_queue_return as enqueue_dicts_with_queue_return
+from shoal.sharded.monolith.table_pipeline import Looked as Looked
+from shoal.sharded.monolith.table_pipeline import TablePipeline as TablePipeline
 from shoal.sharded.placement.costs import Costs as Costs
 from shoal.sharded.placement.loads import loads_of as loads_of
 from shoal.sharded.placement.model import Links as Links

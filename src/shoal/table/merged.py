@@ -110,12 +110,38 @@ class MergedMultiTypeHashTable:
         With ``skip_merge_id``, in front of a synchronous table, it is ``{slot: grads}``.
         """
         if skip_merge_id:
-            groups = self._groups(slot_to_grad)
-            merged = {name: torch.cat([slot_to_grad[slot] for slot in slots]) for name, slots in groups.items()}
+            merged = self._merged(slot_to_grad)
         else:
             merged = self._merge(slot_to_grad, "grads")
         self._table.apply_gradients(merged, *args, **kwargs)
         return self
+
+    def pipeline(
+        self,
+        batches: Iterable[Any],
+        *,
+        ids: Callable[[Any], Mapping[str, Tensor]] = lambda batch: batch,
+        **options: Any,
+    ) -> Any:
+        """That of the synchronous table behind, by slot; ``ids`` gives ``{slot: ids}`` of a batch."""
+
+        def flat(batch: Any) -> dict[str, Tensor]:
+            return {slot: as_ids(value, slot).view(-1) for slot, value in ids(batch).items()}
+
+        def found(batch: Any, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            of_slots = flat(batch)
+            groups = self._groups(of_slots)
+            sizes = {name: [of_slots[slot].numel() for slot in slots] for name, slots in groups.items()}
+            return _split(groups, embeddings, sizes)
+
+        return self._table.pipeline(
+            batches, ids=lambda batch: self._merged(flat(batch)), found=found, gradients=self._merged, **options
+        )
+
+    def _merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the member slots of each table one after the other."""
+        groups = self._groups(values)
+        return {name: torch.cat([values[slot] for slot in slots]) for name, slots in groups.items()}
 
     def reinitialize(self, slot: str, ids: Tensor) -> tuple[Any, Tensor]:
         """Not offered: a merged table cannot tell whose rows they are."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.horovod.hooks import SessionRunHook
+from shoal.comm.ranks.aside import is_aside
 from shoal.comm.ranks.ranks import AllToAll
 from shoal.errors import ConfigError
 from shoal.host import as_tensor
@@ -19,12 +20,8 @@ from shoal.sharded.all_to_all.backend import default_backend
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call, Exchange
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.devices import home
-from shoal.sharded.monolith.prefetch_queue import (
-    AsyncPushHook,
-    StructureQueue,
-    enqueue_dicts_with_queue_return,
-    queue_capacities,
-)
+from shoal.sharded.monolith.prefetch_queue import AsyncPushHook, StructureQueue, queue_capacities
+from shoal.sharded.monolith.table_pipeline import Looked, TablePipeline
 from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
 
@@ -53,8 +50,9 @@ class DistributedMultiTypeHashTableMpi:
     ranks use makes one optimizer step per rank, rank 0's first; with SGD that is the sum.
 
     ``queue_configs`` may hold ``embedding_prefetch_capacity``, ``enable_async_optimize``, ``enable_pipelined_fwda2a``
-    and ``enable_pipelined_bwda2a``. With ``enable_async_optimize`` an update is exchanged and applied one call later,
-    or by the hook of `get_queue_hooks`.
+    and ``enable_pipelined_bwda2a``: what `pipeline` does beside the loop. `lookup` and `apply_gradients` work step by
+    step; with ``enable_async_optimize`` an update is exchanged and applied one call later, or by the hook of
+    `get_queue_hooks`.
     """
 
     def __init__(
@@ -75,7 +73,8 @@ class DistributedMultiTypeHashTableMpi:
         self._capacity = queue_capacities(queue_configs)
         self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._next_step = 0
-        self._lookups, self._pushes = itertools.count(1), itertools.count(1)
+        self._calls = {False: (itertools.count(1), itertools.count(1)), True: (itertools.count(1), itertools.count(1))}
+        """Numbers of lookups and updates, by whether they are made aside."""
         self._hooks: list[SessionRunHook] = []
         self._async: StructureQueue | None = None
         if self._capacity["enable_async_optimize"]:
@@ -123,7 +122,7 @@ class DistributedMultiTypeHashTableMpi:
         bundle: dict[str, Any] = {} if auxiliary_bundle is None else auxiliary_bundle
         all_fids, shard_sizes, sizes, emb_offset_sz, offsets, req_time = early_reorder_indicies_res_pack
         k, n = len(slots), self.shard_num
-        number, names = next(self._lookups), tuple(slots)
+        number, names = next(self._calls[is_aside()][0]), tuple(slots)
         id_flat_t, id_size_flat_t = self._exchange.ids(Call(FIND, number, names), all_fids, sizes, k)
         id_flat_t, id_size_flat_t = id_flat_t.to(self._home), id_size_flat_t.cpu()
         rows, splits, id_offsets, emb_offsets, indices = self._table.fused_lookup(
@@ -145,27 +144,12 @@ class DistributedMultiTypeHashTableMpi:
             indices=indices,
             recv_emb_splits=recv,
             recv_embeddings_size=recv.sum(dtype=torch.int64),
-            fused_embeddings=rows,
         )
-        bundle = self._through("enable_pipelined_fwda2a", "queue_lookup_to_fusedEmbA2A", bundle)
-        bundle["recv_embeddings"] = self._exchange.rows(
-            Call(ROWS, number, names), bundle.pop("fused_embeddings"), bundle["embedding_splits"].tolist(),
-            bundle["recv_emb_splits"].tolist(),
-        )  # fmt: skip
-        bundle = self._through("embedding_prefetch_capacity", "queue_fusedEmbA2A_to_fusedGather", bundle)
-        rows = bundle.pop("recv_embeddings")
+        rows = self._exchange.rows(Call(ROWS, number, names), rows, splits.tolist(), recv.tolist())
         offsets = bundle["fused_embedding_offsets"]
         rows = rows.to(offsets[0].device) if offsets else rows
         found = [gather_rows(rows, o, dim) for o, dim in zip(offsets, self._dims, strict=True)]
         return dict(zip(slots, found, strict=True)), bundle
-
-    def _through(self, key: str, name: str, bundle: dict[str, Any]) -> dict[str, Any]:
-        """The bundle through a queue stage, if one is configured; the caller's dict stays the one that is used."""
-        passed, queue = enqueue_dicts_with_queue_return(bundle, self._capacity[key], name)
-        if queue is not None:
-            bundle.clear()
-            bundle.update(passed)
-        return bundle
 
     def apply_gradients(
         self,
@@ -176,7 +160,19 @@ class DistributedMultiTypeHashTableMpi:
         scale: float = 1,
     ) -> DistributedMultiTypeHashTableMpi:
         """``{slot: grads}`` of the batch that the bundle came from; gradients of this rank's equal ids are summed."""
-        bundle = auxiliary_bundle
+        work = self._take_gradients(slot_to_grad, auxiliary_bundle, global_step, req_time, scale)
+        if self._async is None:
+            self._push(work)
+            return self
+        if self._async.size() >= self._async.capacity:
+            self._run_async()
+        self._async.enqueue(work)
+        return self
+
+    def _take_gradients(
+        self, slot_to_grad: Mapping[str, Tensor], bundle: dict[str, Any], global_step: Any, req_time: Any, scale: float
+    ) -> dict[str, Any]:
+        """What an update needs, out of the bundle."""
         step, seconds = as_int(global_step, "synchronous table", "global_step"), as_time(req_time, "synchronous table")
         if "recv_embeddings_size" not in bundle:
             raise ConfigError("apply_gradients needs the bundle that lookup filled, once; this one holds no lookup")
@@ -198,27 +194,52 @@ class DistributedMultiTypeHashTableMpi:
         bundle.pop("shard_sizes")
         work = {key: bundle.pop(key) for key in CONSUMED}
         work["grad_flat"] = self._exchange.cast(flat)
-        if self._async is None:
-            self._push(work)
-            return self
-        if self._async.size() >= self._async.capacity:
-            self._run_async()
-        self._async.enqueue(work)
-        return self
+        return work
 
     def _run_async(self) -> None:
         assert self._async is not None
         self._push(self._async.dequeue())
 
     def _push(self, work: dict[str, Any]) -> None:
+        self._apply(self._exchange_gradients(work))
+
+    def _exchange_gradients(self, work: dict[str, Any]) -> dict[str, Any]:
         send, recv = work["recv_emb_splits"].tolist(), work["embedding_splits"].tolist()
-        call = Call(UPDATE, next(self._pushes), tuple(sorted(getattr(self._table, "tables", ()))))
+        call = Call(UPDATE, next(self._calls[is_aside()][1]), tuple(sorted(getattr(self._table, "tables", ()))))
         work["grad_flat_t"] = self._exchange.gradients(call, work.pop("grad_flat"), send, recv).to(self._home)
-        work = self._through("enable_pipelined_bwda2a", "queue_fusedEmbGradA2A_to_sparseOptimize", work)
+        return work
+
+    def _apply(self, work: dict[str, Any]) -> None:
         self._table.fused_apply_gradient(
             work["id_flat_t"], work["indices"], work["id_size_flat_t"], work["grad_flat_t"], work["id_offsets"],
             work["emb_offsets"], work["global_step"], work["req_time"], self.shard_num,
         )  # fmt: skip
+
+    def pipeline(
+        self,
+        batches: Iterable[Any],
+        *,
+        ids: Callable[[Any], Mapping[str, Any]] = lambda batch: batch,
+        req_time: Callable[[Any], Any] = lambda batch: None,
+        found: Callable[[Any, dict[str, Tensor]], Any] = lambda batch, embeddings: embeddings,
+        gradients: Callable[[Any], Mapping[str, Tensor]] = lambda slot_to_grad: slot_to_grad,
+    ) -> TablePipeline:
+        """Looks batches up and takes their gradients beside the loop, as far as ``queue_configs`` says.
+
+        All ranks make and use one together. Yields ``(batch, {slot: [n, dim]}, bundle)``; ``update(slot_to_grad,
+        global_step, req_time=None, scale=1)`` takes the gradients of the batch that came last.
+
+        Args:
+            batches: anything.
+            ids: ``{slot: ids}`` of a batch, by default the batch itself; or ``(slot_to_id, pack)`` with a pack of
+                `early_reorder_pack`.
+            req_time: the time of a batch, as the pack has it.
+            found: makes of a batch and its embeddings what comes out; ``gradients`` what comes back of that.
+        """
+        stages = _Stages(self, ids, req_time, found, gradients)
+        pipeline = TablePipeline(stages, batches, self._capacity, self._exchange.main)
+        self._hooks += pipeline.hooks
+        return pipeline
 
     def flush(self) -> None:
         """Applies what `enable_async_optimize` has put off. All ranks call it together."""
@@ -250,3 +271,44 @@ class DistributedMultiTypeHashTableMpi:
 
     def __repr__(self) -> str:
         return f"DistributedMultiTypeHashTableMpi(rank={self.rank} of {self.shard_num}, {self._table!r})"
+
+
+class _Stages:
+    """The parts of a synchronous table's step."""
+
+    def __init__(
+        self,
+        table: DistributedMultiTypeHashTableMpi,
+        ids: Callable[[Any], Mapping[str, Any]],
+        req_time: Callable[[Any], Any],
+        found: Callable[[Any, dict[str, Tensor]], Any],
+        gradients: Callable[[Any], Mapping[str, Tensor]],
+    ) -> None:
+        self._table, self._ids, self._req_time = table, ids, req_time
+        self._found, self._gradients = found, gradients
+
+    def prepare(self, batch: Any) -> Any:
+        found = self._ids(batch)
+        return found if isinstance(found, tuple) else (found, self._table.reorder(found, self._req_time(batch)))
+
+    def look_up(self, batch: Any, prepared: Any) -> Looked:
+        slot_to_id, pack = prepared
+        embeddings, bundle = self._table.lookup(slot_to_id, {}, pack)
+        return Looked(batch, self._found(batch, embeddings), bundle)
+
+    def take_gradients(
+        self,
+        looked: Looked,
+        slot_to_grad: Mapping[str, Tensor],
+        global_step: Any = 0,
+        req_time: Any = None,
+        scale: float = 1,
+    ) -> dict[str, Any]:
+        slot_to_grad = self._gradients(slot_to_grad)
+        return self._table._take_gradients(slot_to_grad, looked.auxiliary_bundle, global_step, req_time, scale)
+
+    def exchange_gradients(self, work: dict[str, Any]) -> dict[str, Any]:
+        return self._table._exchange_gradients(work)
+
+    def apply(self, work: dict[str, Any]) -> None:
+        self._table._apply(work)

@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.ranks.aside import is_aside
+from shoal.comm.ranks.ranks import Ranks
 from shoal.host import as_tensor
 from shoal.sharded import environment as env
 from shoal.sharded.all_to_all.backend import default_backend
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call, Exchange
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.devices import home
-from shoal.sharded.monolith.prefetch_queue import (
-    AsyncPushHook,
-    StructureQueue,
-    enqueue_dicts_with_queue_return,
-    queue_capacities,
-)
+from shoal.sharded.monolith.prefetch_queue import AsyncPushHook, StructureQueue, queue_capacities
 
 
 class AllToAllLists:
@@ -39,7 +36,8 @@ class AllToAllLists:
         self._dims = torch.tensor(self.table.get_table_dim_sizes(), device="cpu")
         self._names = sorted(subs)
         self._next_step = 0
-        self._lookups, self._pushes = itertools.count(1), itertools.count(1)
+        self._calls = {False: (itertools.count(1), itertools.count(1)), True: (itertools.count(1), itertools.count(1))}
+        """Numbers of lookups and updates, by whether they are made aside."""
         self._exchange = Exchange(backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._capacity = queue_capacities(queue_configs)
         self._prefix = prefix
@@ -69,7 +67,7 @@ class AllToAllLists:
     def read(self, bundle: dict[str, Any]) -> None:
         p, k = self._prefix, self._dims.numel()
         sizes = bundle[p + "shards_table_row_lengths"]
-        number, names = next(self._lookups), tuple(self._names)
+        number, names = next(self._calls[is_aside()][0]), tuple(self._names)
         ids, came = self._exchange.ids(Call(FIND, number, names), bundle.pop(p + "shards_value"), sizes, k)
         ids = ids.to(self._home)
         rows, splits, id_offsets, emb_offsets, indices = self.table.fused_lookup(
@@ -81,22 +79,22 @@ class AllToAllLists:
             forward_metrics(self._names, by_shard, by_shard.sum(1), splits, int(sizes.sum()), step)
         self._put(
             bundle, id_flat_t=ids, id_size_flat_t=came, embedding_splits=splits, id_offsets=id_offsets,
-            emb_offsets=emb_offsets, indices=indices, recv_emb_splits=recv, fused_embeddings=rows,
+            emb_offsets=emb_offsets, indices=indices, recv_emb_splits=recv,
         )  # fmt: skip
-        passed, queue = enqueue_dicts_with_queue_return(
-            bundle, self._capacity["enable_pipelined_fwda2a"], "queue_lookup_to_fusedEmbA2A"
-        )
-        if queue is not None:
-            bundle.clear()
-            bundle.update(passed)
-        call, rows = Call(ROWS, number, names), bundle.pop(p + "fused_embeddings")
+        call = Call(ROWS, number, names)
         self._put(bundle, recv_embeddings=self._exchange.rows(call, rows, splits.tolist(), recv.tolist()))
 
     def rows(self, bundle: Mapping[str, Any]) -> tuple[list[Tensor], Tensor]:
         """The flat rows that came, and the floats of each list in them."""
         return [bundle[self._prefix + "recv_embeddings"]], bundle[self._prefix + "fid_list_emb_row_lenth"]
 
-    def apply(self, flat: Tensor, bundle: dict[str, Any], step: int, seconds: int) -> None:
+    @property
+    def ranks(self) -> Ranks:
+        """Who owns the shards."""
+        return self._exchange.main
+
+    def take_gradients(self, flat: Tensor, bundle: dict[str, Any], step: int, seconds: int) -> dict[str, Any]:
+        """What an update needs."""
         names = (
             "id_flat_t", "id_size_flat_t", "embedding_splits", "id_offsets", "emb_offsets", "indices",
             "recv_emb_splits",
@@ -108,6 +106,10 @@ class AllToAllLists:
         if flags.enable_alltoall_metrics and self.shards > 1:
             asked = bundle[self._prefix + "shards_row_lengths"]
             backward_metrics(self._exchange.ranks, asked, work["recv_emb_splits"], work["embedding_splits"], step)
+        return work
+
+    def put_off(self, work: dict[str, Any]) -> None:
+        """Makes an update: now, or with ``enable_async_optimize`` one call later."""
         if self._async is None:
             self._push(work)
             return
@@ -116,9 +118,17 @@ class AllToAllLists:
         self._async.enqueue(work)
 
     def _push(self, work: dict[str, Any]) -> None:
-        call = Call(UPDATE, next(self._pushes), tuple(self._names))
+        self.apply(self.exchange_gradients(work))
+
+    def exchange_gradients(self, work: dict[str, Any]) -> dict[str, Any]:
+        """Sends gradients to the ranks that own the rows."""
+        call = Call(UPDATE, next(self._calls[is_aside()][1]), tuple(self._names))
         send, recv = work["recv_emb_splits"].tolist(), work["embedding_splits"].tolist()
-        grads = self._exchange.gradients(call, work["grad_flat"], send, recv).to(self._home)
+        return work | {"came": self._exchange.gradients(call, work["grad_flat"], send, recv).to(self._home)}
+
+    def apply(self, work: dict[str, Any]) -> None:
+        """Updates this rank's rows."""
+        grads = work["came"]
         self.table.fused_apply_gradient(
             work["id_flat_t"], work["indices"], work["id_size_flat_t"], grads, work["id_offsets"], work["emb_offsets"],
             work["global_step"], work["req_time"], self.shards,

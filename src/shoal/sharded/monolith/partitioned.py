@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from shoal.comm.horovod.hooks import SessionRunHook
 from shoal.errors import ConfigError
 from shoal.fid import shard_of
-from shoal.ragged import Ragged
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.sharded.export import check_writable, export_parts
 from shoal.sharded.monolith import list_parts
@@ -28,11 +27,8 @@ from shoal.sharded.monolith.batch_bundle import (
 from shoal.sharded.monolith.gpu_embedding import AllToAllLists
 from shoal.sharded.monolith.layout_config import PREFIX, ParserCtx, get_default_parser_ctx, params_of
 from shoal.sharded.monolith.pooling import Pooling
-from shoal.sharded.monolith.prefetch_queue import (
-    AsyncFunctionMgr,
-    enqueue_dicts_with_queue_return,
-    queue_capacities,
-)
+from shoal.sharded.monolith.prefetch_queue import AsyncFunctionMgr, queue_capacities
+from shoal.sharded.monolith.table_pipeline import Looked, TablePipeline
 from shoal.sharded.parts import parts_of
 from shoal.table.arguments import as_int, as_time
 from shoal.table.config.entry import infer_dim_size
@@ -109,7 +105,8 @@ class PartitionedHashTable:
         ``features`` holds what `sharding_sparse_fids_with_context` put there, which is taken out, or the raw batch
         under ``__sharding_sparse_fids__sparse_features``. The bundle gets what `apply_gradients` needs. With
         ``ret_fused_layout_callable_fn`` the rows are read and ``f(auxiliary_bundle, features)`` pools them; with
-        ``ret_lookup_callable_fn`` the batch is sharded and ``f`` does the rest.
+        ``ret_lookup_callable_fn`` the batch is sharded and ``f`` does the rest. One call looks one batch up, whatever
+        ``embedding_prefetch_capacity``: `pipeline` looks batches up ahead.
         """
         bundle = {} if auxiliary_bundle is None else auxiliary_bundle
         sharded = take_shards(features, self._ctx)
@@ -125,15 +122,6 @@ class PartitionedHashTable:
 
         def finish(auxiliary_bundle: dict[str, Any], features: dict[str, Any]) -> dict[str, Any]:
             self._read(auxiliary_bundle)
-            if embedding_prefetch_capacity > 0 and self._exchange is None:
-                (_, passed), queue = enqueue_dicts_with_queue_return(
-                    ({k: v for k, v in features.items() if isinstance(v, Tensor | Ragged)}, auxiliary_bundle),
-                    embedding_prefetch_capacity,
-                    "queue_lookup_to_fusedLayout",
-                )
-                if queue is not None:
-                    auxiliary_bundle.clear()
-                    auxiliary_bundle.update(passed)
             return pool(auxiliary_bundle, features)
 
         if ret_lookup_callable_fn:
@@ -193,7 +181,24 @@ class PartitionedHashTable:
         check_writable("apply_gradients")
         if auxiliary_bundle is None:
             raise ConfigError("apply_gradients needs the auxiliary_bundle that lookup filled")
-        bundle = auxiliary_bundle
+        work = self._take_gradients(layout_grads_and_vars, auxiliary_bundle, global_step, req_time, grad_scale)
+        if self._exchange is not None:
+            self._exchange.put_off(work)
+        elif async_push and async_function_mgr is not None:
+            async_function_mgr.add_async_function(self._push, work, is_async=True, queue_name="postpush_queue")
+        else:
+            self._push(*work)
+        return self
+
+    def _take_gradients(
+        self,
+        layout_grads_and_vars: Sequence[tuple[Tensor | None, Tensor]],
+        bundle: dict[str, Any],
+        global_step: Any,
+        req_time: Any,
+        grad_scale: Any,
+    ) -> Any:
+        """What an update needs."""
         step = as_int(global_step, "partitioned table", "global_step")
         if isinstance(req_time, Tensor):
             req_time = int(req_time.max()) if req_time.numel() else 0
@@ -201,16 +206,36 @@ class PartitionedHashTable:
         grads = [torch.zeros_like(var) if grad is None else grad.detach() for grad, var in layout_grads_and_vars]
         flat = [f.to(self._home) for f in self._pooling.backward(bundle, grads, *self._rows(bundle), grad_scale)]
         if self._exchange is not None:
-            self._exchange.apply(flat[0], bundle, step, seconds)
-            return self
-        lists = work_of(bundle, self._tables_of_lists, self._shards, flat)
-        if async_push and async_function_mgr is not None:
-            async_function_mgr.add_async_function(
-                self._push, (lists, step, seconds), is_async=True, queue_name="postpush_queue"
-            )
-        else:
-            self._push(lists, step, seconds)
-        return self
+            return self._exchange.take_gradients(flat[0], bundle, step, seconds)
+        return work_of(bundle, self._tables_of_lists, self._shards, flat), step, seconds
+
+    def pipeline(
+        self,
+        batches: Iterable[Any],
+        *,
+        features: Callable[[Any], dict[str, Any]] = dict,
+        embedding_prefetch_capacity: int | None = None,
+    ) -> TablePipeline:
+        """Looks batches up and takes their gradients beside the loop, as far as ``queue_configs`` says.
+
+        Yields ``(batch, {layout: tensor}, bundle)``; ``update(layout_grads_and_vars, global_step, req_time=None,
+        grad_scale=None)`` takes the gradients of the batch that came last. Over ranks (``enable_gpu_emb``) all of them
+        make and use one together, and ``embedding_prefetch_capacity`` does not count.
+
+        Args:
+            batches: anything.
+            features: what `lookup` takes, of a batch; by default a copy of the batch, which is such a dict.
+            embedding_prefetch_capacity: in place of that of ``queue_configs``.
+        """
+        capacities = dict(self._queue_configs)
+        if embedding_prefetch_capacity is not None:
+            capacities["embedding_prefetch_capacity"] = embedding_prefetch_capacity
+        if self._exchange is not None:
+            capacities["embedding_prefetch_capacity"] = 0
+        ranks = None if self._exchange is None else self._exchange.ranks
+        pipeline = TablePipeline(_Stages(self, features), batches, capacities, ranks)
+        self._hooks += pipeline.hooks
+        return pipeline
 
     def _push(self, lists: list[dict[str, Any]], step: int, seconds: int) -> None:
         float16 = self._params.transfer_float16
@@ -286,3 +311,39 @@ class PartitionedHashTable:
 
     def __repr__(self) -> str:
         return f"PartitionedHashTable({len(self._features)} features, {len(self._dims)} tables, {self._shards} parts)"
+
+
+class _Stages:
+    """The parts of a partitioned table's step."""
+
+    def __init__(self, table: PartitionedHashTable, features: Callable[[Any], dict[str, Any]]) -> None:
+        self._table, self._features = table, features
+
+    def prepare(self, batch: Any) -> Any:
+        bundle: dict[str, Any] = {}
+        features = self._features(batch)
+        return features, bundle, self._table.lookup(features, bundle, ret_lookup_callable_fn=True)
+
+    def look_up(self, batch: Any, prepared: Any) -> Looked:
+        features, bundle, finish = prepared
+        return Looked(batch, finish(bundle, features), bundle)
+
+    def take_gradients(
+        self,
+        looked: Looked,
+        layout_grads_and_vars: Sequence[tuple[Tensor | None, Tensor]],
+        global_step: Any = 0,
+        req_time: Any = None,
+        grad_scale: Any = None,
+    ) -> Any:
+        check_writable("update")
+        bundle = looked.auxiliary_bundle
+        return self._table._take_gradients(layout_grads_and_vars, bundle, global_step, req_time, grad_scale)
+
+    def exchange_gradients(self, work: Any) -> Any:
+        exchange = self._table._exchange
+        return work if exchange is None else exchange.exchange_gradients(work)
+
+    def apply(self, work: Any) -> None:
+        exchange = self._table._exchange
+        self._table._push(*work) if exchange is None else exchange.apply(work)
