@@ -141,6 +141,14 @@ def watch_store(group: Any) -> Any:
         return None
 
 
+def another_connection(group: Any) -> Any:
+    """The store of a group over a connection of its own; None where it has no store, or cannot be had again."""
+    try:
+        return part_of(group.get_group_store().clone(), "shoal.pulse")
+    except (RuntimeError, AttributeError):
+        return None
+
+
 def part_of(store: Any, prefix: str) -> Any:
     """The keys of a store that start with a prefix."""
     return dist.PrefixStore(prefix, store)
