@@ -2,7 +2,8 @@
 
 import pytest
 
-from shoal.comm.ranks import collectives, pulse
+from shoal.comm.ranks import collectives
+from shoal.comm.ranks.restarts import pulse
 from shoal.comm.ranks.watch import Watch
 from shoal.errors import ConfigError, PeerError
 

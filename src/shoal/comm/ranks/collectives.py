@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.ranks.roster import meet
+from shoal.comm.ranks.restarts.roster import meet
 
 Group = Any
 """A ``torch.distributed.ProcessGroup``, or None for the default one."""

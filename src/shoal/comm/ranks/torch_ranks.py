@@ -16,8 +16,8 @@ from torch import Tensor
 from shoal.buffers import empty_of
 from shoal.comm.ranks import collectives
 from shoal.comm.ranks.backend import Backend
-from shoal.comm.ranks.pulse import Pulse, pulse_wanted, restarts_allowed
 from shoal.comm.ranks.ranks import HEAD_WORDS, Heads, Ranks, SingleRank, one_call, padded
+from shoal.comm.ranks.restarts.pulse import Pulse, pulse_wanted, restarts_allowed
 from shoal.comm.ranks.same_host import Rings, open_rings
 from shoal.errors import ConfigError, DeadlineError, PeerError, ShoalError
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-from shoal.comm.ranks.pulse import Pulse
+from shoal.comm.ranks.restarts.pulse import Pulse
 from shoal.errors import DeadlineError, PeerError, ShoalError
 from shoal.metrics import emit_counter
 
