@@ -135,12 +135,12 @@ def test_no_folder_has_more_than_twenty_source_files():
 # FSDP, DTensor, elastic launching.
 TORCH_DISTRIBUTED = {
     "comm/ranks/collectives.py",
-    "nn/dcp.py",
+    "nn/state/dcp.py",
+    "nn/state/tensor.py",
     "train/pipeline/group.py",
     "train/sharding.py",
     "gather/update/regions.py",
     "cli/launch.py",
-    "comm/launch/elastic.py",
 }
 
 

@@ -112,6 +112,13 @@ void nn(nb::module_& m) {
         return rows.size();
       },
       NoGil());
+  // Bytes of the rows of ids, and their times; how many ids have a row.
+  m.def(
+      "fetch_bytes",
+      [](const Table& t, uintptr_t ids, int64_t n, int64_t first, int64_t size, uintptr_t out, uintptr_t times) {
+        return t.fetch_bytes(ptr<int64_t>(ids, n), n, first, size, ptr<char>(out, n * size), ptr<int64_t>(times));
+      },
+      NoGil());
   m.def(
       "import_rows",
       [](Table& t, uintptr_t ids, uintptr_t times, uintptr_t heads, uintptr_t states, int64_t n) {

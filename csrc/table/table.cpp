@@ -187,6 +187,17 @@ void Table::set_layout(const Layout& layout) {
 void Table::swap_contents(Table& other) {
   if (other.layout_.stride != layout_.stride || other.layout_.row_bytes != layout_.row_bytes)
     throw std::invalid_argument("swap_contents needs a table of the same layout");
+  if (eviction_ && !other.eviction_) {  // its rows are not counted against a budget: they are put into one that does
+    auto twin = empty_twin();
+    for (int stripe = 0; stripe < kStripes; ++stripe) {
+      Rows rows;
+      other.snapshot(stripe, 0, &rows);
+      if (rows.size() > 0) twin->load(rows);
+    }
+    eviction_->refused += twin->eviction_->evicted + twin->eviction_->refused;
+    eviction_->raise_call(static_cast<uint32_t>(twin->max_update_time()));
+    return swap_contents(*twin);
+  }
   {
     Locks<true> lock(*this, kAllStripes);
     std::swap(contents_, other.contents_);

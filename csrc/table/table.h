@@ -179,6 +179,9 @@ class Table {
   std::vector<int64_t> ids(int stripe) const;
   // Appends the rows of the ids that are in the table; found[i] tells which.
   void fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) const;
+  // Bytes first to first + size of the row of each id, one after another, and their times, where they are wanted; an id
+  // without a row has zeros. How many have one.
+  int64_t fetch_bytes(const int64_t* ids, int64_t n, int64_t first, int64_t size, char* out, int64_t* times) const;
   // Inserts or replaces rows as they are. Raises the max update time to the largest time.
   void load(const Rows& rows);
   // Exchanges all rows with a table of the same layout, in one step for every reader of this one. Change tracking

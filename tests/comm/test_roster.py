@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from shoal.comm.ranks import collectives
-from shoal.comm.ranks.restarts import roster
+from shoal.comm.ranks import collectives, roster
 from shoal.errors import DeadlineError
 
 

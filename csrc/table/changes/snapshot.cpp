@@ -1,8 +1,10 @@
 // Copies of rows: snapshots, walks, restoring, and what changed since.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 
+#include "core/thread_pool.h"
 #include "table/contents.h"
 #include "table/rounds.h"
 #include "table/write.h"
@@ -74,6 +76,44 @@ void Table::fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) cons
     numbers.push_back(slot.row());
   }
   copy_rows(contents_->rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
+}
+
+int64_t Table::fetch_bytes(const int64_t* ids, int64_t n, int64_t first, int64_t size, char* out,
+                           int64_t* times) const {
+  if (first < 0 || size < 0 || first + size > layout_.row_bytes)
+    throw std::invalid_argument("fetch_bytes got bytes that a row does not have");
+  std::atomic<int64_t> found{0};
+  Locks<false> lock(*this, kAllStripes);
+  const Contents& contents = *contents_;
+  parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
+    constexpr int64_t kAhead = 64;
+    uint64_t hashes[kAhead];
+    Slot slots[kAhead];
+    int64_t own = 0;
+    for (int64_t from = begin; from < end; from += kAhead) {
+      const int64_t count = std::min(kAhead, end - from);
+      for (int64_t i = 0; i < count; ++i) {
+        hashes[i] = hash_of(ids[from + i]);
+        __builtin_prefetch(contents.stripes[stripe_of(hashes[i])].index.home(hashes[i]));
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        slots[i] = contents.stripes[stripe_of(hashes[i])].index.find(hashes[i], static_cast<uint64_t>(ids[from + i]));
+        if (slots[i] && size) prefetch(contents.rows.row(slots[i].row()) + first, static_cast<int32_t>(size));
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        if (times) times[from + i] = slots[i] ? time_of(slots[i]) : 0;
+        char* to = out + (from + i) * size;
+        if (slots[i]) {
+          std::memcpy(to, contents.rows.row(slots[i].row()) + first, static_cast<size_t>(size));
+          ++own;
+        } else {
+          std::memset(to, 0, static_cast<size_t>(size));
+        }
+      }
+    }
+    found += own;
+  });
+  return found;
 }
 
 void Table::load(const Rows& rows) {

@@ -6,10 +6,8 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shoal.cli.shared.arguments import parse
-from shoal.cli.shared.observe_options import ObserveOptions
 from shoal.cli.shared.security_options import ServeSecurity
 from shoal.cli.shared.stopping import stop_event
 from shoal.errors import ConfigError
@@ -43,7 +41,6 @@ class Options:
     """Print what the registry knows, as JSON, then exit."""
     json: bool = False
     """Print one JSON line with the addresses when ready."""
-    observe: ObserveOptions = field(default_factory=ObserveOptions)
     security: ServeSecurity = field(default_factory=ServeSecurity)
 
 
@@ -68,10 +65,7 @@ def run(options: Options) -> int:
         finally:
             backend.stop()
     with stop_event() as stop:
-        if config.agent_version != 3:
-            return _one_model(options, config, stop)
-        with options.observe.opened("shoal-agent") as observed:
-            return _unified(options, config, stop, observed)
+        return _unified(options, config, stop) if config.agent_version == 3 else _one_model(options, config, stop)
 
 
 def _operate(options: Options, config, backend) -> int:
@@ -90,7 +84,7 @@ def _operate(options: Options, config, backend) -> int:
     return 0
 
 
-def _unified(options: Options, config, stop: threading.Event, observed: dict[str, Any]) -> int:
+def _unified(options: Options, config, stop: threading.Event) -> int:
     from shoal.serving.client.addresses import AgentHeartbeat, set_address_table
     from shoal.serving.cluster.agent import UnifiedAgent
     from shoal.serving.cluster.zk_backend import ZKBackend
@@ -103,7 +97,6 @@ def _unified(options: Options, config, stop: threading.Event, observed: dict[str
         concat_ip_and_port(options.host, config.tfs_port_http),
         poll_wait_seconds=config.file_system_poll_wait_seconds,
         security=security,
-        **observed,
     ).start()
     backend = ZKBackend(config.bzid, config.zk_servers)
     agent = UnifiedAgent(
@@ -138,10 +131,7 @@ def _one_model(options: Options, config, stop: threading.Event) -> int:
     registry = open_registry(config.zk_servers)
     registry.start()
     try:
-        agent = ServingAgent(
-            config, registry, agent_address=concat_ip_and_port(options.host, config.agent_port),
-            security=options.security.build(),
-        )  # fmt: skip
+        agent = ServingAgent(config, registry, agent_address=concat_ip_and_port(options.host, config.agent_port))
         print(
             json.dumps({"agent": config.agent_port}) if options.json else f"agent on port {config.agent_port}",
             flush=True,

@@ -10,9 +10,9 @@ from shoal.nn.combiners import ReduceMean as ReduceMean
 from shoal.nn.combiners import ReduceSum as ReduceSum
 from shoal.nn.configs import EmbeddingBagConfig as EmbeddingBagConfig
 from shoal.nn.configs import EmbeddingConfig as EmbeddingConfig
-from shoal.nn.dcp import load_dcp as load_dcp
 from shoal.nn.embedding import HashEmbedding as HashEmbedding
 from shoal.nn.optimizer import SparseOptimizer as SparseOptimizer
 from shoal.nn.protocol import EmbeddingTable as EmbeddingTable
 from shoal.nn.read.asked import Located as Located
 from shoal.nn.sequences import EmbeddingCollection as EmbeddingCollection
+from shoal.nn.state.dcp import load_dcp as load_dcp

@@ -16,8 +16,11 @@ from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.read.asked import Asked, Located, located
 from shoal.nn.read.plan import Feature
 from shoal.nn.read.tables import Tables
+from shoal.nn.state.table_state import OPTIONAL, TableState, load_state
+from shoal.nn.state.tensor import AnyName, tensors_of
 from shoal.nn.update.gradients import clear_pending
-from shoal.table.checkpoint.tensors import NAMES, has_table_state, load_table_state, table_state
+from shoal.table.checkpoint.shares import share_of
+from shoal.table.checkpoint.tensors import NAMES
 from shoal.table.protocol import Group, Missing
 
 
@@ -163,17 +166,24 @@ class TableModule(nn.Module):
         for name, keeper in self._named_keepers(prefix):
             table = keeper.table
             keeper.settle()
-            if has_table_state(table):
-                if keeper.handle not in done:
-                    step = torch.tensor(keeper.global_step, device="cpu")
-                    done[keeper.handle] = table_state(table) | {"global_step": step}
-                destination.update({name + part: tensor for part, tensor in done[keeper.handle].items()})
+            if keeper.handle not in done:
+                share = share_of(table)
+                done[keeper.handle] = None if share is None else tensors_of(TableState(share), keeper.global_step)
+            tensors = done[keeper.handle]
+            if tensors is not None:
+                destination.update({name + part: tensor for part, tensor in tensors.items()})
             elif advice := getattr(table, "saved_by", None):
                 warnings.warn(
                     f"{type(self).__name__}: this state_dict holds no rows of table {keeper.name!r}, which are not "
                     f"in this process alone; save them with {advice}",
                     stacklevel=2,
                 )
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For ``torch.distributed.checkpoint.state_dict``, which looks at attributes by the names of a state dict."""
+        return {"table": "_any_name", "tables": "_any_name"}
+
+    _any_name = AnyName()
 
     def _load_from_state_dict(
         self,
@@ -196,15 +206,22 @@ class TableModule(nn.Module):
                 continue
             clear_pending([keeper])
         missing_keys += sorted(known - state_dict.keys())
+        optional = {name + part for name, _ in self._named_keepers(prefix) for part in OPTIONAL}
         if strict:
             unexpected_keys += sorted(
-                key for key in state_dict if key.startswith(prefix) and key not in known and key not in unexpected_keys
+                key
+                for key in state_dict
+                if key.startswith(prefix) and key not in known | optional and key not in unexpected_keys
             )
+        loaded: set[int] = set()
         for name, keeper in self._named_keepers(prefix):
-            if not has_table_state(keeper.table) or any(name + part not in state_dict for part in NAMES):
+            share = share_of(keeper.table)
+            if share is None or keeper.handle in loaded or any(name + part not in state_dict for part in NAMES):
                 continue
+            loaded.add(keeper.handle)
+            values = {part: state_dict[name + part] for part in (*NAMES, *OPTIONAL) if name + part in state_dict}
             try:
-                load_table_state(keeper.table, {part: state_dict[name + part] for part in NAMES})
+                load_state(share, values)
             except DataError as error:
                 error_msgs.append(str(error))
                 continue
@@ -229,10 +246,10 @@ class TableModule(nn.Module):
         return [(f"{prefix}tables.{name}.", keeper) for name, keeper in self._tables.keepers.items()]
 
     def state_names(self) -> list[str]:
-        """The keys of the tables in this module's own ``state_dict``."""
+        """The keys of the tables in this module's own ``state_dict`` that must be there."""
         return [
             name + part
             for name, keeper in self._named_keepers("")
-            if has_table_state(keeper.table)
+            if share_of(keeper.table) is not None
             for part in (*NAMES, "global_step")
         ]

@@ -18,6 +18,7 @@ from shoal.table import registry
 from shoal.table.arguments import check_rates
 from shoal.table.budget.calls import BudgetCalls, own_policy
 from shoal.table.budget.limits import LEAST_BYTES, MemoryBudget, native_options
+from shoal.table.checkpoint.copies import about_to_change
 from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig, HashTableProto
 from shoal.table.config.native import native_expiry, native_layout
@@ -34,6 +35,8 @@ class TableBase(BudgetCalls, ABC):
     on_gpu = False
     local_state = True
     """All rows are in this process, so that the ``state_dict`` of a module holds them."""
+    replayed = False
+    """Whether a CUDA graph changes rows, unseen by the host."""
 
     def _build(
         self,
@@ -148,6 +151,7 @@ class TableBase(BudgetCalls, ABC):
 
     def adopt(self, native: _core.Table) -> None:
         """Takes all rows of a native table of the same layout, its clock and its scales, in one step for readers."""
+        about_to_change(self)
         self._native.swap_contents(native)
         self._native.raise_max_update_time(native.max_update_time())
         self._native.set_scales(native.scales())
@@ -179,9 +183,26 @@ class TableBase(BudgetCalls, ABC):
         for stripe in range(_core.Table.num_stripes):
             yield torch.from_numpy(np.frombuffer(self._native.ids(stripe), np.int64).copy())
 
+    def fetch_bytes(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, int]:
+        """Bytes ``begin`` to ``end`` of the rows of ``ids``: uint8 ``[n, end - begin]`` on the CPU, as checkpoints have
+        them (weights, then the optimizer's state), zeros for an id without a row; and how many have one."""
+        ids, out = ids.contiguous(), torch.empty(ids.numel(), end - begin, dtype=torch.uint8, device="cpu")
+        args = ids.data_ptr(), ids.numel(), begin, end - begin, out.data_ptr(), 0
+        return out, _core.fetch_bytes(self._native, *args)
+
+    def fetch_times(self, ids: Tensor) -> Tensor:
+        """The times of the rows of ``ids``: int64 ``[n]`` on the CPU, 0 for an id without a row."""
+        ids, times = ids.contiguous(), torch.empty(ids.numel(), dtype=torch.int64, device="cpu")
+        _core.fetch_bytes(self._native, ids.data_ptr(), ids.numel(), 0, 0, 0, times.data_ptr())
+        return times
+
     @abstractmethod
     def _client_lookup(self, ids: Tensor) -> Tensor:
         """The rows of ``ids`` for a sync client, on CPU tensors."""
+
+    def scales(self) -> list[float]:
+        """What the optimizer of each segment keeps for the segment as a whole."""
+        return self._host.scales()
 
     def training_state(self) -> dict[str, Any]:
         """What a table has besides its rows that its next updates depend on, as JSON: its clock, counts and scales."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.errors import ConfigError
 from shoal.table.arguments import as_int, as_time, check_rates
+from shoal.table.checkpoint.copies import WAITING, about_to_change
 from shoal.table.clock import Now
 from shoal.table.protocol import Features, Part, Step, marks_shape
 
@@ -29,6 +30,8 @@ def update(group: Any, parts: Sequence[Part], step: Step, each: Literal["sum", "
 
     Everything is checked, in all tables, before the first effect. Safe to call from several threads.
     """
+    if WAITING:
+        about_to_change(*group.tables)
     updater = _updaters.get(group)
     if updater is None:
         updater = _updaters[group] = _Updater(group.tables)

@@ -18,6 +18,7 @@ from shoal.table.arguments import as_ids, as_int, as_rows, as_time
 from shoal.table.base import TableBase
 from shoal.table.budget.limits import MemoryBudget
 from shoal.table.budget.policies import Evict, EvictionPolicy
+from shoal.table.checkpoint.copies import about_to_change
 from shoal.table.clock import Now, now
 from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.config.learning_rate import LearningRate
@@ -200,6 +201,7 @@ class HashTable(TableBase):
         out = empty_rows(n, self.dim_size)
         if insert_missing:
             self.check_trains("lookup with insert_missing")
+            about_to_change(self)
             seconds = self._time(req_time)
             at_least = isinstance(seconds, Now)
             _Native.lookup_or_insert(self._native, ids.data_ptr(), n, seconds, out.data_ptr(), at_least)
@@ -268,6 +270,7 @@ class HashTable(TableBase):
         ids, values, seconds = self._write_arguments(ids, values, req_time)
         at_least = isinstance(seconds, Now)
         numbers = self._scores(ids, scores, seconds)
+        about_to_change(self)
         try:
             write(
                 self._native, ids.data_ptr(), ids.numel(), values.data_ptr(), seconds, at_least, self.finite_values,
@@ -312,6 +315,7 @@ class HashTable(TableBase):
     ) -> None:
         """`apply_gradients` with checked arguments and given rates."""
         self._check_step(step)
+        about_to_change(self)
         try:
             skipped = _Native.apply_gradients(
                 self._native,
@@ -336,21 +340,25 @@ class HashTable(TableBase):
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
         ids = as_ids(ids, self.name)
         existed = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
+        about_to_change(self)
         _Native.reinitialize(self._native, ids.data_ptr(), ids.numel(), now(), existed.data_ptr(), self.clocked)
         return self, existed
 
     def erase(self, ids: Tensor) -> int:
         """Removes ids; returns how many there were."""
         ids = as_ids(ids, self.name)
+        about_to_change(self)
         return _Native.erase(self._native, ids.data_ptr(), ids.numel())
 
     def evict(self, max_update_time: Any = None) -> int:
         """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
+        about_to_change(self)
         return self._native.evict(self._expiry, now)
 
     def clear(self) -> HashTable:
         """Removes all rows and gives their memory back."""
+        about_to_change(self)
         self._native.clear()
         return self
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import shoal
 from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer
@@ -81,6 +82,27 @@ def test_rows_of_an_embedding_and_their_state_dict_move_between_devices(device):
     two(ids.to(device)).sum().backward()
     one.load_state_dict(two.state_dict())
     torch.testing.assert_close(cpu.lookup(ids), gpu.lookup(ids.to(device)).cpu())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_of_torch_are_read_on_either_device(device, tmp_path):
+    cpu, gpu = tables()
+    ids = torch.tensor([5, -7, 5, 1 << 40, 0, -(1 << 63)])
+    one, two = HashEmbedding(cpu), HashEmbedding(gpu).to(device)
+    for number, (ours, theirs, place, there) in enumerate([(two, one, device, "cpu"), (one, two, "cpu", device)]):
+        ours(ids.to(place)).sum().backward()
+        state = ours.state_dict()
+        dcp.save(state, checkpoint_id=tmp_path / str(number))
+        ours(ids[:2].to(place)).sum().backward()  # is not in it
+        assert state["table.rows"].table_state.copied
+        landed = theirs.state_dict()
+        dcp.load(landed, checkpoint_id=tmp_path / str(number))
+        theirs.load_state_dict(landed)
+        ours.load_state_dict(state)
+        for _ in range(2):
+            torch.testing.assert_close(cpu.lookup(ids), gpu.lookup(ids.to(device)).cpu())
+            ours(ids.to(place)).sum().backward()
+            theirs(ids.to(there)).sum().backward()
 
 
 def test_an_all_to_all_table_of_one_rank_trains_alike(device):

@@ -103,6 +103,7 @@ class OwnedGroup(RankGroup):
         refused: Exception | None = None
         lists: _Lists | None = None
         try:
+            ids = ids.to(self.device)
             lists = self._lists(ids, counts, features)
         except Exception as error:  # told to the others first, which would wait otherwise
             refused = error

@@ -53,6 +53,7 @@ class ReplicatedGroup(RankGroup):
         dealt: Dealt | None = None
         kept: list[Tensor] = []
         try:
+            ids = ids.to(self.device)
             sizes = self.sizes(ids, counts, features)
             dealt = deal_out(ids.contiguous(), sizes, features, len(self.tables), 1, self.dim)
             for (group, _), (own, wired) in zip(self._groups, self._wired(features), strict=True):

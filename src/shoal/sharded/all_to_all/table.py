@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from shoal.sharded.all_to_all.ways import Way
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.table.arguments import as_int, as_time
 from shoal.table.checkpoint import restore_table
+from shoal.table.checkpoint.shares import Share
 from shoal.table.checkpoint.tensors import table_state
 from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, group_of
 from shoal.table.table import HashTable
@@ -65,9 +67,6 @@ class AllToAllHashTable:
         way: ``"row"``, ``"table:3"`` (on rank 3), ``"column:0,2"`` (slices on ranks 0 and 2; ``"column"``: on all),
             ``"data"``, or a `Way`. `shoal.sharded.plan` chooses ways.
     """
-
-    saved_by = "table.save(folder), which all ranks call together, and load them with table.restore(folder)"
-    """What keeps the rows, which are not in the ``state_dict`` of a module."""
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class AllToAllHashTable:
 
         if self.world_size == 1:
             return create(ids.to(self._home)).to(ids.device)
-        return self._group.inserted(self._find(ids, "initial"), create)
+        return self._group.inserted(self._find(ids, "initial"), create).to(ids.device)
 
     def apply_gradients(
         self, ids: Tensor, grads: Tensor, global_step: Any = 0, use_multi_threads: bool = False,
@@ -268,6 +267,22 @@ class AllToAllHashTable:
         """Rows of the table; all ranks call it together."""
         sizes = self.exchange.ranks.gather_totals(self.table.size())
         return sum(sizes) if self.way.kind == "row" else sizes[self.way.holders(self.world_size)[0]]
+
+    def share(self) -> Share:
+        """What this rank has, saves and loads of the table's rows."""
+        world, rank, whole = self.world_size, self.rank, (0, 1)
+        share = Share(self.table, self.shape, rank, world, gather=self.exchange.ranks.gather_totals)
+        if world == 1:
+            return replace(share, gather=lambda number: [number])
+        if self.way.kind in ("row", "data"):
+            own = rank, world
+            return replace(share, saves=own, keeps=own if self.way.kind == "row" else whole)
+        slices = self.way.slices(self.dim_size, world)
+        mine = next((own for own in slices if own.rank == rank), None)
+        share = replace(share, sliced=len(slices) > 1)
+        if mine is None:
+            return replace(share, saves=None, keeps=None, leads=False)
+        return replace(share, first_column=mine.begin, leads=mine is slices[0])
 
     def own_rows(self) -> HashTable:
         """The rows that this rank saves, with full width: every row of the table is saved by one rank.

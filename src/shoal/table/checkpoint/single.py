@@ -12,6 +12,7 @@ from shoal import _core
 from shoal.durable import BasenameSave, FileDigest, Saved, StrPath, make_parents, read_newest, temporary_path
 from shoal.errors import CancelledError, DataError, UnsupportedError
 from shoal.table.checkpoint import naming
+from shoal.table.checkpoint.copies import about_to_change
 from shoal.table.checkpoint.scales import has_scales, load_scales, save_scales, scales_path
 from shoal.table.config.native import default_expiry_s, slot_expiry_s
 
@@ -199,6 +200,7 @@ def begin_load(table: HashTable, strict: bool = True, shard: Sequence[int] | Non
     Where no record has a time, as version 0.1 wrote them when it was given none, all count as written now in a table
     that reads the clock and expires rows: its first write would otherwise make them decades old.
     """
+    about_to_change(table)
     now, expiry = int(time.time()), table.table_config.slot_expire_time_config
     shortest = min([default_expiry_s(expiry), *slot_expiry_s(expiry).values()])
     unstamped = now if table.clocked and shortest <= now else 0

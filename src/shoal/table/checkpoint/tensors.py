@@ -55,31 +55,54 @@ def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
         DataError: the tensors do not fit together or are of another kind of table; nothing was changed.
     """
     ids, rows, states, times, config, scales = (state[name].detach().cpu().contiguous() for name in NAMES)
-    _check_config(table, config)
-    native = table.staging()._native
-    layout = native.layout
-    head_bytes = layout.row_bytes if table.serving else 4 * layout.dim
-    if not table.serving and rows.is_floating_point():
-        rows = rows.float()
-    n = ids.numel()
-    _check(table, "ids", ids, torch.int64, [n])
-    _check(table, "times", times, torch.int64, [n])
-    _check(
-        table, "rows", rows, *((torch.uint8, [n, head_bytes]) if table.serving else (torch.float32, [n, layout.dim]))
-    )
-    _check(table, "state", states, torch.uint8, [n, layout.row_bytes - head_bytes])
-    _check(table, "scales", scales, torch.float32, [len(native.scales())])
-    if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
-        raise DataError(
-            f"table {table.name!r}: times must be 0..{MAX_TIME}, got {int(times.min())}..{int(times.max())}"
-        )
-    fresh = _core.Table(layout, 0)
-    _core.import_rows(fresh, ids.data_ptr(), times.data_ptr(), rows.data_ptr(), states.data_ptr(), n)
-    if fresh.size() != n:
-        raise DataError(f"table {table.name!r}: ids must be distinct, but {n} of them name {fresh.size()} rows")
-    fresh.raise_max_update_time(int(times.max()) if n else 0)
-    fresh.set_scales(scales.tolist())
-    table.adopt(fresh)
+    load = RowLoad(table, config)
+    load.add(ids, rows, states, times)
+    load.commit(scales)
+
+
+class RowLoad:
+    """Rows on their way into a table, some at a time, which replace all others when they are complete."""
+
+    def __init__(self, table: HashTable, config: Tensor, shape: HashTable | None = None) -> None:
+        """``config`` is that of the rows (of ``shape``, which has whole rows where ``table`` has slices)."""
+        _check_config(table if shape is None else shape, config)
+        self._table = table
+        layout = table.staging()._native.layout
+        self._native = _core.Table(layout, 0)
+        self._head = layout.row_bytes if table.serving else 4 * layout.dim
+        self._state, self._dim = layout.row_bytes - self._head, layout.dim
+        self._rows = self._latest = 0
+
+    def add(self, ids: Tensor, rows: Tensor, states: Tensor, times: Tensor) -> None:
+        """Takes rows as `table_state` gives them."""
+        table, n = self._table, ids.numel()
+        if not table.serving and rows.is_floating_point():
+            rows = rows.float()
+        _check(table, "ids", ids, torch.int64, [n])
+        _check(table, "times", times, torch.int64, [n])
+        kind = (torch.uint8, [n, self._head]) if table.serving else (torch.float32, [n, self._dim])
+        _check(table, "rows", rows, *kind)
+        _check(table, "state", states, torch.uint8, [n, self._state])
+        if n and not 0 <= int(times.min()) <= int(times.max()) <= MAX_TIME:
+            raise DataError(
+                f"table {table.name!r}: times must be 0..{MAX_TIME}, got {int(times.min())}..{int(times.max())}"
+            )
+        ids, rows, states, times = (tensor.contiguous() for tensor in (ids, rows, states, times))
+        _core.import_rows(self._native, ids.data_ptr(), times.data_ptr(), rows.data_ptr(), states.data_ptr(), n)
+        self._rows += n
+        self._latest = max(self._latest, int(times.max()) if n else 0)
+
+    def commit(self, scales: Tensor) -> None:
+        """Replaces all rows of the table by these."""
+        table, native = self._table, self._native
+        _check(table, "scales", scales, torch.float32, [len(native.scales())])
+        if native.size() != self._rows:
+            raise DataError(
+                f"table {table.name!r}: ids must be distinct, but {self._rows} of them name {native.size()} rows"
+            )
+        native.raise_max_update_time(self._latest)
+        native.set_scales(scales.tolist())
+        table.adopt(native)
 
 
 def copy_table(table: HashTable) -> HashTable:

@@ -17,6 +17,7 @@ from shoal import _core
 from shoal.errors import ConfigError
 from shoal.table.budget.evicted import EvictionStats, MissRatioCurve
 from shoal.table.budget.policies import Lfu, Lru, as_policy
+from shoal.table.checkpoint.copies import about_to_change
 from shoal.table.cuda import bridge
 from shoal.table.cuda.prefetch import Piece, Prefetcher
 from shoal.table.cuda.storage import ROW, Storage
@@ -341,6 +342,7 @@ class CachedHashTable(CudaHashTable):
     def erase(self, ids: Tensor) -> int:
         """Removes ids; returns how many there were."""
         ids = self._ids(ids)
+        about_to_change(self)
         with self._alone():
             self.flush()
             super().erase(ids)
@@ -350,6 +352,7 @@ class CachedHashTable(CudaHashTable):
 
     def evict(self, max_update_time: Any = None) -> int:
         """As `HashTable.evict`; the cache is empty afterwards."""
+        about_to_change(self)
         with self._alone():
             self.flush()
             removed = self.below.evict(max_update_time)
@@ -358,6 +361,7 @@ class CachedHashTable(CudaHashTable):
 
     def clear(self) -> HashTable:
         """Removes all rows, here and below."""
+        about_to_change(self)
         with self._alone():
             self._tell_resident()
             self._drop()
@@ -382,6 +386,14 @@ class CachedHashTable(CudaHashTable):
         """As `HashTable.all_ids`."""
         return self.flush().below.all_ids()
 
+    def fetch_bytes(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, int]:
+        """As `HashTable.fetch_bytes`."""
+        return self.flush().below.fetch_bytes(ids, begin, end)
+
+    def fetch_times(self, ids: Tensor) -> Tensor:
+        """As `HashTable.fetch_times`."""
+        return self.flush().below.fetch_times(ids)
+
     def staged(self) -> Any:
         """The CPU table, with everything written back."""
         return self.flush().below
@@ -397,6 +409,7 @@ class CachedHashTable(CudaHashTable):
 
     def adopt(self, native: _core.Table) -> None:
         """Replaces all rows, below, with those of a CPU table; the cache is empty afterwards."""
+        about_to_change(self)
         with self._alone():
             self._tell_resident()
             self._drop()

@@ -14,6 +14,7 @@ from shoal import _core
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table.arguments import as_ids, as_int, as_rows
 from shoal.table.budget.evicted import EvictionStats, MissRatioCurve
+from shoal.table.checkpoint.copies import about_to_change
 from shoal.table.cuda import bridge, compiled
 from shoal.table.cuda.backend import as_device
 from shoal.table.cuda.budget import Collected, GpuBudget
@@ -124,6 +125,11 @@ class StoredTable(HashTable):
             self._marks.settle()
             self._marks.trackers = [one for one in self._marks.trackers if one is not tracker]
 
+    @property
+    def replayed(self) -> bool:  # pyrefly: ignore[bad-override]
+        """Whether a CUDA graph was captured that changes rows."""
+        return bool(self._storage.replayed)
+
     def settle(self) -> None:
         """Waits until trackers have been told of all writes so far."""
         if self._marks is not None:
@@ -134,6 +140,23 @@ class StoredTable(HashTable):
         """As `HashTable.all_ids`; they are listed now."""
         self._judge.check(wait=True)
         return iter([ids.cpu() for ids, _, _ in self._storage.chunks(self._number)])
+
+    @in_turn
+    def fetch_bytes(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, int]:
+        """As `HashTable.fetch_bytes`."""
+        self._judge.check(wait=True)
+        rows = self._storage.find(ids.to(self.device), self._number, "rows")
+        words = bridge.from_device(self._storage.arena.gather(rows, self._layout.words))
+        whole = self._layout.to_native(words) if self.serving else words.view(torch.uint8)
+        there = (rows >= 0).cpu()
+        whole = whole.view(ids.numel(), -1)[:, begin:end].contiguous()
+        return whole.mul_(there.view(-1, 1)), int(there.sum())
+
+    @in_turn
+    def fetch_times(self, ids: Tensor) -> Tensor:
+        """As `HashTable.fetch_times`."""
+        rows = self._storage.find(ids.to(self.device), self._number, "rows")
+        return torch.where(rows >= 0, self._storage.arena.row_times(rows.clamp(min=0)), 0).cpu()
 
     def _former_ids(self) -> Tensor | None:
         """All ids, if somebody wants to know which are removed."""
@@ -316,6 +339,7 @@ class StoredTable(HashTable):
     @in_turn
     def adopt(self, native: _core.Table) -> None:
         """Replaces all rows with those of a CPU table, and takes its clock and scales."""
+        about_to_change(self)
         storage, former = self._storage, self._former_ids()
         try:
             if storage.tables == 1:

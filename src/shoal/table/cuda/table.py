@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.errors import UnsupportedError
 from shoal.table.arguments import as_ids, as_int
+from shoal.table.checkpoint.copies import about_to_change
 from shoal.table.clock import now
 from shoal.table.config.native import default_expiry_s, slot_expiry_s
 from shoal.table.cuda import bridge, compiled, groups
@@ -59,6 +60,7 @@ class CudaHashTable(StoredTable):
     def _lookup(self, ids: Tensor, insert_missing: bool, seconds: int) -> Tensor:
         if not insert_missing:
             return self._read(self._storage.find(ids, self._number, "weights"))
+        about_to_change(self)
         drop = self._filtered(ids, dedup=False, remember=True)
         rows = self._insert(ids, time=seconds, only_new=True, drop=drop)
         self._host.raise_max_update_time(seconds)
@@ -141,6 +143,7 @@ class CudaHashTable(StoredTable):
     def _assign(self, ids: Any, values: Any, req_time: Any, scores: Any, add: bool) -> HashTable:
         ids, values, seconds = self._write_arguments(ids, values, req_time)
         numbers = self._scores(ids, scores, seconds)
+        about_to_change(self)
         self._judge.check()
         how = "raise" if self.finite_values else "ignore"
         gate, _ = self._judge.judge(values, self.dim_size, how, "values")
@@ -218,6 +221,7 @@ class CudaHashTable(StoredTable):
         """`apply_gradients` with checked arguments. ``judged``: the gradients of tables that raise were looked at."""
         self._check_step(step)
         self._check_marks()
+        about_to_change(self)
         self._judge.check()
         drop = None
         if self.on_bad_gradient == "skip" or not judged:
@@ -300,6 +304,7 @@ class CudaHashTable(StoredTable):
         """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
         ids = self._ids(ids)
         self._check_marks()
+        about_to_change(self)
         seconds = now()
         rows = self._insert(ids, time=seconds if self.clocked else int(seconds))
         self._version += 1
@@ -321,6 +326,7 @@ class CudaHashTable(StoredTable):
     def erase(self, ids: Tensor) -> int:
         """Removes ids; returns how many there were. Waits for the device."""
         ids = self._ids(ids)
+        about_to_change(self)
         self._version += 1
         there = ids[:0]
         if self._changes.tracked or (self._marks is not None and self._marks.trackers):
@@ -335,6 +341,7 @@ class CudaHashTable(StoredTable):
     def evict(self, max_update_time: Any = None) -> int:
         """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
+        about_to_change(self)
         config = self.table_config.slot_expire_time_config
         limits = torch.full((32768,), default_expiry_s(config), dtype=torch.int64, device="cpu")
         for slot, seconds in slot_expiry_s(config).items():
@@ -354,6 +361,7 @@ class CudaHashTable(StoredTable):
     @in_turn
     def clear(self) -> HashTable:
         """Removes all rows and gives their memory back (a table of a `MultiHashTable`: to the others)."""
+        about_to_change(self)
         self._version += 1
         former = self._former_ids()
         self._storage.clear(self._number)

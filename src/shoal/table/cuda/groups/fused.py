@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
+from shoal.table.checkpoint.copies import WAITING, about_to_change
 from shoal.table.cuda.backend import capturing
 from shoal.table.cuda.groups.control import Control
 from shoal.table.cuda.groups.described import Described
@@ -230,6 +231,8 @@ class FusedGroup:
         parts = [part for part in parts if part.found.ids.numel()]
         if not parts:
             return
+        if WAITING:
+            about_to_change(*self.tables)
         marked = [table for table in self.tables if table._marks is not None]
         for table in marked:
             table._check_marks()

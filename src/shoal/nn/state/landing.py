@@ -1,0 +1,146 @@
+"""`Landing`: rows that come from a checkpoint, of which a process keeps its own until they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.errors import DataError
+from shoal.nn.state.saved import specs
+from shoal.table.checkpoint.shares import Share, Tile
+from shoal.table.checkpoint.tensors import RowLoad
+
+ANY_ROWS = 1 << 40
+"""More rows than a table has: what is asked for is as much as a checkpoint has."""
+
+
+@dataclass
+class _Block:
+    """Rows that were saved together."""
+
+    came: int
+    """How many there are in the checkpoint."""
+    index: Tensor | None
+    """The places of those that are kept; None: all."""
+    ids: Tensor
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    filled: dict[str, int] = field(default_factory=dict)
+    """Bytes of a row that came, by column."""
+
+    def own(self, values: Tensor) -> Tensor:
+        return values if self.index is None else values[self.index]
+
+
+class Landing:
+    """What comes of one table, in any order: a block's ids say which of its rows are kept."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self.specs = specs(share, whole=False)
+        self.config: Tensor | None = None
+        """The configuration of the rows that came; None: nothing has come."""
+        self.blobs: dict[str, dict[int, Tensor]] = {}
+        """Other bytes, by name and place."""
+        self._blocks: dict[int, _Block] = {}
+        self._early: dict[int, list[tuple[str, int, Tensor]]] = {}
+        """What came before its ids."""
+
+    def wanted(self) -> list[tuple[int, int]]:
+        """Where the rows are that are kept, and how many: everything, as long as no ids have come."""
+        if not self._blocks:
+            return [(0, ANY_ROWS)]
+        return [(row, block.came) for row, block in self._blocks.items() if block.ids.numel()]
+
+    def put(self, column: str, offsets: tuple[int, ...], values: Tensor) -> None:
+        """Takes values that begin at ``offsets`` of a column of the whole table."""
+        row = offsets[0]
+        if column == "config":
+            self.config = values.clone()
+        elif column not in self.specs:
+            self.blobs.setdefault(column, {})[row] = values.clone()
+        elif column == "ids":
+            mask = self.share.owned(values)
+            index = None if bool(mask.all()) else mask.nonzero().view(-1)
+            block = self._blocks[row] = _Block(values.numel(), index, values)
+            block.ids = block.own(values).clone()
+            for early in self._early.pop(row, ()):
+                self._keep(block, *early)
+        elif row in self._blocks:
+            self._keep(self._blocks[row], column, offsets[1] if len(offsets) > 1 else 0, values)
+        else:
+            kept = column, offsets[1] if len(offsets) > 1 else 0, values.clone()
+            self._early.setdefault(row, []).append(kept)
+
+    def _keep(self, block: _Block, column: str, first: int, values: Tensor) -> None:
+        if values.shape[0] != block.came:
+            raise DataError(
+                f"table {self.share.table.name!r}: the checkpoint has {column} in blocks of {values.shape[0]} rows and "
+                f"ids in blocks of {block.came}; it was not written by this library"
+            )
+        if not block.ids.numel():
+            return
+        values = block.own(values)
+        if column == "times":
+            block.columns["times"] = values.clone() if block.index is None else values
+            return
+        spec = self.specs[column]
+        item, raw = spec.dtype.itemsize, values.contiguous().view(torch.uint8)
+        tiles = self.share.head_tiles() if column == "rows" else self.share.state_tiles(all_tails=True)
+        begin, end = first * item, first * item + raw.shape[1]
+        out = block.columns.get(column)
+        if out is None:
+            width = 0 if spec.width is None else spec.width * item
+            if tiles == [Tile(0, width, 0)] and raw.shape[1] == width:
+                block.columns[column] = raw.clone() if block.index is None else raw
+                block.filled[column] = width
+                return
+            out = block.columns[column] = torch.empty(raw.shape[0], width, dtype=torch.uint8, device="cpu")
+        for tile in tiles:
+            low, high = max(begin, tile.at), min(end, tile.at + tile.end - tile.begin)
+            if low < high:
+                to = tile.begin + low - tile.at
+                out[:, to : to + high - low] = raw[:, low - begin : high - begin]
+                block.filled[column] = block.filled.get(column, 0) + high - low
+
+    def count(self) -> int:
+        """Rows that are kept so far."""
+        return sum(block.ids.numel() for block in self._blocks.values())
+
+    def rows(self) -> dict[str, Tensor]:
+        """The columns of all rows that are kept."""
+        blocks = [block for block in self._blocks.values() if block.ids.numel()]
+        found = {"ids": torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(one.ids for one in blocks)])}
+        for column in ("rows", "state", "times"):
+            spec = self.specs[column]
+            none = torch.empty(spec.size(0), dtype=spec.dtype, device="cpu")
+            found[column] = torch.cat([none, *(self._column(block, column) for block in blocks)])
+        return found
+
+    def _column(self, block: _Block, column: str) -> Tensor:
+        spec, n = self.specs[column], block.ids.numel()
+        if spec.width == 0:
+            return torch.empty(n, 0, dtype=spec.dtype, device="cpu")
+        values = block.columns.get(column)
+        whole = values is not None and (spec.width is None or block.filled[column] == spec.width * spec.dtype.itemsize)
+        if values is None or not whole:
+            raise DataError(f"table {self.share.table.name!r}: the checkpoint lacks {column} of {n} rows")
+        return values.view(spec.dtype)
+
+    def load(self, scales: Tensor) -> None:
+        """Replaces the rows of the table by those that came, which are gone from here afterwards.
+
+        Raises:
+            DataError: rows are incomplete, of another kind of table, or come twice. The table is as it was.
+        """
+        assert self.config is not None
+        load = RowLoad(self.share.table, self.config, self.share.shape)
+        if self._early:
+            raise DataError(f"table {self.share.table.name!r}: the checkpoint lacks the ids of some rows")
+        for row in list(self._blocks):
+            block = self._blocks[row]
+            if block.ids.numel():
+                load.add(block.ids, *(self._column(block, column) for column in ("rows", "state", "times")))
+            del self._blocks[row]
+        load.commit(scales)
