@@ -345,14 +345,17 @@ def draw(kept: dict[str, list[float]], path: str) -> None:
 
 
 def bench_cpu(report: Report, arguments: argparse.Namespace) -> None:
-    """CPU time of a run of fixed length from its first step on, held to the rate, with and without publishing."""
+    """CPU time of a run of fixed length from its first step on, held to the rate, with and without publishing.
+
+    The net runs on one thread: threads that wait for each other spin, which is CPU time that depends on who else runs.
+    """
     steps = int(arguments.seconds * arguments.rate / TOUCHED_PER_STEP)
     times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(arguments.rounds):
         for publishing in (True, False):
             with tempfile.TemporaryDirectory() as given:
                 folder = Path(given)
-                settings = () if publishing else ("serve.push_every_s=0",)
+                settings = ("train.threads=1", *(() if publishing else ("serve.push_every_s=0",)))
                 with system(folder, servers=0, steps=steps, rate=arguments.rate, settings=settings) as (trainer, *_):
                     marks, end = folder / "marks", time.monotonic() + START_S
                     while not (marks.exists() and marks.stat().st_size) and time.monotonic() < end:

@@ -141,6 +141,7 @@ TORCH_DISTRIBUTED = {
     "train/sharding.py",
     "gather/update/regions.py",
     "cli/launch.py",
+    "comm/launch/elastic.py",
 }
 
 

@@ -32,11 +32,13 @@ nb::bytes bytes(const std::string& value) { return nb::bytes(value.data(), value
 
 std::string string_of(const nb::bytes& value) { return {static_cast<const char*>(value.data()), value.size()}; }
 
-nb::list metadata_of(const Call& call) {
+nb::list pairs_of(const net::Metadata& metadata) {
   nb::list all;
-  for (const auto& [key, value] : call.metadata) all.append(nb::make_tuple(text(key), text(value)));
+  for (const auto& [key, value] : metadata) all.append(nb::make_tuple(text(key), text(value)));
   return all;
 }
+
+nb::list metadata_of(const Call& call) { return pairs_of(call.metadata); }
 
 nb::list take(Front& front) {
   nb::list all;
@@ -49,6 +51,20 @@ nb::list take(Front& front) {
     all.append(nb::make_tuple(static_cast<int>(event.kind), event.call, std::move(payload), compressed));
   }
   return all;
+}
+
+// ([(lane, why, rows, bytes, seconds since it arrived, seconds that it took, peer, common name, metadata), ...],
+// how many more there were)
+nb::tuple take_notes(Front& front) {
+  auto [notes, dropped] = front.notes().take();
+  nb::list all;
+  const int64_t now = net::now_ns();
+  for (const net::Note& each : notes)
+    all.append(nb::make_tuple(each.lane, each.noted, each.rows, each.bytes,
+                              static_cast<double>(now - each.arrived_ns) * 1e-9,
+                              static_cast<double>(each.done_ns - each.arrived_ns) * 1e-9, text(each.peer->address),
+                              text(each.peer->common_name), pairs_of(each.metadata)));
+  return nb::make_tuple(std::move(all), dropped);
 }
 
 using Pairs = std::vector<std::pair<std::string, std::string>>;
@@ -105,6 +121,7 @@ void front(nb::module_& m) {
   nb::class_<Call>(m, "FrontCall")
       .def_prop_ro("path", [](const Call& call) { return text(call.method->path); })
       .def_prop_ro("metadata", metadata_of)
+      .def_prop_ro("sampled", [](const Call& call) { return (call.noted & net::kSampled) != 0; })
       .def_prop_ro("encoding", [](const Call& call) { return text(call.encoding); })
       .def_prop_ro("peer", [](const Call& call) { return text(call.peer->address); })
       .def_prop_ro("common_name", [](const Call& call) { return text(call.peer->common_name); })
@@ -131,20 +148,26 @@ void front(nb::module_& m) {
       .def("bounce", &Batch::bounce, NoGil())
       .def_prop_ro("seconds", &Batch::seconds);
   nb::class_<Front>(m, "Front")
-      .def("__init__",
-           [](Front* self, int threads, int64_t max_message, int64_t max_waiting, const std::string& certificate,
-              const std::string& key, const std::string& client_ca, bool wants_identity,
-              std::vector<std::string> bearers) {
-             Front::Options options;
-             options.threads = threads;
-             options.limits.max_message = max_message;
-             options.lanes.max_waiting = max_waiting;
-             options.lanes.max_bytes = max_message / 8;
-             options.tls = {certificate, key, client_ca};
-             options.wants_identity = wants_identity;
-             options.bearers = std::move(bearers);
-             new (self) Front(std::move(options));
-           })
+      .def(
+          "__init__",
+          [](Front* self, int threads, int64_t max_message, int64_t max_waiting, const std::string& certificate,
+             const std::string& key, const std::string& client_ca, bool wants_identity,
+             std::vector<std::string> bearers, std::vector<std::string> names, std::shared_ptr<Rates> rates) {
+            Front::Options options;
+            options.threads = threads;
+            options.limits.max_message = max_message;
+            options.lanes.max_waiting = max_waiting;
+            options.lanes.max_bytes = max_message / 8;
+            options.tls = {certificate, key, client_ca};
+            options.wants_identity = wants_identity;
+            options.bearers = std::move(bearers);
+            options.names = std::move(names);
+            options.rates = std::move(rates);
+            new (self) Front(std::move(options));
+          },
+          nb::arg("threads"), nb::arg("max_message"), nb::arg("max_waiting"), nb::arg("certificate"), nb::arg("key"),
+          nb::arg("client_ca"), nb::arg("wants_identity"), nb::arg("bearers"), nb::arg("names"),
+          nb::arg("rates").none())
       .def("add_method", &Front::add_method)
       .def("listen", &Front::listen)
       .def("start", &Front::start)
@@ -165,6 +188,8 @@ void front(nb::module_& m) {
       .def(
           "next", [](Front& front, double seconds) { return front.lanes().next(static_cast<int64_t>(seconds * 1e9)); },
           NoGil(), nb::keep_alive<0, 1>())
+      .def("note_calls", [](Front& front, int64_t log_every, int64_t trace_every) { front.notes().wants(log_every, trace_every); })
+      .def("take_notes", take_notes)
       .def_prop_ro("waiting", [](Front& front) { return front.lanes().waiting(); })
       .def_prop_ro("refused", [](Front& front) { return front.lanes().refused(); });
   // Load on a server: (sorted seconds of the calls that went well, {status: calls}, calls that were skipped, seconds).

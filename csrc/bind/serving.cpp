@@ -1,15 +1,18 @@
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 
 #include "bind/bind.h"
+#include "core/rates.h"
 #include "serving/batch.h"
 #include "serving/messages.h"
 #include "serving/raw_requests.h"
@@ -126,6 +129,15 @@ void copy_batch(const RawBatch& batch, uintptr_t dense, uintptr_t ids, uintptr_t
 }  // namespace
 
 void serving(nb::module_& m) {
+  nb::class_<Rates>(m, "Rates")
+      .def(nb::init<double, double>(), nb::arg("per_second"), nb::arg("burst_s") = 1.0)
+      .def("set", &Rates::set)
+      .def("admit",
+           [](Rates& rates, const std::string& caller) {
+             const auto now = std::chrono::steady_clock::now().time_since_epoch();
+             return rates.admit(caller, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+           })
+      .def_prop_ro("refused", &Rates::refused);
   nb::class_<RawBatch>(m, "RawBatch")
       .def_ro("rows", &RawBatch::rows)
       .def_ro("total", &RawBatch::total)

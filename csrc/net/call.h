@@ -41,6 +41,9 @@ struct Peer {
   std::string common_name;  // of the client's certificate
 };
 
+// Why a call is told of by itself.
+enum Noted : uint8_t { kSampled = 1, kTraced = 2 };
+
 struct Call {
   Loop* loop = nullptr;
   uint64_t connection = 0;
@@ -52,6 +55,7 @@ struct Call {
   std::string encoding;              // of compressed messages
   bool compressed = false;           // the message is
   std::atomic<bool> watched{false};  // Python was told of it, and hears of its end
+  uint8_t noted = 0;
   int64_t arrived_ns = 0;
   int64_t deadline_ns = 0;         // 0: none
   std::atomic<bool> ended{false};  // it was cancelled, ran out of time, or has its answer

@@ -122,6 +122,22 @@ bool Front::may_batch(const Call& call) const {
   return known;
 }
 
+bool Front::admits(const Call& call) const {
+  if (!options_.rates || call.method->path.starts_with("/grpc.")) return true;  // health, reflection
+  std::string_view bearer;
+  for (const auto& [key, value] : call.metadata)
+    if (key == "authorization") bearer = value;
+  std::string_view caller;
+  for (size_t i = 0; i < options_.names.size() && !bearer.empty(); ++i)  // all are compared: the time tells nothing
+    if (same_secret(options_.bearers[i], bearer)) caller = options_.names[i];
+  if (caller.empty()) caller = call.peer->common_name;
+  if (caller.empty()) {
+    caller = call.peer->address;
+    caller = caller.substr(0, caller.rfind(':'));  // without the port
+  }
+  return options_.rates->admit(caller, now_ns());
+}
+
 void Front::hand_out(int fd, std::string address) {
   if (connections() >= options_.limits.max_connections) {
     ::close(fd);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/at_fork.h"
+#include "core/rates.h"
 #include "net/connection.h"
 #include "net/lanes.h"
 #include "net/loop.h"
@@ -33,6 +34,8 @@ class Front : public LaneOwner {
     TlsFiles tls;                      // no certificate: none
     bool wants_identity = false;       // calls without one are left to Python, which refuses them
     std::vector<std::string> bearers;  // what an authorization header may be
+    std::vector<std::string> names;    // of those who send them
+    std::shared_ptr<Rates> rates;      // of callers; none: as many requests as they like
   };
   explicit Front(Options options);
   ~Front();
@@ -56,6 +59,9 @@ class Front : public LaneOwner {
   const Options& options() const { return options_; }
   const Method* method(std::string_view path) const;
   bool may_batch(const Call& call) const;
+  bool admits(const Call& call) const;  // whether its caller has not asked too often
+  Notes& notes() { return notes_; }
+  void note(std::vector<Note> notes) override { notes_.add(std::move(notes)); }
   void tell(Told kind, const CallPtr& call, std::string message = {}, bool compressed = false);
   void close_listener(int fd);
   void hand_out(int fd, std::string address);
@@ -83,6 +89,7 @@ class Front : public LaneOwner {
 
   std::mutex descriptors_mutex_;
   std::set<int> descriptors_;  // a forked child closes its copies
+  Notes notes_;
   Lanes lanes_;
   AtFork fork_{this};
 };

@@ -120,6 +120,7 @@ std::vector<std::array<int64_t, 4>> Batch::parts(int64_t max_rows) const {
 void Batch::answer(size_t first, size_t count, std::string_view spec, const std::vector<Output>& outputs) {
   if (first + count > rows_.size() || rows_.size() != calls_.size()) throw std::invalid_argument("no such requests");
   std::vector<std::pair<Loop*, Reply>> replies;
+  std::vector<Note> notes;
   replies.reserve(count);
   int64_t begin = 0;
   const int64_t now = now_ns();
@@ -132,10 +133,12 @@ void Batch::answer(size_t first, size_t count, std::string_view spec, const std:
     write_response(spec, outputs, begin, rows, reinterpret_cast<uint8_t*>(reply.data.data()) + kPrefix);
     begin += rows;
     seconds_.push_back(static_cast<double>(now - calls_[i]->arrived_ns) * 1e-9);
+    if (calls_[i]->noted) notes.emplace_back(*calls_[i], lane_, rows, now);
     replies.emplace_back(calls_[i]->loop, std::move(reply));
   }
   for (size_t i = first; i < first + count; ++i) done_[i] = 1;
   lanes_->owner()->send(std::move(replies));
+  if (!notes.empty()) lanes_->owner()->note(std::move(notes));
 }
 
 void Batch::bounce(size_t first, size_t count) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "net/call.h"
+#include "net/notes.h"
 #include "serving/batch.h"
 #include "serving/raw_requests.h"
 
@@ -31,6 +32,7 @@ class LaneOwner {
   virtual ~LaneOwner() = default;
   virtual void bounce(const std::vector<CallPtr>& calls) = 0;  // Python answers them one by one
   virtual void send(std::vector<std::pair<Loop*, Reply>> replies) = 0;
+  virtual void note(std::vector<Note>) {}  // answers that are told of one by one
 };
 
 class Lanes;

@@ -189,22 +189,30 @@ void Loop::turn() {
     front_->lanes().offer(batched_, &others, &refused);
     batched_.clear();
     for (const CallPtr& call : others) front_->tell(Told::call, call);
-    for (const CallPtr& call : refused) {
-      const auto found = connections_.find(call->connection);
-      if (found == connections_.end()) continue;
-      Reply reply;
-      reply.stream = call->stream;
-      reply.code = kResourceExhausted;
-      reply.details = "too many requests of this model are waiting; try again later or elsewhere";
-      found->second->reply(std::move(reply));
-      touch(found->second.get());
-    }
+    refuse(refused, "too many requests of this model are waiting; try again later or elsewhere");
+  }
+  if (!too_many_.empty()) {
+    refuse(too_many_, "this caller makes more requests per second than it may; try again later");
+    too_many_.clear();
   }
   for (size_t i = 0; i < dirty_.size(); ++i) {
     const auto found = connections_.find(dirty_[i]);
     if (found != connections_.end()) settle(found->second.get());
   }
   dirty_.clear();
+}
+
+void Loop::refuse(const std::vector<CallPtr>& calls, const char* why) {
+  for (const CallPtr& call : calls) {
+    const auto found = connections_.find(call->connection);
+    if (found == connections_.end()) continue;
+    Reply reply;
+    reply.stream = call->stream;
+    reply.code = kResourceExhausted;
+    reply.details = why;
+    found->second->reply(std::move(reply));
+    touch(found->second.get());
+  }
 }
 
 void Loop::take_posts() {
@@ -340,6 +348,11 @@ const Method* Loop::method(std::string_view path) const { return front_->method(
 void Loop::count(int change) { front_->calls_ += change; }
 
 void Loop::arrived(const CallPtr& call) {
+  if (!front_->admits(*call)) {
+    too_many_.push_back(call);
+    return;
+  }
+  if (front_->notes().any()) front_->notes().mark(call.get());
   if (call->method->batches && front_->may_batch(*call)) {
     batched_.push_back(call);
   } else {

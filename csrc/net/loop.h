@@ -51,6 +51,7 @@ class Loop : public CallSink {
   void serve(Connection* connection, uint32_t events);
   void touch(Connection* connection);
   void settle(Connection* connection);
+  void refuse(const std::vector<CallPtr>& calls, const char* why);
   void close(Connection* connection);
   void run_timers();
 
@@ -60,7 +61,8 @@ class Loop : public CallSink {
   std::vector<int> listeners_;
   std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
   std::vector<uint64_t> dirty_;
-  std::vector<CallPtr> batched_;  // calls of this turn that may be answered in batches
+  std::vector<CallPtr> batched_;   // calls of this turn that may be answered in batches
+  std::vector<CallPtr> too_many_;  // whose callers have asked too often
   std::set<std::tuple<int64_t, uint64_t, int32_t>> timers_;
   uint64_t next_id_ = 16;
   int64_t checked_ns_ = 0, goodbye_ns_ = 0;

@@ -122,3 +122,47 @@ def test_bench_comm_in_one_process_prints_json(tmp_path):
     nowhere = shoal("bench", "comm", "--out", str(tmp_path / "no" / "c.png"))
     assert nowhere.returncode == 2
     assert "there is no folder" in nowhere.stderr
+
+
+RESTARTED = """
+import os, signal, sys, time
+import torch
+from shoal.comm import start_ranks
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+ranks = start_ranks()
+total = ranks.sum(torch.ones(1)).item()
+print("attempt", attempt, "sum", total)
+if attempt < 2 and ranks.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL if attempt == 0 else signal.SIGSTOP)
+if attempt < 2:
+    ranks.sum(torch.ones(1))  # until it is noticed that rank 1 is dead, or frozen
+ranks.close()
+"""
+
+
+def test_ranks_that_die_or_freeze_are_replaced_and_it_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHOAL_RANK_LOST_S", "3")
+    file = tmp_path / "train.py"
+    file.write_text(RESTARTED)
+    done = shoal("launch", "-n", "2", "--max-restarts", "2", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "shoal launch: rank 1 ended by SIGKILL; all ranks start again (restart 1 of at most 2)" in done.stderr
+    assert "rank(s) [1] have not been heard of for 3 s" in done.stderr
+    assert "[rank 0] attempt 2 sum 2.0" in done.stdout
+    said = json.loads(done.stdout.strip().split("\n")[-1])
+    assert said["restarts"][0] == "rank 1 ended by SIGKILL"
+    assert said["restarts"][1].startswith("rank 0 ended")
+
+
+def test_a_wrong_usage_of_the_script_is_not_tried_again(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("raise SystemExit(2)")
+    done = shoal("launch", "-n", "1", "--max-restarts", "5", str(file))
+    assert done.returncode == 2
+    assert "usage or configuration is wrong, so it is not started again" in done.stderr
+
+
+def test_hosts_need_a_place_to_meet(script):
+    done = shoal("launch", "--nnodes", "1:2", script)
+    assert done.returncode == 2
+    assert "--nnodes needs --rdzv-endpoint HOST:PORT" in done.stderr

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from shoal.comm.ranks import collectives, roster
+from shoal.comm.ranks import collectives
+from shoal.comm.ranks.restarts import roster
 from shoal.errors import DeadlineError
 
 

@@ -134,6 +134,26 @@ def test_a_growing_directory_and_a_batch_that_waited_long_enough(tmp_path):
     assert (told.ended["samples"], told.ended["step"]) == (100, 2)
 
 
+def test_a_directory_of_parquet_files_continues_a_history_of_parquet_files(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def parquet(path, first, last):
+        pq.write_table(pa.Table.from_pylist([json.loads(one) for one in records(first, last)]), path)
+        return path
+
+    parquet_files = {"data_dot_format": "parquet"}
+    days = [parquet(tmp_path / f"day{day}.parquet", 320 * day, 320 * day + 320) for day in range(3)]
+    weights, rows, _ = state_of(settings(*days, **parquet_files))
+    (tmp_path / "in").mkdir()
+    for day in (1, 2):
+        days[day].rename(tmp_path / "in" / days[day].name)
+    ours, ours_rows, told = state_of(settings(days[0], f"dir:{tmp_path / 'in'}", **parquet_files))
+    assert told.ended["samples"] == 960
+    assert same(ours, weights)
+    assert ours_rows == rows
+
+
 def test_an_empty_stream_ends_when_it_was_idle_for_long_enough_or_is_evaluated_and_stopped(tmp_path):
     folder = tmp_path / "empty"
     folder.mkdir()

@@ -6,8 +6,10 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shoal.cli.shared.arguments import parse
+from shoal.cli.shared.observe_options import ObserveOptions
 from shoal.cli.shared.security_options import ServeSecurity
 from shoal.cli.shared.stopping import stop_event
 from shoal.errors import ConfigError
@@ -41,6 +43,7 @@ class Options:
     """Print what the registry knows, as JSON, then exit."""
     json: bool = False
     """Print one JSON line with the addresses when ready."""
+    observe: ObserveOptions = field(default_factory=ObserveOptions)
     security: ServeSecurity = field(default_factory=ServeSecurity)
 
 
@@ -65,7 +68,10 @@ def run(options: Options) -> int:
         finally:
             backend.stop()
     with stop_event() as stop:
-        return _unified(options, config, stop) if config.agent_version == 3 else _one_model(options, config, stop)
+        if config.agent_version != 3:
+            return _one_model(options, config, stop)
+        with options.observe.opened("shoal-agent") as observed:
+            return _unified(options, config, stop, observed)
 
 
 def _operate(options: Options, config, backend) -> int:
@@ -84,7 +90,7 @@ def _operate(options: Options, config, backend) -> int:
     return 0
 
 
-def _unified(options: Options, config, stop: threading.Event) -> int:
+def _unified(options: Options, config, stop: threading.Event, observed: dict[str, Any]) -> int:
     from shoal.serving.client.addresses import AgentHeartbeat, set_address_table
     from shoal.serving.cluster.agent import UnifiedAgent
     from shoal.serving.cluster.zk_backend import ZKBackend
@@ -97,6 +103,7 @@ def _unified(options: Options, config, stop: threading.Event) -> int:
         concat_ip_and_port(options.host, config.tfs_port_http),
         poll_wait_seconds=config.file_system_poll_wait_seconds,
         security=security,
+        **observed,
     ).start()
     backend = ZKBackend(config.bzid, config.zk_servers)
     agent = UnifiedAgent(
@@ -131,7 +138,10 @@ def _one_model(options: Options, config, stop: threading.Event) -> int:
     registry = open_registry(config.zk_servers)
     registry.start()
     try:
-        agent = ServingAgent(config, registry, agent_address=concat_ip_and_port(options.host, config.agent_port))
+        agent = ServingAgent(
+            config, registry, agent_address=concat_ip_and_port(options.host, config.agent_port),
+            security=options.security.build(),
+        )  # fmt: skip
         print(
             json.dumps({"agent": config.agent_port}) if options.json else f"agent on port {config.agent_port}",
             flush=True,

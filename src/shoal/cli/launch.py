@@ -1,7 +1,7 @@
-"""`shoal launch`: N local ranks under torchrun's own agent, with a console that shows who says what.
+"""`shoal launch`: N ranks under torchrun's own agent, with a console that shows who says what.
 
-Every line is prefixed with its rank. When a rank fails the others are ended and the first failure's last lines are
-shown at the end, where you look first. Ctrl-C ends all ranks.
+Every line is prefixed with its rank. When a rank fails the others are ended, and all start again if that is allowed,
+with a line that says why; else the first failure's last lines are shown at the end. Ctrl-C ends all ranks.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import logging
 import shutil
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,34 @@ TAIL_LINES = 40
 EXAMPLES = """examples:
   shoal launch -n 2 train.py --enable_sync_training
   shoal launch -n 4 -m shoal bench comm
+  shoal launch -n 4 --max-restarts 10 -m shoal train ctr.toml
+  shoal launch -n 8 --nnodes 2:4 --rdzv-endpoint host0:29400 --max-restarts 100 -m shoal train ctr.toml  # on each host
 """
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="shoal launch",
-        description="Starts N ranks of a Python script on this machine.",
+        description="Starts N ranks of a Python script on this machine, and with --nnodes on others, too. With "
+        "--max-restarts a rank that dies is replaced; `shoal train` continues from its last checkpoint.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-n", "--nproc", type=int, default=2, help="ranks to start (2)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
-    parser.add_argument("--max-restarts", type=int, default=0, help="start all ranks again this many times (0)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N",
+        help="when a rank fails, start all ranks again, at most this many times (0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nnodes", type=_hosts, default=(1, 1), metavar="MIN:MAX",
+        help="hosts of the run, each with its own `shoal launch`; it runs with as many as there are (1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where the hosts meet; HOST is one of them"
+    )
+    parser.add_argument("--rdzv-id", default="", metavar="NAME", help="the name of the run, the same on all hosts")
+    parser.add_argument("--local-addr", metavar="ADDRESS", help="of this host, for the others (that of its name)")
     parser.add_argument("--log-dir", type=Path, help="keep each rank's stdout and stderr here")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON that says how it went")
     parser.add_argument("script", metavar="SCRIPT")
@@ -46,17 +60,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
+def _hosts(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    return int(least), int(most or least)
+
+
 def main(argv: list[str]) -> int:
     try:
         options = parse(argv)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
+    from shoal.comm.launch.elastic import Restarts
+
+    restarts = Restarts()
     with _log_folder(options.log_dir) as folder:
-        code, failure = _run(options, folder)
+        code, failure = _run(options, folder, restarts)
         if failure is not None:
             _show(failure)
     if options.json:
-        print(json.dumps({"exit_code": code, "ranks": options.nproc, "first_failure": failure}))
+        ended = {"exit_code": code, "ranks": options.nproc, "first_failure": failure, "restarts": restarts.reasons}
+        print(json.dumps(ended))
     return code
 
 
@@ -73,29 +96,20 @@ def _log_folder(wanted: Path | None) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(options: argparse.Namespace, folder: str) -> tuple[int, dict[str, Any] | None]:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+def _run(options: argparse.Namespace, folder: str, restarts: Any) -> tuple[int, dict[str, Any] | None]:
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from shoal.comm.launch.elastic import Launch, run_elastic
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, shorter
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=options.nproc,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=options.max_restarts,
-        monitor_interval=0.1,
-        start_method="spawn",
-        logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL, tee=Std.ALL),
-        log_line_prefix_template="[rank ${rank}] ",
-    )
+    launch = Launch(
+        nproc=options.nproc, hosts=options.nnodes, meet=options.rdzv_endpoint, run_id=options.rdzv_id,
+        max_restarts=options.max_restarts, address=options.local_addr, log_dir=folder,
+    )  # fmt: skip
     command = [sys.executable, "-u", *(["-m"] if options.module else []), options.script, *options.args]
     try:
-        elastic_launch(config, command[0])(*command[1:])
+        run_elastic(launch, command, _tell, restarts)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode > 0 else 1
@@ -106,9 +120,13 @@ def _run(options: argparse.Namespace, folder: str) -> tuple[int, dict[str, Any] 
             "tail": _tail(folder, rank),
         }
     except SignalException as stop:
-        print(f"shoal launch: {stop.sigval.name}, all ranks ended", file=sys.stderr)
+        _tell(f"{stop.sigval.name}, all ranks ended")
         return 128 + stop.sigval, None
     return 0, None
+
+
+def _tell(text: str) -> None:
+    print(f"shoal launch: {text}", file=sys.stderr, flush=True)
 
 
 def _signal(failure: Any) -> str | None:

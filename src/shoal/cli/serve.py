@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.cli.shared.arguments import parse
+from shoal.cli.shared.observe_options import ObserveOptions
 from shoal.cli.shared.security_options import ServeSecurity
 from shoal.cli.shared.stopping import stop_event
 from shoal.errors import ConfigError, DeadlineError, UsageError
@@ -78,6 +79,7 @@ class Options:
     """After SIGTERM, how long running requests may take."""
     json: bool = False
     """Print one JSON line with the addresses when ready."""
+    observe: ObserveOptions = field(default_factory=ObserveOptions)
     security: ServeSecurity = field(default_factory=ServeSecurity)
 
 
@@ -88,6 +90,12 @@ def main(argv: list[str]) -> int:
 
 def serve(options: Options) -> int:
     """Runs the server until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    with options.observe.opened("shoal-serve") as observed:
+        return _serve(options, observed)
+
+
+def _serve(options: Options, observed: dict[str, Any]) -> int:
     import torch
 
     from shoal import set_num_threads
@@ -95,7 +103,6 @@ def serve(options: Options) -> int:
     from shoal.serving.server.process import tune_server_process
     from shoal.serving.server.server import ModelServer
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if (options.model_dir is None) == (options.config is None):
         raise UsageError("exactly one of MODEL_DIR and --config must be given")
     tune_server_process()
@@ -121,6 +128,7 @@ def serve(options: Options) -> int:
         front=options.front,
         max_waiting=options.max_waiting,
         model_limits=limits_of(options.model_limit),
+        **observed,
     )
     for alias, name in names.items():
         server.alias(alias, name)

@@ -53,6 +53,7 @@ from shoal.comm.ranks.ranks import Ranks as Ranks
 from shoal.comm.ranks.serialization import deserialize_tensors as deserialize_tensors
 from shoal.comm.ranks.serialization import serialize_tensors as serialize_tensors
 from shoal.comm.ranks.torch_ranks import default_ranks as default_ranks
+from shoal.comm.ranks.torch_ranks import start_ranks as start_ranks
 from shoal.comm.ranks.transport import Transport as Transport
 from shoal.errors import AggregationError as AggregationError
 from shoal.errors import CompressionError as CompressionError

@@ -81,50 +81,56 @@ class ParquetCursor:
     def read(self, rows: int) -> Samples | None:
         if self._table is None or self._row >= self._table.num_rows:
             return None
-        part = self._table.slice(self._row, rows).combine_chunks()
-        first = self._row
+        part = self._table.slice(self._row, rows)
+        first = self._first + self._row
         self._row += part.num_rows
-        schema = self._form.schema
-        label = _numbers(part, schema.label, self._unit.path, missing=float("nan"))
-        dense = [
-            _numbers(part, schema.column(name), self._unit.path, schema.number(name).default) for name in schema.dense
-        ]
-        numbers = torch.stack(dense, 1) if dense else torch.empty(part.num_rows, 0, device="cpu")
-        time = _numbers(part, schema.time, self._unit.path, missing=float("nan")) if schema.time else None
-        made, bad = self._ids(part)
-        good = torch.isfinite(label) & torch.isfinite(numbers).all(1)
-        if time is not None:
-            good &= torch.isfinite(time)
-            time = time.nan_to_num().long()
-        good[list(bad)] = False
-        samples = Samples(label=label.float(), dense=numbers.float(), ids=made.ids, offsets=made.offsets, time=time)
-        if bool(good.all()):
-            return samples
-        what = "a number" if time is None else f"a number or the time {schema.time!r}"
-        for row in (~good).nonzero().view(-1).tolist():
-            why = bad.get(row) or f"the label {schema.label!r} or {what} is missing, NaN or infinite"
-            self._bad(BadRow(path=self._unit.path, why=why, line=self._first + first + row + 1, noun="row"))
-        return samples.take(good.nonzero().view(-1))
-
-    def _ids(self, part: Any) -> tuple[Samples, dict[int, str]]:
-        """The ids of a part of the table, and why a row has none."""
-        schema, rules, columns = self._form.schema, self._form.rules(), []
-        for name in schema.sparse:
-            column = schema.column(name)
-            where = f"{self._unit.path}: {column!r}"
-            columns.append(_column(_array(part, column), schema, name, self._form.lists, where) if column else None)
-        block = rules.apply(part.num_rows, [None if column is None else column.native() for column in columns])
-        bad = {}
-        for row, _, why in block.bad:
-            number, _, rest = why.removeprefix("feature ").partition(" ")
-            bad[row] = f"{schema.sparse[int(number)]!r} {rest}" if number.isdigit() else why
-        return from_block(block, 0, len(schema.sparse), ragged=rules.listed, timed=False), bad
+        samples, bad = table_samples(self._form, part, self._unit.path)
+        for row, why in bad:
+            self._bad(BadRow(path=self._unit.path, why=why, line=first + row + 1, noun="row"))
+        return samples
 
     def state(self) -> dict[str, Any]:
         return {"row": self._row}
 
     def close(self) -> None:
         self._table = None
+
+
+def table_samples(form: ParquetFormat, table: Any, path: str) -> tuple[Samples, list[tuple[int, str]]]:
+    """The samples of an Arrow table from the file ``path``, and (number, why) of rows that have none."""
+    schema, part = form.schema, table.combine_chunks()
+    label = _numbers(part, schema.label, path, missing=float("nan"))
+    dense = [_numbers(part, schema.column(name), path, schema.number(name).default) for name in schema.dense]
+    numbers = torch.stack(dense, 1) if dense else torch.empty(part.num_rows, 0, device="cpu")
+    time = _numbers(part, schema.time, path, missing=float("nan")) if schema.time else None
+    made, bad = _ids(form, part, path)
+    good = torch.isfinite(label) & torch.isfinite(numbers).all(1)
+    if time is not None:
+        good &= torch.isfinite(time)
+        time = time.nan_to_num().long()
+    good[list(bad)] = False
+    samples = Samples(label=label.float(), dense=numbers.float(), ids=made.ids, offsets=made.offsets, time=time)
+    if bool(good.all()):
+        return samples, []
+    what = "a number" if time is None else f"a number or the time {schema.time!r}"
+    why = f"the label {schema.label!r} or {what} is missing, NaN or infinite"
+    rows = (~good).nonzero().view(-1).tolist()
+    return samples.take(good.nonzero().view(-1)), [(row, bad.get(row) or why) for row in rows]
+
+
+def _ids(form: ParquetFormat, part: Any, path: str) -> tuple[Samples, dict[int, str]]:
+    """The ids of a part of a table, and why a row has none."""
+    schema, rules, columns = form.schema, form.rules(), []
+    for name in schema.sparse:
+        column = schema.column(name)
+        where = f"{path}: {column!r}"
+        columns.append(_column(_array(part, column), schema, name, form.lists, where) if column else None)
+    block = rules.apply(part.num_rows, [None if column is None else column.native() for column in columns])
+    bad = {}
+    for row, _, why in block.bad:
+        number, _, rest = why.removeprefix("feature ").partition(" ")
+        bad[row] = f"{schema.sparse[int(number)]!r} {rest}" if number.isdigit() else why
+    return from_block(block, 0, len(schema.sparse), ragged=rules.listed, timed=False), bad
 
 
 def _array(part: Any, name: str) -> Any:

@@ -36,6 +36,8 @@ from shoal.train.aggregation.hierarchical import HierarchicalAggregator as Hiera
 from shoal.train.aggregation.overlap import OverlappedReducer as OverlappedReducer
 from shoal.train.aggregation.parameter_server import ParameterServer as ParameterServer
 from shoal.train.ahead.pipeline import Pipeline as Pipeline
+from shoal.train.checkpoints import Checkpoints as Checkpoints
+from shoal.train.checkpoints import Resumed as Resumed
 from shoal.train.hooks.eof_aware import EofAwareTask as EofAwareTask
 from shoal.train.hooks.sync_hooks import ChiefSyncHook as ChiefSyncHook
 from shoal.train.hooks.sync_hooks import SyncHelper as SyncHelper

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from shoal.data.joining.config import load_join
 from shoal.errors import ConfigError
 from shoal.up.config import Online
 
@@ -113,6 +114,8 @@ def _server(online: Online, name: str, place: Place, places: Places) -> Process:
 
 def _joiner(online: Online, name: str, place: Place, places: Places) -> Process:
     arguments = ["join", online.file, "--metrics", f"{place.listen}:{place.ports['http']}"]
+    if online.given("join", "state") is None:
+        arguments += ["--state", os.path.join(online.dir, "join")]
     if online.open_pages and place.listen != "127.0.0.1":
         arguments.append("--allow-insecure")
     return _process(name, "joiner", arguments, place, finishes=True)
@@ -213,7 +216,10 @@ def check_network(online: Online, where: str) -> None:
 
 def check(online: Online) -> None:
     """Refuses what cannot work, before anything is started."""
-    if online.given("data", "train") is None:
+    if "join" in online.content:
+        if not load_join(online.file, os.path.join(online.dir, "join")).out:
+            raise ConfigError(f'{online.file}: [join] out = "ADDRESS" must say where samples go')
+    elif online.given("data", "train") is None:
         raise ConfigError(f'{online.file}: [data] with train = ["FILE", …] is missing')
     if online.given("train", "ps") is not None and online.servers is not None:
         raise ConfigError(f"{online.file}: [train] ps names servers that run already; leave it or [servers] out")

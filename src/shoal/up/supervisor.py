@@ -26,6 +26,8 @@ from shoal.up.plan import Process, plan
 
 TICK_S = 0.1
 PROBE_S = 1.0
+SIGNAL_LINES = 3
+"""Lines of its log that are shown of a process that a signal ended; its log does not say why."""
 
 Tell = Callable[..., None]
 """Is told of everything that happens: an event's name, the process, a sentence, and more."""
@@ -119,9 +121,9 @@ class Supervisor:
         self._told.discard(name)
         after = decide.exited(self._rules, self._by_name[name], before, code, now)
         self.states[name] = after
-        tail = (
-            self._logs[name].tail() if after.phase in (Phase.FAILED, Phase.WAITING) and before.then != "start" else []
-        )
+        tail = []
+        if after.phase in (Phase.FAILED, Phase.WAITING) and before.then != "start":
+            tail = self._logs[name].tail()[-SIGNAL_LINES if code < 0 else 0 :]
         event = {Phase.FAILED: "failed", Phase.WAITING: "restart"}.get(after.phase, "ended")
         self._say(event, name, after.reason, exit=decide.how_it_ended(code), tail=tail)
         if after.phase == Phase.FAILED and self.ready_at is None:
@@ -159,7 +161,7 @@ class Supervisor:
                 self.states[name] = decide.asked(state, "stop", action.reason, now)
             self._told.add(name)
             self._running[name].terminate()
-            self._say("stopping", name, action.reason)
+            self._say("stopping", name, f"asked to end: {action.reason}")
         else:
             self.states[name] = replace(state, killed=state.phase == Phase.STOPPING)
             self._running[name].kill()

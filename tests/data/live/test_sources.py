@@ -266,6 +266,29 @@ def test_kafka_partitions_are_shared_by_ranks_and_a_group_begins_where_it_commit
         open_reader(address + "&partitions=9")
 
 
+def test_kafka_begins_at_a_time(mock_kafka):
+    """librdkafka's broker has no index of times and answers that nothing is that new, so records are searched."""
+    import confluent_kafka
+
+    producer = confluent_kafka.Producer({"bootstrap.servers": mock_kafka.bootstrap})
+    first_ms = 1_790_000_000_000  # 2026-09-21T14:13:20Z
+    for i in range(40):
+        producer.produce("times", b"%d" % i, partition=0, timestamp=first_ms + i * 60_000)
+        if i % 7 == 0:
+            producer.flush(LIMIT_S)
+    producer.flush(LIMIT_S)
+    address = mock_kafka.address("times") + "?partitions=0&from="
+    for text, expected in (
+        ("2026-09-21", 0), ("2026-09-21T14:13:20Z", 0), ("2026-09-21T14:13:20.001Z", 1), ("2026-09-21T14:30:20", 17),
+        ("2026-09-21T16:30:20%2B02:00", 17), ("2026-09-21T14:52:20", 39), ("2026-09-22", 40),
+    ):  # fmt: skip
+        reader = open_reader(address + text)
+        assert reader.positions() == {"0": expected}, text
+        if expected < 40:
+            assert take(reader, 1)[0] == [b"%d" % expected]
+        reader.close()
+
+
 def test_kafka_offsets_that_do_not_exist_are_an_error_or_skipped_when_told(mock_kafka):
     address = mock_kafka.address("gone") + "?partitions=0"
     append((address, "0"), numbered(0, 5))

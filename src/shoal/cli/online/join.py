@@ -49,6 +49,8 @@ class Options:
 
     config: Path | None = None
     """TOML file with [impressions], [actions], [labels.NAME] and [join]."""
+    state: str | None = None
+    """The folder for open impressions and checkpoints, in place of the one that the file names."""
     to_end: bool = False
     """Join what the inputs hold now, close all windows, and exit; for a backfill."""
     every: float = 5.0
@@ -75,7 +77,7 @@ def run(options: Options) -> int:
     from shoal.data.joining.pump import Pump
     from shoal.data.live import open_writer, parse_address
 
-    config = load_join(options.config)
+    config = load_join(options.config, options.state)
     if not config.out:
         raise UsageError(f"{options.config}: [join] out must say where samples go, such as redis://localhost/samples")
     with contextlib.ExitStack() as open_things:

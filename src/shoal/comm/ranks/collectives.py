@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.ranks.roster import meet
+from shoal.comm.ranks.restarts.roster import meet
 
 Group = Any
 """A ``torch.distributed.ProcessGroup``, or None for the default one."""
@@ -137,6 +137,14 @@ def watch_store(group: Any) -> Any:
     """The part of a group's store in which ranks say who is alive; None for a backend without a store, as MPI's."""
     try:
         return part_of(group.get_group_store(), "shoal.watch")
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def another_connection(group: Any) -> Any:
+    """The store of a group over a connection of its own; None where it has no store, or cannot be had again."""
+    try:
+        return part_of(group.get_group_store().clone(), "shoal.pulse")
     except (RuntimeError, AttributeError):
         return None
 

@@ -17,6 +17,7 @@ from shoal.buffers import empty_of
 from shoal.comm.ranks import collectives
 from shoal.comm.ranks.backend import Backend
 from shoal.comm.ranks.ranks import HEAD_WORDS, Heads, Ranks, SingleRank, one_call, padded
+from shoal.comm.ranks.restarts.pulse import Pulse, pulse_wanted, restarts_allowed
 from shoal.comm.ranks.same_host import Rings, open_rings
 from shoal.errors import ConfigError, DeadlineError, PeerError, ShoalError
 
@@ -43,11 +44,25 @@ class ProcessGroup(Backend):
         self._messages = "gloo" in collectives.backends(group)
         self.owns_group = False
         """Whether `close` ends the process group."""
+        self._pulse: Pulse | None = None
 
     def _make_aside(self) -> ProcessGroup:
-        return ProcessGroup(collectives.group_like(self.group, timedelta(seconds=self.timeout_s)))
+        made = ProcessGroup(collectives.group_like(self.group, timedelta(seconds=self.timeout_s)))
+        made.watch.pulse = self.watch.pulse
+        return made
+
+    def notice_lost(self, after_s: float) -> None:
+        """From now on a rank that is silent for so long, frozen or out of reach, ends the waits for it; 0: never. All
+        ranks call it together."""
+        store = collectives.another_connection(self.key)
+        if after_s and self.world_size > 1 and store is not None and self.watch.pulse is None:
+            pulse = Pulse(store, self.rank, self.world_size, lost_after_s=after_s, leaves=restarts_allowed())
+            self.barrier()  # every rank's count is in the store now
+            self._pulse = self.watch.pulse = pulse.start()
 
     def close(self) -> None:
+        if self._pulse is not None:
+            self._pulse.close()
         if self.owns_group and collectives.is_started():
             self.owns_group = False
             collectives.stop()
@@ -203,6 +218,7 @@ def start_ranks(timeout_s: float = START_TIMEOUT_S) -> Ranks:
         collectives.start("gloo", timeout=timedelta(seconds=timeout_s))
     ranks = ProcessGroup()
     ranks.owns_group = True
+    ranks.notice_lost(pulse_wanted())
     _ranks[id(ranks.key)] = ranks
     return ranks
 

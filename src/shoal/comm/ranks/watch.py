@@ -6,10 +6,11 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+from shoal.comm.ranks.restarts.pulse import Pulse
 from shoal.errors import DeadlineError, PeerError, ShoalError
 from shoal.metrics import emit_counter
 
@@ -35,6 +36,8 @@ class Watch:
         """Why this group cannot be used any more."""
         self.missing: list[int] = []
         """Ranks that did not answer."""
+        self.pulse: Pulse | None = None
+        """Who notices ranks that are frozen or out of reach."""
 
     def start(self, what: str, begin: Callable[[], Any]) -> Any:
         """The handle of a collective that ``begin`` starts."""
@@ -43,7 +46,9 @@ class Watch:
             return begin()
 
     def check(self) -> None:
-        """Raises where an earlier collective failed."""
+        """Raises where an earlier collective failed, or ranks are lost."""
+        if not self.broken and self.pulse is not None and self.pulse.lost:
+            self.broken, self.missing = self.pulse.why, list(self.pulse.lost)
         if self.broken:
             text = f"rank {self.rank}: an earlier exchange failed ({self.broken}); start the ranks again"
             raise PeerError(text, ranks=self.missing)
@@ -60,7 +65,8 @@ class Watch:
             while True:
                 left = max(end - time.monotonic(), 0.001)
                 try:
-                    work.wait(timedelta(seconds=min(left, SLICE_S) if sliced else left))
+                    with self._inside():
+                        work.wait(timedelta(seconds=min(left, SLICE_S) if sliced else left))
                     return
                 except RuntimeError:
                     if not sliced or work.is_completed() or time.monotonic() >= end:
@@ -76,11 +82,15 @@ class Watch:
     def naming(self, what: str) -> Iterator[None]:
         """An error of the process group inside becomes one that names the ranks that are missing."""
         try:
-            yield
+            with self._inside():
+                yield
         except RuntimeError as error:
             if isinstance(error, ShoalError):
                 raise
             raise self.failed(what, error, time.monotonic() + ROLL_CALL_S) from error
+
+    def _inside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.pulse is None else self.pulse.inside()
 
     def failed(self, what: str, error: Exception, until: float, *, waited_s: float | None = None) -> Exception:
         """The error to raise, after a roll call that ends at ``until``; the group is broken from now on."""
@@ -106,6 +116,8 @@ class Watch:
         others = [r for r in range(self.world_size) if r != self.rank]
         if self.store is None:
             return []
+        if self.pulse is not None and self.pulse.lost:
+            return list(self.pulse.lost)
         try:
             self.store.set(_alive(self.rank), b"1")
             self.store.set(_FAILED, b"1")
@@ -128,7 +140,9 @@ class Watch:
         return True
 
     def another_gave_up(self) -> bool:
-        """Whether a rank said so."""
+        """Whether a rank said so, or is lost."""
+        if self.pulse is not None and self.pulse.lost:
+            return True
         try:
             return self.store is not None and self.store.check([_FAILED])
         except RuntimeError:

@@ -263,8 +263,9 @@ def join_config(content: Mapping[str, Any], where: str = "join", folder: str = "
         raise ConfigError(f"{where}: {str(error).removeprefix('join: ')}") from None
 
 
-def load_join(path: str | os.PathLike[str]) -> JoinConfig:
-    """The settings of ``join.toml``, or of ``[data.join]`` in the file of a training run."""
+def load_join(path: str | os.PathLike[str], state: str | None = None) -> JoinConfig:
+    """The settings of ``join.toml``, of ``[data.join]`` in the file of a training run, or of ``[join]`` in that of a
+    whole system. ``state`` goes before the folder that they name."""
     where = os.fspath(path)
     try:
         with open(where, "rb") as file:
@@ -281,7 +282,8 @@ def load_join(path: str | os.PathLike[str]) -> JoinConfig:
         raise ConfigError(f"{where}: [join] must be a section, got {own!r}")
     if data is not None or "table" in content:  # the file of a whole system, of which [join] is a part
         content = {name: content[name] for name in ("impressions", "actions", "labels") if name in content}
-    return join_config({**own, **content}, where, os.path.dirname(where))
+    made = {**own, **content, **({} if state is None else {"state": os.path.abspath(state)})}
+    return join_config(made, where, os.path.dirname(where))
 
 
 def relative_source(source: str, folder: str) -> str:

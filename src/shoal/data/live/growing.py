@@ -1,4 +1,4 @@
-"""A directory in which files appear and grow, read line by line in the order of their names."""
+"""A directory in which files appear and grow, read record by record in the order of their names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 from zlib import crc32
 
 from shoal.data.live.address import Address, bad_from, log, remaining
+from shoal.data.live.frames import REST, Frames
 from shoal.data.live.lines import Lines
 from shoal.data.live.protocol import Chunk, Lag
+from shoal.data.live.rows import REST_ROW, ParquetPart
 from shoal.data.source import open_bytes
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import emit_counter
@@ -85,31 +87,85 @@ class Offsets(Sequence[Any]):
         return [self._name, self._offsets[index]]
 
 
-class GrowingReader:
-    """A position is ``[file, offset]``, the offset in what is unpacked where the file is gzip."""
+class Tail:
+    """A file that may still grow, cut into records; its offset is in what is unpacked where the file is gzip."""
 
-    def __init__(self, address: Address, *, rank: int = 0, world: int = 1) -> None:
+    def __init__(self, path: str, cut: Lines | Frames) -> None:
+        self._path, self._cut = path, cut
+        self._file: Any = None
+        self.finish, self.take = cut.finish, cut.take
+
+    def __bool__(self) -> bool:
+        return bool(self._cut)
+
+    @property
+    def offset(self) -> int:
+        """Where the next record begins."""
+        return self._cut.offset
+
+    def read(self) -> bool:
+        """Reads on; whether there was anything."""
+        if self._file is None:
+            if not os.path.exists(self._path) or self._cut.offset >= REST:
+                return False
+            self._file = open_bytes(self._path)
+            self._file.seek(self._cut.offset)
+        block = self._file.read(_BLOCK)
+        if block:
+            self._cut.add(block)
+        return bool(block)
+
+    def waits(self) -> bool:
+        """Whether something in it was not taken yet."""
+        return os.path.getsize(self._path) > self._cut.offset
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class GrowingReader:
+    """A position is ``[file, offset]``, of bytes, or of rows where the files are Parquet.
+
+    Args:
+        framing: what the files are: ``lines``, ``records`` (TFRecord) or ``parquet``.
+        columns: of Parquet, those that are read.
+    """
+
+    def __init__(
+        self, address: Address, *, rank: int = 0, world: int = 1, framing: str = "lines", columns: Sequence[str] = ()
+    ) -> None:
         self._folder = Folder(address, rank=rank, world=world)
-        self._address = address
+        self._address, self._framing, self._columns = address, framing, tuple(columns)
         self._partition = "files" if world == 1 else f"files-{rank}-of-{world}"
         self._current: str | None = None
-        self._file: Any = None
-        self._lines = Lines()
+        self._part: Tail | ParquetPart | None = None
         self.ended = False
 
     def open(self, positions: Mapping[str, Any] | None = None) -> None:
-        self._leave()
         self._folder.refresh(None, force=True)
         given = (positions or {}).get(self._partition)
         if given is None:
             given = self._first()
         try:
-            self._current, offset = given[0], int(given[1])
+            name, offset = given[0], int(given[1])
         except (TypeError, ValueError, LookupError):
             raise DataError(f"{self._address}: a position must be [file, offset], got {given!r}") from None
-        self._lines = Lines(offset)
-        if self._current is not None and offset and self._current not in self._folder.names:
-            log.warning("%s: %s was deleted; reading goes on with the next file", self._address, self._current)
+        self._enter(name, offset)
+        if name is not None and offset and name not in self._folder.names:
+            log.warning("%s: %s was deleted; reading goes on with the next file", self._address, name)
+
+    def _enter(self, name: str | None, offset: int) -> None:
+        self.close()
+        self._current = name
+        if name is None:
+            return
+        path = self._folder.full(name)
+        if self._framing == "parquet":
+            self._part = ParquetPart(path, offset, self._columns)
+        else:
+            self._part = Tail(path, Lines(offset) if self._framing == "lines" else Frames(offset))
 
     def _first(self) -> list[Any]:
         text = self._address.options.get("from", "beginning")
@@ -117,7 +173,11 @@ class GrowingReader:
         if text == "beginning":
             return [None, 0]
         if text == "end":
-            return [names[-1], os.path.getsize(self._folder.full(names[-1]))] if names else [None, 0]
+            if not names:
+                return [None, 0]
+            if self._framing == "parquet":
+                return [names[-1], REST_ROW]
+            return [names[-1], os.path.getsize(self._folder.full(names[-1]))]
         if text not in names:
             raise (
                 bad_from(self._address, "the name of a file to begin with")
@@ -130,7 +190,7 @@ class GrowingReader:
 
     def poll(self, max_records: int, timeout_s: float) -> list[Chunk]:
         deadline = time.monotonic() + timeout_s
-        while not self._lines:
+        while not self._part:
             if self._read():
                 continue
             left = deadline - time.monotonic()
@@ -138,41 +198,28 @@ class GrowingReader:
                 return []
             time.sleep(min(left, _PAUSE_S))
         name = self._current
-        records, offsets = self._lines.take(max_records)
+        records, offsets = self._part.take(max_records)
         return [Chunk(self._partition, records, Offsets(name, offsets))]
 
     def _read(self) -> bool:
         """Reads on; whether there was anything."""
-        if self._file is None and self._current is not None and os.path.exists(self._folder.full(self._current)):
-            self._file = open_bytes(self._folder.full(self._current))
-            self._file.seek(self._lines.offset)
-        block = self._file.read(_BLOCK) if self._file is not None else b""
-        if block:
-            self._lines.add(block)
+        if self._part is not None and self._part.read():
             return True
         self._folder.refresh(self._current)
         following = self._folder.after(self._current)
         if following is None:
             return False
-        if self._file is not None:
-            block = self._file.read(_BLOCK)  # what was written before the next file appeared
-            if block:
-                self._lines.add(block)
+        if self._part is not None:
+            if self._part.read():  # what was written before the next file appeared
                 return True
-            self._lines.finish()
-            if self._lines:
+            self._part.finish()
+            if self._part:
                 return True
-        self._leave()
-        self._current, self._lines = following, Lines()
+        self._enter(following, 0)
         return True
 
-    def _leave(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
     def positions(self) -> dict[str, Any]:
-        return {self._partition: [self._current, self._lines.offset]}
+        return {self._partition: [self._current, 0 if self._part is None else self._part.offset]}
 
     def acknowledge(self, positions: Mapping[str, Any]) -> None:
         return None
@@ -182,17 +229,18 @@ class GrowingReader:
         self._folder.refresh(self._current)
         following = self._folder.after(self._current)
         try:
-            at = self._folder.full(self._current) if self._current is not None else None
-            waits = following is not None or (at is not None and os.path.getsize(at) > self._lines.offset)
+            waits = following is not None or (self._part is not None and self._part.waits())
             if not waits:
                 return Lag(0, 0.0)
-            changed = os.path.getmtime(at if at is not None else self._folder.full(str(following)))
+            changed = os.path.getmtime(self._folder.full(self._current or str(following)))
         except OSError:
             return Lag()
         return Lag(None, max(0.0, time.time() - changed))
 
     def close(self) -> None:
-        self._leave()
+        if self._part is not None:
+            self._part.close()
+            self._part = None
 
 
 class GrowingWriter:

@@ -261,12 +261,40 @@ class KafkaReader:
             elif text.isdecimal():
                 starts[partition] = self._kept(partition, int(text))
             elif (at_ms := from_time_ms(text)) is not None:
-                asked = [self._at(partition, at_ms)]
-                (found,) = self._ask(lambda asked=asked: self._consumer.offsets_for_times(asked, timeout=_ASK_S))
-                starts[partition] = found.offset if found.offset >= 0 else high
+                starts[partition] = self._offset_of_time(partition, at_ms, low, high)
             else:
                 raise bad_from(self._address, "an offset")
         return starts
+
+    def _offset_of_time(self, partition: int, at_ms: int, low: int, high: int) -> int:
+        """The offset of the first record that was produced at a time or later; ``high`` where there is none."""
+        asked = [self._at(partition, at_ms)]
+        (found,) = self._ask(lambda: self._consumer.offsets_for_times(asked, timeout=_ASK_S))
+        if found.offset >= 0:
+            return found.offset
+        # None is that new, or the broker keeps no index of times: the newest record tells, and records can be searched.
+        if low == high or self._produced_ms(partition, high - 1) < at_ms:
+            return high
+        while low < high:
+            middle = (low + high) // 2
+            if self._produced_ms(partition, middle) < at_ms:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _produced_ms(self, partition: int, offset: int) -> int:
+        """When the record at an offset, or the first one behind it, was produced."""
+        self._consumer.assign([self._at(partition, offset)])
+
+        def ask() -> int:
+            message = self._consumer.poll(_ASK_S)
+            if message is None or message.error() is not None:
+                code = self._kafka.KafkaError._TIMED_OUT
+                raise self._kafka.KafkaException(self._kafka.KafkaError(code) if message is None else message.error())
+            return message.timestamp()[1]
+
+        return self._ask(ask)
 
 
 class KafkaWriter:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.data.json_lines import JsonFormat
+from shoal.data.live.rows import Rows
+from shoal.data.parquet import ParquetFormat, table_samples
 from shoal.data.records import RecordFormat
 from shoal.data.samples import Samples, from_block
 from shoal.data.text import TextFormat
@@ -26,6 +28,8 @@ def decoder(form: Any, name: str) -> Decode:
     """
     if isinstance(form, JsonFormat | RecordFormat):
         return form.decode
+    if isinstance(form, ParquetFormat):
+        return RowMessages(form)
     if not isinstance(form, TextFormat):
         raise ConfigError(f'[data] format = "{name}" is of files; messages are json, csv, tsv, criteo or tfrecord')
     if form.columns is None:
@@ -33,6 +37,39 @@ def decoder(form: Any, name: str) -> Decode:
             f'[data] format = "{name}": messages have no header, so set columns = ["…", …] in their order'
         )
     return TextMessages(form)
+
+
+def framing_of(form: Any) -> tuple[str, Sequence[str]]:
+    """What the files of a growing directory are that hold messages of a format, and the columns that are read."""
+    if isinstance(form, ParquetFormat):
+        return "parquet", list(dict.fromkeys(form.columns()))
+    return "records" if isinstance(form, RecordFormat) else "lines", ()
+
+
+class RowMessages:
+    """Rows of Parquet files."""
+
+    def __init__(self, form: ParquetFormat) -> None:
+        self._form = form
+
+    def __call__(self, payloads: Sequence[bytes]) -> tuple[Samples, list[tuple[int, str]]]:
+        schema = self._form.schema
+        parts = [
+            Samples.empty(
+                len(schema.dense), len(schema.sparse), ragged=self._form.ragged, timed=schema.time is not None
+            )
+        ]
+        bad: list[tuple[int, str]] = []
+        at = 0
+        for path, table in payloads.parts if isinstance(payloads, Rows) else ():
+            try:
+                samples, wrong = table_samples(self._form, table, path)
+                parts.append(samples)
+            except ConfigError as error:  # a column of another type
+                wrong = [(row, str(error)) for row in range(table.num_rows)]
+            bad += [(at + row, why) for row, why in wrong]
+            at += table.num_rows
+        return Samples.join(parts), bad
 
 
 class TextMessages:

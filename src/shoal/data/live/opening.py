@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.data.live.address import Address, parse_address
@@ -16,12 +16,17 @@ def open_reader(
     *,
     rank: int = 0,
     world: int = 1,
+    framing: str = "lines",
+    columns: Sequence[str] = (),
 ) -> Reader:
     """A reader of an address at ``positions``, or where the address says that it begins.
 
     Args:
         rank: of ``world`` processes that share the work: each reads partitions of its own. A Redis stream is one
             partition, which is shared by a ``group``.
+        framing: what the files of a growing directory are: ``lines``, ``records`` (TFRecord frames) or ``parquet``,
+            whose rows are read as JSON objects, or quicker as `shoal.data.live.rows.Rows`.
+        columns: of Parquet files, those that are read.
     """
     one = parse_address(address) if isinstance(address, str) else address
     made: Reader
@@ -36,7 +41,7 @@ def open_reader(
     elif one.scheme == "dir":
         from shoal.data.live.growing import GrowingReader
 
-        made = GrowingReader(one, rank=rank, world=world)
+        made = GrowingReader(one, rank=rank, world=world, framing=framing, columns=columns)
     elif one.scheme == "join":
         from shoal.data.joining.reader import join
 

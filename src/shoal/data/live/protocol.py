@@ -10,6 +10,17 @@ Position = Any
 """JSON values. ``Reader.open({partition: position})`` reads on behind the record that the position belongs to."""
 
 
+class Damaged(bytes):
+    """A place of a source that cannot be read, in a `Chunk` of its own; as bytes it says why."""
+
+    why: str
+
+    def __new__(cls, why: str) -> Damaged:
+        made = super().__new__(cls, why.encode())
+        made.why = why
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Neighbouring records of one partition, in its order."""
@@ -21,6 +32,12 @@ class Chunk:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    @property
+    def damaged(self) -> str:
+        """Why it cannot be read, "" where it can."""
+        first = self.records[0] if len(self.positions) == 1 and isinstance(self.records, list) else None
+        return first.why if isinstance(first, Damaged) else ""
 
     def part(self, begin: int, end: int) -> Chunk:
         """Records ``begin`` to ``end``."""

@@ -19,7 +19,7 @@ from shoal.data.features import Number
 from shoal.data.lanes import LATER
 from shoal.data.live.address import Address, parse_address
 from shoal.data.live.journal import Journal, Run
-from shoal.data.live.messages import DeadLetters, decoder
+from shoal.data.live.messages import DeadLetters, decoder, framing_of
 from shoal.data.live.opening import open_reader
 from shoal.data.live.protocol import Chunk, Lag, Reader
 from shoal.data.samples import Samples
@@ -83,10 +83,16 @@ class LiveStream:
         self.max_wait_s, self.idle_s = max_wait_s, idle_s
         self._share = rank, world
         self._decode = decoder(form, format_name)
+        self._framing, self._columns = framing_of(form)
         self._sources = [_Source(parse_address(one)) for one in sources]
         names = [one.name for one in self._sources]
         if len(set(names)) < len(names):
             raise ConfigError(f"[data] train: each source must be named once, got {', '.join(names)}")
+        if self._framing == "parquet" and any(one.address.scheme != "dir" for one in self._sources):
+            raise ConfigError(
+                f'[data] message_format = "parquet" is of growing directories (dir:), got {", ".join(names)}; messages '
+                "are json, csv, tsv, criteo or tfrecord"
+            )
         self._letters, self._journal = DeadLetters(dead_letters), Journal(journal)
         self._on_bad = on_bad
         self._rules = schema.native()
@@ -189,7 +195,10 @@ class LiveStream:
         for one in self._sources:
             start = given.get(one.name)
             if one.reader is None:
-                one.reader = open_reader(one.address, start, rank=self._share[0], world=self._share[1])
+                one.reader = open_reader(
+                    one.address, start, rank=self._share[0], world=self._share[1], framing=self._framing,
+                    columns=self._columns,
+                )  # fmt: skip
             else:
                 one.reader.open(start)
             one.positions = one.reader.positions()
@@ -313,14 +322,20 @@ class LiveStream:
 
     def _samples(self, chunks: list[tuple[_Source, Chunk]], state: dict[str, Any]) -> Samples:
         """What the records of one poll hold; positions move behind them."""
-        records: list[bytes] = []
+        whole: list[tuple[_Source, Chunk]] = []
         for one, chunk in chunks:
-            records += chunk.records
             one.positions[chunk.partition] = chunk.positions[-1]
             emit_counter("stream_records_total", len(chunk), f"source={one.name}")
+            if chunk.damaged:
+                self._report([(one, chunk)], 0, chunk.damaged, state)
+            else:
+                whole.append((one, chunk))
+        records: Any = whole[0][1].records if whole else []
+        for _, chunk in whole[1:]:
+            records = records + chunk.records
         samples, bad = self._decode(records)
         for number, why in bad:
-            self._report(chunks, number, why, state)
+            self._report(whole, number, why, state)
         self._last_bad = state["bad"]
         return samples
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from shoal.metrics import emit_counter
+from shoal.observe import tracing
 from shoal.serving.client.channels import Channels
 from shoal.serving.client.replicas import Replica, ReplicaSet
 from shoal.serving.status import Code, StatusError, from_rpc_error
@@ -105,7 +106,9 @@ class Caller:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         try:
-            call = self._channels.call(replica.address, method).future(payload, timeout=timeout)
+            call = self._channels.call(replica.address, method).future(
+                payload, timeout=timeout, metadata=tracing.current() or None
+            )
         except ValueError as error:  # the channel was closed since its address has left
             raise StatusError(Code.UNAVAILABLE, str(error)) from None
 

@@ -10,6 +10,7 @@ import torch
 
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import emit_counter, emit_timer
+from shoal.observe import tracing
 from shoal.observe.security import split_address
 from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, SignatureDefMap
 from shoal.serving.client.caller import Caller
@@ -212,6 +213,8 @@ class Client:
         self, inputs: Mapping[str, Any], outputs: tuple[str, ...], signature: str, seconds: float
     ) -> dict[str, Any]:
         begin, code = time.monotonic(), 0
+        named = {"shoal.model": self.model, "shoal.signature": signature}
+        span = tracing.begin(f"predict {self.model}", "CLIENT", tracing.current(), attributes=named)
         task = asyncio.current_task()
         assert task is not None
         self._asking.add(task)
@@ -219,7 +222,8 @@ class Client:
             if self._closed:
                 raise asyncio.CancelledError(_CLOSED)
             async with asyncio.timeout(seconds):
-                return await self._answer(inputs, _Target(signature, outputs), begin + seconds)
+                with tracing.inside(span):
+                    return await self._answer(inputs, _Target(signature, outputs), begin + seconds)
         except asyncio.CancelledError as cancelled:
             if cancelled.args != (_CLOSED,):
                 raise  # who asked has given up
@@ -237,6 +241,7 @@ class Client:
             raise StatusError(error.code, error.message) from None  # each caller gets an error of its own
         finally:
             self._asking.discard(task)
+            span.finish(code)
             tags = f"model_name={self.model}"
             emit_counter("shoal_client_requests", 1, tags)
             emit_timer("shoal_client_latency_seconds", time.monotonic() - begin, tags)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import DataError
+from shoal.observe import tracing
 from shoal.serving.client.caller import is_too_large
 from shoal.serving.client.columns import Column, cut, joined, kind_of, row_bytes, rows_of
 from shoal.serving.status import Code, StatusError
@@ -23,6 +24,7 @@ class _Waiting:
     rows: int
     end: float
     answer: "asyncio.Future[Columns]"
+    trace: tracing.Headers = ()
 
 
 class Joiner:
@@ -71,7 +73,7 @@ class Joiner:
         return joined(answers)
 
     def _queue(self, target: Any, columns: Columns, rows: int, end: float) -> Awaitable[Columns]:
-        waiting = _Waiting(columns, rows, end, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(columns, rows, end, asyncio.get_running_loop().create_future(), tracing.current())
         self._queues.setdefault((target, kind_of(columns)), deque()).append(waiting)
         self._pump_soon()
         return waiting.answer
@@ -120,7 +122,8 @@ class Joiner:
     async def _run(self, target: Any, batch: list[_Waiting]) -> None:
         try:
             columns = joined([one.columns for one in batch])
-            outputs = await self._send(target, columns, max(one.end for one in batch))
+            with tracing.together("call", [one.trace for one in batch]):
+                outputs = await self._send(target, columns, max(one.end for one in batch))
             parts = cut(outputs, [one.rows for one in batch]) if len(batch) > 1 else [outputs]
             if parts is None:
                 raise StatusError(Code.INTERNAL, "the answer does not have a row for each row of the request")
@@ -150,7 +153,9 @@ class Joiner:
         parts = cut(one.columns, counts)
         assert parts is not None
         loop = asyncio.get_running_loop()
-        halves = [_Waiting(part, n, one.end, loop.create_future()) for part, n in zip(parts, counts, strict=True)]
+        halves = [
+            _Waiting(part, n, one.end, loop.create_future(), one.trace) for part, n in zip(parts, counts, strict=True)
+        ]
         await asyncio.gather(*(self._run(target, [half]) for half in halves))
         try:
             one.answer.set_result(joined([half.answer.result() for half in halves]))

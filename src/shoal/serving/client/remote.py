@@ -15,6 +15,7 @@ import torch
 
 from shoal.errors import DataError
 from shoal.metrics import emit_counter, emit_timer
+from shoal.observe import tracing
 from shoal.serving.client.addresses import address_table, route
 from shoal.serving.client.channels import Channels
 from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
@@ -245,7 +246,8 @@ class _Attempts:
     ) -> None:
         self._table, self._key, self._what, self._payload, self._end, self._tags = table, key, what, payload, end, tags
         self._one_version = one_version
-        self._metadata = ((ONE_VERSION, "1"),) if one_version else None
+        self._span = tracing.begin(what, "CLIENT", tracing.current())
+        self._metadata = (*(((ONE_VERSION, "1"),) if one_version else ()), *self._span.headers) or None
         self._tries = 1 + max(0, retries)
         self._addresses = list(table.addresses.get(key) or ())
         random.shuffle(self._addresses)
@@ -264,8 +266,18 @@ class _Attempts:
     def cancel(self) -> None:
         if self._first is not None:
             self._first.cancel()
+        self._span.finish(Code.CANCELLED, "given up")
 
     def result(self) -> bytes:
+        try:
+            answer = self._result()
+        except StatusError as error:
+            self._span.finish(error.code, error.message)
+            raise
+        self._span.finish()
+        return answer
+
+    def _result(self) -> bytes:
         if not self._addresses:
             known = ", ".join(sorted(self._table.addresses)) or "none"
             raise unavailable(f"no address serves {self._key!r} ({self._what}); keys of the address table: {known}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.errors import ConfigError, DeadlineError
+from shoal.observe.security import ServerSecurity
 from shoal.serving.cluster.agent_config import AgentConfig, DeployType
 from shoal.serving.cluster.agent_service import AgentService
 from shoal.serving.cluster.agent_utils import parse_sub_model_name
@@ -61,7 +62,14 @@ class ServingAgent:
     port_check_secs = PORT_CHECK_SECS
     start_timeout_secs = START_TIMEOUT_SECS
 
-    def __init__(self, config: AgentConfig, zk: Any, *, agent_address: str | None = None) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        zk: Any,
+        *,
+        agent_address: str | None = None,
+        security: ServerSecurity | None = None,
+    ) -> None:
         if not config.base_path:
             raise ConfigError("an agent needs base_path, the directory of exported_models")
         self.config = config
@@ -72,7 +80,7 @@ class ServingAgent:
             self.dense = [ReplicaUpdater(registry, each) for each in dense_configs(config)]
         self.replicas.watcher.own_registrations = self._registrations
         self._unlisten: list[Callable[[], None]] = []
-        self._agent = AgentService(self.replicas.watcher, config, address=agent_address)
+        self._agent = AgentService(self.replicas.watcher, config, address=agent_address, security=security)
         self._children: dict[str, subprocess.Popen] = {}
 
     def _registrations(self) -> dict[str, bytes]:

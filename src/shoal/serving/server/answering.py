@@ -14,6 +14,7 @@ import torch
 
 from shoal.errors import DataError, ShoalError
 from shoal.metrics import SIZES, Histogram, emit_counter, emit_timer
+from shoal.observe import audit
 from shoal.observe.recent import RecentErrors
 from shoal.serving.loop import ServingLoop
 from shoal.serving.predict import Asked
@@ -90,6 +91,8 @@ class Traffic:
 
 log = logging.getLogger(__name__)
 
+PUSHES = ("assign", "shoal/commit")
+"""How the signatures that change rows end."""
 INLINE_BYTES = 1 << 16  # a larger request is not read on the event loop
 
 
@@ -191,6 +194,8 @@ class Answerer:
             log.exception("model %s, signature %s failed", spec.name, name)
             raise StatusError(Code.INTERNAL, f"model {spec.name!r}, signature {name!r}: {error}") from error
         finally:
+            if code and asked.spec.signature_name.endswith(PUSHES):
+                audit.record("push refused", who=asked.identity, model=spec.name, signature=name, error=why)
             if admitted:
                 self._admission.leave(admitted)
             self._traffic.add(*label, code, time.perf_counter() - begin, why)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shoal.observe import tracing
 from shoal.serving.export.manifest import TensorSpec
 from shoal.serving.predict import PredictCall, join_calls, split_answers
 from shoal.serving.status import Code, StatusError
@@ -54,7 +55,7 @@ class Pace:
 
 
 class _Waiting:
-    __slots__ = ("call", "error", "finish", "future", "inputs", "prepare", "resolved", "result", "rows")
+    __slots__ = ("call", "error", "finish", "future", "inputs", "prepare", "resolved", "result", "rows", "trace")
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class _Waiting:
     ) -> None:
         self.prepare, self.finish, self.call, self.resolved = prepare, finish, call, resolved
         self.future: asyncio.Future[Any] | None = None
+        self.trace = tracing.current()
         self.inputs: Tensors = {}
         self.rows = -1
         self.result: Any = None
@@ -244,7 +246,8 @@ class Batcher:
         self.batches += 1
         self._ran(len(batch), sum(rows))
         try:
-            outputs = self._call(inputs)
+            with tracing.together("batch", [each.trace for each in batch]):
+                outputs = self._call(inputs)
             if len(batch) > 1 and not self._row_wise(outputs, sum(rows)):
                 self._alone(batch)
                 return
@@ -290,13 +293,14 @@ class Batcher:
         self.batches += 1
         self._ran(len(batch), sum(max(1, each.rows) for each in batch))
         try:
-            if len(batch) == 1:
-                outputs = self._call(batch[0].inputs)
-            else:
-                outputs = self._call({a: _cat([each.inputs[a] for each in batch]) for a in batch[0].inputs})
-                if not self._row_wise(outputs, sum(each.rows for each in batch)):
-                    self._alone(batch)
-                    return
+            joined = batch[0].inputs
+            if len(batch) > 1:
+                joined = {a: _cat([each.inputs[a] for each in batch]) for a in batch[0].inputs}
+            with tracing.together("batch", [each.trace for each in batch]):
+                outputs = self._call(joined)
+            if len(batch) > 1 and not self._row_wise(outputs, sum(each.rows for each in batch)):
+                self._alone(batch)
+                return
         except Exception as error:
             self._failed(batch, error)
             return

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import ConfigError
+from shoal.observe import audit
 from shoal.proto.serving.tf_serving_pb2 import ModelConfig, ModelServerConfig
 from shoal.serving.export.whole import whole_versions
 from shoal.serving.server.hand_over import hand_over
@@ -103,6 +104,7 @@ def _load(model: Model, number: int, at_once: bool) -> None:
         version.servable, version.state, version.error = servable, State.AVAILABLE, None
         version.tries = 0
     log.info("model %s: version %d is available", model.name, number)
+    audit.record("load", model=model.name, version=number, path=model.base / str(number))
 
 
 def _wait(model: Model, version: Version, servable: Servable, reason: str) -> None:

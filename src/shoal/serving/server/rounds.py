@@ -204,6 +204,9 @@ class Rounds:
             touched[view.name] = touched.get(view.name, 0) + len(ids)
         for name, rows in touched.items():
             servable.tables[name].count_push(rows, info.touched_at)
+        info.record(
+            servable.version, rows=said["rows"], deleted=said["deleted"], applied=applied, weights=bool(weights)
+        )
         return {"answer": _write({"applied": applied})}
 
     def _checked(self, mine: _Round, digest: str) -> dict[str, torch.Tensor] | None:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent import futures
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from shoal import _core
 from shoal.errors import ConfigError, DataError
+from shoal.metrics import emit_counter
+from shoal.observe import audit
+from shoal.observe.lines import AccessLog
 from shoal.proto.serving.tf_serving_pb2 import (
     GetModelMetadataRequest,
     GetModelMetadataResponse,
@@ -32,11 +37,12 @@ from shoal.serving.grpc_server import NOT_SERVING, SERVING, add_async_health_and
 from shoal.serving.loop import serving_loop
 from shoal.serving.predict import PREDICT, Asked, PredictCall, decode_request, encode_response
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ServerSecurity, bind, caller
-from shoal.serving.server.admission import MAX_WAITING, Admission
+from shoal.serving.server.admission import MAX_WAITING, Admission, Overloaded
 from shoal.serving.server.answering import Answerer, Traffic
 from shoal.serving.server.front.lanes import LaneRunners
 from shoal.serving.server.front.server import NativeServer, chosen_front
 from shoal.serving.server.loading import LoadedModels, check_base_path
+from shoal.serving.server.noting import Noting, Request
 from shoal.serving.server.servable import Tensors
 from shoal.serving.status import Code, StatusError, invalid_argument
 from shoal.serving.sync.push import COMMIT, HELLO, INSTANCE, WEIGHTS, PushInfo, push_info
@@ -70,6 +76,10 @@ class ModelServer(LoadedModels):
         front: what speaks gRPC: ``native``, ``python``, or ``auto``, which is native where that was built.
         max_waiting: requests of one model that may wait; further ones are refused with RESOURCE_EXHAUSTED.
         model_limits: model -> the same for that model.
+        access_log: where single requests are logged.
+        rate_limit: requests per second of each caller (a token's or certificate's name, else an IP address); further
+            ones are refused with RESOURCE_EXHAUSTED. 0: as many as they like.
+        rate_limits: caller -> the same for that caller.
     """
 
     def __init__(
@@ -87,6 +97,9 @@ class ModelServer(LoadedModels):
         front: str = "auto",
         max_waiting: int = MAX_WAITING,
         model_limits: Mapping[str, int] | None = None,
+        access_log: AccessLog | None = None,
+        rate_limit: float = 0.0,
+        rate_limits: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(model_root)
         self.poll_wait_seconds = poll_wait_seconds
@@ -104,6 +117,8 @@ class ModelServer(LoadedModels):
         self._pool = futures.ThreadPoolExecutor(workers, "shoal-work")
         self._loop = serving_loop()
         self.admission = Admission(max_waiting, model_limits)
+        self.rates = make_rates(rate_limit, rate_limits)
+        self.noting = Noting(self.security, access_log)
         self._answerer = Answerer(
             self, self.security, max_batch_rows, self._pool, self._loop, self.traffic, max_message_bytes, self.admission
         )
@@ -139,8 +154,9 @@ class ModelServer(LoadedModels):
         """What ``grpc.aio.server`` makes, or the same by the native front end."""
         if self.front == "native":
             server = NativeServer(
-                self.security, self.max_message_bytes, batches=[PREDICT], max_waiting=self.admission.max_waiting
-            )
+                self.security, self.max_message_bytes, batches=[PREDICT], max_waiting=self.admission.max_waiting,
+                rates=self.rates,
+            )  # fmt: skip
             self.admission.watch(server.front)
             if self._max_batch_rows > 1:
                 self._lanes = LaneRunners(server.front, self, self.traffic, self._max_batch_rows)
@@ -181,6 +197,7 @@ class ModelServer(LoadedModels):
         finally:
             if self._lanes is not None:
                 self._lanes.stop()
+                self.noting.collect()
             if self._rest is not None:
                 self._rest.stop()
             if self._thread is not None:
@@ -197,6 +214,7 @@ class ModelServer(LoadedModels):
         await self._server.start()
         if self._lanes is not None:
             self._lanes.start()
+            self.noting.watch(self._server.front, self._lanes)
         self._listens = True
         self._readiness = asyncio.get_running_loop().create_task(self._tell_readiness())
 
@@ -222,6 +240,7 @@ class ModelServer(LoadedModels):
         before = SERVING
         while True:
             await asyncio.sleep(READY_SECS)
+            self.noting.collect()
             now = NOT_SERVING if self.admission.overloaded() else SERVING
             if now != before:
                 log.warning("requests are refused: overloaded" if now == NOT_SERVING else "requests are taken again")
@@ -248,11 +267,18 @@ class ModelServer(LoadedModels):
             raise StatusError(Code.DEADLINE_EXCEEDED, f"the request took more than {PREDICT_SECS:.0f} s") from None
 
     async def _predict(self, data: bytes, context: Any) -> bytes:
+        metadata = context.invocation_metadata() or ()
+        with self.noting.request("Predict", metadata, context.peer(), getattr(context, "sampled", None)) as seen:
+            seen.bytes = len(data)
+            return await self._predict_one(data, context, seen)
+
+    async def _predict_one(self, data: bytes, context: Any, seen: Request) -> bytes:
         spec = ModelSpec()
         try:
-            identity = self._identify(context)
+            identity = seen.identity = self._identify(context)
             call: PredictCall = decode_request(data)
             spec = call.spec
+            seen.model, seen.signature = spec.name, spec.signature_name or "serving_default"
             pushing = call.spec.signature_name.endswith("assign") or call.spec.signature_name in PUBLISHING
             if pushing:
                 context.set_trailing_metadata(((INSTANCE, self.instance),))
@@ -262,7 +288,8 @@ class ModelServer(LoadedModels):
                 inside = contextvars.copy_context()
                 inside.run(set_request_deadline, left if left is not None and left < 1e6 else None)
                 if pushing:
-                    inside.run(push_info.set, PushInfo.of(context.invocation_metadata() or ()))
+                    info = PushInfo.of(context.invocation_metadata() or ())
+                    inside.run(push_info.set, replace(info, model=spec.name, identity=identity, peer=context.peer()))
                 return inside
 
             read = partial(call.tensors, max_bytes=self.max_message_bytes)
@@ -273,8 +300,11 @@ class ModelServer(LoadedModels):
                 self._lanes.consider(call)
             return answer
         except DataError as error:
-            return await self._abort(context, invalid_argument(f"the request is not a PredictRequest: {error}"))
+            wrong = invalid_argument(f"the request is not a PredictRequest: {error}")
+            seen.failed(wrong.code, wrong.message)
+            return await self._abort(context, wrong)
         except StatusError as error:
+            seen.failed(error.code, error.message)
             if error.code == Code.NOT_FOUND:
                 self._tell_of_pushes(spec, context)
             return await self._abort(context, error)
@@ -307,6 +337,7 @@ class ModelServer(LoadedModels):
     async def _reload(self, request: ReloadConfigRequest, context: Any) -> ReloadConfigResponse:
         response = ReloadConfigResponse()
         response.status.error_code = 0
+        identity = ""
         try:
             identity = self._identify(context)
             if not self.security.may_push(identity):
@@ -314,9 +345,15 @@ class ModelServer(LoadedModels):
             for each in request.config.model_config_list.config:
                 check_base_path(each.base_path, self._roots())
             await self._loop.loop.run_in_executor(self._pool, self.reload, request.config)
+            self._audit_reload(request, identity, context.peer(), "")
         except (StatusError, ConfigError) as error:
+            self._audit_reload(request, identity, context.peer(), str(error))
             return await self._abort(context, error if isinstance(error, StatusError) else invalid_argument(str(error)))
         return response
+
+    def _audit_reload(self, request: ReloadConfigRequest, identity: str, peer: str, error: str) -> None:
+        models = {each.name: each.base_path for each in request.config.model_config_list.config}
+        audit.record("reload", who=identity, peer=peer, models=models, error=error)
 
     def _tell_of_pushes(self, spec: ModelSpec, context: Any) -> None:
         """An entry that asks for a version which is not here may learn that it need not be."""
@@ -350,12 +387,21 @@ class ModelServer(LoadedModels):
         return unary(handle, None, response)
 
     def _identify(self, context: Any) -> str:
-        if not self._authenticates:
-            return ""
-        identity = caller(context, self.security)
+        identity = caller(context, self.security) if self._authenticates else ""
+        if self.front != "native":  # which has counted it already
+            self.admit(identity, context.peer())
         if identity is None:
+            emit_counter("shoal_serving_unauthenticated", 1)
             raise StatusError(Code.UNAUTHENTICATED, "no known token or certificate; send authorization: Bearer …")
         return identity
+
+    def admit(self, identity: str | None, peer: str) -> None:
+        """Counts a request of a caller; raises Overloaded where it has asked too often."""
+        if self.rates is not None and not self.rates.admit(identity or peer.rpartition(":")[0]):
+            raise Overloaded(
+                Code.RESOURCE_EXHAUSTED,
+                f"{identity or 'this caller'} makes more requests per second than it may; try again later",
+            )
 
     async def _abort(self, context: Any, error: StatusError) -> Any:
         text = error.message
@@ -364,6 +410,19 @@ class ModelServer(LoadedModels):
         if error.metadata:
             context.set_trailing_metadata(error.metadata)
         await context.abort(_CODES[error.code], text)
+
+
+def make_rates(limit: float, limits: Mapping[str, float] | None) -> Any:
+    """What counts the requests of callers, None without limits."""
+    for name, each in {"rate_limit": limit, **(limits or {})}.items():
+        if each < 0:
+            raise ConfigError(f"the limit of requests per second, {name}, must be at least 0, got {each:g}")
+    if not limit and not limits:
+        return None
+    rates = _core.Rates(limit)
+    for name, each in (limits or {}).items():
+        rates.set(name, each)
+    return rates
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}

@@ -79,6 +79,7 @@ def _apply(owner: Callable[[], Servable], work: Sequence[Rows]) -> None:
         rows[view.name] = rows.get(view.name, 0) + len(ids)
     for name, count in rows.items():
         servable.tables[name].count_push(count, info.touched_at)
+    info.record(servable.version, rows=sum(rows.values()))
 
 
 def _check(owner: Callable[[], Servable], codecs: Mapping[str, str], inputs: Tensors) -> PushInfo:

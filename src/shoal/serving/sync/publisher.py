@@ -146,12 +146,16 @@ class Publisher:
     def _note(self) -> Changes:
         """Takes what changed and writes it down."""
         changes = self._source.take()
+        first = self._history is None
         if self._history is None or changes.stamp.run != self._run:  # the first round, or the source was rolled back
             self._run = changes.stamp.run
             self._history = History(Stamp(self._run, -1), self._capacity)
             self._times = []
         if changes.lost:
-            log.warning("%s: more was learnt than was kept track of; every row is sent again", self._source.name)
+            if first:
+                log.info("%s: replicas are sent every row, then what changes", self._source.name)
+            else:
+                log.warning("%s: more was learnt than was kept track of; every row is sent again", self._source.name)
             self._history = History(changes.stamp, self._capacity)
         self._stamp = changes.stamp
         if changes.since:
@@ -450,8 +454,8 @@ class Publisher:
                 for table in source.tables
             }
             replica.since, replica.backlog = stamp, merge(ids, self._own(session, everything.listed))
-            log.info("%s: %s has %s, which is not followed from here: it is sent all %d rows",
-                     source.name, replica.target.address, have or "nothing", count(replica.backlog))  # fmt: skip
+            log.info("%s: it is not known what %s lacks: it is sent all %d rows", source.name, replica.target.address,
+                     count(replica.backlog))  # fmt: skip
         replica.session = session
 
     def _went_on(self, have: Stamp | None, exported: Stamp | None, base: Stamp | None) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from google.protobuf import json_format
 
 from shoal.errors import DataError
+from shoal.observe import audit
 from shoal.proto.serving.parameter_sync_pb2 import PushRequest, PushResponse, PushResult
 from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, PredictRequest
 from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
@@ -66,10 +67,21 @@ class PushInfo:
     version: int = 0
     replica: str = ""
     deleted: bool = False
+    model: str = ""
+    """The model, who pushes and from where: as the server knows them, not as the sender says."""
+    identity: str = ""
+    peer: str = ""
 
     @property
     def stamp(self) -> Stamp:
         return Stamp(self.run, self.step)
+
+    def record(self, version: int, **what: Any) -> None:
+        """An audit line about this push, which was applied to a version."""
+        audit.record(
+            "push", who=self.identity, peer=self.peer, model=self.model, version=version, source=self.source,
+            run=self.run or None, step=self.step or None, round=self.round, **what,
+        )  # fmt: skip
 
     def metadata(self) -> list[tuple[str, str]]:
         """As gRPC sends it."""

@@ -149,7 +149,7 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable
         torch.set_rng_state(states[0])
     if of_ranks:
         metrics = [{name.removeprefix("metrics."): t.numpy() for name, t in one.items()} for one in of_ranks]
-        snapshot.metrics = metrics[0] if same else added(metrics)
+        snapshot.metrics = metrics[0] if same or not metrics[0] else added(metrics)
     return manifest
 
 

@@ -55,7 +55,8 @@ class DataConfig:
     """Batches that a thread reads ahead; 0 reads between steps, on all threads. By default 8, and 0 where there are no
     more than two CPUs: there a reading thread takes more from the step than it saves."""
     message_format: str | None = None
-    """The format of messages, where files have another; by default ``format``, and json where that is parquet."""
+    """The format of messages, and of files in growing directories, where other files have another; by default
+    ``format``, and json where that is parquet and one of the sources is not a directory."""
     max_wait_s: float = 1.0
     """Of a source that never ends: how long a batch waits until it is full; inf for full batches alone. Lower it when
     replicas learn too late, raise it when batches are too small."""
@@ -122,7 +123,8 @@ class DataConfig:
 
     def make_message_format(self) -> tuple[str, Any]:
         """The name of the format of messages, and the format."""
-        name = self.message_format or ("json" if self.format == "parquet" else self.format)
+        files = all(parse_address(one).scheme == "dir" for one in self.live)  # a directory has files of any format
+        name = self.message_format or ("json" if self.format == "parquet" and not files else self.format)
         return name, self._make_format("message_format", name)
 
     def _make_format(self, setting: str, name: str) -> Any:

@@ -47,6 +47,8 @@ def load_config(path: str | Path | None, changes: Mapping[str, Any] | None = Non
             raise ConfigError(f"{path}: not a TOML file: {error}") from None
         _resolve_paths(content, Path(path).parent)
         _joined(content.get("data"), os.path.abspath(path))
+        if "join" in content:
+            _written_by_joiner(content, str(path))
         serve = content.get("serve")
         if isinstance(serve, dict) and not {"model", "dir"} & set(serve):
             serve["model"] = Path(path).stem
@@ -182,6 +184,22 @@ def _joined(data: Any, path: str) -> None:
                 )
     if data.pop("join", None) is not None:
         data["train"] = sources
+
+
+def _written_by_joiner(content: dict[str, Any], path: str) -> None:
+    """What a process of `shoal join` writes, which ``[join]`` of the same file describes, as the data to learn."""
+    joined, data = load_join(path, state=""), content.setdefault("data", {})
+    if not isinstance(data, dict) or not joined.out:
+        return
+    given = data.setdefault("train", [joined.out])
+    if joined.out in ([given] if isinstance(given, str) else given):
+        data.setdefault("format", joined.impressions.format)
+        data.setdefault("label", next(iter(joined.labels)))
+        if data.setdefault("keep_negatives", joined.keep_negatives) != joined.keep_negatives:
+            raise ConfigError(
+                f"{path}: [data] keep_negatives must be that of [join], {joined.keep_negatives}, got "
+                f"{data['keep_negatives']}; leave it out"
+            )
 
 
 def _resolve_paths(content: dict[str, Any], base: Path) -> None:

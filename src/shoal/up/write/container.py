@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -26,7 +27,10 @@ def containers(online: Online) -> list[Process]:
     _check(online)
     inside = replace(
         online, file=CONFIG, up=replace(online.up, dir=DATA),
-        content={**online.content, "out": _without(online, "out"), "serve": _without(online, "serve")},
+        content={
+            **online.content, "out": _without(online, "out"), "serve": _without(online, "serve"),
+            **({"join": _without(online, "join")} if "join" in online.content else {}),
+        },
     )  # fmt: skip
     places = {name: _place(name, kind) for name, kind in names_of(inside).items()}
     return plan(inside, places)
@@ -39,11 +43,19 @@ def _place(name: str, kind: Kind) -> Place:
 def _without(online: Online, section: str) -> dict[str, object]:
     """A section without the folders of this machine: in containers they are in the volume."""
     given = online.content.get(section)
-    return {key: value for key, value in dict(given or {}).items() if key not in ("dir", "registry")}
+    return {key: value for key, value in dict(given or {}).items() if key not in ("dir", "registry", "state")}
 
 
 def _check(online: Online) -> None:
     check_network(online, "containers talk over a network")
+    for name in _addresses(online):
+        if re.match(r"\w+://(?:[^/@]*@)?(?:localhost|127\.)", name):
+            raise ConfigError(
+                f"{online.file}: {name} is the container itself; name the broker's host as the containers know it"
+            )
+    out = online.given("join", "out")
+    if isinstance(out, str) and out.startswith("dir:"):
+        raise ConfigError(f"{online.file}: [join] out must be a stream that containers share, got {out}")
     for name in _files(online):
         if os.path.isabs(name):
             raise ConfigError(
@@ -52,9 +64,21 @@ def _check(online: Online) -> None:
             )
 
 
+def _addresses(online: Online) -> list[str]:
+    """Streams that are read or written, and the registry."""
+    sides = [online.given("join", side) for side in ("impressions", "actions")]
+    found = [online.given("join", "out"), *(one.get("from") for one in sides if isinstance(one, Mapping))]
+    found += [*_sources(online), online.registry.url]
+    return [each for each in found if isinstance(each, str) and "://" in each]
+
+
 def _files(online: Online) -> list[str]:
+    return [each for each in _sources(online) if "://" not in each]
+
+
+def _sources(online: Online) -> list[str]:
     found: list[str] = []
     for name in ("train", "eval"):
         given = online.given("data", name)
         found += [given] if isinstance(given, str) else [each for each in given or () if isinstance(each, str)]
-    return [each for each in found if "://" not in each]
+    return found

@@ -57,6 +57,11 @@ class Context:
     def peer(self) -> str:
         return self._call.peer
 
+    @property
+    def sampled(self) -> bool:
+        """Whether it is one for the access log."""
+        return self._call.sampled
+
     def cancelled(self) -> bool:
         return self._call.ended and not self._done
 

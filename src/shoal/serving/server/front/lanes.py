@@ -68,6 +68,11 @@ class LaneRunners:
         self.batches = 0
         self.requests = 0
 
+    def spec_of(self, number: int) -> ModelSpec | None:
+        """What the requests of a lane ask for."""
+        lane = self._lanes.get(number)
+        return lane.spec if lane is not None else None
+
     def start(self) -> None:
         _running.add(self)
         for thread in self._threads:

@@ -64,6 +64,7 @@ class NativeServer(grpc.aio.Server):
         threads: that speak HTTP/2; 0 = one per CPU that this process may use, at most 16.
         batches: paths of methods that may be answered in batches, as lanes say.
         max_waiting: requests of a lane that may wait.
+        rates: counts the requests of callers; None: as many as they like.
     """
 
     def __init__(
@@ -73,13 +74,17 @@ class NativeServer(grpc.aio.Server):
         threads: int = 0,
         batches: Sequence[str] = (),
         max_waiting: int = 1024,
+        rates: Any = None,
     ) -> None:
         tokens = [f"Bearer {token}" for token in security.tokens.values()]
         files = [
             str(path) if path is not None else "" for path in (security.certificate, security.key, security.client_ca)
         ]
         threads = threads or max(1, min(16, len(os.sched_getaffinity(0))))
-        self.front = _core.Front(threads, max_message_bytes, max_waiting, *files, security.authenticates, tokens)
+        self.front = _core.Front(
+            threads, max_message_bytes, max_waiting, *files, security.authenticates, tokens, list(security.tokens),
+            rates,
+        )  # fmt: skip
         self._security, self._max_message_bytes, self._batches = security, max_message_bytes, frozenset(batches)
         self._handlers: dict[str, Any] = {}
         self._sockets: list[socket.socket] = []

@@ -8,15 +8,18 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from shoal.observe.endpoint import JSON, Answer, HttpPort, PageHandler
+from shoal.metrics import emit_counter
+from shoal.observe.endpoint import JSON, Answer, HttpError, HttpPort, PageHandler
 from shoal.observe.pool import MAX_CONNECTIONS, THREADS
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
 from shoal.serving.predict import Asked
 from shoal.serving.server.admission import Overloaded
+from shoal.serving.server.noting import Request
 from shoal.serving.server.rest.json import columns_of, plain, raw_columns, tensors_of
 from shoal.serving.server.rest.status_page import ShownServer
 from shoal.serving.server.trained import FeatureSignature
 from shoal.serving.status import Code, StatusError, invalid_argument, not_found
+from shoal.serving.sync.push import PushInfo, push_info
 
 _HTTP = {
     Code.INVALID_ARGUMENT: 400,
@@ -102,8 +105,35 @@ class _Handler(PageHandler):
         ]
         return JSON, json.dumps({"model_version_status": rows}).encode()
 
+    def identify(self) -> str:
+        try:
+            identity = super().identify()
+        except HttpError as error:
+            if error.status == 401:
+                emit_counter("shoal_serving_unauthenticated", 1)
+                self.owner.admit(None, self._peer())
+            raise
+        self.owner.admit(identity, self._peer())
+        return identity
+
+    def _peer(self) -> str:
+        host, port = self.client_address[:2]
+        return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
     def _post(self) -> Answer:
-        identity = self.identify()
+        headers = [(key.lower(), value) for key, value in self.headers.items()]
+        with self.owner.noting.request("Predict", headers, self._peer(), system="http") as seen:
+            try:
+                return self._predict(seen)
+            except StatusError as error:
+                seen.failed(error.code, error.message)
+                raise
+            except HttpError as error:
+                seen.failed(Code.UNAUTHENTICATED if error.status == 401 else Code.PERMISSION_DENIED, error.text)
+                raise
+
+    def _predict(self, seen: Request) -> Answer:
+        identity = seen.identity = self.identify()
         spec, what = self._parse(self.path.partition("?")[0])
         if what != ":predict":
             raise not_found(f"there is no route POST {self.path}; use /v1/models/NAME:predict")
@@ -114,6 +144,8 @@ class _Handler(PageHandler):
         if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
             raise invalid_argument("the body must be an object with either instances (rows) or inputs (columns)")
         spec.signature_name = str(request.get("signature_name", ""))
+        seen.model, seen.signature = spec.name, spec.signature_name or "serving_default"
+        push_info.set(PushInfo(model=spec.name, identity=identity, peer=seen.peer))
         with self.owner.use(spec) as version:
             servable = version.servable
             wanted = servable.signatures.get(spec.signature_name or "serving_default") if servable else None

@@ -57,6 +57,7 @@ def snapshot(server: Any) -> dict[str, Any]:
         "requests": server.traffic.total,
         "failed": server.traffic.failed,
         "refused": server.admission.refused,
+        "rate_refused": server.rates.refused if server.rates is not None else 0,
         "not_ready": server.not_ready(),
         "batches": {"count": server.traffic.batch_rows.count, "mean_rows": _mean(server.traffic.batch_rows),
                     "mean_requests": _mean(server.traffic.batch_requests)},
@@ -135,6 +136,7 @@ class ShownServer(Shown):
                 tile("requests", found["requests"]),
                 tile("failed", found["failed"], tone="bad" if found["failed"] else ""),
                 tile("refused: overload", found["refused"], tone="bad" if found["refused"] else ""),
+                tile("refused: too often", found["rate_refused"], tone="warn" if found["rate_refused"] else ""),
             ],
             charts=[
                 chart("requests", {"answered": "requests", "failed": "failed", "refused": "refused"}, "per_s"),
@@ -212,6 +214,12 @@ def _families(server: Any) -> Iterator[Family]:
         ("shoal_serving_requests", "counter", "Requests answered", found["requests"]),
         ("shoal_serving_failed", "counter", "Requests answered with an error", found["failed"]),
         ("shoal_serving_overload_refused", "counter", "Requests refused since too many waited", found["refused"]),
+        (
+            "shoal_serving_rate_refused",
+            "counter",
+            "Requests refused since a caller asked too often",
+            found["rate_refused"],
+        ),
         ("shoal_serving_uptime_seconds", "gauge", "Since the server was started", found["uptime_s"]),
         ("shoal_serving_ready", "gauge", "1 while requests may come", int(not found["not_ready"])),
     ):
