@@ -4,8 +4,9 @@ python -m benchmarks.compare --base v0.1 ops comm
 python -m benchmarks.compare --base HEAD~20 --rounds 5 "table --rows 2000000 --only lookup"
 
 A benchmark is named with the flags that both commits understand. The other commit is checked out and built below
-``build/compare``, once. Each number that a benchmark writes with ``--json`` is compared with the number of the same place;
-the median of the rounds counts. Numbers that are larger when things are better are known by the words in RATES.
+``build/compare``, once; ``--base`` may also name a folder with a tree that is built already. Each number that a
+benchmark writes with ``--json`` is compared with the number of the same place; the median of the rounds counts.
+Numbers that are larger when things are better are known by the words in RATES.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ NUMBER = re.compile(r"^\s*([0-9][0-9,]*\.?[0-9]*)\s*(.*)$")
 
 def build(ref: str) -> Path:
     """The commit's tree with its extension in ``src/shoal``, below build/compare; built on the first call."""
+    if list((Path(ref) / "src" / "shoal").glob("_core*.so")):
+        return Path(ref).resolve()
     sha = subprocess.check_output(["git", "rev-parse", "--short", f"{ref}^{{commit}}"], cwd=TREE, text=True).strip()
     tree = TREE / "build" / "compare" / sha
     if not (tree / "src").is_dir():
@@ -95,7 +98,7 @@ def main() -> int:
     parser.add_argument(
         "benchmark", nargs="+", help="names as of `python -m benchmarks`, each with its flags in one word"
     )
-    parser.add_argument("--base", required=True, metavar="REF", help="the commit to compare with")
+    parser.add_argument("--base", required=True, metavar="REF", help="the commit, or a built tree, to compare with")
     parser.add_argument("--rounds", type=int, default=3, help="runs in each tree, in turn")
     parser.add_argument("--margin", type=float, default=0.03, help="what is slower by more than this is marked")
     parser.add_argument("--all", action="store_true", help="print what did not change, too")
