@@ -161,7 +161,8 @@ class ReplicatedGroup(RankGroup):
             marked = marks
             if marks is not None and len(own) != len(sizes):
                 marked = marks.new_empty(ids.numel(), marks.shape[1])
-            group.pooled(some, wired, at, factors, out, missing=missing, marks=marked)
+            more = {} if marked is None else {"marks": marked}  # a group that has no max takes none
+            group.pooled(some, wired, at, factors, out, missing=missing, **more)
             if marks is not None and marked is not None and marked is not marks:
                 parts = marks.split(sizes)
                 for f, part in zip(own, marked.split(counts.tolist()), strict=True):
