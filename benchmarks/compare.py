@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,7 @@ def main() -> int:
     )
     parser.add_argument("--base", required=True, metavar="REF", help="the commit, or a built tree, to compare with")
     parser.add_argument("--rounds", type=int, default=3, help="runs in each tree, in turn")
+    parser.add_argument("--seconds", type=float, help="per benchmark: no round begins that would end later than this")
     parser.add_argument("--margin", type=float, default=0.03, help="what is slower by more than this is marked")
     parser.add_argument("--all", action="store_true", help="print what did not change, too")
     options = parser.parse_args()
@@ -107,12 +109,17 @@ def main() -> int:
     slower = 0
     for benchmark in map(shlex.split, options.benchmark):
         series: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in trees}
-        for _ in range(options.rounds):
+        started = time.monotonic()
+        for done in range(options.rounds):
+            spent = time.monotonic() - started
+            if done and options.seconds and spent * (done + 1) / done > options.seconds:
+                break
             for name, tree in trees.items():
                 for place, figure in figures(tree, benchmark).items():
                     series[name][place].append(figure)
         common = [p for p in series["base"] if p in series["now"] and not NOT_MEASURED.search(p.rsplit(".", 1)[-1])]
-        print(f"\n# {shlex.join(benchmark)}: {len(common)} figures in both")
+        rounds = len(next(iter(series["now"].values()), []))
+        print(f"\n# {shlex.join(benchmark)}: {len(common)} figures in both, medians of {rounds} rounds")
         for place in common:
             before, after = (statistics.median(series[name][place]) for name in ("base", "now"))
             if before <= 0 or after <= 0:
