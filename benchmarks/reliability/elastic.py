@@ -1,212 +1,169 @@
-"""Ranks that are killed or frozen again and again while they train, and what that costs.
+"""Ranks that are killed and frozen again and again while they train, and what that costs.
 
-    python -m benchmarks.elastic                       # three ranks, one killed every 30 s for five minutes
-    python -m benchmarks.elastic --every 10 --seconds 40
-
-A run under ``shoal launch --max-restarts`` (``--launcher torchrun`` for torch's own) is compared with one that nobody
-kills: rows and weights must be the same bits. The longest pause is the longest time without a step: the kill, until the
-others have noticed, all ranks have started again, have loaded the last checkpoint and have made their first step.
+A run under ``shoal launch --max-restarts`` is compared with one that nobody disturbs: rows, with their optimizer's state,
+and weights must be the same bits. The longest pause is the longest time without a step: from the kill until the others have
+noticed, all ranks have started again, have loaded the last checkpoint and have made a step.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
 import subprocess
-import sys
-import tempfile
-import threading
 import time
+from argparse import Namespace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Report, parser
+from benchmarks.harness import Report
+from benchmarks.reliability.group import shoal, tell, until
 from shoal.data import CriteoLike, write_criteo
 
+RANKS, LINES = 3, 120_000
 CONFIG = """
 [data]
 format = "criteo"
 train = ["train-*.tsv"]
-shuffle_rows = 16384
+shuffle_rows = 8192
 [table]
-dim = 16
+dim = 8
 optimizer = "adagrad"
 lr = 0.02
 [model]
 name = "deepfm"
-hidden = [64, 32]
+hidden = [32]
 [train]
-epochs = {epochs}
-batch_size = 512
-hooks = ["benchmarks.elastic:Steps"]
+epochs = 1000
+batch_size = 256
+threads = 1
+{max_steps}
+hooks = ["benchmarks.reliability.elastic:write_steps"]
 [out]
 dir = "{out}"
-every_steps = {every_steps}
+every_steps = 20
 log_steps = 1000000
 """
 
 
-def Steps(trainer: Any) -> Any:  # noqa: N802 (named as a hook is in a configuration)
-    """A hook that writes the time of every step of rank 0 to a file, and keeps a step from being too short."""
+def write_steps(trainer: Any) -> Any:
+    """A hook that writes the time of every step of rank 0 to a file, and keeps steps from being too short."""
     from shoal.train import SessionRunHook
 
-    least = float(os.environ["ELASTIC_STEP_S"])
+    least = float(os.environ.get("ELASTIC_STEP_S", "0"))
+    file = open(os.environ["ELASTIC_STEPS"], "a", buffering=1) if trainer.ranks.first else None  # noqa: SIM115
 
     class Writes(SessionRunHook):
-        def __init__(self) -> None:
-            self.file = open(os.environ["ELASTIC_STEPS"], "a") if trainer.ranks.first else None  # noqa: SIM115
-            self.last = 0.0
+        last = 0.0
 
         def after_run(self, run_context: Any, run_values: Any) -> None:
             time.sleep(max(0.0, self.last + least - time.monotonic()))
             self.last = time.monotonic()
-            if self.file is not None:
-                self.file.write(f"{time.monotonic():.3f} {trainer.at.step}\n")
-                self.file.flush()
+            if file is not None:
+                file.write(f"{self.last:.3f} {trainer.at.step}\n")
 
     return Writes()
 
 
-def launched(options: argparse.Namespace, folder: Path, name: str, epochs: int) -> tuple[subprocess.Popen[str], Path]:
-    config, steps = folder / f"{name}.toml", folder / f"{name}.steps"
-    config.write_text(CONFIG.format(out=name, epochs=epochs, every_steps=options.checkpoint_steps))
-    command = {
-        "shoal": [sys.executable, "-m", "shoal", "launch", "-n", str(options.ranks), "--max-restarts", "1000"],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks),
-                     "--max-restarts", "1000", "--monitor-interval", "0.1"],
-    }[options.launcher]  # fmt: skip
-    # Beginnings of rows do not depend on the clock, stamps do: both runs must have the same.
-    env = os.environ | {"ELASTIC_STEPS": str(steps), "ELASTIC_STEP_S": str(options.step_s)}
-    log = open(folder / f"{name}.log", "w")  # noqa: SIM115
-    process = subprocess.Popen([*command, "-m", "shoal", "train", str(config)], env=env, cwd=folder, stdout=log,
-                               stderr=log, text=True, start_new_session=True)  # fmt: skip
-    return process, steps
+class Run:
+    """One training run of three ranks."""
 
+    def __init__(self, folder: Path, name: str, step_s: float, steps: int | None = None) -> None:
+        self.folder, self.out, self.config = folder, folder / name, folder / f"{name}.toml"
+        self._steps, self._log = folder / f"{name}.steps", folder / f"{name}.log"
+        limit = "" if steps is None else f"max_steps = {steps}"
+        self.config.write_text(CONFIG.format(out=name, max_steps=limit))
+        env = os.environ | {"ELASTIC_STEPS": str(self._steps), "ELASTIC_STEP_S": str(step_s)}
+        with open(self._log, "w") as log:
+            self.process = subprocess.Popen(
+                shoal("launch", "-n", RANKS, "--max-restarts", 1000, "-m", "shoal", "train", self.config), env=env,
+                cwd=folder, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
 
-def times(path: Path) -> list[tuple[float, int]]:
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines()
-    return [(float(at), int(step)) for at, step in (line.split() for line in lines if line.count(" ") == 1)]
+    def steps(self) -> list[tuple[float, int]]:
+        """When each step was made, and its number."""
+        lines = self._steps.read_text().splitlines() if self._steps.exists() else []
+        return [(float(at), int(step)) for at, step in (line.split() for line in lines if line.count(" ") == 1)]
 
+    def alive(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the run ended with {self.process.returncode}:\n{self._log.read_text()[-3000:]}")
+        return True
 
-def ranks_of(config: str) -> list[int]:
-    """The processes of the ranks of a run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+    def ranks(self) -> list[int]:
+        """The processes of its ranks."""
+        found = []
+        for entry in Path("/proc").iterdir():
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
             except OSError:
                 continue
-            if b"train" in words and config.encode() in words and b"-u" in words and b"launch" not in words:
+            if b"-u" in words and b"train" in words and str(self.config).encode() in words:
                 found.append(int(entry.name))
-    return found
+        return found
+
+    def stop(self) -> None:
+        """With a checkpoint."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(120)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+
+    def content(self) -> tuple[int, dict[Any, Any], dict[str, bytes]]:
+        """Step, rows and weights of its last checkpoint."""
+        from safetensors.numpy import load_file
+
+        from shoal.table.offline.source import open_source
+
+        last = max(self.out.glob("ckpt-*"))
+        rows = {
+            (table, int(batch.ids[i])): (batch.weights[i].tobytes(), batch.state(i))
+            for table, batch in open_source(last).scan()
+            for i in range(len(batch))
+        }
+        dense = {name: value.tobytes() for name, value in load_file(last / "dense.safetensors").items()}
+        return int(last.name.rpartition("-")[2]), rows, dense
 
 
-def content(folder: Path) -> dict[str, Any]:
-    """Rows and weights of the last checkpoint of a run, and how many samples it learnt."""
-    import torch
-    from safetensors.torch import load_file
-
-    from shoal.table import HashTable, restore_table
-
-    last = max(folder.glob("ckpt-*"))
-    manifest = json.loads((last / "manifest.json").read_text())
-    described = manifest.get("content", manifest)["tables"][0]
-    table = HashTable(described["dim"], optimizer="adagrad", name=described["name"])
-    restore_table(table, last / described["file"])
-    ids = torch.sort(table.ids()).values if hasattr(table, "ids") else None
-    rows = table.lookup(ids) if ids is not None else None
-    return {"last": last.name, "ids": ids, "rows": rows, "dense": load_file(last / "dense.safetensors"),
-            "samples": manifest.get("content", manifest)["progress"]["samples"]}  # fmt: skip
-
-
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--ranks", type=int, default=3)
-    arguments.add_argument("--seconds", type=float, default=300.0, help="how long ranks are killed")
-    arguments.add_argument("--every", type=float, default=30.0, help="seconds between kills")
-    arguments.add_argument("--freeze", action="store_true", help="freeze every second rank instead of killing it")
-    arguments.add_argument("--launcher", choices=("shoal", "torchrun"), default="shoal")
-    arguments.add_argument("--rows", type=int, default=300_000, help="samples of an epoch")
-    arguments.add_argument("--checkpoint-steps", type=int, default=20)
-    arguments.add_argument("--step-s", type=float, default=0.05, help="the least that a step takes")
-    arguments.add_argument("--seed", type=int, default=int(time.time()))
-    options = arguments.parse_args()
-    report = Report("elastic")
-    report.start()
-    print(f"seed {options.seed}")
-    with tempfile.TemporaryDirectory(prefix="shoal-elastic-") as name:
-        run(report, options, Path(name))
-    if options.json:
-        report.save(options.json)
-    report.close() if hasattr(report, "close") else None
-
-
-def run(report: Report, options: argparse.Namespace, folder: Path) -> None:
-    rng = random.Random(options.seed)
+def elastic(report: Report, options: Namespace, folder: Path) -> None:
+    rng, kills = random.Random(options.seed), []
     for part in range(6):
-        rows = options.rows // 6
-        write_criteo(folder / f"train-{part}.tsv", CriteoLike(rows=rows, seed=1, first_row=part * rows, scale=0.05))
-    killed, steps = launched(options, folder, "killed", 1000)
-    kills = []
+        lines = CriteoLike(rows=LINES // 6, seed=1, first_row=part * LINES // 6, scale=0.02)
+        write_criteo(folder / f"train-{part}.tsv", lines)
+    run = Run(folder, "killed", 0.05)
     try:
-        _wait(lambda: times(steps), killed, "the first step")
-        end, due = time.monotonic() + options.seconds, time.monotonic() + options.every / 2
-        while time.monotonic() < end:
-            if killed.poll() is not None:
-                raise SystemExit(f"the run ended: {(folder / 'killed.log').read_text()[-3000:]}")
-            if time.monotonic() >= due:
+        until(lambda: run.alive() and run.steps(), "the first step", 300)
+        end = time.monotonic() + min(options.share("elastic"), options.elastic_seconds)
+        due = time.monotonic() + rng.uniform(2, 6)
+        while time.monotonic() < end and run.alive():
+            running = run.ranks()
+            if time.monotonic() >= due and len(running) == RANKS:
+                freeze = options.freeze and len(kills) % 3 == 2
+                os.kill(rng.choice(running), signal.SIGSTOP if freeze else signal.SIGKILL)
+                kills.append(time.monotonic())
                 due += options.every
-                running = ranks_of(str(folder / "killed.toml"))
-                if len(running) == options.ranks:
-                    victim = rng.choice(running)
-                    freeze = options.freeze and len(kills) % 2 == 1
-                    kills.append(time.monotonic())
-                    os.kill(victim, signal.SIGSTOP if freeze else signal.SIGKILL)
+                print(f"  a rank {'frozen' if freeze else 'killed'} at step {run.steps()[-1][1]}", flush=True)
             time.sleep(0.05)
-        last = max(step for _, step in times(steps))
-        _wait(lambda: times(steps)[-1][1] > last and times(steps)[-1][0] > kills[-1] + 1, killed, "steps after it")
-        os.killpg(killed.pid, signal.SIGTERM)
-        killed.wait(120)
+        until(lambda: run.alive() and run.steps()[-1][0] > kills[-1] + 1, "steps after the last kill", 120)
+        run.stop()
     finally:
-        _end(killed)
-    told = times(steps)
-    pauses = [after - before for (before, _), (after, _) in zip(told, told[1:], strict=False)]
-    final = content(folder / "killed")
-    again = sum(1 for (_, one), (_, two) in zip(told, told[1:], strict=False) if two <= one)
-    plain, whole = launched(options, folder, "plain", 1000)
-    want = int(final["last"].rpartition("-")[2])
+        run.end()
+    told = run.steps()
+    step, rows, weights = run.content()
+    plain = Run(folder, "plain", 0.0, step)
     try:
-        _wait(lambda: whole.exists() and times(whole)[-1][1] >= want, plain, "the run without kills", 900)
-        os.killpg(plain.pid, signal.SIGTERM)
-        plain.wait(120)
+        plain.process.wait(1200)
+        plain_step, plain_rows, plain_weights = plain.content()
     finally:
-        _end(plain)
-    print(final["last"], content(folder / "plain")["last"], again, len(kills))
-    report.add(f"{len(kills)} kills, {want} steps: longest pause", f"{max(pauses):.1f} s", ratio=max(pauses), goal=20,
-               at_most=True)  # fmt: skip
-
-
-def _wait(check: Any, process: subprocess.Popen[str], what: str, seconds: float = 300.0) -> None:
-    end = time.monotonic() + seconds
-    while not check():
-        if process.poll() is not None:
-            raise SystemExit(f"the run ended while waiting for {what}")
-        if time.monotonic() > end:
-            raise SystemExit(f"waited {seconds:g} s for {what}")
-        time.sleep(0.05)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-
-
-if __name__ == "__main__":
-    main()
+        plain.end()
+    assert plain_step == step, (plain_step, step)
+    other = sum(plain_rows.get(key) != value for key, value in rows.items()) + abs(len(rows) - len(plain_rows))
+    again = sum(two <= one for (_, one), (_, two) in pairwise(told))
+    tell(report, f"of {len(rows)} rows other ones, {step} steps, {len(kills)} kills", other, at_most=0)
+    tell(report, "weights that are others", sum(plain_weights[name] != weights[name] for name in weights), at_most=0)
+    print(f"  resumed {again} times from a checkpoint behind the last step")
+    tell(report, "longest pause between two steps", max(two - one for (one, _), (two, _) in pairwise(told)), "s", 20)

@@ -1,6 +1,7 @@
 """A shard on several servers: decisions as plain functions, then servers in this process, then processes that are
 killed."""
 
+import errno
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from shoal.sharded.ps.replica.peer import Peer
 from shoal.sharded.ps.replica.replication import Replication, Role, server_name
 from shoal.sharded.ps.replica.terms import Terms, differs
 from shoal.sharded.ps.server.log import Log
+from shoal.sharded.ps.server.server import StartAgain
 from tests.sharded.helpers import LONG
 
 T = torch.tensor
@@ -144,7 +146,10 @@ class Server:
     def _start(self):
         self.replication = Replication(self._board(), name=server_name(self.folder), ack=self._ack, **self._options)
         engine = Engine(Shard(0, 1), "log", self.folder)
-        self.server = ParameterServer(engine, port=self.port, replication=self.replication).start()
+        try:
+            self.server = ParameterServer(engine, port=self.port, replication=self.replication).start()
+        except StartAgain:
+            self._start()
         self.port = int(self.server.address.rpartition(":")[2])
 
     def _watch(self):
@@ -278,6 +283,74 @@ def test_a_log_that_nobody_acknowledged_is_set_aside(group, tmp_path):
     assert back.rows(T([1])).tolist() == [[-11, -11]]
     (aside,) = (tmp_path / "a").glob("superseded-*")
     assert "cannot continue its own log" in (aside / "why.txt").read_text()
+
+
+def damage(folder):
+    for path in folder.glob("log-*"):
+        data = bytearray(path.read_bytes())
+        data[40] ^= 1  # in a record that had been on the disk
+        path.write_bytes(data)
+
+
+def test_a_server_whose_directory_is_damaged_takes_the_leaders_rows_under_a_new_name(group, tmp_path):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table = table_of(client)
+        table.apply_gradients(T([1, 2]), torch.ones(2, 2), 0)
+        follower = group("b")
+        in_sync(leader, follower)
+        table.apply_gradients(T([1]), torch.ones(1, 2), 1)
+        name = follower.replication.name
+        follower.stop()
+        damage(tmp_path / "b")
+        back = group("b")
+        in_sync(leader, back)
+    assert back.replication.name != name  # which may be in sync as far as the registry knows
+    assert back.rows(T([1, 2])).tolist() == [[-2, -2], [-1, -1]]
+    (aside,) = (tmp_path / "b").glob("superseded-*")
+    assert "is damaged" in (aside / "why.txt").read_text()
+    assert (aside / "name").read_text() == name
+
+
+def test_a_damaged_directory_is_kept_where_nobody_else_has_the_rows(group, tmp_path):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table = table_of(client)
+        for step in range(3):
+            table.apply_gradients(T([1]), torch.ones(1, 2), step)
+    leader.stop()
+    damage(tmp_path / "a")
+    with pytest.raises(DataError, match="damaged although it had been on the disk"):
+        group("a")
+    assert not list((tmp_path / "a").glob("superseded-*"))
+
+
+def test_a_follower_whose_disk_is_full_waits_for_room(group, monkeypatch):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    follower = group("b")
+    in_sync(leader, follower)
+    real, full = Log.append, False
+
+    def append(log, frames):
+        if log is follower.server.engine.log and full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(log, frames)
+
+    monkeypatch.setattr(Log, "append", append)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table = table_of(client)
+        client.flush()
+        in_sync(leader, follower)
+        full = True
+        table.apply_gradients(T([1]), torch.ones(1, 2), 0)  # once the follower is not waited for any more
+        eventually(lambda: len(leader.server.info()["group"]["in_sync"]) == 1)
+        full = False
+        in_sync(leader, follower)
+    assert follower.rows(T([1])).tolist() == [[-1, -1]]
+    assert follower.reasons == []
 
 
 def test_a_server_with_an_empty_disk_takes_the_leaders_checkpoint(group, tmp_path):

@@ -235,14 +235,14 @@ def serve(options: Serve) -> int:
     return code
 
 
-def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tuple[int | None, tuple[int, int]]:
+def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]:
     """The exit code, or None to serve again; and the ports. With ``ports`` it is not the first time."""
     from shoal.serving.sync.shard_publish import ShardPublishing
     from shoal.sharded.ps.client.tables import create_request, load_tables
     from shoal.sharded.ps.limits import Limits
     from shoal.sharded.ps.security import ServerKeys
     from shoal.sharded.ps.server.engine import Engine
-    from shoal.sharded.ps.server.server import ParameterServer
+    from shoal.sharded.ps.server.server import ParameterServer, StartAgain
     from shoal.sharded.ps.server.shard import Shard
 
     folder = None if options.dir is None else options.dir / f"shard-{options.shard:05d}"
@@ -274,7 +274,13 @@ def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tup
     publishing.server = server
     if publishing.settings is not None and replication is not None:
         replication.promoted = publishing.start
-    server.start()
+    try:
+        server.start()
+    except StartAgain:  # it has said why
+        if replication is not None:
+            replication.board.close()
+        publishing.close()
+        return None, ports
     if publishing.settings is not None and replication is None:
         publishing.start()
     if ports is None:

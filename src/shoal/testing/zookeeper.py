@@ -1,4 +1,4 @@
-"""A real ZooKeeper on loopback, from the jar that Debian's package ``zookeeper`` installs."""
+"""A real ZooKeeper, from the jar that Debian's package ``zookeeper`` installs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import DeadlineError, PeerError
+from shoal.testing.network import Host
 
 JAR = Path("/usr/share/java/zookeeper.jar")
 START_S = 120.0
@@ -40,32 +41,43 @@ def free_port() -> int:
 
 
 class ZooKeeper:
-    """A ZooKeeper server in a process of its own, on loopback.
+    """A ZooKeeper server in a process of its own.
 
     Args:
         folder: for its data.
         tick_ms: its tickTime.
         sessions_ms: the shortest and the longest session that it grants; by default 2 and 20 ticks, as ZooKeeper does.
+        host: where it runs, if not on loopback of this process; call it from a thread that reaches that host.
     """
 
-    def __init__(self, folder: Path, *, tick_ms: int = 200, sessions_ms: tuple[int, int] | None = None) -> None:
-        self.folder, self.port = folder, free_port()
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tick_ms: int = 200,
+        sessions_ms: tuple[int, int] | None = None,
+        host: Host | None = None,
+    ) -> None:
+        self.folder, self.port, self.host = folder, free_port(), host
+        self.address = "127.0.0.1" if host is None else host.address
         self.process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         least, most = sessions_ms or (2 * tick_ms, 20 * tick_ms)
         (folder / "zoo.cfg").write_text(
-            f"tickTime={tick_ms}\ndataDir={folder}/data\nclientPort={self.port}\nclientPortAddress=127.0.0.1\n"
+            f"tickTime={tick_ms}\ndataDir={folder}/data\nclientPort={self.port}\nclientPortAddress={self.address}\n"
             f"admin.enableServer=false\nminSessionTimeout={least}\nmaxSessionTimeout={most}\n"
         )
         (folder / "log4j.properties").write_text("log4j.rootLogger=OFF\n")
 
     @property
     def hosts(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.address}:{self.port}"
 
     def start(self) -> ZooKeeper:
         command = ["java", "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", f"{self.folder}:{JAR}"]
         command += ["org.apache.zookeeper.server.ZooKeeperServerMain", str(self.folder / "zoo.cfg")]
+        if self.host is not None:
+            command = self.host.command(*command)
         with open(self.folder / "log.txt", "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         until = time.monotonic() + START_S
@@ -80,7 +92,7 @@ class ZooKeeper:
         if self.process.poll() is not None:
             raise PeerError(f"ZooKeeper ended: {(self.folder / 'log.txt').read_text()[-2000:]}")
         try:
-            with socket.create_connection(("127.0.0.1", self.port), 2) as probe:
+            with socket.create_connection((self.address, self.port), 2) as probe:
                 probe.sendall(b"srvr")
                 return b"Mode" in probe.recv(4096)
         except OSError:

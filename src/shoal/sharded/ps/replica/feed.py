@@ -40,6 +40,8 @@ class Follower:
     after: int = 0
     """Records up to this one are on its disk."""
     heard: float = 0.0
+    moved: float = 0.0
+    """When it last had more than before, or everything. One that asks and does not move cannot write to its disk."""
     reader: LogReader | None = None
     waiting: Waiting | None = None
     until: float = 0.0
@@ -98,10 +100,12 @@ class Feed:
             follower.heard = time.monotonic()
             follower.waiting = None
             if problem:
-                follower.after = 0
+                follower.after, follower.moved = 0, follower.heard
                 self.counted.discard(name)
                 self._answers.append((waiting, self._reply(waiting.request, b"", problem)))
             else:
+                if after > follower.after or after >= self._last():
+                    follower.moved = follower.heard
                 follower.after, follower.waiting = after, waiting
                 follower.until = follower.heard + wait_s
             self._changed.notify()

@@ -20,13 +20,13 @@ from shoal.errors import DataError, DeadlineError, PeerError, ShoalError
 from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply
 from shoal.sharded.ps.replica import transfer
 from shoal.sharded.ps.replica.board import Board, ShardState, claim, handed_over, joined, without
-from shoal.sharded.ps.replica.feed import Ack, Feed
+from shoal.sharded.ps.replica.feed import Ack, Feed, Follower
 from shoal.sharded.ps.replica.log_reader import records
 from shoal.sharded.ps.replica.peer import Peer
 from shoal.sharded.ps.replica.terms import Terms
 from shoal.sharded.ps.security import ClientKeys
 from shoal.sharded.ps.server.backlog import Backlog, Waiting
-from shoal.sharded.ps.server.engine import Engine
+from shoal.sharded.ps.server.engine import FULL, ROOM_EVERY_S, Engine
 from shoal.sharded.ps.server.writes import Writes
 
 log = logging.getLogger("shoal.ps")
@@ -85,6 +85,7 @@ class Replication:
         self._fresh_at = 0.0  # when this follower last had all that its leader had
         self._handing_over = False
         self._waits = ""
+        self._full = False
         self._state: ShardState | None = None
         self._counted_since: dict[str, int] = {}
 
@@ -110,6 +111,19 @@ class Replication:
             log.warning("the leader %s does not answer yet: %s", members[state.leader], error)
         finally:
             peer.close()
+
+    def give_up_directory(self, damage: DataError) -> bool:
+        """Sets a damaged directory aside where another server leads, which has everything; whether it did.
+
+        The name goes with it: one that is in sync as far as the registry knows must not lead without its rows.
+        """
+        state, members = self.board.read(), self.board.members()
+        if state is None or state.leader == self.name or state.leader not in members:
+            return False
+        why = f"this server's directory is damaged ({damage}), and {state.leader} leads the shard"
+        transfer.set_aside(self.directory, why, identity=True)
+        self.rebuild = why
+        return True
 
     def attach(self, engine: Engine, backlog: Backlog, writes: Writes, stop: Callable[[str], None]) -> None:
         """The parts of the server that this uses; ``stop`` ends it, with the reason."""
@@ -217,7 +231,9 @@ class Replication:
             except ShoalError as error:
                 log.error("%s", error)
             except Exception as error:  # whatever a registry's client raises while it is away
-                if not away:
+                if isinstance(error, OSError) and error.errno in FULL:
+                    log.error("shard %d: %s is full: %s", self._engine.shard.index, self.directory, error)
+                elif not away:
                     log.error("shard %d: the registry does not answer: %r", self._engine.shard.index, error)
                 away = True
             stopped.wait(TICK_S)
@@ -228,8 +244,7 @@ class Replication:
             return
         now, feed = time.monotonic(), self.feed
         for follower, known in list(feed.followers.items()):
-            silent = now - known.heard > self._follower_timeout_s
-            if silent:
+            if self._is_late(known, now):
                 self._counted_since.pop(follower, None)
                 if follower not in state.in_sync:
                     feed.counted.discard(follower)
@@ -244,19 +259,27 @@ class Replication:
                 log.info("shard %d: follower %s is in sync", self._engine.shard.index, follower)
                 state = after
         for follower in state.in_sync:
-            if follower != self.name and (
-                follower not in feed.followers or now - feed.followers[follower].heard > self._follower_timeout_s
-            ):
+            if follower == self.name:
+                continue
+            late = feed.followers.get(follower)
+            if late is None or self._is_late(late, now):
                 if not self.board.change(state, after := without(state, follower)):
                     return
                 log.warning(
-                    "shard %d: follower %s is silent; writes are acknowledged without it", self._engine.shard.index,
+                    "shard %d: follower %s is silent or cannot store records; writes are acknowledged without it",
+                    self._engine.shard.index,
                     follower,
-                )  # fmt: skip
+                )
                 state = after
                 feed.counted.discard(follower)
                 feed.wake()
         self._state = state
+
+    def _is_late(self, follower: Follower, now: float) -> bool:
+        """Whether a follower is silent, or asks for the same records again and again."""
+        return now - follower.heard > self._follower_timeout_s or (
+            follower.after < self._last() and now - follower.moved > 2 * self._follower_timeout_s
+        )
 
     def _keep_following(self, state: ShardState | None, members: dict[str, str]) -> None:
         self.leader = members.get(state.leader, "") if state is not None and state.leader != self.name else ""
@@ -316,9 +339,23 @@ class Replication:
                 except (DeadlineError, PeerError) as error:
                     log.debug("%s", error)
                     stopped.wait(TICK_S)
+                except OSError as error:
+                    self._wait_for_room(error, stopped)
         finally:
             if peer is not None:
                 peer.close()
+
+    def _wait_for_room(self, error: OSError, stopped: threading.Event) -> None:
+        """A follower whose disk is full stays where it is, and is not waited for, until there is room."""
+        if error.errno not in FULL:
+            raise error
+        assert self._engine.log is not None
+        self._engine.log.sync()
+        if not self._full:
+            log.error("shard %d: %s has no room for the leader's log (%s); it follows again when there is",
+                      self._engine.shard.index, self.directory, error.strerror)  # fmt: skip
+        self._full = True
+        stopped.wait(ROOM_EVERY_S)
 
     def _take_some(self, peer: Peer, go_on: Callable[[], bool]) -> None:
         engine = self._engine
@@ -333,6 +370,7 @@ class Replication:
         self._use_terms(head)
         self.term = max(self.term, self.terms.newest)
         todo = list(records(data, engine.log.next_number))
+        todo_count = len(todo)
         while todo:
             taken = self._writes.between(functools.partial(self._apply, todo), APPLY_S)
             if taken is None:
@@ -341,6 +379,9 @@ class Replication:
             if not taken:
                 time.sleep(TICK_S / 4)  # until a checkpoint is written
         engine.log.sync()
+        if todo_count and self._full:
+            log.warning("shard %d: there is room again; it follows", engine.shard.index)
+            self._full = False
         if self._last() >= head["last"]:
             self._fresh_at = asked
 

@@ -92,13 +92,11 @@ def take(directory: Path, peer: Peer, *, progress: Callable[[int, int], None] = 
     return number
 
 
-def set_aside(directory: Path, why: str) -> None:
-    """Moves everything of a server's directory that belongs to its rows into a folder next to it."""
-    found = [
-        path
-        for path in directory.iterdir()
-        if path.name.startswith(("checkpoint-", "kept-", "released-", "log-", "terms"))
-    ]
+def set_aside(directory: Path, why: str, *, identity: bool = False) -> None:
+    """Moves everything of a server's directory that belongs to its rows into a folder in it, with ``identity`` also its
+    name."""
+    begins = ("checkpoint-", "kept-", "released-", "log-", "terms", "damaged-", *(("name",) if identity else ()))
+    found = [path for path in directory.iterdir() if path.name.startswith(begins)]
     if not found:
         return
     aside = directory / f"superseded-{secrets.token_hex(4)}"

@@ -187,7 +187,10 @@ class Engine:
                 return taken
             self.log.append([header, ids, values])
             if request.op == Op.CHECKPOINT:
-                begin_marked(request)
+                try:
+                    begin_marked(request)
+                except OSError as error:
+                    log.error("shard %d: the checkpoint at record %d failed: %s", self.shard.index, number, error)
             else:
                 self._redo(number, request)
         return len(records)

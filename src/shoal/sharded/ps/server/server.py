@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, DataError, PeerError, ShoalError
 from shoal.observe.endpoint import HttpPort
 from shoal.observe.security import ServerSecurity
 from shoal.sharded.ps.archive.uploading import Uploading
@@ -20,13 +20,17 @@ from shoal.sharded.ps.protocol import VERSION, Op, Request
 from shoal.sharded.ps.replica.replication import Replication
 from shoal.sharded.ps.security import ServerKeys, check_bind, check_clients, check_port, zmq_module
 from shoal.sharded.ps.server.backlog import Backlog
-from shoal.sharded.ps.server.engine import Durability, Engine
+from shoal.sharded.ps.server.engine import ROOM_EVERY_S, Durability, Engine
 from shoal.sharded.ps.server.reads import Publish, Reads
 from shoal.sharded.ps.server.sockets import Sockets
 from shoal.sharded.ps.server.status import ShownShard
 from shoal.sharded.ps.server.writes import Writes
 
 log = logging.getLogger("shoal.ps")
+
+
+class StartAgain(PeerError):
+    """The server's directory was set aside: a new `ParameterServer` on it takes the leader's rows."""
 
 
 class ParameterServer:
@@ -106,7 +110,12 @@ class ParameterServer:
                 self._check_replicated()
                 assert engine.checkpoints is not None
                 self.replication.prepare(engine.checkpoints.directory, self._context)
-            engine.recover()
+            try:
+                engine.recover()
+            except DataError as error:
+                if self.replication is None or not self.replication.give_up_directory(error):
+                    raise
+                raise StartAgain(self.replication.rebuild) from error
             self._backlog = Backlog(self._zmq, self._context, self.metrics)
             self._reads = Reads(engine.shard, self._backlog, self.limits, self.info, self._publish)
             self._writes = Writes(engine, self._backlog, self._stopped, self._tables)
@@ -147,8 +156,8 @@ class ParameterServer:
             )
 
     def _join_group(self, replication: Replication) -> None:
-        if self.engine.log is None:
-            raise ConfigError(self.engine.read_only)
+        while not self.engine.make_room():  # which says why; without a log it can neither lead nor follow
+            time.sleep(ROOM_EVERY_S / 4)
         replication.attach(self.engine, self._backlog, self._writes, self._leave)
         self._writes.safe, self._writes.appended = replication.feed.pass_on, replication.feed.wake
         self._reads.more[Op.FETCH] = replication.give

@@ -1,0 +1,1 @@
+"""Faults applied to real processes, and what they cost: `make chaos`, `python -m benchmarks.reliability`."""

@@ -1,0 +1,2 @@
+def soak(report, options, folder):
+    raise NotImplementedError
