@@ -86,7 +86,7 @@ sanitize: ## the same under address+undefined and thread sanitizers
 	  ctest --test-dir build/san-$${s%%,*} --output-on-failure || exit 1; done
 
 chaos: packages $(VENV)/.installed ## faults applied to real servers, bounded to ten minutes; the seed is printed
-	timeout 600 $(BIN)/python -m benchmarks.reliability --partitions 10 --operations 500
+	timeout 600 $(BIN)/python -m benchmarks.reliability --every 10 --freeze
 
 SECONDS ?= 3600
 fuzz: $(VENV)/.installed ## damaged input for every reader of bytes from outside, SECONDS=3600 before a release

@@ -18,6 +18,7 @@ a replica's answers with the trainer's own forward.
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
 import json
 import os
@@ -77,13 +78,13 @@ class Process:
     """One `shoal` command that says as a line of JSON when it is ready."""
 
     def __init__(self, *arguments: Any, env: dict[str, str] | None = None, log: Path) -> None:
-        self.arguments, self._env, self._log = [str(each) for each in arguments], env or {}, log
+        self.arguments, self._env, self.log = [str(each) for each in arguments], env or {}, log
         self.start()
 
     def start(self) -> None:
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         env = {**os.environ, "PYTHONPATH": path, **self._env}
-        self._file = self._log.open("a")
+        self._file = self.log.open("a")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shoal", *self.arguments], env=env, stdout=subprocess.PIPE, stderr=self._file,
             text=True,
@@ -99,15 +100,15 @@ class Process:
         finally:
             late.cancel()
         if not line:
-            raise RuntimeError(f"shoal {' '.join(self.arguments)} did not start:\n{self._log.read_text()[-2000:]}")
-        threading.Thread(target=self._drain, daemon=True).start()
+            raise RuntimeError(f"shoal {' '.join(self.arguments)} did not start:\n{self.log.read_text()[-2000:]}")
+        self.drain()
         return json.loads(line)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Reads what it prints from now on, so that it never waits for a reader."""
         stream = self.process.stdout
         assert stream is not None
-        for _ in stream:
-            pass
+        threading.Thread(target=lambda: collections.deque(stream, 0), daemon=True).start()
 
     def cpu_seconds(self) -> float:
         """Of the process so far."""

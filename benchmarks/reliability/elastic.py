@@ -1,8 +1,8 @@
 """Ranks that are killed and frozen again and again while they train, and what that costs.
 
-A run under ``shoal launch --max-restarts`` is compared with one that nobody disturbs: rows, with their optimizer's state,
-and weights must be the same bits. The longest pause is the longest time without a step: from the kill until the others have
-noticed, all ranks have started again, have loaded the last checkpoint and have made a step.
+A run under ``shoal launch --max-restarts`` is compared with one that nobody disturbs: rows, with the state of their
+optimizer, and weights must be the same bits. The longest pause is the longest time without a step: from the kill until
+the others have noticed, all ranks have started again, have loaded the last checkpoint and have made a step.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def elastic(report: Report, options: Namespace, folder: Path) -> None:
         until(lambda: run.alive() and run.steps(), "the first step", 300)
         end = time.monotonic() + min(options.share("elastic"), options.elastic_seconds)
         due = time.monotonic() + rng.uniform(2, 6)
-        while time.monotonic() < end and run.alive():
+        while (not kills or time.monotonic() < end) and run.alive():
             running = run.ranks()
             if time.monotonic() >= due and len(running) == RANKS:
                 freeze = options.freeze and len(kills) % 3 == 2

@@ -1,4 +1,4 @@
-"""A shard on two hosts, ZooKeeper on a third, workers on a fourth: the network between them is cut, slow, lossy, doubled."""
+"""A shard on two hosts, ZooKeeper on a third, workers on a fourth; the network between them is cut, slow and lossy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _on_hosts(report: Report, options: Namespace, folder: Path, network: Network
         workers = [g.Worker(number, addresses, history) for number in range(2)]
         end = time.monotonic() + options.share("hosts")
         with g.running(workers):
-            while time.monotonic() < end:
+            while not done or time.monotonic() < end:
                 lead = g.leader(servers, 2)
                 which = names[sum(done.values()) % len(names)] if options.every_fault else rng.choice(names)
                 other = "b" if lead.folder.name == "a" else "a"

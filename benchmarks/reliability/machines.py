@@ -1,5 +1,4 @@
-"""A shard on two servers that are frozen, have slow, full or failing disks, clocks that are stepped, or damaged files; and
-whose ZooKeeper is killed."""
+"""A shard on two servers that are frozen and killed; slow, full and failing disks, stepped clocks, damaged files."""
 
 from __future__ import annotations
 
@@ -96,8 +95,8 @@ def machines(report: Report, options: Namespace, folder: Path) -> None:
     zookeeper = ZooKeeper(folder / "zookeeper", tick_ms=500).start()
     both = [Machine(), Machine()]
     servers = [
-        g.Server(folder / name, f"zk://{zookeeper.hosts}", "follower", ("--group", "machines", "--checkpoint-every", "5s"),
-                 machine=machine)
+        g.Server(folder / name, f"zk://{zookeeper.hosts}", "follower",
+                 ("--group", "machines", "--checkpoint-every", "5s"), machine=machine)
         for name, machine in zip(("a", "b"), both, strict=True)
     ]  # fmt: skip
     names, slowest, last = list(FAULTS), 0.0, ""
@@ -108,7 +107,7 @@ def machines(report: Report, options: Namespace, folder: Path) -> None:
         workers = [g.Worker(number, addresses, history) for number in range(2)]
         end = time.monotonic() + options.share("machines")
         with g.running(workers):
-            while time.monotonic() < end:
+            while not done or time.monotonic() < end:
                 lead = g.leader(servers, 2)
                 scene = Scene([lead, servers[1 - servers.index(lead)]], zookeeper, rng)
                 last = names[sum(done.values()) % len(names)] if options.every_fault else rng.choice(names)

@@ -8,32 +8,69 @@ import random
 import shutil
 import time
 from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness import Report
-from benchmarks.reliability.group import DIM, table_of, tell
+from benchmarks.reliability.group import DIM, table_of, tell_wrong
 from shoal.sharded import Engine, ParameterServer, PsClient, Shard
 from shoal.sharded.ps.protocol import Op, Request
 from shoal.sharded.ps.server import log as log_module
 
+KEPT = ("none", "all", "torn", "some")
+"""Of what was written and not synced."""
+
 
 def powerloss(report: Report, options: Namespace, folder: Path) -> None:
+    end = time.monotonic() + options.share("powerloss")
     trace, acknowledged = _trace(folder / "trace", options.operations)
-    rng, wrong, cuts = random.Random(options.seed), 0, 0
-    points = [(cut, kept) for cut in range(len(trace) + 1) for kept in ("none", "all", "torn", "some")]
-    total, end = len(points), time.monotonic() + options.share("powerloss")
-    rng.shuffle(points)
-    while points and time.monotonic() < end:
-        cut, kept = points.pop()
-        cuts += 1
-        least = max((n for at, n in acknowledged if at <= cut), default=0)
-        if not _recovers(folder / "cut", trace[:cut], kept, least, options.operations, rng):
-            wrong += 1
-            print(f"  cut at {cut} of {len(trace)}, {kept} of what was not synced kept: not what was acknowledged")
-    tell(report, f"wrong states, {options.operations} writes cut at {cuts} of {total} points", wrong, at_most=0)
+    places = list(range(len(trace) + 1))
+    random.Random(options.seed).shuffle(places)
+    cuts, states, wrong = 0, 0, list[str]()
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _begin, (trace, acknowledged)) as pool:
+        work = [
+            pool.submit(_cut_at, place, options.seed, folder / f"cut{place}", None if place == places[0] else end)
+            for place in places
+        ]
+        for one in work:
+            tried, found = one.result()
+            cuts, states, wrong = cuts + (tried > 0), states + tried, wrong + found
+    tell_wrong(
+        report,
+        f"of {states:,} disks wrong, {options.operations} writes cut at {cuts:,} of {len(places):,} points",
+        wrong,
+    )
+
+
+_given: tuple[list[Any], list[tuple[int, int]]]
+
+
+def _begin(trace: list[Any], acknowledged: list[tuple[int, int]]) -> None:
+    global _given
+    _given = trace, acknowledged
+    torch.set_num_threads(1)
+
+
+def _cut_at(cut: int, seed: int, folder: Path, end: float | None) -> tuple[int, list[str]]:
+    """How many disks a power loss at this point can leave, of those that are tried, and which do not recover."""
+    trace, acknowledged = _given
+    if end is not None and time.monotonic() > end:
+        return 0, []
+    rng, wrong, seen = random.Random(seed + cut), [], []
+    least = max((n for at, n in acknowledged if at <= cut), default=0)
+    for kept in KEPT:
+        files = _left(trace[:cut], kept, rng)
+        if files in seen:
+            continue
+        seen.append(files)
+        if not _recovers(folder, files, least, acknowledged[-1][1]):
+            wrong.append(f"cut at {cut} of {len(trace)}, {kept} of what was not synced kept: not what was acknowledged")
+    shutil.rmtree(folder, ignore_errors=True)
+    return len(seen), wrong
 
 
 def _trace(folder: Path, operations: int) -> tuple[list[tuple[str, str, int, bytes]], list[tuple[int, int]]]:
@@ -100,15 +137,9 @@ class _Os:
         return getattr(os, name)
 
 
-def _recovers(folder: Path, trace: list[Any], kept: str, least: int, most: int, rng: random.Random) -> bool:
-    """Whether a server comes back with at least the acknowledged writes, in order, from a disk that kept all that was
-    synced and of the rest none, all, a torn part, or some."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    safe = {}
-    for place, (kind, name, _, _) in enumerate(trace):
-        if kind == "sync":
-            safe[name] = place
+def _left(trace: list[Any], kept: str, rng: random.Random) -> dict[str, bytes]:
+    """The files of a disk that kept all that was synced and of the rest none, all, a torn part, or some."""
+    safe = {name: place for place, (kind, name, _, _) in enumerate(trace) if kind == "sync"}
     files: dict[str, bytearray] = {}
     for place, (kind, name, offset, data) in enumerate(trace):
         if kind != "write":
@@ -121,6 +152,13 @@ def _recovers(folder: Path, trace: list[Any], kept: str, least: int, most: int, 
         file = files.setdefault(name, bytearray())
         file.extend(bytes(max(0, offset + len(data) - len(file))))
         file[offset : offset + len(data)] = data
+    return {name: bytes(content) for name, content in files.items()}
+
+
+def _recovers(folder: Path, files: dict[str, bytes], least: int, most: int) -> bool:
+    """Whether a server comes back with at least the acknowledged writes, in order."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
     engine = Engine(Shard(0, 1), "log", folder)

@@ -47,7 +47,7 @@ def failover(report: Report, options: Namespace, folder: Path, zookeeper: str) -
         addresses = group(servers)
         workers = [Worker(number, addresses, history) for number in range(3)]
         with running(workers):
-            while len(gaps) < options.kills and time.monotonic() < end:
+            while not gaps or (len(gaps) < options.kills and time.monotonic() < end):
                 victim = leader(servers, 2)
                 time.sleep(rng.uniform(0.1, 0.6))
                 victim.kill()
@@ -69,7 +69,7 @@ def handover(report: Report, options: Namespace, folder: Path, zookeeper: str) -
         addresses = group(servers)
         workers = [Worker(number, addresses, history) for number in range(3)]
         with running(workers):
-            while done < options.handovers and time.monotonic() < end:
+            while not done or (done < options.handovers and time.monotonic() < end):
                 leading = leader(servers, 2)
                 subprocess.run(
                     shoal("ps", "handover", leading.address), check=True, capture_output=True, timeout=WAIT_S
@@ -95,7 +95,7 @@ def partition(report: Report, options: Namespace, folder: Path, zookeeper: str) 
         addresses = group(servers)
         workers = [Worker(number, addresses, history) for number in range(2)]
         with running(workers):
-            while done < options.partitions and time.monotonic() < end:
+            while not done or (done < options.partitions and time.monotonic() < end):
                 cut = leader(servers, 2)
                 other = servers[1 - servers.index(cut)]
                 proxies[servers.index(cut)].cut()
@@ -152,8 +152,8 @@ def throughput(report: Report, options: Namespace, folder: Path, zookeeper: str)
     middle = {kind: statistics.median(found) for kind, found in rates.items()}
     for kind, goal in (("local", 0.7), ("follower", 0.45)):
         report.add(
-            f"updates of 4,096 ids with a follower, --ack {kind}", f"{middle[kind]:.2f} M/s", f"{middle['none']:.2f} M/s",
-            middle[kind] / middle["none"], goal,
+            f"updates of 4,096 ids with a follower, --ack {kind}", f"{middle[kind]:.2f} M/s",
+            f"{middle['none']:.2f} M/s", middle[kind] / middle["none"], goal,
         )  # fmt: skip
 
 

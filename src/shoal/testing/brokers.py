@@ -39,6 +39,11 @@ class RedisServer:
     def address(self, stream: str) -> str:
         return f"redis://127.0.0.1:{self.port}/{stream}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         """Starts it, with what is in its folder; again after `kill`."""
         assert self._program is not None

@@ -208,7 +208,7 @@ class Network:
             except BaseException as error:
                 failed.append(error)
 
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join()
         if failed:

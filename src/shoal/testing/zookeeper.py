@@ -1,7 +1,8 @@
-"""A real ZooKeeper, from the jar that Debian's package ``zookeeper`` installs."""
+"""A real ZooKeeper, from the jar that Debian's package ``zookeeper`` installs, or that ``SHOAL_ZOOKEEPER`` names."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 from shoal.errors import DeadlineError, PeerError
 from shoal.testing.network import Host
 
-JAR = Path("/usr/share/java/zookeeper.jar")
+JAR = Path(os.environ.get("SHOAL_ZOOKEEPER", "/usr/share/java/zookeeper.jar"))
 START_S = 120.0
 _given: set[int] = set()
 
