@@ -34,6 +34,8 @@ class Batch:
 
     samples: Samples
     state: dict[str, Any]
+    records: tuple[str, int] | None = None
+    """The partition that all its records are of, and the number of the last one; None where that is not known."""
 
     def __len__(self) -> int:
         return len(self.samples)

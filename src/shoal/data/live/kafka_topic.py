@@ -68,8 +68,9 @@ class KafkaReader:
             if not str(name).isdecimal() or not isinstance(offset, int):
                 raise DataError(f"{self._address}: a position must be an offset by partition, got {name!r}: {offset!r}")
             given[int(name)] = offset
-        there = self._partitions()
-        unknown = sorted(given.keys() - set(there))
+        everywhere = self._topic_partitions()
+        there = self._chosen(everywhere)
+        unknown = sorted(given.keys() - set(everywhere))
         if unknown:
             records_lost(self._address, f"reading stopped in partition {unknown[0]}, which the topic does not have")
         mine = there[self._share[0] :: self._share[1]]
@@ -207,7 +208,7 @@ class KafkaReader:
             self._away.back()
             return answer
 
-    def _partitions(self) -> list[int]:
+    def _topic_partitions(self) -> list[int]:
         name = self._address.name
 
         def ask() -> list[int]:
@@ -216,7 +217,10 @@ class KafkaReader:
                 raise self._kafka.KafkaException(topic.error)
             return sorted(topic.partitions)
 
-        there = self._ask(ask)
+        return self._ask(ask)
+
+    def _chosen(self, there: list[int]) -> list[int]:
+        """The partitions that the address names, all unless it does."""
         if (chosen := self._address.options.get("partitions")) is not None:
             try:
                 wanted = sorted({int(one) for one in chosen.split(",")})

@@ -39,7 +39,7 @@ def connect(address: Address) -> Any:
         ssl=address.scheme == "rediss", protocol=2, socket_timeout=30, socket_connect_timeout=10,
         retry=Retry(NoBackoff(), 0),
     )  # fmt: skip
-    for command in ("XREAD", "XREADGROUP", "XINFO STREAM", "XINFO GROUPS"):
+    for command in ("XREAD", "XREADGROUP", "XINFO STREAM", "XINFO GROUPS", "XINFO CONSUMERS"):
         client.response_callbacks.pop(command, None)  # they make a dict per entry; the plain lists do
     return client
 
@@ -94,46 +94,84 @@ class _Calls:
         self.client.close()
 
 
+class _Consumer:
+    """What is read under one name: the whole stream, or what a group gives to that name."""
+
+    def __init__(self, name: str, partition: str) -> None:
+        self.name, self.partition = name, partition
+        self.last = _BEGINNING
+        self.pending = False
+        """Whether entries that were delivered before are to be read first."""
+        self.unacknowledged: deque[str] = deque()
+
+
 class RedisReader:
-    """The entries of a stream behind an id. A position is the id of the last entry."""
+    """The entries of a stream behind an id. A position is the id of the last entry.
+
+    In a group what each consumer is given is a partition, ``stream@consumer``. Entries that were given to ranks which
+    there are no more, and that those did not finish, are read by those that there are.
+    """
 
     def __init__(self, address: Address, *, rank: int = 0, world: int = 1) -> None:
         self._calls, self._address = _Calls(address), address
         self._key = address.name
         self._group = address.options.get("group")
-        self._consumer = address.options.get("consumer", f"rank-{rank}")
+        self._rank, self._world = rank, world
+        named = address.options.get("consumer")
+        self._base = "rank" if named is None else named
+        name = f"{self._base}-{rank}" if named is None or world > 1 else named
+        self._own = _Consumer(name, self._key if self._group is None else f"{self._key}@{name}")
+        self._former: list[_Consumer] = []
         self._field = address.options["field"].encode() if "field" in address.options else None
         if world > 1 and self._group is None:
             raise ConfigError(f"{address}: a Redis stream is shared by {world} ranks only in a group; add ?group=NAME")
-        self._last = _BEGINNING
         self._number: int | None = None  # entries up to the last one, once it is known
         self._ready: deque[tuple[bytes, list[bytes]]] = deque()
-        self._pending = False  # whether entries that were delivered before are to be read first
-        self._unacknowledged: deque[str] = deque()
+        self._ready_of = self._own
         self.ended = False
 
     def open(self, positions: Mapping[str, Any] | None = None) -> None:
-        given = (positions or {}).get(self._key)
+        given = self._given(positions or {}, self._own)
         info = self._calls.info()
-        if given is not None and not isinstance(given, str):
-            raise DataError(f"{self._address}: a position must be an id such as '1-0', got {given!r}")
-        self._last = given if given is not None else self._first(info)
-        _id(self._last, self._address)
+        self._own.last = given if given is not None else self._first(info)
+        _id(self._own.last, self._address)
         self._number = self._known_number(info)
         self._ready.clear()
         if given is not None:
             self._check_kept(info)
         if self._group is not None:
-            self._join_group(given)
+            self._make_group(self._own.last)
+            self._former = self._without_rank()
+            for one in self._former:
+                self._join_group(one, self._given(positions or {}, one))
+            self._join_group(self._own, given)
+
+    def _given(self, positions: Mapping[str, Any], one: _Consumer) -> str | None:
+        given = positions.get(one.partition)
+        if given is not None and not isinstance(given, str):
+            raise DataError(f"{self._address}: a position must be an id such as '1-0', got {given!r}")
+        return given
+
+    def _without_rank(self) -> list[_Consumer]:
+        """Consumers of ranks beyond those that there are, which have unfinished entries; each is some rank's."""
+        found = []
+        for one in map(_pairs, self._calls.until("XINFO CONSUMERS", self._key, self._group)):
+            name, pending = one["name"].decode(), one["pending"]
+            base, _, number = name.rpartition("-")
+            of_rank = base == self._base and number.isdecimal() and pending
+            if of_rank and int(number) >= self._world and int(number) % self._world == self._rank:
+                found.append(_Consumer(name, f"{self._key}@{name}"))
+        return found
 
     def poll(self, max_records: int, timeout_s: float) -> list[Chunk]:
         deadline = time.monotonic() + timeout_s
         while not self._ready:
+            self._ready_of = next((one for one in self._former if one.pending), self._own)
             left = deadline - time.monotonic()
             try:
-                self._read(max_records, max(0.0, left))
+                self._read(self._ready_of, max_records, max(0.0, left))
             except self._calls.lost as error:
-                self._pending = self._group is not None  # an answer that was lost is asked for again
+                self._ready_of.pending = self._group is not None  # an answer that was lost is asked for again
                 self._calls.away.failed(error)
                 time.sleep(max(0.0, min(_PAUSE_S, left)))
             if not self._ready and time.monotonic() >= deadline:
@@ -143,28 +181,30 @@ class RedisReader:
             self._ready.clear()
         else:
             entries = [self._ready.popleft() for _ in range(max_records)]
-        ids = [one[0].decode() for one in entries]
+        ids, one = [each[0].decode() for each in entries], self._ready_of
         if self._group is not None:
-            self._unacknowledged.extend(ids)
-        self._last = ids[-1]
-        if self._number is not None:
+            one.unacknowledged.extend(ids)
+        one.last = ids[-1]
+        if self._number is not None and one is self._own:
             self._number += len(ids)
-        return [Chunk(self._key, self._records([one[1] for one in entries]), ids)]
+        return [Chunk(one.partition, self._records([each[1] for each in entries]), ids)]
 
     def positions(self) -> dict[str, Any]:
-        return {self._key: self._last}
+        return {one.partition: one.last for one in (*self._former, self._own)}
 
     def acknowledge(self, positions: Mapping[str, Any]) -> None:
-        upto = positions.get(self._key)
-        if self._group is None or upto is None:
-            return
-        upto = _id(upto, self._address)
-        while self._unacknowledged:
+        if self._group is not None:
+            for one in (*self._former, self._own):
+                if one.partition in positions:
+                    self._acknowledge(one, _id(positions[one.partition], self._address))
+
+    def _acknowledge(self, one: _Consumer, upto: tuple[int, int]) -> None:
+        while one.unacknowledged:
             page = []
-            for one in self._unacknowledged:
-                if len(page) == _PAGE or _id(one, self._address) > upto:
+            for entry in one.unacknowledged:
+                if len(page) == _PAGE or _id(entry, self._address) > upto:
                     break
-                page.append(one)
+                page.append(entry)
             if not page:
                 return
             try:
@@ -172,7 +212,7 @@ class RedisReader:
             except self._calls.lost:
                 return
             for _ in page:
-                self._unacknowledged.popleft()
+                one.unacknowledged.popleft()
 
     def lag(self) -> Lag:
         try:
@@ -182,7 +222,7 @@ class RedisReader:
         if not info:
             return Lag(0, 0.0)
         newest = _id(info["last-generated-id"].decode(), self._address)
-        here = _id(self._last, self._address)
+        here = _id(self._own.last, self._address)
         if here >= newest:
             return Lag(0, 0.0)
         if self._number is None:
@@ -195,28 +235,28 @@ class RedisReader:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def _read(self, count: int, block_s: float) -> None:
+    def _read(self, one: _Consumer, count: int, block_s: float) -> None:
         block = ["BLOCK", max(1, int(min(block_s, _BLOCK_S) * 1000))] if block_s > 0 else []
         if self._group is None:
-            answer = self._calls.once("XREAD", "COUNT", count, *block, "STREAMS", self._key, self._last)
+            answer = self._calls.once("XREAD", "COUNT", count, *block, "STREAMS", self._key, one.last)
         else:
-            after = self._last if self._pending else ">"
-            block = [] if self._pending else block
-            head = ("XREADGROUP", "GROUP", self._group, self._consumer)
+            after = one.last if one.pending else ">"
+            block = [] if one.pending else block
+            head = ("XREADGROUP", "GROUP", self._group, one.name)
             try:
                 answer = self._calls.once(*head, "COUNT", count, *block, "STREAMS", self._key, after)
             except self._calls.refused as error:
                 if not str(error).startswith("NOGROUP"):
                     raise
-                self._make_group(self._last)  # the stream was deleted and made again
+                self._make_group(one.last)  # the stream was deleted and made again
                 return
         entries = answer[0][1] if answer else []
-        if self._pending and not entries:
-            self._pending = False
-        deleted = [one[0] for one in entries if one[1] is None]
+        if one.pending and not entries:
+            one.pending = False
+        deleted = [each[0] for each in entries if each[1] is None]
         if deleted:  # given to this consumer before, and gone since
             self._calls.once("XACK", self._key, self._group, *deleted)
-        self._ready.extend(one for one in entries if one[1] is not None)
+        self._ready.extend(each for each in entries if each[1] is not None)
 
     def _records(self, fields: list[list[bytes]]) -> list[bytes]:
         if self._field is None and all(len(one) == 2 for one in fields):
@@ -249,50 +289,52 @@ class RedisReader:
         return text
 
     def _known_number(self, info: Mapping[str, Any]) -> int | None:
-        """The number of the entry of ``_last`` among all that were ever added, where that can be told."""
+        """The number of the own consumer's last entry among all that were ever added, where that can be told."""
         if not info:
             return 0
-        if _id(self._last, self._address) >= _id(info["last-generated-id"].decode(), self._address):
+        if _id(self._own.last, self._address) >= _id(info["last-generated-id"].decode(), self._address):
             return info["entries-added"]
-        if self._last == _BEGINNING:
+        if self._own.last == _BEGINNING:
             return info["entries-added"] - info["length"]
         return None
 
     def _check_kept(self, info: Mapping[str, Any]) -> None:
-        here = _id(self._last, self._address)
+        here = _id(self._own.last, self._address)
         newest = _id(info["last-generated-id"].decode(), self._address) if info else (0, 0)
         if here > newest:
             records_lost(
                 self._address,
-                f"reading stopped behind the entry {self._last}, but the newest of the stream is "
+                f"reading stopped behind the entry {self._own.last}, but the newest of the stream is "
                 f"{newest[0]}-{newest[1]}: it was deleted, or it is another one",
             )
-            self._last = _BEGINNING
-        elif here < newest and here > (0, 0) and not self._calls.until("XRANGE", self._key, self._last, self._last):
+            self._own.last = _BEGINNING
+        elif (
+            here < newest
+            and here > (0, 0)
+            and not self._calls.until("XRANGE", self._key, self._own.last, self._own.last)
+        ):
             # Trimming removes the oldest entries, so while this one is there, none behind it is missing.
             records_lost(
                 self._address,
-                f"the entry {self._last}, behind which reading stopped, was trimmed, and perhaps others behind it that "
-                "were not read",
+                f"the entry {self._own.last}, behind which reading stopped, was trimmed, and perhaps others behind it "
+                "that were not read",
             )
 
-    def _join_group(self, given: str | None) -> None:
-        self._make_group(self._last)
-        # What this consumer was given before: entries up to the position are learnt, those behind it come again.
+    def _join_group(self, one: _Consumer, given: str | None) -> None:
+        """What a consumer was given before: entries up to the position are learnt, those behind it come again."""
         after, done = _BEGINNING, _id(given, self._address) if given is not None else (0, 0)
-        head = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT", _PAGE)
+        head = ("XREADGROUP", "GROUP", self._group, one.name, "COUNT", _PAGE)
         while entries := self._calls.until(*head, "STREAMS", self._key, after)[0][1]:
-            ids = [one[0].decode() for one in entries]
-            learnt = [one for one in ids if _id(one, self._address) <= done]
+            ids = [each[0].decode() for each in entries]
+            learnt = [each for each in ids if _id(each, self._address) <= done]
             if learnt:
                 self._calls.until("XACK", self._key, self._group, *learnt)
             after = ids[-1]
             if len(learnt) < len(ids):
                 break
-        self._unacknowledged.clear()
-        self._pending = True
-        if given is None:
-            self._last = _BEGINNING  # pending entries are read from the first one on
+        one.unacknowledged.clear()
+        one.pending = True
+        one.last = given if given is not None else _BEGINNING  # pending entries are read from the first one on
 
     def _make_group(self, first: str) -> None:
         try:

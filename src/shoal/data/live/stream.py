@@ -6,48 +6,31 @@ every fifth of a second, so that whoever trains can do what is due by the clock.
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.data.features import Number
 from shoal.data.lanes import LATER
-from shoal.data.live.address import Address, parse_address
+from shoal.data.live.address import log
+from shoal.data.live.by_partition import ByPartition
 from shoal.data.live.journal import Journal, Run
 from shoal.data.live.messages import DeadLetters, decoder, framing_of
+from shoal.data.live.numbering import Numbering, Servers, numbering_of, where_to_begin
 from shoal.data.live.opening import open_reader
-from shoal.data.live.protocol import Chunk, Lag, Reader
+from shoal.data.live.protocol import Chunk, Lag
+from shoal.data.live.sources import BadMessage, Source, Sources, take
 from shoal.data.samples import Samples
 from shoal.data.schema import Schema
-from shoal.data.source import BadRow, OnBad
+from shoal.data.source import OnBad
 from shoal.data.stream import Batch, Stream
 from shoal.errors import ConfigError, DataError
-from shoal.metrics import emit_counter, emit_store
+from shoal.metrics import emit_counter
 
 TICK_S = 0.2
-_TURN_S = 0.02  # how long one of several sources is waited for before the next one has its turn
 _LAG_S = 1.0
 _HEAD = {"epoch": 0, "unit": 0, "cursor": None, "stripe": 0, "window": 0, "rows": 0, "bad": 0, "batch": 0}
-POSITION_FILE = "_positions.json"
-
-
-@dataclass(slots=True)
-class _Source:
-    address: Address
-    reader: Reader | None = None
-    positions: dict[str, Any] = field(default_factory=dict)
-    """Behind the last record that is in a batch."""
-    held: deque[Chunk] = field(default_factory=deque)
-    """What was read and not handed on yet."""
-
-    @property
-    def name(self) -> str:
-        return str(self.address)
 
 
 class LiveStream:
@@ -84,10 +67,8 @@ class LiveStream:
         self._share = rank, world
         self._decode = decoder(form, format_name)
         self._framing, self._columns = framing_of(form)
-        self._sources = [_Source(parse_address(one)) for one in sources]
-        names = [one.name for one in self._sources]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"[data] train: each source must be named once, got {', '.join(names)}")
+        self._sources = Sources(sources)
+        names = self._sources.names
         if self._framing == "parquet" and any(one.address.scheme != "dir" for one in self._sources):
             raise ConfigError(
                 f'[data] message_format = "parquet" is of growing directories (dir:), got {", ".join(names)}; messages '
@@ -107,8 +88,19 @@ class LiveStream:
         self._last_bad = 0
         self._lag = Lag()
         self._lag_asked_s = float("-inf")
+        self._servers: Servers | None = None
+        self._queues: ByPartition | None = None
+        self.note: Callable[[str], None] = log.info
+        """Is told where reading begins elsewhere than at the checkpoint."""
         self._safe: Mapping[str, Any] | None = None  # positions that are to be acknowledged
         self._lock = threading.Lock()
+
+    def learn_by_partition(self, servers: Servers) -> bool:
+        """From now on each batch has records of one partition, whose name and number it tells (`Batch.records`), and
+        partitions begin where ``servers`` have learnt them to. Returns False if a source has no numbers."""
+        if all(numbering_of(one.address) is not None for one in self._sources):
+            self._servers = servers
+        return self._servers is not None
 
     @property
     def epochs(self) -> int:
@@ -170,10 +162,7 @@ class LiveStream:
     def close(self) -> None:
         """Tells sources what is still to be acknowledged, and leaves them. Nobody may be iterating."""
         self._acknowledge()
-        for one in self._sources:
-            if one.reader is not None:
-                one.reader.close()
-                one.reader = None
+        self._sources.close()
         self._letters.close()
         self._journal.close()
 
@@ -190,7 +179,7 @@ class LiveStream:
         yield from self._of_sources(state)
 
     def _open(self, state: dict[str, Any]) -> None:
-        given: Mapping[str, Any] = state["live"] if state["live"] is not None else self._recorded()
+        given: Mapping[str, Any] = state["live"] if state["live"] is not None else self._sources.recorded(self.files)
         self._letters.open(state["letters"])
         for one in self._sources:
             start = given.get(one.name)
@@ -203,22 +192,38 @@ class LiveStream:
                 one.reader.open(start)
             one.positions = one.reader.positions()
             one.held.clear()
-        state["live"] = self._positions()
+        if self._servers is not None:
+            self._go_to_learnt(self._servers, given, state["window"])
+        state["live"] = self._sources.positions()
 
-    def _recorded(self) -> Mapping[str, Any]:
-        """Where the history ends in the sources, as a file next to its last one tells; addresses with ``from`` know."""
-        path = os.path.join(os.path.dirname(self.files[-1]), POSITION_FILE) if self.files else ""
-        if not os.path.exists(path):
-            return {}
-        try:
-            with open(path, "rb") as file:
-                given = json.load(file)
-            if not isinstance(given, dict) or not all(isinstance(one, dict) for one in given.values()):
-                raise ValueError("it must be {address: {partition: position}}")
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: the positions at which the history ends cannot be read ({error})") from None
-        own = {one.name for one in self._sources if "from" not in one.address.options}
-        return {name: positions for name, positions in given.items() if name in own}
+    def _go_to_learnt(self, servers: Servers, given: Mapping[str, Any], window: int) -> None:
+        """Begins each partition where servers have learnt it to, unless batches since the checkpoint are made again."""
+        here = {one.name: one.positions for one in self._sources}
+        numberings = {one.name: self._numbering(one) for one in self._sources}
+        starts, journal_holds = where_to_begin(here, given, numberings, self._journal.load(window), servers)
+        if not journal_holds:
+            self._journal.remove()
+        self._queues = ByPartition(self.batch_size, self.max_wait_s)
+        for one in self._sources:
+            assert one.reader is not None
+            numbering, elsewhere = numberings[one.name], {}
+            for partition, position in one.positions.items():
+                start, name = starts[one.name, partition], numbering.name(partition)
+                self._queues.follow(one, partition, numbering.number, () if start is None else start.cuts)
+                if start is None:
+                    servers.begin_records(name, numbering.number(position))
+                else:
+                    elsewhere[partition] = numbering.position(start.number)
+                    self.note(f"{name} was learnt up to {elsewhere[partition]}; reading begins there")
+            if elsewhere:
+                one.reader.open({**one.positions, **elsewhere})
+                one.positions = one.reader.positions()
+
+    @staticmethod
+    def _numbering(one: Source) -> Numbering:
+        found = numbering_of(one.address)
+        assert found is not None  # `learn_by_partition` has looked
+        return found
 
     def _of_history(self, state: dict[str, Any]) -> Iterator[Batch]:
         assert self.history is not None
@@ -234,6 +239,9 @@ class LiveStream:
     def _of_sources(self, state: dict[str, Any]) -> Iterator[Batch]:
         for number, runs in self._journal.load(state["window"]):
             yield from self._replayed(number, runs, state)
+        if self._queues is not None:
+            yield from self._of_partitions(self._queues, state)
+            return
         parts: list[Samples] = []
         rows, closes_s = 0, 0.0
         runs: list[Run] = []
@@ -241,7 +249,7 @@ class LiveStream:
         before = dict(state)  # what a batch that is not closed yet has not changed
         while True:
             wait_s = TICK_S if not rows else min(TICK_S, max(0.0, closes_s - time.monotonic()))
-            chunks = self._poll(self.batch_size - rows, wait_s)
+            chunks = self._sources.poll(self.batch_size - rows, wait_s)
             now = time.monotonic()
             if chunks:
                 came_s = now
@@ -266,22 +274,56 @@ class LiveStream:
             if ended:
                 return
 
-    def _closed(self, samples: Samples, state: dict[str, Any]) -> Batch:
+    def _of_partitions(self, queues: ByPartition, state: dict[str, Any]) -> Iterator[Batch]:
+        """Batches of one partition each."""
+        came_s = told_s = time.monotonic()
+        before = dict(state)
+        while True:
+            wait_s = min(TICK_S, queues.wait_s(time.monotonic()))
+            chunks = self._sources.poll(queues.room, wait_s) if queues.room else []
+            now = time.monotonic()
+            came_s = now if chunks else came_s
+            for one, chunk in chunks:
+                queues.add(one, chunk, now)
+            ended = not chunks and self._ended(now - came_s)
+            self._duties(now)
+            found = queues.take(now, ended)
+            if found is not None:
+                taken = [(found[0], chunk) for chunk in found[1]]
+                samples = self._samples(taken, state)
+                if len(samples):
+                    runs = [(one.name, chunk.partition, len(chunk), chunk.positions[-1]) for one, chunk in taken]
+                    batch = self._closed(samples, state, runs)
+                    self._journal.add(state["window"], runs)
+                    before, told_s = dict(state), now
+                    yield batch
+            elif now - told_s >= TICK_S:
+                told_s = now
+                yield Batch(samples=self._nothing(), state=before)
+            if ended and not len(queues):
+                return
+
+    def _closed(self, samples: Samples, state: dict[str, Any], runs: Sequence[Run] = ()) -> Batch:
         state["rows"] += len(samples)
         state["window"] += 1
-        state["live"] = self._positions()
-        return Batch(samples=self._finished(samples), state=dict(state))
+        state["live"] = self._sources.positions()
+        records = None
+        if self._servers is not None and len({(source, partition) for source, partition, _, _ in runs}) == 1:
+            name, partition, _, last = runs[-1]
+            numbering = self._numbering(next(one for one in self._sources if one.name == name))
+            records = numbering.name(partition), numbering.number(last)
+        return Batch(samples=self._finished(samples), state=dict(state), records=records)
 
     def _replayed(self, number: int, runs: list[Run], state: dict[str, Any]) -> Iterator[Batch]:
         """A batch as the journal has it, and empty ones while its records are waited for."""
         before = dict(state)
-        chunks: list[tuple[_Source, Chunk]] = []
+        chunks: list[tuple[Source, Chunk]] = []
         for name, partition, count, last in runs:
-            one = next((each for each in self._sources if each.name == name), None)
+            one = self._sources.named(name)
             if one is None or one.reader is None:
                 raise DataError(f"the batches since the checkpoint were read from {name}, which [data] train must name")
             while count:
-                chunk = _take(one.held, partition, count)
+                chunk = take(one.held, partition, count)
                 if chunk is not None:
                     chunks.append((one, chunk))
                     count -= len(chunk)
@@ -297,32 +339,11 @@ class LiveStream:
                     f"at {chunks[-1][1].positions[-1]}; the stream was changed. Remove {self._journal.path} to go on"
                 )
         samples = self._samples(chunks, state)
-        yield self._closed(samples, state)
+        yield self._closed(samples, state, runs)
 
-    def _poll(self, wanted: int, wait_s: float) -> list[tuple[_Source, Chunk]]:
-        """At most ``wanted`` further records; whoever has some does not wait for the others."""
-        deadline = time.monotonic() + wait_s
-        alone = len(self._sources) == 1
-        found: list[tuple[_Source, Chunk]] = []
-        while True:
-            for one in self._sources:
-                assert one.reader is not None
-                while wanted and (chunk := _take(one.held, None, wanted)) is not None:
-                    found.append((one, chunk))
-                    wanted -= len(chunk)
-                for chunk in one.reader.poll(wanted, 0.0 if not alone or found else wait_s) if wanted else ():
-                    found.append((one, chunk))
-                    wanted -= len(chunk)
-                if not wanted:
-                    break
-            left = deadline - time.monotonic()
-            if found or left <= 0 or alone:
-                return found
-            time.sleep(min(_TURN_S, left))
-
-    def _samples(self, chunks: list[tuple[_Source, Chunk]], state: dict[str, Any]) -> Samples:
+    def _samples(self, chunks: list[tuple[Source, Chunk]], state: dict[str, Any]) -> Samples:
         """What the records of one poll hold; positions move behind them."""
-        whole: list[tuple[_Source, Chunk]] = []
+        whole: list[tuple[Source, Chunk]] = []
         for one, chunk in chunks:
             one.positions[chunk.partition] = chunk.positions[-1]
             emit_counter("stream_records_total", len(chunk), f"source={one.name}")
@@ -339,7 +360,7 @@ class LiveStream:
         self._last_bad = state["bad"]
         return samples
 
-    def _report(self, chunks: list[tuple[_Source, Chunk]], number: int, why: str, state: dict[str, Any]) -> None:
+    def _report(self, chunks: list[tuple[Source, Chunk]], number: int, why: str, state: dict[str, Any]) -> None:
         at = 0
         while number >= len(chunks[at][1]):
             number -= len(chunks[at][1])
@@ -367,13 +388,10 @@ class LiveStream:
     def _nothing(self) -> Samples:
         return self._decode([])[0]
 
-    def _positions(self) -> dict[str, Any]:
-        return {one.name: dict(one.positions) for one in self._sources}
-
     def _ended(self, idle_s: float) -> bool:
         if self.idle_s is not None and idle_s >= self.idle_s:
             return not self._measure().records  # a source that has records and does not give them is slow, or away
-        return all(one.reader is not None and one.reader.ended for one in self._sources)
+        return self._sources.ended
 
     # --- beside reading -----------------------------------------------------------------------------------------------
 
@@ -384,45 +402,12 @@ class LiveStream:
             self._measure()
 
     def _measure(self) -> Lag:
-        each = []
-        for one in self._sources:
-            assert one.reader is not None
-            each.append(lag := one.reader.lag())
-            if lag.records is not None:
-                emit_store("stream_lag_records", lag.records, f"source={one.name}")
-            if lag.seconds is not None:
-                emit_store("stream_lag_seconds", lag.seconds, f"source={one.name}")
-        records = [one.records for one in each if one.records is not None]
-        seconds = [one.seconds for one in each if one.seconds is not None]
-        self._lag = Lag(sum(records) if len(records) == len(each) else None, max(seconds, default=None))
+        self._lag = self._sources.lag()
         return self._lag
 
     def _acknowledge(self) -> None:
         with self._lock:
             safe, self._safe = self._safe, None
-        if safe is None:
-            return
-        self._journal.safe(safe["window"])
-        for one in self._sources:
-            if one.reader is not None and one.name in (safe["live"] or {}):
-                one.reader.acknowledge(safe["live"][one.name])
-
-
-def _take(held: deque[Chunk], partition: str | None, count: int) -> Chunk | None:
-    """At most ``count`` neighbouring records of a partition, or of the first one, out of what is held."""
-    for place, chunk in enumerate(held):
-        if partition is None or chunk.partition == partition:
-            if len(chunk) > count:
-                held[place] = chunk.part(count, len(chunk))
-                return chunk.part(0, count)
-            del held[place]
-            return chunk
-    return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadMessage(BadRow):
-    """A message that could not be read; ``path`` says where it was."""
-
-    def where(self) -> str:
-        return self.path
+        if safe is not None:
+            self._journal.safe(safe["window"])
+            self._sources.acknowledge(safe["live"] or {})

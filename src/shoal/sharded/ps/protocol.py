@@ -26,7 +26,10 @@ FLOAT16 = 1  # values and replies are float16 on the wire
 DEDUP = 2  # apply_gradients sums equal ids first
 NATIVE = 4  # a lookup may name unknown tables
 NOW = 8  # the sender gave no time: the server puts its own in before the log, and no row's stamp goes back
+RECORDS = 16  # the write is of records of a source: those behind ``acked`` up to ``seq`` in the partition of the stream
 
+PARTITION = b"part"
+"""What the ids of streams begin with whose writes are of ``RECORDS``."""
 MAX_CACHED = 1 << 16  # bytes of table names that are kept split
 
 _REQUEST = struct.Struct("<4sHHIQ16sQQqqQIII")
@@ -55,6 +58,9 @@ class Op(IntEnum):
     """A part of a file of a checkpoint, or which files there are, for a server that has none: JSON in."""
     HANDOVER = 13
     """Has the leader of a shard give its place to a follower that has everything. Out: the follower's address."""
+    LEARNT = 14
+    """The number of the last write of each of some streams, 0 for one that has none: ids in hexadecimal as JSON in,
+    numbers as JSON out."""
     ASSIGN = 32
     ASSIGN_ADD = 33
     APPLY = 34
@@ -78,7 +84,7 @@ WITH_IDS = frozenset(
     }
 )  # fmt: skip
 """Their ids frame holds the ids that the header counts."""
-ALWAYS = frozenset(Op) - {Op.FIND_INITIAL, Op.PUBLISH, Op.SCAN, Op.FOLLOW, Op.FETCH, Op.HANDOVER}
+ALWAYS = frozenset(Op) - {Op.FIND_INITIAL, Op.PUBLISH, Op.SCAN, Op.FOLLOW, Op.FETCH, Op.HANDOVER, Op.LEARNT}
 """What a server knows that does not tell its operations: one of version 0.1."""
 
 
@@ -108,7 +114,7 @@ class Request:
     seq: int = 0
     """The number of a write in its stream, from 1."""
     acked: int = 0
-    """Every write of the stream up to this one has been answered."""
+    """Every write of the stream up to this one has been answered; of ``RECORDS`` the write before this one."""
     flags: int = 0
     global_step: int = 0
     req_time: int = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, DataError
+from shoal.sharded.ps.protocol import PARTITION
 from shoal.sharded.ps.server.checkpoint import Checkpoint, Checkpoints, series
 from shoal.sharded.ps.server.directory_lock import not_served
 from shoal.sharded.ps.server.log import replay
@@ -127,7 +128,11 @@ def reshard_servers(source: str | os.PathLike[str], target: str | os.PathLike[st
     """Writes checkpoints of ``of`` shards into an empty ``target``; the rows of each table.
 
     The servers of ``source`` have been drained; one that still serves is an error. Workers start new streams of writes
-    afterwards: let theirs finish before. Admission filters start to count anew.
+    afterwards: let theirs finish before. Which records of which partitions were learnt is kept, and must be the same on
+    all shards. Admission filters start to count anew.
+
+    Raises:
+        DataError: the shards have learnt partitions up to different records, since a trainer was killed.
     """
     if of < 1:
         raise ConfigError(f"the number of shards must be at least 1, got {of}")
@@ -138,13 +143,28 @@ def reshard_servers(source: str | os.PathLike[str], target: str | os.PathLike[st
         return _reshard(source, target, of)
 
 
+def _learnt(found: Sequence[Checkpoint]) -> dict[str, int]:
+    """The streams of partitions, with the last record of each."""
+    of_shard = [
+        {stream: last for stream, last in one["streams"].items() if stream.startswith(PARTITION.hex())} for one in found
+    ]
+    if any(one != of_shard[0] for one in of_shard):
+        raise DataError(
+            "the shards have learnt streams up to different records, since a trainer was killed: start the servers as "
+            "they were, let the trainers continue and stop them with SIGTERM, then change the number of shards"
+        )
+    return of_shard[0] if of_shard else {}
+
+
 def _reshard(source: str | os.PathLike[str], target: Path, of: int) -> dict[str, int]:
     found = newest_checkpoints(source)
     _check_logs(found)
     names = sorted({name for checkpoint in found for name in checkpoint.tables})
     rows = dict.fromkeys(names, 0)
+    learnt = _learnt(found)
     for index in range(of):
         shard, streams = Shard(index, of), Streams()
+        streams.load(learnt, {})
         for name in names:
             spec = next(checkpoint.tables[name]["spec"] for checkpoint in found if name in checkpoint.tables)
             shard.add(spec, _load_shard(build_table(spec), source, name, (index, of)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -146,7 +147,7 @@ class Trainer:
         if self.resumed is not None and had != client.num_ps:
             what = "ranks" if had is None else "parameter servers"
             self.reporter.note(
-                f"the checkpoint is of another number of {what}: updates since then may be applied twice"
+                f"the checkpoint is of another number of {what}: updates of files since then may be applied twice"
             )
             numbers = None
         self.at.name = self.ranks.from_first(self.at.name)
@@ -154,6 +155,14 @@ class Trainer:
         again = f"/{self.at.run:x}" if self._new_writer and self.resumed is not None else ""
         self._writer = self.reader.pop("writer", None) or f"{self.at.name}/{self.ranks.rank}{again}"
         client.continue_writes(self._writer, numbers or [0] * client.num_ps)
+        live, accumulates = self.reading.live, self.config.train.accumulate > 1
+        assert live is not None
+        live.note = self.reporter.note
+        if accumulates or not live.learn_by_partition(client):
+            what = "steps of several batches" if accumulates else "these sources"
+            self.reporter.note(
+                f"updates of {what} are named by this run and its batches: it must be started again with its out.dir"
+            )
         if self.saver is None:
             self.reporter.note("without [out] dir a run that is started again learns from the stream's beginning again")
 
@@ -291,6 +300,11 @@ class Trainer:
 
     def _step(self, batches: Sequence[Batch | None]) -> tuple[int, Wishes]:
         """Samples of all ranks, and what some rank wants to happen then."""
+        records = next((batch.records for batch in batches if batch is not None and len(batch)), None)
+        with contextlib.nullcontext() if records is None else self.rows.client.records(*records):
+            return self._learn(batches)
+
+    def _learn(self, batches: Sequence[Batch | None]) -> tuple[int, Wishes]:
         parts = [batch.samples if batch else None for batch in batches]
         for samples in parts:
             self._tell_time(samples)

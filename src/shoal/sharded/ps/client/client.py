@@ -17,6 +17,7 @@ import torch
 
 from shoal.errors import ConfigError, PeerError, UnsupportedError
 from shoal.sharded.ps.client.line import CLOSED, UNORDERED, Call, Line
+from shoal.sharded.ps.client.records import RecordWrites
 from shoal.sharded.ps.limits import check_duration
 from shoal.sharded.ps.metrics import STEPS, Histogram
 from shoal.sharded.ps.protocol import ALWAYS, Op, Reply, Request, as_tensor, nbytes_of
@@ -81,6 +82,7 @@ class PsClient:
         self._closed = False
         self.versions = [0] * len(self.addresses)
         """The version that each shard had when it was last read."""
+        self._records = RecordWrites(self)
         self._verified = False
         self._max_frame_bytes = 0
         self._operations: list[Set[str]] = []
@@ -143,6 +145,28 @@ class PsClient:
         with self._write_lock:
             for line, number in zip(self._writers, numbers, strict=True):
                 line.stream, line.seq = hashlib.blake2b(name.encode(), digest_size=16).digest(), number
+
+    def learnt(self, partitions: Sequence[str], deadline: timedelta | None = None) -> dict[str, list[int]]:
+        """Up to which record each partition was learnt, by shard; 0 where nothing is known of it. See `records`."""
+        return self._records.learnt(partitions, deadline)
+
+    def records(self, partition: str, upto: int) -> contextlib.AbstractContextManager[None]:
+        """The updates in this block are of the records of a partition up to one with this number, and are one write.
+
+        A server applies it once, whoever sends it and however often, in the order of the records. A trainer that was
+        killed, or one that takes over the partition, makes the updates again from any record at which one began, and
+        `learnt` tells from where. Two trainers that learn a partition at the same time are told so by an error.
+
+        Example::
+
+            with client.records("kafka://broker/clicks#3", upto=1200):
+                loss.backward()  # updates rows
+        """
+        return self._records.block(partition, upto)
+
+    def begin_records(self, partition: str, number: int) -> None:
+        """Says that a partition is learnt from behind this record on, where nothing is known of it."""
+        self._records.begin(partition, number)
 
     def _seconds(self, deadline: timedelta | None) -> float:
         if deadline is None:
@@ -208,6 +232,9 @@ class PsClient:
         with self._write_lock:
             if self._closed:
                 raise PeerError(CLOSED)
+            if self._records.gathered is not None and not wait:
+                self._records.gathered.append(requests)
+                return {}
             if wait:
                 self._settle(0)
             calls = {shard: self._writers[shard].send(request, seconds) for shard, request in requests.items()}

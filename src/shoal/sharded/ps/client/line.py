@@ -8,7 +8,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, DeadlineError, PeerError, UnsupportedError
-from shoal.sharded.ps.protocol import Reply, Request, Status, parse_reply
+from shoal.sharded.ps.protocol import RECORDS, Reply, Request, Status, error_reply, parse_reply
 from shoal.sharded.ps.security import load_keys
 from shoal.sharded.ps.server.shard import UnknownTable
 
@@ -122,11 +122,12 @@ class Line:
 
     def send(self, request: Request, seconds: float) -> Call:
         request.request = self.number + 1
-        if request.op.writes and self.stream != UNORDERED:
+        own = request.op.writes and self.stream != UNORDERED and not request.flags & RECORDS
+        if own:
             request.stream, request.seq = self.stream, self.seq + 1
         call = Call(self, request, seconds)
         frames = self._frames(call)  # before it counts: a number that is never sent would hold up all that follow
-        self.number, self.seq = request.request, max(self.seq, request.seq)
+        self.number, self.seq = request.request, request.seq if own else self.seq
         self.calls[self.number] = call
         self._push(frames)
         return call
@@ -143,9 +144,9 @@ class Line:
     def _frames(self, call: Call) -> list[Any]:
         request = call.request
         request.deadline_ms = max(1, min(int((call.until - time.monotonic()) * 1000), (1 << 32) - 1))
-        if request.seq:
-            oldest = next((c.request.seq for c in self.calls.values() if c.request.seq), request.seq)
-            request.acked = oldest - 1
+        if request.seq and not request.flags & RECORDS:
+            numbers = (c.request.seq for c in self.calls.values() if c.request.seq and not c.request.flags & RECORDS)
+            request.acked = next(numbers, request.seq) - 1
         return request.frames()
 
     def wait(self, call: Call) -> Reply:
@@ -175,6 +176,11 @@ class Line:
         call = self.calls.get(reply.request)
         if call is None:
             return  # a second answer to something that was sent twice
+        if reply.status == Status.GAP and call.request.flags & RECORDS and not self._earlier(call.request):
+            del self.calls[reply.request]
+            lost = f"{reply.text()}: the server has lost what was learnt; it must have --durability log"
+            call.reply = error_reply(reply.request, Status.BAD_REQUEST, lost, reply.version)
+            return
         if reply.status in (Status.UNAVAILABLE, Status.GAP, Status.NOT_LEADER):
             call.refused, call.again = reply.text(), True
             if reply.status == Status.NOT_LEADER and len(self._servers) > 1:
@@ -184,6 +190,10 @@ class Line:
             return
         del self.calls[reply.request]
         call.reply = reply
+
+    def _earlier(self, request: Request) -> bool:
+        """Whether a write of the same stream that comes before it is under way."""
+        return any(c.request.stream == request.stream and c.request.seq < request.seq for c in self.calls.values())
 
     def _look(self, call: Call) -> None:
         """Nothing came for a tick: has the server gone, has it refused, is it too late?"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, DataError, UnsupportedError
-from shoal.sharded.ps.protocol import FLOAT16, NOW, Op, Reply, Request, Status, error_reply, parse_request
+from shoal.sharded.ps.protocol import FLOAT16, NOW, RECORDS, Op, Reply, Request, Status, error_reply, parse_request
 from shoal.sharded.ps.server import directory_lock
 from shoal.sharded.ps.server.checkpoint import Checkpoints
 from shoal.sharded.ps.server.kept import Kept
@@ -247,6 +248,13 @@ class Engine:
             return error_reply(
                 request.request, Status.GAP, f"write {self.streams.last(request.stream) + 1} comes first"
             )
+        if verdict is Verdict.OVERLAP:
+            return error_reply(
+                request.request, Status.BAD_REQUEST,
+                f"shard {self.shard.index}: somebody else has learnt this partition up to record "
+                f"{self.streams.last(request.stream)}, and this update is of {request.acked} to {request.seq}; two "
+                "trainers must not read the same partition. Started again, one continues behind what was learnt",
+            )  # fmt: skip
         if self._snapshot is not None and request.op in WHOLE_TABLE:
             return error_reply(
                 request.request,
@@ -292,7 +300,8 @@ class Engine:
     def _judge(self, request: Request) -> Verdict:
         if request.stream == UNORDERED:
             return Verdict.NEW
-        return self.streams.judge(request.stream, request.seq, request.acked)
+        judge = self.streams.judge_records if request.flags & RECORDS else self.streams.judge
+        return judge(request.stream, request.seq, request.acked)
 
     def _answer_again(self, request: Request) -> Reply:
         status, payload = self.streams.answer(request.stream, request.seq)
@@ -303,6 +312,14 @@ class Engine:
             except Exception as error:
                 return error_reply(request.request, status_of(error), str(error), self.shard.version)
         return Reply(status, request.request, self.shard.version, payload)
+
+    def learnt(self, request: Request) -> list[Any]:
+        """The answer to LEARNT."""
+        try:
+            streams = [bytes.fromhex(text) for text in json.loads(bytes(request.values))]
+        except (ValueError, TypeError) as error:
+            raise DataError(f"LEARNT brings a list of ids in hexadecimal as JSON ({error})") from None
+        return [json.dumps([self.streams.last(stream) for stream in streams]).encode()]
 
     @property
     def in_checkpoint(self) -> bool:

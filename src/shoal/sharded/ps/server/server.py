@@ -118,6 +118,7 @@ class ParameterServer:
                 raise StartAgain(self.replication.rebuild) from error
             self._backlog = Backlog(self._zmq, self._context, self.metrics)
             self._reads = Reads(engine.shard, self._backlog, self.limits, self.info, self._publish)
+            self._reads.more[Op.LEARNT] = engine.learnt
             self._writes = Writes(engine, self._backlog, self._stopped, self._tables)
             if self.replication is None:
                 self._writes.make_tables()

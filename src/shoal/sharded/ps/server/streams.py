@@ -18,6 +18,7 @@ class Verdict(Enum):
     NEW = "new"
     DONE = "done before"
     GAP = "a write before it is missing"
+    OVERLAP = "a part of it is done"
 
 
 class Answer(NamedTuple):
@@ -87,6 +88,13 @@ class Streams:
         if seq <= last:
             return Verdict.DONE
         return Verdict.NEW if seq - 1 <= max(last, acked) else Verdict.GAP
+
+    def judge_records(self, stream: bytes, seq: int, behind: int) -> Verdict:
+        """Of a write that is of the records behind one number up to ``seq``: records are learnt once and in order."""
+        last = self.last(stream)
+        if seq <= last:
+            return Verdict.DONE
+        return Verdict.NEW if behind == last else Verdict.GAP if behind > last else Verdict.OVERLAP
 
     def remember(self, stream: bytes, seq: int, answer: Answer, acked: int = 0) -> None:
         """Write ``seq`` was applied or failed; the worker has the answers of all up to ``acked``."""
